@@ -95,19 +95,19 @@ def findings(area: str, texts: list[Text]) -> Iterator[Finding]:
         for match in CHAINS.finditer(bare):
             yield Finding("chain", text, f"says {match[0]!r}")
         if area == "docs":
-            seen, row = ADDRESS.sub("]", text.words), text.path.read_text().splitlines()[text.line - 1].startswith("|")
-            if len(seen) > (ROW if row else PROSE):
-                yield Finding("line", text, f"has {len(seen)} characters")
+            shown, row = ADDRESS.sub("]", text.words), text.path.read_text().splitlines()[text.line - 1].startswith("|")
+            if len(shown) > (ROW if row else PROSE):
+                yield Finding("line", text, f"has {len(shown)} characters")
 
 
 def main() -> int:
     """Return the exit status."""
     wrong = False
     for area, texts in areas():
-        found = list(findings(area, texts))
+        listed = list(findings(area, texts))
         words = sum(len(x.words.split()) for x in texts)
         for kind, budget in LEFT[area].items():
-            of_kind = [x for x in found if x.kind == kind]
+            of_kind = [x for x in listed if x.kind == kind]
             allowed = max(budget, int(RATE * words / 1000)) if kind == "chain" else budget
             if "--list" in sys.argv or len(of_kind) > allowed:
                 for x in of_kind:

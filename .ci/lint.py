@@ -251,7 +251,7 @@ def too_many_files(modules: dict[str, Module]) -> Iterator[Finding]:
 def reached(modules: dict[str, Module]) -> dict[str, int]:
     """Return the current number for each budget."""
     core = [module for module in modules.values() if module.folder != EXT]
-    lines = lambda of: sum(len(module.path.read_text().splitlines()) for module in of)  # noqa: E731
+    lines = lambda files: sum(len(module.path.read_text().splitlines()) for module in files)  # noqa: E731
     return {"CORE": lines(core), "PACKAGE": lines(modules.values()), "INNER": sum(map(inner_imports, core))}
 
 
@@ -280,22 +280,22 @@ def over_budget(modules: dict[str, Module], root: Path) -> Iterator[Finding]:
 def findings(root: Path) -> list[Finding]:
     """Return everything that is wrong in a package, by file and line."""
     modules = read(root)
-    found, own, may_import = [*circles(modules), *too_many_files(modules)], own_names(modules), allowed(modules)
+    faults, own, may_import = [*circles(modules), *too_many_files(modules)], own_names(modules), allowed(modules)
     if root == PACKAGE_FOLDER:
-        found += over_budget(modules, root)
+        faults += over_budget(modules, root)
     for module in modules.values():
-        found += wrong_imports(module, modules, may_import)
+        faults += wrong_imports(module, modules, may_import)
         if "_compat" not in module.name.split("."):
-            found += private_names(module, own)
-    return sorted(found)
+            faults += private_names(module, own)
+    return sorted(faults)
 
 
 def main() -> int:
     """Return the exit status."""
-    found = findings(Path(sys.argv[1]).resolve() if sys.argv[1:] else PACKAGE_FOLDER)
-    for path, line, message in found:
+    faults = findings(Path(sys.argv[1]).resolve() if sys.argv[1:] else PACKAGE_FOLDER)
+    for path, line, message in faults:
         print(f"{path}:{line} {message}")
-    return 1 if found else 0
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

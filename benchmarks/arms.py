@@ -84,14 +84,14 @@ def add_options(p: argparse.ArgumentParser, lr: float = 1e-3) -> None:
 
 
 def model_of(
-    a: argparse.Namespace, vocabulary: int, dim: int, depth: int, heads: int, longest: int, **more: Any
+    a: argparse.Namespace, vocabulary: int, dim: int, depth: int, heads: int, longest: int, **options: Any
 ) -> ld.LongNetLM:
     """Build the arm's model on its device."""
     torch.manual_seed(a.seed)
     positions = {"rotary_base": a.rotary_base} if a.rotary_base else {"max_seq_len": longest}
     pattern = pattern_of(a.arm, depth, heads, a.local)
     model = ld.LongNetLM(
-        pattern, vocabulary, dim, depth, heads, compile_blocks=a.compile, kv_conv=a.kv_conv, **positions, **more
+        pattern, vocabulary, dim, depth, heads, compile_blocks=a.compile, kv_conv=a.kv_conv, **positions, **options
     )
     model.configure_model()
     return model.to(a.device)

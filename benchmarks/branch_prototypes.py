@@ -229,11 +229,11 @@ def _chunk(x: Inputs, keys: Keys | None, segment: int, shift: int, start: int, s
     near = ((p[:, None] + shift) // segment == (j + shift) // segment) & (j <= p[:, None])
     scores = [(q @ x.k[:, :, first:stop].mT).masked_fill(~near, -torch.inf)]
     values = [x.v[:, :, first:stop]]
-    seen = 0 if keys is None else keys.before(stop)
-    if keys is not None and seen:
-        visible = keys.visible(x.q[:, :, start:stop], p)[..., :seen]
-        scores.append((q @ keys.k[:, :, :seen].mT + keys.bias[:seen]).masked_fill(~visible, -torch.inf))
-        values.append(keys.v[:, :, :seen])
+    reached = 0 if keys is None else keys.before(stop)
+    if keys is not None and reached:
+        visible = keys.visible(x.q[:, :, start:stop], p)[..., :reached]
+        scores.append((q @ keys.k[:, :, :reached].mT + keys.bias[:reached]).masked_fill(~visible, -torch.inf))
+        values.append(keys.v[:, :, :reached])
     weights = torch.cat(scores, -1).softmax(-1).split([y.shape[2] for y in values], -1)
     return sum(w @ v for w, v in zip(weights, values, strict=True))
 

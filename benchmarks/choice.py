@@ -61,7 +61,7 @@ def options() -> argparse.Namespace:
 
 def groups(tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tuple[str, int], SequenceGroup]:
     """Return the groups that serve, by exchange and head_size, `auto` first."""
-    found = {}
+    serving = {}
     for size, name in itertools.product(args.head_sizes, ["auto", *args.exchanges]):
         group = SequenceGroup(exchange=name, head_size=size)
         try:
@@ -70,8 +70,8 @@ def groups(tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tup
             group.close()
             print(f"{name}, head_size {size}: {error}", flush=True) if dist.get_rank() == 0 else None
             continue
-        found[name, size] = group
-    return found
+        serving[name, size] = group
+    return serving
 
 
 def timed(run, group: SequenceGroup, device: torch.device) -> float:
@@ -86,15 +86,15 @@ def timed(run, group: SequenceGroup, device: torch.device) -> float:
     return most(device, (time.perf_counter() - begin) / CALLS)[0]
 
 
-def rounds(made: dict, tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tuple[str, int], list[float]]:
+def rounds(ways: dict, tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tuple[str, int], list[float]]:
     """Return seconds by exchange, one number a round."""
-    device, found = tensors[0].device, {key: [] for key in made}
-    runs = {key: step(tensors, pattern, causal, group)[1] for key, group in made.items()}
+    device, times = tensors[0].device, {key: [] for key in ways}
+    runs = {key: step(tensors, pattern, causal, group)[1] for key, group in ways.items()}
     for number in range(args.rounds + 2):  # two to warm up
-        for key in random.Random(number).sample(list(made), len(made)):  # equal on all ranks
-            seconds = timed(runs[key], made[key], device)
-            found[key] += [seconds] if number > 1 else []
-    return found
+        for key in random.Random(number).sample(list(ways), len(ways)):  # equal on all ranks
+            seconds = timed(runs[key], ways[key], device)
+            times[key] += [seconds] if number > 1 else []
+    return times
 
 
 def lines(args: argparse.Namespace, device: torch.device):
@@ -104,19 +104,19 @@ def lines(args: argparse.Namespace, device: torch.device):
         shape = (1, local, args.heads, args.head_dim)
         make = lambda shape=shape: torch.randn(shape, device=device, dtype=getattr(torch, args.dtype))  # noqa: E731
         tensors = [make().requires_grad_() for _ in "qkv"] + [make()]
-        made = groups(tensors, pattern, causal, args)
-        found = rounds(made, tensors, pattern, causal, args)
-        best = min((key for key in made if key[0] != "auto"), key=lambda key: statistics.median(found[key]))
-        for (name, size), group in made.items():
-            low, middle, high = statistics.quantiles(found[name, size], n=4)
+        ways = groups(tensors, pattern, causal, args)
+        times = rounds(ways, tensors, pattern, causal, args)
+        best = min((key for key in ways if key[0] != "auto"), key=lambda key: statistics.median(times[key]))
+        for (name, size), group in ways.items():
+            low, middle, high = statistics.quantiles(times[name, size], n=4)
             against = statistics.median(
-                a / b for a, b in zip(found[name, size], found[best], strict=True)
+                a / b for a, b in zip(times[name, size], times[best], strict=True)
             )  # of the same rounds
             chosen = f"auto ({group.plan.exchange or 'nothing'})" if name == "auto" else name
             cells = [local, causal, chosen, size, *(f"{x * 1e3:.2f}" for x in (middle, low, high)), f"{against:.3f}"]
             cells += awaited(step(tensors, pattern, causal, group)[1], group, device, WATCHED)
             yield f"| {' | '.join(map(str, cells))} |\n"
-        for group in made.values():
+        for group in ways.values():
             group.close()
 
 

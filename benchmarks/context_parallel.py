@@ -56,15 +56,15 @@ def options() -> argparse.Namespace:
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Return median wall seconds on the slowest rank, after a warm-up."""
-    found = []
+    times = []
     for i in range(repeats + 1):
         meet(device)
         begin = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        found += [time.perf_counter() - begin] if i else []
-    return most(device, statistics.median(found))[0]
+        times += [time.perf_counter() - begin] if i else []
+    return most(device, statistics.median(times))[0]
 
 
 def of_torch(args: argparse.Namespace, n: int, device: torch.device, rotate: str) -> float:

@@ -118,12 +118,12 @@ def validate(model: ld.LongNetLM, a: argparse.Namespace) -> dict[str, object]:
     tokens, labels, d = batch(512, a.distance, a.device, torch.Generator().manual_seed(99))
     losses = cross_entropy(model(tokens).transpose(1, 2).float(), labels, ignore_index=-100, reduction="none")
     each = (losses.sum(1) / (labels != -100).sum(1) / math.log(2)).tolist()
-    found = defaultdict(list)
+    by_residue = defaultdict(list)
     for bits, distance in zip(each, d.tolist(), strict=True):
-        found[(distance - 1) % RATE].append(bits)
+        by_residue[(distance - 1) % RATE].append(bits)
     return {
         "bits": round(sum(each) / len(each), 3),
-        "by_residue": {k: round(sum(v) / len(v), 3) for k, v in sorted(found.items())},
+        "by_residue": {k: round(sum(v) / len(v), 3) for k, v in sorted(by_residue.items())},
     }
 
 

@@ -114,8 +114,8 @@ def measure(
     prompt = torch.randint(o.vocabulary, (o.batch, context), device=o.device)
     first, second = (seconds(o.device, lambda: generate(prompt, 1)) for _ in range(2))
     generate(prompt, 1 + o.tokens)  # captures, or compiles
-    both = [[seconds(o.device, lambda n=n: generate(prompt, n)) for n in (1, 1 + o.tokens)] for _ in range(o.rounds)]
-    each = statistics.median((many - one) / o.tokens for one, many in both)
+    times = [[seconds(o.device, lambda n=n: generate(prompt, n)) for n in (1, 1 + o.tokens)] for _ in range(o.rounds)]
+    each = statistics.median((many - one) / o.tokens for one, many in times)
     speeds = (o.batch * context / s for s in (first, second, forward_seconds(o, forward, prompt)))
     return [f"{1e3 * each:.2f}", f"{o.batch / each:,.0f}", *(f"{x:,.0f}" for x in speeds)]
 
@@ -135,13 +135,13 @@ def show_profile(o: argparse.Namespace, generate: Callable[[torch.Tensor, int], 
     prompt = torch.randint(o.vocabulary, (o.batch, context), device=o.device)
     totals: list[dict[str, tuple[float, int]]] = []
     for count in (1, 33):
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             seconds(o.device, lambda n=count: generate(prompt, n))
-        totals.append({e.key: (e.device_time_total, e.count) for e in seen.key_averages()})
-    rest = {k: (t - totals[0].get(k, (0, 0))[0], n - totals[0].get(k, (0, 0))[1]) for k, (t, n) in totals[1].items()}
-    kernels = sum(n for _, n in rest.values()) / 32
-    print(f"a token: {sum(t for t, _ in rest.values()) / 32:.0f} us in {kernels:.0f} kernels")
-    for key, (time_us, count) in sorted(rest.items(), key=lambda item: -item[1][0])[:25]:
+        totals.append({e.key: (e.device_time_total, e.count) for e in profiler.key_averages()})
+    each = {k: (t - totals[0].get(k, (0, 0))[0], n - totals[0].get(k, (0, 0))[1]) for k, (t, n) in totals[1].items()}
+    kernels = sum(n for _, n in each.values()) / 32
+    print(f"a token: {sum(t for t, _ in each.values()) / 32:.0f} us in {kernels:.0f} kernels")
+    for key, (time_us, count) in sorted(each.items(), key=lambda item: -item[1][0])[:25]:
         print(f"{time_us / 32:8.1f} us {count / 32:6.1f} x {key[:100]}")
 
 
@@ -165,7 +165,7 @@ def main() -> None:
         "| model | pattern | context | batch | ms a token | tok/s | prompt tok/s, first call | second call | forward tok/s |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    plain = mock.patch.object(token_step, "why_not", lambda *given: "--plain") if o.plain else mock.MagicMock()
+    plain = mock.patch.object(token_step, "why_not", lambda *args: "--plain") if o.plain else mock.MagicMock()
     with plain:
         for context in o.context:
             numbers = measure(o, drawn, model, context)

@@ -64,8 +64,8 @@ def main() -> None:
         print(f"| plain torch | {'yes' if causal else 'no'} | {' | '.join(f'{e:.1e}' for e in base)} |")
         for name in [n for n, e in ENGINES.items() if e.why_not(Request.of(inputs[0])) is None and ":" not in n]:
             x = leaves()
-            found = errors(dilated_attention(*x, pattern, causal=causal, engine=name), x, grad, exact)
-            cells = " | ".join(f"{e:.1e} ({e / b:.2f})" for e, b in zip(found, base, strict=True))
+            measured = errors(dilated_attention(*x, pattern, causal=causal, engine=name), x, grad, exact)
+            cells = " | ".join(f"{e:.1e} ({e / b:.2f})" for e, b in zip(measured, base, strict=True))
             print(f"| {name} | {'yes' if causal else 'no'} | {cells} |", flush=True)
 
 

@@ -79,7 +79,7 @@ def options() -> argparse.Namespace:
 
 def seconds(run, device: torch.device, repeats: int, settle=lambda: None) -> float:
     """Return median wall seconds of `run` on the slowest rank, of four consecutive calls, after two warm-ups."""
-    found = []
+    times = []
     for i in range(repeats + 2):
         meet(device)
         begin = time.perf_counter()
@@ -88,8 +88,8 @@ def seconds(run, device: torch.device, repeats: int, settle=lambda: None) -> flo
         settle()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        found += [(time.perf_counter() - begin) / 4] if i > 1 else []
-    return most(device, statistics.median(found))[0]
+        times += [(time.perf_counter() - begin) / 4] if i > 1 else []
+    return most(device, statistics.median(times))[0]
 
 
 def meet(device: torch.device) -> None:
@@ -101,9 +101,9 @@ def meet(device: torch.device) -> None:
 
 def most(device: torch.device, *numbers: float) -> list[float]:
     """Return the largest numbers of any rank."""
-    found = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.tolist()
+    largest = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()
 
 
 def step(tensors, pattern, causal: bool, group: SequenceGroup | None):
@@ -195,7 +195,7 @@ def measure(
 ) -> Line | ValueError:
     """Measure one exchange, or return the reason why it cannot serve."""
     device, local = tensors[0].device, tensors[0].shape[1]
-    forward, both = step(tensors, pattern, causal, group)
+    forward, both_passes = step(tensors, pattern, causal, group)
     try:
         forward()
     except ValueError as error:
@@ -206,14 +206,14 @@ def measure(
         causal,
         name,
         group.head_size,
-        *(seconds(run, device, args.repeats, group.settle) for run in (forward, both)),
+        *(seconds(run, device, args.repeats, group.settle) for run in (forward, both_passes)),
     )
     line.added = line.both - alone
-    line.exposed, line.planned, line.unlike = watched(both, group, device, args.repeats)
-    line.received = tuple(most(device, *counted(both, group)))
+    line.exposed, line.planned, line.unlike = watched(both_passes, group, device, args.repeats)
+    line.received = tuple(most(device, *counted(both_passes, group)))
     if args.still:
         with still():
-            line.moving = line.both - seconds(both, device, args.repeats, group.settle)
+            line.moving = line.both - seconds(both_passes, device, args.repeats, group.settle)
     return line
 
 
@@ -231,12 +231,12 @@ def lines(rank: int, args: argparse.Namespace, device: torch.device):
             yield Line(local, causal, "alone", 1, *alone)
             for size, name in itertools.product(args.head_sizes, args.exchanges):
                 group = SequenceGroup(exchange=name, head_size=size, ranks_per_node=args.ranks_per_node)
-                found = measure(group, tensors, pattern, causal, alone[1], args)
+                row = measure(group, tensors, pattern, causal, alone[1], args)
                 group.close()
-                if isinstance(found, Line):
-                    yield found
+                if isinstance(row, Line):
+                    yield row
                 elif rank == 0:
-                    print(f"{name}: {found}", flush=True)
+                    print(f"{name}: {row}", flush=True)
 
 
 def joined(rank: int, ranks: int, port: int, args: argparse.Namespace) -> torch.device:
@@ -249,11 +249,11 @@ def joined(rank: int, ranks: int, port: int, args: argparse.Namespace) -> torch.
     return device
 
 
-def told(rank: int, head: str, found: Iterable[object], record: Path | None) -> None:
+def told(rank: int, head: str, rows: Iterable[object], record: Path | None) -> None:
     """Let rank 0 print the lines one by one, and append them to the file."""
     written = [head]
     print(head, end="", flush=True) if rank == 0 else None
-    for line in found:
+    for line in rows:
         written.append(str(line))
         print(line, end="", flush=True) if rank == 0 else None
     if record and rank == 0:

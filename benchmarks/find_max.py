@@ -310,9 +310,9 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def run(argv: list[str]) -> None:
-    args, others = parser().parse_known_args(argv)
+    args, fit_arguments = parser().parse_known_args(argv)
     args = checked(args)
-    arguments = [word for path in args.config for word in ("--config", path)] + others
+    arguments = [word for path in args.config for word in ("--config", path)] + fit_arguments
     trials, best = Trials(arguments, args.gpus, args.timeout, args.limit), []
     start, multiple = args.tokens or START * args.gpus, args.multiple * args.gpus
     try:

@@ -57,9 +57,9 @@ def labelled(codes: np.ndarray, size: int) -> tuple[list[int], list[int]]:
 
 def kmers(tokens: Tensor, k: int) -> Tensor:
     """Return (B, 4^k) shares of the k-mers of both strands in windows (B, N)."""
-    both = [tokens, ld.data.reverse_complement(tokens)]
+    strands = [tokens, ld.data.reverse_complement(tokens)]
     total = torch.zeros(len(tokens), 4**k)
-    for x in both:
+    for x in strands:
         numbers = sum(x[:, i : x.shape[1] - k + 1 + i].clamp(max=3) * 4 ** (k - 1 - i) for i in range(k))
         total.scatter_add_(1, numbers, torch.ones(numbers.shape))
     return total / total.sum(1, keepdim=True)

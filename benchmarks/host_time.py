@@ -52,10 +52,10 @@ def main() -> None:
 
     both()
     if a.profile:
-        with cProfile.Profile() as seen:
+        with cProfile.Profile() as profiler:
             for _ in range(300):
                 both()
-        pstats.Stats(seen).sort_stats("tottime").print_stats(40)
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
         return
     with torch.no_grad():
         alone = least(forward, 200)

@@ -38,17 +38,17 @@ def kernel_times(run: Callable[[], None]) -> tuple[dict[str, tuple[float, int]],
     run()
     torch.cuda.synchronize()
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         start.record()
         run()
         stop.record()
         torch.cuda.synchronize()
-    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for event in seen.events():
+    times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            found[event.name[:100]][0] += event.device_time / 1000
-            found[event.name[:100]][1] += 1
-    return {name: (ms, int(n)) for name, (ms, n) in found.items()}, start.elapsed_time(stop)
+            times[event.name[:100]][0] += event.device_time / 1000
+            times[event.name[:100]][1] += 1
+    return {name: (ms, int(n)) for name, (ms, n) in times.items()}, start.elapsed_time(stop)
 
 
 def main() -> None:
@@ -64,12 +64,12 @@ def main() -> None:
             out = dilated_attention(q, k, v, pattern, causal=causal, engine=args.engine)
             torch.autograd.grad(out, (q, k, v), grad)
 
-        found, wall = kernel_times(run)
-        total = sum(ms for ms, _ in found.values())
+        times, wall = kernel_times(run)
+        total = sum(ms for ms, _ in times.values())
         print(
             f"\ncausal={causal}: wall {wall:.2f} ms, kernels {total:.2f} ms\n\n| kernel | ms | calls |\n| --- | --- | --- |"
         )
-        for name, (ms, calls) in sorted(found.items(), key=lambda x: -x[1][0])[: args.rows]:
+        for name, (ms, calls) in sorted(times.items(), key=lambda x: -x[1][0])[: args.rows]:
             print(f"| `{name}` | {ms:.3f} | {calls} |")
 
 

@@ -195,24 +195,24 @@ def trials_of(point: Point, args: argparse.Namespace) -> Trials:
 def row(number: int, point: Point, planned: Future[Planned], args: argparse.Namespace) -> str:
     """Return one line of the table."""
     tokens, trials = tokens_of(point, args), trials_of(point, args)
-    found = None if args.dry else trials(tokens)
+    done = None if args.dry else trials(tokens)
     plan = planned.result()
     words = in_words(point.settings) + (", bf16 residual" if "residual_dtype" in point.sizes else "")
     words += ", shifted" if point.shifted else ""
     words += f", one dense head in one layer of {point.hybrid}" if point.hybrid else ""
     words += "" if point.optimizer == "adamw" else f", {point.optimizer}, {point.precision}"
     cells = [number, point.name, f"{strategy_of(point, args)} x {args.gpus}", f"{tokens:,}", words]
-    if found is None or not found.fits:
-        peak = [f"{plan.peak / GIB:.1f}", found.message[:400] if found else "", ""]
+    if done is None or not done.fits:
+        peak = [f"{plan.peak / GIB:.1f}", done.message[:400] if done else "", ""]
         time = [f"{plan.seconds:.2f}", "", "", ""]
     else:
-        off = [f"{100 * (a / b - 1):+.1f} %" for a, b in ((plan.peak, found.allocated), (plan.seconds, found.seconds))]
-        peak = [f"{plan.peak / GIB:.1f}", f"{found.allocated / GIB:.1f}", off[0]]
-        time = [f"{plan.seconds:.2f}", f"{found.seconds:.2f}", off[1], f"{tokens / found.seconds / 1000:.1f}K"]
+        off = [f"{100 * (a / b - 1):+.1f} %" for a, b in ((plan.peak, done.allocated), (plan.seconds, done.seconds))]
+        peak = [f"{plan.peak / GIB:.1f}", f"{done.allocated / GIB:.1f}", off[0]]
+        time = [f"{plan.seconds:.2f}", f"{done.seconds:.2f}", off[1], f"{tokens / done.seconds / 1000:.1f}K"]
     most = ""
-    if args.search and found is not None and found.fits:
+    if args.search and done is not None and done.fits:
         most = f"{longest(lambda n: trials(n).fits, plan.longest, M * args.gpus // 8).fits:,}"
-    host = [f"{x / GIB:.1f}" for x in (found.pinned, found.host)] if found is not None and found.fits else ["", ""]
+    host = [f"{x / GIB:.1f}" for x in (done.pinned, done.host)] if done is not None and done.fits else ["", ""]
     cells += [*peak, *time, f"{plan.host / GIB:.1f}", *host, f"{plan.longest:,}", most]
     return f"| {' | '.join(str(cell) for cell in cells)} |"
 

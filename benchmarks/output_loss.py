@@ -77,17 +77,17 @@ def ways(args: argparse.Namespace, vocab: int, device: str) -> dict[str, Way]:
     """Return the available ways, by name."""
     tile = loss_tile(args.tile, vocab)
     name = f"tiles of {tile:,}"
-    found: dict[str, Way] = {name: ours(tile), f"{name}, computed again": again(tile)}
+    available: dict[str, Way] = {name: ours(tile), f"{name}, computed again": again(tile)}
     if device == "cuda":
-        found[f"{name}, not compiled"] = ours(tile, False)
+        available[f"{name}, not compiled"] = ours(tile, False)
     if args.seq_len * vocab * 4 <= args.most * 2**30:
-        found |= {"at once": lambda head, x, labels: nats(head, x, labels).mean(), "torch, at once": plain}
+        available |= {"at once": lambda head, x, labels: nats(head, x, labels).mean(), "torch, at once": plain}
     if hasattr(nn, "LinearCrossEntropyOptions"):  # torch 2.13
-        found["torch, chunked"] = of_torch
+        available["torch, chunked"] = of_torch
     if device == "cuda":  # its kernels are Triton's
         with contextlib.suppress(ImportError):
-            found["liger-kernel"] = of_liger()
-    return found
+            available["liger-kernel"] = of_liger()
+    return available
 
 
 def once(way: Way, head: nn.Linear, x: Tensor, labels: Tensor) -> list[Tensor]:
@@ -100,32 +100,32 @@ def once(way: Way, head: nn.Linear, x: Tensor, labels: Tensor) -> list[Tensor]:
 def exact(head: nn.Linear, x: Tensor, labels: Tensor, step: int) -> list[Tensor]:
     """Return the same in fp32, by torch's cross-entropy, `step` tokens at a time."""
     wide, total = x.detach().float(), 0.0
-    made = torch.empty_like(wide)
+    grad = torch.empty_like(wide)
     for cut in (slice(at, at + step) for at in range(0, x.shape[1], step)):
         some = wide[0, cut].requires_grad_()
         loss = nn.functional.cross_entropy(head(some), labels[0, cut], reduction="sum") / labels.numel()
-        made[0, cut], weight = torch.autograd.grad(loss, [some, head.weight])
+        grad[0, cut], weight = torch.autograd.grad(loss, [some, head.weight])
         total = total + weight
-    return [made, total]
+    return [grad, total]
 
 
-def measured(way: Way, steps: int, *given: nn.Linear | Tensor) -> tuple[list[Tensor], float, float]:
+def measured(way: Way, steps: int, *inputs: nn.Linear | Tensor) -> tuple[list[Tensor], float, float]:
     """Return (gradients, ms, additional GiB)."""
-    on_gpu, seconds, before = given[1].device.type == "cuda", [], 0
+    on_gpu, seconds, before = inputs[1].device.type == "cuda", [], 0
     for step in range(steps + 1):
-        found = None
+        grads = None
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         began = time.perf_counter()
-        found = once(way, *given)
+        grads = once(way, *inputs)
         if on_gpu:
             torch.cuda.synchronize()
         if step:
             seconds.append(time.perf_counter() - began)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else float("nan")
-    return found, 1000 * statistics.median(seconds), peak
+    return grads, 1000 * statistics.median(seconds), peak
 
 
 def main() -> None:
@@ -142,12 +142,12 @@ def main() -> None:
         labels = torch.randint(0, vocab, (1, args.seq_len), device=device)
         want = exact(head, x, labels, args.tile)
         for way, run in ways(args, vocab, device).items():
-            found, ms, peak = measured(run, args.steps, head, x, labels)
+            grads, ms, peak = measured(run, args.steps, head, x, labels)
             errors = [
-                float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, want, strict=True)
+                float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(grads, want, strict=True)
             ]
             print(f"| {vocab:,} | {way} | {ms:.1f} | {peak:.2f} | {max(errors):.1e} |", flush=True)
-            del found
+            del grads
 
 
 if __name__ == "__main__":

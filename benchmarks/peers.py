@@ -38,10 +38,10 @@ def _with_lse(q: Tensor, k: Tensor, v: Tensor, dropout: float, bias: Any, scale:
     """Return the results of flash-attn's function, by cuDNN: (out (B, N, H, D), lse (B, H, N))."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.device.type == "cuda":
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
-        return found[0].transpose(1, 2), found[1].squeeze(-1)
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return found[0].transpose(1, 2), found[1]
+        results = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+        return results[0].transpose(1, 2), results[1].squeeze(-1)
+    results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return results[0].transpose(1, 2), results[1]
 
 
 class Torchscale(nn.Module):

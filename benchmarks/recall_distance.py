@@ -74,8 +74,8 @@ def run(a: argparse.Namespace) -> dict[str, object]:
         task = data(n, k, a)
         stages.append(Stage(n, k, batches(task, "train", task.batch_size)))
     trained = train(model, stages, a)
-    given = ("lengths", "vocabulary", "queries", "tokens", "tokens_per_pair", "tie", "dim")
-    return {**options_of(a, model, trained), **{name: getattr(a, name) for name in given}, **validate(model, a)}
+    listed = ("lengths", "vocabulary", "queries", "tokens", "tokens_per_pair", "tie", "dim")
+    return {**options_of(a, model, trained), **{name: getattr(a, name) for name in listed}, **validate(model, a)}
 
 
 @torch.no_grad()
@@ -86,12 +86,12 @@ def validate(model: ld.LongNetLM, a: argparse.Namespace) -> dict[str, object]:
     right, nats, far = [], [], []
     for batch in batches(task, "val", 1, workers=0):
         tokens, labels = batch["tokens"], batch["labels"]
-        asked = labels[0] != -100
+        queries = labels[0] != -100
         with torch.autocast(a.device, torch.bfloat16):
-            logits = model(tokens.to(a.device))[0][asked.to(a.device)].float().cpu()
-        far.append(task.distances("val", int(batch["index"]))[asked])
-        right.append(logits.argmax(1) == labels[0][asked])
-        nats.append(torch.nn.functional.cross_entropy(logits, labels[0][asked], reduction="none"))
+            logits = model(tokens.to(a.device))[0][queries.to(a.device)].float().cpu()
+        far.append(task.distances("val", int(batch["index"]))[queries])
+        right.append(logits.argmax(1) == labels[0][queries])
+        nats.append(torch.nn.functional.cross_entropy(logits, labels[0][queries], reduction="none"))
     right, nats, far = torch.cat(right).double(), torch.cat(nats).double(), torch.cat(far)
     octave = far.double().log2().floor().long()
     by = {

@@ -86,7 +86,7 @@ def rows_of(a: argparse.Namespace, seq_len: int) -> Iterator[str]:
     first = None
     for way in (ours, in_torch, fla, dilated):
         try:
-            forward, both, results = measured(way, tensors, grad)
+            forward, both_passes, results = measured(way, tensors, grad)
         except (ImportError, RuntimeError) as error:
             yield f"| {seq_len:,} | {way.__name__} | {type(error).__name__}: {str(error)[:90]} | | |"
             continue
@@ -94,7 +94,7 @@ def rows_of(a: argparse.Namespace, seq_len: int) -> Iterator[str]:
         apart = (
             () if way is dilated else (f"{float((x - y).abs().max()):.1e}" for x, y in zip(first, results, strict=True))
         )
-        yield f"| {seq_len:,} | {way.__name__} | {forward:.2f} | {both:.2f} | {' '.join(apart)} |"
+        yield f"| {seq_len:,} | {way.__name__} | {forward:.2f} | {both_passes:.2f} | {' '.join(apart)} |"
 
 
 def parts_of(a: argparse.Namespace, seq_len: int) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -164,11 +164,11 @@ def scale_plot(steps: Sequence[Step], path: str | Path, caption: str) -> None:
     axes = figure.subplots(2, len(sizes), squeeze=False, sharex=True, sharey="row")
     top = max(map(_speed, steps))
     for column, size in enumerate(sizes):
-        found = [s for s in steps if s.tokens // s.ranks == size]
-        longest = max(s.tokens for s in found)
+        selected = [s for s in steps if s.tokens // s.ranks == size]
+        longest = max(s.tokens for s in selected)
         axes[0][column].set_title(f"{size:,} tokens a GPU, up to N = {longest:,}", fontsize=10)
-        _lines(axes[0][column], found, _speed)
-        _lines(axes[1][column], found, lambda s: 100 * s.exposed / s.seconds)
+        _lines(axes[0][column], selected, _speed)
+        _lines(axes[1][column], selected, lambda s: 100 * s.exposed / s.seconds)
         axes[0][column].set_ylim(0, 1.1 * top)
         axes[1][column].set_ylim(bottom=0)
         axes[1][column].set_xlabel("GPUs")
@@ -189,10 +189,10 @@ def _lines(axes: Axes, steps: Sequence[Step], value: Callable[[Step], float]) ->
     """Draw a line for each exchange, from the single rank that exchanges nothing."""
     ranks = sorted({s.ranks for s in steps})
     for name, (colour, marker, dashes) in STYLES.items():
-        mine = [s for s in steps if s.exchange == name]
-        if mine:
+        selected = [s for s in steps if s.exchange == name]
+        if selected:
             first = [s for s in steps if s.exchange is None and name in ("gather", "butterfly", "switch", "ring")]
-            points = sorted((s.ranks, value(s)) for s in (*first, *mine))
+            points = sorted((s.ranks, value(s)) for s in (*first, *selected))
             axes.plot(*zip(*points, strict=True), label=name, color=colour, marker=marker, ls=dashes, ms=5, lw=1.4)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [f"{r:,}" for r in ranks])

@@ -55,27 +55,27 @@ def options() -> argparse.Namespace:
     return p.parse_args()
 
 
-def calibrated(setting: Setting, given: list[tuple[int, int, float, str]]) -> Setting:
+def calibrated(setting: Setting, measurements: list[tuple[int, int, float, str]]) -> Setting:
     """Add the overheads of measured steps of one GPU, 0 if a step's parts take longer than it."""
-    alone = sorted((tokens, ms) for ranks, tokens, ms, _ in given if ranks == 1)
+    alone = sorted((tokens, ms) for ranks, tokens, ms, _ in measurements if ranks == 1)
     if not alone:
         raise SystemExit("--calibrate needs a step of one GPU: --measured 1:TOKENS:MS.")
     over = tuple((tokens, max(0.0, ms / 1e3 - setting.step(tokens, 1).seconds)) for tokens, ms in alone)
     return replace(setting, overheads=over)
 
 
-def compared(setting: Setting, given: list[tuple[int, int, float, str]]) -> list[str]:
+def compared(setting: Setting, measurements: list[tuple[int, int, float, str]]) -> list[str]:
     """Compare planned steps with measured ones."""
     lines = [
         "| GPUs | tokens a GPU | exchange | measured ms | planned ms | deviation | exposed ms |",
         "|---|---|---|---|---|---|---|",
     ]
-    for ranks, tokens, ms, exchange in given:
+    for ranks, tokens, ms, exchange in measurements:
         step = setting.step(tokens, ranks, exchange)
-        found = step.seconds * 1e3
-        off = round(100 * (found / ms - 1), 1) or 0.0
+        planned_ms = step.seconds * 1e3
+        off = round(100 * (planned_ms / ms - 1), 1) or 0.0
         lines.append(
-            f"| {ranks} | {tokens:,} | {step.exchange or 'none'} | {ms:.1f} | {found:.1f} | {off:+.1f} % "
+            f"| {ranks} | {tokens:,} | {step.exchange or 'none'} | {ms:.1f} | {planned_ms:.1f} | {off:+.1f} % "
             f"| {step.exposed * 1e3:.2f} |"
         )
     return lines
@@ -85,8 +85,8 @@ def main() -> None:
     """Print the tables, draw the pictures."""
     args = options()
     links = Links() if args.links is None else Links.load(args.links)
-    given = {name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None}
-    links = replace(links, **given, source="") if given else links
+    numbers = {name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None}
+    links = replace(links, **numbers, source="") if numbers else links
     setting = Setting(Machine.load(args.machine), args.ranks_per_node, links, args.recompute)
     if args.calibrate:
         setting = calibrated(setting, args.measured)

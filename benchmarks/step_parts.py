@@ -125,8 +125,8 @@ class Bench:
 
         grad = torch.ones_like(forward())
         first = self.seconds(forward)
-        both = self.seconds(lambda: torch.autograd.grad(forward(), inputs, grad))
-        return first, max(0.0, both - first)
+        both_passes = self.seconds(lambda: torch.autograd.grad(forward(), inputs, grad))
+        return first, max(0.0, both_passes - first)
 
     def free(self) -> None:
         """Forget compiled code, so that the next length is compiled separately, and free memory."""
@@ -164,9 +164,9 @@ class Bench:
     def own(self, tokens: int, ranks: int) -> tuple[float, float]:
         """Time the attention of a rank's own rows, in the middle of a sequence of `ranks` times its tokens."""
         q, k, v = self.qkv(tokens)
-        engine, others = self.engine(q, self.pattern(tokens)), self.engine(q)
-        if ranks == 1 and engine is not others:
-            print(f"{tokens:,} tokens: {engine.name} on one rank, as measured; {others.name} on a rank of a sequence")
+        engine, wide = self.engine(q, self.pattern(tokens)), self.engine(q)
+        if ranks == 1 and engine is not wide:
+            print(f"{tokens:,} tokens: {engine.name} on one rank, as measured; {wide.name} on a rank of a sequence")
         grad, call, offset = torch.randn_like(q), self.call(self.pattern(tokens * ranks), engine), tokens * (ranks // 2)
         spans = [Span(0, 1, 0, tokens, tokens * ranks, offset, offset)]
         executor = executors.choose(call, spans, Layout(q.shape, q.dtype, q.device))
@@ -221,9 +221,9 @@ class Bench:
         """Measure everything that grows with the tokens."""
         alone, wider = self.own(tokens, 1), self.own(tokens, 1 << WIDE)
         wide = [max(0.0, b - a) / WIDE for a, b in zip(alone, wider, strict=True)]
-        rest = [max(0.0, b - a) for a, b in zip(alone, self.block(tokens, "none"), strict=True)]
+        other_layers = [max(0.0, b - a) for a, b in zip(alone, self.block(tokens, "none"), strict=True)]
         self.free()
-        return Parts(tokens, *alone, *wide, *rest, *self.edge(tokens))
+        return Parts(tokens, *alone, *wide, *other_layers, *self.edge(tokens))
 
     def again(self, parts: Parts) -> float:
         """Return a recomputed block's forward without the op, relative to the first one."""
@@ -239,20 +239,20 @@ class Bench:
         for j in range(1, min(7, self.args.first.bit_length() - 1)):
             n = self.args.first >> j
             m = self.args.first - n
-            q, grad, given = (self.random(1, heads * n, 1, self.head_dim) for _ in range(3))
-            out, lse = given.float(), self.random(1, 1, heads * n, dtype=torch.float32)
+            q, grad, values = (self.random(1, heads * n, 1, self.head_dim) for _ in range(3))
+            out, lse = values.float(), self.random(1, 1, heads * n, dtype=torch.float32)
             rows = self.random(self.kv_heads * m, 2, self.head_dim)
             dq, grads = torch.zeros_like(out), torch.zeros_like(rows, dtype=torch.float32)
             queries = torch.arange(heads * n, device=self.device).view(heads, n)
             batch = Batch(0, False, 0, queries, head // group * m + torch.arange(m, device=self.device), [])
             in_triton = triton_up_to(self.args.engine, Request.of(q, 0.0, self.head_dim**-0.5))
             call = replace(self.call(self.pattern(self.args.first), self.engine(q)), in_triton=in_triton)
-            both = (
+            runs = (
                 functools.partial(merge_batch, call, batch, q, rows, out, lse),
-                functools.partial(add_batch, call, batch, (grad, q, given), rows, lse, dq, grads),
+                functools.partial(add_batch, call, batch, (grad, q, values), rows, lse, dq, grads),
             )
-            for found, run in zip(points, both, strict=True):
-                found.append((heads * n * m, self.seconds(run)))
+            for timed_points, run in zip(points, runs, strict=True):
+                timed_points.append((heads * n * m, self.seconds(run)))
         return fit_line(points[0]), fit_line(points[1])
 
     def some(self, tokens: int, heads: int) -> list[Tensor]:
@@ -268,12 +268,12 @@ class Bench:
             at = torch.arange(len(rows), device=self.device)
             buffer, back = (self.random(len(rows), 2, self.head_dim, dtype=x) for x in (self.dtype, torch.float32))
             sums = torch.zeros_like(back)
-            both = (
+            runs = (
                 (buffer, functools.partial(pack_rows, k, v, rows, at, buffer)),
                 (back, lambda sums=sums, back=back, at=at: sums.index_add_(0, at, back[at])),
             )
-            for found, (moved, run) in zip(points, both, strict=True):
-                found.append((moved.nbytes, self.seconds(run)))
+            for timed_points, (moved, run) in zip(points, runs, strict=True):
+                timed_points.append((moved.nbytes, self.seconds(run)))
         return fit_line(points[0]), fit_line(points[1])
 
     def few(self, tokens: int) -> tuple[Line, Line]:
@@ -281,15 +281,15 @@ class Bench:
         q, k, v = self.qkv(tokens)
         out, grad, lse = torch.randn_like(q), torch.randn_like(q), self.random(1, self.args.heads, tokens).float()
         lse, points = lse.transpose(1, 2), ([], [])
-        for mine, theirs in zip(*(self.some(tokens, h) for h in (self.args.heads, self.kv_heads)), strict=True):
-            some, keys = Rows.of(mine, tokens, self.args.heads), Rows.of(theirs, tokens, self.kv_heads)
+        for query_rows, theirs in zip(*(self.some(tokens, h) for h in (self.args.heads, self.kv_heads)), strict=True):
+            some, keys = Rows.of(query_rows, tokens, self.args.heads), Rows.of(theirs, tokens, self.kv_heads)
 
             def forward(some: Rows = some) -> None:
                 some.take(q)
                 some.put(out, some.take(out).float())
                 some.put(lse, some.take(lse))
 
-            def backward(some: Rows = some, keys: Rows = keys, shapes: tuple = (len(mine), len(theirs))) -> None:
+            def backward(some: Rows = some, keys: Rows = keys, shapes: tuple = (len(query_rows), len(theirs))) -> None:
                 for x in (grad, q, out, lse):
                     some.take(x)
                 dq, sums = (torch.zeros(n, 2, self.head_dim, device=self.device) for n in shapes)
@@ -297,8 +297,8 @@ class Bench:
                 add_rows(keys, k, sums[:, 0])
                 add_rows(keys, v, sums[:, 1])
 
-            for found, run in zip(points, (forward, backward), strict=True):
-                found.append((len(mine), self.seconds(run)))
+            for timed_points, run in zip(points, (forward, backward), strict=True):
+                timed_points.append((len(query_rows), self.seconds(run)))
         return fit_line(points[0]), fit_line(points[1])
 
     def optimizer(self, sizes: Iterable[torch.Size]) -> float:

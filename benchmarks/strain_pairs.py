@@ -438,10 +438,10 @@ def _names(known: list[str], settings: dict[str, Any]) -> dict[str, list[str]]:
     if settings["train"] is None:
         names["train"] = [name for name in known if name not in held_out]
     for first, second in itertools.combinations(SPLITS, 2):
-        both = sorted({*names[first]} & {*names[second]})
-        if both:
+        shared = sorted({*names[first]} & {*names[second]})
+        if shared:
             raise ValueError(
-                f"data.{first} and data.{second} both hold {both}: a species serves one split; leave it out of one"
+                f"data.{first} and data.{second} both hold {shared}: a species serves one split; leave it out of one"
             )
     if not names["train"]:
         raise ValueError(

@@ -154,13 +154,13 @@ def model_of(args: argparse.Namespace) -> ld.LongNetLM:
 
 def table(clock: Clock, rows: int = 30) -> None:
     """Print the profiled step's kernels by kind, and the longest of them."""
-    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for event in clock.seen.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and "#" not in event.name:  # ranges have one
-            found[event.name][0] += event.device_time / 1000
-            found[event.name][1] += 1
+            times[event.name][0] += event.device_time / 1000
+            times[event.name][1] += 1
     kinds: dict[str, float] = defaultdict(float)
-    for name, (ms, _) in found.items():
+    for name, (ms, _) in times.items():
         kinds[next(kind for kind, parts in KINDS.items() if any(p in name.lower() for p in parts))] += ms
     total, wall = sum(kinds.values()), clock.wall * 1000
     print("\n| kind | ms | share of the step |\n| --- | --- | --- |")
@@ -168,7 +168,7 @@ def table(clock: Clock, rows: int = 30) -> None:
         print(f"| {kind} | {ms:.1f} | {100 * ms / wall:.1f} % |")
     print(f"| idle | {wall - total:.1f} | {100 * (wall - total) / wall:.1f} % |")
     print("\n| kernel | ms | calls |\n| --- | --- | --- |")
-    for name, (ms, calls) in sorted(found.items(), key=lambda x: -x[1][0])[:rows]:
+    for name, (ms, calls) in sorted(times.items(), key=lambda x: -x[1][0])[:rows]:
         print(f"| `{name[:110]}` | {ms:.2f} | {int(calls)} |")
     gaps_table(clock)
 

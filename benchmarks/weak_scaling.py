@@ -78,8 +78,8 @@ class RandomBytes(Dataset):
 
     def read_ranges(self, index: int, ranges: list[range]) -> dict[str, torch.Tensor]:
         """Return tokens and labels of runs of positions."""
-        of = lambda shift: torch.cat([self.text[r.start + shift : r.stop + shift] for r in ranges])  # noqa: E731
-        return {"tokens": of(0), "labels": of(1)}
+        shifted = lambda shift: torch.cat([self.text[r.start + shift : r.stop + shift] for r in ranges])  # noqa: E731
+        return {"tokens": shifted(0), "labels": shifted(1)}
 
 
 class Watch(pl.Callback):
@@ -141,9 +141,9 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.fit(model, DataLoader(RandomBytes(tokens * trainer.world_size, steps), batch_size=1, pin_memory=on_gpu))
-    seen = [clock.step(), torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")]
+    numbers = [clock.step(), torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")]
     slowest = torch.tensor(
-        [*seen, *clock.received, clock.exposed], dtype=torch.float64, device=trainer.strategy.root_device
+        [*numbers, *clock.received, clock.exposed], dtype=torch.float64, device=trainer.strategy.root_device
     )
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     took, peak, forward, backward, exposed = slowest.tolist()

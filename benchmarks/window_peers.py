@@ -77,11 +77,11 @@ class CudnnWindow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
-        both = CudnnWindow.graphs(tuple(q.shape), width)
+        graphs = CudnnWindow.graphs(tuple(q.shape), width)
         out, stats = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1], 1, device=q.device)
-        CudnnWindow.run(both[0], {"q": q, "k": k, "v": v, "o": out, "stats": stats})
+        CudnnWindow.run(graphs[0], {"q": q, "k": k, "v": v, "o": out, "stats": stats})
         ctx.save_for_backward(q, k, v, out, stats)
-        ctx.graph = both[1]
+        ctx.graph = graphs[1]
         return out
 
     @staticmethod
@@ -105,8 +105,8 @@ def flex(width: int, seq_len: int) -> Attend:
     """Compile torch's FlexAttention."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    seen = lambda b, h, p, j: (j <= p) & (p - j < width)  # noqa: E731
-    mask = create_block_mask(seen, None, None, seq_len, seq_len, device="cuda", _compile=True)
+    visible = lambda b, h, p, j: (j <= p) & (p - j < width)  # noqa: E731
+    mask = create_block_mask(visible, None, None, seq_len, seq_len, device="cuda", _compile=True)
     compiled = torch.compile(flex_attention)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -150,11 +150,11 @@ def main() -> None:
         first = None
         for name, attend in ways(a.width, n):
             try:
-                forward, both = passes(attend, inputs, grad)
-                results = both()
+                forward, both_passes = passes(attend, inputs, grad)
+                results = both_passes()
                 first = results if first is None else first
                 apart = " ".join(f"{(x - y).abs().max().item():.1e}" for x, y in zip(results, first, strict=True))
-                times = seconds(forward), seconds(both)
+                times = seconds(forward), seconds(both_passes)
             except Exception as error:  # whatever a peer cannot do is part of the table
                 print(
                     f"| {n:,} | {name} | {type(error).__name__}: {str(error).splitlines()[0][:160]} | | | |", flush=True

@@ -14,13 +14,13 @@ class Gpu:
     def __init__(self, monkeypatch, free, held, fraction=1.0):
         self.free, self.held, self.fraction = free, held, fraction
         monkeypatch.setattr(allocator, "_limits", {})
-        for name, told in {
+        for name, value in {
             "mem_get_info": lambda device: (int(self.free * GIB), 100 * GIB),
             "memory_reserved": lambda device: int(self.held * GIB),
             "get_per_process_memory_fraction": lambda device: self.fraction,
             "set_per_process_memory_fraction": lambda fraction, device: setattr(self, "fraction", fraction),
         }.items():
-            monkeypatch.setattr(torch.cuda, name, told)
+            monkeypatch.setattr(torch.cuda, name, value)
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ CASES = {
 def test_a_tokenizer_goes_with_the_model(tmp_path: Path, name: str) -> None:
     vocab_size, bytes_per_token, tokens, says = CASES[name]
     pattern = DilatedPattern.longnet([16], [1])
-    made = LongNetLM(pattern, vocab_size, dim=8, depth=1, num_heads=1, bytes_per_token=bytes_per_token)
-    made.save_pretrained(tmp_path)
+    model = LongNetLM(pattern, vocab_size, dim=8, depth=1, num_heads=1, bytes_per_token=bytes_per_token)
+    model.save_pretrained(tmp_path)
     if isinstance(says, str):
         with pytest.raises(ValueError, match=says):
             load_language_model(tmp_path, tokens)

@@ -78,13 +78,13 @@ def documented(public: dict[str, object]) -> list[Documented]:
 
 def entries(text: str) -> dict[str, str]:
     """Return {argument: its description} of all sections Args and Attributes."""
-    found: dict[str, str] = {}
+    described: dict[str, str] = {}
     for section in re.findall(r"^(?:Args|Attributes):\n((?:(?: {4}.*)?\n)+)", text, re.M):
         for entry in ENTRY.split(section)[1:]:
             head, colon, body = entry.partition(":")
             words = re.sub(r"\([^)]*\)", "", head)
-            found |= {word.strip(" *`\n"): body for word in words.split(",") if colon}
-    return found
+            described |= {word.strip(" *`\n"): body for word in words.split(",") if colon}
+    return described
 
 
 def parameters(x: Documented) -> list[inspect.Parameter]:

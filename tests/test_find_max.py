@@ -30,14 +30,14 @@ def test_search(most, start, multiple, within, limit):
         with pytest.raises(ValueError, match=f"not even {multiple} tokens fit"):
             longest(fits, start, multiple, within, limit)
         return
-    found = longest(fits, start, multiple, within, limit)
-    assert found.times == len(tried) == len(set(tried)) and not any(x % multiple for x in tried)
-    assert found.fits in tried and found.fits <= most and (limit is None or max(tried) <= limit)
-    if found.fails is None:
-        assert limit is not None and found.fits == limit // multiple * multiple
+    answer_ = longest(fits, start, multiple, within, limit)
+    assert answer_.times == len(tried) == len(set(tried)) and not any(x % multiple for x in tried)
+    assert answer_.fits in tried and answer_.fits <= most and (limit is None or max(tried) <= limit)
+    if answer_.fails is None:
+        assert limit is not None and answer_.fits == limit // multiple * multiple
     else:
-        assert found.fails in tried and found.fails > most
-        assert found.fails - found.fits <= max(multiple, within * found.fits)
+        assert answer_.fails in tried and answer_.fails > most
+        assert answer_.fails - answer_.fits <= max(multiple, within * answer_.fits)
 
 
 @pytest.fixture
@@ -77,9 +77,9 @@ MODELS = {
 def test_samples(name):
     """The training samples of each model, alike on all ranks, of the requested length."""
     model = getattr(ld, name)(**MODELS[name])
-    found = Samples(model, 96)
-    batch, again, other = found[0], Samples(model, 96)[0], found[1]
-    assert len(found) == 2 and all(torch.equal(batch[k], again[k]) for k in batch)
+    samples = Samples(model, 96)
+    batch, again, other = samples[0], Samples(model, 96)[0], samples[1]
+    assert len(samples) == 2 and all(torch.equal(batch[k], again[k]) for k in batch)
     assert any(not torch.equal(batch[k], other[k]) for k in batch)
     model.configure_model()
     loss, count = model.token_mean(batch)

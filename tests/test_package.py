@@ -90,9 +90,9 @@ def test_lint_finds_planted_faults(tmp_path):
     argv = [sys.executable, "-I", "-S", str(lint), str(tmp_path / ROOT.name)]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1, result.stderr
-    told = result.stdout.replace(f"{tmp_path / ROOT.name}/", "").splitlines()
-    assert len(told) == len(FOUND.splitlines()), result.stdout
-    for line, want in zip(told, FOUND.splitlines(), strict=True):
+    findings = result.stdout.replace(f"{tmp_path / ROOT.name}/", "").splitlines()
+    assert len(findings) == len(FOUND.splitlines()), result.stdout
+    for line, want in zip(findings, FOUND.splitlines(), strict=True):
         assert line.startswith(want)
 
 
@@ -122,8 +122,8 @@ def test_lint_holds_budgets(name, there):
     modules = lint["read"](ROOT)
     assert list(lint["over_budget"](modules, ROOT)) == []
     lint["over_budget"].__globals__[name] = lint["reached"](modules)[name] + there
-    (found,) = lint["over_budget"](modules, ROOT)
-    assert name in found.message and ("above its budget" if there < 0 else "lower its budget") in found.message
+    (finding,) = lint["over_budget"](modules, ROOT)
+    assert name in finding.message and ("above its budget" if there < 0 else "lower its budget") in finding.message
 
 
 # -- the public face ---------------------------------------------------------------------------------------------------
@@ -153,9 +153,9 @@ def test_all_names_exist():
     folders = [p.parent.relative_to(ROOT.parent) for p in FILES if p.name == "__init__.py"]
     assert len(folders) > 10
     for folder in folders:
-        found = importlib.import_module(".".join(folder.parts))
-        assert [name for name in getattr(found, "__all__", ()) if not hasattr(found, name)] == [], folder
-        assert len(set(getattr(found, "__all__", ()))) == len(getattr(found, "__all__", ())), folder
+        module = importlib.import_module(".".join(folder.parts))
+        assert [name for name in getattr(module, "__all__", ()) if not hasattr(module, name)] == [], folder
+        assert len(set(getattr(module, "__all__", ()))) == len(getattr(module, "__all__", ())), folder
 
 
 SIGNATURES = {

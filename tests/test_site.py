@@ -49,12 +49,12 @@ def public_names() -> dict[str, object]:
     todo = ["lightning_dilated"]
     todo += [f"lightning_dilated.{x.name}" for x in sorted(folders) if x.name not in INTERNAL and exported(x)]
     names: dict[str, object] = {}
-    seen = set()
+    visited = set()
     while todo:
         name = todo.pop()
-        if name in seen:
+        if name in visited:
             continue
-        seen.add(name)
+        visited.add(name)
         module = importlib.import_module(name)
         for word in module.__all__:
             value = getattr(module, word)

@@ -59,7 +59,7 @@ class Read:
     def shaped(self, *sizes: int) -> Read:
         """Return the lookups in another shape."""
         pairs = ((self.out, self.out.shape[-1:]), *((z, ()) for z in (self.lse, self.match, self.chance, self.count)))
-        return Read(*(z.reshape(*sizes, *rest) for z, rest in pairs))
+        return Read(*(z.reshape(*sizes, *tail) for z, tail in pairs))
 
 
 def numbers(z: Tensor) -> Tensor:
@@ -133,9 +133,9 @@ def exact(query: Tensor, code: Tensor, position: Tensor, rows: Rows, latest: int
         parts.append([x.flatten(0, 1) for x in attend(queries, packed, allowed, dim, groups)])
     place = torch.empty(entries + 1, dtype=torch.long, device=device)
     place.scatter_(0, order.clamp(max=entries), torch.arange(entries, device=device))
-    asked = place[size : size + count]
-    reads = (before - begin).index_select(0, asked)
-    return Read(*(torch.cat(x).index_select(0, asked) for x in zip(*parts, strict=True)), reads)
+    at = place[size : size + count]
+    reads = (before - begin).index_select(0, at)
+    return Read(*(torch.cat(x).index_select(0, at) for x in zip(*parts, strict=True)), reads)
 
 
 def soft(query: Tensor, packed: Tensor, dim: int, groups: int, taught: bool = False) -> Read:

@@ -171,8 +171,8 @@ class Layer(nn.Module):
             return self.segments(q, k, v, width)
         if carried is None or "local" not in carried.tails:
             first = self.segments(*(z[:, :half] for z in (q, k, v)), half)
-            rest = self.aligned(*(z[:, half:] for z in (q, k, v)), width) if size > half else first[:, :0]
-            result = torch.cat([first, rest], 1)
+            remainder = self.aligned(*(z[:, half:] for z in (q, k, v)), width) if size > half else first[:, :0]
+            result = torch.cat([first, remainder], 1)
         else:
             before_k, before_v = carried.tails["local"]
             k, v = torch.cat([before_k, k], 1), torch.cat([before_v, v], 1)
@@ -211,7 +211,7 @@ class Layer(nn.Module):
 
         Reads at other positions have no effect on the answers, and their weights would make all codes equal.
         """
-        sizes, carried, asked = self.sizes, call.carried, call.asked
+        sizes, carried, at = self.sizes, call.carried, call.asked
         cut = (sizes.groups, sizes.codes)
         taught = call.settings.soft and call.settings.taught
         y = y.detach() if taught else y
@@ -228,10 +228,10 @@ class Layer(nn.Module):
             read = self.look_up(query, packed, z_q, codes.numbers(z_k), call)
         out, agree, contrast = codes.mix(read, self.null)
         # balance is over all rows, spread over asked queries: without spread the asked keys may share one code
-        asking = z_q.softmax(-1)[torch.arange(len(q), device=q.device)[:, None], asked]
+        asking = z_q.softmax(-1)[torch.arange(len(q), device=q.device)[:, None], at]
         call.aux.update(
-            agree=agree.gather(1, asked).mean(),
-            contrast=contrast.gather(1, asked).mean(),
+            agree=agree.gather(1, at).mean(),
+            contrast=contrast.gather(1, at).mean(),
             balance=codes.balance(chances),
             spread=codes.balance(asking),
             rows=read.count.sum(0),
@@ -246,9 +246,9 @@ class Layer(nn.Module):
         rows = codes.Rows((code + sequence).flatten(), position, packed.flatten(0, 1))
         if call.carried is not None and call.carried.rows is not None:
             rows = call.carried.rows.joined(rows)
-        wanted = (codes.probed(z_q, probes) + sequence).flatten()
+        looked_up = (codes.probed(z_q, probes) + sequence).flatten()
         lookups = query.flatten(0, 1).expand(probes, -1, -1).flatten(0, 1)
-        read = codes.exact(lookups, wanted, position.repeat(probes), rows, sizes.latest, self.dim, sizes.groups)
+        read = codes.exact(lookups, looked_up, position.repeat(probes), rows, sizes.latest, self.dim, sizes.groups)
         if call.carried is not None:
             call.carried.rows = rows.latest(sizes.latest)
         return read.shaped(probes, batch, size)

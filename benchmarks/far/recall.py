@@ -109,9 +109,9 @@ def loss_of(
     model: Model, batch: tuple[Tensor, ...], settings: Settings, a: argparse.Namespace, step: int
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return (training loss, nats of the answers, losses and counts of the far head)."""
-    tokens, asked, answers, _ = batch
+    tokens, at, answers, _ = batch
     with torch.autocast(a.device, torch.bfloat16, enabled=a.device == "cuda"):
-        logits, aux = model(tokens, asked, settings)
+        logits, aux = model(tokens, at, settings)
         nats = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
     extra = sum(getattr(a, name) * aux[name] for name in ("agree", "contrast", "balance", "spread") if name in aux)
     return nats + extra * (step >= (a.taught_from or 0)), nats.detach(), aux
@@ -161,15 +161,15 @@ def test(model: Model, task: Task, size: int, settings: Settings, a: argparse.Na
     gen = torch.Generator(a.device).manual_seed(7)
     right, nats, rows, far, count = [], [], [], [], max(2, a.test_tokens // size)
     for _ in range(count):
-        tokens, asked, answers, distance = task.draw(size, 1, gen, training=False)
+        tokens, at, answers, distance = task.draw(size, 1, gen, training=False)
         with torch.autocast(a.device, torch.bfloat16, enabled=a.device == "cuda"):
-            logits, aux = model(tokens, asked, settings)
+            logits, aux = model(tokens, at, settings)
         right.append((logits.argmax(-1) == answers).flatten())
         nats.append(F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="none"))
         far.append(distance.flatten())
         if "rows" in aux:
             read = aux["rows"].float()
-            rows.append(torch.stack([read.mean(), read.gather(1, asked).mean()]))
+            rows.append(torch.stack([read.mean(), read.gather(1, at).mean()]))
     right, octave = torch.cat(right).double(), torch.cat(far).double().log2().floor().long()
     by = {
         2**o: [round(right[octave == o].mean().item() * 100, 1), int((octave == o).sum())]
@@ -195,10 +195,10 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(a.seed)
     task = task_of(a)
     model = Model(sizes_of(a, task.vocabulary)).to(a.device)
-    given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()}
-    write(a, {"options": given, "torch": torch.__version__, "parameters": sum(p.numel() for p in model.parameters())})
+    args = {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()}
+    write(a, {"options": args, "torch": torch.__version__, "parameters": sum(p.numel() for p in model.parameters())})
     write(a, train(model, task, a))
-    torch.save({"sizes": vars(model.sizes), "options": given, "weights": model.state_dict()}, a.out / f"{a.name}.pt")
+    torch.save({"sizes": vars(model.sizes), "options": args, "weights": model.state_dict()}, a.out / f"{a.name}.pt")
     model.eval()
     for size in a.test:
         for probes in a.test_probes if a.far == "codes" else [1]:

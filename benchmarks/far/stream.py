@@ -38,15 +38,15 @@ def recall(model: Model, stream: Stream, settings: Settings) -> dict[str, Any]:
     right, rows, asked_rows, began = [], torch.zeros((), device=device, dtype=torch.float64), [], time.monotonic()
     tenth = max(1, stream.size // stream.chunk // 10) * stream.chunk
     for start in range(0, stream.size, stream.chunk):
-        asked, answers = stream.asked_in(start)
+        at, answers = stream.asked_in(start)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            logits, aux = model(stream.read(start), asked[None], settings, start, carried)
+            logits, aux = model(stream.read(start), at[None], settings, start, carried)
         right.append(logits[0].argmax(-1) == answers)
         rows += aux["rows"].sum()
-        asked_rows.append(aux["rows"][0, asked])
+        asked_rows.append(aux["rows"][0, at])
         if (start + stream.chunk) % tenth == 0:
-            seen = torch.cat(right)
-            print(json.dumps({"read": start + stream.chunk, "asked": len(seen), "right": int(seen.sum()),
+            answered = torch.cat(right)
+            print(json.dumps({"read": start + stream.chunk, "asked": len(answered), "right": int(answered.sum()),
                               "seconds": round(time.monotonic() - began, 1)}), flush=True)  # fmt: skip
     return summary(
         torch.cat(right), rows.item() / stream.size, torch.cat(asked_rows), carried[model.sizes.far_layer], began

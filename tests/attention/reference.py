@@ -20,8 +20,8 @@ def error(got: Tensor, want: Tensor, floor: float = 1e-2) -> float:
 
 def close(name: str, got: Tensor, want: Tensor, tol: float, floor: float = 1e-2) -> None:
     """Assert that `error` is at most `tol`; `name` should contain the pattern."""
-    found = error(got, want, floor)
-    assert found <= tol, f"{name}: error {found:.2e} of the largest value, allowed {tol:.0e}"
+    difference = error(got, want, floor)
+    assert difference <= tol, f"{name}: error {difference:.2e} of the largest value, allowed {tol:.0e}"
 
 
 def close_lse(name: str, got: Tensor, want: Tensor, tol: float) -> None:
@@ -33,8 +33,8 @@ def close_lse(name: str, got: Tensor, want: Tensor, tol: float) -> None:
 
 def gradients(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Return (dq, dk, dv), also if the result does not depend on an input."""
-    found = torch.autograd.grad(out, inputs, grad, allow_unused=True)
-    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True))
+    grads = torch.autograd.grad(out, inputs, grad, allow_unused=True)
+    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True))
 
 
 def leaves(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:

@@ -33,7 +33,7 @@ def by_masks(case, q, k, v, dropout):
     group = case.heads // case.kv_heads
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     s = torch.einsum("bphd,bjhd->bhpj", q, k.repeat_interleave(group, 2)) * scale
-    kept = torch.zeros_like(s)
+    weighted = torch.zeros_like(s)
     at = torch.arange(case.seq_len)
     for i, branch in enumerate(case.pattern.branches):
         alone = DilatedPattern([branch], case.pattern.offsets, case.pattern.offset_heads, case.pattern.padding)
@@ -44,10 +44,10 @@ def by_masks(case, q, k, v, dropout):
             at[:, None],
             at,
         )
-        kept = kept + mask * case.but(pattern=alone).counts()[0]
+        weighted = weighted + mask * case.but(pattern=alone).counts()[0]
     c, n_pad = case.counts()
     z = (c * s.exp()).sum(-1) + n_pad
-    weights = kept * s.exp() / (1 - dropout.p) / torch.where(z > 0, z, 1.0)[..., None]
+    weights = weighted * s.exp() / (1 - dropout.p) / torch.where(z > 0, z, 1.0)[..., None]
     return torch.einsum("bhpj,bjhd->bphd", weights, v.repeat_interleave(group, 2)), z.log()
 
 
@@ -163,12 +163,12 @@ def keeps(p=0.3, seed=1234, branches=2, samples=2, heads=4, n=128):
 @pytest.mark.parametrize("axis", range(5), ids=["branch", "sample", "head", "query", "key"])
 def test_keep_rate(axis, p):
     """A chi-square over the entries of an axis has mean 1, up to 5 standard deviations."""
-    kept = keeps(p).double()
-    counts = kept.sum([i for i in range(5) if i != axis])
-    n = kept.numel() / len(counts)
+    mask = keeps(p).double()
+    counts = mask.sum([i for i in range(5) if i != axis])
+    n = mask.numel() / len(counts)
     chi = ((counts - n * (1 - p)) ** 2 / (n * p * (1 - p))).mean().item()
     assert abs(chi - 1) < 5 * math.sqrt(2 / len(counts)), chi
-    assert abs(kept.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / kept.numel())
+    assert abs(mask.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / mask.numel())
 
 
 @pytest.mark.parametrize("lag", [1, 2, 16, 64])
@@ -198,8 +198,8 @@ def test_seeds_are_independent(other):
 @given(st.integers(0, 2**40), st.integers(0, 2**40))
 @settings(max_examples=examples(50))
 def test_positions_beyond_32_bits(p, j):
-    of = lambda p, j: Dropout(0.5, 3).keep(0, torch.tensor(0), torch.tensor(0), p + torch.arange(64), torch.tensor(j))  # noqa: E731
-    assert not torch.equal(of(p, j), of(p + 2**32, j)) and not torch.equal(of(p, j), of(p, j + 2**32))
+    at = lambda p, j: Dropout(0.5, 3).keep(0, torch.tensor(0), torch.tensor(0), p + torch.arange(64), torch.tensor(j))  # noqa: E731
+    assert not torch.equal(at(p, j), at(p + 2**32, j)) and not torch.equal(at(p, j), at(p, j + 2**32))
 
 
 def test_expectation():

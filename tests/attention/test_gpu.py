@@ -118,7 +118,7 @@ def test_oracle_wide(name, engine, dtype):
 def test_auto(dtype, dropout, want, monkeypatch):
     monkeypatch.setattr(backends, "GROUPED_BELOW", {})
     resolve.forget()
-    monkeypatch.setattr(grouped, "plan", lambda *given: None)  # blocks go to their engine one by one
+    monkeypatch.setattr(grouped, "plan", lambda *args: None)  # blocks go to their engine one by one
     q = torch.randn(1, 64, 2, 64, device="cuda", dtype=dtype, requires_grad=True)
     assert choose("auto", Request.of(q, dropout)).name == want
     calls = {name: record(monkeypatch, name) for name in ENGINES}
@@ -130,7 +130,7 @@ def test_auto(dtype, dropout, want, monkeypatch):
 def test_auto_launches_small_blocks_at_once(tokens, want, monkeypatch):
     pattern, plans, real = DilatedPattern.geometric(1024, 4096), [], grouped.plan
     resolve.forget()
-    monkeypatch.setattr(grouped, "plan", lambda *given: plans.append(real(*given)) or plans[-1])
+    monkeypatch.setattr(grouped, "plan", lambda *args: plans.append(real(*args)) or plans[-1])
     q = torch.randn(1, tokens, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     assert DilatedAttention(pattern, causal=True).engine_choice(q).name == want
     dilated_attention(q, q, q, pattern, causal=True).sum().backward()
@@ -211,14 +211,14 @@ def test_head_dims_of_triton(head_dim, dtype):
 @pytest.mark.parametrize("name", ["plain", "gqa", "lengths", "documents"])
 def test_dropout_of_triton(name, dtype):
     """Its mask is the math engine's."""
-    case, found = CASES[name], []
+    case, results = CASES[name], []
     q, k, v, grad = case.tensors(dtype, device="cuda")
     for engine, wide in (("triton", dtype), ("math", torch.float64)):
         x = leaves(q, k, v, dtype=wide)
         torch.manual_seed(5)
         out = case.run(*x, dropout=0.4, engine=engine)
-        found.append([out, *gradients(out, x, grad.to(wide))])
-    for what, a, b in zip(("out", *GRADIENTS), *found, strict=True):
+        results.append([out, *gradients(out, x, grad.to(wide))])
+    for what, a, b in zip(("out", *GRADIENTS), *results, strict=True):
         close(f"{what} of {case}", a, b, 1e-5 if dtype == torch.float32 else 3e-2, 1.0)
 
 
@@ -311,16 +311,16 @@ def test_ten_branches_peak_like_three(engine):
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.mem_get_info()[1] < 100e9, reason="needs 100 GB")
 def test_four_million_tokens():
     """Offsets beyond 2**31: this package's kernels and cuDNN's agree only if both are right."""
-    pattern, made = DilatedPattern.longnet([2048, 32768], [1, 16]), torch.Generator("cuda").manual_seed(0)
+    pattern, rng = DilatedPattern.longnet([2048, 32768], [1, 16]), torch.Generator("cuda").manual_seed(0)
     q, k, v, grad = (
-        torch.randn(1, 2**22, 12, 64, device="cuda", dtype=torch.bfloat16, generator=made) for _ in range(4)
+        torch.randn(1, 2**22, 12, 64, device="cuda", dtype=torch.bfloat16, generator=rng) for _ in range(4)
     )
-    found = []
+    results = []
     for engine in ("triton", "cudnn"):
         x = leaves(q, k, v)
         out = dilated_attention(*x, pattern, causal=True, engine=engine)
-        found.append([out.detach(), *gradients(out, x, grad)])
+        results.append([out.detach(), *gradients(out, x, grad)])
         del out, x
-    for name, a, b in zip(("out", *GRADIENTS), *found, strict=True):
+    for name, a, b in zip(("out", *GRADIENTS), *results, strict=True):
         for i in range(0, 2**22, 2**20):
             close(f"{name} from {i}", a[:, i : i + 2**20], b[:, i : i + 2**20], 2e-2, 1.0)

@@ -25,19 +25,19 @@ class Forgetful:
         base, copy = ENGINES["math"], sdpa._copy
         resolve.forget()
         monkeypatch.setattr(sdpa, "_READ", {})
-        monkeypatch.setattr(sdpa, "_copy", lambda *given: (setattr(self, "copies", self.copies + 1), copy(*given))[1])
-        engine = replace(base, backward=lambda *given: self.backward(base, *given))
+        monkeypatch.setattr(sdpa, "_copy", lambda *args: (setattr(self, "copies", self.copies + 1), copy(*args))[1])
+        engine = replace(base, backward=lambda *call_args: self.backward(base, *call_args))
         monkeypatch.setitem(ENGINES, "cpu_flash", replace(engine, name="cpu_flash"))
 
-    def backward(self, base, grad, q, k, v, out, *rest):
+    def backward(self, base, grad, q, k, v, out, *args):
         read = sdpa._as_first_read((q, k, v), grad, out) if self.mended else (grad, out)
         if read is None:  # flash attention takes over
             self.handed_on += 1
-            return base.backward(grad, q, k, v, out, *rest)
+            return base.backward(grad, q, k, v, out, *args)
         key = tuple((x.shape, x.stride()) for x in (q, k, v))
         strides = self.first.setdefault(key, tuple(x.stride() for x in read))
         grad, out = (x.as_strided(x.shape, s) for x, s in zip(read, strides, strict=True))
-        return base.backward(grad, q, k, v, out, *rest)
+        return base.backward(grad, q, k, v, out, *args)
 
     def worst(self, case: Case) -> float:
         q, k, v, grad = case.tensors()

@@ -16,18 +16,18 @@ MIB = 1 << 20
 
 def saved(pattern: DilatedPattern, dtype: torch.dtype = torch.float32, **options) -> list[tuple[int, int]]:
     """Return (storage address, bytes) of all that autograd saves for one call, on q, k, v of (2, 64, 4, 8)."""
-    kept = {}
+    storages = {}
 
     def pack(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     q, k, v = (torch.randn(2, 64, 4, 8, dtype=dtype, requires_grad=True) for _ in "qkv")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out = dilated_attention(q, k, v, pattern, **options)
     inputs = {x.untyped_storage().data_ptr() for x in (q, k, v, out)}
-    assert inputs <= set(kept)
-    return sorted(kept.values())
+    assert inputs <= set(storages)
+    return sorted(storages.values())
 
 
 @pytest.mark.parametrize("engine", ["math", "cpu_flash"])

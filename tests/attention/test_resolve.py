@@ -40,8 +40,8 @@ def test_both_passes_share_one():
     one = resolved(q)
     assert resolved(torch.randn(2, 40, 4, 8), backward=True) is one
     assert resolved(q.double()) is not one
-    others = [resolved(q[:1]), resolved(q, causal=False), resolved(q, torch.tensor([40, 3]))]
-    assert all(x.executor != one.executor for x in others)
+    other_calls = [resolved(q[:1]), resolved(q, causal=False), resolved(q, torch.tensor([40, 3]))]
+    assert all(x.executor != one.executor for x in other_calls)
 
 
 def test_what_is_resolved_follows_the_values_of_documents():

@@ -143,5 +143,5 @@ def test_only_what_an_engine_cannot_read_is_copied(make, kept, engine):
     ids=["no samples", "all empty", "whole", "a gap", "empty last", "empty documents", "no tokens"],
 )
 def test_spans(batch, n, lengths, documents, want):
-    of = lambda x: None if x is None else torch.tensor(x, dtype=torch.int32)  # noqa: E731
-    assert spans(batch, n, of(lengths), of(documents)) == want
+    as_tensor = lambda x: None if x is None else torch.tensor(x, dtype=torch.int32)  # noqa: E731
+    assert spans(batch, n, as_tensor(lengths), as_tensor(documents)) == want

@@ -21,8 +21,8 @@ from ..strategy.runs import Record, full, launched
 def write_text(folder: Path) -> str:
     """Write a folder of one file with 4000 random bytes."""
     (folder / "text").mkdir()
-    made = torch.Generator().manual_seed(0)
-    (folder / "text" / "a").write_bytes(bytes(torch.randint(0, 256, (4000,), generator=made).tolist()))
+    rng = torch.Generator().manual_seed(0)
+    (folder / "text" / "a").write_bytes(bytes(torch.randint(0, 256, (4000,), generator=rng).tolist()))
     return str(folder / "text")
 
 
@@ -75,9 +75,9 @@ def on_rank(rank: int, group: Any, text: str, steps: int, saved: dict[str, Any] 
     return run(text, steps, *callbacks, world=launched(rank), **more)
 
 
-def with_options(rank: int, group: Any, text: str, steps: int, saved: Any, more: dict[str, Any]) -> dict[str, Any]:
+def with_options(rank: int, group: Any, text: str, steps: int, saved: Any, options: dict[str, Any]) -> dict[str, Any]:
     """`on_rank` for a pool, which passes no keywords."""
-    return on_rank(rank, group, text, steps, saved, **more)
+    return on_rank(rank, group, text, steps, saved, **options)
 
 
 #: optimizer steps of the reference run on one device

@@ -17,9 +17,9 @@ from .checkpoint_runs import STEPS, run, write_text
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Two ranks; a Trainer uses both."""
-    made = Pool(2)
-    yield made
-    made.close()
+    workers = Pool(2)
+    yield workers
+    workers.close()
 
 
 @pytest.fixture(scope="session")

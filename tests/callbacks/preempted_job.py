@@ -45,7 +45,7 @@ class Slow(pl.Callback):
 
 
 def main():
-    strategy, devices, steps, workers, *told = sys.argv[1:]
+    strategy, devices, steps, workers, *signals = sys.argv[1:]
     pl.seed_everything(0)
     model = ld.LongNetLM(ld.DilatedPattern.longnet([16, 128], [1, 2]), dim=16, depth=1)
     saver = ShardedCheckpoint("ckpt", every_n_train_steps=1000, resume="auto")
@@ -55,12 +55,12 @@ def main():
         devices=int(devices),
         max_steps=int(steps),
         val_check_interval=2,
-        limit_val_batches=2 if "validation" in told else 0,
+        limit_val_batches=2 if "validation" in signals else 0,
         num_sanity_val_steps=0,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[saver, Sends(*told) if told else Slow()],
+        callbacks=[saver, Sends(*signals) if signals else Slow()],
     )
     trainer.fit(model, ld.data.ByteDataModule(seq_len=256, num_workers=int(workers)))
     print("loss", float(trainer.callback_metrics["train_loss"]), flush=True)

@@ -59,8 +59,8 @@ def quick(monkeypatch):
 
 def elsewhere(folder, **changes):
     """Rewrite the lock as if its holder were on another host."""
-    told = json.loads((folder / NAME).read_text())
-    (folder / NAME).write_text(json.dumps({**told, "table": "another", "host": "node7", **changes}))
+    record = json.loads((folder / NAME).read_text())
+    (folder / NAME).write_text(json.dumps({**record, "table": "another", "host": "node7", **changes}))
 
 
 def content(folder):
@@ -89,8 +89,8 @@ def test_the_second_is_told_and_touches_nothing(text, saved, copied, tmp_path, q
 def test_a_number_that_is_used_again(tmp_path):
     """The process that now has the number started at another time."""
     FolderLock(tmp_path).acquire()
-    told = json.loads((tmp_path / NAME).read_text())
-    (tmp_path / NAME).write_text(json.dumps({**told, "token": "of the dead", "began": "1"}))
+    record = json.loads((tmp_path / NAME).read_text())
+    (tmp_path / NAME).write_text(json.dumps({**record, "token": "of the dead", "began": "1"}))
     lock = FolderLock(tmp_path)
     lock.acquire()
     assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
@@ -120,8 +120,8 @@ def test_of_many_one_gets_it(tmp_path):
     """A fresh folder, and one of a dead holder: all processes try at the same moment."""
     for round in range(20):
         if round % 2:
-            told = {"token": "dead", "pid": 1, "began": "0", "table": folder_lock._process_table()}
-            (tmp_path / NAME).write_text(json.dumps(told))
+            record = {"token": "dead", "pid": 1, "began": "0", "table": folder_lock._process_table()}
+            (tmp_path / NAME).write_text(json.dumps(record))
         got, refused, gate = [], [], threading.Barrier(8)
 
         def attempt(got=got, refused=refused, gate=gate):
@@ -278,8 +278,8 @@ def refused(rank, group, text, saved):
 
 def test_all_ranks_are_refused(pool, text, tmp_path, holder):
     """And all share one lock."""
-    for told in pool.run(2, refused, text, {"folder": str(tmp_path)}):
-        assert f"in use by process {holder.pid} on" in told
+    for message in pool.run(2, refused, text, {"folder": str(tmp_path)}):
+        assert f"in use by process {holder.pid} on" in message
     assert names(tmp_path) == [NAME]
     holder.kill()
     holder.join()

@@ -50,7 +50,7 @@ class Between(pl.Callback):
         self.calls = calls
 
     def on_train_start(self, trainer, pl_module):
-        call = lambda name, done, of: self.calls.pop((trainer.global_step, name, done), int)()  # noqa: E731
+        call = lambda name, done, total: self.calls.pop((trainer.global_step, name, done), int)()  # noqa: E731
         pl_module.transformer.stream.watch = call
 
 
@@ -101,9 +101,9 @@ def by_time(folder):
     return ModelCheckpoint(folder, "{step}", save_top_k=-1, train_time_interval=timedelta(hours=1))
 
 
-def check_rest(whole, rest, steps):
-    assert rest[0] == pytest.approx(whole[0][steps:], rel=1e-9)
-    torch.testing.assert_close(rest[1], whole[1], rtol=1e-9, atol=1e-12)
+def check_rest(whole, resumed, steps):
+    assert resumed[0] == pytest.approx(whole[0][steps:], rel=1e-9)
+    torch.testing.assert_close(resumed[1], whole[1], rtol=1e-9, atol=1e-12)
 
 
 def test_due_by_time(text, kind, whole, tmp_path):
@@ -120,8 +120,8 @@ def test_due_by_time(text, kind, whole, tmp_path):
 @pytest.mark.parametrize("done", [1, 3])
 def test_killed(text, kind, whole, tmp_path, done):
     """Killed between chunks: earlier checkpoints are complete, nothing else exists, and the step is repeated."""
-    more = {"due": (1, LAST[kind], 2), "ends": ((4, LAST[kind], done), signal.SIGKILL)}
-    process = context().Process(target=run, args=(text, kind, STEPS, by_time(tmp_path)), kwargs=more)
+    events = {"due": (1, LAST[kind], 2), "ends": ((4, LAST[kind], done), signal.SIGKILL)}
+    process = context().Process(target=run, args=(text, kind, STEPS, by_time(tmp_path)), kwargs=events)
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -135,8 +135,8 @@ def test_told_to_end(text, kind, whole, tmp_path, strategy):
     ends = ((2, LAST[kind], 1), signal.SIGTERM)
     losses, status = run(text, kind, STEPS, ShardedCheckpoint(str(tmp_path)), ends=ends, strategy=strategy)
     assert status == 128 + signal.SIGTERM and losses == pytest.approx(whole[0][:3], rel=1e-9)
-    rest = run(text, kind, STEPS, ShardedCheckpoint(str(tmp_path), resume="must"), begun=2, strategy=strategy)
-    check_rest(whole, rest, 3)
+    resumed = run(text, kind, STEPS, ShardedCheckpoint(str(tmp_path), resume="must"), begun=2, strategy=strategy)
+    check_rest(whole, resumed, 3)
 
 
 def test_due_between_micro_batches(text, kind, tmp_path):

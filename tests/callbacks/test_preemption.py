@@ -53,11 +53,11 @@ class Sends(pl.Callback):
             self._send(trainer, "validation")
 
 
-def ended(*args, **more):
+def ended(*args, **options):
     """Return the exit status of a run that a signal ends."""
-    with pytest.raises(SystemExit) as told:
-        run(*args, **more)
-    return told.value.code
+    with pytest.raises(SystemExit) as error:
+        run(*args, **options)
+    return error.value.code
 
 
 class Losses(pl.Callback):
@@ -79,9 +79,9 @@ def test_the_last_step_is_saved(text, whole, tmp_path, strategy, signum, status)
     assert ended(text, STEPS, ShardedCheckpoint(str(tmp_path)), Sends(signum), shown, strategy=strategy) == status
     assert names(tmp_path) == ["step-00000003"] and shown.losses == pytest.approx(whole["losses"][:3], rel=1e-9)
     assert before == {name: signal.getsignal(name) for name in (TERM, INT)}
-    rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path), resume="auto"), begun=2, strategy=strategy)
-    assert rest["losses"] == pytest.approx(whole["losses"][3:], rel=1e-9)
-    torch.testing.assert_close(rest["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
+    resumed = run(text, STEPS, ShardedCheckpoint(str(tmp_path), resume="auto"), begun=2, strategy=strategy)
+    assert resumed["losses"] == pytest.approx(whole["losses"][3:], rel=1e-9)
+    torch.testing.assert_close(resumed["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("step", [pytest.param(x, marks=pytest.mark.slow) if x in (1, 3, 4) else x for x in range(6)])
@@ -92,8 +92,8 @@ def test_at_any_batch_of_two_epochs(text, tmp_path, step):
     sends = Sends(TERM, step)
     assert ended(text, 6, ShardedCheckpoint(str(tmp_path)), sends, **options) == 143
     assert names(tmp_path) == [f"step-0000000{step + 1}"]
-    rest = run(text, 6, ShardedCheckpoint(str(tmp_path), resume="auto"), begun=2, **options)
-    assert rest["losses"] == whole["losses"][step + 1 :] and torch.equal(rest["parameters"], whole["parameters"])
+    resumed = run(text, 6, ShardedCheckpoint(str(tmp_path), resume="auto"), begun=2, **options)
+    assert resumed["losses"] == whole["losses"][step + 1 :] and torch.equal(resumed["parameters"], whole["parameters"])
 
 
 def test_gradients_that_wait_are_not_lost(text, tmp_path):
@@ -101,8 +101,8 @@ def test_gradients_that_wait_are_not_lost(text, tmp_path):
     whole = run(text, 4, accumulate_grad_batches=3)
     assert ended(text, 4, ShardedCheckpoint(str(tmp_path)), Sends(TERM, 1), accumulate_grad_batches=3) == 143
     assert names(tmp_path) == ["step-00000002"]
-    rest = run(text, 4, ShardedCheckpoint(str(tmp_path), resume="auto"), begun=2, accumulate_grad_batches=3)
-    assert torch.equal(rest["parameters"], whole["parameters"])
+    resumed = run(text, 4, ShardedCheckpoint(str(tmp_path), resume="auto"), begun=2, accumulate_grad_batches=3)
+    assert torch.equal(resumed["parameters"], whole["parameters"])
 
 
 def test_before_the_first_batch(text, copied, tmp_path):
@@ -132,8 +132,8 @@ def test_in_a_validation(text, tmp_path, strategy):
         sends = Sends(TERM, 1)
         assert ended(text, STEPS, ShardedCheckpoint(str(tmp_path / "b")), sends, **options) == 143
         assert names(tmp_path / "b") == ["step-00000002"] and sends.validations == 0
-        rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b"), resume="must"), begun=2, **options)
-        assert rest["step"] == STEPS
+        resumed = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b"), resume="must"), begun=2, **options)
+        assert resumed["step"] == STEPS
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -207,8 +207,8 @@ def test_requeue(text, whole, tmp_path, slurm, strategy):
     assert ended(text, STEPS, ShardedCheckpoint(str(tmp_path / "ck")), Sends(USR1), **options) == 138
     assert slurm.read_text() == "requeue 17 step-00000003\n"
     assert not list(tmp_path.glob("*.ckpt"))
-    rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "ck"), resume="auto"), begun=2, **options)
-    assert rest["losses"] == pytest.approx(whole["losses"][3:], rel=1e-9)
+    resumed = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "ck"), resume="auto"), begun=2, **options)
+    assert resumed["losses"] == pytest.approx(whole["losses"][3:], rel=1e-9)
 
 
 def test_requeue_of_an_array_that_slurm_refuses(text, tmp_path, slurm, monkeypatch):
@@ -224,8 +224,8 @@ def test_requeue_by_lightning(text, tmp_path, slurm):
     """Without a ShardedCheckpoint: once, at the same batch on all ranks; training continues until SLURM ends it."""
     (tmp_path / "ck").mkdir()
     options = {"strategy": "ring_dilated", "plugins": [SLURMEnvironment()], "default_root_dir": tmp_path}
-    told = run(text, STEPS, Sends(USR1, 1), Sends(USR1, 3), **options)
-    assert told["step"] == STEPS and slurm.read_text() == "requeue 17\n"
+    result = run(text, STEPS, Sends(USR1, 1), Sends(USR1, 3), **options)
+    assert result["step"] == STEPS and slurm.read_text() == "requeue 17\n"
     assert [p.name for p in tmp_path.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
 
 
@@ -238,12 +238,12 @@ def test_requeue_of_no_job(monkeypatch, job):
 
 
 # -- two ranks ---------------------------------------------------------------------------------------------------------
-def on_two(rank, group, text, folder, strategy, signum, who, more):
+def on_two(rank, group, text, folder, strategy, signum, who, options):
     """Return (exit status, losses) of a run in which one rank receives a signal."""
     shown, saver = Losses(), ShardedCheckpoint(folder, resume="auto")
-    told = [Sends(signum, rank=who)] if signum else []
+    senders = [Sends(signum, rank=who)] if signum else []
     try:
-        run(text, STEPS, saver, shown, *told, strategy=strategy, world=launched(rank), **more)
+        run(text, STEPS, saver, shown, *senders, strategy=strategy, world=launched(rank), **options)
     except SystemExit as end:
         return end.code, shown.losses
     return 0, shown.losses
@@ -258,13 +258,13 @@ def test_all_ranks_save(pool, text, whole, tmp_path, strategy, signum, who):
         from lightning.pytorch.strategies import DDPStrategy as strategy
 
         strategy = strategy(process_group_backend="gloo")
-    found = pool.run(2, on_two, text, str(tmp_path), strategy, signum, who, {})
-    assert [status for status, _ in found] == [128 + signum] * 2
+    results = pool.run(2, on_two, text, str(tmp_path), strategy, signum, who, {})
+    assert [status for status, _ in results] == [128 + signum] * 2
     assert names(tmp_path) == ["step-00000003"]
-    rest = pool.run(2, on_two, text, str(tmp_path), strategy, 0, 0, {})
-    assert [status for status, _ in rest] == [0, 0]
+    resumed = pool.run(2, on_two, text, str(tmp_path), strategy, 0, 0, {})
+    assert [status for status, _ in resumed] == [0, 0]
     if isinstance(strategy, str):
-        for (_, first), (_, second) in zip(found, rest, strict=True):
+        for (_, first), (_, second) in zip(results, resumed, strict=True):
             assert [*first, *second] == pytest.approx(whole["losses"], rel=1e-9)
 
 
@@ -277,10 +277,10 @@ def job(folder, *args, launcher=None, environment=None, act=None):
     out = folder / "out.txt"
     command = [*(launcher or [sys.executable]), JOB, *map(str, args)]
     root = Path(module.__file__).parents[2]
-    told = {**os.environ, "PYTHONPATH": str(root), **(environment or {})}
+    env = {**os.environ, "PYTHONPATH": str(root), **(environment or {})}
     with out.open("w") as file:
         process = subprocess.Popen(
-            command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, env=told, start_new_session=True
+            command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
         )
         if act is not None:
             end = time.monotonic() + LIMIT
@@ -295,10 +295,10 @@ def job(folder, *args, launcher=None, environment=None, act=None):
     return status, out.read_text()
 
 
-def check_job(folder, found, status, step=3):
+def check_job(folder, outcome, status, step=3):
     """Check the status of a job, and that there is one complete checkpoint, of that step."""
-    assert found[0] == status, found[1][-3000:]
-    assert names(folder / "ckpt") == [f"step-{step:08d}"], found[1][-3000:]
+    assert outcome[0] == status, outcome[1][-3000:]
+    assert names(folder / "ckpt") == [f"step-{step:08d}"], outcome[1][-3000:]
 
 
 def test_a_job_of_two_ranks(tmp_path, monkeypatch, capsys):
@@ -336,10 +336,10 @@ def test_a_job_in_a_validation(tmp_path, strategy):
 @pytest.mark.parametrize("strategy", ["ring_dilated", "ring_dilated_fsdp"])
 def test_a_group_of_processes(tmp_path, strategy, signum):
     """A scheduler or a terminal also signals the loaders' workers, which must not fail the fit."""
-    found = job(tmp_path, strategy, 2, 100_000, 2, act=lambda p: os.killpg(p.pid, signum))
-    assert found[0] == 128 + signum, found[1][-3000:]
+    outcome = job(tmp_path, strategy, 2, 100_000, 2, act=lambda p: os.killpg(p.pid, signum))
+    assert outcome[0] == 128 + signum, outcome[1][-3000:]
     (name,) = names(tmp_path / "ckpt")
-    assert found[1].count(f"after step {int(name[5:])}\n") == 2, found[1][-3000:]
+    assert outcome[1].count(f"after step {int(name[5:])}\n") == 2, outcome[1][-3000:]
 
 
 @slow
@@ -363,11 +363,11 @@ def test_interrupted_twice(tmp_path):
 @pytest.mark.parametrize("signum", [TERM, INT])
 def test_torchrun(tmp_path, signum):
     """The agent passes the signal on to its workers and their children."""
-    found = job(tmp_path, "ring_dilated", 2, 100_000, 2, launcher=[*TORCHRUN, "--nproc-per-node", "2"],
+    outcome = job(tmp_path, "ring_dilated", 2, 100_000, 2, launcher=[*TORCHRUN, "--nproc-per-node", "2"],
                 act=lambda p: p.send_signal(signum))  # fmt: skip
-    assert found[0] != 0
+    assert outcome[0] != 0
     (name,) = names(tmp_path / "ckpt")
-    assert found[1].count(f"after step {int(name[5:])}\n") == 2, found[1][-3000:]
+    assert outcome[1].count(f"after step {int(name[5:])}\n") == 2, outcome[1][-3000:]
 
 
 @slow
@@ -388,8 +388,8 @@ def test_slurm_requeues_a_job_of_two_tasks(tmp_path, slurm, strategy):
     root = str(Path(module.__file__).parents[2])
     tasks = []
     for rank in range(2):
-        told = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2}
-        env = {**os.environ, **{k: str(v) for k, v in told.items()}, "PYTHONPATH": root, "MASTER_PORT": "29731"}
+        variables = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2}
+        env = {**os.environ, **{k: str(v) for k, v in variables.items()}, "PYTHONPATH": root, "MASTER_PORT": "29731"}
         tasks.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=-1, stderr=-2, text=True))
     end = time.monotonic() + LIMIT
     while len(list(tmp_path.glob("ready*"))) < 2 and time.monotonic() < end:

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.full
 
 @pytest.mark.parametrize("policy", ["block", "attention-kept"])
 def test_the_same_weights_come_out(policy, monkeypatch):
-    seen, real, weights = [], TransformerBlock.forward, []
+    calls, real, weights = [], TransformerBlock.forward, []
     monkeypatch.setattr(
-        TransformerBlock, "forward", lambda self, *a, **k: seen.append(self.recompute) or real(self, *a, **k)
+        TransformerBlock, "forward", lambda self, *a, **k: calls.append(self.recompute) or real(self, *a, **k)
     )
     for callbacks in ([], [ActivationRecompute(policy)]):
         pl.seed_everything(3)
@@ -25,7 +25,7 @@ def test_the_same_weights_come_out(policy, monkeypatch):
         trainer(max_epochs=1, callbacks=callbacks).fit(model, loader(*batches))
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         assert {b.recompute for b in model.transformer.blocks} == {"none"}  # as before
-    assert set(seen) == {"none", policy}
+    assert set(calls) == {"none", policy}
     torch.testing.assert_close(*weights)
 
 
@@ -39,13 +39,13 @@ class Names(pl.Callback):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_names_of_the_state_stay(compiled):
     """With every setting at once, compiled or not, a plain model has the same names."""
-    seen = []
+    calls = []
     for callbacks in ([], [ActivationRecompute("block", every=2, offload=1, tile=9, head_chunks=2)]):
         model = tiny(compile_blocks=compiled)
         with torch.compiler.set_stance("default", force_backend="aot_eager"):  # Inductor is slow, and changes no names
             trainer(max_steps=1, callbacks=[*callbacks, names := Names()]).fit(model, loader(batch(2, 24)))
-        seen.append(names.seen)
-    assert seen[0] == seen[1] and len(seen[0][0]) > 10
+        calls.append(names.seen)
+    assert calls[0] == calls[1] and len(calls[0][0]) > 10
 
 
 @pytest.mark.parametrize("options", [{}, {"tile": 9, "head_chunks": 2, "offload": 1}])

@@ -29,14 +29,14 @@ def test_resumes_exactly(text, whole, tmp_path, asynchronous):
     options = {"folder": str(tmp_path), "every_n_train_steps": 2, "asynchronous": asynchronous}
     first = run(text, 3, ShardedCheckpoint(**options))
     assert names(tmp_path) == ["step-00000002", "step-00000003"]  # the last one at the end
-    rest = run(text, STEPS, ShardedCheckpoint(**options, resume="must"), begun=2)
-    check_equal(whole, first, rest)
+    resumed = run(text, STEPS, ShardedCheckpoint(**options, resume="must"), begun=2)
+    check_equal(whole, first, resumed)
 
 
 @pytest.mark.parametrize("path, lost", [("", 0), ("step-00000003", 1)], ids=["folder of several", "one"])
 def test_ckpt_path(text, whole, saved, tmp_path, path, lost):
-    rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path)), ckpt_path=str(saved / path), begun=2)
-    assert rest["losses"] == whole["losses"][4 - lost :] and torch.equal(rest["parameters"], whole["parameters"])
+    resumed = run(text, STEPS, ShardedCheckpoint(str(tmp_path)), ckpt_path=str(saved / path), begun=2)
+    assert resumed["losses"] == whole["losses"][4 - lost :] and torch.equal(resumed["parameters"], whole["parameters"])
 
 
 def test_validates(tmp_path):
@@ -53,9 +53,9 @@ def test_validates(tmp_path):
 
 def test_ckpt_path_goes_before_resume(text, whole, copied):
     resuming = ShardedCheckpoint(str(copied), resume="auto")
-    rest = run(text, STEPS, resuming, ckpt_path=copied / "step-00000002", begun=2)
-    assert rest["losses"] == whole["losses"][2:]
-    assert any("so resume='auto' had no effect" in words for words in rest["said"])
+    resumed = run(text, STEPS, resuming, ckpt_path=copied / "step-00000002", begun=2)
+    assert resumed["losses"] == whole["losses"][2:]
+    assert any("so resume='auto' had no effect" in words for words in resumed["said"])
 
 
 def test_auto_begins_where_there_is_nothing(text, whole, tmp_path):
@@ -81,11 +81,11 @@ def test_another_run_is_not_replaced(text, saved, tmp_path):
 def test_fit_twice(text, tmp_path):
     """The second fit continues in the same folder."""
     data, saver = {}, ShardedCheckpoint(str(tmp_path), every_n_train_steps=2)
-    told = run(text, 3, saver, keep=data)
+    result = run(text, 3, saver, keep=data)
     data["trainer"].fit_loop.epoch_loop.max_steps = STEPS
     data["trainer"].fit(data["module"], data["data"])
     assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000006"]
-    assert len(told["losses"]) == STEPS
+    assert len(result["losses"]) == STEPS
 
 
 class Counting(pl.Callback):
@@ -111,9 +111,9 @@ def test_accumulation_and_states_of_callbacks(text, tmp_path):
     first = run(text, 2, ShardedCheckpoint(**often, keep=9), counting, accumulate_grad_batches=3)
     assert names(tmp_path) == ["step-00000001", "step-00000002"] and counting.batches == 6
     again = Counting()
-    rest = run(text, 4, ShardedCheckpoint(**often, resume="must"), again, accumulate_grad_batches=3, begun=2)
+    resumed = run(text, 4, ShardedCheckpoint(**often, resume="must"), again, accumulate_grad_batches=3, begun=2)
     assert again.loaded == 6
-    check_equal(whole, first, rest)
+    check_equal(whole, first, resumed)
 
 
 def test_keeps_the_newest(saved, text, copied):
@@ -127,8 +127,8 @@ def test_an_earlier_one_goes_on(text, whole, copied):
     options = {"folder": str(copied), "every_n_train_steps": 1, "keep": 2}
     run(text, 3, ShardedCheckpoint(**options), ckpt_path=copied / "step-00000002", begun=2)
     assert names(copied) == ["step-00000003", "step-00000004"]
-    rest = run(text, STEPS, ShardedCheckpoint(**options, resume="auto"), begun=3)
-    assert rest["losses"] == whole["losses"][3:]
+    resumed = run(text, STEPS, ShardedCheckpoint(**options, resume="auto"), begun=3)
+    assert resumed["losses"] == whole["losses"][3:]
 
 
 # -- beside the training -----------------------------------------------------------------------------------------------
@@ -154,8 +154,8 @@ def test_training_goes_on_and_does_not_leak_into_the_files(text, whole, tmp_path
         run(text, 5, ShardedCheckpoint(str(tmp_path), every_n_train_steps=2, at_end=False), watching)
     assert watching.steps_meanwhile == [3, ".in-use"]  # no checkpoint is written yet
     assert names(tmp_path) == ["step-00000002", "step-00000004"]
-    rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b")), ckpt_path=tmp_path / "step-00000002", begun=2)
-    assert rest["losses"] == whole["losses"][2:] and torch.equal(rest["parameters"], whole["parameters"])
+    resumed = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b")), ckpt_path=tmp_path / "step-00000002", begun=2)
+    assert resumed["losses"] == whole["losses"][2:] and torch.equal(resumed["parameters"], whole["parameters"])
 
 
 class Raising(pl.Callback):
@@ -214,9 +214,9 @@ def test_on_a_gpu(text, tmp_path):
         saver = ShardedCheckpoint(str(tmp_path / "c"), every_n_train_steps=2, at_end=False)
         run(text, 4, saver, watching, accelerator="gpu")
     other = ShardedCheckpoint(str(tmp_path / "d"))
-    rest = run(text, STEPS, other, ckpt_path=tmp_path / "c" / "step-00000002", begun=2, accelerator="gpu")
-    assert rest["losses"] == pytest.approx(whole["losses"][2:], rel=1e-9)
-    torch.testing.assert_close(rest["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
+    resumed = run(text, STEPS, other, ckpt_path=tmp_path / "c" / "step-00000002", begun=2, accelerator="gpu")
+    assert resumed["losses"] == pytest.approx(whole["losses"][2:], rel=1e-9)
+    torch.testing.assert_close(resumed["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
 
 
 # -- before training ---------------------------------------------------------------------------------------------------
@@ -254,9 +254,9 @@ def test_lightning_takes_it_for_a_checkpoint_callback(text, tmp_path):
 
 
 def test_the_manifest_says_what_is_there(saved):
-    told = json.loads((saved / "step-00000004" / "manifest.json").read_text())
-    assert sorted([*told["files"], "manifest.json"]) == names(saved / "step-00000004")
-    assert (told["step"], told["ranks"]) == (4, 1)
+    manifest = json.loads((saved / "step-00000004" / "manifest.json").read_text())
+    assert sorted([*manifest["files"], "manifest.json"]) == names(saved / "step-00000004")
+    assert (manifest["step"], manifest["ranks"]) == (4, 1)
 
 
 def test_strategies_that_it_does_not_know(tmp_path):

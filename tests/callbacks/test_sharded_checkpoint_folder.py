@@ -112,9 +112,9 @@ def test_good_ones_stay(text, whole, tmp_path, value):
     run(text, 5, ShardedCheckpoint(**saver), Spoils(3, value))
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000005"]
     assert not json.loads((tmp_path / "step-00000005" / "manifest.json").read_text())["finite"]
-    rest = run(text, STEPS, ShardedCheckpoint(**saver, resume="auto"), begun=2)
-    assert rest["losses"] == whole["losses"][3:] and torch.equal(rest["parameters"], whole["parameters"])
-    (words,) = [w for w in rest["said"] if "were passed over" in w]
+    resumed = run(text, STEPS, ShardedCheckpoint(**saver, resume="auto"), begun=2)
+    assert resumed["losses"] == whole["losses"][3:] and torch.equal(resumed["parameters"], whole["parameters"])
+    (words,) = [w for w in resumed["said"] if "were passed over" in w]
     assert f"{tmp_path}/step-00000003 is loaded: {tmp_path}/step-00000005 holds parameters that are not finite" in words
     assert "damaged" not in words
     assert names(tmp_path) == ["step-00000005", "step-00000006"]  # both are finite
@@ -133,8 +133,8 @@ def test_nothing_finite_is_left(text, tmp_path):
     )
     with pytest.raises(ValueError, match=words):
         run(text, 3, ShardedCheckpoint(str(tmp_path), resume="auto"))
-    rest = run(text, 3, ShardedCheckpoint(str(tmp_path)), ckpt_path=tmp_path / "step-00000002")
-    assert rest["step"] == 3
+    resumed = run(text, 3, ShardedCheckpoint(str(tmp_path)), ckpt_path=tmp_path / "step-00000002")
+    assert resumed["step"] == 3
 
 
 def spoiled(rank, group, text, folder, strategy):
@@ -176,15 +176,15 @@ def test_a_full_disk(text, tmp_path, error, free, says):
     run(text, 1, ShardedCheckpoint(str(tmp_path)))
     failing = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=error)
     little = mock.patch.object(saved_folder.shutil, "disk_usage", return_value=mock.Mock(free=free))
-    with pytest.raises(OSError) as told, failing, little if free < 2**20 else mock.MagicMock():
+    with pytest.raises(OSError) as raised, failing, little if free < 2**20 else mock.MagicMock():
         saver = ShardedCheckpoint(str(tmp_path), every_n_train_steps=2, resume="auto")
         with mock.patch.object(ShardedCheckpoint, "_check_room"):
             run(text, STEPS, saver)
-    assert str(error) in str(told.value)
+    assert str(error) in str(raised.value)
     words = f"No space left on device: {tmp_path} has "
-    assert (words in str(told.value)) == says
+    assert (words in str(raised.value)) == says
     if says:
-        assert "MiB left, and a checkpoint takes 0.2 MiB. The checkpoints before are whole." in str(told.value)
+        assert "MiB left, and a checkpoint takes 0.2 MiB. The checkpoints before are whole." in str(raised.value)
     assert names(tmp_path) == ["step-00000001"]
     assert run(text, 2, ShardedCheckpoint(str(tmp_path), resume="must"))["step"] == 2
 
@@ -211,6 +211,6 @@ def full(rank, group, text, folder, who, strategy):
 
 @pytest.mark.parametrize("strategy, who", [("ring_dilated", 1), ("ring_dilated_fsdp", 0)])
 def test_all_ranks_say_that_the_disk_of_one_is_full(pool, text, tmp_path, strategy, who):
-    for told in pool.run(2, full, text, str(tmp_path), who, strategy):
-        assert f"No space left on device: {tmp_path} has 0.0 MiB left, and a checkpoint takes 0." in told
-        assert f"rank {who}: " in told and "inline_container" in told
+    for message in pool.run(2, full, text, str(tmp_path), who, strategy):
+        assert f"No space left on device: {tmp_path} has 0.0 MiB left, and a checkpoint takes 0." in message
+        assert f"rank {who}: " in message and "inline_container" in message

@@ -52,8 +52,8 @@ def in_eager(rank, group, *args):
 
 def go_on(pool, text, folder, options):
     """Return the results of two ranks that resume from a checkpoint, without saving."""
-    more = {"ckpt_path": str(folder), "begun": 2, "enable_checkpointing": False, **options}
-    return pool.run(2, in_eager, text, STEPS, None, more)[0]
+    run_options = {"ckpt_path": str(folder), "begun": 2, "enable_checkpointing": False, **options}
+    return pool.run(2, in_eager, text, STEPS, None, run_options)[0]
 
 
 def check(name, result):

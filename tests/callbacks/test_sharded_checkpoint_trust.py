@@ -48,20 +48,20 @@ def saved_bytes(value):
 
 def edit(folder, change):
     """Change the contents of `.metadata`."""
-    found = pickle.loads((folder / ".metadata").read_bytes())
-    found = change(found) or found
-    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    data = pickle.loads((folder / ".metadata").read_bytes())
+    data = change(data) or data
+    (folder / ".metadata").write_bytes(pickle.dumps(data))
 
 
 def replace_entries(folder, kind, data):
     """Replace all entries of a kind by these bytes."""
 
-    def change(found):
-        wanted = [index for index in found.storage_data if isinstance(found.state_dict_metadata[index.fqn], kind)]
-        assert wanted
-        (folder / "__9_0.distcp").write_bytes(data * len(wanted))
-        for number, index in enumerate(wanted):
-            info = found.storage_data[index]
+    def change(record):
+        keys = [index for index in record.storage_data if isinstance(record.state_dict_metadata[index.fqn], kind)]
+        assert keys
+        (folder / "__9_0.distcp").write_bytes(data * len(keys))
+        for number, index in enumerate(keys):
+            info = record.storage_data[index]
             info.relative_path, info.offset, info.length = "__9_0.distcp", number * len(data), len(data)
 
     edit(folder, change)
@@ -80,10 +80,10 @@ HOSTILE = {
 
 def reseal(folder):
     """Write a manifest for the current files."""
-    found = json.loads((folder / MANIFEST).read_text())
-    found.pop("blake2b")
-    found["files"] = file_entries(folder, [p.name for p in folder.iterdir() if p.name != MANIFEST])
-    (folder / MANIFEST).write_text(json.dumps({**found, "blake2b": manifest_digest(found)}))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest.pop("blake2b")
+    manifest["files"] = file_entries(folder, [p.name for p in folder.iterdir() if p.name != MANIFEST])
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "blake2b": manifest_digest(manifest)}))
 
 
 @pytest.fixture
@@ -151,9 +151,9 @@ def test_every_value_is_read_so(one, tmp_path):
     (one / "__9_0.distcp").write_bytes(data)
     for name in names:
 
-        def change(found, name=name):
-            (index,) = (x for x in found.storage_data if x.fqn == name)
-            info = found.storage_data[index]
+        def change(record, name=name):
+            (index,) = (x for x in record.storage_data if x.fqn == name)
+            info = record.storage_data[index]
             info.relative_path, info.offset, info.length = "__9_0.distcp", 0, len(data)
 
         (one / ".metadata").write_bytes(before)
@@ -189,45 +189,45 @@ def test_lightnings_own_strategy_goes_on(text, saved, whole, tmp_path):
     shutil.copytree(saved, tmp_path / "c")
     strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
     saver = ShardedCheckpoint(str(tmp_path / "c"), resume="must")
-    rest = run(text, STEPS, saver, strategy=strategy, model=Sharded, begun=2)
-    assert rest["losses"] == pytest.approx(whole["losses"][4:], rel=1e-12)
+    resumed = run(text, STEPS, saver, strategy=strategy, model=Sharded, begun=2)
+    assert resumed["losses"] == pytest.approx(whole["losses"][4:], rel=1e-12)
 
 
 # -- .metadata ---------------------------------------------------------------------------------------------------------
-def first(found, kind=TensorStorageMetadata):
-    return next(index for index in found.storage_data if isinstance(found.state_dict_metadata[index.fqn], kind))
+def first(data, kind=TensorStorageMetadata):
+    return next(index for index in data.storage_data if isinstance(data.state_dict_metadata[index.fqn], kind))
 
 
 def set_entry(**values):
-    return lambda found: vars(found.storage_data[first(found)]).update(values)
+    return lambda data: vars(data.storage_data[first(data)]).update(values)
 
 
-def set_size(found):
-    about = found.state_dict_metadata[first(found).fqn]
+def set_size(data):
+    about = data.state_dict_metadata[first(data).fqn]
     about.size = torch.Size([10**12])
 
 
-def set_chunk(found):
-    about = found.state_dict_metadata[first(found).fqn]
+def set_chunk(data):
+    about = data.state_dict_metadata[first(data).fqn]
     about.size = about.chunks[0].sizes = torch.Size([10**12])
 
 
-def share(found):
+def share(data):
     """Make all entries one part of one file, which would be read again and again."""
-    every = list(found.storage_data.values())
+    every = list(data.storage_data.values())
     longest = max(every, key=lambda info: info.length)
     for info in every:
         info.offset, info.length = longest.offset, longest.length
 
 
 WRONG = {
-    "None": (lambda found: [None][0], "it holds NoneType"),
-    "a list": (lambda found: [1], "it holds list"),
-    "no entries": (lambda found: setattr(found, "storage_data", None), "cannot be read"),
-    "entries of another kind": (lambda found: setattr(found, "storage_data", {1: 2}), "cannot be read"),
-    "tensors of another kind": (lambda found: setattr(found, "state_dict_metadata", {"a": 1}), "a is neither a tensor"),
-    "no paths": (lambda found: setattr(found, "planner_data", None), "does not say where"),
-    "other paths": (lambda found: setattr(found, "planner_data", {"a": (1.5,)}), "1.5 stands where a name belongs"),
+    "None": (lambda data: [None][0], "it holds NoneType"),
+    "a list": (lambda data: [1], "it holds list"),
+    "no entries": (lambda data: setattr(data, "storage_data", None), "cannot be read"),
+    "entries of another kind": (lambda data: setattr(data, "storage_data", {1: 2}), "cannot be read"),
+    "tensors of another kind": (lambda data: setattr(data, "state_dict_metadata", {"a": 1}), "a is neither a tensor"),
+    "no paths": (lambda data: setattr(data, "planner_data", None), "does not say where"),
+    "other paths": (lambda data: setattr(data, "planner_data", {"a": (1.5,)}), "1.5 stands where a name belongs"),
     "a large tensor": (set_size, r"declares the shape \(1000000000000,\)"),
     "a large part": (set_chunk, "declares a part of [0-9,]+ elements, and the files hold"),
     "beyond the end": (set_entry(length=10**9), r"ends at byte [\d,]+ of __0_0.distcp, which has"),
@@ -245,9 +245,9 @@ WRONG = {
 def test_metadata_that_lies(one, name):
     change, says = WRONG[name]
     os.mkfifo(one / "pipe")
-    found = pickle.loads((one / ".metadata").read_bytes())
-    changed = change(found)
-    (one / ".metadata").write_bytes(pickle.dumps(found if changed is None and name != "None" else changed))
+    data = pickle.loads((one / ".metadata").read_bytes())
+    changed = change(data)
+    (one / ".metadata").write_bytes(pickle.dumps(data if changed is None and name != "None" else changed))
     with pytest.raises(ValueError, match=says) as raised:
         read_tensors(one)
     assert str(one / ".metadata") in str(raised.value) and "earlier checkpoint" in str(raised.value)
@@ -291,10 +291,10 @@ def manifest(**values):
     """Return a sealed manifest with other values."""
 
     def change(folder):
-        found = json.loads((folder / MANIFEST).read_text())
-        found.pop("blake2b")
-        found.update(values)
-        (folder / MANIFEST).write_text(json.dumps({**found, "blake2b": manifest_digest(found)}))
+        content = json.loads((folder / MANIFEST).read_text())
+        content.pop("blake2b")
+        content.update(values)
+        (folder / MANIFEST).write_text(json.dumps({**content, "blake2b": manifest_digest(content)}))
 
     return change
 
@@ -357,11 +357,11 @@ def test_a_value_that_is_damaged(one, tmp_path):
 )
 def test_an_address_is_read_without_running_code(monkeypatch, given, weights_only):
     """Lightning reads an address that begins with http with weights_only=False by default."""
-    asked = {}
-    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda url, **options: asked.update(options) or {})
+    passed = {}
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda url, **options: passed.update(options) or {})
     monkeypatch.setattr(
         "lightning.fabric.plugins.io.torch_io.get_filesystem", lambda path: SimpleNamespace(exists=bool)
     )
     strategy = pl.Trainer(strategy="ring_dilated", accelerator="cpu", devices=1, logger=False).strategy
     assert strategy.load_checkpoint("http://somewhere/last.ckpt", **given) == {}
-    assert asked == {"map_location": "cpu", "weights_only": weights_only}
+    assert passed == {"map_location": "cpu", "weights_only": weights_only}

@@ -44,10 +44,10 @@ class End:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    made = Gpu()
-    monkeypatch.setattr(throughput, "_now", made.now)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(made, "done", made.asked))
-    return made
+    simulated = Gpu()
+    monkeypatch.setattr(throughput, "_now", simulated.now)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(simulated, "done", simulated.asked))
+    return simulated
 
 
 def test_batches_are_noted_when_they_have_ended(gpu):
@@ -75,8 +75,8 @@ def test_batches_are_noted_when_they_have_ended(gpu):
     connector.should_update_logs = True
     monitor._update(trainer, module, batch, 1)
     assert times() == [2, 3, 4, 5] and gpu.waited == 3  # a window of four
-    found = monitor._throughputs[stage].compute()
-    rates = [found[f"device/{name}_per_sec"] for name in ("batches", "samples", "items", "flops")]
+    metrics = monitor._throughputs[stage].compute()
+    rates = [metrics[f"device/{name}_per_sec"] for name in ("batches", "samples", "items", "flops")]
     assert rates == pytest.approx([1, 2, 16, 5], rel=1e-3)
     connector.should_update_logs = False
     monitor._update(trainer, module, batch, 1)
@@ -119,5 +119,5 @@ def test_rates_are_those_of_the_clock():
     trainer._logger_connector.log_metrics = lambda m, step=None: logged.append(m.get("train/batches_per_sec"))
     trainer.fit(model, DataLoader(text, pin_memory=True))
     rates = [10 / (b - a) for a, b in itertools.pairwise(ends)]
-    found = [x for x in logged if x][-len(rates) :]
-    assert found == pytest.approx(rates, rel=0.15), (found, rates)
+    logged_rates = [x for x in logged if x][-len(rates) :]
+    assert logged_rates == pytest.approx(rates, rel=0.15), (logged_rates, rates)

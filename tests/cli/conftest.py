@@ -34,7 +34,7 @@ LOG = Path("runs") / "quickstart" / "version_0"
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """RunReport's picture of a pattern takes half of a small fit; tests/callbacks/test_report.py covers it."""
-    monkeypatch.setattr(DilatedPattern, "plot", lambda self, length, heads, causal, path, **more: Path(path).touch())
+    monkeypatch.setattr(DilatedPattern, "plot", lambda self, length, heads, causal, path, **options: Path(path).touch())
 
 
 @dataclass

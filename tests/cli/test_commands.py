@@ -139,9 +139,9 @@ def test_predicts_a_csv(cli, fitted, config):
     """The help promises bits per byte of every test sequence, as a CSV."""
     result = cli("predict", *arguments(config), "--ckpt_path", fitted.ckpt)
     assert result.code == 0, result.err
-    found = list(result.folder.rglob("predictions.csv"))
-    assert len(found) == 1
-    header, *lines = csv.reader(found[0].open())
+    files = list(result.folder.rglob("predictions.csv"))
+    assert len(files) == 1
+    header, *lines = csv.reader(files[0].open())
     assert header == ["index", "tokens", "bits_per_byte", "file", "offset"]
     assert [line[:2] for line in lines] == [["0", "64"], ["1", "64"]]
     (file,) = {line[3] for line in lines}
@@ -198,18 +198,18 @@ def test_generate_streams_the_same_text(cli, fitted, options):
 
 
 def test_generate_prints_as_it_goes(monkeypatch, capsys):
-    seen = []
-    monkeypatch.setattr("builtins.print", lambda text, **options: seen.append((text, options.get("flush", False))))
+    printed = []
+    monkeypatch.setattr("builtins.print", lambda text, **options: printed.append((text, options.get("flush", False))))
     print_bytes([b"a", "é".encode()[:1], "é".encode()[1:], b"\xff", b"\xc3"])
-    assert seen == [("a", True), ("", True), ("é", True), ("\ufffd", True), ("", True), ("\ufffd", False)]
+    assert printed == [("a", True), ("", True), ("é", True), ("\ufffd", True), ("", True), ("\ufffd", False)]
 
 
 def test_generate_stops(cli, fitted):
     arguments = ("generate", "--ckpt_path", fitted.ckpt, "--prompt", "ab", "--max_new_bytes", 60, "--temperature", 0)
     free = cli(*arguments).out[2:-1]
     stop = next(c for c in free if c.isascii())
-    for given in (stop, f"\\x{ord(stop):02x}"):
-        assert cli(*arguments, "--stop", given).out == "ab" + free[: free.index(stop) + 1] + "\n"
+    for stop_text in (stop, f"\\x{ord(stop):02x}"):
+        assert cli(*arguments, "--stop", stop_text).out == "ab" + free[: free.index(stop) + 1] + "\n"
 
 
 def test_generate_refuses_devices(cli, fitted, tmp_path):
@@ -221,8 +221,8 @@ def test_generate_refuses_devices(cli, fitted, tmp_path):
 
 
 def test_generate_reads_standard_input(cli, fitted):
-    given = cli("generate", "--ckpt_path", fitted.ckpt, "--prompt", "-", "--max_new_bytes", 5, stdin="abc\n")
-    assert given.out == cli("generate", "--ckpt_path", fitted.ckpt, "--prompt", "abc\n", "--max_new_bytes", 5).out
+    result = cli("generate", "--ckpt_path", fitted.ckpt, "--prompt", "-", "--max_new_bytes", 5, stdin="abc\n")
+    assert result.out == cli("generate", "--ckpt_path", fitted.ckpt, "--prompt", "abc\n", "--max_new_bytes", 5).out
 
 
 # -- checkpoints made in Python ----------------------------------------------------------------------------------------
@@ -296,14 +296,14 @@ def test_noise_of_others_is_left_out(command):
     lightning, lines = logging.getLogger("lightning.pytorch.utilities.rank_zero"), io.StringIO()
     handler = logging.StreamHandler(lines)
     lightning.addHandler(handler)
-    with warnings.catch_warnings(record=True) as kept:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         quiet(command)
         warnings.warn("The dirpath has changed from 'a' to 'b', therefore `kth_value` won't be reloaded", stacklevel=1)
         warnings.warn("`isinstance(treespec, LeafSpec)` is deprecated, use `x` instead.", FutureWarning, stacklevel=1)
         warnings.warn("val_loss is nan", stacklevel=1)
     of_a_fit = ["The dirpath has changed from 'a' to 'b', therefore `kth_value` won't be reloaded"]
-    assert [str(w.message) for w in kept] == (of_a_fit if command == "fit" else []) + ["val_loss is nan"]
+    assert [str(w.message) for w in caught] == (of_a_fit if command == "fit" else []) + ["val_loss is nan"]
     lightning.warning("\N{ELECTRIC LIGHT BULB} Tip: For seamless cloud logging, install something.")
     lightning.warning("GPU available: False")
     lightning.removeHandler(handler)

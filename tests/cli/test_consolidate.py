@@ -68,10 +68,10 @@ def dealt(tmp_path_factory):
 
 
 def check_file(path, want):
-    found = load_file(path)
-    assert all(torch.equal(found[k], want[k]) for k in found)
-    assert set(want) - set(found) == {"head.weight"}  # tied to the embedding, and stored once
-    return found
+    tensors = load_file(path)
+    assert all(torch.equal(tensors[k], want[k]) for k in tensors)
+    assert set(want) - set(tensors) == {"head.weight"}  # tied to the embedding, and stored once
+    return tensors
 
 
 SOURCES = ["parts", "parts/step-00000002", "lightning.ckpt"]
@@ -86,9 +86,9 @@ def test_a_file(request, cli, tmp_path, kind, source):
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["b.safetensors"]
     check_file(tmp_path / "a" / "b.safetensors", want)
     with safe_open(tmp_path / "a" / "b.safetensors", "pt") as file:
-        told = file.metadata()
-    assert (told["class_path"], told["global_step"]) == ("lightning_dilated.LongNetLM", "2")
-    twin = LongNetLM(**json.loads(told["init_args"]))
+        metadata = file.metadata()
+    assert (metadata["class_path"], metadata["global_step"]) == ("lightning_dilated.LongNetLM", "2")
+    twin = LongNetLM(**json.loads(metadata["init_args"]))
     assert not twin.load_state_dict(load_file(tmp_path / "a" / "b.safetensors"), strict=False).unexpected_keys
     assert all(torch.equal(v, want[k]) for k, v in twin.state_dict().items())
 
@@ -116,8 +116,8 @@ def test_generate_reads_the_folder(made, cli, tmp_path):
 class Foreign(DilatedModule):
     """A user's module that the command line has not imported."""
 
-    def __init__(self, width: int = 3, **more):
-        super().__init__(**more)
+    def __init__(self, width: int = 3, **options):
+        super().__init__(**options)
         self.save_hyperparameters()
 
     def build(self):
@@ -216,5 +216,5 @@ def test_dtypes_stay(cli, tmp_path):
                          callbacks=[ShardedCheckpoint(str(tmp_path / "c"))], enable_model_summary=False)  # fmt: skip
     trainer.fit(model, loader(batch(1, 20, vocab_size=256)))
     assert cli("consolidate", tmp_path / "c", "--out", "x.safetensors").code == 0
-    found = load_file(tmp_path / "x.safetensors")
-    assert {x.dtype for x in found.values()} == {torch.bfloat16} and "embedding.weight" in found
+    tensors = load_file(tmp_path / "x.safetensors")
+    assert {x.dtype for x in tensors.values()} == {torch.bfloat16} and "embedding.weight" in tensors

@@ -23,8 +23,8 @@ TRAINER = {"max_steps": 1, "accelerator": "cpu", "logger": False, "enable_checkp
 @pytest.mark.parametrize("data", [None, {"seq_len": 32}, {"batch_size": 1}])
 @pytest.mark.parametrize("name", MODELS)
 def test_refused(cli, tmp_path, name, data):
-    given, says = MODELS[name]
-    recipe = {"model": {"class_path": name, "init_args": given}, "trainer": TRAINER}
+    model_config, says = MODELS[name]
+    recipe = {"model": {"class_path": name, "init_args": model_config}, "trainer": TRAINER}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(recipe | ({"data": data} if data else {})))
     result = cli("fit", "--config", "x.yaml")
     said = " ".join(result.err.split())
@@ -40,19 +40,19 @@ class Labelled(ld.data.ByteDataModule):
 
 
 def test_ones_own_data_are_not_refused(cli, tmp_path):
-    given = {"class_path": "LongNetClassifier", "init_args": {**SIZES, **PATTERN, **TASK, "vocab_size": 256}}
+    model_config = {"class_path": "LongNetClassifier", "init_args": {**SIZES, **PATTERN, **TASK, "vocab_size": 256}}
     (tmp_path / "text.txt").write_bytes(b"abcdefgh" * 512)
     data = {"class_path": f"{__name__}.Labelled", "init_args": {"paths": "text.txt", "seq_len": 32}}
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": given, "trainer": TRAINER, "data": data}))
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model_config, "trainer": TRAINER, "data": data}))
     assert "Set data.class_path" not in cli("fit", "--config", "x.yaml").err  # its batches lack the label here
 
 
 def test_predictions_of_texts(cli, tmp_path):
     """A classifier of tokens needs labels to train, but not to predict."""
-    given = {"class_path": "LongNetClassifier", "init_args": {**SIZES, **PATTERN, **TASK, "vocab_size": 256}}
+    model_config = {"class_path": "LongNetClassifier", "init_args": {**SIZES, **PATTERN, **TASK, "vocab_size": 256}}
     (tmp_path / "text.txt").write_bytes(b"abcdefgh" * 512)
     data = {"paths": "text.txt", "seq_len": 32}
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": given, "trainer": TRAINER, "data": data}))
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model_config, "trainer": TRAINER, "data": data}))
     result = cli("predict", "--config", "x.yaml")
     assert result.code == 0, result.err
 
@@ -61,8 +61,8 @@ def test_other_data_keep_their_own_defaults(cli, tmp_path):
     """Not the defaults of the class that is used without a class_path."""
     (tmp_path / "x.yaml").write_text(yaml.safe_dump({"data": {"class_path": "FarRecallDataModule"}}))
     for words in (["--data", "FarRecallDataModule"], ["--config", "x.yaml"], ["--data=FarRecallDataModule"]):
-        found = yaml.safe_load(cli("fit", *words, "--model", "LongNetLM", "--print_config").out)["data"]["init_args"]
-        assert (found["seq_len"], found["batch_size"]) == (128, 32)
+        config = yaml.safe_load(cli("fit", *words, "--model", "LongNetLM", "--print_config").out)["data"]["init_args"]
+        assert (config["seq_len"], config["batch_size"]) == (128, 32)
     own = yaml.safe_load(cli("fit", "--data.seq_len", "77", "--model", "LongNetLM", "--print_config").out)["data"]
     assert own["class_path"] == "lightning_dilated.data.ByteDataModule" and own["init_args"]["seq_len"] == 77
 

@@ -94,11 +94,11 @@ def stop_after_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal depth
         depth += 1
         try:
-            _, rest = parse(self, *args, **kwargs)
+            _, unknown = parse(self, *args, **kwargs)
         finally:
             depth -= 1
-        if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", known)

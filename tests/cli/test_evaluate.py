@@ -111,8 +111,8 @@ def test_the_tokenizer_of_a_checkpoint(cli, tmp_path, vocabulary):
     model.configure_model()
     run.save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
     tables = []
-    for more in ((), ("--tokenizer", "tokenizer.json")):
-        result = cli("evaluate", "--ckpt_path", "x.ckpt", *GRID[:-1], f"out{len(tables)}", *more)
+    for extra in ((), ("--tokenizer", "tokenizer.json")):
+        result = cli("evaluate", "--ckpt_path", "x.ckpt", *GRID[:-1], f"out{len(tables)}", *extra)
         assert result.code == 0, result.err
         tables.append(table(tmp_path / f"out{len(tables)}" / "accuracy_by_depth.csv"))
     assert tables[0] == tables[1] and int(tables[0][0]["tokens"]) < 3 * len(" 12345")  # fewer than bytes

@@ -28,16 +28,16 @@ def test_of_a_recipe(cli):
     assert result.code == 0, result.err
     length = WRITTEN["data"]["init_args"]["seq_len"]
     sizes = {k: v for k, v in SIZES.items() if k not in ("optimizer", "lr_scheduler")}
-    seen = LongNetLM(**sizes, max_seq_len=length).explain(length)
+    plan = LongNetLM(**sizes, max_seq_len=length).explain(length)
     head_dim = SIZES["dim"] // SIZES["num_heads"]
     assert f"{length:,} tokens, 4 heads of {head_dim}, 4 layers, causal" in result.out
     assert value(result, "walls") == value(result, "dead residues") == "none" and "no problems" in result.out
     assert "256 to 4,095 tokens back        100% seen in one step, by 2.0 heads of all layers" in result.out
     assert value(result, "rotary range") == "base 100000 serves 8,210 tokens (all layers)"
-    assert value(result, "layers to full reach") == f"{seen.layers_to_full_reach} (100.0% in 4)"
-    assert value(result, "keys per row").startswith(f"{seen.keys_per_row:,.1f}, dense 2,048.5")
+    assert value(result, "layers to full reach") == f"{plan.layers_to_full_reach} (100.0% in 4)"
+    assert value(result, "keys per row").startswith(f"{plan.keys_per_row:,.1f}, dense 2,048.5")
     assert value(result, "forward FLOPs").startswith(
-        f"{seen.flops(head_dim):.3g} a layer, {4 * seen.flops(head_dim):.3g} "
+        f"{plan.flops(head_dim):.3g} a layer, {4 * plan.flops(head_dim):.3g} "
     )
 
 
@@ -60,9 +60,9 @@ def test_the_command_line_wins(cli):
     assert "8,192 tokens, 2 heads of 32, 1 layers, both directions" in result.out
     assert value(result, "walls") == "1, the first at position 4,096"
     assert value(result, "dead residues") == "branches[2]: 2 of 4"
-    told = [line for line in result.out.splitlines() if line.startswith("  problem: ")]
-    assert len(told) == 3 and "Add a branch with a segment of at least 8192" in told[0] and "dilation rate" in told[1]
-    assert "from a distance of 256 tokens on, one layer shows a query none of what stands there" in told[2]
+    said = [line for line in result.out.splitlines() if line.startswith("  problem: ")]
+    assert len(said) == 3 and "Add a branch with a segment of at least 8192" in said[0] and "dilation rate" in said[1]
+    assert "from a distance of 256 tokens on, one layer shows a query none of what stands there" in said[2]
 
 
 def test_of_given_sizes(cli):

@@ -80,7 +80,7 @@ def test_predict(cli, fitted):
 
 
 def test_what_it_is_not(cli, fitted):
-    told = cli("generate", "--ckpt_path", fitted[1], "--prompt", "a").err
-    assert "holds a LongNetMLM with vocab_size 256" in told
-    told = cli("validate", "--config", "quickstart.yaml", *DATA, "--ckpt_path", fitted[1]).err
-    assert "holds a" in told and "LongNetMLM, but the recipe or --model names lightning_dilated.LongNetLM" in told
+    errors = cli("generate", "--ckpt_path", fitted[1], "--prompt", "a").err
+    assert "holds a LongNetMLM with vocab_size 256" in errors
+    errors = cli("validate", "--config", "quickstart.yaml", *DATA, "--ckpt_path", fitted[1]).err
+    assert "holds a" in errors and "LongNetMLM, but the recipe or --model names lightning_dilated.LongNetLM" in errors

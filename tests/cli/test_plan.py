@@ -58,16 +58,16 @@ def test_numbers_are_those_of_planning(cli):
     result = cli("plan", *SIZES, "--tokens", "1M", *BLOCK)
     assert result.code == 0, result.err
     model = asked(*SIZES).model
-    found = footprint(subject_of(model, memory=MemorySettings("block")))
-    x = memory(found, 1 << 20)
+    plan = footprint(subject_of(model, memory=MemorySettings("block")))
+    x = memory(plan, 1 << 20)
     longest, gib, host, *_ = row(result, "block")
     assert gib == pytest.approx(x.peak / GIB, abs=0.05) and host == 0
-    assert memory(found, int(longest)).peak <= 0.97 * 139.8 * GIB
+    assert memory(plan, int(longest)).peak <= 0.97 * 139.8 * GIB
     for name, size in x.kinds.items():
         assert kind(result, name) == pytest.approx(size / GIB, abs=0.005)
     assert "1 x H200, single, adamw" in result.out and "ActivationRecompute" in result.out
     (end,) = (line.split() for line in result.out.splitlines() if "as fit ends" in line)
-    assert float(end[3]) == pytest.approx(moved_as_fit_ends(found, Setup()) / GIB, abs=0.005)
+    assert float(end[3]) == pytest.approx(moved_as_fit_ends(plan, Setup()) / GIB, abs=0.005)
 
 
 def test_links_are_those_of_the_gpu(cli, tmp_path):
@@ -82,8 +82,8 @@ def test_links_are_those_of_the_gpu(cli, tmp_path):
         steps[gpu] = asked(*SIZES, "--tokens", "64K", "--gpus", 4, "--gpu", gpu).setup("ring_dilated").links.near
     assert steps["H200"] > 10 * steps["L40S"] > 10 * steps["RTX4090"]
     Links(near=5e9, far=1e9, source="here").save(tmp_path / "links.json")
-    told = asked(*SIZES, "--gpu", "L40S", "--gpus", 4, "--links", tmp_path / "links.json").links
-    assert told == Links(near=5e9, far=1e9) and told.source == "here"
+    links = asked(*SIZES, "--gpu", "L40S", "--gpus", 4, "--links", tmp_path / "links.json").links
+    assert links == Links(near=5e9, far=1e9) and links.source == "here"
 
 
 def test_compares_settings_and_recommends_the_first_that_fits(cli, tmp_path):
@@ -107,8 +107,8 @@ def test_parameters_on_the_host(cli):
     assert "states on the host" in result.out and "The assumptions of a plan" in result.out
     assert kind(result, "parameters") <= kind(plain, "parameters") and "optimizer states" not in result.out
     lines = [x for x in result.out.splitlines() if x.startswith("  trainer:") or x.startswith("    ")]
-    given = yaml.safe_load("\n".join(lines[lines.index("  trainer:") :]))["trainer"]["strategy"]
-    assert given == {"class_path": "lightning_dilated.RingDilatedFSDPStrategy", "init_args": {"cpu_offload": True}}
+    strategy = yaml.safe_load("\n".join(lines[lines.index("  trainer:") :]))["trainer"]["strategy"]
+    assert strategy == {"class_path": "lightning_dilated.RingDilatedFSDPStrategy", "init_args": {"cpu_offload": True}}
 
 
 def test_names_the_layout_that_balances_ranks(cli, tmp_path):
@@ -136,7 +136,7 @@ def test_layers_with_a_recurrence(cli, tmp_path):
         assert ("head_chunks" in result.out) == (name == "y")
         assert ("rule as measured on NVIDIA H100" in result.out) == (name == "x")
         assert ("the time of these maps is not counted" in result.out) == (name == "x")
-    rows = [[x.split() for x in of if x.strip().startswith("recurrence  ")] for of in lines.values()]
+    rows = [[x.split() for x in table if x.strip().startswith("recurrence  ")] for table in lines.values()]
     assert not rows[1] and rows[0][0][2] == "ms" and float(rows[0][0][1]) > 0
 
 
@@ -173,8 +173,8 @@ def test_a_recipes_settings_give_way(tmp_path):
     assert x.settings == MemorySettings("block", 2, tile=1024)
     assert (x.strategy, x.exchange, x.ranks, x.per_node) == ("ring_dilated_fsdp", "gather", 6, 2)
     assert not x.cpu_offload
-    for given, want in (({"pin_memory": False}, True), (False, False), (True, True)):
-        options["cpu_offload"] = given
+    for value, want in (({"pin_memory": False}, True), (False, False), (True, True)):
+        options["cpu_offload"] = value
         assert asked(*recipe(tmp_path, trainer=trainer)).cpu_offload is want
         assert asked(*recipe(tmp_path, trainer=trainer), "--cpu-offload").cpu_offload
     assert not asked("--config", tmp_path / "x.yaml", "--no-cpu-offload").cpu_offload
@@ -189,8 +189,8 @@ def test_a_recipes_buckets(cli, tmp_path):
     x = asked(*with_buckets(bucket_cap_mb=25))
     assert x.setup("ring_dilated") == Setup("ring_dilated", 2, 2, bucket_cap_mb=25)
     assert x.setup("ring_dilated_fsdp").bucket_cap_mb is None
-    told = cli("plan", *with_buckets(bucket_cap_mb=25), *plan)
-    assert told.code == 0 and "Gradients are summed 25 MiB at a time" in told.out, told.err
+    result = cli("plan", *with_buckets(bucket_cap_mb=25), *plan)
+    assert result.code == 0 and "Gradients are summed 25 MiB at a time" in result.out, result.err
     lines = yaml.safe_load("\n".join(yaml_lines(MemorySettings(), x.setup("ring_dilated"))))
     assert lines["trainer"]["strategy"]["init_args"] == {"bucket_cap_mb": 25}
     refused = cli("plan", *with_buckets(bucket_cap_mb=0), *plan)
@@ -480,13 +480,13 @@ def test_prints_the_head_size_that_is_chosen(cli, tmp_path):
 def test_bounds_the_exchange(cli):
     """The plan takes an exchange within the limit, the longest sequence respects it, and errors name the minimum."""
     sizes = ["--dim", 768, "--depth", 2, "--heads", 12, "--segments", "1G", "--dilations", 1, "--no-compile", *BLOCK]
-    of = lambda *more: cli("plan", *sizes, "--gpus", 8, *more)  # noqa: E731
+    plan_of = lambda *options: cli("plan", *sizes, "--gpus", 8, *options)  # noqa: E731
     problem = make_problem(DilatedPattern.dense(1 << 30), 1 << 20, 12, ranks=8, causal=True)
     least = most_held(problem, "ring", 8, 64, 2) / GIB
-    free, bounded = of("--tokens", "1M"), of("--tokens", "1M", "--exchange_memory_gib", least + 0.01)
+    free, bounded = plan_of("--tokens", "1M"), plan_of("--tokens", "1M", "--exchange_memory_gib", least + 0.01)
     assert "exchange switch, a rank" in free.out and "exchange ring, a rank" in bounded.out
     assert "more than exchange_memory_gib" in bounded.out
-    refused = of("--tokens", "1M", "--exchange_memory_gib", least / 2)
+    refused = plan_of("--tokens", "1M", "--exchange_memory_gib", least / 2)
     assert refused.code != 0 and "no exchange of this call holds as little as exchange_memory_gib" in refused.err
-    longest = [int(row(of(*more), "block")[0]) for more in ((), ("--exchange_memory_gib", least))]
+    longest = [int(row(plan_of(*extra), "block")[0]) for extra in ((), ("--exchange_memory_gib", least))]
     assert 0.9 * (1 << 20) < longest[1] <= 1 << 20 < longest[0]

@@ -56,10 +56,10 @@ def test_model_and_data_can_be_made(recipe):
         init_args = {
             k: v for k, v in config[part].get("init_args", {}).items() if k not in ("optimizer", "lr_scheduler")
         }
-        made = getattr(importlib.import_module(module), name)(**init_args)
+        instance = getattr(importlib.import_module(module), name)(**init_args)
         if part == "model":
-            made.configure_model()
-            assert sum(p.numel() for p in made.parameters()) > 0
+            instance.configure_model()
+            assert sum(p.numel() for p in instance.parameters()) > 0
 
 
 @each
@@ -141,13 +141,13 @@ def test_runs_tiny(cli, tmp_path, name):
     trainer = ["--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--trainer.log_every_n_steps", "1"]
     trainer += ["--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--trainer.devices", "1"]
     warning_cache.clear()  # Lightning gives each advice once a process
-    with warnings.catch_warnings(record=True) as given:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = cli("fit", "--config", f"{name}.yaml", *TINY_RUNS[name], *trainer)
         warnings.warn("the last of those that are recorded", stacklevel=1)
     assert result.code == 0, result.err[-2000:]
-    assert "the last of those" in str(given[-1].message)
-    assert not [x for x in given if "sync_dist" in str(x.message) or "LeafSpec" in str(x.message)]
+    assert "the last of those" in str(caught[-1].message)
+    assert not [x for x in caught if "sync_dist" in str(x.message) or "LeafSpec" in str(x.message)]
     (table,) = (tmp_path / "runs" / name).rglob("metrics.csv")
     rows = list(csv.DictReader(table.open()))
     losses = {key: [float(r[key]) for r in rows if r.get(key)] for key in ("train_loss", "val_loss")}
@@ -225,9 +225,9 @@ def test_package_finds_the_recipes_of_the_checkout():
 
 
 # -- layers and positions ------------------------------------------------------------------------------------------------
-def fitted(cli, *more):
+def fitted(cli, *options):
     """Return the hyperparameters that a tiny fit saved, and its warnings."""
-    result = cli("fit", *TINY, *more)
+    result = cli("fit", *TINY, *options)
     assert result.code == 0, result.err
     (last,) = result.folder.rglob("last.ckpt")
     saved = torch.load(last, weights_only=True)["hyper_parameters"]

@@ -50,8 +50,8 @@ def test_a_fit_is_read_again(cli, name):
         assert torch.equal(model.eval()(tokens), again.eval()(tokens))
     validated = cli("validate", *DATA, "--ckpt_path", last)
     assert validated.code == 0, validated.err[-2000:]
-    more = cli("fit", *TINY, *CASES[name], "--trainer.max_steps", "4", "--ckpt_path", last)
-    assert more.code == 0, more.err[-2000:]
+    result = cli("fit", *TINY, *CASES[name], "--trainer.max_steps", "4", "--ckpt_path", last)
+    assert result.code == 0, result.err[-2000:]
 
 
 def test_a_subclass_of_the_users_own_is_read_again(cli):

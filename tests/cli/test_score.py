@@ -98,9 +98,9 @@ def test_every_kind_of_variant(cli, folder, kind):
             ]
             assert rows[1]["ref_bases"] == rows[1]["alt_bases"] == "31.0"
         else:
-            seen = reference.clone()
-            seen[0, 15] = model.mask_token
-            log = model.eval()(seen)[0, 15].double().log_softmax(-1)
+            masked = reference.clone()
+            masked[0, 15] = model.mask_token
+            log = model.eval()(masked)[0, 15].double().log_softmax(-1)
             by_hand = [float(log[x[0, 15]]) for x in (reference, alternative)]
             assert rows[1]["ref_bases"] == "1.0" and rows[2]["ref_bases"] == "2.0"
             assert rows[3]["ref_bases"] == rows[3]["alt_bases"] == "19.0"  # three bases, and eight on both sides

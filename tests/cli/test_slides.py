@@ -63,9 +63,9 @@ def test_predictions_of_a_checkpoint(cli, here):
     fit = cli("fit", *MODEL, *task, *DATA[:4], *labels, *QUIET, "--trainer.max_steps", "1")
     assert fit.code == 0, fit.err[-2000:]
     (ckpt,) = here.rglob("*.ckpt")
-    for given in (labels, []):
-        rows = written(cli("predict", *DATA, *QUIET, *given, "--ckpt_path", ckpt))
-        names = ["index", "slide_id", *(["label"] if given else []), "prediction", "prediction_class"]
+    for label_options in (labels, []):
+        rows = written(cli("predict", *DATA, *QUIET, *label_options, "--ckpt_path", ckpt))
+        names = ["index", "slide_id", *(["label"] if label_options else []), "prediction", "prediction_class"]
         assert list(rows[0]) == [*names, "probability_0", "probability_1"] and [r["slide_id"] for r in rows] == [
             f"slide_{i:03}" for i in range(5)
         ]

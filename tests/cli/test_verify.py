@@ -51,9 +51,9 @@ def test_a_wrong_rank_is_told(cli, monkeypatch):
 
     def two_ranks(ranks, job, checks, **options):
         halves = [list(range(31)), list(range(31, 61))]
-        found = [[(at, part(c, at)) for c in checks] for at in halves]
-        found[1][3][1]["dk"][0, 5] += 1e-3
-        return found
+        parts = [[(at, part(c, at)) for c in checks] for at in halves]
+        parts[1][3][1]["dk"][0, 5] += 1e-3
+        return parts
 
     monkeypatch.setattr(verify, "run_ranks", two_ranks)
     result = cli("verify", "--devices", 2, "--quick", "--device", "cpu")
@@ -97,25 +97,25 @@ def test_refused(cli, name):
 def add(rank, name, amount):
     """Return a change of one value of a rank."""
 
-    def change(found):
-        found[rank][1][name].view(-1)[5 if name != "loss" else 0] += amount
+    def change(parts):
+        parts[rank][1][name].view(-1)[5 if name != "loss" else 0] += amount
 
     return change
 
 
 CHANGES = {
-    "nothing": (CALL, lambda found: None, True),
+    "nothing": (CALL, lambda parts: None, True),
     "rounding": (CALL, add(0, "out", 1e-13), True),
     "one value": (CALL, add(1, "dq", 1e-6), False),
     "nan": (CALL, add(1, "dv", torch.nan), False),
-    "other rows": (CALL, lambda found: found[0][1].update(out=found[0][1]["out"].roll(1, 1)), False),
-    "a rank missing": (CALL, lambda found: found.pop(), False),
-    "positions twice": (CALL, lambda found: found.append(found[0]), False),
-    "a row missing": (CALL, lambda found: found[1][1].update(dk=found[1][1]["dk"][:, :-1]), False),
-    "step": (STEP, lambda found: None, True),
+    "other rows": (CALL, lambda parts: parts[0][1].update(out=parts[0][1]["out"].roll(1, 1)), False),
+    "a rank missing": (CALL, lambda parts: parts.pop(), False),
+    "positions twice": (CALL, lambda parts: parts.append(parts[0]), False),
+    "a row missing": (CALL, lambda parts: parts[1][1].update(dk=parts[1][1]["dk"][:, :-1]), False),
+    "step": (STEP, lambda parts: None, True),
     "loss of one rank": (STEP, add(1, "loss", 1e-3), False),
     "no loss": (STEP, add(0, "loss", torch.nan), False),
-    "gradients averaged": (STEP, lambda found: found[0][1].update(gradients=found[0][1]["gradients"] / 2), False),
+    "gradients averaged": (STEP, lambda parts: parts[0][1].update(gradients=parts[0][1]["gradients"] / 2), False),
 }
 
 
@@ -123,9 +123,9 @@ CHANGES = {
 def test_compare(name, capsys):
     """Compare two ranks' parts after a change."""
     check, change, agrees = CHANGES[name]
-    found = [(at, part(check, at)) for at in (list(range(31)), list(range(31, 61)))]
-    change(found)
-    verdict = compare(check, by_definition(check), found)
+    parts = [(at, part(check, at)) for at in (list(range(31)), list(range(31, 61)))]
+    change(parts)
+    verdict = compare(check, by_definition(check), parts)
     assert verdict.agrees == agrees, verdict
     assert verify.report([verdict]) == (0 if agrees else 1)
     assert ("DIFFERS" in capsys.readouterr().out) != agrees
@@ -178,6 +178,6 @@ TROUBLE = {
 def test_trouble(forked_ranks, kind):
     timeout, says = TROUBLE.get(kind, (100.0, "rank 1 raised ValueError: bad luck"))
     begin = time.monotonic()
-    with pytest.raises(RanksFailed) as told:
+    with pytest.raises(RanksFailed) as error:
         run_ranks(2, troubled, kind, timeout=timeout)
-    assert says in str(told.value) and time.monotonic() - begin < 60, told.value
+    assert says in str(error.value) and time.monotonic() - begin < 60, error.value

@@ -84,8 +84,8 @@ def test_resumed_on_another_number_of_ranks(stop):
     ranks = [loader(classes, 2, rank, batch_size=1) for rank in range(2)]
     for rank in ranks:
         rank.load_state_dict(state)
-    rest = [sorted(a + b) for a, b in zip(*map(batches, ranks), strict=True)]
-    assert rest == [sorted(x) for x in whole[0][stop:]]
+    remaining = [sorted(a + b) for a, b in zip(*map(batches, ranks), strict=True)]
+    assert remaining == [sorted(x) for x in whole[0][stop:]]
 
 
 def test_a_state_of_the_other_sampling_is_refused():

@@ -190,9 +190,9 @@ class Ranked(pl.Trainer):
 
     @classmethod
     def make(cls, rank: int, replicas: int) -> "Ranked":
-        made = cls(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
-        made.distributed_sampler_kwargs = {"rank": rank, "num_replicas": replicas}
-        return made
+        runner = cls(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+        runner.distributed_sampler_kwargs = {"rank": rank, "num_replicas": replicas}
+        return runner
 
 
 @pytest.mark.parametrize("device, given, pins", [("cuda", None, True), ("cuda", False, False), ("cpu", None, False)])
@@ -283,13 +283,13 @@ def test_overfit_batches(tmp_path: Path) -> None:
 
 def test_reloaded_loaders_go_on_with_the_next_epoch(tmp_path: Path) -> None:
     folder, _ = write(tmp_path, 500)
-    seen = []
+    batches = []
     for options in ({}, {"reload_dataloaders_every_n_epochs": 1}):
         model = Collector()
         trainer(max_epochs=3, **options).fit(model, ByteDataModule(folder, seq_len=10, batch_size=2))
-        seen.append(model.seen["train"])
-    assert seen[0] == seen[1]
-    assert len(set(map(tuple, (seen[0][:44], seen[0][44:88], seen[0][88:])))) == 3
+        batches.append(model.seen["train"])
+    assert batches[0] == batches[1]
+    assert len(set(map(tuple, (batches[0][:44], batches[0][44:88], batches[0][88:])))) == 3
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -105,8 +105,8 @@ def test_checkpoints_that_tell_of_names_and_sizes_only(tmp_path, name):
 
 def test_the_first_part_is_that_of_earlier_versions(tmp_path):
     """The expected values were recorded before content was part of fingerprints."""
-    found = some_bytes(tmp_path, 0).dataset("train").fingerprint()
-    assert re.fullmatch(r"16009a3b5dc805b6, 99 sequences from byte 0; content [0-9a-f]{16}", found)
+    fingerprint = some_bytes(tmp_path, 0).dataset("train").fingerprint()
+    assert re.fullmatch(r"16009a3b5dc805b6, 99 sequences from byte 0; content [0-9a-f]{16}", fingerprint)
     in_files = slides(tmp_path, 0, order="file")  # the default of that version
     assert in_files.dataset("train").fingerprint().startswith("0195a3979bc34a0e; content ")
 
@@ -122,7 +122,7 @@ def test_attention_written_into_a_slide_changes_nothing(tmp_path):
 def test_a_large_file_is_looked_at_in_blocks(tmp_path):
     path, size = tmp_path / "a", 100 * BLOCK + 17
     path.write_bytes(bytes(size))
-    before, found = files_digest([str(path)]), 0
+    before, noticed = files_digest([str(path)]), 0
     for at in (0, BLOCK - 1, size - 1, size - BLOCK, *block_starts(size)):
         with open(path, "r+b") as file:
             file.seek(at)
@@ -130,7 +130,7 @@ def test_a_large_file_is_looked_at_in_blocks(tmp_path):
         assert files_digest([str(path)]) != before
         path.write_bytes(bytes(size))
     read = sum(min(BLOCK, size - start) for start in block_starts(size))
-    assert read == BLOCK * BLOCKS and files_digest([str(path)]) == before and not found
+    assert read == BLOCK * BLOCKS and files_digest([str(path)]) == before and not noticed
 
 
 @given(st.integers(0, 20 * BLOCK * BLOCKS))
@@ -143,9 +143,9 @@ def test_blocks_begin_in_the_file_and_reach_its_end(size):
 
 @given(st.integers(0, 10_000), st.integers(2, 50))
 def test_spread(count, most):
-    found = spread(count, most)
-    assert len(found) == min(count, most) and found == sorted(set(found))
-    assert not count or (found[0] == 0 and found[-1] == count - 1)
+    spread_positions = spread(count, most)
+    assert len(spread_positions) == min(count, most) and spread_positions == sorted(set(spread_positions))
+    assert not count or (spread_positions[0] == 0 and spread_positions[-1] == count - 1)
 
 
 def test_many_files_are_looked_into_evenly(tmp_path, monkeypatch):

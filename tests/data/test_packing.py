@@ -60,8 +60,8 @@ def test_ranks_share_the_packs_of_one(tmp_path, ranks, consumed_packs):
     for drop_last in (False, True):
         each = [packs(data, 16, ranks, rank, consumed, drop_last=drop_last) for rank in range(ranks)]
         dealt = [pack for round in itertools.zip_longest(*each) for pack in round if pack is not None]
-        rest = one[consumed_packs:]
-        assert dealt == (rest[: len(rest) // ranks * ranks] if drop_last else rest)
+        remaining = one[consumed_packs:]
+        assert dealt == (remaining[: len(remaining) // ranks * ranks] if drop_last else remaining)
         sampler = PackingSampler(PackedSamples(data, 16), ranks, 0, drop_last=drop_last)
         assert len(sampler) == (len(one) // ranks if drop_last else -(-len(one) // ranks))
 
@@ -140,7 +140,7 @@ def test_a_rank_reads_its_part(folder, tmp_path, ranks, layout):
 def test_packed_slides_hold_the_padded_ones(folder):
     options = {"labels_csv": f"{folder}/labels.csv", "val_fraction": 0, "test_fraction": 0, "pack_tokens": 60}
     module = SlideDataModule(folder, **options)
-    seen = []
+    indices = []
     for batch in module.train_dataloader():
         bounds = batch["cu_seqlens"]
         assert bounds.dtype == torch.int32 and bounds[-1] == batch["features"].shape[1] <= 60
@@ -149,8 +149,8 @@ def test_packed_slides_hold_the_padded_ones(folder):
             sample = module.dataset("train")[int(batch["index"][i])]
             assert torch.equal(batch["features"][0, a:b], sample["features"])
             assert (batch["label"][i], batch["slide_id"][i]) == (sample["label"], sample["slide_id"])
-        seen += batch["index"].tolist()
-    assert sorted(seen) == list(range(12)) and len(module.train_dataloader()) < 12
+        indices += batch["index"].tolist()
+    assert sorted(indices) == list(range(12)) and len(module.train_dataloader()) < 12
 
 
 class Marked(Dataset):
@@ -224,12 +224,12 @@ def test_a_position_is_taken_over_by_other_ranks(tmp_path, before, batches, afte
     """The packs that the ranks used up are the first ones of the epoch; the new ranks continue after them."""
 
     def loaders(ranks):
-        made = []
+        created = []
         for rank in range(ranks):
             module = documents(tmp_path)
             module._replica = lambda rank=rank: (rank, ranks)
-            made.append(module.train_dataloader())
-        return made
+            created.append(module.train_dataloader())
+        return created
 
     def served(loader, count=None):
         return [tuple(batch["index"].tolist()) for batch in itertools.islice(loader, count)]
@@ -239,12 +239,12 @@ def test_a_position_is_taken_over_by_other_ranks(tmp_path, before, batches, afte
     used = [pack for step in zip(*(packs for _, packs in first), strict=True) for pack in step]
     states = [loader.state_dict() for loader, _ in first]
     assert used == whole[: batches * before] and all(state == states[0] for state in states)
-    rest = []
+    remaining = []
     for loader in loaders(after):
         loader.load_state_dict(states[0])
-        rest.append(served(loader))
+        remaining.append(served(loader))
     want = whole[batches * before :]
-    assert [pack for step in zip(*rest, strict=True) for pack in step] == want[: len(want) // after * after]
+    assert [pack for step in zip(*remaining, strict=True) for pack in step] == want[: len(want) // after * after]
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -318,8 +318,8 @@ def test_another_budget_serves_each_sample_once(tmp_path, step, budget):
     used = [i for _, pack in whole.seen[:step] for i in pack]
     resumed, trainer = run(documents(tmp_path, pack_tokens=budget), tmp_path / f"step={step}.ckpt", max_epochs=2)
     count = len(documents(tmp_path).dataset("train"))
-    rest = resumed.samples()[: count - len(used)]
-    assert sorted(used + rest) == list(range(count))
+    remaining = resumed.samples()[: count - len(used)]
+    assert sorted(used + remaining) == list(range(count))
     assert len(resumed.samples()) == 2 * count - len(used) and trainer.current_epoch == 2
 
 

@@ -73,8 +73,8 @@ def test_link_loops_end_and_links_are_followed(
     for link in ("a/up", "a/up2", "a/b/up"):  # several loops would multiply without end
         (tree / link).symlink_to(tree, target_is_directory=True)
     (tree / "far").symlink_to(other, target_is_directory=True)
-    found = names(tree, [str(tree / pattern)])
-    assert [name for name in found if name.endswith(".txt")] == [
+    files = names(tree, [str(tree / pattern)])
+    assert [name for name in files if name.endswith(".txt")] == [
         "a-b/x.txt",
         "a/b/c.txt",
         "a/z.txt",

@@ -59,13 +59,13 @@ def test_model_checkpoint_at_the_end_of_an_epoch(file: str, tmp_path: Path, vali
 
 def test_resumed_again_and_again(file: str, tmp_path: Path) -> None:
     whole, _ = run(data(file), max_steps=24)
-    seen, ckpt = [], None
+    read_indices, ckpt = [], None
     for stop in (3, 7, 8, 10, 18, 20, 24):
         model, trainer = run(data(file), ckpt, max_steps=stop)
         ckpt = tmp_path / f"{stop}.ckpt"
         trainer.save_checkpoint(ckpt)
-        seen += model.seen
-    assert seen == whole.seen
+        read_indices += model.seen
+    assert read_indices == whole.seen
 
 
 def test_epoch_end_checkpoint_after_the_trainers_epoch_count_drifted(file: str, tmp_path: Path) -> None:
@@ -174,9 +174,9 @@ def test_other_data_of_the_same_size_is_refused_by_both_fingerprints(file: str, 
     make = (lambda: data(file)) if "file" in name else (lambda: tokens(numbers))
     _, trainer = run(make(), max_steps=3)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    found = [x.dataset("train").fingerprint() for x in (make(), OTHERS[name](numbers, other))]
-    assert found[0] != found[1]
-    says = re.escape(f"written with fingerprint = {found[0]} of the training data, but it is {found[1]} now")
+    keys = [x.dataset("train").fingerprint() for x in (make(), OTHERS[name](numbers, other))]
+    assert keys[0] != keys[1]
+    says = re.escape(f"written with fingerprint = {keys[0]} of the training data, but it is {keys[1]} now")
     with pytest.raises(ValueError, match=says):
         run(OTHERS[name](numbers, other), tmp_path / "a.ckpt", max_steps=9)
     resumed, _ = run(make(), tmp_path / "a.ckpt", max_steps=4)

@@ -39,8 +39,8 @@ def test_reads_by_range(tmp_path: Path, touched, name: str, dtype: str, header: 
     assert len(stream) == 400
     width, offset = np.dtype(dtype).itemsize, stream.files[0].offset
     for start, stop in ((0, 400), (0, 1), (399, 400), (17, 123), (5, 5)):
-        found = stream.read(start, stop)
-        assert found.dtype == np.int64 and found.tolist() == TOKENS[start:stop].tolist()
+        content_read = stream.read(start, stop)
+        assert content_read.dtype == np.int64 and content_read.tolist() == TOKENS[start:stop].tolist()
         expected = [(name, offset + start * width, offset + stop * width)] if stop > start else []
         assert touched.take() == expected
     assert stream.bytes_read == (400 + 1 + 1 + 106) * width

@@ -59,10 +59,10 @@ def test_documents(tmp_path_factory: pytest.TempPathFactory, tokens: list[int], 
     np.save(path, np.array(tokens, dtype=np.uint16))
     data = TokenDataModule(str(path), seq_len, 3, eos_token=EOS, val_fraction=0, test_fraction=0).dataset("train")
     for i, sample in enumerate(data[i] for i in range(len(data))):
-        found = sample["cu_seqlens"]
-        assert found.dtype == torch.int32 and found.device.type == "cpu"
-        assert found.tolist() == documents(tokens[i * seq_len : (i + 1) * seq_len])
-        ends = found[1:].long() - 1
+        bounds = sample["cu_seqlens"]
+        assert bounds.dtype == torch.int32 and bounds.device.type == "cpu"
+        assert bounds.tolist() == documents(tokens[i * seq_len : (i + 1) * seq_len])
+        ends = bounds[1:].long() - 1
         inner = ends[ends < seq_len - 1]
         assert (sample["labels"][inner] == -100).all()
         # the last token continues in the next sequence, unless it ends a document

@@ -21,8 +21,8 @@ class Touched:
 
     def take(self) -> list[tuple[str, int, int]]:
         """Return the stretches since the last call."""
-        found, self.stretches = self.stretches, []
-        return found
+        stretches, self.stretches = self.stretches, []
+        return stretches
 
     def count(self) -> int:
         """Return the bytes since the last call; bytes read twice count twice."""

@@ -35,11 +35,11 @@ class Result:
 @contextmanager
 def sequence(group: dist.ProcessGroup, **settings: Any) -> Iterator[SequenceGroup]:
     """Yield a SequenceGroup and close it afterwards."""
-    made = SequenceGroup(group, **settings)
+    sequence_group = SequenceGroup(group, **settings)
     try:
-        yield made
+        yield sequence_group
     finally:
-        made.close()
+        sequence_group.close()
 
 
 def positions(group: SequenceGroup, seq_len: int) -> list[int]:
@@ -76,9 +76,9 @@ def attend(
         at = positions(ours, case.call.seq_len)
         q, k, v, grad = slices(case, at, dtype)
         out, lse = case.call.run(q, k, v, sequence=ours, return_lse=True, dropout=dropout, engine=case.engine)
-        found = (out, lse, *gradients(out, (q, k, v), grad))
+        outputs = (out, lse, *gradients(out, (q, k, v), grad))
         traffic = ours.forward_traffic, ours.backward_traffic
-        tensors = {name: x.detach() for name, x in zip(NAMES, found, strict=True)}
+        tensors = {name: x.detach() for name, x in zip(NAMES, outputs, strict=True)}
         return Result(tensors, at, tuple(t.sent for t in traffic), tuple(t.received for t in traffic))
 
 
@@ -103,16 +103,16 @@ def by_definition(case: Sharded, dtype: torch.dtype = torch.float64) -> dict[str
 
 def together(results: list[Result], like: dict[str, Tensor]) -> dict[str, Tensor]:
     """Join all ranks' results by global position; every position must come from exactly one rank."""
-    found = {}
+    joined = {}
     at = [p for result in results for p in result.positions]
     assert sorted(at) == list(range(len(at))), at
     for name, want in like.items():
         axis = 2 if name == "lse" else 1
         parts = torch.cat([result.tensors[name] for result in results], axis)
         assert parts.shape[axis] == len(at), (name, parts.shape, len(at))
-        found[name] = torch.empty_like(parts).index_copy_(axis, torch.tensor(at, dtype=torch.int64), parts)
-        assert found[name].shape == want.shape, (name, found[name].shape, want.shape)
-    return found
+        joined[name] = torch.empty_like(parts).index_copy_(axis, torch.tensor(at, dtype=torch.int64), parts)
+        assert joined[name].shape == want.shape, (name, joined[name].shape, want.shape)
+    return joined
 
 
 def compare(case: Sharded, results: list[Result], want: dict[str, Tensor], tol: float) -> None:
@@ -141,8 +141,8 @@ def close_rounded(name: str, many: Tensor, one: Tensor, want: Tensor) -> None:
     # rounding of dozens of merges in fp32
     rounding = torch.finfo(many.dtype).eps + 8 * torch.finfo(torch.float32).eps
     allowed = 2 * error(one[finite], want[finite], 1.0) + rounding
-    found = error(many[finite], want[finite], 1.0)
-    assert found <= allowed, f"{name}: error {found:.2e}, allowed {allowed:.2e}"
+    difference = error(many[finite], want[finite], 1.0)
+    assert difference <= allowed, f"{name}: error {difference:.2e}, allowed {allowed:.2e}"
 
 
 def compare_bytes(case: Sharded, results: list[Result]) -> None:

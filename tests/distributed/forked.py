@@ -28,9 +28,9 @@ class Ended:
 
 def context() -> mp.context.BaseContext:
     """Return a context that forks processes from one that has imported the package."""
-    found = mp.get_context("forkserver")
-    found.set_forkserver_preload(PRELOADED)
-    return found
+    forking = mp.get_context("forkserver")
+    forking.set_forkserver_preload(PRELOADED)
+    return forking
 
 
 def agent_store() -> dist.TCPStore:

@@ -187,7 +187,7 @@ def _work(
     minute = timedelta(seconds=60)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=minute)
     groups = {n: dist.new_group(list(range(n)), timeout=minute) for n in SIZES if n <= size}
-    kept = set(_groups())
+    initial = set(_groups())
     while True:
         try:
             ranks, (module, name), args = pickle.loads(pipe.recv_bytes())
@@ -200,17 +200,17 @@ def _work(
             answer = Answer(rank, None, type(error).__name__, str(error), traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
         del answer
-        _end_groups(kept)
+        _end_groups(initial)
 
 
-def _end_groups(kept: set[dist.ProcessGroup]) -> None:
+def _end_groups(initial: set[dist.ProcessGroup]) -> None:
     """Destroy the groups that a call made: each has a thread that would wake up a hundred times a second.
 
     A strategy leaves its SequenceGroup, which holds process groups, to later backwards.
     """
     for sequence in list(sequence_groups.values()):
         sequence.close()
-    new = [group for group in _groups() if group not in kept]
+    new = [group for group in _groups() if group not in initial]
     for key in [key for key in control_connections if key[0] in new]:
         del control_connections[key]
     for group in new:

@@ -19,8 +19,8 @@ def attend(rank, group, case, chunk, dropout=0.0, windows=((0, None),), dtype=to
         ours.watch(log := TrafficLog())
         chunks = Chunks(case, chunk, dropout, windows, ours)
         with FlopCounterMode(display=False) as counter:
-            found = chunks.run(*case.tensors(dtype))
-        tensors = {name: x.detach() for name, x in zip(NAMES, found, strict=True)}
+            outputs = chunks.run(*case.tensors(dtype))
+        tensors = {name: x.detach() for name, x in zip(NAMES, outputs, strict=True)}
         shares = ours.forward_traffic, ours.backward_traffic
         result = Result(
             tensors, positions(ours, case.seq_len), *zip(*((t.sent, t.received) for t in shares), strict=True)

@@ -44,10 +44,10 @@ def test_ways():
 
 def table(rank, group, options, of_torch=None):
     """Return the table's lines. `of_torch`: assumed seconds of torch's context parallel, which needs GPUs."""
-    made = script()
-    told = mock.patch.object(sys, "argv", ["context_parallel.py", *options])
-    with told, mock.patch.dict(made["lines"].__globals__, of_torch=lambda *unused: of_torch):
-        return list(made["lines"](made["options"](), torch.device("cpu")))
+    module = script()
+    arguments = mock.patch.object(sys, "argv", ["context_parallel.py", *options])
+    with arguments, mock.patch.dict(module["lines"].__globals__, of_torch=lambda *unused: of_torch):
+        return list(module["lines"](module["options"](), torch.device("cpu")))
 
 
 def cells(line):
@@ -78,8 +78,8 @@ def check(rows, ranks):
 
 
 def test_four_ranks(pool):
-    first, *others = pool.run(4, table, SIZES)
-    assert others == [first] * 3
+    first, *other_ranks = pool.run(4, table, SIZES)
+    assert other_ranks == [first] * 3
     check([cells(line) for line in first], 4)
 
 

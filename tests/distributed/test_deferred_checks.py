@@ -44,10 +44,10 @@ def equal_calls(rank, group):
         plain = [call(ours, WIDE, seed=i) for i in range(3)]
         before = deferred_checks(ours)
         with ours.trusting():
-            found = [call(ours, WIDE, seed=i) for i in range(3)]
+            results = [call(ours, WIDE, seed=i) for i in range(3)]
         within = deferred_checks(ours)
         ours.settle()
-        same = all(torch.equal(a, b) for x, y in zip(plain, found, strict=True) for a, b in zip(x, y, strict=True))
+        same = all(torch.equal(a, b) for x, y in zip(plain, results, strict=True) for a, b in zip(x, y, strict=True))
         return before, within, same, deferred_checks(ours)
 
 
@@ -62,9 +62,9 @@ def calls_without_gradients(rank, group):
         q = torch.randn(1, 16, 2, 8, generator=torch.Generator().manual_seed(rank))
         want = dilated_attention(q, q, q, WIDE, sequence=ours)
         with torch.inference_mode(), ours.trusting():
-            found = [dilated_attention(q, q, q, WIDE, sequence=ours) for _ in range(3)]
+            results = [dilated_attention(q, q, q, WIDE, sequence=ours) for _ in range(3)]
             ours.settle()
-        return [torch.equal(x, want) for x in found]
+        return [torch.equal(x, want) for x in results]
 
 
 def test_inference_mode(pool):
@@ -75,18 +75,18 @@ def new_calls(rank, group):
     """Return deferred checks after new calls: another pattern, other tokens, or dropout with rank 0's seed."""
     with sequence(group) as ours:
         as_on_gpus(ours)
-        found = []
+        counts = []
         with ours.trusting():
             for pattern, tokens in ((NARROW, 16), (OTHER, 16), (NARROW, 8)):
                 call(ours, pattern, tokens)
-                found.append(deferred_checks(ours))  # a new forward waits; its backward differs only in the pass
+                counts.append(deferred_checks(ours))  # a new forward waits; its backward differs only in the pass
             q = torch.randn(1, 16, 2, 8, requires_grad=True)
             for _ in range(2):
                 dilated_attention(q, q, q, NARROW, dropout=0.5, sequence=ours)
-                found.append(deferred_checks(ours))
+                counts.append(deferred_checks(ours))
             with torch.no_grad():
                 dilated_attention(q, q, q, NARROW, sequence=ours)
-        return [*found, deferred_checks(ours)]
+        return [*counts, deferred_checks(ours)]
 
 
 def test_new_calls_wait(pool):
@@ -124,9 +124,9 @@ def unlike_calls(rank, group, mode):
     ],
 )
 def test_unlike_calls(pool, mode, text):
-    found = pool.run(2, unlike_calls, mode)
-    assert all(x is not None for x in found), found
-    assert text in found[0] and ("scale must be" if mode == "refused" else text) in found[1]
+    messages = pool.run(2, unlike_calls, mode)
+    assert all(x is not None for x in messages), messages
+    assert text in messages[0] and ("scale must be" if mode == "refused" else text) in messages[1]
 
 
 def gloo_never_defers(rank, group):
@@ -158,22 +158,22 @@ def other_lengths(rank, group):
     """Return deferred checks for sequences of 32 and 31 tokens; rank 0 holds equal parts of both."""
     with sequence(group) as ours:
         as_on_gpus(ours)
-        found = []
+        counts = []
         for tokens in (32, 31, 32):
             with ours.trusting():
                 call(ours, WIDE, ours.shard(tokens).length(rank))
-                found.append((deferred_checks(ours), ours.agreed.seq_len))
+                counts.append((deferred_checks(ours), ours.agreed.seq_len))
                 call(ours, WIDE, ours.shard(tokens).length(rank))
-                found.append((deferred_checks(ours), ours.agreed.seq_len))
+                counts.append((deferred_checks(ours), ours.agreed.seq_len))
             ours.settle()
-        return found
+        return counts
 
 
 def test_other_lengths(pool):
     """The first call of a step is checked at once: a rank's tokens do not show how many the others hold."""
-    both = [(0, 32), (2, 32), (0, 31), (2, 31)]
+    first_two = [(0, 32), (2, 32), (0, 31), (2, 31)]
     # rank 1's shards differ in length, so it recognizes the first sequence and its backward
-    assert pool.run(2, other_lengths) == [[*both, (0, 32), (2, 32)], [*both, (1, 32), (3, 32)]]
+    assert pool.run(2, other_lengths) == [[*first_two, (0, 32), (2, 32)], [*first_two, (1, 32), (3, 32)]]
 
 
 def numbers(rank, group):
@@ -200,7 +200,7 @@ def kept_by_calls(rank, group):
     with sequence(group) as ours:
         as_on_gpus(ours)
         q = torch.randn(1, 16, 2, 8, requires_grad=True)
-        seen = []
+        storages = []
 
         def piece(x):
             y = dilated_attention(x, x, x, NARROW, sequence=ours)
@@ -209,24 +209,24 @@ def kept_by_calls(rank, group):
         def step():
             x = q * 2
             for _ in range(4):
-                seen.append(weakref.ref(x.untyped_storage()))
+                storages.append(weakref.ref(x.untyped_storage()))
                 x = checkpoint(piece, x, use_reentrant=False)
             x.sum().backward()
 
         with ours.trusting():
             step()
-            seen.clear()
+            storages.clear()
             step()
-            kept = deferred_checks(ours), sum(storage() is not None for storage in seen)
+            counts = deferred_checks(ours), sum(storage() is not None for storage in storages)
         ours.settle()
-        return kept
+        return counts
 
 
 def test_deferred_checks_keep_no_memory(pool):
     """Recomputation runs in autograd's hooks; a pending gather must not hold the hooks and their inputs."""
     calls = 3 * 2 * 4  # forward, again, backward
-    for count, kept in pool.run(2, kept_by_calls):
-        assert count >= calls and kept == 0, (count, kept)
+    for count, alive in pool.run(2, kept_by_calls):
+        assert count >= calls and alive == 0, (count, alive)
 
 
 SETTINGS = [
@@ -264,19 +264,19 @@ def ranks_peak(rank, group, settings):
     as_on_gpus(ours)
     try:
         with ours.active(), ours.trusting():
-            found = peak(model)
+            highest = peak(model)
             ours.settle()
     finally:
         ours.close()
-    return found
+    return highest
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["tiled", "block", "attention-kept"])
 def test_ranks_hold_what_one_does(pool, settings):
     """Ranks have equal numbers of tokens, and no segment crosses ranks."""
     alone = peak(model_with(settings))
-    for found in pool.run(2, ranks_peak, settings):
-        assert abs(found - alone) < 0.01 * alone, (found, alone)
+    for rank_peak in pool.run(2, ranks_peak, settings):
+        assert abs(rank_peak - alone) < 0.01 * alone, (rank_peak, alone)
 
 
 def gathers_alone(rank, group):

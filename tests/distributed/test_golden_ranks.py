@@ -19,13 +19,13 @@ def recorded(rank, group, path, exchange, head_size):
     data = torch.load(path, weights_only=True)
     pattern = DilatedPattern.longnet(data["segment_lengths"], data["dilation_rates"], offsets="blocked")
     with sequence(group, exchange=exchange, head_size=head_size) as ours:
-        mine = positions(ours, data["q"].shape[1])
-        q, k, v = (data[x].double()[:, mine].requires_grad_() for x in "qkv")
+        own_positions = positions(ours, data["q"].shape[1])
+        q, k, v = (data[x].double()[:, own_positions].requires_grad_() for x in "qkv")
         out = dilated_attention(q, k, v, pattern, causal=data["causal"], scale=data["scale"], sequence=ours)
         return (
-            torch.tensor(mine),
+            torch.tensor(own_positions),
             out.detach(),
-            *torch.autograd.grad(out, (q, k, v), data["grad_out"].double()[:, mine]),
+            *torch.autograd.grad(out, (q, k, v), data["grad_out"].double()[:, own_positions]),
         )
 
 

@@ -38,8 +38,8 @@ def surrounded(rank, group, seq_len, left, right, layout):
 def test_rows_and_gradients(pool, seq_len, left, right, ranks, layout):
     padded = torch.nn.functional.pad(numbers(0, 2, seq_len, 3), (0, 0, left, right))
     total = torch.zeros_like(padded)
-    found = pool.run(ranks, surrounded, seq_len, left, right, layout)
-    for rank, (chunks, _, _, moved) in enumerate(found):
+    results = pool.run(ranks, surrounded, seq_len, left, right, layout)
+    for rank, (chunks, _, _, moved) in enumerate(results):
         for i, (first, rows) in enumerate(chunks):
             if rows.shape[1] > left + right:
                 torch.testing.assert_close(rows, padded[:, first : first + rows.shape[1]], rtol=0, atol=0)
@@ -47,7 +47,7 @@ def test_rows_and_gradients(pool, seq_len, left, right, ranks, layout):
             else:
                 assert not rows.any() and rows.shape == (2, left + right, 3)
         assert moved[0] == moved[1]
-    for _, at, grad, _ in found:
+    for _, at, grad, _ in results:
         torch.testing.assert_close(grad, total[:, left : left + seq_len][:, at])
 
 
@@ -142,8 +142,8 @@ def test_sequence_conv1d_is_conv1d():
     for name, (size, options) in CONVOLUTIONS.items():
         y, _, _ = answer(name, 11, list(range(11)))
         torch.manual_seed(2)
-        more = {k: v for k, v in options.items() if k != "causal"}
-        plain = torch.nn.Conv1d(6, 9, size, dtype=torch.float64, padding="same", **more)
+        conv_options = {k: v for k, v in options.items() if k != "causal"}
+        plain = torch.nn.Conv1d(6, 9, size, dtype=torch.float64, padding="same", **conv_options)
         x = numbers(4, 2, 11, 6).transpose(1, 2)
         if "causal" in options:
             x = torch.nn.functional.pad(x, (size - 1, 0))
@@ -171,8 +171,8 @@ def attended(shape, causal, at):
     batch, documents = SHAPES[shape]
     x = numbers(8, batch, 23, 12)[:, at].requires_grad_()
     kind = "lengths" if shape == "padded" else "cu_seqlens"
-    given = {} if documents is None else {kind: torch.tensor(documents, dtype=torch.int32)}
-    y, _ = module(x, **given)
+    limits = {} if documents is None else {kind: torch.tensor(documents, dtype=torch.int32)}
+    y, _ = module(x, **limits)
     grads = torch.autograd.grad((y * numbers(9, batch, 23, 12)[:, at]).sum(), (x, *module.parameters()))
     return y.detach(), at, grads
 

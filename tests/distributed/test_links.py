@@ -29,9 +29,9 @@ def chosen(rank, group, links, settings=None):
     [(Links(round=1.0), "gather"), (Links(message=1.0), "butterfly"), (Links(near=1.0), "switch"), (None, "gather")],
 )
 def test_auto_reckons_with_the_group_s_links(pool, links, want):
-    for exchange, sent, told in pool.run(4, chosen, [links] * 4):
+    for exchange, sent, used in pool.run(4, chosen, [links] * 4):
         assert exchange == want and sent > 0
-        assert told == (links or Links())  # the suite's machine has the defaults
+        assert used == (links or Links())  # the suite's machine has the defaults
 
 
 def test_a_rank_with_other_links(pool):
@@ -74,10 +74,10 @@ def test_the_machine_s_file(pool, tmp_path):
 def formatted(rank, group):
     """Count how often `agree` formats the link speeds."""
     with sequence(group) as ours, pytest.MonkeyPatch.context() as patch:
-        asked = []
-        patch.setattr(Links, "numbers", property(lambda self: asked.append(1)))
+        calls = []
+        patch.setattr(Links, "numbers", property(lambda self: calls.append(1)))
         ours.agree({"call": "here"})
-        return len(asked)
+        return len(calls)
 
 
 def test_agreeing_formats_no_numbers(pool):

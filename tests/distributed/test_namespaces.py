@@ -32,15 +32,15 @@ def far_sent(problem, exchange: str, rank: int) -> int:
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
     """{exchange: counts of the four ranks}; every rank compared its results with one rank."""
-    folder, found = tmp_path_factory.mktemp("nodes"), {}
+    folder, counts = tmp_path_factory.mktemp("nodes"), {}
     with namespaces.Nodes(SPEED) as nodes:
         for exchange in ("gather", "hierarchical_gather", "hierarchical_butterfly"):
             ended = nodes.torchrun(2, [JOB, exchange, str(CALLS)], folder, 300)
             assert [status for status, _ in ended] == [0, 0], ended
             files = [folder / f"{exchange}_{rank}.json" for rank in range(4)]
-            found[exchange] = [json.loads(file.read_text()) for file in files]
-    print(json.dumps(found))
-    return found
+            counts[exchange] = [json.loads(file.read_text()) for file in files]
+    print(json.dumps(counts))
+    return counts
 
 
 @pytest.mark.parametrize("exchange", ["gather", "hierarchical_gather", "hierarchical_butterfly"])

@@ -43,23 +43,23 @@ def compare(rank, pattern, kv_heads, causal, length, settings, heads=H, dtype=to
     full = [torch.randn(1, length, h, D, generator=g).to(DEVICE, dtype) for h in (heads, kv_heads, kv_heads, heads)]
     exact = run([x.double() for x in full], pattern, causal, engine="math")
     own = [(a.double() - b).abs().max() for a, b in zip(run(full, pattern, causal), exact, strict=True)]
-    found = []
+    errors = []
     for setting in settings:
         group = SequenceGroup(**setting)
-        mine = torch.tensor(
+        own_positions = torch.tensor(
             [p for held in group.shard(length).ranges(rank) for p in held], device=DEVICE, dtype=torch.int64
         )
-        got = run([x[:, mine] for x in full], pattern, causal, sequence=group)
+        got = run([x[:, own_positions] for x in full], pattern, causal, sequence=group)
         for name, a, b, limit in zip(NAMES, got, exact, own, strict=True):
             worst = (
-                (a.double() - b[:, mine]).abs().max()
-                if len(mine)
+                (a.double() - b[:, own_positions]).abs().max()
+                if len(own_positions)
                 else torch.zeros((), device=DEVICE, dtype=torch.float64)
             )
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            found.append((f"{name} of {setting}, causal={causal}, {pattern}", worst.item(), limit.item()))
+            errors.append((f"{name} of {setting}, causal={causal}, {pattern}", worst.item(), limit.item()))
         group.close()
-    return found
+    return errors
 
 
 def settings_of(ranks, nested):
@@ -79,13 +79,13 @@ def settings_of(ranks, nested):
 
 def every_comparison(rank, ranks):
     """Return the comparisons of all cases."""
-    found = []
+    comparisons = []
     for causal in (False, True):
         rows.MANY = 1 if causal else 2**17  # by this package's kernels, and by torch's
-        found += compare(rank, NESTED, H, causal, N, settings_of(ranks, True))
-        found += compare(rank, RAGGED, 2, causal, N - 37, settings_of(ranks, False))
+        comparisons += compare(rank, NESTED, H, causal, N, settings_of(ranks, True))
+        comparisons += compare(rank, RAGGED, 2, causal, N - 37, settings_of(ranks, False))
     rows.MANY = 2**17
-    return found
+    return comparisons
 
 
 def recomputed(rank, ranks):
@@ -97,8 +97,8 @@ def recomputed(rank, ranks):
     torch.manual_seed(rank)
     x = torch.randn(1, 1024, 3, 4, 16, device="cuda", requires_grad=True)
     block = lambda x: dilated_attention(*x.unbind(2), DilatedPattern.geometric(256, 4096)).sin()  # noqa: E731
-    kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.lightning_dilated.attention.default])
-    ways = {"plain": None, "all": {}, "keep": {"context_fn": kept}, "reentrant": {"use_reentrant": True}}
+    keep_op = functools.partial(create_selective_checkpoint_contexts, [torch.ops.lightning_dilated.attention.default])
+    ways = {"plain": None, "all": {}, "keep": {"context_fn": keep_op}, "reentrant": {"use_reentrant": True}}
     grads, sent, group = {}, {}, SequenceGroup()
     for name, options in ways.items():
         group.forward_traffic.clear()
@@ -138,13 +138,13 @@ def one_step(model, batch, settings, dtype):
 
 def streamed(rank, ranks):
     """Return [(what, error of ranks that share chunks, allowed)], against one GPU that streams in fp32."""
-    torch.backends.cuda.matmul.allow_tf32, found = False, []
+    torch.backends.cuda.matmul.allow_tf32, errors = False, []
     geometric = DilatedPattern.geometric(64, 16384)
     for name, pattern in {"geometric": geometric, "shifted": [geometric, geometric.shifted()]}.items():
         model = text_model(pattern)
         tokens = torch.randint(0, 32, (1, 15000), generator=torch.Generator().manual_seed(1))
         batch = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
-        exact, wanted = one_step(model, batch, MemorySettings("block", stream=2048), torch.float32)
+        exact, want_grads = one_step(model, batch, MemorySettings("block", stream=2048), torch.float32)
         for dtype, policy in ((torch.float32, "block"), (torch.bfloat16, "attention-kept"), (torch.bfloat16, "none")):
             settings = MemorySettings(policy, stream=2048)
             own = one_step(model, batch, settings, dtype)
@@ -158,16 +158,16 @@ def streamed(rank, ranks):
             ]
             planned = sum(p[x.run == "backward"].received for p, x in zip(planned, log.planned, strict=True))
             rows = sum(x.received for x in log.flights if x.what != "halo")
-            found.append((f"bytes of {name}, {policy}", float(rows != planned or not rows), 0.0))
+            errors.append((f"bytes of {name}, {policy}", float(rows != planned or not rows), 0.0))
             for x in (total, *grads.values()):
                 dist.all_reduce(x)
             limit = abs(own[0] / exact - 1).item()
-            found.append((f"loss of {name}, {policy}", abs(total / exact - 1).item(), 2 * limit + 1e-5))
-            for key, want in wanted.items():
+            errors.append((f"loss of {name}, {policy}", abs(total / exact - 1).item(), 2 * limit + 1e-5))
+            for key, want in want_grads.items():
                 error, limit = ((x[key] - want).norm().item() for x in (grads, own[1]))
-                found.append((f"{key} of {name}, {policy}", error, 2 * limit + 1e-4 * want.norm().item()))
+                errors.append((f"{key} of {name}, {policy}", error, 2 * limit + 1e-4 * want.norm().item()))
             group.close()
-    return found
+    return errors
 
 
 def work(rank, ranks, port, queue, function, group):
@@ -176,9 +176,9 @@ def work(rank, ranks, port, queue, function, group):
     torch.cuda.set_device(rank)
     if group:
         dist.init_process_group("nccl", rank=rank, world_size=ranks)
-    found = function(rank, ranks)
+    answer = function(rank, ranks)
     if rank == 0:
-        queue.put(found)
+        queue.put(answer)
     if group:
         dist.destroy_process_group()
 
@@ -198,14 +198,14 @@ def on_gpus(ranks, function, group=True):
 def few_heads(rank, ranks):
     """Return (number of comparisons, those with an error above twice one GPU's) for ranks without a head or a token."""
     settings = [{"exchange": x, "head_size": size} for x in ("gather", "ring", "switch") for size in {2, ranks}]
-    pattern, found = DilatedPattern([Branch(64, 3), (8, 1)]), []
+    pattern, comparisons = DilatedPattern([Branch(64, 3), (8, 1)]), []
     for heads in range(1, ranks + 2):
         for kv_heads in {1, heads}:
             for length in (1, 12, 300):
                 for dtype in (torch.bfloat16, torch.float16):
-                    found += compare(rank, pattern, kv_heads, True, length, settings, heads, dtype)
+                    comparisons += compare(rank, pattern, kv_heads, True, length, settings, heads, dtype)
     # numbers are few: if one GPU happens to be exact, the last bit of 16 is allowed
-    return len(found), [(what, many, one) for what, many, one in found if many > 2 * one + 2**-6]
+    return len(comparisons), [(what, many, one) for what, many, one in comparisons if many > 2 * one + 2**-6]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -229,9 +229,9 @@ def test_recomputation():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_error_is_at_most_twice_that_of_one_gpu(ranks):
-    found = on_gpus(ranks, every_comparison)
-    for what, worst, own in found:
+    comparisons = on_gpus(ranks, every_comparison)
+    for what, worst, own in comparisons:
         print(f"{what}: {worst:.2e}, one GPU {own:.2e}, ratio {worst / own:.2f}")
-    assert len(found) >= 4 * 2 * 18
-    for what, worst, own in found:
+    assert len(comparisons) >= 4 * 2 * 18
+    for what, worst, own in comparisons:
         assert worst <= 2 * own, f"{what}: error {worst:.2e}, the one-GPU op's {own:.2e}"

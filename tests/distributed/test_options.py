@@ -92,8 +92,8 @@ def test_low_precision(pool, way):
 
 @every_way
 def test_strides(pool, way):
-    first, others = WAYS.index(way), STRIDES[1:]
-    for strides in [others[(first + i) % len(others)] for i in range(2)]:  # every exchange has each of them in two ways
+    first, kinds = WAYS.index(way), STRIDES[1:]
+    for strides in [kinds[(first + i) % len(kinds)] for i in range(2)]:  # every exchange has each of them in two ways
         case = Sharded(calls_for(way)[0].call.but(layout=strides), *way)
         compare(case, pool.run(case.ranks, attend, case), alone(case), 1e-10)
 

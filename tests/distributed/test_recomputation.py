@@ -22,8 +22,8 @@ KEEP, AGAIN, REENTRANT, PLAIN = "keep the op", "everything again", "everything a
 
 def weights() -> tuple[Tensor, Tensor]:
     """Return (x (1, N, 8), projection (8, 48))."""
-    made = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(*shape, generator=made, dtype=torch.float64) / 2 for shape in ((1, N, 8), (8, 48)))
+    rng = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(*shape, generator=rng, dtype=torch.float64) / 2 for shape in ((1, N, 8), (8, 48)))
 
 
 def block(x: Tensor, weight: Tensor, **options) -> Tensor:
@@ -48,15 +48,15 @@ def twice(x: Tensor, weight: Tensor, how: str, **options) -> Tensor:
     return x
 
 
-def gradients(rank, group, how, settings, given=False):
-    """Return ((dx, dweight), (forward bytes, backward bytes)); the group is active, or `given` to every call."""
+def gradients(rank, group, how, settings, explicit=False):
+    """Return ((dx, dweight), (forward bytes, backward bytes)); the group is active, or `explicit` to every call."""
     torch.manual_seed(1)
     with sequence(group, **settings) as ours:
         x, weight = weights()
         x = x[:, positions(ours, N)].requires_grad_()
         weight.requires_grad_()
-        with nullcontext() if given else ours.active():
-            loss = twice(x, weight, how, **({"sequence": ours} if given else {})).square().sum()
+        with nullcontext() if explicit else ours.active():
+            loss = twice(x, weight, how, **({"sequence": ours} if explicit else {})).square().sum()
             loss.backward()
         return (x.grad, weight.grad), (ours.forward_traffic.sent, ours.backward_traffic.sent)
 
@@ -73,10 +73,10 @@ def test_gradients_and_traffic(pool, exchange):
     want = on_one_rank()
     sent = {}
     for how in (PLAIN, KEEP, AGAIN, REENTRANT):
-        found = pool.run(4, gradients, how, settings)
-        torch.testing.assert_close(torch.cat([f[0][0] for f in found], 1), want[0], rtol=0, atol=1e-10)
-        torch.testing.assert_close(sum(f[0][1] for f in found), want[1], rtol=0, atol=1e-10)
-        sent[how] = torch.tensor([f[1] for f in found])
+        results = pool.run(4, gradients, how, settings)
+        torch.testing.assert_close(torch.cat([f[0][0] for f in results], 1), want[0], rtol=0, atol=1e-10)
+        torch.testing.assert_close(sum(f[0][1] for f in results), want[1], rtol=0, atol=1e-10)
+        sent[how] = torch.tensor([f[1] for f in results])
     assert sent[PLAIN].sum(0).min() > 0
     assert torch.equal(sent[KEEP], sent[PLAIN])
     for how in (AGAIN, REENTRANT):  # the forward's traffic comes twice
@@ -86,15 +86,15 @@ def test_gradients_and_traffic(pool, exchange):
 @pytest.mark.parametrize("how", [PLAIN, KEEP, AGAIN, REENTRANT])
 def test_head_groups(pool, how):
     want = on_one_rank()
-    found = pool.run(4, gradients, how, {"head_size": 2})
-    torch.testing.assert_close(torch.cat([f[0][0] for f in found], 1), want[0], rtol=0, atol=1e-10)
+    results = pool.run(4, gradients, how, {"head_size": 2})
+    torch.testing.assert_close(torch.cat([f[0][0] for f in results], 1), want[0], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("how", [KEEP, AGAIN, REENTRANT])
 def test_a_given_group_needs_no_active_one(pool, how):
     want = on_one_rank()
-    found = pool.run(2, gradients, how, {}, True)
-    torch.testing.assert_close(torch.cat([f[0][0] for f in found], 1), want[0], rtol=0, atol=1e-10)
+    results = pool.run(2, gradients, how, {}, True)
+    torch.testing.assert_close(torch.cat([f[0][0] for f in results], 1), want[0], rtol=0, atol=1e-10)
 
 
 def backward_outside(rank, group, how):

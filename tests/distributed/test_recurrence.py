@@ -58,15 +58,15 @@ def check(pool, ranks, case, layout="contiguous", program="auto", **options):
     assert sorted(at) == list(range(case.seq_len))
     order = torch.argsort(torch.tensor(at, dtype=torch.int64))
     whole = lambda parts: torch.cat(parts, 1)[:, order]  # noqa: E731
-    found = {"out": whole([answer[1] for answer in answers])}
+    joined = {"out": whole([answer[1] for answer in answers])}
     for i, state in enumerate(answers[0][2]):
-        found[f"state {i}"] = state
+        joined[f"state {i}"] = state
         assert all(torch.equal(answer[2][i], state) for answer in answers)
     number = len(case.tensors())
     for i, name in enumerate(NAMES[:number]):
-        found[f"d {name}"] = whole([answer[3][i] for answer in answers])
-        found[f"d earlier {name}"] = sum(answer[3][number + i] for answer in answers)
-    compare(found, want, TOLERANCES[case.dtype])
+        joined[f"d {name}"] = whole([answer[3][i] for answer in answers])
+        joined[f"d earlier {name}"] = sum(answer[3][number + i] for answer in answers)
+    compare(joined, want, TOLERANCES[case.dtype])
     return [answer[4] for answer in answers]
 
 

@@ -37,8 +37,8 @@ def call(group, length=8, pattern=NESTED, dtype=torch.float64, batch=1, k_heads=
 def odd_one(rank, group, settings, usual, odd):
     """Let the last rank make a different call; afterwards let all ranks make a valid one."""
     with sequence(group, **settings) as ours:
-        mine = {**usual, **(odd if rank == ours.ranks - 1 else {})}
-        return call(ours, **mine), call(ours, **usual) if not settings else None
+        own_options = {**usual, **(odd if rank == ours.ranks - 1 else {})}
+        return call(ours, **own_options), call(ours, **usual) if not settings else None
 
 
 ODD = {
@@ -86,8 +86,8 @@ def crossed(rank, group, kind):
         if kind == "attention":
             parts = [dilated_attention(y, y, y, NESTED, sequence=ours).sum() for y in x]
         else:
-            of = {"sum": sequence_sum, "gather": sequence_gather}[kind]
-            parts = [of(y, sequence=ours).sum() for y in x]
+            function = {"sum": sequence_sum, "gather": sequence_gather}[kind]
+            parts = [function(y, sequence=ours).sum() for y in x]
         try:
             for part in parts if rank else parts[::-1]:
                 part.backward()

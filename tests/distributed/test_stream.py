@@ -23,9 +23,9 @@ def check(pool, ranks, case, chunk, dropout, windows=((0, None),), dtype=torch.f
     """Assert that the ranks equal one pass of one rank. Return the bytes that all of them sent."""
     results, planned, flops = zip(*pool.run(ranks, attend, case, chunk, dropout, windows, dtype), strict=True)
     tensors = [x.detach() for x in case.tensors(dtype)]
-    wanted, one = (at_once(case, [x.to(t) for x in tensors], dropout) for t in (torch.float64, dtype))
-    got = together(results, wanted)
-    for name, want in wanted.items():
+    expected, one = (at_once(case, [x.to(t) for x in tensors], dropout) for t in (torch.float64, dtype))
+    got = together(results, expected)
+    for name, want in expected.items():
         if dtype in ROUNDED:
             close_rounded(f"{name} of {case}, {chunk} in {dtype}", got[name], one[name], want)
             continue
@@ -63,24 +63,24 @@ def random_cases(ranks, number, count):
 @pytest.mark.parametrize("count", [10, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_equals_one_pass_of_one_rank(pool, ranks, count):
-    seen = Counter()
+    counts = Counter()
 
     @random_cases(ranks, count, count)
     def random(case, chunk, dropout, dtype):
         assume(case.seq_len and case.batch)
         case = replace(case, causal=True, layout="contiguous")
         sent = check(pool, ranks, case, chunk, dropout, dtype=dtype)
-        seen["moved"] += sent > 0
-        seen["empty pieces"] += -(-min(chunk, case.seq_len) // ranks) * (ranks - 1) >= min(chunk, case.seq_len)
-        seen["short last chunk"] += case.seq_len % chunk > 0
-        seen["fewer heads"] += case.heads < ranks
-        seen["documents"] += case.documents is not None and sent > 0
-        seen["several chunks"] += case.seq_len > 2 * chunk
+        counts["moved"] += sent > 0
+        counts["empty pieces"] += -(-min(chunk, case.seq_len) // ranks) * (ranks - 1) >= min(chunk, case.seq_len)
+        counts["short last chunk"] += case.seq_len % chunk > 0
+        counts["fewer heads"] += case.heads < ranks
+        counts["documents"] += case.documents is not None and sent > 0
+        counts["several chunks"] += case.seq_len > 2 * chunk
 
     random()
-    wanted = {"moved", "several chunks"} | ({"short last chunk", "documents", "fewer heads"} if count > 100 else set())
-    wanted |= {"empty pieces"} if ranks > 2 else set()
-    assert all(seen[x] for x in wanted), seen
+    needed = {"moved", "several chunks"} | ({"short last chunk", "documents", "fewer heads"} if count > 100 else set())
+    needed |= {"empty pieces"} if ranks > 2 else set()
+    assert all(counts[x] for x in needed), counts
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.slow)])

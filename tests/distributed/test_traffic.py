@@ -42,9 +42,9 @@ def test_bytes_are_those_of_the_plan(pool, exchange, causal):
     for pattern, n, layout in cases:
         settings = {"exchange": exchange, "ranks_per_node": 2, "layout": layout}
         problem = make_problem(pattern, n, HEADS, KV_HEADS, ranks=4, layout=layout, causal=causal)
-        for rank, found in enumerate(pool.run(4, traffic, settings, causal, pattern, n)):
+        for rank, counts in enumerate(pool.run(4, traffic, settings, causal, pattern, n)):
             want = moved(problem, exchange, rank, 2, DIM, 4)
-            assert found == [(x.sent, x.received, x.messages) for x in want], (pattern, layout, rank)
+            assert counts == [(x.sent, x.received, x.messages) for x in want], (pattern, layout, rank)
 
 
 def between_nodes(rank, group, exchange, pattern, seq_len):
@@ -64,12 +64,12 @@ ENTERING = {"gather": 4, "butterfly": 4, "hierarchical_gather": 2, "hierarchical
 
 @pytest.mark.parametrize("exchange", ENTERING)
 def test_nodes(pool, exchange):
-    found = torch.tensor(pool.run(4, between_nodes, exchange, NESTED, 32))  # (rank, pass, sent or received)
+    counts = torch.tensor(pool.run(4, between_nodes, exchange, NESTED, 32))  # (rank, pass, sent or received)
     row = HEADS * 2 * DIM * 4
-    by_node = found.view(2, 2, 2, 2).sum(1)
+    by_node = counts.view(2, 2, 2, 2).sum(1)
     assert (by_node == ENTERING[exchange] * row).all(), by_node  # gradients are fp32, and so are these rows
     if exchange == "hierarchical_butterfly":
-        assert (found == ENTERING[exchange] // 2 * row).all()  # each rank carries its share
+        assert (counts == ENTERING[exchange] // 2 * row).all()  # each rank carries its share
     problem = make_problem(NESTED, 32, HEADS, ranks=4)
     prices = plan(problem, ranks_per_node=2, head_dim=DIM, element_size=4).prices
     (price,) = (p for p in prices if p.exchange == exchange)
@@ -77,8 +77,8 @@ def test_nodes(pool, exchange):
 
 
 def test_a_ring_leaves_a_node_at_its_last_rank(pool):
-    found = torch.tensor(pool.run(4, between_nodes, "ring", NESTED, 32))
-    assert (found[1::2, 0, 0] > 0).all() and (found[::2, 0, 0] == 0).all()
+    counts = torch.tensor(pool.run(4, between_nodes, "ring", NESTED, 32))
+    assert (counts[1::2, 0, 0] > 0).all() and (counts[::2, 0, 0] == 0).all()
 
 
 def flights(rank, group, exchange):

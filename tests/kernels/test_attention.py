@@ -177,7 +177,7 @@ def in_chunks(rank, group):
     case = Case(DilatedPattern([(16, 1), (None, 3)]), 1, 90, 4, 2, 8, causal=True)
     q, k, v, grad = case.tensors(torch.float32)
     want = case.run(q, k, v, engine="math")
-    wanted = want, *torch.autograd.grad(want, (q, k, v), grad)
+    expected = want, *torch.autograd.grad(want, (q, k, v), grad)
     chunks = Chunks(case, 40)
     chunks.options["engine"] = "math"
     with (
@@ -187,7 +187,7 @@ def in_chunks(rank, group):
     ):
         got = chunks.run(q, k, v, grad)
     assert TRITON.forward_into is not None and forward.call_count and backward.call_count
-    for name, a, b in zip(("out", *GRADIENTS), got, wanted, strict=True):
+    for name, a, b in zip(("out", *GRADIENTS), got, expected, strict=True):
         close(name, a, b, 1e-5, floor=1.0)
 
 
@@ -223,8 +223,8 @@ def chained(rank, group, number, examples, device="cpu"):
         for first, stop in itertools.pairwise(cuts):
             state = Into(*whole, at, pads if stop == m else 0)
             forward(q, k[:, :, first:stop], v[:, :, first:stop], False, 0.3, drop(keys[..., first:stop]), into=state)
-        more = [torch.cat([x, x.new_zeros(groups, heads, pads, dim)], 2) for x in (k, v)]
-        out, lse = forward(q, *more, False, 0.3, drop(torch.cat([keys, keys[..., :1].expand(groups, heads, pads)], 2)))
+        kv = [torch.cat([x, x.new_zeros(groups, heads, pads, dim)], 2) for x in (k, v)]
+        out, lse = forward(q, *kv, False, 0.3, drop(torch.cat([keys, keys[..., :1].expand(groups, heads, pads)], 2)))
         out_rows, lse_rows = whole[0].view(-1, dim), whole[1].transpose(1, 2).flatten()
         torch.testing.assert_close(out_rows[at], out, atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(lse_rows[at], lse, atol=2e-6, rtol=2e-6)

@@ -90,9 +90,9 @@ def random_calls(rank, group, number, examples):
         return real(*args)
 
     def counted(*args):
-        found = result(*args)
-        in_place.append(args[3] is not None and found.data_ptr() == args[3].data_ptr())
-        return found
+        combined = result(*args)
+        in_place.append(args[3] is not None and combined.data_ptr() == args[3].data_ptr())
+        return combined
 
     fused.layout, fused._result = layout, counted
     for i in range(examples):
@@ -134,21 +134,21 @@ def on_ranks(rank, group, exchange, causal):
     """Return the largest errors of out, lse and gradients on this rank: parts are added to what other ranks sent."""
     torch.use_deterministic_algorithms(True)
     n, pattern = 23, DilatedPattern([(4, 1), (9, 2), (None, 3)])
-    made = torch.Generator().manual_seed(1)
-    full = [torch.randn(1, n, heads, 8, generator=made) for heads in (2, 1, 1, 2)]
+    rng = torch.Generator().manual_seed(1)
+    full = [torch.randn(1, n, heads, 8, generator=rng) for heads in (2, 1, 1, 2)]
     *exact, grad = (x.double() for x in full)
     exact = [x.requires_grad_() for x in exact]
     want, _ = oracle(*exact, pattern, causal=causal)
-    wanted = [want, *torch.autograd.grad(want, exact, grad)]
+    expected = [want, *torch.autograd.grad(want, exact, grad)]
     sequence = SequenceGroup(group, exchange=exchange)
-    mine = [p for held in sequence.shard(n).ranges(rank) for p in held]
-    q, k, v = (x[:, mine].requires_grad_() for x in full[:3])
+    own_positions = [p for held in sequence.shard(n).ranges(rank) for p in held]
+    q, k, v = (x[:, own_positions].requires_grad_() for x in full[:3])
     hold(*[8 * 2 * 8] * 4)
     out = dilated_attention(q, k, v, pattern, causal=causal, engine="math", sequence=sequence)
-    got = [out, *torch.autograd.grad(out, (q, k, v), full[3][:, mine])]
+    got = [out, *torch.autograd.grad(out, (q, k, v), full[3][:, own_positions])]
     sequence.close()
     assert all(x.isfinite().all() for x in got)  # max() of Python would lose a NaN
-    return max(float((a.double() - b[:, mine]).abs().max()) for a, b in zip(got, wanted, strict=True))
+    return max(float((a.double() - b[:, own_positions]).abs().max()) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -185,13 +185,13 @@ def test_odd_widths(interpreter):
 @sizes_put_back()
 def with_nan(rank, group):
     """Return the positions of NaN and of -inf in lse, with the kernels and without."""
-    q, found = torch.randn(1, 20, 2, 8, generator=torch.Generator().manual_seed(0)), []
+    q, results = torch.randn(1, 20, 2, 8, generator=torch.Generator().manual_seed(0)), []
     q[0, 5] = float("nan")
     for fused.OVERLAP in (0.0, 2.5):
         resolve.forget()
         _, lse = dilated_attention(q, q, q, DilatedPattern([(4, 1), (8, 2)]), engine="math", return_lse=True)
-        found.append((lse.isnan(), lse == -torch.inf))
-    return found
+        results.append((lse.isnan(), lse == -torch.inf))
+    return results
 
 
 def test_a_nan_shows(interpreter):
@@ -209,16 +209,16 @@ def test_segments_wider_than_32_bits():
 @sizes_put_back()
 def narrow_types(rank, group, dtype):
     """Return (largest difference from the same call merged block by block in torch, largest value) of each result."""
-    made = torch.Generator().manual_seed(2)
-    q, k, v, grad = (torch.randn(1, 40, 2, 16, generator=made).to(dtype) for _ in range(4))
-    pattern, found = DilatedPattern.longnet([8, 16, 40], [1, 2, 4]), []
+    rng = torch.Generator().manual_seed(2)
+    q, k, v, grad = (torch.randn(1, 40, 2, 16, generator=rng).to(dtype) for _ in range(4))
+    pattern, results = DilatedPattern.longnet([8, 16, 40], [1, 2, 4]), []
     for overlap in (0.0, 2.5):
         fused.OVERLAP = overlap
         resolve.forget()
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = dilated_attention(*leaves, pattern, engine="math")
-        found.append([out, *torch.autograd.grad(out, leaves, grad)])
-    return [(float((a - b).abs().max()), float(a.abs().max())) for a, b in zip(*found, strict=True)]
+        results.append([out, *torch.autograd.grad(out, leaves, grad)])
+    return [(float((a - b).abs().max()), float(a.abs().max())) for a, b in zip(*results, strict=True)]
 
 
 @pytest.mark.parametrize("dtype, rounding", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
@@ -238,10 +238,10 @@ def test_narrow_types(interpreter, dtype, rounding):
 @settings(max_examples=examples(200))
 def test_layout_has_every_row_once(pattern, seq_len, dense, thin, part, own):
     """Stretches have the rows of the undivided blocks, each once, and inside their positions."""
-    of = (seq_len // 3, seq_len) if part else (0, seq_len)
-    made = stretches.layout(HeadWindow(pattern, 4, 4, (0, 4)), seq_len, of, (dense, thin), own)
-    ends = leaves(made)
-    assert [s.start for s in ends] + [of[1] - of[0]] == [0] + [s.stop for s in ends]
+    bounds = (seq_len // 3, seq_len) if part else (0, seq_len)
+    laid_out = stretches.layout(HeadWindow(pattern, 4, 4, (0, 4)), seq_len, bounds, (dense, thin), own)
+    ends = leaves(laid_out)
+    assert [s.start for s in ends] + [bounds[1] - bounds[0]] == [0] + [s.stop for s in ends]
     got = []
 
     def look(stretch):
@@ -251,20 +251,20 @@ def test_layout_has_every_row_once(pattern, seq_len, dense, thin, part, own):
         for inner in stretch.inner:
             look(inner)
 
-    look(made)
-    want = [row for b in blocks(pattern, seq_len, 4, 4, of) for row in rows_of(b)]
+    look(laid_out)
+    want = [row for b in blocks(pattern, seq_len, 4, 4, bounds) for row in rows_of(b)]
     assert sorted(got) == sorted(want)
 
 
 def test_layout_of_the_paper():
     """Dense branches in short stretches within longer ones of thin branches; wide segments as a whole."""
     pattern = DilatedPattern.geometric(2048, 2**17)
-    made = stretches.layout(HeadWindow(pattern, 4, 4, (0, 4)), 2**17, (0, 2**17), (2**12, 2**14))
-    assert {b.branch for b in made.blocks} == {4, 5, 6} and [s.stop for s in made.inner] == [
+    laid_out = stretches.layout(HeadWindow(pattern, 4, 4, (0, 4)), 2**17, (0, 2**17), (2**12, 2**14))
+    assert {b.branch for b in laid_out.blocks} == {4, 5, 6} and [s.stop for s in laid_out.inner] == [
         2**14 * i for i in range(1, 9)
     ]
-    assert all({b.branch for b in s.blocks} == {1, 2, 3} for s in made.inner)
-    assert all(s.stop - s.start == 2**12 and {b.branch for b in s.blocks} == {0} for s in leaves(made))
+    assert all({b.branch for b in s.blocks} == {1, 2, 3} for s in laid_out.inner)
+    assert all(s.stop - s.start == 2**12 and {b.branch for b in s.blocks} == {0} for s in leaves(laid_out))
 
 
 def rows_of(b):

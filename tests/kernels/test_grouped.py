@@ -80,7 +80,7 @@ def random_calls(rank, group, number, examples):
                 case = replace(case, documents=(0, *cuts, case.seq_len))
             with pytest.MonkeyPatch.context() as patch:
                 if chosen.random() < 0.3:  # as if rows were 2**31 elements apart
-                    patch.setattr("lightning_dilated.kernels.grouped.Work.far", lambda *given: True)
+                    patch.setattr("lightning_dilated.kernels.grouped.Work.far", lambda *args: True)
                 check(case, "triton", torch.float32, 1e-5)
     return sum(plans)
 
@@ -96,14 +96,14 @@ def without_global_tokens(case):
     return replace(case, pattern=DilatedPattern([(8, 1)]) if pattern is None else pattern)
 
 
-def lengths_on_the_device(patch, others=None):
+def lengths_on_the_device(patch, replacement=None):
     """Let every call with lengths or documents use the kernels for lengths on the device, which the host does not know.
 
-    `others`: lengths that the device holds instead.
+    `replacement`: lengths that the device holds instead.
     """
 
     def alone(code, shape, kv_heads, dtype, device, lengths, bounds, environment):
-        limits = torch.tensor(others or lengths or [], dtype=torch.int32)
+        limits = torch.tensor(replacement or lengths or [], dtype=torch.int32)
         if bounds is not None:
             limits = torch.frombuffer(bytearray(bounds), dtype=torch.int32)
         bits = 0 if bounds is None else bits_of(len(limits) - 1)
@@ -165,7 +165,7 @@ def random_documents(rank, group, number, examples):
             patch.setattr("lightning_dilated.attention.executors.fused.OVERLAP", 100)
             lengths_on_the_device(patch)
             if chosen.random() < 0.3:
-                patch.setattr("lightning_dilated.kernels.grouped.Work.far", lambda *given: True)
+                patch.setattr("lightning_dilated.kernels.grouped.Work.far", lambda *args: True)
             check(replace(case, documents=(0, *cuts, case.seq_len)), "triton", torch.float32, 1e-5)
     return padded
 
@@ -242,10 +242,10 @@ def rows_of_buffer(rank, group, number, examples):
         window = grouped.HeadWindow(case.pattern, case.heads, case.kv_heads, (0, case.heads))
         call = grouped.Call(None, window, False, 1.0)
         work = work_of(call, [Span(0, 1, 0, n)], torch.device("cpu"), (jobs.PREPARED,), 16, True, bits)
-        found = torch.full((work.rows,), -1)
+        slots = torch.full((work.rows,), -1)
         if work.rows:
             place = work.place(jobs.PREPARED, bounds)
-            jobs._positions[(work.grids[jobs.PREPARED].programs,)](found, *place, BITS=bits, ROWS=jobs.PREPARED)
+            jobs._positions[(work.grids[jobs.PREPARED].programs,)](slots, *place, BITS=bits, ROWS=jobs.PREPARED)
         table = packed_jobs(window, n, 2**bits)
         want = {}
         for start, stop in itertools.pairwise([0, *cuts, n]):
@@ -255,7 +255,7 @@ def rows_of_buffer(rank, group, number, examples):
                     want.setdefault((head, branch), []).append(start + place)
         got = {}
         for job, after in itertools.pairwise(table.tolist()):
-            rows = found[job[12] : after[12]]
+            rows = slots[job[12] : after[12]]
             if (rows >= 0).any():
                 got[job[7], job[14]] = rows[rows >= 0].tolist()
         assert got == want, case

@@ -144,12 +144,12 @@ def move(number, examples, device):
         once = torch.randperm(total, generator=generator, device=device)[: total - total % groups].view(groups, -1)
         for rows, distinct in ((numbers, False), (once, False), (once, True)):
             parts = [normal(groups, rows.shape[1], 2, dim).to(dtype)[:, :, i] for i in range(2)]
-            for given, shape in ((parts, (total, 2, dim)), (parts[:1], (total, dim))):
+            for source, shape in ((parts, (total, 2, dim)), (parts[:1], (total, dim))):
                 got = normal(*shape)
                 want, given_once = got.double(), got.clone()
-                wide = torch.stack([p.double() for p in given], 2) if len(given) == 2 else given[0].double()
+                wide = torch.stack([p.double() for p in source], 2) if len(source) == 2 else source[0].double()
                 want.index_add_(0, rows.flatten(), wide.flatten(0, 1))
-                exchanged.add_at(got, rows, given, distinct)
+                exchanged.add_at(got, rows, source, distinct)
                 close(f"{tuple(rows.shape)}, distinct {distinct}", got, want.float(), 1e-6, 1.0)
                 assert torch.equal(got, given_once) == (not rows.numel())
         merged(rowwise.merge_rows, once, normal, (batch, n, heads, dim), dtype)
@@ -167,12 +167,12 @@ def merged(merge_rows, rows, normal, shape, dtype):
     weights[1][rows.flatten()] = part_lse.flatten().double().exp()
     coming = torch.zeros(len(before), dim, dtype=torch.float64, device=out.device)
     coming[rows.flatten()] = part.flatten(0, 1).double()
-    both = sum(weights)
-    want = (out.reshape(-1, dim).double() * weights[0][:, None] + coming * weights[1][:, None]) / both[:, None]
-    reached = both > 0
+    total = sum(weights)
+    want = (out.reshape(-1, dim).double() * weights[0][:, None] + coming * weights[1][:, None]) / total[:, None]
+    reached = total > 0
     merge_rows(rows, part, part_lse, out, lse)
     close("merged", out.view(-1, dim)[reached], want[reached].float(), 1e-5, 1.0)
-    close("log-sum-exp", lse.transpose(1, 2).reshape(-1)[reached], both[reached].log().float(), 1e-5, 1.0)
+    close("log-sum-exp", lse.transpose(1, 2).reshape(-1)[reached], total[reached].log().float(), 1e-5, 1.0)
     assert not out.view(-1, dim)[~reached].any()
     assert (lse.transpose(1, 2).reshape(-1)[~reached] == -torch.inf).all()
 

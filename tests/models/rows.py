@@ -11,9 +11,9 @@ ALONG = ("features", "coords", "tokens", "labels")
 
 def texts(*sizes: int, vocab: int = 11, label: bool = False) -> list[dict[str, Any]]:
     """Return samples of tokens, one a batch."""
-    made, samples = torch.Generator().manual_seed(3), []
+    rng, samples = torch.Generator().manual_seed(3), []
     for i, n in enumerate(sizes):
-        values = torch.randint(vocab, (n + 1,), generator=made)
+        values = torch.randint(vocab, (n + 1,), generator=rng)
         sample = {"tokens": values[None, :-1], "index": torch.tensor([5 * i + 2])}
         labels = values[None, 1:].clone()
         labels[0, -1] = -100

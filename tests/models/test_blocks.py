@@ -165,7 +165,7 @@ def test_recomputed_gradients_are_the_plain_ones(policy, calls, compiled, monkey
     else:
         options, causal = BlockOptions(dropout=0.2, attention_dropout=0.3), False
     ran, real = [], op.run_forward
-    monkeypatch.setattr(op, "run_forward", lambda *given: ran.append(given) or real(*given))
+    monkeypatch.setattr(op, "run_forward", lambda *args: ran.append(args) or real(*args))
     block, grads = TransformerBlock(DIM, 4, 24, PATTERN, causal=causal, options=options), []
     x = torch.randn(2, 20, DIM)
     if compiled:

@@ -38,8 +38,8 @@ def case(request):
 def outputs(model, batch) -> list[torch.Tensor]:
     """Return the model's predictions for a batch, and its loss."""
     with torch.no_grad():
-        found = model.eval().predict_step(batch, 0)
-        return [torch.as_tensor(x) for x in (*(found[x] for x in sorted(found)), *model.loss_terms(batch))]
+        predicted = model.eval().predict_step(batch, 0)
+        return [torch.as_tensor(x) for x in (*(predicted[x] for x in sorted(predicted)), *model.loss_terms(batch))]
 
 
 def equal(a, b) -> bool:
@@ -104,9 +104,9 @@ def test_a_model_from_meta(case):
     assert equal(outputs(empty, batch), outputs(model, batch))
     for metric in [*empty.mean_loss.values(), *getattr(empty, "accuracy", {}).values()]:
         assert metric.total == 0 and metric.tokens == 0 and metric.total.dtype == torch.float64
-    (found,) = trainer().validate(empty, loader(batch), verbose=False)
+    (metrics,) = trainer().validate(empty, loader(batch), verbose=False)
     (want,) = trainer().validate(model, loader(batch), verbose=False)
-    assert found == want
+    assert metrics == want
 
 
 def test_a_copy_of_a_host_begins_empty():
@@ -115,7 +115,7 @@ def test_a_copy_of_a_host_begins_empty():
     with host.offloading(x, 0, 1):
         y = (x * x).sum()
     assert host.bytes > 0
-    for made in (copy.deepcopy(host), pickle.loads(pickle.dumps(host))):
-        assert made.budget == 1 and made.bytes == 0
+    for copied in (copy.deepcopy(host), pickle.loads(pickle.dumps(host))):
+        assert copied.budget == 1 and copied.bytes == 0
     y.backward()
     assert torch.equal(x.grad, 2 * x)

@@ -17,13 +17,13 @@ pytestmark = pytest.mark.full
 optim = pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
 
 
-def fit(made, steps, ckpt=None, **options):
+def fit(kind, steps, ckpt=None, **options):
     """Return (steps done, loss, optimizer) of a run."""
     torch.manual_seed(0)
-    model = tiny(dtype=torch.float32, dim=64, optimizer=partial(made, lr=3e-3)).train()
-    given = [batch(4, 64)] * 100
+    model = tiny(dtype=torch.float32, dim=64, optimizer=partial(kind, lr=3e-3)).train()
+    batches = [batch(4, 64)] * 100
     runs = trainer(max_steps=steps, **options)
-    runs.fit(model, loader(*given), ckpt_path=ckpt)
+    runs.fit(model, loader(*batches), ckpt_path=ckpt)
     return runs.global_step, float(runs.callback_metrics["train_loss"]), runs.optimizers[0]
 
 
@@ -38,8 +38,8 @@ def eager():
 def test_learns_like_adamw(stance):
     torch.compiler.set_stance(stance)
     _, want, _ = fit(torch.optim.AdamW, 20)
-    _, found, optimizer = fit(optim.AdamW8bit, 20)
-    assert want < 1.5 and found == pytest.approx(want, rel=0.05)
+    _, loss, optimizer = fit(optim.AdamW8bit, 20)
+    assert want < 1.5 and loss == pytest.approx(want, rel=0.05)
     assert any(type(x).__name__ == "OptimState8bit" for s in optimizer.state.values() for x in s.values())
 
 
@@ -61,8 +61,8 @@ def test_goes_on_from_one_file(tmp_path, beside):
     """Resumes bit by bit; torch cannot read such states if Lightning names the host by a function."""
     _, want, _ = fit(optim.AdamW8bit, 6)
     fit(optim.AdamW8bit, 3, enable_checkpointing=True, callbacks=[ModelCheckpoint(str(tmp_path), save_last=True)])
-    more = {"enable_checkpointing": True, "callbacks": [ShardedCheckpoint(str(tmp_path / "folder"))]} if beside else {}
-    done, loss, optimizer = fit(optim.AdamW8bit, 6, str(tmp_path / "last.ckpt"), **more)
+    extra = {"enable_checkpointing": True, "callbacks": [ShardedCheckpoint(str(tmp_path / "folder"))]} if beside else {}
+    done, loss, optimizer = fit(optim.AdamW8bit, 6, str(tmp_path / "last.ckpt"), **extra)
     assert done == 6 and loss == want
     assert any(type(x).__name__ == "OptimState8bit" for s in optimizer.state.values() for x in s.values())
 
@@ -79,8 +79,8 @@ assert "torchao" not in sys.modules
 print(type(load_module({str(tmp_path / "last.ckpt")!r})))
 """
     )
-    found = run_ranks(1, script, cwd=tmp_path)
-    assert "LongNetLM" in found.stdout and found.codes == [0], found.stderr
+    ended = run_ranks(1, script, cwd=tmp_path)
+    assert "LongNetLM" in ended.stdout and ended.codes == [0], ended.stderr
 
 
 class Odd(TorchCheckpointIO):
@@ -90,10 +90,10 @@ class Odd(TorchCheckpointIO):
 @pytest.mark.parametrize("made", [TorchCheckpointIO, Odd])
 def test_another_reader_is_left_alone(made):
     """Only Lightning's own reader is told to load to the host."""
-    io, seen = made(), {}
+    io, passed = made(), {}
     runs = trainer(max_steps=1, plugins=[io])
     runs.fit(tiny(dtype=torch.float32), loader(batch(2, 32)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning.fabric.plugins.io.torch_io.pl_load", lambda _, **options: seen.update(options))
+        patch.setattr("lightning.fabric.plugins.io.torch_io.pl_load", lambda _, **options: passed.update(options))
         io.load_checkpoint(__file__, weights_only=True)
-    assert (seen.pop("map_location") == "cpu") == (made is TorchCheckpointIO) and seen == {"weights_only": True}
+    assert (passed.pop("map_location") == "cpu") == (made is TorchCheckpointIO) and passed == {"weights_only": True}

@@ -107,11 +107,11 @@ def test_task(far, haystack, tmp_path):
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 40)
     task = far["task"].Task(haystack, keys=16, per_pair=16, text=str(text) if haystack == "text" else None)
-    tokens, asked, answers, distance = task.draw(256, 3, torch.Generator().manual_seed(1), repeats=2)
-    assert asked.shape == (3, 32) and asked.min() >= 128
-    pair = asked - distance
-    for at in (pair, asked):
-        torch.testing.assert_close(tokens.gather(1, at), tokens.gather(1, asked))
+    tokens, positions, answers, distance = task.draw(256, 3, torch.Generator().manual_seed(1), repeats=2)
+    assert positions.shape == (3, 32) and positions.min() >= 128
+    pair = positions - distance
+    for at in (pair, positions):
+        torch.testing.assert_close(tokens.gather(1, at), tokens.gather(1, positions))
         torch.testing.assert_close(tokens.gather(1, at + 1), answers)
     assert (tokens[:, :128] >= task.first).sum() == 3 * 2 * 16 and tokens.max() < task.vocabulary
 
@@ -141,9 +141,9 @@ def test_tiny_run(far, arm, tmp_path):
 def test_keys_of_two_tokens_in_a_full_haystack(far):
     """Each pair occurs once in the first half and once in the second, where its value is the answer."""
     task = far["task"].Task("filler", keys=16, key_tokens=2, full=True)
-    tokens, asked, answers, distance = task.draw(96, 2, torch.Generator().manual_seed(0))
-    assert asked.shape == (2, 16)
-    for row, places, values, far_back in zip(tokens, asked, answers, distance, strict=True):
+    tokens, positions, answers, distance = task.draw(96, 2, torch.Generator().manual_seed(0))
+    assert positions.shape == (2, 16)
+    for row, places, values, far_back in zip(tokens, positions, answers, distance, strict=True):
         pairs = [tuple(row[i : i + 2].tolist()) for i in range(0, 48, 3)]
         assert len(set(pairs)) == 16
         for at, value, back in zip(places.tolist(), values.tolist(), far_back.tolist(), strict=True):

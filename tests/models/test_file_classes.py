@@ -99,9 +99,9 @@ def saved():
     return dict(LongNetLM(PATTERN, dim=16, depth=1).hparams)
 
 
-def hyperparameters(**more):
+def hyperparameters(**extra):
     """Return the hyperparameters of a LongNetLM as the command line saves them."""
-    return {**saved(), "pattern": PATTERN.to_dict(), "_instantiator": INSTANTIATOR, **more}
+    return {**saved(), "pattern": PATTERN.to_dict(), "_instantiator": INSTANTIATOR, **extra}
 
 
 @functools.cache
@@ -109,14 +109,14 @@ def weights():
     return LongNetLM(PATTERN, dim=16, depth=1).state_dict()
 
 
-def checkpoint(folder, _without=(), _empty=False, **more):
+def checkpoint(folder, _without=(), _empty=False, **extra):
     """Write a checkpoint like the command line, with further hyperparameters."""
     stored = {
         "state_dict": {} if _empty else weights(),
         "pytorch-lightning_version": "2.6.0",
         "class_path": "lightning_dilated.LongNetLM",
     }
-    stored["hyper_parameters"] = {k: v for k, v in hyperparameters(**more).items() if k not in _without}
+    stored["hyper_parameters"] = {k: v for k, v in hyperparameters(**extra).items() if k not in _without}
     torch.save(stored, folder / "x.ckpt")
     return folder / "x.ckpt"
 
@@ -187,8 +187,8 @@ def test_no_reader_calls_what_a_file_names(calls, tmp_path, capsys, name):
     """Every reader, target and form: the optimizer and the scheduler are dropped, other hyperparameters refused."""
     dropped, forms = name in ("optimizer", "lr_scheduler"), list(FORMS.values())
     for i, target in enumerate(TARGETS):
-        more = {"_class_path": "lightning_dilated.LongNetLM", name: forms[(i + NAMES.index(name)) % len(forms)](target)}
-        path = checkpoint(tmp_path, ("_instantiator", "_class_path") if i % 2 else (), not dropped, **more)
+        evil = {"_class_path": "lightning_dilated.LongNetLM", name: forms[(i + NAMES.index(name)) % len(forms)](target)}
+        path = checkpoint(tmp_path, ("_instantiator", "_class_path") if i % 2 else (), not dropped, **evil)
         for reader in READERS:
             if reader == "of the base class" and i % 2:  # the file does not name it
                 continue
@@ -197,7 +197,7 @@ def test_no_reader_calls_what_a_file_names(calls, tmp_path, capsys, name):
                 assert not isinstance(model, LongNetLM) or type(model.configure_optimizers()) is torch.optim.AdamW
             else:
                 refused(reader, path, name, capsys)
-            assert not calls, (reader, more)
+            assert not calls, (reader, evil)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -226,8 +226,8 @@ def test_a_trainer_reads_no_hyperparameters(calls, tmp_path, target):
     run.fit(LongNetLM(PATTERN, dim=16, depth=1), data)
     run.save_checkpoint(tmp_path / "x.ckpt")
     stored = torch.load(tmp_path / "x.ckpt", weights_only=True)
-    more = {name: call(target) for name in NAMES if name not in READ_IN_A_RUN}
-    stored["hyper_parameters"] |= {**more, "_instantiator": INSTANTIATOR, "_class_path": target}
+    extra = {name: call(target) for name in NAMES if name not in READ_IN_A_RUN}
+    stored["hyper_parameters"] |= {**extra, "_instantiator": INSTANTIATOR, "_class_path": target}
     stored["datamodule_hyper_parameters"] = {"_instantiator": INSTANTIATOR, "paths": call(target)}
     torch.save(stored, tmp_path / "x.ckpt")
     again = trainer(max_steps=2, limit_val_batches=1)
@@ -303,8 +303,8 @@ def test_classes_of_values(tmp_path):
     recurrence = {"class_path": "lightning_dilated.Recurrence", "init_args": {"conv": 2}}
     checked = file_arguments({"pattern": pattern, "recurrence": [recurrence, None]}, "x.ckpt")
     assert checked["pattern"]["class_path"] == "lightning_dilated.DilatedPattern"
-    made = made_values(checked)
-    assert made == {"pattern": DilatedPattern([Branch(8, 2)]), "recurrence": [Recurrence(conv=2), None]}
+    loaded = made_values(checked)
+    assert loaded == {"pattern": DilatedPattern([Branch(8, 2)]), "recurrence": [Recurrence(conv=2), None]}
     model = LongNetLM.load_from_checkpoint(checkpoint(tmp_path, pattern=pattern))
     assert model.pattern == DilatedPattern([Branch(8, 2)])
 
@@ -330,9 +330,9 @@ class Own(DilatedModule):
         name: str = "own",
         folder: Path | None = None,
         pattern: DilatedPattern | list[DilatedPattern] | None = None,
-        **more: Any,
+        **extra: Any,
     ) -> None:
-        super().__init__(**more)
+        super().__init__(**extra)
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
 
     def build(self) -> None:
@@ -368,7 +368,7 @@ def evil(tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("mark")) and "evilmod" not in sys.modules
 
 
-def own_checkpoint(folder, **more):
+def own_checkpoint(folder, **extra):
     model = Own(name="mine")
     stored = {"state_dict": model.state_dict(), "pytorch-lightning_version": "2.6.0"}
     model.on_save_checkpoint(stored)
@@ -376,7 +376,7 @@ def own_checkpoint(folder, **more):
         **model.hparams,
         "_class_path": f"{__name__}.Own",
         "_instantiator": INSTANTIATOR,
-        **more,
+        **extra,
     }
     torch.save(stored, folder / "own.ckpt")
     return folder / "own.ckpt"
@@ -477,10 +477,10 @@ def test_from_pretrained_mae(calls, tmp_path):
     from ..ext.slides.slides import SIZES, encoder
 
     model = encoder()
-    more = {"optimizer": call("os.system"), "_instantiator": INSTANTIATOR}
-    torch.save({"state_dict": model.state_dict(), "hyper_parameters": {**SIZES, **more}}, tmp_path / "x.ckpt")
-    made = SlideEncoder.from_pretrained_mae(tmp_path / "x.ckpt")
-    assert isinstance(made.configure_optimizers(), torch.optim.AdamW)
+    extra = {"optimizer": call("os.system"), "_instantiator": INSTANTIATOR}
+    torch.save({"state_dict": model.state_dict(), "hyper_parameters": {**SIZES, **extra}}, tmp_path / "x.ckpt")
+    loaded = SlideEncoder.from_pretrained_mae(tmp_path / "x.ckpt")
+    assert isinstance(loaded.configure_optimizers(), torch.optim.AdamW)
     hparams = {**SIZES, "engine": nested("os.system")}
     torch.save({"state_dict": model.state_dict(), "hyper_parameters": hparams}, tmp_path / "x.ckpt")
     with pytest.raises(ValueError, match=r"\(engine\), and a file does not decide which class is made"):

@@ -22,9 +22,9 @@ from . import batch, tiny
 )
 @pytest.mark.parametrize("training", [True, False])
 def test_counted(options, training):
-    model, given = tiny(dtype=torch.float32, **options), batch(2, 23)
+    model, data = tiny(dtype=torch.float32, **options), batch(2, 23)
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
-        losses = model.token_losses(given)
+        losses = model.token_losses(data)
         if training:
             losses.sum().backward()
     assert step_flops(model, 46, [23, 23], training) == counter.get_total_flops()
@@ -36,23 +36,23 @@ def test_counted(options, training):
 @pytest.mark.parametrize("tied", [True, False])
 def test_frozen(trained, tied):
     """Frozen parameters get no gradient, and layers before all trained ones pass none on."""
-    model, given = tiny(dtype=torch.float32, tie_embeddings=tied), batch(2, 23)
+    model, data = tiny(dtype=torch.float32, tie_embeddings=tied), batch(2, 23)
     model.requires_grad_(False).get_submodule(trained).requires_grad_(True)
     with FlopCounterMode(display=False) as counter:
-        model.token_losses(given).sum().backward()
+        model.token_losses(data).sum().backward()
     assert step_flops(model, 46, [23, 23]) == counter.get_total_flops()
 
 
 def test_documents_and_windows_of_heads():
     pattern = DilatedPattern([Branch(4, 1, heads=[0]), (16, 2)])  # windows of heads have unequal numbers of pairs
-    model, given = tiny(pattern, dtype=torch.float32), batch(1, 23)
-    given["cu_seqlens"] = torch.tensor([0, 5, 5, 23], dtype=torch.int32)
+    model, data = tiny(pattern, dtype=torch.float32), batch(1, 23)
+    data["cu_seqlens"] = torch.tensor([0, 5, 5, 23], dtype=torch.int32)
     want = step_flops(model, 23, [5, 0, 18])
     assert want < step_flops(model, 23, [23])
     for chunks, again in ((1, 0), (2, 1)):
         model.transformer.memory = MemorySettings(head_chunks=chunks)
         with FlopCounterMode(display=False) as counter:
-            model.token_losses(given).sum().backward()
+            model.token_losses(data).sum().backward()
         projections = 2 * sum(b.attention.in_proj_weight.numel() for b in model.transformer.blocks) * 23
         assert counter.get_total_flops() == want + again * projections  # q, k and v are projected twice
 
@@ -82,15 +82,15 @@ def test_streams(training, chunk):
         ],
     }[chunk]
     for step, at in enumerate(range(0, 60, 20)):
-        given = {
+        data = {
             "tokens": text[:, at : at + 20], "labels": text[:, at + 1 : at + 21], "starts": starts[:, at : at + 20],
             "stream": torch.arange(2), "position": torch.tensor([at, at]),
         }  # fmt: skip
         with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
-            total, _ = model.loss_terms(given)
+            total, _ = model.loss_terms(data)
             if training:
                 total.backward()
-        parts = model.truncated_parts(given)
+        parts = model.truncated_parts(data)
         assert parts == [range(*x) for x in want[step]]
         carried = len(model.transformer.blocks) * 4 * carried_pairs(pattern, model.num_heads, parts)
         most = max(most, carried)

@@ -31,9 +31,9 @@ PARTS = {
 def block(memory):
     torch.manual_seed(0)
     options = BlockOptions(bias=True)
-    made = TransformerBlock(E, HEADS, HIDDEN, PATTERN, causal=True, num_kv_heads=KV, options=options).double()
-    made.memory = memory
-    return made
+    module = TransformerBlock(E, HEADS, HIDDEN, PATTERN, causal=True, num_kv_heads=KV, options=options).double()
+    module.memory = memory
+    return module
 
 
 def frozen(module, names):
@@ -53,9 +53,9 @@ def backward(module, loss):
 
 def of_block(memory, names, x):
     """Return the same for a block and its input."""
-    made = frozen(block(memory), names)
+    module = frozen(block(memory), names)
     x = x.clone().requires_grad_(x.requires_grad)
-    flops, grads = backward(made, made(x).square().sum())
+    flops, grads = backward(module, module(x).square().sum())
     return flops, grads | ({} if x.grad is None else {"x": x.grad})
 
 
@@ -97,12 +97,12 @@ def test_what_nothing_before_needs(memory, samples):
 
 @pytest.mark.parametrize("memory", [MemorySettings(), MemorySettings("block", tile=5)], ids=str)
 def test_a_head(memory):
-    found = []
+    results = []
     for names in ([], ["head"]):
         torch.manual_seed(0)
         model = frozen(tiny(PATTERN, tie_embeddings=False), names)
         model.transformer.memory = memory
-        found.append(backward(model, model.token_losses(batch(1, TOKENS)).sum()))
-    (all_of, want), (some, got) = found
+        results.append(backward(model, model.token_losses(batch(1, TOKENS)).sum()))
+    (all_of, want), (some, got) = results
     assert all_of - some == 2 * TOKENS * want["head.weight"].numel()
     assert want.keys() - got.keys() == {"head.weight"} and all(torch.equal(g, want[n]) for n, g in got.items())

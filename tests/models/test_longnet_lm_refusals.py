@@ -86,5 +86,5 @@ def test_bits_of_a_token_are_not_taken_for_those_of_a_byte(recwarn, tokens, byte
     """Tokens of text without `bytes_per_token`: bits per byte would be several times too many."""
     model = tiny(dtype=torch.float32, vocab_size=1000, bytes_per_token=bytes_per_token)
     trainer(max_steps=1).fit(model, Vocabulary(tokens))
-    found = [str(x.message) for x in recwarn if "bytes_per_token is 1" in str(x.message)]
-    assert bool(found) == told and all(f"but {tokens} different tokens" in x for x in found)
+    messages = [str(x.message) for x in recwarn if "bytes_per_token is 1" in str(x.message)]
+    assert bool(messages) == told and all(f"but {tokens} different tokens" in x for x in messages)

@@ -29,8 +29,8 @@ def test_copies_begin_anew():
     assert newest.last() is None
     newest.of(torch.tensor(1.5))
     newest._free = [lambda: None]  # like events, it cannot be pickled
-    for made in (copy.deepcopy(newest), pickle.loads(pickle.dumps(newest))):
-        assert isinstance(made, Newest) and made.last() is None and newest.last() == 1.5
+    for copied in (copy.deepcopy(newest), pickle.loads(pickle.dumps(newest))):
+        assert isinstance(copied, Newest) and copied.last() is None and newest.last() == 1.5
 
 
 class Shown(pl.callbacks.TQDMProgressBar):

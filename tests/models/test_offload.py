@@ -45,8 +45,8 @@ def test_host_memory(offload, every, inputs):
 def test_a_budget_in_gib(monkeypatch):
     monkeypatch.setattr(offload, "GIB", INPUT)
     model = tiny(PATTERN, depth=5)
-    want = gradients(model, MemorySettings(), given := batch(2, 21))
-    same(gradients(model, MemorySettings("block", offload=3.5), given), want)
+    want = gradients(model, MemorySettings(), data := batch(2, 21))
+    same(gradients(model, MemorySettings("block", offload=3.5), data), want)
     host = model.transformer._host
     assert host.bytes == 3 * INPUT
     torch.autograd.grad(model.token_losses(batch(2, 11)).sum(), list(model.parameters()))
@@ -61,19 +61,19 @@ def test_a_forward_without_backward():
     gc.collect()
     host = model.transformer._host
     assert sum(b.size for b in host._free) >= 2 * INPUT  # the last input sent is held until another is sent
-    want = gradients(model, MemorySettings(), given := batch(2, 21))
-    same(gradients(model, MemorySettings("block", offload=1), given), want)
+    want = gradients(model, MemorySettings(), data := batch(2, 21))
+    same(gradients(model, MemorySettings("block", offload=1), data), want)
 
 
 def test_two_forwards_before_the_backward():
     model = tiny(PATTERN, depth=3)
     first, second = batch(2, 21), batch(2, 21)
-    found = []
+    results = []
     for chosen in (MemorySettings(), MemorySettings("block", offload=1)):
         model.transformer.memory = chosen
         loss = model.token_losses(first).sum() + 2 * model.token_losses(second).sum()
-        found.append(torch.autograd.grad(loss, list(model.parameters())))
-    same(list(found[1]), list(found[0]))
+        results.append(torch.autograd.grad(loss, list(model.parameters())))
+    same(list(results[1]), list(results[0]))
 
 
 def test_an_empty_shard_sends_nothing():
@@ -173,13 +173,13 @@ def test_what_is_on_the_gpu_beside(offload_part, monkeypatch):
     the last
     one sent, until another is sent or stays. The embedding's wider output is freed.
     """
-    inputs, seen, init = [], [], offload._Offloaded.__init__
+    inputs, counts, init = [], [], offload._Offloaded.__init__
     keep = lambda x: inputs.append(StorageWeakRef(x.untyped_storage()))  # noqa: E731
-    monkeypatch.setattr(offload._Offloaded, "__init__", lambda a, host, x, *rest: keep(x) or init(a, host, x, *rest))
+    monkeypatch.setattr(offload._Offloaded, "__init__", lambda a, host, x, *args: keep(x) or init(a, host, x, *args))
     there = lambda: sum(not x.expired() for x in inputs)  # noqa: E731
-    monkeypatch.setattr(chunks, "products", lambda *given, f=chunks.products: seen.append(there()) or f(*given))
+    monkeypatch.setattr(chunks, "products", lambda *given, f=chunks.products: counts.append(there()) or f(*given))
     nats = longnet_lm.token_nats
-    monkeypatch.setattr(longnet_lm, "token_nats", lambda *given: seen.append(there()) or nats(*given))
+    monkeypatch.setattr(longnet_lm, "token_nats", lambda *given: counts.append(there()) or nats(*given))
     model = tiny(PATTERN, torch.float32, depth=8, residual_dtype="bfloat16")
     model.embedding.register_forward_hook(lambda module, given, out: keep(out))
     chosen = MemorySettings("block", every=2, offload=offload_part, tile=21, head_chunks=2)
@@ -188,18 +188,18 @@ def test_what_is_on_the_gpu_beside(offload_part, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = model.loss_terms(batch(1, 21))
     assert inputs[0].expired()
-    windows, in_loss = seen[:-1], seen[-1]
+    windows, in_loss = counts[:-1], counts[-1]
     groups = [windows[i : i + 4] for i in range(0, 16, 4)]  # two blocks of two windows each
-    found = counted(MemorySettings("block", every=2, tile=21, head_chunks=2))
-    found = replace(found, subject=replace(found.subject, memory=chosen))
+    plan = counted(MemorySettings("block", every=2, tile=21, head_chunks=2))
+    plan = replace(plan, subject=replace(plan.subject, memory=chosen))
     away = round(4 * offload_part)
-    moments = {moment.part: moment for moment in reversed(found.moments)}
-    planned = lambda *part: away - _on_host_only(found, moments[part], away)  # noqa: E731
+    moments = {moment.part: moment for moment in reversed(plan.moments)}
+    planned = lambda *part: away - _on_host_only(plan, moments[part], away)  # noqa: E731
     assert groups == [[1] * 4] + [[2] * 4] * (away - 1) + [[1] * 4] * (4 - away)
     assert groups[-1][0] == planned("forward", 6) and in_loss == planned("behind", 7)
-    seen.clear()
+    counts.clear()
     loss.backward()
-    assert seen[0] == planned("backward", 7)
+    assert counts[0] == planned("backward", 7)
 
 
 def test_closed_with_forwards_that_wait():

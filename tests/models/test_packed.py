@@ -79,9 +79,9 @@ def test_a_row_is_its_samples_one_by_one(name):
     model, samples = CASES[name]()
     row = packed(samples)
     if name != "slides, embeddings":
-        wanted, want = gradients(model, [model.loss_terms(s) for s in samples])
+        want_loss, want = gradients(model, [model.loss_terms(s) for s in samples])
         loss, grads = gradients(model, [model.loss_terms(row)])
-        torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+        torch.testing.assert_close(loss, want_loss, rtol=1e-12, atol=0)
         assert any(g is not None and g.any() for g in grads.values())
         for key, g in want.items():
             torch.testing.assert_close(grads[key], g, rtol=0, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}")
@@ -142,10 +142,10 @@ def test_stochastic_depth_drops_documents_as_samples():
     for memory in (MemorySettings(), MemorySettings(policy="block", tile=8), MemorySettings(head_chunks=2, tile=16)):
         set_memory(model, memory)
         torch.manual_seed(4)
-        wanted, want = gradients(model, [model.loss_terms(whole)])
+        want_loss, want = gradients(model, [model.loss_terms(whole)])
         torch.manual_seed(4)
         loss, grads = gradients(model, [model.loss_terms(packed(slides(10, 23, 4, 17)))])
-        torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+        torch.testing.assert_close(loss, want_loss, rtol=1e-12, atol=0)
         for key, g in want.items():
             torch.testing.assert_close(grads[key], g, rtol=0, atol=1e-11)
 

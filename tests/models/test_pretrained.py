@@ -22,9 +22,9 @@ class Own(DilatedModule):
     """A user's module that saves its own hyperparameters."""
 
     def __init__(
-        self, width: int = 3, pattern: DilatedPattern | None = None, kinds: tuple = ("a", "b"), **more
+        self, width: int = 3, pattern: DilatedPattern | None = None, kinds: tuple = ("a", "b"), **extra
     ) -> None:
-        super().__init__(**more)
+        super().__init__(**extra)
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
         self.width = width
 
@@ -81,12 +81,12 @@ def test_any_module(tmp_path):
 
 def test_changes(tmp_path):
     tiny(dropout=0.25).save_pretrained(tmp_path)
-    made = []
+    created = []
     twin = LongNetLM.from_pretrained(
-        tmp_path, dropout=0.5, optimizer=lambda p: made.append(p) or torch.optim.SGD(p, 0.1)
+        tmp_path, dropout=0.5, optimizer=lambda p: created.append(p) or torch.optim.SGD(p, 0.1)
     )
     twin.configure_optimizers()
-    assert twin.dropout.p == 0.5 and made
+    assert twin.dropout.p == 0.5 and created
     with pytest.raises(TypeError, match="LongNetLM has no argument 'widht'"):
         LongNetLM.from_pretrained(tmp_path, widht=3)
 
@@ -185,21 +185,21 @@ def test_what_json_cannot_hold(value, tmp_path):
 
 # -- the hub, without a network ----------------------------------------------------------------------------------------
 def test_from_the_hub(tmp_path, monkeypatch):
-    model, asked = tiny(), []
+    model, calls = tiny(), []
     model.save_pretrained(tmp_path)
     monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda repo, **o: asked.append((repo, o)) or str(tmp_path)
+        huggingface_hub, "snapshot_download", lambda repo, **o: calls.append((repo, o)) or str(tmp_path)
     )
     twin = LongNetLM.from_pretrained("some-one/longnet.v1", revision="main", token="t")
     assert torch.equal(twin.eval()(TOKENS), model(TOKENS))
     files = ["config.json", "model.safetensors", *tokenizer_files.PATTERNS]
-    assert asked == [
+    assert calls == [
         ("some-one/longnet.v1", {"allow_patterns": files, "revision": "main", "token": "t", "cache_dir": None})
     ]
 
 
 def test_not_on_the_hub(monkeypatch):
-    def offline(*given, **options):
+    def offline(*args, **options):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no outgoing traffic\nand more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)

@@ -36,9 +36,9 @@ BASES = {
 
 @pytest.mark.parametrize("name", BASES)
 def test_layers(name):
-    given, want = BASES[name]
-    assert layer_bases(*given, 4) == want
-    assert layer_bases(*given, 4, "none") == (None,) * 4
+    value, want = BASES[name]
+    assert layer_bases(*value, 4) == want
+    assert layer_bases(*value, 4, "none") == (None,) * 4
 
 
 def test_xpos_keeps_its_base():
@@ -60,9 +60,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
-    given, error, text = REFUSED[name]
+    value, error, text = REFUSED[name]
     with pytest.raises(error, match=text):
-        layer_bases(*given, 4)
+        layer_bases(*value, 4)
 
 
 HINTS = {
@@ -88,15 +88,15 @@ def test_hint(name):
     import re
 
     bases, patterns, tokens, made_for, says = HINTS[name]
-    found = rotary_hint(bases * len(patterns), patterns, tokens, made_for)
-    assert found is None if says is None else re.search(says, found), found
+    hint = rotary_hint(bases * len(patterns), patterns, tokens, made_for)
+    assert hint is None if says is None else re.search(says, hint), hint
 
 
 def said(make):
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make()
-    return [str(w.message) for w in found if "rotary_base" in str(w.message)]
+    return [str(w.message) for w in caught if "rotary_base" in str(w.message)]
 
 
 def test_a_model_warns_as_it_is_made():
@@ -109,21 +109,21 @@ def test_a_model_warns_as_it_is_made():
 
 def test_a_fit_on_longer_sequences_warns():
     model = LongNetLM(DilatedPattern.dense(), **SIZES, max_seq_len=32, rotary_base=1.5)
-    found = said(lambda: trainer(max_epochs=1).fit(model, loader(batch(1, 40), batch(1, 40))))
-    (rotary,) = (x for x in found if "LongNetLM at 40 tokens" in x)
-    assert "layer 0 attends over 40 tokens" in rotary and len(found) == 2
-    assert any("LongNetLM is made for max_seq_len=32, and trains on a sequence of 40 tokens" in x for x in found)
+    messages = said(lambda: trainer(max_epochs=1).fit(model, loader(batch(1, 40), batch(1, 40))))
+    (rotary,) = (x for x in messages if "LongNetLM at 40 tokens" in x)
+    assert "layer 0 attends over 40 tokens" in rotary and len(messages) == 2
+    assert any("LongNetLM is made for max_seq_len=32, and trains on a sequence of 40 tokens" in x for x in messages)
 
 
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetClassifier])
 def test_layers_have_their_own(kind):
     """Each layer rotates q and k by its base; a layer without positions does not."""
     sizes = {"dim": 16, "depth": 4, "num_heads": 2}
-    more = {"vocab_size": 11, **({} if kind is LongNetLM else {"num_classes": 2})}
-    model = kind(NARROW, **sizes, **more, rotary_base=[1e4, "none", 5e5, "length"], max_seq_len=65536)
+    options = {"vocab_size": 11, **({} if kind is LongNetLM else {"num_classes": 2})}
+    model = kind(NARROW, **sizes, **options, rotary_base=[1e4, "none", 5e5, "length"], max_seq_len=65536)
     model.configure_model()
-    found = [x and x.base for x in model.transformer.rotaries]
-    assert found == [1e4, None, 5e5, 1e7] == list(model.rotary_bases)
+    bases = [x and x.base for x in model.transformer.rotaries]
+    assert bases == [1e4, None, 5e5, 1e7] == list(model.rotary_bases)
     x = torch.randn(1, 12, 16)
     want = x
     for block in model.transformer.blocks:

@@ -15,12 +15,12 @@ def optimizer(*rates):
 def factors(steps, **options):
     """Return the learning rate of each step as a share of the peak."""
     opt = optimizer(2.0)
-    schedule, seen = WarmupCosine(opt, **options), []
+    schedule, rates = WarmupCosine(opt, **options), []
     for _ in range(steps):
-        seen.append(opt.param_groups[0]["lr"] / 2.0)
+        rates.append(opt.param_groups[0]["lr"] / 2.0)
         opt.step()
         schedule.step()
-    return seen
+    return rates
 
 
 HALF = 0.5 * (1 + math.cos(math.pi / 4))

@@ -63,19 +63,19 @@ def run(model, tmp_path):
 
 @pytest.mark.parametrize("kind", [Weighted, Smoothed, Mean, Below])
 def test_a_loss_of_ones_own_has_no_other_name(tmp_path, kind):
-    seen = run(kind(PATTERN, **SIZES), tmp_path)
-    assert {"train_loss", "val_loss"} <= seen.keys()
-    assert not [x for x in seen if "bits" in x or "perplexity" in x]
+    metrics = run(kind(PATTERN, **SIZES), tmp_path)
+    assert {"train_loss", "val_loss"} <= metrics.keys()
+    assert not [x for x in metrics if "bits" in x or "perplexity" in x]
 
 
 @pytest.mark.parametrize("kind", [LongNetLM, Named, Same])
 def test_other_models_keep_them(tmp_path, kind):
-    seen, scale = run(kind(PATTERN, **SIZES), tmp_path), 3 if kind is Named else 1
+    metrics, scale = run(kind(PATTERN, **SIZES), tmp_path), 3 if kind is Named else 1
     for stage in ("train", "val"):
-        assert float(seen[f"{stage}_bits_per_byte"]) == pytest.approx(
-            float(seen[f"{stage}_loss"]) / scale / 0.6931472, rel=1e-5
+        assert float(metrics[f"{stage}_bits_per_byte"]) == pytest.approx(
+            float(metrics[f"{stage}_loss"]) / scale / 0.6931472, rel=1e-5
         )
-        assert f"{stage}_perplexity" in seen
+        assert f"{stage}_perplexity" in metrics
 
 
 def test_a_method_put_into_an_object_counts_as_well(tmp_path):

@@ -43,8 +43,8 @@ CORNERS = {
 def test_a_window_says_what_its_docstring_does(width, rate, causal):
     c = DilatedPattern([Window(width, rate, heads=[1])]).counts(17, 2, causal)
     for p in range(17):
-        seen = {j for j in range(17) if (p - j) % rate == 0 and abs(p - j) < width * rate and (j <= p or not causal)}
-        assert c[1, p].tolist() == [int(j in seen) for j in range(17)] and p in seen
+        visible = {j for j in range(17) if (p - j) % rate == 0 and abs(p - j) < width * rate and (j <= p or not causal)}
+        assert c[1, p].tolist() == [int(j in visible) for j in range(17)] and p in visible
     assert not c[0].any()
 
 

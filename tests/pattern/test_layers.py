@@ -122,8 +122,8 @@ def test_hybrid_with_windows():
     for with_windows, pattern in zip(
         DilatedPattern.hybrid(6, 4, 2, 8, far=DilatedPattern([(16, 2)]), window=True), segments, strict=True
     ):
-        first, *rest = pattern.branches
-        assert with_windows.branches == (Window(8, heads=first.heads), *rest)
+        first, *windows = pattern.branches
+        assert with_windows.branches == (Window(8, heads=first.heads), *windows)
     assert read_patterns({"hybrid": {"window": True}}, 4, 2)[0] == DilatedPattern([Window(2048)])
 
 

@@ -33,7 +33,7 @@ def test_blocks_cover_the_definition_once(data):
     heads, kv = data.draw(head_counts())
     pattern = data.draw(patterns(heads, kv))
     n = data.draw(st.integers(0, 64))
-    seen = Counter()
+    cell_counts = Counter()
     for block in blocks(pattern, n, heads, kv):
         branch = pattern.branches[block.branch]
         if branch.tokens is not None:  # rows of several blocks: see the pairs below
@@ -45,9 +45,9 @@ def test_blocks_cover_the_definition_once(data):
             assert len(places) == 1 and None not in places  # one segment, and the head's residue
             for p in positions:
                 assert 0 <= p < n
-                seen[block.branch, head, p] += 1
-    assert set(seen.values()) <= {1}
-    assert set(seen) == {
+                cell_counts[block.branch, head, p] += 1
+    assert set(cell_counts.values()) <= {1}
+    assert set(cell_counts) == {
         (i, h, p)
         for i, branch in enumerate(pattern.branches)
         for h in range(heads)

@@ -73,8 +73,8 @@ def play(problem: Problem, programs: list[Program]) -> list[list[list[tuple]]]:
         check_agreed(steps)
         for rank, step in enumerate(steps):
             # without `keep`, only the last round's rows still exist
-            kept = arrived[rank] if programs[rank].keep else arrived[rank][-1:]
-            have = own[rank].union(*kept)
+            remaining = arrived[rank] if programs[rank].keep else arrived[rank][-1:]
+            have = own[rank].union(*remaining)
             for message in step.sends.values():
                 assert have.issuperset(rows_of(message)), f"rank {rank} sends in round {number} what it does not hold"
         for rank, step in enumerate(steps):
@@ -101,11 +101,11 @@ def needed_by_definition(case: Case, problem: Problem) -> list[set[tuple]]:
     return [
         {
             (document, sample, kv_head, p)
-            for document, kv_head, p in seen
+            for document, kv_head, p in visible
             for sample in range(document.samples)
             if member_of(problem.shard, p) // group != rank
         }
-        for rank, seen in enumerate(case.rows_seen(problem))
+        for rank, visible in enumerate(case.rows_seen(problem))
     ]
 
 

@@ -43,9 +43,9 @@ def triangle(queries: list[int], keys: list[int], causal: bool, band: tuple[int,
     """
     if band is not None:
         lower, upper = band
-        seen = [keys[max(0, n + lower) : max(0, n + upper + 1)] for n in range(len(queries))]
-        assert all(seen)
-        return [(p, j) for p, some in zip(queries, seen, strict=True) for j in some]
+        visible = [keys[max(0, n + lower) : max(0, n + upper + 1)] for n in range(len(queries))]
+        assert all(visible)
+        return [(p, j) for p, some in zip(queries, visible, strict=True) for j in some]
     assert not causal or len(queries) == len(keys)
     return [(p, j) for n, p in enumerate(queries) for j in (keys[: n + 1] if causal else keys)]
 
@@ -65,8 +65,8 @@ def computed(case: Case, requests: Requests, whole: bool) -> tuple[Counter, Coun
             for request in requests(problem, rank):
                 keys = [j for piece in request.keys for j in piece]
                 which = request.document, request.branch, request.head
-                of = list(request.queries), keys, request.causal, request.band
-                pairs.update((*which, p, j) for p, j in triangle(*of))
+                arguments = list(request.queries), keys, request.causal, request.band
+                pairs.update((*which, p, j) for p, j in triangle(*arguments))
                 pads.update({(*which, p): request.pads for p in request.queries})
     return pairs, pads
 

@@ -64,8 +64,8 @@ def test_shift_is_global(ranks):
     tokens = torch.arange(1, 9).view(1, 8)
     spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["lengths", "cu_seqlens"], shift={"labels": -100})
 
-    def labels(**more):
-        batch = {"tokens": tokens, "labels": tokens, **more}
+    def labels(**options):
+        batch = {"tokens": tokens, "labels": tokens, **options}
         return torch.cat([spec.cut(batch, Place(ranks, r))["labels"] for r in range(ranks)], 1)[0].tolist()
 
     assert labels() == [2, 3, 4, 5, 6, 7, 8, -100]

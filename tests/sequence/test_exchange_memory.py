@@ -92,9 +92,9 @@ def test_head_groups_hold_less():
 def test_planned_memory_is_that_of_the_exchange_taken():
     heads = 8, 8, 16
     setup = lambda bound: Setup("ring_dilated", 4, 4, exchange_memory=bound)  # noqa: E731
-    of = lambda bound: exchanged(DilatedPattern.dense(), 4096, heads, False, 2, setup(bound))  # noqa: E731
-    assert of(most("ring")).name == "ring" and of(most("ring")).kept == 0
-    assert of(None).name == plan(DENSE, **SIZES).exchange
+    exchange_of = lambda bound: exchanged(DilatedPattern.dense(), 4096, heads, False, 2, setup(bound))  # noqa: E731
+    assert exchange_of(most("ring")).name == "ring" and exchange_of(most("ring")).kept == 0
+    assert exchange_of(None).name == plan(DENSE, **SIZES).exchange
 
 
 @pytest.mark.parametrize("value", [0, -1.0, "1", float("inf")])

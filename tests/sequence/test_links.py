@@ -141,9 +141,9 @@ def test_auto_follows_the_links(name):
     problem, per_node = PROBLEMS[name]
     plans = [plan(problem, ranks_per_node=per_node, links=x) for x in (Links(), *(x for x, _ in DEAR.values()))]
     assert tuple(x.exchange for x in plans) == TAKEN[name]
-    for chosen, (links, of) in zip(plans[1:], DEAR.values(), strict=True):
+    for chosen, (links, expensive) in zip(plans[1:], DEAR.values(), strict=True):
         taken = next(p for p in chosen.prices if p.exchange == chosen.exchange)
-        assert of(taken) == min(of(p) for p in chosen.prices)
+        assert expensive(taken) == min(expensive(p) for p in chosen.prices)
         assert chosen.links == links
 
 

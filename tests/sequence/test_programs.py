@@ -57,7 +57,7 @@ def check_ring(problem, programs, needs: list[set]) -> None:
     own = [held_rows(problem, rank) for rank in range(ranks)]
     arrived = play(problem, programs)
     for rank in range(ranks):
-        wanted = requested_rows(problem, rank)
+        needed = requested_rows(problem, rank)
         for t, rows in enumerate(arrived[rank]):
             source = (rank - t) % ranks
             step = programs[rank].rounds[t]
@@ -65,11 +65,11 @@ def check_ring(problem, programs, needs: list[set]) -> None:
             assert set(step.sends) <= {(rank + 1) % ranks if t else rank}
             assert len(set(rows)) == len(rows)
             if t == 0:
-                assert set(rows) == wanted & own[rank]
+                assert set(rows) == needed & own[rank]
                 continue
             users = [(source + hops) % ranks for hops in range(t, ranks)]
             assert set(rows) == own[source].intersection(set().union(*(needs[user] for user in users)))
-            assert set(rows) >= wanted & own[source]  # the round's rows serve the requests cut down to their source
+            assert set(rows) >= needed & own[source]  # the round's rows serve the requests cut down to their source
 
 
 def check_returns(problem, programs) -> None:

@@ -62,9 +62,9 @@ def test_subtract(a, b):
     assert sorted(elements(pieces)) == sorted(set(a) - set(b))
     assert all(pieces)
     # a billion rows must not become a million pieces
-    both = intersect(a, b)
-    period = both.step // a.step if both else 1
-    assert len(pieces) <= min(period, len(both)) + 2
+    shared = intersect(a, b)
+    period = shared.step // a.step if shared else 1
+    assert len(pieces) <= min(period, len(shared)) + 2
 
 
 @given(st.lists(ranges(), max_size=4), st.lists(ranges(), max_size=4))
@@ -182,10 +182,10 @@ def test_intersect_huge(a, b):
 @given(huge_ranges(), huge_ranges())
 @settings(max_examples=examples(50))
 def test_subtract_huge(a, b):
-    both, pieces = intersect(a, b), subtract(a, b)
-    assert size(pieces) == len(a) - len(both)
-    period = both.step // a.step if both else 1
-    assert len(pieces) <= min(period, len(both)) + 2
+    shared, pieces = intersect(a, b), subtract(a, b)
+    assert size(pieces) == len(a) - len(shared)
+    period = shared.step // a.step if shared else 1
+    assert len(pieces) <= min(period, len(shared)) + 2
     if len(pieces) < 30:  # otherwise this check is quadratic, and the elements were counted already
         assert not any(intersect(x, y) for x, y in combinations(pieces, 2))
     for piece in pieces[:20]:

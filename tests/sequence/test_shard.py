@@ -22,14 +22,14 @@ def positions(shard: Shard, rank: int) -> list[int]:
 @given(shards(longest=60, ranks=9))
 @settings(max_examples=examples(100))
 def test_ranges_are_the_layout(shard):
-    seen = []
+    covered = []
     for rank in range(shard.ranks):
         held = shard.ranges(rank)
         assert all(held)  # no empty range
         assert [p for piece in held for p in piece] == positions(shard, rank)
         assert shard.length(rank) == len(positions(shard, rank))
-        seen += positions(shard, rank)
-    assert sorted(seen) == list(range(shard.seq_len))
+        covered += positions(shard, rank)
+    assert sorted(covered) == list(range(shard.seq_len))
     assert shard.longest == max(shard.length(rank) for rank in range(shard.ranks))
 
 
@@ -73,7 +73,7 @@ def test_pieces_of_chunks(start, seq_len, stream, ranks):
     chunks, whole = ChunkShard(start, start + seq_len, stream, ranks), Shard(seq_len, ranks, "chunked", stream=stream)
     held = [positions(whole, rank) for rank in range(ranks)]
     assert chunks.ranks == ranks * chunks.chunks
-    made = [[] for _ in range(ranks)]
+    rank_pieces = [[] for _ in range(ranks)]
     for number in range(chunks.ranks):
         chunk, rank = divmod(number, ranks)
         piece = chunks.piece(number)
@@ -81,14 +81,14 @@ def test_pieces_of_chunks(start, seq_len, stream, ranks):
         assert held[rank][chunks.local(number)] == [p - start for p in piece]
         assert list(chunks.peers(number)) == [chunk * ranks + r for r in range(ranks)]
         assert chunks.ranges(number) == ((piece,) if piece else ())
-        made[rank] += piece
-        assert [p for x in chunks.held(number) for p in x] == made[rank]
+        rank_pieces[rank] += piece
+        assert [p for x in chunks.held(number) for p in x] == rank_pieces[rank]
         for position in range(start, chunks.positions(chunk).stop):
             owner, _ = whole.owner(position - start)
             peer, index = chunks.carrier(number, position)
             assert peer == chunk * ranks + owner
             assert held[owner][chunks.local(peer).start + index] == position - start
-    assert [[p - start for p in x] for x in made] == held
+    assert [[p - start for p in x] for x in rank_pieces] == held
     numbers = [u for u in range(chunks.ranks) for _ in chunks.piece(u)]
     around = range(start - 2, start + seq_len + 2)
     assert [chunks.number(p) for p in around] == [-1, -1, *numbers, chunks.ranks, chunks.ranks]

@@ -39,8 +39,8 @@ def test_rows_that_readers_need(case: Case, data):
     readers = data.draw(st.sets(st.integers(0, case.shard.ranks - 1), min_size=1))
     held = case.held()
     for problem in case.problems():
-        seen = case.rows_seen(problem)
-        needed = set().union(*(seen[r] for r in readers))
+        visible = case.rows_seen(problem)
+        needed = set().union(*(visible[r] for r in readers))
         for source in range(case.shard.ranks):
             read = strided.rows_read(problem, frozenset(readers), source)
             rows = rows_of(read)
@@ -82,9 +82,9 @@ def test_messages_are_those_of_the_program(case: Case):
     for problem in case.problems():
         for rank in range(case.shard.ranks):
             (step,) = EXCHANGES["gather"].program(problem, rank, 1).rounds
-            others = step.receives.keys() - {rank}
-            assert EXCHANGES["gather"].volume(problem, rank, 1).messages == 2 * len(others)
-            assert origins(problem, [rank]).ranks - {rank} == others
+            senders = step.receives.keys() - {rank}
+            assert EXCHANGES["gather"].volume(problem, rank, 1).messages == 2 * len(senders)
+            assert origins(problem, [rank]).ranks - {rank} == senders
             program = EXCHANGES["switch"].program(problem, rank, 1)
             owners, sources = (x.keys() - {rank} for x in (program.queries.sends, program.queries.receives))
             assert program.keys.receives.keys() - {rank} == sources

@@ -13,13 +13,13 @@ from ..distributed.pool import Pool
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], Pool]]:
     """Return a function: `pools(4)` is a pool of four ranks, started on first use."""
-    made: dict[int, Pool] = {}
+    started: dict[int, Pool] = {}
 
     def get(ranks: int) -> Pool:
-        if ranks not in made:
-            made[ranks] = Pool(ranks)
-        return made[ranks]
+        if ranks not in started:
+            started[ranks] = Pool(ranks)
+        return started[ranks]
 
     yield get
-    for pool in made.values():
+    for pool in started.values():
         pool.close()

@@ -53,10 +53,10 @@ class Log(pl.Callback):
 
         checkpoint_folder._write_files = write_and_die
 
-    def note(self, trainer, what, **more):
+    def note(self, trainer, what, **details):
         place = {"attempt": self.attempt, "rank": trainer.global_rank, "step": trainer.global_step}
         with self.file.open("a") as file:
-            file.write(json.dumps({"what": what, "time": time.time(), **place, **more}) + "\n")
+            file.write(json.dumps({"what": what, "time": time.time(), **place, **details}) + "\n")
 
     def die(self, trainer, moment, now=False):
         """Carry out the kill that is planned for this moment, if any."""
@@ -87,9 +87,9 @@ class Model(ld.LongNetLM):
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        more = {"share": float(loss), "index": batch["index"].tolist(), "data_rank": self.trainer.strategy.data_rank}
+        details = {"share": float(loss), "index": batch["index"].tolist(), "data_rank": self.trainer.strategy.data_rank}
         log = next(x for x in self.trainer.callbacks if isinstance(x, Log))
-        log.note(self.trainer, "batch", batch=batch_idx, epoch=self.trainer.current_epoch, **more)
+        log.note(self.trainer, "batch", batch=batch_idx, epoch=self.trainer.current_epoch, **details)
         return loss
 
 

@@ -58,11 +58,11 @@ def main(settings):
     adamw = functools.partial(torch.optim.AdamW, lr=3e-4, fused=settings["fused"])
     model = ld.LongNetLM(pattern, optimizer=adamw, **{"dim": 64, "depth": 3, "num_heads": 4, **settings["model"]})
     look, memory = Look(), settings["memory"]
-    given = settings["strategy"]
-    if isinstance(given.get("cpu_offload"), dict):
-        given["cpu_offload"] = CPUOffloadPolicy(**given["cpu_offload"])
+    strategy_options = settings["strategy"]
+    if isinstance(strategy_options.get("cpu_offload"), dict):
+        strategy_options["cpu_offload"] = CPUOffloadPolicy(**strategy_options["cpu_offload"])
     trainer = pl.Trainer(
-        strategy=ld.RingDilatedFSDPStrategy(timeout=60, **given),
+        strategy=ld.RingDilatedFSDPStrategy(timeout=60, **strategy_options),
         accelerator=settings["accelerator"],
         devices=2,
         precision=settings["precision"],
@@ -84,8 +84,8 @@ def main(settings):
     trainer.validate(model, data, verbose=False)
     if trainer.is_global_zero:
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        told = {**look.told, "val_loss": float(trainer.callback_metrics["val_loss"]), "peak": peak}
-        print("told", json.dumps(told), flush=True)
+        report = {**look.told, "val_loss": float(trainer.callback_metrics["val_loss"]), "peak": peak}
+        print("told", json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

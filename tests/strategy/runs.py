@@ -60,12 +60,12 @@ class Tokens(Dataset):
         return 12
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        made, n = torch.Generator().manual_seed(index), self.run.seq_len
-        values = torch.randint(0, VOCAB, (n + 1,), generator=made)
+        rng, n = torch.Generator().manual_seed(index), self.run.seq_len
+        values = torch.randint(0, VOCAB, (n + 1,), generator=rng)
         if self.run.kind == "unshifted":
             return {"tokens": values[:-1], "labels": values[:-1].clone(), "index": index}
         labels = values[1:].clone()
-        labels[torch.rand(n, generator=made) < self.run.masked * (index % 3)] = -100
+        labels[torch.rand(n, generator=rng) < self.run.masked * (index % 3)] = -100
         return {"tokens": values[:-1], "labels": labels, "index": index}
 
 
@@ -155,7 +155,7 @@ def make(run: Run, world: int, **options: Any) -> tuple[pl.Trainer, LongNetLM, D
     """Set seeds, and return (trainer, model, data, record) of a run."""
     pl.seed_everything(4, verbose=False)
     record = Record()
-    told = [] if run.memory is None else [ActivationRecompute(**run.memory)]
+    recompute = [] if run.memory is None else [ActivationRecompute(**run.memory)]
     built = trainer(
         (RingDilatedFSDPStrategy if run.fsdp else RingDilatedStrategy)(**run.strategy),
         world,
@@ -164,7 +164,7 @@ def make(run: Run, world: int, **options: Any) -> tuple[pl.Trainer, LongNetLM, D
         gradient_clip_val=run.clip,
         precision="32-true" if run.double else run.precision,
         num_sanity_val_steps=0,
-        callbacks=[record, *told, *options.pop("callbacks", [])],
+        callbacks=[record, *recompute, *options.pop("callbacks", [])],
         **options,
     )
     model = run.cls(**{"pattern": PATTERN, "vocab_size": VOCAB, "dim": 16, "depth": 2, **run.model})

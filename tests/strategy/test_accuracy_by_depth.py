@@ -45,9 +45,9 @@ def rows(rank, group, kind, strategy, batch_size, folder):
     model.configure_model()  # or sharded layers would draw other weights
     callback = AccuracyByDepth(folder, table=False, picture=False)
     fsdp = strategy.pop("fsdp", False)
-    made = (RingDilatedFSDPStrategy if fsdp else RingDilatedStrategy)(**strategy)
+    plugin = (RingDilatedFSDPStrategy if fsdp else RingDilatedStrategy)(**strategy)
     precision = "32-true" if fsdp else "64-true"
-    trainer(made, world, callbacks=[callback], precision=precision).test(model, task, verbose=False)
+    trainer(plugin, world, callbacks=[callback], precision=precision).test(model, task, verbose=False)
     return callback.rows
 
 

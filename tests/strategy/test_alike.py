@@ -259,13 +259,13 @@ def set_up(rank, group, names, fsdp=False):
         model.change = next((x for x in ("double", "frozen") if x in own), None)
         arguments = dict(own.get("strategy", {}))
         strategy = arguments.pop("cls", RingDilatedFSDPStrategy if fsdp else RingDilatedStrategy)(**arguments)
-        more = {k: v for k, v in own.items() if k not in ("model", "strategy", "double", "frozen", "every")}
+        trainer_options = {k: v for k, v in own.items() if k not in ("model", "strategy", "double", "frozen", "every")}
         if name == "saving":
-            more |= {
+            trainer_options |= {
                 "enable_checkpointing": True,
                 "callbacks": [ModelCheckpoint(every_n_train_steps=own.get("every", 1))],
             }
-        built = trainer(strategy, world, **{"max_steps": 2, **more})
+        built = trainer(strategy, world, **{"max_steps": 2, **trainer_options})
         try:
             built.fit(model, Data(Run()))
             messages.append("")
@@ -359,12 +359,12 @@ def drifting(rank, group, what, options, folder=None, steps=6, own=()):
     )
     model._ddp_params_and_buffers_to_ignore = set(own)
     savers = [] if folder is None else [ShardedCheckpoint(folder, every_n_train_steps=3, at_end=False)]
-    more = {
+    trainer_options = {
         "max_steps": steps,
         "callbacks": [Drift(what, 3 if what == "state" else 2), *savers],
         "enable_checkpointing": bool(savers),
     }
-    built = trainer(RingDilatedStrategy(**options), launched(rank), **more)
+    built = trainer(RingDilatedStrategy(**options), launched(rank), **trainer_options)
     try:
         built.fit(model, Data(Run(batch_size=options.get("regions", 1))))
     except RuntimeError as error:
@@ -493,8 +493,8 @@ UNEVEN = "the busiest of 2 ranks with layout='contiguous' computes "
     ids=str,
 )
 def test_the_layout_that_balances_is_named_once(pools, pattern, options, kind, times):
-    first, *others = pools(2).run(2, warned, pattern, options, kind)
-    assert others == [[]]
+    first, *other_ranks = pools(2).run(2, warned, pattern, options, kind)
+    assert other_ranks == [[]]
     if times is None:
         assert not first
         return

@@ -19,9 +19,9 @@ class Compiled(ld.LongNetLM):
         self.graphs = graphs
 
     def configure_model(self):
-        made = hasattr(self, "transformer")
+        existed = hasattr(self, "transformer")
         super().configure_model()
-        for block in () if made else self.transformer.blocks:
+        for block in () if existed else self.transformer.blocks:
             block.compile(fullgraph=True, backend=self.note)
 
     def note(self, graph, inputs):
@@ -44,10 +44,10 @@ def train(strategy, memory):
 @pytest.mark.parametrize("settings", [None, {"policy": "block", "tile": 8, "head_chunks": 4}])
 def test_blocks_stay_whole(settings, monkeypatch):
     """A block has more parameters than DDP's first bucket, at which torch.compile would split it."""
-    asked = []
-    monkeypatch.setattr(DDPOptimizer, "compile_fn", lambda self, graph, inputs: asked.append(graph) or graph)
+    calls = []
+    monkeypatch.setattr(DDPOptimizer, "compile_fn", lambda self, graph, inputs: calls.append(graph) or graph)
     memory = lambda: [ld.callbacks.ActivationRecompute(**settings)] if settings else []  # noqa: E731
     alone = train("auto", memory())
     assert train(ld.RingDilatedStrategy(), memory()) == alone > 0
-    assert not asked
+    assert not calls
     assert torch._dynamo.config.optimize_ddp

@@ -46,15 +46,15 @@ class Gradients(Record):
 
 def fit(rank, group, run, options=None):
     """(losses, norms, gradients of all steps, validation loss, parameters, what is offloaded)."""
-    seen = Gradients()
-    built, model, data, record = make(run, launched(rank), callbacks=[seen], limit_val_batches=3, **(options or {}))
+    recorder = Gradients()
+    built, model, data, record = make(run, launched(rank), callbacks=[recorder], limit_val_batches=3, **(options or {}))
     built.fit(model, data)
     built.validate(model, data, verbose=False)
     groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
     return {
         "losses": record.losses,
         "norms": record.norms,
-        "gradients": seen.grads,
+        "gradients": recorder.grads,
         "val_loss": float(built.callback_metrics["val_loss"]),
         "parameters": [full(p).detach().clone() for p in model.parameters()],
         "offloaded": {isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups if g is not None},
@@ -97,8 +97,8 @@ def reductions(rank, group, run):
     """Return (reduce-scatters of a run, its results)."""
     real, calls = param_group.foreach_reduce, []
     with mock.patch.object(param_group, "foreach_reduce", lambda *a, **k: calls.append(1) or real(*a, **k)):
-        found = fit(rank, group, run)
-    return len(calls), found
+        results = fit(rank, group, run)
+    return len(calls), results
 
 
 def test_accumulation_keeps_no_whole_gradients(pools):
@@ -114,10 +114,10 @@ def test_accumulation_keeps_no_whole_gradients(pools):
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 def part(rank, group, folder, stop, ckpt, options, how):
     """Train up to step `stop`, from a checkpoint if there is one. Return parameters, new checkpoint, steps, states."""
-    sharded, told = how == "sharded", {} if how != "file" or options is None else {"save_distributed_checkpoint": False}
+    sharded, save = how == "sharded", {} if how != "file" or options is None else {"save_distributed_checkpoint": False}
     path = str(Path(folder) / f"{stop}.ckpt")
     saver = {"callbacks": [ShardedCheckpoint(path)], "enable_checkpointing": True} if sharded else {}
-    run = RUN.but(steps=stop, strategy={**(options or {}), **told}, fsdp=options is not None, clip=0.05)
+    run = RUN.but(steps=stop, strategy={**(options or {}), **save}, fsdp=options is not None, clip=0.05)
     built, model, data, record = make(run, launched(rank), **saver)
     built.fit(model, data, ckpt_path=ckpt)
     if not sharded:
@@ -135,9 +135,9 @@ def first_half(pools, folder, before, how):
 
 def second_half(pools, folder, path, after, how):
     """Return the parameters after two more steps with options `after`; None means whole parameters."""
-    found, _, steps, _ = pools(2).run(2, part, str(folder / "b"), 4, path, after, how)[0]
+    parameters, _, steps, _ = pools(2).run(2, part, str(folder / "b"), 4, path, after, how)[0]
     assert steps == 2
-    return found
+    return parameters
 
 
 @pytest.mark.parametrize("how", ["folder", *(pytest.param(x, marks=pytest.mark.slow) for x in ("file", "sharded"))])
@@ -175,8 +175,8 @@ def capturable(rank, group):
 
 
 def test_optimizers_that_need_a_gpu(pools):
-    for found in pools(2).run(2, capturable):
-        assert found and found[1] == 0 and "Adam(capturable=True) steps on tensors of a GPU only" in found[0]
+    for message in pools(2).run(2, capturable):
+        assert message and message[1] == 0 and "Adam(capturable=True) steps on tensors of a GPU only" in message[0]
     theirs = type("Adam8bit", (torch.optim.Adam,), {"__module__": "bitsandbytes.optim.adam"})
     with pytest.raises(ValueError, match=r"bitsandbytes's Adam8bit .*take torch.optim.AdamW"):
         parallelize.keep_optimizers([theirs([torch.nn.Parameter(torch.ones(2))])])

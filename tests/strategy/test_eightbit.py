@@ -29,14 +29,14 @@ def fit(rank, group, run, cache):
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
         torch._dynamo.reset()  # as in a new process
         built, model, data, record = make(run, launched(rank))
-        step, seen = model.training_step, []
-        model.training_step = lambda *x: seen.append(functorch_config.enable_autograd_cache) or step(*x)
+        step, caches = model.training_step, []
+        model.training_step = lambda *x: caches.append(functorch_config.enable_autograd_cache) or step(*x)
         with functorch_config.patch(enable_autograd_cache=True):
             built.fit(model, data)
     states = [t for s in built.optimizers[0].state.values() for t in s.values()]
     kinds = {type(t.to_local() if hasattr(t, "to_local") else t).__name__ for t in states}
     parameters = [full(p).detach().clone() for p in model.parameters()]
-    return record.losses, parameters, kinds, {t.device.type for t in states}, set(seen)
+    return record.losses, parameters, kinds, {t.device.type for t in states}, set(caches)
 
 
 @pytest.mark.slow
@@ -65,8 +65,8 @@ def part_of_run(rank, group, folder, strategy, stop, ckpt, compiled=False, saved
     world, record = launched(rank), Record()
     data = ByteDataModule(folder, seq_len=40, batch_size=1, val_fraction=0, test_fraction=0)
     model = LongNetLM(PATTERN, dim=128, depth=1, vocab_size=263, optimizer=functools.partial(Telling, lr=3e-3))
-    more = [] if saved is None else [ShardedCheckpoint(saved, resume="auto")]
-    built = trainer(strategy, world, max_steps=stop, callbacks=[record, *more], enable_checkpointing=bool(more))
+    savers = [] if saved is None else [ShardedCheckpoint(saved, resume="auto")]
+    built = trainer(strategy, world, max_steps=stop, callbacks=[record, *savers], enable_checkpointing=bool(savers))
     stance = torch.compiler.set_stance("default" if compiled else "force_eager")  # compiling takes long
     with pytest.MonkeyPatch.context() as patch, functorch_config.patch(enable_autograd_cache=True), stance:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{folder}.cache")
@@ -92,8 +92,8 @@ def test_resumed(pools, text, made):
     want, *_ = pools(2).run(2, part_of_run, text, made(), 4, None)[0]
     first, _, path, _ = pools(2).run(2, part_of_run, text, made(), 2, None)[0]
     assert Path(path).is_file() == (made is RingDilatedStrategy)
-    for rest, kinds, _, cached in pools(2).run(2, part_of_run, text, made(), 4, path):
-        assert first + rest == want and "OptimState8bit" in kinds
+    for resumed, kinds, _, cached in pools(2).run(2, part_of_run, text, made(), 4, path):
+        assert first + resumed == want and "OptimState8bit" in kinds
         assert cached == {made is RingDilatedStrategy}
 
 
@@ -102,8 +102,8 @@ def test_resumed_from_a_sharded_checkpoint(pools, text, made):
     want, *_ = pools(2).run(2, part_of_run, text, made(), 4, None)[0]
     run = lambda stop: pools(2).run(2, part_of_run, text, made(), stop, None, False, f"{text}.saved")  # noqa: E731
     first = run(2)[0][0]
-    for rest, kinds, *_ in run(4):
-        assert first + rest == want and "OptimState8bit" in kinds
+    for resumed, kinds, *_ in run(4):
+        assert first + resumed == want and "OptimState8bit" in kinds
 
 
 def validated(rank, group, folder, ckpt):

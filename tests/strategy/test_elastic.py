@@ -55,16 +55,16 @@ def undisturbed(tmp_path_factory):
     return losses(ended.stdout)[0]
 
 
-def went_on(folder: Path, found, undisturbed: float, ranks: int) -> list[str]:
+def went_on(folder: Path, outcomes, undisturbed: float, ranks: int) -> list[str]:
     """Check that `ranks` nodes finished with the loss of an undisturbed run. Return the restart counts they report."""
     assert (folder / "once").exists(), "nothing happened"
-    text = "\n".join(text for _, text in found)
-    well = [text for status, text in found if status == 0]
+    text = "\n".join(text for _, text in outcomes)
+    well = [text for status, text in outcomes if status == 0]
     assert len(well) == ranks, text[-6000:]
     assert losses("\n".join(well)) == pytest.approx([undisturbed] * ranks, rel=1e-5)
-    told = [line.split() for line in text.splitlines() if line.startswith("ranks ")]
-    assert [words[1] for words in told] == [str(ranks)] * ranks
-    return sorted(words[3] for words in told)
+    reports = [line.split() for line in text.splitlines() if line.startswith("ranks ")]
+    assert [words[1] for words in reports] == [str(ranks)] * ranks
+    return sorted(words[3] for words in reports)
 
 
 def test_goes_on_when_ranks_start_anew(tmp_path, undisturbed):
@@ -91,14 +91,14 @@ def test_goes_on_when_ranks_start_anew(tmp_path, undisturbed):
 )
 def test_a_worker_of_two_nodes_dies(tmp_path, undisturbed, who, env):
     """The agent of the dead worker counts a restart, the other none, so ranks cannot use torchrun's count as a name."""
-    found = start_nodes(tmp_path, "kill", who, 2, 2, **env)
-    assert went_on(tmp_path, found, undisturbed, 2) == ["0", "1"]
+    outcomes = start_nodes(tmp_path, "kill", who, 2, 2, **env)
+    assert went_on(tmp_path, outcomes, undisturbed, 2) == ["0", "1"]
 
 
 @pytest.mark.slow
 def test_a_worker_of_two_nodes_dies_with_sharded_parameters(tmp_path, undisturbed):
-    found = start_nodes(tmp_path, "kill", 1, 2, 2, "ring_dilated_fsdp")
-    assert went_on(tmp_path, found, undisturbed, 2) == ["0", "1"]
+    outcomes = start_nodes(tmp_path, "kill", 1, 2, 2, "ring_dilated_fsdp")
+    assert went_on(tmp_path, outcomes, undisturbed, 2) == ["0", "1"]
 
 
 @pytest.mark.slow
@@ -114,14 +114,14 @@ def test_a_worker_of_two_nodes_dies_with_sharded_parameters(tmp_path, undisturbe
     ],
 )
 def test_a_node_of_three_dies(tmp_path, undisturbed, who, env):
-    found = start_nodes(tmp_path, "node", who, 3, 2, **env)
-    went_on(tmp_path, found, undisturbed, 2)
+    outcomes = start_nodes(tmp_path, "node", who, 3, 2, **env)
+    went_on(tmp_path, outcomes, undisturbed, 2)
 
 
 @pytest.mark.slow
 def test_a_worker_of_three_nodes_dies(tmp_path, undisturbed):
-    found = start_nodes(tmp_path, "kill", 2, 3, 3)
-    assert went_on(tmp_path, found, undisturbed, 3) == ["0", "0", "1"]
+    outcomes = start_nodes(tmp_path, "kill", 2, 3, 3)
+    assert went_on(tmp_path, outcomes, undisturbed, 3) == ["0", "0", "1"]
 
 
 @pytest.mark.slow

@@ -50,17 +50,17 @@ class Told(pl.Callback):
 
 def ended(rank, group, who, at, options):
     """Return a fit's error, steps, validation batches and broadcasts, and whether the signal handler is restored."""
-    asked, real, told = [], torch.distributed.broadcast, Told(who, at)
-    built, model, data, _ = make(RUN, launched(rank), callbacks=[told], **options)
+    broadcasts, real, sender = [], torch.distributed.broadcast, Told(who, at)
+    built, model, data, _ = make(RUN, launched(rank), callbacks=[sender], **options)
     usual, why = signal.getsignal(signal.SIGTERM), ""
-    torch.distributed.broadcast = lambda *a, **k: (asked.append(a), real(*a, **k))[1]
+    torch.distributed.broadcast = lambda *a, **k: (broadcasts.append(a), real(*a, **k))[1]
     try:
         built.fit(model, data)
     except BaseException as error:
         why = type(error).__name__
     finally:
         torch.distributed.broadcast = real
-    return why, built.global_step, told.validated, len(asked), signal.getsignal(signal.SIGTERM) is usual
+    return why, built.global_step, sender.validated, len(broadcasts), signal.getsignal(signal.SIGTERM) is usual
 
 
 @pytest.mark.parametrize("at", ["begin", "backward"])

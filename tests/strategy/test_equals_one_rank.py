@@ -42,19 +42,19 @@ PLAIN = ("2", "4", "4, data 2")
 @pytest.fixture(scope="module")
 def alone(pools):
     """Results of a run on one rank, cached for equal runs."""
-    made = {}
+    cache = {}
 
     def get(run):
-        if repr(run) not in made:
-            made[repr(run)] = pools(1).run(1, fit, run)[0]
-        return made[repr(run)]
+        if repr(run) not in cache:
+            cache[repr(run)] = pools(1).run(1, fit, run)[0]
+        return cache[repr(run)]
 
     return get
 
 
-def check(found, want, tol, logged=None):
+def check(results, want, tol, logged=None):
     """Compare within `tol`; logged values within `logged`, because Lightning logs fp32 by default."""
-    for rank, got in enumerate(found):
+    for rank, got in enumerate(results):
         for name in ("losses", "norms", "val_loss"):
             within = tol if name == "norms" else logged or tol
             a, b = torch.tensor(got[name], dtype=torch.float64), torch.tensor(want[name], dtype=torch.float64)

@@ -34,9 +34,9 @@ def evaluated(rank, group, settings, samples, folder):
     built, model, _, _ = make(run, launched(rank), callbacks=[writer])
     with mock.patch("tests.strategy.runs.Tokens.__len__", lambda self: samples):
         data = Everything(run)
-        found = built.test(model, data, verbose=False)[0]["test_loss"]
+        loss = built.test(model, data, verbose=False)[0]["test_loss"]
         built.predict(model, data, return_predictions=False)
-    return found
+    return loss
 
 
 def predictions(folder):
@@ -53,8 +53,8 @@ def test_and_predict(pools, tmp_path, way, samples):
     folders = [tmp_path / "one", tmp_path / "many"]
     want = pools(1).run(1, evaluated, {}, samples, str(folders[0]))
     ranks, settings = WAYS[way]
-    found = pools(ranks).run(ranks, evaluated, settings, samples, str(folders[1]))
-    assert found == pytest.approx(want * ranks, rel=1e-9)
+    results = pools(ranks).run(ranks, evaluated, settings, samples, str(folders[1]))
+    assert results == pytest.approx(want * ranks, rel=1e-9)
     one, many = map(predictions, folders)
     assert one.keys() == many.keys() == set(range(samples))
     for index, (tokens, bits) in one.items():
@@ -75,6 +75,6 @@ def decided(rank, group, settings, folder):
 def test_decisions(pools, tmp_path, way):
     ((epochs, name, score, stopped),) = pools(1).run(1, decided, {}, str(tmp_path / "one"))
     ranks, settings = WAYS[way]
-    for found in pools(ranks).run(ranks, decided, settings, str(tmp_path / "many")):
-        assert found == (epochs, name, pytest.approx(score, rel=1e-9), stopped)
+    for outcome in pools(ranks).run(ranks, decided, settings, str(tmp_path / "many")):
+        assert outcome == (epochs, name, pytest.approx(score, rel=1e-9), stopped)
     assert (tmp_path / "many" / name).is_file()

@@ -64,8 +64,8 @@ def losses(text: str) -> list[float]:
 def test_ends_and_says_why(tmp_path, how, who, words, launcher):
     status, text = start(tmp_path, how, who, launcher=launcher)
     # Lightning's launcher polls for dead children, names them, and may end rank 0 before it has printed
-    told = words, *([f"[rank: {who}] Child process"] if launcher is None and who else [])
-    assert status != 0 and any(w in text for w in told), text[-3000:]
+    expected_words = words, *([f"[rank: {who}] Child process"] if launcher is None and who else [])
+    assert status != 0 and any(w in text for w in expected_words), text[-3000:]
 
 
 @pytest.fixture(scope="module")

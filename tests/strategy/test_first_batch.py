@@ -82,14 +82,14 @@ def test_data_ranks(pools, kind):
 
 def language_model(rank, group, kind, fsdp, accumulate):
     """Return the losses of a run with and without the check, which must leave no trace."""
-    found = []
+    results = []
     for check in (False, True):
         run = Run(kind=kind, steps=2, batch_size=2 if kind == "lengths" else 1, strategy={"check_first_batch": check})
         run = run.but(fsdp=fsdp, double=fsdp, accumulate=accumulate)
         built, model, data, record = make(run, launched(rank))
         built.fit(model, data)
-        found.append((record.losses, record.norms))
-    return found
+        results.append((record.losses, record.norms))
+    return results
 
 
 TRACES = [("whole", 2, False), ("whole", 2, True), ("documents", 1, True), ("lengths", 1, False)]
@@ -141,13 +141,13 @@ def test_manual_optimization_is_refused(pools):
 
 def heads(rank, group, layout, tokens, first):
     """Return whether the head equals the beginning of the whole batch, and the extra bytes allocated for it."""
-    made = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     whole = {
-        "x": torch.randn(2, tokens, 3, generator=made),
-        "ids": torch.randint(0, 256, (2, tokens), generator=made),
-        "keep": torch.rand(2, tokens, generator=made) < 0.5,
-        "kind": torch.randint(0, 256, (2, tokens), generator=made).to(torch.uint16),
-        "last": torch.randn(2, 3, tokens, generator=made),
+        "x": torch.randn(2, tokens, 3, generator=rng),
+        "ids": torch.randint(0, 256, (2, tokens), generator=rng),
+        "keep": torch.rand(2, tokens, generator=rng) < 0.5,
+        "kind": torch.randint(0, 256, (2, tokens), generator=rng).to(torch.uint16),
+        "last": torch.randn(2, 3, tokens, generator=rng),
     }
     spec, ours = SequenceSpec({**dict.fromkeys(whole, 1), "last": -1}), SequenceGroup(group, layout=layout)
     with pytest.MonkeyPatch.context() as patch, Meter() as meter:
@@ -155,12 +155,12 @@ def heads(rank, group, layout, tokens, first):
         batch = spec.cut(whole, Place(ours.ranks, ours.rank, layout))
         meter.reset_peak()
         before = meter.live
-        found = first_batch._head(batch, spec, ours)
-        more = meter.peak - before
+        head = first_batch._head(batch, spec, ours)
+        extra = meter.peak - before
     ours.close()
     want = {name: x[..., :first] if name == "last" else x[:, :first] for name, x in whole.items()}
-    same = all(torch.equal(found[name], x) and found[name].dtype == x.dtype for name, x in want.items())
-    return same, more
+    same = all(torch.equal(head[name], x) and head[name].dtype == x.dtype for name, x in want.items())
+    return same, extra
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "strided", "zigzag"])
@@ -171,5 +171,5 @@ def test_head(pools, layout, tokens, first):
 
 def test_head_of_a_long_sequence(pools):
     """The memory for a head does not depend on the sequence's length."""
-    for _, more in pools(4).run(4, heads, "zigzag", 1 << 20, 64):
-        assert more < 1 << 16
+    for _, extra in pools(4).run(4, heads, "zigzag", 1 << 20, 64):
+        assert extra < 1 << 16

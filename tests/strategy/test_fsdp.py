@@ -180,8 +180,8 @@ def replacing(rank, group, path):
 
 def test_one_form_replaces_the_other(pools, tmp_path):
     """Only one rank removes the old form. Lightning lets each rank remove it, and the later one would fail."""
-    (kinds, first), (others, second) = pools(2).run(2, replacing, str(tmp_path / "last.ckpt"))
-    assert kinds == others == ["file", "folder", "file"]
+    (kinds, first), (other_kinds, second) = pools(2).run(2, replacing, str(tmp_path / "last.ckpt"))
+    assert kinds == other_kinds == ["file", "folder", "file"]
     assert first == 2 and second == 0
 
 

@@ -53,9 +53,9 @@ def predicted(rank, group, strategy, settings):
 def test_predict_draws_as_one_rank(pools, way):
     ranks, strategy, settings = WAYS[way]
     (want,) = pools(1).run(1, predicted, RingDilatedStrategy, {})
-    found = pools(ranks).run(ranks, predicted, strategy, settings)
-    assert want.keys() == set(range(4)) == {i for rows in found for i in rows}
-    for rows in found:
+    results = pools(ranks).run(ranks, predicted, strategy, settings)
+    assert want.keys() == set(range(4)) == {i for rows in results for i in rows}
+    for rows in results:
         for i, row in rows.items():
             n = 27 - 4 * i  # padding: the last token again, up to the longest prompt of its batch
             assert torch.equal(row[:n], want[i][:n])

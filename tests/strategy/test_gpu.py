@@ -140,5 +140,5 @@ def test_offloaded_checkpoints(tmp_path):
         for after in (host, folder):
             losses[name, str(after)] = job(tmp_path, accelerator="gpu", resume=path, strategy=after)["losses"]
     want = losses["folder", str(folder)]
-    for name, found in losses.items():
-        assert found == pytest.approx(want, rel=1e-4), name
+    for name, after_losses in losses.items():
+        assert after_losses == pytest.approx(want, rel=1e-4), name

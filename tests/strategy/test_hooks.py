@@ -75,7 +75,7 @@ def plain(rank, group, options, settings, workers=0, seed=True):
 
 
 def whole(parts, name, step=0, dim=1):
-    return torch.cat([seen[step][name] for seen, *_ in parts], dim)
+    return torch.cat([batches[step][name] for batches, *_ in parts], dim)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ def test_hidden_dropout_differs_between_ranks(pools):
 
 
 def test_attention_dropout_does_not_depend_on_the_ranks(pools):
-    found = [whole(pools(r).run(r, plain, {"attention_dropout": 0.5}, {}), "out") for r in (1, 2, 4)]
+    results = [whole(pools(r).run(r, plain, {"attention_dropout": 0.5}, {}), "out") for r in (1, 2, 4)]
     none = whole(pools(1).run(1, plain, {}, {}), "out")
-    assert not torch.allclose(found[0], none)
-    for got in found[1:]:
-        torch.testing.assert_close(got, found[0], rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(results[0], none)
+    for got in results[1:]:
+        torch.testing.assert_close(got, results[0], rtol=1e-5, atol=1e-6)
 
 
 def test_a_logged_constant_stays_itself(pools):
@@ -151,11 +151,11 @@ def groups_after(rank, group):
     for _ in range(3):
         built.validate(model, data, verbose=False)
     loader = DataLoader(Numbers())
-    kept = copy.copy(vars(loader))
+    attributes = copy.copy(vars(loader))
     plain_model = Plain()
     again = trainer(RingDilatedStrategy(), dist.get_world_size(), max_steps=1)
     again.fit(plain_model, loader)
-    same = loader.dataset is kept["dataset"] and loader.collate_fn is kept["collate_fn"]
+    same = loader.dataset is attributes["dataset"] and loader.collate_fn is attributes["collate_fn"]
     return before, len(dist.distributed_c10d._world.pg_map), same, active_sequence()
 
 
@@ -213,24 +213,24 @@ def test_modules_that_may_mix(pools):
 def bytes_read(rank, group, folder, layout):
     """Return the bytes that this rank read in a fit of two steps, and its number of tokens."""
     data = ByteDataModule(folder, seq_len=1000, val_fraction=0, test_fraction=0)
-    seen = []
+    lengths = []
 
     class Count(pl.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            seen.append(batch["tokens"].shape[1])
+            lengths.append(batch["tokens"].shape[1])
 
     built, model, _, _ = make(
         Run(steps=2, strategy={"layout": layout}, model={"vocab_size": 256}), launched(rank), callbacks=[Count()]
     )
     built.fit(model, data)
-    return data.stream.bytes_read, sum(seen)
+    return data.stream.bytes_read, sum(lengths)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_nobody_reads_the_whole_sequence(pools, tmp_path, layout):
     (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
-    found = pools(4).run(4, bytes_read, str(tmp_path), layout)
-    for rank, (read, tokens) in enumerate(found):
+    results = pools(4).run(4, bytes_read, str(tmp_path), layout)
+    for rank, (read, tokens) in enumerate(results):
         # one byte for the label of the last token of each stretch; rank 3's two chunks are adjacent
         halo = 2 if layout == "zigzag" and rank < 3 else 1
         fetched = read // (250 + halo)  # Lightning may prefetch one batch

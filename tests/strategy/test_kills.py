@@ -124,10 +124,10 @@ def steps_of(noted: list[dict]) -> dict[str, dict[int, tuple[float, list[int]]]]
     attempts: dict[str, dict[int, tuple[float, list[int]]]] = {}
     ranks = {x["attempt"]: x["ranks"] for x in noted if x["what"] == "begin"}
     for attempt, count in ranks.items():
-        mine = [x for x in noted if x["attempt"] == attempt]
-        done = {x["step"] for x in mine if x["what"] == "done"}
+        attempt_entries = [x for x in noted if x["attempt"] == attempt]
+        done = {x["step"] for x in attempt_entries if x["what"] == "done"}
         for step in done:
-            batches = [x for x in mine if x["what"] == "batch" and x["step"] == step - 1]
+            batches = [x for x in attempt_entries if x["what"] == "batch" and x["step"] == step - 1]
             numbers = {x["batch"] for x in batches}
             if len(batches) < count * len(numbers):
                 continue  # a rank died before it recorded the last
@@ -174,9 +174,9 @@ def check(kills: list[dict], fewest: int, folder: Path, undisturbed: dict, capsy
         print()
         for row in rows:
             print(json.dumps({**row, "load": os.getloadavg()[0]}))
-    found = steps_of(noted)
-    assert set().union(*found.values()) == set(undisturbed)
-    for steps in found.values():
+    completed = steps_of(noted)
+    assert set().union(*completed.values()) == set(undisturbed)
+    for steps in completed.values():
         for step, (loss, samples) in steps.items():
             assert samples == undisturbed[step][1]
             assert loss == pytest.approx(undisturbed[step][0], rel=1e-6)

@@ -53,11 +53,11 @@ def one_fit(run, world, callbacks=(), fails=False):
 
 def fits(rank, group, run, count, callbacks=(), fails=False):
     """Return this process's resources after a first fit, and after `count` more, with all Trainers still alive."""
-    world, kept = launched(rank), []
+    world, alive = launched(rank), []
     one_fit(run, world)
     before = held()
     for _ in range(count):
-        kept.append(one_fit(run, world, callbacks, fails))
+        alive.append(one_fit(run, world, callbacks, fails))
     return before == held(), before, held()
 
 
@@ -93,15 +93,15 @@ def saving_fits(rank, group, folder):
     """Like `fits`, with checkpoints."""
     world = launched(rank)
     one_fit(SMALL, world)
-    before, kept = held(), []
+    before, alive = held(), []
     for number in range(2):
         saving = ShardedCheckpoint(str(Path(folder) / str(number)))
         trainer, model, data, _ = make(SMALL, world, callbacks=[saving], enable_checkpointing=True)
         trainer.fit(model, data)
         trainer.fit_loop.epoch_loop.max_steps = 2
         trainer.fit(model, data)  # continues to write to the same folder
-        kept.append((trainer, len(list((Path(folder) / str(number)).glob("step*")))))
-    return before == held(), before, held(), [count for _, count in kept]
+        alive.append((trainer, len(list((Path(folder) / str(number)).glob("step*")))))
+    return before == held(), before, held(), [count for _, count in alive]
 
 
 def test_callbacks_that_save(pools, tmp_path):

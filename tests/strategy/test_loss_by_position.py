@@ -42,8 +42,8 @@ def test_ranks_equal_one(pools, tmp_path, way, kind):
     run = Run(kind=kind, batch_size=2 if "sequence_size" in strategy else 1, masked=0.3)
     want = pools(1).run(1, rows, run, str(tmp_path / "one"))[0]
     memory = {"stream": 11} if strategy.get("layout") == "chunked" else None
-    found = pools(ranks).run(ranks, rows, run.but(strategy=strategy, memory=memory), str(tmp_path / "many"))
-    for got in found:
+    results = pools(ranks).run(ranks, rows, run.but(strategy=strategy, memory=memory), str(tmp_path / "many"))
+    for got in results:
         assert [{k: v for k, v in r.items() if k != "bits"} for r in got] == [
             {k: v for k, v in r.items() if k != "bits"} for r in want
         ]

@@ -47,10 +47,10 @@ def test_streams(pools, way):
     """Ranks stream their own sequences, or share chunks, in validation, too; DDP's hooks run once a micro-batch."""
     ranks, run = STREAMS[way]
     # packed documents are one sample, and one rank would have to hold two
-    plain, of = run.but(memory=None, strategy={}, workers=0), 1
+    plain, ranks_alone = run.but(memory=None, strategy={}, workers=0), 1
     if run.kind == "documents" and run.strategy.get("sequence_size") == 1:
-        plain, of = run.but(memory=None), 2
-    want = pools(of).run(of, fit, plain)[0]
+        plain, ranks_alone = run.but(memory=None), 2
+    want = pools(ranks_alone).run(ranks_alone, fit, plain)[0]
     assert min(want["norms"]) > 0
     check(pools(ranks).run(ranks, fit, run), want, 1e-9)
 

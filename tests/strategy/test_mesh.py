@@ -101,16 +101,16 @@ def test_wrong_options(strategy, options, words):
 
 @pytest.mark.parametrize("name", ["ring_dilated", "ring_dilated_notebook"])
 def test_by_name(name):
-    made = trainer(name, 2).strategy
-    assert isinstance(made, RingDilatedStrategy) and made.sizes.shape == (1, 2, 1)
-    assert made._start_method == ("fork" if "notebook" in name else "popen")
+    strategy = trainer(name, 2).strategy
+    assert isinstance(strategy, RingDilatedStrategy) and strategy.sizes.shape == (1, 2, 1)
+    assert strategy._start_method == ("fork" if "notebook" in name else "popen")
 
 
 def test_asked_too_early():
-    made = trainer("ring_dilated", 1).strategy
+    strategy = trainer("ring_dilated", 1).strategy
     for name in ("sequence", "device_mesh"):
         with pytest.raises(RuntimeError, match="when the Trainer runs"):
-            getattr(made, name)
+            getattr(strategy, name)
 
 
 def test_the_other_lightning_does_not_know_the_name():
@@ -130,8 +130,8 @@ def test_the_other_lightning_does_not_know_the_name():
 )
 def test_buckets_of_gradients(monkeypatch, backend, nodes, given, bucket, beside):
     """GPUs of one node: one bucket, after the backward. Several nodes: buckets during it, and few thread blocks."""
-    made = []
-    monkeypatch.setattr(parallelize, "gradient_group", lambda timeout, overlapped: made.append(overlapped) or "a group")
+    runs = []
+    monkeypatch.setattr(parallelize, "gradient_group", lambda timeout, overlapped: runs.append(overlapped) or "a group")
     monkeypatch.setattr(RingDilatedStrategy, "sizes", SimpleNamespace(region_size=2))
     monkeypatch.setattr(
         DDPStrategy, "configure_ddp", lambda self: setattr(self, "model", SimpleNamespace(**self._ddp_kwargs))
@@ -142,4 +142,4 @@ def test_buckets_of_gradients(monkeypatch, backend, nodes, given, bucket, beside
     strategy.configure_ddp()
     settings = vars(strategy.model)
     assert settings.get("bucket_cap_mb") == bucket
-    assert made == ([] if beside is None else [beside]) and ("process_group" in settings) == (beside is not None)
+    assert runs == ([] if beside is None else [beside]) and ("process_group" in settings) == (beside is not None)

@@ -162,10 +162,10 @@ def test_equals_a_simulation(pools, name, way):
     data_ranks = 2 if WAYS[way] else 1
     run = Run(steps=10, batch_size=2 * data_ranks, clip=0.5, masked=0.3)
     losses, own, mean = simulated(run, 2, SETTINGS[name], data_ranks)
-    found = pools(4).run(4, trained, run.but(strategy=WAYS[way]), SETTINGS[name])
+    results = pools(4).run(4, trained, run.but(strategy=WAYS[way]), SETTINGS[name])
     apart = max((own[0][n] - own[1][n]).abs().max() for n in mean)
     assert apart > 1e-4 if name not in ("every step", "no momentum") else apart == 0
-    for rank, (got_losses, got_own, got_mean) in enumerate(found):
+    for rank, (got_losses, got_own, got_mean) in enumerate(results):
         same(got_losses, losses[rank // 2], 1e-6)  # logged in fp32
         same(got_own, own[rank // 2])
         same(got_mean, mean)
@@ -291,8 +291,8 @@ def begun(pools, text):
 def test_goes_on_exactly(pools, text, undisturbed, begun, how, stop):
     """Fragments are in flight: after step 6 the one of steps 6 to 9, after step 8 also the one of steps 8 to 11."""
     first = begun(how, stop)
-    rest = pools(4).run(4, part_of_run, text, STREAMING, 11, first[0]["saved"], None)
-    for one, two, whole in zip(first, rest, undisturbed, strict=True):
+    resumed = pools(4).run(4, part_of_run, text, STREAMING, 11, first[0]["saved"], None)
+    for one, two, whole in zip(first, resumed, undisturbed, strict=True):
         assert one["losses"] + two["losses"] == whole["losses"] and len(whole["losses"]) == 11
         same(two["before"], one["own"])
         same(two["own"], whole["own"])

@@ -93,8 +93,8 @@ WITHIN, ASK = "within trainer.fit, validate, test or predict only", "configure_o
 
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_loops_of_a_trainer_that_never_ran(pools, fsdp):
-    (found,) = pools(1).run(1, outside, Run(steps=2, fsdp=fsdp, double=fsdp), False)
-    loader, training, validation, batches = found
+    (loop_errors,) = pools(1).run(1, outside, Run(steps=2, fsdp=fsdp, double=fsdp), False)
+    loader, training, validation, batches = loop_errors
     for words in (loader, batches):
         assert WITHIN in words and ASK in words
     for words in (training, validation):
@@ -103,7 +103,7 @@ def test_loops_of_a_trainer_that_never_ran(pools, fsdp):
 
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_loops_after_a_run(pools, fsdp):
-    (found,) = pools(1).run(1, outside, Run(steps=2, fsdp=fsdp, double=fsdp), True)
-    *steps, batches = found
+    (loop_errors,) = pools(1).run(1, outside, Run(steps=2, fsdp=fsdp, double=fsdp), True)
+    *steps, batches = loop_errors
     assert all(WITHIN in words and ASK in words for words in steps)
     assert batches == 2  # the loaders still exist

@@ -59,9 +59,9 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def same(found, want):
+def same(a, want):
     losses, weights, metrics = want
-    for got in found:
+    for got in a:
         torch.testing.assert_close(got[0], losses, rtol=1e-6, atol=1e-6)  # logged in fp32
         for name, value in weights.items():
             torch.testing.assert_close(got[1][name], value, rtol=0, atol=1e-10)
@@ -78,7 +78,7 @@ def test_ranks_that_share_a_row(pools, folder, kind):
 
 def test_two_data_ranks_are_one_padded_batch(pools, folder):
     """Each step is the mean over all slides of both ranks' packs; validation counts each slide once."""
-    found = pools(2).run(2, fit, "slides", folder, {"pack_tokens": 64}, 1)
+    results = pools(2).run(2, fit, "slides", folder, {"pack_tokens": 64}, 1)
     model, data = made("slides", folder)
     model.double()
     optimizer, losses = SGD(model.parameters()), []
@@ -102,8 +102,8 @@ def test_two_data_ranks_are_one_padded_batch(pools, folder):
             for b in map(collate_slides, zip(samples, strict=True))
         ]
     val_loss = float(sum(x for x, _ in val) / len(val))
-    for seen, weights, metrics in found:
-        assert seen == pytest.approx(losses, rel=1e-6)
+    for all_losses, weights, metrics in results:
+        assert all_losses == pytest.approx(losses, rel=1e-6)
         assert metrics["val_loss"] == pytest.approx(val_loss, rel=1e-6)
         for name, p in model.named_parameters():
             torch.testing.assert_close(weights[name], p.detach(), rtol=0, atol=1e-10)
@@ -119,8 +119,8 @@ def validated(rank, group, folder, packing):
 def test_metrics_of_an_epoch(pools, folder):
     """AUROC and the like, with unequal numbers of packs on the ranks."""
     (want,) = pools(1).run(1, validated, folder, {"batch_size": 3})
-    for found in pools(2).run(2, validated, folder, {"pack_tokens": 40}):
-        assert found == pytest.approx(want, rel=1e-6)
+    for metrics in pools(2).run(2, validated, folder, {"pack_tokens": 40}):
+        assert metrics == pytest.approx(want, rel=1e-6)
     assert "val_auroc" in want
 
 

@@ -29,8 +29,8 @@ class Slides(Dataset):
         return self.count
 
     def __getitem__(self, i):
-        found = {name: x[0] for name, x in batch(TILES[i], seed=i).items()}
-        return {**found, "label": torch.tensor(i % 3), "index": torch.tensor(i)}
+        sample = {name: x[0] for name, x in batch(TILES[i], seed=i).items()}
+        return {**sample, "label": torch.tensor(i % 3), "index": torch.tensor(i)}
 
 
 def padded(samples):
@@ -84,8 +84,8 @@ WAYS = {
 }
 
 
-def compare(found, want):
-    for losses, metrics, parameters in found:
+def compare(got, want):
+    for losses, metrics, parameters in got:
         assert losses == pytest.approx(want[0], rel=1e-6)
         assert metrics == pytest.approx(want[1], rel=1e-6, nan_ok=True)
         for name, p in want[2].items():

@@ -27,10 +27,10 @@ def predicted(rank, group, settings, folder, out):
     data = SlideDataModule(folder, f"{folder}/labels.csv", val_fraction=0, test_fraction=1, batch_size=2)
     run = trainer(RingDilatedStrategy(**settings), launched(rank), callbacks=[AttentionWriter(path=f"{out}/maps")])
     try:
-        found = run.predict(encoder(grid=100), data)
+        outputs = run.predict(encoder(grid=100), data)
     except ValueError as error:
         return str(error)
-    return [name for batch in found for name in batch["slide_id"]]
+    return [name for batch in outputs for name in batch["slide_id"]]
 
 
 def test_attention_of_data_ranks(pools, tmp_path, folder):
@@ -44,6 +44,6 @@ def test_attention_of_data_ranks(pools, tmp_path, folder):
     for path in files:
         with np.load(path) as one, np.load(tmp_path / "many" / "maps" / path.name) as other:
             torch.testing.assert_close(torch.tensor(other["attention"]), torch.tensor(one["attention"]))
-    told = pools(2).run(2, predicted, {}, folder, str(tmp_path / "shared"))
-    assert all(isinstance(text, str) and "2 ranks share each slide" in text for text in told)
+    messages = pools(2).run(2, predicted, {}, folder, str(tmp_path / "shared"))
+    assert all(isinstance(text, str) and "2 ranks share each slide" in text for text in messages)
     assert not (tmp_path / "shared").exists()

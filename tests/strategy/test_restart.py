@@ -26,14 +26,14 @@ def stores(request):
 
 def attempt(stores, world, ranks=None, timeout=LONG, late=()):
     """Return each rank's token, or its error message. `late` ranks start after the others."""
-    found = {}
+    rank_tokens = {}
 
     def one(rank):
         time.sleep(0.3 * (rank in late))
         try:
-            found[rank] = agree_on_token(stores(), rank, world, timeout)
+            rank_tokens[rank] = agree_on_token(stores(), rank, world, timeout)
         except RuntimeError as error:
-            found[rank] = str(error)
+            rank_tokens[rank] = str(error)
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks or range(world)]
     for thread in threads:
@@ -41,7 +41,7 @@ def attempt(stores, world, ranks=None, timeout=LONG, late=()):
     for thread in threads:
         thread.join(30)
     assert not any(thread.is_alive() for thread in threads), "a rank still waits"
-    return found
+    return rank_tokens
 
 
 @pytest.mark.parametrize("late", [(), (0,), (1, 2)])
@@ -61,9 +61,9 @@ def test_restart_counts_do_not_matter(stores, monkeypatch):
 @pytest.mark.parametrize("missing", [[2], [1, 3]])
 def test_every_rank_names_those_that_never_came(stores, missing):
     came = [rank for rank in range(4) if rank not in missing]
-    found = attempt(stores, 4, came, SHORT)
-    assert sorted(found) == came
-    for rank, words in found.items():
+    outcomes = attempt(stores, 4, came, SHORT)
+    assert sorted(outcomes) == came
+    for rank, words in outcomes.items():
         assert words.startswith(f"rank {rank} of the job waited 0.5 seconds in vain for ranks {missing} of the job"), (
             words
         )
@@ -71,8 +71,8 @@ def test_every_rank_names_those_that_never_came(stores, missing):
 
 
 def test_rank_0_never_comes(stores):
-    found = attempt(stores, 3, [1, 2], SHORT)
-    assert all("in vain for ranks [0] of the job" in words for words in found.values()) and len(found) == 2
+    outcomes = attempt(stores, 3, [1, 2], SHORT)
+    assert all("in vain for ranks [0] of the job" in words for words in outcomes.values()) and len(outcomes) == 2
 
 
 def test_an_attempt_that_died_in_the_middle_does_no_harm(stores):

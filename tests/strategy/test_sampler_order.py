@@ -55,16 +55,16 @@ class Read(pl.Callback):
 
 def read(rank, group, strategy, options, direct):
     """Return the samples of each batch of two epochs on this rank; strategy None is one device without a strategy."""
-    world, found, data = launched(rank), Read(), Plain(options)
+    world, reader, data = launched(rank), Read(), Plain(options)
     pl.seed_everything(3, verbose=False)
-    built = trainer("auto" if strategy is None else strategy, world, max_epochs=2, callbacks=[found])
+    built = trainer("auto" if strategy is None else strategy, world, max_epochs=2, callbacks=[reader])
     model = LongNetLM(pattern=PATTERN, vocab_size=VOCAB, dim=8, depth=1)
     if direct:
         model.sequence_spec = Plain.sequence_spec
         built.fit(model, data.loader())
     else:
         built.fit(model, datamodule=data)
-    return found.read
+    return reader.read
 
 
 @pytest.mark.parametrize(
@@ -84,20 +84,20 @@ def test_one_data_rank_reads_as_one_device_does(pools, options, direct):
 
 
 def test_sharded_parameters(pools):
-    found = pools(2).run(2, read, RingDilatedFSDPStrategy(), {"shuffle": False}, False)
-    assert found == [[[x] for x in (*range(12), *range(12))]] * 2
+    results = pools(2).run(2, read, RingDilatedFSDPStrategy(), {"shuffle": False}, False)
+    assert results == [[[x] for x in (*range(12), *range(12))]] * 2
 
 
 def test_two_data_ranks_share_the_order(pools):
-    found = pools(2).run(2, read, RingDilatedStrategy(sequence_size=1), {"shuffle": False}, False)
-    assert found == [[[x] for x in (*range(r, 12, 2), *range(r, 12, 2))] for r in range(2)]
+    results = pools(2).run(2, read, RingDilatedStrategy(sequence_size=1), {"shuffle": False}, False)
+    assert results == [[[x] for x in (*range(r, 12, 2), *range(r, 12, 2))] for r in range(2)]
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_loader_that_shuffles_is_shuffled(pools, size):
     """The order is new in each epoch, and the same on all ranks of a sequence."""
-    found = pools(2).run(2, read, RingDilatedStrategy(sequence_size=size), {"shuffle": True}, False)
-    orders = [[x for batch in rank for x in batch] for rank in found]
+    results = pools(2).run(2, read, RingDilatedStrategy(sequence_size=size), {"shuffle": True}, False)
+    orders = [[x for batch in rank for x in batch] for rank in results]
     half = len(orders[0]) // 2
     for order in orders:
         assert order[:half] != sorted(order[:half]) and order[:half] != order[half:]

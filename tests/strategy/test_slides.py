@@ -53,8 +53,8 @@ def test_a_slice_is_read_and_no_more(tmp_path, layout, chunked):
     for rank in range(2):
         dataset, before = RankDataset(data, Place(2, rank, layout)), bytes_read()
         ranks.append(dataset.__getitems__([0])[0])
-        read, mine = bytes_read() - before, len(ranks[-1]["features"]) - (rank == 0)
-        assert mine in range(1999, 2003) and mine * tile <= read <= mine * tile + HEAD
+        read, own_tiles = bytes_read() - before, len(ranks[-1]["features"]) - (rank == 0)
+        assert own_tiles in range(1999, 2003) and own_tiles * tile <= read <= own_tiles * tile + HEAD
     order = [p for rank in range(2) for r in Place(2, rank, layout).ranges(tiles + 1) for p in r]
     for name in ("features", "coords"):
         assert torch.equal(torch.cat([x[name] for x in ranks]), whole[name][order])
@@ -111,15 +111,15 @@ RUNS = {
 def test_the_parts_make_up_the_batch(pools, folder, name):
     batch_size, options = RUNS[name]
     ((whole, want),) = pools(1).run(1, fit, folder, batch_size, options)
-    found = pools(2).run(2, fit, folder, batch_size, options)
+    results = pools(2).run(2, fit, folder, batch_size, options)
     for step, batch in enumerate(whole):
-        parts = [seen[step] for seen, _ in found]
+        parts = [batches[step] for batches, _ in results]
         for entry in ("features", "coords"):
             assert torch.equal(torch.cat([part[entry] for part in parts], 1), batch[entry])
         for entry in ("lengths", "label", "index"):
             assert all(torch.equal(part[entry], batch[entry]) for part in parts)
         assert all(part["slide_id"] == batch["slide_id"] and len(batch["slide_id"]) == batch_size for part in parts)
-    for _, weights in found:
+    for _, weights in results:
         torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-6)
 
 

@@ -30,9 +30,9 @@ OPTIONS = [word for name, value in SMALL.items() for word in (f"--{name}", value
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    made = slurm.Slurm(tmp_path_factory.mktemp("slurm"))
-    yield made
-    made.close()
+    daemons = slurm.Slurm(tmp_path_factory.mktemp("slurm"))
+    yield daemons
+    daemons.close()
 
 
 def prepare(folder: Path) -> Path:
@@ -43,13 +43,13 @@ def prepare(folder: Path) -> Path:
 
 def losses(folder: Path) -> dict[int, float]:
     """Return {step: training loss} over all attempts. Attempts that repeat a step must agree."""
-    found: dict[int, float] = {}
+    by_step: dict[int, float] = {}
     for file in sorted(folder.glob("runs/elastic/version_*/metrics.csv")):
         for row in csv.DictReader(file.read_text().splitlines()):
             if row.get("train_loss"):
                 step, loss = int(row["step"]), float(row["train_loss"])
-                assert found.setdefault(step, loss) == pytest.approx(loss, rel=1e-5)
-    return found
+                assert by_step.setdefault(step, loss) == pytest.approx(loss, rel=1e-5)
+    return by_step
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +88,9 @@ def ended_well(cluster, number: str, folder: Path, undisturbed: dict[int, float]
     job, output = cluster.job(number), text(folder)
     assert (job["JobState"], job["Restarts"], job["ExitCode"]) == ("COMPLETED", "1", "0:0"), output[-5000:]
     assert re.search(rf"Exited with exit code {status}\b", output), output[-5000:]
-    found = losses(folder)
-    assert sorted(found) == list(range(STEPS)) == sorted(undisturbed)
-    assert [found[i] for i in range(STEPS)] == pytest.approx([undisturbed[i] for i in range(STEPS)], rel=1e-5)
+    by_step = losses(folder)
+    assert sorted(by_step) == list(range(STEPS)) == sorted(undisturbed)
+    assert [by_step[i] for i in range(STEPS)] == pytest.approx([undisturbed[i] for i in range(STEPS)], rel=1e-5)
 
 
 def test_preempted(cluster, undisturbed, tmp_path):

@@ -176,23 +176,23 @@ def measured(rank, group):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_throughput_counts_a_sequence_once(pools, ranks):
     """Trap 13: two ranks that share a sequence are not twice as fast."""
-    found = pools(ranks).run(ranks, measured)[0]
-    assert 0 < found["train/batches_per_sec"] < 100
-    assert found["train/samples_per_sec"] == pytest.approx(2 * found["train/batches_per_sec"])
-    assert found["train/items_per_sec"] == pytest.approx(N * found["train/samples_per_sec"])
-    assert found["train/device/items_per_sec"] == pytest.approx(found["train/items_per_sec"] / ranks)
+    rates = pools(ranks).run(ranks, measured)[0]
+    assert 0 < rates["train/batches_per_sec"] < 100
+    assert rates["train/samples_per_sec"] == pytest.approx(2 * rates["train/batches_per_sec"])
+    assert rates["train/items_per_sec"] == pytest.approx(N * rates["train/samples_per_sec"])
+    assert rates["train/device/items_per_sec"] == pytest.approx(rates["train/items_per_sec"] / ranks)
 
 
 def counted_flops(rank, group, run):
     """Return ({logged rate: value}, FLOPs of a batch passed to the rates) of a run with a language model."""
-    logged, world, given = {}, launched(rank), []
+    logged, world, passed = {}, launched(rank), []
     built, model, data, _ = make(run, world, callbacks=[ThroughputMonitor(window_size=2)], log_every_n_steps=1)
     real = Throughput.update
-    spy = lambda self, **values: given.append(values["flops"]) or real(self, **values)  # noqa: E731
+    spy = lambda self, **values: passed.append(values["flops"]) or real(self, **values)  # noqa: E731
     log = mock.patch.object(built._logger_connector, "log_metrics", lambda m, step=None: logged.update(m))
     with log, mock.patch.object(Throughput, "update", spy):
         built.fit(model, data)
-    return logged, *given[:1], hasattr(model, "flops_per_batch")
+    return logged, *passed[:1], hasattr(model, "flops_per_batch")
 
 
 @pytest.mark.parametrize("kind", ["whole", "documents", "lengths"])
@@ -231,9 +231,9 @@ def test_options_on_the_command_line(strategy):
     """Trap 19: without types "2" stays a string, and **kwargs would add DDP's twenty options."""
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(strategy)
-    found = parser.parse_args(["--sequence_size", "2", "--head_size=1", "--allow=[a]"])
-    assert found.sequence_size == 2 and parser.parse_args([]).sequence_size == "auto" and found.allow == ["a"]
-    assert {"self", *vars(found)} == set(
+    parsed = parser.parse_args(["--sequence_size", "2", "--head_size=1", "--allow=[a]"])
+    assert parsed.sequence_size == 2 and parser.parse_args([]).sequence_size == "auto" and parsed.allow == ["a"]
+    assert {"self", *vars(parsed)} == set(
         inspect.signature(strategy.__init__).parameters
     )  # the strategy's own options, each with a default
     with pytest.raises(jsonargparse.ArgumentError, match="sequence_size"):

@@ -33,20 +33,20 @@ def patterns() -> ld.DilatedPattern:
     assert_type(pattern, ld.DilatedPattern)
     assert_type(pattern.shifted(0.5), ld.DilatedPattern)
     assert_type(pattern.branches, tuple[ld.Branch | ld.Window | ld.Global, ...])
-    found = pattern.explain(65536, num_heads=8, depth=12, causal=True)
-    assert_type(found, Explanation)
-    assert_type(found.reach, float | None)
-    assert_type(found.hints, tuple[str, ...])
-    assert_type(found.flops(64), int)
+    explanation = pattern.explain(65536, num_heads=8, depth=12, causal=True)
+    assert_type(explanation, Explanation)
+    assert_type(explanation.reach, float | None)
+    assert_type(explanation.hints, tuple[str, ...])
+    assert_type(explanation.flops(64), int)
     return pattern
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, pattern: ld.DilatedPattern, asked: bool) -> None:
+def attention(q: Tensor, k: Tensor, v: Tensor, pattern: ld.DilatedPattern, flag: bool) -> None:
     """Call the op, with a result that depends on `return_lse`."""
     assert_type(ld.dilated_attention(q, k, v, pattern, causal=True, lengths=[3, 4]), Tensor)
     assert_type(ld.dilated_attention(q, k, v, pattern, return_lse=False), Tensor)
     assert_type(ld.dilated_attention(q, k, v, pattern, return_lse=True), tuple[Tensor, Tensor])
-    assert_type(ld.dilated_attention(q, k, v, pattern, return_lse=asked), Tensor | tuple[Tensor, Tensor])
+    assert_type(ld.dilated_attention(q, k, v, pattern, return_lse=flag), Tensor | tuple[Tensor, Tensor])
     # wrong calls: if one were accepted, its comment would be reported as unused
     ld.dilated_attention(q, k, v, [(2048, 1)])  # type: ignore[call-overload]
     ld.DilatedPattern.longnet(2048, 1)  # type: ignore[arg-type]

@@ -141,11 +141,11 @@ def held(rank, group):
     """Return the bytes that the op allocates in addition to inputs and results, forward and backward."""
     case = Case(1024, (16, 16), cuts=(0, 5, 1024), layout="apart")
     module, parts, cu_seqlens = case.module(torch.float32), case.parts(torch.float32), case.documents()["cu_seqlens"]
-    grads, rest, beside = case.parts(torch.float32, seed=2), (module.weight, None, cu_seqlens, 0), []
+    grads, arguments, beside = case.parts(torch.float32, seed=2), (module.weight, None, cu_seqlens, 0), []
     ops = torch.ops.lightning_dilated
     for run in (
-        lambda: ops.local_convolution(parts, *rest),
-        lambda: ops.local_convolution_backward(grads, parts, *rest),
+        lambda: ops.local_convolution(parts, *arguments),
+        lambda: ops.local_convolution_backward(grads, parts, *arguments),
     ):
         with torch.no_grad(), Meter() as meter:
             meter.track([*grads, *parts, module.weight, cu_seqlens], "inputs")

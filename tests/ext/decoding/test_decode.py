@@ -52,23 +52,23 @@ def bounded(pattern, heads, kv_heads, row):
 
     Its buffers are no larger either: `row` bytes a row, or twice that for a segment of the whole sequence.
     """
-    kept = []
+    held = []
     for branch in pattern.branches:
-        of = {}
+        row_counts = {}
         for h in range(heads) if branch.heads is None else branch.heads:
-            of.setdefault(h // (heads // kv_heads), set()).add(pattern.offset(branch, h, heads, kv_heads))
-        kept.append({kv: len(residues) for kv, residues in of.items()})
+            row_counts.setdefault(h // (heads // kv_heads), set()).add(pattern.offset(branch, h, heads, kv_heads))
+        held.append({kv: len(residues) for kv, residues in row_counts.items()})
     sizes = [(b.segment_length, b.dilation_rate) for b in pattern.branches]
 
     def check(cache):
-        for branch, residues, rows in zip(pattern.branches, kept, cache.rows(), strict=True):
+        for branch, residues, rows in zip(pattern.branches, held, cache.rows(), strict=True):
             reach = cache.length if branch.segment_length is None else min(branch.segment_length, cache.length)
             most = -(-reach // branch.dilation_rate)
             assert rows.keys() == residues.keys()
             assert all(rows[kv] <= most * count for kv, count in residues.items()), (branch, cache.length, rows)
         assert cache.nbytes <= row * sum(
             sum(residues.values()) * (max(64, 2 * -(-cache.length // r)) if w is None else -(-w // r))
-            for (w, r), residues in zip(sizes, kept, strict=True)
+            for (w, r), residues in zip(sizes, held, strict=True)
         )
 
     return check
@@ -135,9 +135,9 @@ def test_last_row_of_each_length(name):
 def test_reads_only_what_it_sees(name, length):
     """A step reads w / r keys of each branch: NaN everywhere else must not reach the result."""
     q, k, v = qkv(4, 2)
-    seen = NAMED[name].counts(length, 4, True, 2)[:, -1].unflatten(0, (2, 2)).sum(1) > 0  # (kv head, key)
+    visible = NAMED[name].counts(length, 4, True, 2)[:, -1].unflatten(0, (2, 2)).sum(1) > 0  # (kv head, key)
     for x in (k, v):
-        x[0, :length][~seen.T] = torch.nan
+        x[0, :length][~visible.T] = torch.nan
     assert last(q, k, v, NAMED[name], length).isfinite().all()
 
 

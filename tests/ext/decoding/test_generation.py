@@ -99,8 +99,8 @@ STREAMS = {"greedy": {"temperature": 0}, "drawn": {"top_k": 5, "top_p": 0.9, "te
 @pytest.mark.parametrize("name", STREAMS)
 def test_stream_yields_what_generate_returns(name):
     model, options = lively(), STREAMS[name]
-    made = torch.Generator().manual_seed(3)
-    stream = model.generate_stream(PROMPT, 20, generator=made, **options)
+    rng = torch.Generator().manual_seed(3)
+    stream = model.generate_stream(PROMPT, 20, generator=rng, **options)
     steps = torch.stack(list(stream), 1)
     assert torch.equal(torch.cat([PROMPT, steps], 1), generate(model, 3, **options))
 
@@ -108,7 +108,7 @@ def test_stream_yields_what_generate_returns(name):
 def test_stream_draws_one_at_a_time():
     """A step is computed on request, and the model is unchanged between two."""
     model, calls = lively(dropout=0.5).train(), []
-    model.register_forward_hook(lambda *given: calls.append(model.training))
+    model.register_forward_hook(lambda *args: calls.append(model.training))
     stream = model.generate_stream(PROMPT, 20)
     assert calls == []
     first = next(stream)
@@ -189,10 +189,10 @@ def both_ways(model, *args, **options):
     """Return (result of captured steps, of plain steps) with equal seeds, each with the generator's final state."""
     results = []
     for why_not in (token_step.why_not, lambda model, device: "told"):
-        made = torch.Generator().manual_seed(4)
+        rng = torch.Generator().manual_seed(4)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(token_step, "why_not", why_not)
-            results.append((model.generate(*args, generator=made, **options), made.get_state()))
+            results.append((model.generate(*args, generator=rng, **options), rng.get_state()))
     return results
 
 
@@ -221,8 +221,8 @@ def test_stream_of_captured_steps(captured):
     model = lively()
     for stop in (0, 5):
         (got, _), _ = both_ways(model, PROMPT, 30, stop=stop, temperature=2.0)
-        made = torch.Generator().manual_seed(4)
-        stream = model.generate_stream(PROMPT, 30, stop=stop, temperature=2.0, generator=made)
+        rng = torch.Generator().manual_seed(4)
+        stream = model.generate_stream(PROMPT, 30, stop=stop, temperature=2.0, generator=rng)
         other = model.generate_stream(PROMPT, 30, temperature=2.0, generator=torch.Generator().manual_seed(5))
         pairs = [(x, next(other)) for x in stream]
         assert torch.equal(torch.stack([x for x, _ in pairs], 1), got[:, 3:])
@@ -368,19 +368,19 @@ def test_kept_steps_are_few(captured, monkeypatch):
 @pytest.mark.full
 def test_nothing_stays_while_a_trainer_fits(captured):
     """Earlier steps are freed, and a validation's steps are not kept."""
-    model, data, kept = tiny(dtype=torch.float32), loader(batch(2, 8)), []
+    model, data, alive = tiny(dtype=torch.float32), loader(batch(2, 8)), []
     generate(model)
     assert model in token_step._steps
 
     class Draws(pl.Callback):
         def on_train_batch_start(self, *unused):
-            kept.append(model in token_step._steps)
+            alive.append(model in token_step._steps)
 
         def on_validation_epoch_end(self, trainer, pl_module):
             pl_module.generate(PROMPT, 3)
 
     trainer(max_epochs=1, callbacks=[Draws()]).fit(model, data, data)
-    assert kept and not any(kept)
+    assert alive and not any(alive)
     assert len(captured) == 2 and model not in token_step._steps
     generate(model)
     assert len(token_step._steps[model]) == 1
@@ -395,7 +395,7 @@ class Other(LongNetLM):
 
 def test_what_cannot_be_captured(captured):
     hooked, other, xpos = tiny(), Other(PATTERN, vocab_size=11, dim=16, depth=1, num_heads=4), tiny(**MODELS["xpos"])
-    hooked.transformer.blocks[1].ffn.register_forward_hook(lambda *given: None)
+    hooked.transformer.blocks[1].ffn.register_forward_hook(lambda *args: None)
     attended = tiny(DilatedPattern.longnet([4, 16], [1, 2], padding="attended"))
     reasons = [token_step.why_not_captured(x) for x in (hooked, other, xpos, attended)]
     for model, text in zip((hooked, other, xpos, attended), ("hooks", "Other has", "xPos", "attended"), strict=True):
@@ -444,7 +444,7 @@ def test_modes_come_back_and_dropout_sleeps(training):
     before = [m.training for m in model.modules()]
     out = generate(model, temperature=0)
     assert torch.equal(generate(model, temperature=0), out)
-    model.head.register_forward_hook(lambda *given: 1 / 0)
+    model.head.register_forward_hook(lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         generate(model)
     assert [m.training for m in model.modules()] == before
@@ -521,7 +521,7 @@ def test_compiled_blocks(captured):
     with pytest.raises(ValueError, match="no lengths, no cu_seqlens"):
         model(PROMPT, caches=model.transformer.new_caches(), lengths=torch.tensor([3, 2]))
     calls = []
-    model.transformer.blocks[0].ffn.register_forward_hook(lambda *given: calls.append(1))
+    model.transformer.blocks[0].ffn.register_forward_hook(lambda *args: calls.append(1))
     assert torch.equal(model.generate(PROMPT, 30, temperature=0), want[0]) and len(calls) == 30
 
 

@@ -72,11 +72,11 @@ def on_gpu(**options):
 
 def drawn(model, prompt, new, plain=False, seed=4, **options):
     """Return (the tokens, the generator's state afterwards)."""
-    made = torch.Generator("cuda").manual_seed(seed)
+    rng = torch.Generator("cuda").manual_seed(seed)
     with pytest.MonkeyPatch.context() as patch:
         if plain:
             patch.setattr(token_step, "why_not", lambda model, device: "told")
-        return model.generate(prompt, new, generator=made, **options), made.get_state()
+        return model.generate(prompt, new, generator=rng, **options), rng.get_state()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

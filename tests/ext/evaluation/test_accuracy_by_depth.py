@@ -39,8 +39,8 @@ def by_hand(model, data, split):
         size = data.task.num_values * data.form.value_tokens
         n = len(sample["tokens"])
         right = [likeliest[p] == sample["tokens"].tolist()[p + 1] for p in range(n - size - 1, n - 1)]
-        for i, more in enumerate((1, all(right), size, sum(right))):
-            counts[tuple(data.cell(split, sample["index"]))][i] += more
+        for i, amount in enumerate((1, all(right), size, sum(right))):
+            counts[tuple(data.cell(split, sample["index"]))][i] += amount
     return dict(counts)
 
 
@@ -52,8 +52,8 @@ def test_equals_answers_counted_by_hand(tmp_path, capsys, split, name):
     (run.validate if split == "val" else run.test)(model, data, verbose=False)
     want = by_hand(model, data, split)
     assert len(want) == 6 and sum(x[3] for x in want.values()) > 0
-    found = {(r["length"], r["depth"]): [r[k] for k in ("samples", "right", "tokens")] for r in callback.rows}
-    assert found == {cell: x[:3] for cell, x in want.items()}
+    rows = {(r["length"], r["depth"]): [r[k] for k in ("samples", "right", "tokens")] for r in callback.rows}
+    assert rows == {cell: x[:3] for cell, x in want.items()}
     for row in callback.rows:
         samples, right, tokens, good = want[row["length"], row["depth"]]
         assert row["accuracy"] == right / samples and row["token_accuracy"] == good / tokens

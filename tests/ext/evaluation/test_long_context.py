@@ -35,15 +35,15 @@ def read_text(sample):
     values, first, place = {}, {}, 0
     for line in lines:
         if (
-            found := re.fullmatch(r"(?:The code|A code|Variable) (?:of )?([a-z]+-[a-z]+) is (\d+)\.", line)
+            match := re.fullmatch(r"(?:The code|A code|Variable) (?:of )?([a-z]+-[a-z]+) is (\d+)\.", line)
         ) is not None:
-            values.setdefault(found[1], []).append(found[2])
-            first.setdefault(found[1], place)
-        elif (found := re.fullmatch(r"Variable ([a-z]+-[a-z]+) is equal to ([a-z]+-[a-z]+)\.", line)) is not None:
-            values[found[1]], first[found[1]] = values[found[2]], first[found[2]]  # KeyError before its variable
+            values.setdefault(match[1], []).append(match[2])
+            first.setdefault(match[1], place)
+        elif (match := re.fullmatch(r"Variable ([a-z]+-[a-z]+) is equal to ([a-z]+-[a-z]+)\.", line)) is not None:
+            values[match[1]], first[match[1]] = values[match[2]], first[match[2]]  # KeyError before its variable
         place += len(line) + 1
-    asked = re.findall(r"[a-z]+-[a-z]+", question)[-1]
-    return " " + ", ".join(values[asked]), sorted({x for group in values.values() for x in group}), first[asked]
+    asked_key = re.findall(r"[a-z]+-[a-z]+", question)[-1]
+    return " " + ", ".join(values[asked_key]), sorted({x for group in values.values() for x in group}), first[asked_key]
 
 
 def read_tokens(sample, module):
@@ -64,9 +64,9 @@ def read_tokens(sample, module):
         else:
             assert 2 <= tokens[at] < 2 + form.fillers
             at += 1
-    asked = tuple(tokens[question + 1 : question + 3])
+    asked_key = tuple(tokens[question + 1 : question + 3])
     everything = sorted({x for group in values_of.values() for x in group})
-    return [x for value in values_of[asked] for x in value], everything, first[asked]
+    return [x for value in values_of[asked_key] for x in value], everything, first[asked_key]
 
 
 @pytest.mark.parametrize("task", TASKS)

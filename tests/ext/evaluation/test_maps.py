@@ -40,22 +40,22 @@ def asked(draw, padding: str):
 
 @pytest.mark.parametrize("padding", ["masked", "attended"])
 def test_random(padding):
-    seen = []
+    covered = []
 
     @settings(max_examples=examples(150))
     @given(asked(padding))
-    def random(given):
-        case, queries = given
+    def random(drawn):
+        case, queries = drawn
         if case.refused():
             with pytest.raises(ValueError, match="not a multiple of dilation_rate"):
                 q, k, _, _ = case.tensors()
                 attention_weights(q, k, case.pattern, queries, **case.options())
             return
         rows(case, queries)
-        seen.append(len(queries) * case.batch)
+        covered.append(len(queries) * case.batch)
 
     random()
-    assert sum(seen) > 200 * scale()
+    assert sum(covered) > 200 * scale()
 
 
 SLIDE = DilatedPattern.longnet([8, 24, 64], [1, 2, 4], offsets="blocked", padding="attended")

@@ -195,7 +195,7 @@ REMEDIES = {
 def test_hints_name_a_remedy_that_works(name):
     pattern, remedy = REMEDIES[name]
     before, after = (p.explain(64, 4, 2, causal=False) for p in (pattern, remedy(64)))
-    lost = lambda seen: [hint for hint in seen.hints if hint not in sight_hints(seen.sight)]  # noqa: E731
+    lost = lambda explained: [hint for hint in explained.hints if hint not in sight_hints(explained.sight)]  # noqa: E731
     assert lost(before) and not lost(after)
     assert re.search(r"Add a branch|Use a dilation rate|a branch of rate 1", before.hints[0])
 
@@ -252,9 +252,9 @@ def test_advice_for_windows():
     """Hints name no segments and shifts if there are none, and describe a window's sight correctly."""
     (walls, *_) = DilatedPattern([Window(1)]).explain(16, 2, 2, causal=True).hints
     assert "or a wider window" in walls and "shifted" not in walls
-    seen = DilatedPattern([Window(4, 3)]).explain(64, 4, 4, causal=True)
-    (reach, sight) = seen.hints
+    explained = DilatedPattern([Window(4, 3)]).explain(64, 4, 4, causal=True)
+    (reach, sight) = explained.hints
     assert "no branch joins their residues. Use a lower dilation rate." in reach
     assert "from a distance of 1 tokens on, one layer shows a query at most 50%" in sight
-    shares = [line.split("%")[0].split()[-1] for line in str(seen).splitlines() if "tokens back" in line]
+    shares = [line.split("%")[0].split()[-1] for line in str(explained).splitlines() if "tokens back" in line]
     assert shares[:3] == ["0", "50", "25"]

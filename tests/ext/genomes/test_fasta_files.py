@@ -38,8 +38,8 @@ def test_an_index_of_a_read_only_folder_lies_in_the_cache(
     # the tests may run as root, who ignores permissions
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     cache = tmp_path / "cache"
-    found = [read_index(lambda_virus, "given", cache) for _ in range(2)]
-    assert found[0] == found[1] and found[0][0][1] == 48502
+    indexes = [read_index(lambda_virus, "given", cache) for _ in range(2)]
+    assert indexes[0] == indexes[1] and indexes[0][0][1] == 48502
     (name,) = names(cache)
     assert name.startswith("lambda_virus.fa.") and name.endswith(".fai")
     Path(lambda_virus).write_text(">other\nACGT\n")
@@ -215,7 +215,7 @@ def test_folders_of_the_cache_are_of_this_user_alone(tmp_path: Path) -> None:
     old, shared = os.umask(0), tmp_path / "shared"
     shared.mkdir(mode=0o777)
     try:
-        found = Path(plain_file(PACKED, shared / "a" / "b"))
+        file = Path(plain_file(PACKED, shared / "a" / "b"))
     finally:
         os.umask(old)
     assert [folder.stat().st_mode & 0o777 for folder in (shared, shared / "a", shared / "a" / "b")] == [
@@ -223,15 +223,15 @@ def test_folders_of_the_cache_are_of_this_user_alone(tmp_path: Path) -> None:
         0o700,
         0o700,
     ]
-    assert found.is_file() and not any(path.suffix != ".lock" for path in found.parent.iterdir() if path != found)
+    assert file.is_file() and not any(path.suffix != ".lock" for path in file.parent.iterdir() if path != file)
 
 
 def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("kept")
-    found = Path(plain_file(PACKED, tmp_path / "cache"))
-    found.unlink()
-    lock = Path(f"{found}.lock")
+    file = Path(plain_file(PACKED, tmp_path / "cache"))
+    file.unlink()
+    lock = Path(f"{file}.lock")
     lock.unlink()
     lock.symlink_to(precious)
     with pytest.raises(OSError, match=r"\.lock"):

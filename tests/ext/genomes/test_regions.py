@@ -87,9 +87,9 @@ def test_what_is_left_is_packed(folder: Path) -> None:
 def test_regions_lie_in_the_splits_of_their_bases(folder: Path) -> None:
     module = data(folder, seq_len=5, val_fraction=0.25, test_fraction=0.25)
     starts = {
-        split: [(found.where(i)[1], found.where(i)[2]) for i in range(len(found))]
+        split: [(dataset.where(i)[1], dataset.where(i)[2]) for i in range(len(dataset))]
         for split in ("train", "val", "test")
-        for found in [module.dataset(split)]
+        for dataset in [module.dataset(split)]
     }
     assert starts["train"] == [("one", x) for x in range(5, 30, 5)] + [("two", x) for x in (22, 17, 12, 7)]
     assert starts["val"] == [("one", 60), ("one", 65), ("one", 70), ("two", 40)]

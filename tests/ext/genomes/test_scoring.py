@@ -35,9 +35,9 @@ def by_hand(model, text):
         if model.causal:
             logits = model(tokens[None, :i])[0, -1]
         else:
-            seen = tokens.clone()
-            seen[i] = model.mask_token
-            logits = model(seen[None])[0, i]
+            masked = tokens.clone()
+            masked[i] = model.mask_token
+            logits = model(masked[None])[0, i]
         nats, count = nats + float(logits.log_softmax(-1)[token]), count + 1
     return nats, count
 
@@ -76,9 +76,9 @@ def test_scores_are_those_of_the_logits(kind, strands):
     assert model.training and all(m.training for m in model.modules())
     other = [backwards(text) for text in TEXTS]
     readings = {"forward": [TEXTS], "reverse": [other], "both": [TEXTS, other]}[strands]
-    wanted = torch.tensor([[by_hand(model, x) for x in texts] for texts in readings], dtype=torch.float64).mean(0)
-    torch.testing.assert_close(got.log_likelihood, wanted[:, 0], rtol=1e-12, atol=1e-12)
-    assert got.bases.tolist() == wanted[:, 1].tolist()
+    expected = torch.tensor([[by_hand(model, x) for x in texts] for texts in readings], dtype=torch.float64).mean(0)
+    torch.testing.assert_close(got.log_likelihood, expected[:, 0], rtol=1e-12, atol=1e-12)
+    assert got.bases.tolist() == expected[:, 1].tolist()
     assert torch.equal(got.per_base.isnan(), got.bases == 0)
     assert got.per_base[0] == got.log_likelihood[0] / got.bases[0]
 
@@ -102,9 +102,9 @@ def test_fewer_passes():
     for j in range(4):
         sites = torch.arange(j, len(tokens), 4)
         sites = sites[tokens[sites] != 4]
-        seen = tokens.clone()
-        seen[sites] = model.mask_token
-        want += float(model.eval()(seen[None])[0, sites].log_softmax(-1).gather(1, tokens[sites, None]).sum())
+        masked = tokens.clone()
+        masked[sites] = model.mask_token
+        want += float(model.eval()(masked[None])[0, sites].log_softmax(-1).gather(1, tokens[sites, None]).sum())
     assert float(model.score([text], passes=4).log_likelihood) == pytest.approx(want, rel=1e-12)
     one = [model.score([text], passes=n).log_likelihood for n in (None, len(text), 99)]
     assert one[0] == one[1] == one[2]
@@ -177,12 +177,12 @@ def test_alleles_by_a_causal_model(strands):
 def test_a_substitution_by_a_masked_model(other):
     model = made(LongNetMLM)
     got = model.score_alleles([SUBSTITUTION], strands="reverse" if other else "forward")
-    seen, sites = SUBSTITUTION.reference.clone(), torch.tensor([7, 9])
-    seen[sites] = model.mask_token
+    masked, sites = SUBSTITUTION.reference.clone(), torch.tensor([7, 9])
+    masked[sites] = model.mask_token
     letters = SUBSTITUTION.reference[sites], SUBSTITUTION.alternative[sites]
     if other:
-        seen, sites, letters = reverse_complement(seen), 14 - sites, tuple(3 - x for x in letters)
-    log = model.eval()(seen[None])[0, sites].log_softmax(-1)
+        masked, sites, letters = reverse_complement(masked), 14 - sites, tuple(3 - x for x in letters)
+    log = model.eval()(masked[None])[0, sites].log_softmax(-1)
     reference, alternative = (float(log.gather(1, x[:, None]).sum()) for x in letters)
     assert got.reference[0] == pytest.approx(reference, rel=1e-12) and got.reference_bases[0] == 2
     assert got.alternative[0] == pytest.approx(alternative, rel=1e-12) and got.alternative_bases[0] == 2
@@ -202,12 +202,12 @@ def test_a_deletion_by_a_masked_model(flank):
         ):
             want = 0.0
             for site in sites:
-                seen, at = tokens.clone(), site
-                seen[site] = model.mask_token
+                masked, at = tokens.clone(), site
+                masked[site] = model.mask_token
                 right = tokens[site]
                 if strands == "reverse":
-                    seen, at, right = reverse_complement(seen), 14 - site, 3 - right
-                want += float(model.eval()(seen[None])[0, at].log_softmax(-1)[right])
+                    masked, at, right = reverse_complement(masked), 14 - site, 3 - right
+                want += float(model.eval()(masked[None])[0, at].log_softmax(-1)[right])
             assert nats[0] == pytest.approx(want, rel=1e-12) and count[0] == len(sites)
 
 
@@ -235,14 +235,14 @@ def test_embeddings(kind, layer):
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
 def test_embeddings_of_both_strands(kind):
     model, other = made(kind), [backwards(text) for text in TEXTS]
-    both = model.embed(TEXTS, pool="none", strands="both")
+    both_strands = model.embed(TEXTS, pool="none", strands="both")
     for name, texts in (("forward", TEXTS), ("reverse", other)):
         parts = model.embed(texts, pool="none", strands=name)
-        assert not torch.allclose(parts, both)
+        assert not torch.allclose(parts, both_strands)
     mean = (model.embed(TEXTS, pool="none") + model.embed(TEXTS, pool="none", strands="reverse")) / 2
-    torch.testing.assert_close(both, mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(both_strands, mean, rtol=1e-12, atol=1e-12)
     flipped = model.embed(other, pool="none", strands="both")
-    for row, back, text in zip(both, flipped, TEXTS, strict=True):
+    for row, back, text in zip(both_strands, flipped, TEXTS, strict=True):
         torch.testing.assert_close(back[: len(text)].flip(0), row[: len(text)], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(
         model.embed(TEXTS, strands="both"), model.embed(other, strands="both"), rtol=1e-12, atol=1e-12
@@ -283,8 +283,8 @@ def test_the_equivariant_model_trains_scores_and_is_saved(tmp_path):
     model = made(LongNetMLM, strands="both", ignore_tokens=[4])
     batch = {"tokens": torch.randint(0, 5, (2, 40)), "index": torch.arange(2)}
     total, count = model.loss_terms(batch)
-    seen, chosen = model.masked(batch)
-    want = torch.nn.functional.cross_entropy(model(seen)[chosen], batch["tokens"][chosen], reduction="sum")
+    masked, chosen = model.masked(batch)
+    want = torch.nn.functional.cross_entropy(model(masked)[chosen], batch["tokens"][chosen], reduction="sum")
     torch.testing.assert_close(total, want, rtol=1e-12, atol=0)
     total.backward()
     assert all(p.grad is not None for p in model.parameters()) and count == chosen.sum()
@@ -298,8 +298,8 @@ def test_the_equivariant_model_trains_scores_and_is_saved(tmp_path):
 
 
 def test_twice_the_work():
-    one, both = made(LongNetMLM), made(LongNetMLM, strands="both")
-    assert step_flops(both, 40, [40]) == 2 * step_flops(one, 40, [40])
+    one, two_strands = made(LongNetMLM), made(LongNetMLM, strands="both")
+    assert step_flops(two_strands, 40, [40]) == 2 * step_flops(one, 40, [40])
 
 
 def test_ranks_that_share_a_sequence_are_refused(monkeypatch):

@@ -127,8 +127,8 @@ def test_windows_are_parts_of_the_two_genomes(bases: str, start: int, size: int,
     got = allele_windows(FakeGenome(bases), 0, start, ref, alt, length)  # type: ignore[arg-type]
     changed = bases[:start] + alt + bases[start + len(ref) :]
     if got is None:
-        sides, more = (start, len(bases) - start - len(ref)), abs(len(ref) - len(alt))
-        assert min(len(bases), len(changed), length) < max(len(ref), len(alt)) or max(sides) < more
+        sides, growth = (start, len(bases) - start - len(ref)), abs(len(ref) - len(alt))
+        assert min(len(bases), len(changed), length) < max(len(ref), len(alt)) or max(sides) < growth
         return
     reference, alternative = decode_bases(got.reference), decode_bases(got.alternative)
     assert len(reference) == len(alternative) == min(length, len(bases), len(changed))

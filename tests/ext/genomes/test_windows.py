@@ -61,10 +61,10 @@ def test_which_windows_are_reversed(lambda_virus: str) -> None:
     count = len(data)
 
     def drawn(epoch: int, **options) -> np.ndarray:
-        found = windows(lambda_virus, **{"share": 0.3, **options})
-        found.set_epoch(epoch)
+        module = windows(lambda_virus, **{"share": 0.3, **options})
+        module.set_epoch(epoch)
         torch.manual_seed(epoch)  # generators have no effect
-        return np.array([found.reversed(i) for i in range(count)])
+        return np.array([module.reversed(i) for i in range(count)])
 
     first = drawn(0)
     assert (first == drawn(0)).all() and abs(first.mean() - 0.3) < 4 * np.sqrt(0.21 / count)
@@ -76,8 +76,8 @@ def test_which_windows_are_reversed(lambda_virus: str) -> None:
 def test_evaluation_is_not_augmented(lambda_virus: str) -> None:
     data = GenomeDataModule(lambda_virus, seq_len=100, reverse_complement=1.0)
     for split in ("val", "test"):
-        found = data.dataset(split)
-        assert not any(found.reversed(i) for i in range(len(found))) and len(found) == 24
+        dataset = data.dataset(split)
+        assert not any(dataset.reversed(i) for i in range(len(dataset))) and len(dataset) == 24
 
 
 RANGES = [(range(0, 30),), (range(20, 40), range(60, 100)), (range(1, 100, 4),), (range(99, 100),), (range(5, 5),), ()]
@@ -105,9 +105,9 @@ def test_a_rank_reads_its_slice(lambda_virus: str, touched, ranks: int, layout: 
     for rank in range(ranks):
         place = Place(ranks, rank, layout)
         parts.append(RankDataset(data, place)[3])
-        stretches, asked = touched.take(), place.ranges(4200)
-        assert len(stretches) == len(asked)
-        for (_, start, stop), positions in zip(stretches, asked, strict=True):
+        stretches, ranges = touched.take(), place.ranges(4200)
+        assert len(stretches) == len(ranges)
+        for (_, start, stop), positions in zip(stretches, ranges, strict=True):
             assert len(positions) + 1 <= stop - start <= (len(positions) + 1) * 71 / 70 + 1
     at = [p for rank in range(ranks) for r in Place(ranks, rank, layout).ranges(4200) for p in r]
     for name in ("tokens", "labels"):
@@ -116,14 +116,14 @@ def test_a_rank_reads_its_slice(lambda_virus: str, touched, ranks: int, layout: 
 
 def test_the_epoch_reaches_the_windows_of_a_rank(lambda_virus: str) -> None:
     data = windows(lambda_virus, 0.5, seq_len=1000)
-    sharded, found = RankDataset(data, Place(2, 1)), []
+    sharded, samples = RankDataset(data, Place(2, 1)), []
     for epoch in (0, 1):
         loader = ResumableLoader(sharded, sampler=ResumableSampler(sharded, shuffle=False))
         loader.sampler.set_epoch(epoch)
-        found.append([batch["tokens"].tolist() for batch in loader])
+        samples.append([batch["tokens"].tolist() for batch in loader])
         expected = [[RankDataset(data, Place(2, 1))[i]["tokens"].tolist()] for i in range(len(data))]
-        assert data.epoch == epoch and found[-1] == expected
-    assert found[0] != found[1]
+        assert data.epoch == epoch and samples[-1] == expected
+    assert samples[0] != samples[1]
 
 
 def test_windows_outside(lambda_virus: str) -> None:

@@ -20,7 +20,7 @@ def parts(tokens: int, **other: float) -> Parts:
 
 def machine(**other: Any) -> Machine:
     """Two blocks of two heads of 8, segments from 16 tokens; arrivals 1 + 2 ms a batch, packing 0.5, sums 0.25 ms."""
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         **{
             "name": "made up",
             "dim": 16,
@@ -37,4 +37,4 @@ def machine(**other: Any) -> Machine:
         **{"pack": Line(0.5 * MS, 0.0), "add": Line(0.25 * MS, 0.0)},
         **{"few_forward": Line(0.125 * MS, 0.0), "few_backward": Line(0.375 * MS, 0.0)},
     }
-    return Machine(**{**given, **other})
+    return Machine(**{**defaults, **other})

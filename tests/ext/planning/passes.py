@@ -16,6 +16,6 @@ class Passes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         view = any(r.alias_info is not None for r in func._schema.returns) and not func._schema.is_mutable
         if func._schema.name != "aten::_unsafe_view" and not view:
-            both = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
-            self.seen += sum(x.nbytes for x in both if self.size in x.shape)
+            tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+            self.seen += sum(x.nbytes for x in tensors if self.size in x.shape)
         return out

@@ -41,8 +41,8 @@ def told(run, model, tokens=None):
 
 
 def trainer(**options):
-    made = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, **options}
-    return pl.Trainer(enable_progress_bar=False, enable_model_summary=False, **made)
+    settings = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, **options}
+    return pl.Trainer(enable_progress_bar=False, enable_model_summary=False, **settings)
 
 
 def test_advice():
@@ -141,9 +141,9 @@ def test_advice_of_parameters_on_the_host():
 def test_advice_amid_a_step():
     """The profiler asks during a step: ranks share a sequence, and gradients are off."""
     model = ld.LongNetLM(FIVE, dim=64, depth=2, num_heads=4)
-    wanted = told(trainer(precision="bf16-mixed"), model, 1 << 24)
+    expected = told(trainer(precision="bf16-mixed"), model, 1 << 24)
     with group._active.with_top(SimpleNamespace(ranks=2, name="other")), torch.no_grad():
-        assert told(trainer(precision="bf16-mixed"), model, 1 << 24) == wanted != None  # noqa: E711
+        assert told(trainer(precision="bf16-mixed"), model, 1 << 24) == expected != None  # noqa: E711
 
 
 def test_the_gpu_of_a_run(monkeypatch):
@@ -174,18 +174,18 @@ def test_nothing_is_replaced_in_the_process_that_trains(monkeypatch):
     run, model = trainer(precision="bf16-mixed"), small(optimizer=lambda parameters: torch.optim.SGD(parameters, 1.0))
     model.configure_model()
     model.note, model.held = (lambda: None), torch.zeros(3)
-    wanted = told(run, small(), 1 << 24)
+    expected = told(run, small(), 1 << 24)
 
     def never(*unused):
         raise AssertionError("this process counted")
 
     for owner, name in ((dry_run, "step"), (dry_run.compat, "replaced"), (dry_run, "as_on_gpu")):
         monkeypatch.setattr(owner, name, never)
-    before, others, done = {x: getattr(*x) for x in REPLACED}, set(), threading.Event()
+    before, replaced, done = {x: getattr(*x) for x in REPLACED}, set(), threading.Event()
 
     def look():
         while not done.wait(0.001):
-            others.update(x for x in REPLACED if getattr(*x) is not before[x])
+            replaced.update(x for x in REPLACED if getattr(*x) is not before[x])
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -194,7 +194,7 @@ def test_nothing_is_replaced_in_the_process_that_trains(monkeypatch):
     finally:
         done.set()
         thread.join()
-    assert not others and said == wanted and "ActivationRecompute('attention-kept')" in said
+    assert not replaced and said == expected and "ActivationRecompute('attention-kept')" in said
     assert model.held is not None and model.transformer.memory == MemorySettings()
 
 

@@ -30,29 +30,29 @@ WAYS = [
 ]
 
 
-def planned(strategy, ranks, pattern, precision="bf16-mixed", optimizer="adamw", **more):
+def planned(strategy, ranks, pattern, precision="bf16-mixed", optimizer="adamw", **options):
     """Return the planned memory of a rank."""
-    model = LongNetLM(DilatedPattern.from_dict(pattern), **SIZES, **more)
+    model = LongNetLM(DilatedPattern.from_dict(pattern), **SIZES, **options)
     gpu = find_gpu("H200")
     subject = subject_of(model, precision, None, None, gpu.capability)
     case = Case(subject, Facts.of(model, subject), Setup(strategy, ranks, optimizer=optimizer), gpu, host=64.0)
-    found = case.memory(SETTINGS, TOKENS * ranks)
-    assert (found.exchange.name is not None) == (pattern == WIDE)
-    return found
+    plan = case.memory(SETTINGS, TOKENS * ranks)
+    assert (plan.exchange.name is not None) == (pattern == WIDE)
+    return plan
 
 
 FUSED = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-4, "fused": True}}
 EIGHT = {"class_path": "torchao.optim.AdamW8bit", "init_args": {"lr": 1e-4}}
 
 
-def measured(folder, strategy, ranks, pattern, precision="bf16-mixed", optimizer=FUSED, **more):
+def measured(folder, strategy, ranks, pattern, precision="bf16-mixed", optimizer=FUSED, **options):
     """Measure two steps. Return the result of the rank with the highest peak."""
-    told = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": vars(SETTINGS)}
+    recompute = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": vars(SETTINGS)}
     settings = {
-        "trainer": {"precision": precision, "callbacks": [told]},
+        "trainer": {"precision": precision, "callbacks": [recompute]},
         "model": {
             "class_path": "LongNetLM",
-            "init_args": {"pattern": pattern, **SIZES, **more, "optimizer": optimizer},
+            "init_args": {"pattern": pattern, **SIZES, **options, "optimizer": optimizer},
         },
         "data": {"class_path": "lightning_dilated.data.ByteDataModule", "init_args": {"seq_len": 4096}},
     }
@@ -60,9 +60,9 @@ def measured(folder, strategy, ranks, pattern, precision="bf16-mixed", optimizer
         settings["trainer"]["strategy"] = strategy
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(json.loads(json.dumps(settings))))
-    found = Trials(["--config", str(path)], ranks, 200)(TOKENS * ranks)
-    assert found.fits, found.message
-    return found
+    trial = Trials(["--config", str(path)], ranks, 200)(TOKENS * ranks)
+    assert trial.fits, trial.message
+    return trial
 
 
 def alone(ranks):
@@ -78,11 +78,11 @@ def alone(ranks):
 BATCH = 2 * 8 * TOKENS + 4096
 
 
-def agrees(found, want):
+def agrees(trial, want):
     """Compare the GPU's peak and the host's memory; the host may hold four more batches, and 5 GiB of libraries."""
-    print(f"{found}; planned {want.peak / GIB:.1f} GiB, {want.host / GIB:.1f} of the host")
-    assert found.allocated == pytest.approx(want.peak, rel=0.03)
-    assert 0.99 * want.host <= found.pinned <= want.host + 4 * BATCH and found.host < want.host + 5 * GIB
+    print(f"{trial}; planned {want.peak / GIB:.1f} GiB, {want.host / GIB:.1f} of the host")
+    assert trial.allocated == pytest.approx(want.peak, rel=0.03)
+    assert 0.99 * want.host <= trial.pinned <= want.host + 4 * BATCH and trial.host < want.host + 5 * GIB
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "pattern"), WAYS, ids=["one", "ddp", "fsdp", "ddp, rows"])
@@ -97,8 +97,8 @@ def test_peak_of_a_model_in_16_bits(tmp_path, compiled):
     """0.2 billion parameters, most of them in the embedding; nothing is on the host."""
     pytest.importorskip("torchao")
     alone(1)
-    more = {"vocab_size": 1 << 17, "tie_embeddings": False, "precision": "bf16-true", "compile_blocks": compiled}
+    options = {"vocab_size": 1 << 17, "tie_embeddings": False, "precision": "bf16-true", "compile_blocks": compiled}
     agrees(
-        measured(tmp_path, "single", 1, PATTERN, optimizer=EIGHT, **more),
-        planned("single", 1, PATTERN, optimizer="adamw8bit", **more),
+        measured(tmp_path, "single", 1, PATTERN, optimizer=EIGHT, **options),
+        planned("single", 1, PATTERN, optimizer="adamw8bit", **options),
     )

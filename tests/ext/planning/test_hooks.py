@@ -32,9 +32,9 @@ def kept(model, batch):
 
 
 def planned(model, tokens):
-    found = footprint(subject_of(model, "32-true", compile_blocks=False), (1024, 2048))
-    (between,) = (m for m in found.moments if m.part == ("between",))
-    return found.held(between, tokens)
+    plan = footprint(subject_of(model, "32-true", compile_blocks=False), (1024, 2048))
+    (between,) = (m for m in plan.moments if m.part == ("between",))
+    return plan.held(between, tokens)
 
 
 @pytest.mark.parametrize("make", [Signals, OwnInit])
@@ -56,11 +56,11 @@ def test_a_built_model_stays_as_it_is():
     model = OwnInit()
     model.configure_model()
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
-    made = model.planning_copy(5)
-    made.configure_model()
-    assert len(made.transformer.blocks) == 5 and len(model.transformer.blocks) == 3
+    planned_copy = model.planning_copy(5)
+    planned_copy.configure_model()
+    assert len(planned_copy.transformer.blocks) == 5 and len(model.transformer.blocks) == 3
     assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
-    assert not set(before.values()) & {p.data_ptr() for p in made.parameters()}
+    assert not set(before.values()) & {p.data_ptr() for p in planned_copy.parameters()}
 
 
 @pytest.fixture

@@ -64,13 +64,13 @@ PEAKS = {
 @pytest.mark.parametrize("run", PEAKS, ids=lambda run: run.__name__)
 def test_by_hand(run):
     with FakeTensorMode():
-        given = [torch.zeros(*size) for size in ((64, 32), (32, 128), (128, 32), (128, 32))]
-        graph = make_fx(run)(*given)
+        inputs = [torch.zeros(*size) for size in ((64, 32), (32, 128), (128, 32), (128, 32))]
+        graph = make_fx(run)(*inputs)
         tape = Tape()
-        made = Kernels(graph, Graphs(tape))
+        kernels = Kernels(graph, Graphs(tape))
         with tape:
-            results = made(given)
-        assert not given  # the list is emptied, as compiled code does
+            results = kernels(inputs)
+        assert not inputs  # the list is emptied, as compiled code does
         assert tape.peak == pytest.approx(PEAKS[run], abs=64)  # sums are a few bytes
         want = sum(x.untyped_storage().nbytes() for x in (results if isinstance(results, tuple) else [results]))
         assert tape.live == want
@@ -83,8 +83,8 @@ def test_kept_is_what_the_partitioner_keeps(ffn, norm):
     pattern, tokens = DilatedPattern.longnet([64], [1]), 2048
     sizes = {"dim": 64, "num_heads": 4, "position_encoding": "none", "ffn": ffn, "norm": norm}
     subject = subject_of(ld.LongNetLM(pattern, depth=2, **sizes), "32-true", compile_blocks=True)
-    found = footprint(subject, (tokens, 2 * tokens))
-    moment = next(m for m in found.moments if m.part == ("behind", 0))
+    plan = footprint(subject, (tokens, 2 * tokens))
+    moment = next(m for m in plan.moments if m.part == ("behind", 0))
 
     model = ld.LongNetLM(pattern, depth=1, **sizes)
     model.configure_model()
@@ -101,4 +101,4 @@ def test_kept_is_what_the_partitioner_keeps(ffn, norm):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         block(x)
-    assert found.saved(moment, tokens) == pytest.approx(sum(saved.values()), rel=0.02)
+    assert plan.saved(moment, tokens) == pytest.approx(sum(saved.values()), rel=0.02)

@@ -60,36 +60,36 @@ def test_length_is_exact(make, name, depth, precision):
 def test_a_real_step_keeps_what_was_planned(policy):
     """Compare the bytes alive after the forward, and gradients after the backward, with a meter of real tensors."""
     settings = MemorySettings(policy)
-    found = footprint(subject_of(encoder(), "32-true", settings), (3072, 5120))
-    between, last = (next(m for m in found.moments if m.part == part) for part in (("between",), ("backward", 3)))
+    plan = footprint(subject_of(encoder(), "32-true", settings), (3072, 5120))
+    between, last = (next(m for m in plan.moments if m.part == part) for part in (("between",), ("backward", 3)))
     model, data = built(encoder(), settings), labelled(3999)
     with Meter() as meter:
         parameters = meter.track(model.parameters(), PARAMETERS)
         loss, _ = model.token_mean(data)
-        kept = meter.live - parameters
+        saved = meter.live - parameters
     loss.backward()
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    assert parameters == found.parameters and gradients == found.trained < 0.1 * parameters
-    assert kept == pytest.approx(found.held(between, 4000), rel=0.002)
-    assert found.held(last, 4000) > 0 and last.static - parameters < gradients
+    assert parameters == plan.parameters and gradients == plan.trained < 0.1 * parameters
+    assert saved == pytest.approx(plan.held(between, 4000), rel=0.002)
+    assert plan.held(last, 4000) > 0 and last.static - parameters < gradients
 
 
 def test_states_and_buckets_are_of_what_is_trained():
-    found = footprint(subject_of(encoder(), "32-true", MemorySettings("block")), (1024, 2048))
+    plan = footprint(subject_of(encoder(), "32-true", MemorySettings("block")), (1024, 2048))
     own = 4 * numbers(built(encoder()), True)
-    one, two = (memory(found, 4096, x) for x in (Setup(), Setup("ring_dilated", data_ranks=2)))
+    one, two = (memory(plan, 4096, x) for x in (Setup(), Setup("ring_dilated", data_ranks=2)))
     assert one.kinds[OPTIMIZER] == 2 * own
     assert two.kinds[GRADIENTS] - one.kinds.get(GRADIENTS, 0) == own
-    dealt = memory(found, 4096, Setup("ring_dilated_fsdp", 4, 4))
+    dealt = memory(plan, 4096, Setup("ring_dilated_fsdp", 4, 4))
     assert dealt.kinds[OPTIMIZER] == -(-2 * own // 4)
 
 
 def test_states_on_the_host_are_of_what_is_trained():
-    found = footprint(subject_of(encoder(), "32-true"), (1024, 2048))
+    plan = footprint(subject_of(encoder(), "32-true"), (1024, 2048))
     model = built(encoder())
     locked = lambda p: 1 << (p.numel() * 4 - 1).bit_length()  # noqa: E731
     want = sum(locked(p) * (1 + p.requires_grad) for p in model.parameters()) + 8 * numbers(model, True)
-    assert memory(found, 4096, Setup("ring_dilated_fsdp", cpu_offload=True)).states == want
+    assert memory(plan, 4096, Setup("ring_dilated_fsdp", cpu_offload=True)).states == want
 
 
 @pytest.mark.parametrize("offload, every", [(0.5, 1), (1.0, 1), (1.0, 2), (0.25, 1)])
@@ -119,11 +119,11 @@ def test_flops_are_what_torch_counts():
     model, data = built(encoder(**sizes)), labelled(2047)
     with FlopCounterMode(display=False) as counter:
         model.token_mean(data)[0].backward()
-    found, whole = (
+    low_rank, whole = (
         estimate(facts(**sizes, **x), MemorySettings(), 2048, Setup(), H200) for x in ({}, {"lora_rank": None})
     )
-    assert found.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
-    assert found.flops < 0.8 * whole.flops
+    assert low_rank.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert low_rank.flops < 0.8 * whole.flops
 
 
 def test_trained_numbers():
@@ -139,7 +139,7 @@ def test_trained_numbers():
 @pytest.mark.filterwarnings("ignore:target_parameters=")
 def test_passes_of_an_update():
     """Passes in addition to the layer's own."""
-    tokens, seen = 10007, []
+    tokens, counts = 10007, []
     for lora in (False, True):
         layer = nn.ModuleDict({"fc1": nn.Linear(96, 160)}).requires_grad_(False)
         if lora:
@@ -149,9 +149,9 @@ def test_passes_of_an_update():
             y = layer["fc1"](x)
         with Passes(tokens) as backward:
             y.backward(torch.ones_like(y))
-        seen.append((forward.seen / tokens / 4, backward.seen / tokens / 4))
+        counts.append((forward.seen / tokens / 4, backward.seen / tokens / 4))
     for i, (into, out) in enumerate((UPDATE_FORWARD, UPDATE_BACKWARD)):
-        assert seen[1][i] - seen[0][i] == pytest.approx(into * 96 + out * 160, rel=0.05)
+        assert counts[1][i] - counts[0][i] == pytest.approx(into * 96 + out * 160, rel=0.05)
 
 
 def test_less_than_training_all():

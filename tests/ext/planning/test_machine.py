@@ -27,12 +27,12 @@ PARTS = Path(__file__).parents[3] / "benchmarks" / "step_parts.py"
     ],
 )
 def test_fit(points, want):
-    found = fit_line(points)
+    line = fit_line(points)
     if want is not None:
-        assert (found.fixed, found.each) == pytest.approx((want.fixed, want.each))
-    assert found.fixed >= 0 and found.each >= 0
+        assert (line.fixed, line.each) == pytest.approx((want.fixed, want.each))
+    assert line.fixed >= 0 and line.each >= 0
     low, high = sorted(y for _, y in points)[0], sorted(y for _, y in points)[-1]
-    assert all(low / 2 <= found.of(x) <= 2 * high for x, _ in points)
+    assert all(low / 2 <= line.of(x) <= 2 * high for x, _ in points)
 
 
 def test_line():
@@ -43,8 +43,8 @@ def test_line():
 def test_between_and_beyond(tokens, want):
     """6 ms at 64 tokens, 30 at 128: linear in between, proportional outside."""
     steep = dataclasses.replace(parts(64), tokens=128, rest_forward=30 * MS)
-    found = machine(parts=(parts(64), steep)).at(tokens)
-    assert found.tokens == tokens and found.rest_forward == pytest.approx(want * 6 * MS)
+    part = machine(parts=(parts(64), steep)).at(tokens)
+    assert part.tokens == tokens and part.rest_forward == pytest.approx(want * 6 * MS)
 
 
 def test_file(tmp_path):
@@ -68,11 +68,11 @@ def test_file(tmp_path):
     ],
 )
 def test_damaged_file(tmp_path, change, message):
-    found = dataclasses.asdict(machine())
-    found["parts"] = list(found["parts"])
-    change(found)
+    fields = dataclasses.asdict(machine())
+    fields["parts"] = list(fields["parts"])
+    change(fields)
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=message):
         Machine.load(path)
     path.write_text("nothing")
@@ -103,14 +103,14 @@ def test_measured_on_this_machine(tmp_path, monkeypatch):
     sizes += " --long 128"
     monkeypatch.setattr(sys, "argv", ["step_parts.py", "--output", str(path), "--device", "cpu", *sizes.split()])
     runpy.run_path(str(PARTS), run_name="__main__")
-    found = Machine.load(path)
-    assert found.require(dim=16, depth=2, heads=2, causal=True, first=32) and [p.tokens for p in found.parts] == [
+    read = Machine.load(path)
+    assert read.require(dim=16, depth=2, heads=2, causal=True, first=32) and [p.tokens for p in read.parts] == [
         64,
         128,
     ]
     # in_proj, out_proj, gate, fc1, fc2 (hidden 64), two norms; tied embedding and the last norm
-    assert (found.block_parameters, found.edge_parameters) == (4 * 256 + 3 * 1024 + 32, 256 * 16 + 16)
-    assert min(found.optimizer, *(x for p in found.parts for x in (p.attention_forward, p.attention_backward))) > 0
-    lines = found.arrive_forward, found.arrive_backward, found.pack, found.add, found.few_forward, found.few_backward
+    assert (read.block_parameters, read.edge_parameters) == (4 * 256 + 3 * 1024 + 32, 256 * 16 + 16)
+    assert min(read.optimizer, *(x for p in read.parts for x in (p.attention_forward, p.attention_backward))) > 0
+    lines = read.arrive_forward, read.arrive_backward, read.pack, read.add, read.few_forward, read.few_backward
     assert all(line.of(1e6) > 0 for line in lines)
-    assert 0 < found.long_forward < found.long_backward
+    assert 0 < read.long_forward < read.long_backward

@@ -57,10 +57,10 @@ def test_measured(case):
     """Required: 10 % at most; aim: 5 %; observed: at most 1.7 %, of numbers with three digits."""
     kind, compiled, strategy, policy = case
     model = ld.LongNetLM(**BYTES) if kind == "bytes" else ld.SlideEncoder(**SLIDES)
-    found = footprint(subject_of(model, memory=MemorySettings(policy), compile_blocks=compiled))
+    plan = footprint(subject_of(model, memory=MemorySettings(policy), compile_blocks=compiled))
     for tokens, ranks, gib in MEASURED[case]:
         beside = 2 if strategy == "ring_dilated" else 1  # in these runs DDP wrapped a single GPU, too
-        peak = memory(found, tokens, Setup(strategy, ranks, data_ranks=beside)).peak / GIB
+        peak = memory(plan, tokens, Setup(strategy, ranks, data_ranks=beside)).peak / GIB
         assert peak == pytest.approx(gib, rel=0.025), (tokens, ranks)
 
 
@@ -68,8 +68,8 @@ def test_measured(case):
 def test_bytes_of_a_logit(compiled, each):
     """A compiled loss holds logits and their gradient in 16 bits; else logits, their fp32 copy and log-softmax."""
     words = 1 << 17
-    found = footprint(subject_of(lm(vocab_size=words), "bf16-mixed", MemorySettings("block"), compiled), (1024, 2048))
-    few, many = (memory(found, tokens).peak for tokens in (1 << 14, 1 << 15))
+    plan = footprint(subject_of(lm(vocab_size=words), "bf16-mixed", MemorySettings("block"), compiled), (1024, 2048))
+    few, many = (memory(plan, tokens).peak for tokens in (1 << 14, 1 << 15))
     assert (many - few) / (words << 14) == pytest.approx(each, rel=0.01)
 
 
@@ -165,17 +165,17 @@ def test_exact_with_kernels_of_convolutions(compiled, monkeypatch):
 
 def test_parameters_and_gradients_are_the_models():
     model = lm()
-    found = footprint(subject_of(model, "32-true"), (1024, 2048))
+    plan = footprint(subject_of(model, "32-true"), (1024, 2048))
     real = sum(p.nbytes for p in lm().parameters())
-    assert found.parameters == real
-    assert {m.static for m in found.moments if m.part[0] == "forward"} == {2 * real}
-    assert found.hidden == 64 * 4
+    assert plan.parameters == real
+    assert {m.static for m in plan.moments if m.part[0] == "forward"} == {2 * real}
+    assert plan.hidden == 64 * 4
 
 
 @pytest.mark.parametrize("precision, size", [("bf16-mixed", 4), ("bf16-true", 2), ("32-true", 4)])
 def test_states_by_precision(precision, size):
-    found = footprint(subject_of(lm(), precision, MemorySettings("block")), (1024, 2048))
-    kinds = memory(found, 4096).kinds
+    plan = footprint(subject_of(lm(), precision, MemorySettings("block")), (1024, 2048))
+    kinds = memory(plan, 4096).kinds
     assert kinds[OPTIMIZER] == 2 * kinds[PARAMETERS] == 2 * size * sum(p.numel() for p in lm().parameters())
 
 
@@ -184,8 +184,8 @@ def test_settings_save_what_they_should():
     order = ["attention-kept", "block", "groups"]
     peaks = []
     for name in order:
-        found = footprint(subject_of(lm(depth=12), "bf16-mixed", SETTINGS[name]), (2048, 4096))
-        peaks.append(memory(found, 1 << 20).peak)
+        plan = footprint(subject_of(lm(depth=12), "bf16-mixed", SETTINGS[name]), (2048, 4096))
+        peaks.append(memory(plan, 1 << 20).peak)
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3
 
 
@@ -230,9 +230,9 @@ def test_the_fastest_that_fits_is_recommended():
 
 
 def test_candidates():
-    found = candidates(kv_heads=2, host=64.0, depth=12)
-    assert found[0] == MemorySettings() and len(found) == len(set(found))
-    assert {x.head_chunks for x in found} == {1, 2} and {x.offload for x in found} == {0, 64.0}
+    settings = candidates(kv_heads=2, host=64.0, depth=12)
+    assert settings[0] == MemorySettings() and len(settings) == len(set(settings))
+    assert {x.head_chunks for x in settings} == {1, 2} and {x.offload for x in settings} == {0, 64.0}
     assert all(x.head_chunks == 1 and x.every == 1 and not x.offload for x in candidates(1, 0.0, 1))
 
 

@@ -63,10 +63,10 @@ def test_fsdp_deals_parameters(counted):
 def test_the_output_projection_has_its_whole_gradient(offload):
     """It lasts from the head's backward until FSDP reduces the parameters outside of blocks, after all blocks."""
     model = lm(vocab_size=4096, tie_embeddings=False)
-    found = footprint(subject_of(model, "bf16-mixed", MemorySettings("block")), (1024, 2048))
+    plan = footprint(subject_of(model, "bf16-mixed", MemorySettings("block")), (1024, 2048))
     setup, size = Setup("ring_dilated_fsdp", 4, 4, cpu_offload=offload), 4096 * 64 * 4
-    parts = {m.part: m for m in found.moments}
-    gradients = [_static(found, parts[part], setup)[GRADIENTS] for part in (("backward", 2), ("head",))]
+    parts = {m.part: m for m in plan.moments}
+    gradients = [_static(plan, parts[part], setup)[GRADIENTS] for part in (("backward", 2), ("head",))]
     assert gradients[0] >= size and gradients[1] == 0
 
 
@@ -110,18 +110,18 @@ def test_eight_bit_states(counted):
 @pytest.mark.parametrize("exchange", ["gather", "butterfly"])
 def test_kept_rows_are_the_plans(exchange):
     pattern, n = DilatedPattern.geometric(64, 1 << 12), 1 << 12
-    found = exchanged(pattern, n, (4, 4, 16), True, 2, Setup("ring_dilated", 4, 4, exchange=exchange))
+    exchange_rows = exchanged(pattern, n, (4, 4, 16), True, 2, Setup("ring_dilated", 4, 4, exchange=exchange))
     problem = make_problem(pattern, n, 4, ranks=4, causal=True)
-    assert found.name == exchange
-    assert found.kept == max(EXCHANGES[exchange].volume(problem, r, 4).kept for r in range(4)) * 16 * 2 > 0
+    assert exchange_rows.name == exchange
+    assert exchange_rows.kept == max(EXCHANGES[exchange].volume(problem, r, 4).kept for r in range(4)) * 16 * 2 > 0
 
 
 def test_kept_rows_by_policy():
     pattern = DilatedPattern.geometric(64, 1 << 14)
     under_way = lambda x: {0, x.exchange.forward, x.exchange.backward}  # noqa: E731 - outside of the op, or in it
     for name, layers in (("attention-kept", 8), ("block", 1)):
-        found = footprint(subject_of(lm(pattern, depth=8), "bf16-mixed", MemorySettings(name)), (1024, 2048))
-        x = memory(found, 1 << 14, Setup("ring_dilated", 4, 4))
+        plan = footprint(subject_of(lm(pattern, depth=8), "bf16-mixed", MemorySettings(name)), (1024, 2048))
+        x = memory(plan, 1 << 14, Setup("ring_dilated", 4, 4))
         assert x.exchange.kept > 0 and x.kinds[EXCHANGE] - layers * x.exchange.kept in under_way(x)
 
 
@@ -134,23 +134,23 @@ def test_host_memory_is_what_training_takes(offload, every):
     model.transformer.memory = settings
     tokens = torch.zeros(1, 256, dtype=torch.int64)
     model.token_mean({"tokens": tokens, "labels": tokens})[0].backward()
-    found = footprint(subject_of(lm(depth=4), "32-true", settings), (1024, 2048))
-    assert memory(found, 256).host == model.transformer._host.bytes
+    plan = footprint(subject_of(lm(depth=4), "32-true", settings), (1024, 2048))
+    assert memory(plan, 256).host == model.transformer._host.bytes
 
 
 def test_what_lightning_moves_as_fit_ends():
     """Compared with the tensors that a step leaves."""
     model = lm()
     model.configure_model()
-    found = footprint(subject_of(model, "32-true", MemorySettings()), (1024, 2048))
+    plan = footprint(subject_of(model, "32-true", MemorySettings()), (1024, 2048))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.zeros(1, 256, dtype=torch.int64)
     model.token_mean({"tokens": tokens, "labels": tokens})[0].backward()
     optimizer.step()
     states = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
     whole = sum(x.nbytes for x in (*model.parameters(), *(p.grad for p in model.parameters()), *states))
-    assert moved_as_fit_ends(found, Setup()) == moved_as_fit_ends(found, Setup("ring_dilated", 4, 4)) == whole
-    assert moved_as_fit_ends(found, Setup("ring_dilated_fsdp", 4, 4)) == -(-whole // 4)
+    assert moved_as_fit_ends(plan, Setup()) == moved_as_fit_ends(plan, Setup("ring_dilated", 4, 4)) == whole
+    assert moved_as_fit_ends(plan, Setup("ring_dilated_fsdp", 4, 4)) == -(-whole // 4)
 
 
 def test_offloading_frees_the_gpu(counted):

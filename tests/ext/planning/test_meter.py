@@ -67,9 +67,9 @@ def test_resized():
 
 def test_rounded():
     with Meter(round_to=512) as m:
-        kept = [torch.empty(1), torch.empty(128), torch.empty(129), torch.empty(0)]
+        tensors = [torch.empty(1), torch.empty(128), torch.empty(129), torch.empty(0)]
         assert m.live == 512 + 512 + 1024
-        kept.clear()
+        tensors.clear()
     assert m.live == 0
     with pytest.raises(ValueError, match="round_to must be at least 1, got 0"):
         Meter(round_to=0)
@@ -150,7 +150,7 @@ def test_mark_leaves_what_was_there():
 
 def test_labels():
     products = ("aten::mul.Tensor", "aten::mul_.Tensor")
-    name = lambda func, given, made: [(t, EXCHANGE) for t in made] if func.name() in products else []  # noqa: E731
+    name = lambda func, inputs, outputs: [(t, EXCHANGE) for t in outputs] if func.name() in products else []  # noqa: E731
     with Meter(labels=name) as m:
         x = torch.ones(4)
         y = x * x
@@ -180,8 +180,8 @@ def test_fake_tensors():
 
 def test_wrappers():
     """The operations on the inner tensors are seen, not those on the wrapper."""
-    seen = []
-    with Meter(labels=lambda func, given, made: seen.extend(map(type, (*given, *made))) or []) as m:
+    types = []
+    with Meter(labels=lambda func, inputs, outputs: types.extend(map(type, (*inputs, *outputs))) or []) as m:
         x = TwoTensor(torch.ones(4), torch.ones(4))
         y = x + x
         assert m.live == 64
@@ -189,7 +189,7 @@ def test_wrappers():
         assert m.live == 32 and m.track([y], PARAMETERS) == 32
         y.add_(y)
         assert m.live == m.peak - 32 == 32
-    assert set(seen) == {torch.Tensor}
+    assert set(types) == {torch.Tensor}
 
 
 def test_sparse_gradients():

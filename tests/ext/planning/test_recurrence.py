@@ -115,11 +115,11 @@ def test_what_is_around_the_rule():
     ({"layers": "g", "precision": "32-true"}, "only rows of 16 bits"),
 ])  # fmt: skip
 def test_a_rule_that_was_not_measured_is_said_to_be_left_out(options, says):
-    (layer,), of = case(**options).facts.recurrences, case(**options)
+    (layer,), planned_case = case(**options).facts.recurrences, case(**options)
     assert says in layer.unmeasured
-    rest = seconds(MemorySettings(), **options)
-    assert 0 < rest < 4 * TOKENS * (layer.forward.moved + layer.backward.moved) / BANDWIDTH * 1.5
-    notes = " ".join(recurrence_notes(of))
+    around = seconds(MemorySettings(), **options)
+    assert 0 < around < 4 * TOKENS * (layer.forward.moved + layer.backward.moved) / BANDWIDTH * 1.5
+    notes = " ".join(recurrence_notes(planned_case))
     assert f"{3 * 4 * layer.flops:.3g} FLOPs a token of a step, has no time here: {says}" in notes
     assert "rule as measured on" not in notes
 

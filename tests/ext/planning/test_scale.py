@@ -101,8 +101,8 @@ def test_links_of_a_file(tmp_path, monkeypatch):
     Links(near=3e9, source="measured here").save(tmp_path / "links.json")
     files = "--no-table --measured 1:64:115 --links links.json"
     (tmp_path / "r.md").touch()
-    assert "3 GB/s a GPU inside it" in (found := run_script(tmp_path, monkeypatch, files)[1])
-    assert "links: measured here" in found
+    assert "3 GB/s a GPU inside it" in (line := run_script(tmp_path, monkeypatch, files)[1])
+    assert "links: measured here" in line
     assert "5 GB/s a GPU inside it" in run_script(tmp_path, monkeypatch, f"{files} --near 5e9")[-6]
 
 

@@ -89,9 +89,9 @@ def test_memory_and_time_of_a_case():
     sums = 4 * case.facts.trained_parameters
     assert rows[0].peak == rows[1].peak == whole.peak + sums
     wide = MemorySettings("block", stream=1024)
-    some, more = case.memory(wide, 1 << 16), case.memory(wide, 1 << 20)
+    some, long_stream = case.memory(wide, 1 << 16), case.memory(wide, 1 << 20)
     stored = [carried_rows(GEOMETRIC, 4, 4, n, 1024)[0] * 4 * 2 * 16 * 2 for n in (1 << 16, 1 << 20)]
-    assert more.peak - some.peak == stored[1] - stored[0] > 0 and some.host == more.host == 0
+    assert long_stream.peak - some.peak == stored[1] - stored[0] > 0 and some.host == long_stream.host == 0
     seconds = [case.time(settings, n).seconds for n in (1 << 14, 1 << 16, 1 << 18)]
     assert seconds[1] / seconds[0] == pytest.approx(4, rel=0.2) and seconds[2] / seconds[1] == pytest.approx(4, rel=0.1)
     short = MemorySettings("block", stream=8192, truncate=True)

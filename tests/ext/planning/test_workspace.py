@@ -61,12 +61,12 @@ def test_global_tokens(engine):
     """fp32 results of the other branches, and the blocks of global tokens one at a time."""
     pattern, n = DilatedPattern([(64, 1), (128, 2), Global(4)]), 1024
     call = OpCall(pattern, 2, 2, 64, False, n, engine=engine)
-    others = replace(call, pattern=DilatedPattern([(64, 1), (128, 2)]), final=False)
+    without_global = replace(call, pattern=DilatedPattern([(64, 1), (128, 2)]), final=False)
     rows, row = 2 * n, 64 * 2
     crossing = (rows - 2 * 4) * (row + 2 * 4 * 64 + 4 * 4)  # the later tokens as queries, the four as keys
-    assert workspace(call)[0] == max(workspace(others)[0], rows * 2 * 64 + crossing)
+    assert workspace(call)[0] == max(workspace(without_global)[0], rows * 2 * 64 + crossing)
     part = (rows - 2 * 4) * (3 * row + 2 * 4 + (4 * 64 if engine == "cudnn" else 0))
-    assert workspace(call)[1] == 3 * rows * row + max(workspace(others)[1], part, 3 * rows * row)
+    assert workspace(call)[1] == 3 * rows * row + max(workspace(without_global)[1], part, 3 * rows * row)
 
 
 def test_stretches_bound_it(monkeypatch):
@@ -112,10 +112,10 @@ def test_no_engine_of_a_family():
 def test_overlapping_branches_go_one_by_one():
     """Three dense branches: parts are merged one after another, into fp32 sums."""
     three = OpCall(DilatedPattern([Branch(w, 1) for w in (64, 128, 256)]), 2, 2, 64, False, 4096, engine="cudnn")
-    more = replace(three, pattern=DilatedPattern([Branch(64 + i, 1) for i in range(9)]))
+    nine = replace(three, pattern=DilatedPattern([Branch(64 + i, 1) for i in range(9)]))
     rows = 2 * 4096
     assert workspace(three)[1] >= 3 * rows * 64 * 4 - three.results[1]
-    assert workspace(more)[1] <= workspace(three)[1]
+    assert workspace(nine)[1] <= workspace(three)[1]
 
 
 def test_nothing_of_nothing():

@@ -25,8 +25,8 @@ class Data(pl.LightningDataModule):
         self.class_counts, self.sampling = counts, sampling
 
     def train_dataloader(self):
-        made = torch.Generator().manual_seed(0)
-        rows = [{"features": torch.randn(12, 3, generator=made), "label": torch.tensor(int(i < 2))} for i in range(8)]
+        rng = torch.Generator().manual_seed(0)
+        rows = [{"features": torch.randn(12, 3, generator=rng), "label": torch.tensor(int(i < 2))} for i in range(8)]
         return DataLoader(rows, batch_size=4)
 
     val_dataloader = test_dataloader = train_dataloader

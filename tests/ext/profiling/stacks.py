@@ -61,9 +61,9 @@ class Kept(DummyLogger):
         self.prefix, self.steps = prefix, {}
 
     def log_metrics(self, metrics, step=None):
-        mine = {name: x for name, x in metrics.items() if name.startswith(self.prefix)}
-        assert not (mine and step in self.steps)
-        self.steps.update({step: mine} if mine else {})
+        numbers = {name: x for name, x in metrics.items() if name.startswith(self.prefix)}
+        assert not (numbers and step in self.steps)
+        self.steps.update({step: numbers} if numbers else {})
 
 
 class Losses(pl.Callback):

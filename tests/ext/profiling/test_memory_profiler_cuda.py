@@ -35,8 +35,8 @@ class Allocator:
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.current)
 
     def stats(self, device):
-        told = lambda n: {"all": {"current": self.current + n, "peak": self.peak + n}}  # noqa: E731
-        return {"allocated_bytes": told(0), "reserved_bytes": told(5000)}
+        entry = lambda n: {"all": {"current": self.current + n, "peak": self.peak + n}}  # noqa: E731
+        return {"allocated_bytes": entry(0), "reserved_bytes": entry(5000)}
 
     def reset(self, device):
         self.peak = self.current
@@ -87,12 +87,12 @@ def played(monkeypatch, exchange="gather"):
 
 def test_the_allocator(monkeypatch):
     probe, measured = played(monkeypatch)
-    found = [(x.phase, x.allocated, x.reserved, x.kinds) for x in measured.spans]
+    spans = [(x.phase, x.allocated, x.reserved, x.kinds) for x in measured.spans]
     base = {PARAMETERS: 512, OPTIMIZER: 512, BATCH: 128}
     none = {GRADIENTS: 0, EXCHANGE: 0, ACTIVATIONS: 0}
-    kinds = lambda **more: {**base, **none, **{names[k]: n for k, n in more.items()}}  # noqa: E731
+    kinds = lambda **amounts: {**base, **none, **{names[k]: n for k, n in amounts.items()}}  # noqa: E731
     names = {"g": GRADIENTS, "e": EXCHANGE, "a": ACTIVATIONS, "t": TEMPORARY}
-    assert found == [
+    assert spans == [
         # memory of others counts as temporary throughout
         (Phase(FORWARD), 8170, 13170, kinds(a=8, t=7010)),
         # 1000 bytes stay, 300 of them rows; 400 are in flight
@@ -109,7 +109,7 @@ def test_the_allocator(monkeypatch):
     ]
     assert probe.overall == (11000, 16000)
     assert all(sum(x.kinds.values()) == x.allocated for x in measured.spans) and measured.step == 7
-    assert measured.points[0][1] == found[0][3] and len(measured.points) == len(found) + 1
+    assert measured.points[0][1] == spans[0][3] and len(measured.points) == len(spans) + 1
     assert measured.top.phase == Phase(BACKWARD, 1)
     assert probe.held(8800) == {**kinds(g=512), TEMPORARY: 8800 - 512 * 3 - 128}
 
@@ -117,8 +117,8 @@ def test_the_allocator(monkeypatch):
 def test_the_allocator_around_the_ring(monkeypatch):
     """Received rows are not kept."""
     measured = played(monkeypatch, "ring")[1]
-    found = {(x.phase, i): x.kinds for i, x in enumerate(measured.spans)}
-    assert found[Phase(FORWARD, 0), 1][ACTIVATIONS] == 1008 and found[Phase(FORWARD), 2][EXCHANGE] == 0
+    spans = {(x.phase, i): x.kinds for i, x in enumerate(measured.spans)}
+    assert spans[Phase(FORWARD, 0), 1][ACTIVATIONS] == 1008 and spans[Phase(FORWARD), 2][EXCHANGE] == 0
 
 
 # -- a GPU -------------------------------------------------------------------------------------------------------------
@@ -129,14 +129,14 @@ def test_a_gpu(tmp_path):
     built = quiet(max_steps=3, callbacks=[profiler], accelerator="gpu", devices=1)
     torch.cuda.reset_peak_memory_stats()
     built.fit(Stack(3), loader(*batches(4, 1 << 20)))  # 32 MB an activation
-    found = {x.phase: x for x in profiler.measured.spans if x.phase != Phase(FORWARD)}
+    spans = {x.phase: x for x in profiler.measured.spans if x.phase != Phase(FORWARD)}
     x = 32 << 20
     assert (
-        found[Phase(FORWARD, 2)].kinds[ACTIVATIONS] // x == 3 and found[Phase(FORWARD, 0)].kinds[ACTIVATIONS] // x == 1
+        spans[Phase(FORWARD, 2)].kinds[ACTIVATIONS] // x == 3 and spans[Phase(FORWARD, 0)].kinds[ACTIVATIONS] // x == 1
     )
     # batch, saved, the Linear's output; and memory of libraries, such as cuBLAS's workspace
-    assert 1 + 3 + 1 <= found[Phase(FORWARD, 2)].allocated // x < 8
-    assert found[Phase(BACKWARD, 0)].kinds[BATCH] == x and found[Phase(OPTIMIZING)].kinds[GRADIENTS] == 3 * 256
+    assert 1 + 3 + 1 <= spans[Phase(FORWARD, 2)].allocated // x < 8
+    assert spans[Phase(BACKWARD, 0)].kinds[BATCH] == x and spans[Phase(OPTIMIZING)].kinds[GRADIENTS] == 3 * 256
     assert all(sum(s.kinds.values()) == s.allocated <= s.reserved for s in profiler.measured.spans)
     assert profiler.peak_allocated == profiler.top.allocated >= torch.cuda.max_memory_allocated()
     assert profiler.rows[0].reserved is not None and (tmp_path / "memory_timeline.png").exists()
@@ -148,8 +148,8 @@ def test_a_gpu_that_is_full(tmp_path):
     module = Stack(2)
     module.layers[1].fails = lambda out: torch.empty(1 << 50, dtype=torch.uint8, device=out.device)
     built = quiet(max_steps=1, callbacks=[MemoryProfiler(folder=tmp_path)], accelerator="gpu", devices=1)
-    told = pytest.warns(UserWarning, match=r"forward of block 2 of 2: an allocation of 1048576.00 GiB failed")
-    with told as warned, pytest.raises(torch.OutOfMemoryError):
+    warning = pytest.warns(UserWarning, match=r"forward of block 2 of 2: an allocation of 1048576.00 GiB failed")
+    with warning as warned, pytest.raises(torch.OutOfMemoryError):
         built.fit(module, loader(*batches(2)))
     assert any("at least was missing" in str(w.message) for w in warned)
     assert (tmp_path / "memory_oom_rank_0.pickle").exists()

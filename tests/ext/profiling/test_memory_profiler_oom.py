@@ -156,9 +156,9 @@ class Backward(Forward):
 
 def fails(folder, profiler, where, block=1, steps=4, **options):
     """Return the warning of a fit that runs out of memory."""
-    module, kept = Stack(), Kept()
+    module, logger = Stack(), Kept()
     module.layers[block].fails = where
-    built = quiet(max_steps=steps, callbacks=[profiler], logger=kept, default_root_dir=folder, **options)
+    built = quiet(max_steps=steps, callbacks=[profiler], logger=logger, default_root_dir=folder, **options)
     with (
         warnings.catch_warnings(record=True) as warned,
         pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 20"),
@@ -178,8 +178,8 @@ def test_in_the_forward(tmp_path, monkeypatch, every):
     said = fails(tmp_path, MemoryProfiler(every), Forward(2))
     assert "rank 0 ran out of memory in step 2, forward of block 2 of 2: an allocation of 20.00 GiB failed" in said
     known = "Held by parameters 512 bytes, gradients 512 bytes, optimizer states 512 bytes, "
-    more = "batch 128 bytes, saved activations 256 bytes" if every == 1 else "activations and temporary 72.50 GiB"
-    assert said.endswith(f"\n{known}{more}.\nStack needs less.")
+    details = "batch 128 bytes, saved activations 256 bytes" if every == 1 else "activations and temporary 72.50 GiB"
+    assert said.endswith(f"\n{known}{details}.\nStack needs less.")
     assert not list(tmp_path.glob("*.pickle"))  # the CPU's allocator has none
 
 
@@ -254,12 +254,12 @@ def recorded(monkeypatch):
 
 
 def test_snapshots(tmp_path, recorded):
-    made = probe.Snapshots((1, 3), torch.device("cuda"))
+    snapshots = probe.Snapshots((1, 3), torch.device("cuda"))
     for step in range(5):
-        made.begin(step)
-        made.end(step, tmp_path / "new", 2)
+        snapshots.begin(step)
+        snapshots.end(step, tmp_path / "new", 2)
     assert recorded == ["all", str(tmp_path / "new" / "memory_steps_1_to_2_rank_2.pickle"), None]
-    assert made.write(tmp_path / "x.pickle") and recorded[3:] == [str(tmp_path / "x.pickle")]
+    assert snapshots.write(tmp_path / "x.pickle") and recorded[3:] == [str(tmp_path / "x.pickle")]
     short = probe.Snapshots((0, 9), torch.device("cuda"))
     short.begin(0)
     short.stop()

@@ -132,8 +132,8 @@ class Case:
         loss = self.loss(out, states) + 0 * sum(x.sum() for x in every)  # of documents without tokens, too
         grads = torch.autograd.grad(loss, every)
         names = [*NAMES[: len(tensors)], *(f"earlier {name}" for name in NAMES[: len(past)])]
-        found = {"out": out.detach(), **{f"state {i}": x.detach() for i, x in enumerate(states)}}
-        return found | {f"d {name}": x for name, x in zip(names, grads, strict=True)}
+        named = {"out": out.detach(), **{f"state {i}": x.detach() for i, x in enumerate(states)}}
+        return named | {f"d {name}": x for name, x in zip(names, grads, strict=True)}
 
     def by_definition(self) -> dict[str, Tensor]:
         """Return the same by the oracle, document by document."""
@@ -153,13 +153,13 @@ class Case:
         return self.results(out, every, tensors, past)
 
 
-def compare(found: dict[str, Tensor], want: dict[str, Tensor], tol: float = 1e-10) -> None:
+def compare(got: dict[str, Tensor], want: dict[str, Tensor], tol: float = 1e-10) -> None:
     """Assert that all results and gradients are equal, to `tol` of the largest number."""
-    assert found.keys() == want.keys()
+    assert got.keys() == want.keys()
     for name, x in want.items():
         scale = max(1.0, float(x.abs().max()) if x.numel() else 0.0)
         torch.testing.assert_close(
-            found[name], x, rtol=0, atol=tol * scale, msg=lambda text, name=name: f"{name}: {text}"
+            got[name], x, rtol=0, atol=tol * scale, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 

@@ -37,7 +37,7 @@ def test_chunks_passed_in_groups(kind, tokens, monkeypatch):
 def record(monkeypatch, name):
     """Record the calls of a function of `chunks`."""
     calls, real = [], getattr(chunks, name)
-    monkeypatch.setattr(chunks, name, lambda *given: calls.append(given) or real(*given))
+    monkeypatch.setattr(chunks, name, lambda *args: calls.append(args) or real(*args))
     return calls
 
 

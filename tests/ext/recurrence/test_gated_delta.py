@@ -76,7 +76,7 @@ def random_cases(rank, group, number, examples):
             got, want = run(case), case.by_definition()
         if case.dim == 1:  # gradients of q and k are 0 by definition: rounding, divided by |q| or |k|, remains
             of_one = [name for name in want if name.split()[-1] in "qk"]
-            compare(*({name: found.pop(name) for name in of_one} for found in (got, want)), 1e-4)
+            compare(*({name: tensors.pop(name) for name in of_one} for tensors in (got, want)), 1e-4)
         compare(got, want, 1e-5)
 
 
@@ -150,7 +150,7 @@ def exact_dots():
         return interpreter.TensorHandle((x.data.astype("uint32") << 16).view("float32"), interpreter.tl.float32)
 
     return mock.patch.object(
-        interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *rest: real(self, wide(a), wide(b), *rest)
+        interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *args: real(self, wide(a), wide(b), *args)
     )
 
 
@@ -226,9 +226,9 @@ def test_in_the_interpreter(interpreter, check):
     ((1, (32, 32), (128, 128)), 32768),
 ])  # fmt: skip
 def test_windows_fit_their_memory(sizes, tokens):
-    batch, *rest = sizes
+    batch, *dims = sizes
     assert triton_chunks.window(*sizes, torch.bfloat16) == tokens
-    held = triton_chunks.held_bytes(max(1, batch) * tokens, *rest, torch.bfloat16, True)
+    held = triton_chunks.held_bytes(max(1, batch) * tokens, *dims, torch.bfloat16, True)
     assert held <= triton_chunks.WINDOW_MEMORY < 2.1 * held
 
 

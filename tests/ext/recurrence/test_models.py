@@ -141,8 +141,8 @@ def test_the_layer_is_its_definition(name, positions, causal):
     got, want = layer(x[None])[0][0], by_definition(layer, x)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     grads = [torch.autograd.grad(y.square().sum(), leaves) for y in (got, want)]
-    for found, wanted in zip(*grads, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    for grad, want_grad in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, want_grad, rtol=1e-10, atol=1e-10)
 
 
 def test_is_causal_is_refused_by_a_layer_that_is_not():
@@ -194,8 +194,8 @@ def test_recomputed_gradients_are_equal(name):
     want = gradients()
     for options in RECOMPUTED:
         model.transformer.memory = MemorySettings(**options)
-        for found, wanted in zip(gradients(), want, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+        for grad, want_grad in zip(gradients(), want, strict=True):
+            torch.testing.assert_close(grad, want_grad, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -210,8 +210,8 @@ def test_truncated_gradients_do_not_depend_on_what_is_saved(name):
     exact, want = gradients(), gradients(truncate=True)
     assert any(not torch.allclose(x, y, rtol=1e-4) for x, y in zip(exact, want, strict=True))
     for policy in ("block", "attention-kept"):
-        for found, wanted in zip(gradients(truncate=True, policy=policy), want, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+        for grad, want_grad in zip(gradients(truncate=True, policy=policy), want, strict=True):
+            torch.testing.assert_close(grad, want_grad, rtol=1e-10, atol=1e-10)
 
 
 LIMITS = {
@@ -235,9 +235,9 @@ def test_windows_of_a_long_call_change_nothing(name, limits, monkeypatch):
 
     want = gradients()
     monkeypatch.setattr(op, "WINDOW", 7)
-    found = [gradients()]
+    results = [gradients()]
     model.transformer.memory = MemorySettings(stream=17)
-    for got in (*found, gradients()):
+    for got in (*results, gradients()):
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
@@ -280,8 +280,8 @@ def test_compiled_blocks():
     for options in ({}, {"policy": "attention-kept"}, {"stream": 11}):
         model.transformer.memory = MemorySettings(**options)
         got = torch.autograd.grad(model.loss_terms(data)[0], list(model.parameters()))
-        for found, wanted in zip(got, want, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+        for grad, want_grad in zip(got, want, strict=True):
+            torch.testing.assert_close(grad, want_grad, rtol=1e-10, atol=1e-10)
 
 
 # -- precision ---------------------------------------------------------------------------------------------------------
@@ -360,8 +360,8 @@ def test_beams_hold_the_samples_that_they_select():
         for cache in caches:
             cache.select(torch.tensor([2, 0, 2]))
         order = tokens[[2, 0, 2]]
-        rest = torch.cat([model(x, caches=caches) for x in order[:, 9:].split(1, 1)], 1)
-        torch.testing.assert_close(rest, model(order)[:, 9:], rtol=1e-10, atol=1e-10)
+        continued = torch.cat([model(x, caches=caches) for x in order[:, 9:].split(1, 1)], 1)
+        torch.testing.assert_close(continued, model(order)[:, 9:], rtol=1e-10, atol=1e-10)
         for cache in caches:
             cache.reset()
             assert "recurrence" not in cache.kept
@@ -434,22 +434,22 @@ def test_streams_go_on_whatever_gates_began_with():
 
 @pytest.mark.parametrize("cls", [ld.LongNetLM, ld.LongNetClassifier])
 def test_parameter_groups(cls):
-    more = {"layer_decay": 0.5, "num_classes": 2} if cls is ld.LongNetClassifier else {}
-    model = cls(PATTERN, **SIZES, recurrence=KINDS["linear"] if more else {}, **more)
+    options = {"layer_decay": 0.5, "num_classes": 2} if cls is ld.LongNetClassifier else {}
+    model = cls(PATTERN, **SIZES, recurrence=KINDS["linear"] if options else {}, **options)
     model.configure_model()
     branches = [m for m in model.modules() if isinstance(m, RecurrentBranch)]
     fast = {id(p) for b in branches for p in ([b.scale] if b.decay is None else [b.scale, *b.decay.parameters()])}
     groups = model.parameter_groups()
     every = [id(p) for g in groups for p in g["params"]]
     assert sorted(every) == sorted(id(p) for p in model.parameters())
-    seen = set()
+    grouped = set()
     for group in groups:
         ids = {id(p) for p in group["params"]}
         assert ids <= fast or not ids & fast
         if ids <= fast:
-            seen |= ids
+            grouped |= ids
             assert group["weight_decay"] == 0 and group["lr_scale"] in (LR_SCALE, LR_SCALE / 2, LR_SCALE / 4)
-    assert seen == fast
+    assert grouped == fast
     assert not any(p.ndim >= 2 for g in groups if g.get("lr_scale", 1) >= LR_SCALE / 4 > 1 for p in g["params"])
 
 

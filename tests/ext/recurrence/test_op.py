@@ -18,10 +18,10 @@ def test_results_lie_as_traced(kind, kv_heads):
     q = torch.randn(2, 70, 4, 8)
     k, v = torch.randn(2, 2, 70, kv_heads, 8)
     gates = (-torch.rand(2, 70, kv_heads), torch.rand(2, 70, kv_heads)) if kind == "gated_delta" else (None, None)
-    rest = (None, None, encode(kind, None if kind == "gated_delta" else 16, True))
-    torch.library.opcheck(RECURRENCE, (q, k, v, *gates, *rest), test_utils="test_faketensor")
+    arguments = (None, None, encode(kind, None if kind == "gated_delta" else 16, True))
+    torch.library.opcheck(RECURRENCE, (q, k, v, *gates, *arguments), test_utils="test_faketensor")
     grad = torch.randn_like(q)
-    torch.library.opcheck(RECURRENCE_BACKWARD, (grad, q, k, v, *gates, *rest), test_utils="test_faketensor")
+    torch.library.opcheck(RECURRENCE_BACKWARD, (grad, q, k, v, *gates, *arguments), test_utils="test_faketensor")
 
 
 def arguments(kind, device="cpu"):

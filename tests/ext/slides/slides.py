@@ -29,9 +29,9 @@ def encoder(cls: type = SlideEncoder, dtype: torch.dtype = torch.float64, **opti
 
 def slides(*tiles: int, features: int = 12, grid: int = 8, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Return (features (B, T, F) float64, coords (B, T, 2) int64 of distinct cells, tiles (B,)), padded with noise."""
-    made, longest = torch.Generator().manual_seed(seed), max(tiles)
-    x = torch.randn(len(tiles), longest, features, generator=made, dtype=torch.float64)
-    cells = torch.stack([torch.randperm(grid * grid, generator=made)[:longest] for _ in tiles])
+    rng, longest = torch.Generator().manual_seed(seed), max(tiles)
+    x = torch.randn(len(tiles), longest, features, generator=rng, dtype=torch.float64)
+    cells = torch.stack([torch.randperm(grid * grid, generator=rng)[:longest] for _ in tiles])
     coords = 256 * torch.stack([cells // grid, cells % grid], -1) + 17
     for i, n in enumerate(tiles):
         x[i, n:], coords[i, n:] = 7.0, -5

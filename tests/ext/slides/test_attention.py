@@ -74,10 +74,10 @@ def test_pictures_on_thumbnails(slides, tmp_path):
             values, coords = file["attention"].mean(1), file["coords"]
         options = {"thumbnail": next((slides / "thumbs").glob(f"{slide.name}*"), None), "slide_size": slide.extent}
         write_heat_map(tmp_path / "want.png", values, coords, **options)
-        found, want = (np.array(Image.open(tmp_path / x)) for x in (f"{slide.name}.png", "want.png"))
-        assert np.array_equal(found, want)
+        picture, want = (np.array(Image.open(tmp_path / x)) for x in (f"{slide.name}.png", "want.png"))
+        assert np.array_equal(picture, want)
         if options["thumbnail"]:
-            assert found.shape[:2] == tuple(round(x / 16) for x in slide.extent[::-1])
+            assert picture.shape[:2] == tuple(round(x / 16) for x in slide.extent[::-1])
 
 
 def test_one_thumbnail_for_one_slide_and_no_pictures(slides, tmp_path):

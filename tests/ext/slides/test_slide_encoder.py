@@ -119,8 +119,8 @@ def test_trains_under_a_trainer(tmp_path):
     twin = SlideEncoder.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True).eval()
     model.eval()
     assert torch.equal(twin.embed(data[0]), model.embed(data[0])) and twin.pattern == model.pattern
-    found = run.predict(twin, loader(data[0]))[0]
-    assert found["index"].tolist() == [0, 1] and found["prediction"].tolist() == [0, 1]
+    predicted = run.predict(twin, loader(data[0]))[0]
+    assert predicted["index"].tolist() == [0, 1] and predicted["prediction"].tolist() == [0, 1]
     start = SlideEncoder(**SIZES, pretrained=str(tmp_path / "x.ckpt"))
     start.configure_model()
     assert torch.equal(start.eval().embed(data[0]), model.embed(data[0]))
@@ -134,10 +134,10 @@ def test_one_slide_to_validate_on(options, label):
     """torchmetrics turns a tensor of one number into a scalar, which is no list of labels."""
     model = encoder(**options, dtype=torch.float32)
     data = {**batch(9), "label": torch.tensor(label)}
-    (found,) = trainer().validate(model, loader(data), verbose=False)
-    assert found["val_mse" if options["task"] == "regression" else "val_balanced_accuracy"] >= 0
+    (metrics,) = trainer().validate(model, loader(data), verbose=False)
+    assert metrics["val_mse" if options["task"] == "regression" else "val_balanced_accuracy"] >= 0
     if options["task"] == "regression":
-        assert found["val_mse"] == pytest.approx(found["val_loss"], rel=1e-5)
+        assert metrics["val_mse"] == pytest.approx(metrics["val_loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("cls", [SlideEncoder, SlidePretrainer])
@@ -156,8 +156,8 @@ def adam(parameters):
 
 def test_embeddings_only():
     model = encoder().eval()
-    found = model.predict_step(batch(9, 4), 0)
-    assert found["embedding"].shape == (2, 16) and found["index"].tolist() == [0, 1]
+    predicted = model.predict_step(batch(9, 4), 0)
+    assert predicted["embedding"].shape == (2, 16) and predicted["index"].tolist() == [0, 1]
     with pytest.raises(ValueError, match="makes embeddings only: give task and num_classes"):
         model.loss_terms(batch(9))
 
@@ -251,12 +251,12 @@ def test_data_that_does_not_fit_is_refused_before_training(tmp_path):
 
 def test_loaded_encoders_train_in_training_mode():
     """from_gigapath returns eval mode; a fit that kept it would run without dropout."""
-    model, seen = encoder(**TASK).float().eval(), []
-    model.transformer.register_forward_pre_hook(lambda module, args: seen.append(module.training))
+    model, modes = encoder(**TASK).float().eval(), []
+    model.transformer.register_forward_pre_hook(lambda module, args: modes.append(module.training))
     trainer(max_steps=1).fit(
         model, loader({k: v.float() if v.is_floating_point() else v for k, v in batch(20).items()})
     )
-    assert seen == [True]
+    assert modes == [True]
 
 
 RELEASED = {name: value for name, value in SIZES.items() if name not in ("segment_lengths", "dilation_rates")}
@@ -266,10 +266,10 @@ RELEASED = {name: value for name, value in SIZES.items() if name not in ("segmen
 @pytest.mark.parametrize("cls", [SlideEncoder, SlidePretrainer])
 def test_a_checkpoint_of_another_pattern_is_said(tmp_path, theirs, cls):
     """Also of a checkpoint with the releases' pattern, which its settings do not name."""
-    made = cls(**RELEASED, **theirs).float()
-    made.configure_model()
+    net = cls(**RELEASED, **theirs).float()
+    net.configure_model()
     torch.save(
-        {"state_dict": made.state_dict(), "hyper_parameters": dict(made.hparams), "pytorch-lightning_version": "2.6.6"},
+        {"state_dict": net.state_dict(), "hyper_parameters": dict(net.hparams), "pytorch-lightning_version": "2.6.6"},
         tmp_path / "it.ckpt",
     )
     with warnings.catch_warnings():

@@ -224,9 +224,9 @@ def test_bad_paths(folder, name):
     if name == "two of a name":
         torch.save(torch.ones(3, 3), folder / "empty" / "s0.pt")
     make, error, message = PATHS[name]
-    with pytest.raises(error, match=message) as told:
+    with pytest.raises(error, match=message) as raised:
         SlideDataModule(make(folder)).check()
-    assert "standard library" not in str(told.value)
+    assert "standard library" not in str(raised.value)
 
 
 OPTIONS = {

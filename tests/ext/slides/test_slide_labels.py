@@ -26,8 +26,8 @@ def test_fractions_follow_the_seed(folder):
 
 def test_slides_of_a_patient_stay_together(folder):
     for seed in range(5):
-        found = names(module(folder, group_column="patient", val_fraction=0.3, seed=seed))
-        patients = [{int(name[-3:]) // 2 for name in split} for split in found.values()]
+        split_names = names(module(folder, group_column="patient", val_fraction=0.3, seed=seed))
+        patients = [{int(name[-3:]) // 2 for name in split} for split in split_names.values()]
         assert all(patients) and sum(map(len, patients)) == 6
 
 

@@ -25,11 +25,11 @@ def test_what_is_hidden():
     assert got[:3, 1:].double().mean(1).tolist() == pytest.approx([0.75] * 3, abs=0.02)
     assert torch.equal(got[1:, 7:90], model.hidden_tiles(index[1:], positions[7:90], lengths[1:]))  # for every caller
     assert not torch.equal(got[0], got[1])
-    others = (
+    other_masks = (
         pretrainer(mask_seed=1).hidden_tiles(index, positions, lengths),
         model.eval().hidden_tiles(index, positions, lengths),
     )
-    assert not any(torch.equal(got, x) for x in others)
+    assert not any(torch.equal(got, x) for x in other_masks)
 
 
 @pytest.mark.parametrize("normalise", [False, True])
@@ -105,12 +105,12 @@ def test_trains_and_hands_its_encoder_on(tmp_path):
 
 def test_a_resumed_run_hides_what_an_unbroken_one_hides(tmp_path, monkeypatch):
     """Also if the checkpoint is inside an epoch, after which Lightning's own epoch counter drifts."""
-    seen, real = [], SlidePretrainer.hidden_tiles
+    hidden_masks, real = [], SlidePretrainer.hidden_tiles
 
     def watched(self, index, positions, lengths):
-        found = real(self, index, positions, lengths)
-        seen.append((self.trainer.global_step, found))
-        return found
+        chosen = real(self, index, positions, lengths)
+        hidden_masks.append((self.trainer.global_step, chosen))
+        return chosen
 
     monkeypatch.setattr(SlidePretrainer, "hidden_tiles", watched)
     data = [smooth(s) for s in range(4)]
@@ -118,15 +118,15 @@ def test_a_resumed_run_hides_what_an_unbroken_one_hides(tmp_path, monkeypatch):
     broken = trainer(max_steps=3)
     broken.fit(make(), loader(*data))
     broken.save_checkpoint(tmp_path / "x.ckpt")
-    seen.clear()
+    hidden_masks.clear()
     trainer(max_steps=8).fit(make(), loader(*data), ckpt_path=tmp_path / "x.ckpt")
-    assert [step for step, _ in seen] == [3, 4, 5, 6, 7]
+    assert [step for step, _ in hidden_masks] == [3, 4, 5, 6, 7]
     # the tiles hidden at a step are a function of the step and the slide, so the loader's order does not matter
     model = make().train()
-    for step, found in seen:
+    for step, tile_mask in hidden_masks:
         monkeypatch.setattr(model, "_trainer", type("At", (), {"global_step": step})())
         lengths, positions = data[0]["lengths"], torch.arange(data[0]["features"].shape[1])
-        assert any(torch.equal(real(model, x["index"], positions, lengths), found) for x in data), step
+        assert any(torch.equal(real(model, x["index"], positions, lengths), tile_mask) for x in data), step
 
 
 REFUSED = {
@@ -150,10 +150,10 @@ def test_refused(name):
 
 def test_weights_begin_by_the_width_they_are_of():
     torch.manual_seed(0)
-    made = SlidePretrainer(
+    net = SlidePretrainer(
         feature_dim=32, dim=128, depth=1, num_heads=4, decoder_dim=32, decoder_depth=2,
         segment_lengths=[16], dilation_rates=[1],
     )  # fmt: skip
-    made.configure_model()
+    net.configure_model()
     for name, dim in (("transformer.blocks.0.ffn.fc1.weight", 128), ("decoder.blocks.0.ffn.fc1.weight", 32)):
-        assert made.get_parameter(name).std().item() == pytest.approx((2 / (5 * dim)) ** 0.5, rel=0.05), name
+        assert net.get_parameter(name).std().item() == pytest.approx((2 / (5 * dim)) ** 0.5, rel=0.05), name

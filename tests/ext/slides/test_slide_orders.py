@@ -108,16 +108,16 @@ def test_a_cohort_of_one_class_takes_the_models(folder, tmp_path):
     for i, words in enumerate((["tumor"], ["tumor", "normal"])):
         lines = [f"s{j},{words[j % len(words)]}" for j in range(6)]
         table(tmp_path / f"{i}.csv", "slide_id,label", *lines)
-    made = model()
-    trainer(max_steps=1).fit(made, SlideDataModule(folder, str(tmp_path / "1.csv"), val_fraction=0, test_fraction=0))
-    assert made.classes == ["normal", "tumor"]
+    net = model()
+    trainer(max_steps=1).fit(net, SlideDataModule(folder, str(tmp_path / "1.csv"), val_fraction=0, test_fraction=0))
+    assert net.classes == ["normal", "tumor"]
     cohort = SlideDataModule(folder, str(tmp_path / "0.csv"), val_fraction=0, test_fraction=1)
     with pytest.warns(UserWarning, match="one class only: 6 of 'tumor'"):
-        trainer().test(made, cohort, verbose=False)
+        trainer().test(net, cohort, verbose=False)
     assert cohort.classes == ["normal", "tumor"] and set(cohort.inventory.labels) == {1}
     other = SlideDataModule(folder, f"{folder}/labels.csv", val_fraction=0, test_fraction=1)
     with pytest.raises(ValueError, match=r"line 2: the label '0' is none of the classes .* trained on, \['normal'"):
-        trainer().test(made, other, verbose=False)
+        trainer().test(net, other, verbose=False)
 
 
 def test_numbers_are_the_models_however_they_are_written(folder, tmp_path):

@@ -62,8 +62,8 @@ def shares(words: list[str], labels: list[int]) -> dict[str, Counter]:
 @pytest.mark.parametrize("seed", range(20))
 def test_each_split_has_its_share_of_every_class(seed):
     labels = [0] * 45 + [1] * 15
-    found = shares(split_groups([f"s{i}" for i in range(60)], labels, 0.1, 0.2, seed), labels)
-    assert found["test"] == {0: 9, 1: 3} and found["val"] in ({0: 4, 1: 2}, {0: 5, 1: 1})
+    split_shares = shares(split_groups([f"s{i}" for i in range(60)], labels, 0.1, 0.2, seed), labels)
+    assert split_shares["test"] == {0: 9, 1: 3} and split_shares["val"] in ({0: 4, 1: 2}, {0: 5, 1: 1})
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -73,7 +73,7 @@ def test_patients_of_a_rare_class_reach_every_split(seed):
     groups = [f"p{i // 3}" for i in range(90)]
     words = split_groups(groups, labels, 0.2, 0.2, seed)
     assert all(len({w for w, g in zip(words, groups, strict=True) if g == x}) == 1 for x in set(groups))
-    assert all(found[1] >= 1 for found in shares(words, labels).values()) and len(set(words)) == 3
+    assert all(share[1] >= 1 for share in shares(words, labels).values()) and len(set(words)) == 3
 
 
 def test_the_seed_alone_decides():
@@ -95,11 +95,11 @@ def test_the_seed_alone_decides():
 def test_any_fractions(groups, val, test, seed):
     names, labels = [f"g{g}" for g, _ in groups], [c for _, c in groups]
     words = split_groups(names, labels, val, test, seed)
-    of = dict(zip(names, words, strict=True))
-    assert [of[name] for name in names] == words  # groups are whole
-    count, sizes = len(of), Counter(of.values())
-    wanted = [max(1, round(f * count)) if f else 0 for f in (val, test)]
-    assert sizes["val"] == min(wanted[0], count) and sizes["test"] == min(wanted[1], count - sizes["val"])
+    split_of = dict(zip(names, words, strict=True))
+    assert [split_of[name] for name in names] == words  # groups are whole
+    count, sizes = len(split_of), Counter(split_of.values())
+    expected = [max(1, round(f * count)) if f else 0 for f in (val, test)]
+    assert sizes["val"] == min(expected[0], count) and sizes["test"] == min(expected[1], count - sizes["val"])
 
 
 def test_no_classes_are_one(folder, tmp_path):
@@ -169,9 +169,9 @@ def test_a_split_of_one_class_says_so(folder, tmp_path):
     path = table(tmp_path / "l.csv", "slide_id,label,split", *lines)
     with pytest.warns(
         UserWarning, match="the val split has slides of one class only: 4 of 'a'. val_auroc will be nan"
-    ) as told:
+    ) as raised:
         module(folder, path).check()
-    assert len(told) == 1 and "in the csv" in str(told[0].message)
+    assert len(raised) == 1 and "in the csv" in str(raised[0].message)
 
 
 def test_one_class_by_fractions(folder, tmp_path):

@@ -18,8 +18,8 @@ def load(path, folder, change=lambda state: {"model": state}, **options):
     """Return (encoder, recording) of a file with the recording's weights."""
     data = torch.load(path, weights_only=True)
     torch.save(change(data["state_dict"]), folder / "release.pth")
-    given = {"grid": data["slide_ngrids"], "segment_lengths": data["segment_lengths"]}
-    return SlideEncoder.from_gigapath(folder / "release.pth", **{**given, **options}), data
+    arguments = {"grid": data["slide_ngrids"], "segment_lengths": data["segment_lengths"]}
+    return SlideEncoder.from_gigapath(folder / "release.pth", **{**arguments, **options}), data
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda p: p.stem)
@@ -55,9 +55,9 @@ def test_half_precision_stays_near(tmp_path):
 def test_recorded_outputs_on_a_gpu(path, tmp_path):
     """In float32 to the same 1e-5, and in bfloat16 near it."""
     model, data = load(path, tmp_path)
-    given = data["tile_embeds"].cuda(), data["coords"].cuda()
+    inputs = data["tile_embeds"].cuda(), data["coords"].cuda()
     with torch.no_grad():
-        exact, rough = model.cuda()(*given), model.bfloat16()(*given)
+        exact, rough = model.cuda()(*inputs), model.bfloat16()(*inputs)
     torch.testing.assert_close(exact.cpu(), data["output"], rtol=0, atol=1e-5)
     torch.testing.assert_close(rough.float().cpu(), data["output"], rtol=0, atol=0.1)
 
@@ -67,10 +67,10 @@ def released(depth, dim, features, hidden):
     shapes = json.loads((GOLDEN / "gigapath_slide_enc12l768d_keys.json").read_text())["keys"]
     sizes = {768: dim, 1536: features, 3072: hidden, 1: 1}
     layer = {k: v for k, v in shapes.items() if k.startswith("encoder.layers.0.")}
-    made = {k: v for k, v in shapes.items() if not k.startswith("encoder.layers.")}
+    names = {k: v for k, v in shapes.items() if not k.startswith("encoder.layers.")}
     for i in range(depth):
-        made |= {k.replace(".0.", f".{i}.", 1): v for k, v in layer.items()}
-    return {k: [sizes[x] for x in v] for k, v in made.items()}
+        names |= {k.replace(".0.", f".{i}.", 1): v for k, v in layer.items()}
+    return {k: [sizes[x] for x in v] for k, v in names.items()}
 
 
 RELEASES = {
@@ -123,13 +123,13 @@ TELLS = {"part of a fine-tuned model": "classifier.0.weight", "extra entries": "
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name, tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(slide_weights, "rank_zero_info", told.append)
+    said = []
+    monkeypatch.setattr(slide_weights, "rank_zero_info", said.append)
     model, data = load(RECORDED[0], tmp_path, LAYOUTS[name])
     with torch.no_grad():
         got = model(data["tile_embeds"], data["coords"])
     torch.testing.assert_close(got, data["output"], rtol=0, atol=1e-2 if name == "half precision" else 1e-5)
-    assert (len(told) == 1 and "1 entries besides" in told[0] and TELLS[name] in told[0]) if name in TELLS else not told
+    assert (len(said) == 1 and "1 entries besides" in said[0] and TELLS[name] in said[0]) if name in TELLS else not said
 
 
 def without(*names):

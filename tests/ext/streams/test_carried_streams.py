@@ -52,9 +52,9 @@ def test_select_and_join(name, data):
         order = data.draw(st.permutations([0, 1, 2]))
         parts = [states[-1].select(i) for i in order]
         state = ld.StreamState.join([ld.StreamState.join(parts[:2]), parts[2]])
-        got, rest = model.stream(TOKENS[order, n:], None, state, per_token=True, starts=starts[order, n:])
+        got, last_state = model.stream(TOKENS[order, n:], None, state, per_token=True, starts=starts[order, n:])
     torch.testing.assert_close(got, want[order], rtol=1e-10, atol=1e-10)
-    assert rest.nbytes == after.nbytes and sum(p.nbytes for p in parts) == states[-1].nbytes
+    assert last_state.nbytes == after.nbytes and sum(p.nbytes for p in parts) == states[-1].nbytes
     assert not any(x.requires_grad for x, _ in state.rows.values())
     again = ld.StreamState.join([state])
     assert again.starts == state.starts == [states[-1].starts[i] for i in order]
@@ -207,9 +207,9 @@ def test_resuming_within_an_epoch(tmp_path, stop):
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     held = torch.load(tmp_path / "a.ckpt", weights_only=True)["streams"]
     assert sorted(held) == [0, 1, 2]
-    _, again, _, rest = fitted(tmp_path, 13, tmp_path / "a.ckpt")
-    assert len(first + rest) == 13
-    assert first + rest == pytest.approx(whole, rel=1e-9)
+    _, again, _, resumed = fitted(tmp_path, 13, tmp_path / "a.ckpt")
+    assert len(first + resumed) == 13
+    assert first + resumed == pytest.approx(whole, rel=1e-9)
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
@@ -229,8 +229,8 @@ def test_a_batch_that_failed_is_not_in_the_checkpoint(tmp_path):
         fitted(tmp_path, 6, callbacks=[Fails()])
     states = torch.load(tmp_path / "a.ckpt", weights_only=True)["streams"]
     assert {x["position"] for x in states.values()} == {4 * STEP}
-    _, _, _, rest = fitted(tmp_path, 6, tmp_path / "a.ckpt")
-    assert rest == pytest.approx(whole[4:], rel=1e-9)
+    _, _, _, resumed = fitted(tmp_path, 6, tmp_path / "a.ckpt")
+    assert resumed == pytest.approx(whole[4:], rel=1e-9)
 
 
 @pytest.mark.full
@@ -307,10 +307,10 @@ def test_flops_of_steps(tmp_path):
 @pytest.mark.parametrize("steps", [7, 13])
 def test_the_pattern_is_checked_as_documents_grow(tmp_path, steps):
     """Once, at a power of two of tokens: a step alone is shorter than the segments."""
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitted(tmp_path, steps, separator=None)
-    lines = [str(w.message) for w in seen if "wall(s)" in str(w.message)]
+    lines = [str(w.message) for w in caught if "wall(s)" in str(w.message)]
     assert len(lines) == (steps > 7)
     assert all("LongNetLM.pattern at 128 tokens: 1 wall(s): attention never crosses position 64" in x for x in lines)
 
@@ -402,8 +402,8 @@ def test_states_wait_on_the_host_between_runs(tmp_path, accelerator, fails):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     positions = {x["position"] for x in torch.load(tmp_path / "a.ckpt", weights_only=True)["streams"].values()}
     assert positions == {4 * STEP}
-    _, again, _, rest = fitted(tmp_path, 8, tmp_path / "a.ckpt", **where)
-    assert rest == pytest.approx(whole[4:], rel=1e-4)
+    _, again, _, resumed = fitted(tmp_path, 8, tmp_path / "a.ckpt", **where)
+    assert resumed == pytest.approx(whole[4:], rel=1e-4)
     on_host(again.streaming.carried)
 
 
@@ -418,12 +418,12 @@ def test_fits_that_follow_one_another_go_on():
     import lightning.pytorch as pl
     from torch.utils.data import DataLoader
 
-    model, seen = ld.LongNetLM(ld.DilatedPattern.dense(8), 16, 16, 1, 2, max_seq_len=64), []
+    model, states = ld.LongNetLM(ld.DilatedPattern.dense(8), 16, 16, 1, 2, max_seq_len=64), []
     stream = model.stream
 
-    def watched(tokens, labels, state, **more):
-        seen.append(state.position)
-        return stream(tokens, labels, state, **more)
+    def watched(tokens, labels, state, **options):
+        states.append(state.position)
+        return stream(tokens, labels, state, **options)
 
     model.stream = watched
     tokens = torch.randint(0, 16, (4, 1, 8))
@@ -439,4 +439,4 @@ def test_fits_that_follow_one_another_go_on():
     }
     for part in (batches[:2], batches[2:3], batches[3:]):
         pl.Trainer(accelerator="cpu", max_epochs=1, **quiet).fit(model, DataLoader(part, batch_size=None))
-    assert seen == [0, 8, 16, 24]
+    assert states == [0, 8, 16, 24]

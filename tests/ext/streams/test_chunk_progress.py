@@ -147,14 +147,14 @@ def test_a_bar_of_another_kind_is_let_be():
 
 def test_a_failed_step_and_the_model_afterwards():
     """The text of a failed pass does not come back, and the model reports to nobody."""
-    model, seen, bar = tiny().train(), [], Tqdm()
+    model, shown, bar = tiny().train(), [], Tqdm()
     run_chunk, broken = model.streaming.chunk, []
 
-    def chunk(model, batch, at, *more):
+    def chunk(model, batch, at, *args):
         if at == 2 and not broken:
             broken.append(at)
             raise KeyError("broken")
-        return run_chunk(model, batch, at, *more)
+        return run_chunk(model, batch, at, *args)
 
     model.streaming.chunk = chunk
     recompute = ActivationRecompute(stream=4)
@@ -165,10 +165,10 @@ def test_a_failed_step_and_the_model_afterwards():
     trainer(callbacks=[recompute], max_steps=1, precision="64-true").fit(model, texts())
     assert chunks(bar.lines(), "Epoch 0") == FORWARD
     assert model.transformer.stream.watch is None
-    model.transformer.stream.watch = lambda *chunk: seen.append(chunk)
+    model.transformer.stream.watch = lambda *chunk: shown.append(chunk)
     with torch.no_grad():
         model.stream(batch(1, 14)["tokens"], chunk=5)
-    assert seen == [("forward", i, 3) for i in range(4)]
+    assert shown == [("forward", i, 3) for i in range(4)]
 
 
 def on_ranks(rank, group):

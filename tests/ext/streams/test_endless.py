@@ -119,7 +119,7 @@ def test_training_is_truncated(more):
     model.zero_grad()
     want = model.loss_terms({"tokens": tokens, "labels": labels})[0]
     want.backward()
-    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     state, total = None, 0.0
     for at in (0, 32):
@@ -129,7 +129,7 @@ def test_training_is_truncated(more):
     model.transformer.memory = MemorySettings()
     assert total == pytest.approx(float(want), abs=1e-9)
     for key, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, wanted[key], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(p.grad, grads[key], rtol=1e-10, atol=1e-10)
 
 
 def test_a_state_of_another_model_is_refused_and_another_precision_is_not():

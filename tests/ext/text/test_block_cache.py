@@ -214,11 +214,11 @@ def test_a_link_to_a_file_is_not_written_through(tmp_path: Path, name: str) -> N
     link = tmp_path / "cache" / name
     link.parent.mkdir(parents=True)
     link.symlink_to(target / "file")
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cache.put(key(1), b"x" * 100)
     assert unharmed(target)
-    assert cache.get(key(1)) == b"x" * 100 or (name == "lock" and "lock" in str(seen[0].message))
+    assert cache.get(key(1)) == b"x" * 100 or (name == "lock" and "lock" in str(caught[0].message))
 
 
 def test_a_link_to_a_block_is_not_read(tmp_path: Path) -> None:

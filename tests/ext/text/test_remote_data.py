@@ -59,7 +59,7 @@ def test_tokens(store: str, tmp_path: Path, cached: dict[str, str]) -> None:
     tokens(tmp_path / "a.bin", 5000)
     np.save(tmp_path / "b.npy", np.arange(3000, dtype=np.uint16) % 1000)
     for options in ({}, {"eos_token": 7, "batch_size": 1}, {"eos_token": 7, "batch_size": 1, "pack_tokens": 128}):
-        local, remote = both(lambda root, o=options, **more: token_data(root, **o, **more), tmp_path, cached)
+        local, remote = both(lambda root, o=options, **extra: token_data(root, **o, **extra), tmp_path, cached)
         same_samples(local, remote)
         assert remote.dataset("train").fingerprint() == local.dataset("train").fingerprint()
     arrays = TokenDataModule("memory:///data/b.npy", 64, 1000, **cached)
@@ -71,7 +71,7 @@ def test_bytes(store: str, tmp_path: Path, cached: dict[str, str], pack: int | N
     for name in ("a.txt", "b/c.txt", "d.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(name.encode() * 500)
-    make: Make = lambda root, **more: ByteDataModule(root, 64, suffixes=["txt"], pack_tokens=pack, **more)  # noqa: E731
+    make: Make = lambda root, **extra: ByteDataModule(root, 64, suffixes=["txt"], pack_tokens=pack, **extra)  # noqa: E731
     local, remote = both(make, tmp_path, cached)
     same_samples(local, remote)
     assert remote.describe() == local.describe()
@@ -81,13 +81,13 @@ def test_bytes(store: str, tmp_path: Path, cached: dict[str, str], pack: int | N
 def test_streams(store: str, tmp_path: Path, cached: dict[str, str]) -> None:
     tokens(tmp_path / "a.bin", 5000)
     for options in ({"vocab_size": 1000, "separator": 3}, {"separator": 10}):
-        make: Make = lambda root, o=options, **more: StreamDataModule(f"{root}/*.bin", 64, 4, **o, **more)  # noqa: E731
+        make: Make = lambda root, o=options, **extra: StreamDataModule(f"{root}/*.bin", 64, 4, **o, **extra)  # noqa: E731
         same_samples(*both(make, tmp_path, cached))
 
 
 @pytest.mark.parametrize("options", [{}, {"order": "file", "max_tiles": 10, "over": "sample"}, {"check_values": "all"}])
 def test_slides(store: str, folder: str, cached: dict[str, str], options: dict[str, Any]) -> None:
-    local, remote = both(lambda root, **more: slide_data(root, **options, **more), Path(folder), cached)
+    local, remote = both(lambda root, **extra: slide_data(root, **options, **extra), Path(folder), cached)
     same_samples(local, remote)
     assert remote.describe() == local.describe() and remote.classes == local.classes
 

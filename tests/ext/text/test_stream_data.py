@@ -85,10 +85,10 @@ def test_ranks_serve_whole_streams_and_go_on(tmp_path, before, after):
     iterators = [iter(x) for x in first]
     got = served([[next(x) for x in iterators] for _ in range(5)])
     state = first[0].state_dict()
-    rest = loaders(after)
-    for loader in rest:
+    resumed = loaders(after)
+    for loader in resumed:
         loader.load_state_dict(state)
-    got += served(zip(*rest, strict=True))
+    got += served(zip(*resumed, strict=True))
     assert len(got) == len(whole) and all(torch.equal(a, b) for a, b in zip(got, whole, strict=True))
 
 

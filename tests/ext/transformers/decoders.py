@@ -64,9 +64,9 @@ def decoder(
     """Build the model of a family, with equal weights for every implementation."""
     register()
     torch.manual_seed(3)
-    made = config(family, **options)
-    set_pattern(made, pattern)
-    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation=implementation).to(dtype)
+    model_config = config(family, **options)
+    set_pattern(model_config, pattern)
+    model = transformers.AutoModelForCausalLM.from_config(model_config, attn_implementation=implementation).to(dtype)
     for module in model.modules():
         if isinstance(module, Gemma3RMSNorm) and dtype == torch.float64:
             module.__class__ = DoubleNorm

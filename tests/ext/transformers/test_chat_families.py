@@ -52,8 +52,8 @@ def forms(family):
     )
     if tagged != family:  # tags enclose whole statements
         body = tagged[tagged.index("{% if m.content is string %}") : tagged.index("<|im_end|>") + len("<|im_end|>")]
-        both = f"{{% if role == 'model' %}}{OPEN}{body}{CLOSE}{{% else %}}{body}{{% endif %}}"
-        return tagged.replace(body, both), tagged
+        combined = f"{{% if role == 'model' %}}{OPEN}{body}{CLOSE}{{% else %}}{body}{{% endif %}}"
+        return tagged.replace(body, combined), tagged
     return family.replace("[[", OPEN).replace("]]", CLOSE), family.replace("[[", "").replace("]]", "")
 
 
@@ -109,9 +109,9 @@ def test_tools_and_calls_are_written_as_by_transformers(tokenizers):
     row = {
         "messages": [{"role": "user", "content": "dry?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     }
-    for template, more in ((FAMILIES["ChatML"], {}), (FAMILIES["headers"], {"tools": TOOLS})):
-        if more:
-            row = {**chat("dry?", "wet"), **more}
+    for template, options in ((FAMILIES["ChatML"], {}), (FAMILIES["headers"], {"tools": TOOLS})):
+        if options:
+            row = {**chat("dry?", "wet"), **options}
         tagged, plain = forms(template)
         want = theirs(tokenizers(tagged)[0], row)
         for tokenizer in (*tokenizers(tagged), *tokenizers(plain)):
@@ -239,10 +239,10 @@ def test_a_table_adds_nothing_to_calls_and_tools(tmp_path, sources):
         call("walk", {"days": {"to": 2}, "stops": [{"x": 1}, {"y": 2}]}),
     ]
     tokenizer = tokenizer_json(tmp_path / "own")
-    lines, *others = sources(rows)
+    lines, *tables = sources(rows)
     want = texts(make(tmp_path, tokenizer, paths=lines, seq_len=2000, template=CALLS))
     assert '"arguments": {"a": 1, "b": [2]}}<|im_end|>' in want[1][1]
-    for source in others:
+    for source in tables:
         assert texts(make(tmp_path, tokenizer, paths=source, seq_len=2000, template=CALLS)) == want, source
 
 

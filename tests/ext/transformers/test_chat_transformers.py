@@ -102,8 +102,8 @@ def test_rows_of_parquet_and_of_folders(tmp_path, folder, hub):
     ]
     for source in sources:
         assert samples(make(tmp_path, folder, paths=source)) == want, source
-    both = make(tmp_path, folder, paths=[str(tmp_path / "saved"), str(tmp_path / "chats.jsonl")])
-    assert samples(both) == want + want
+    joined = make(tmp_path, folder, paths=[str(tmp_path / "saved"), str(tmp_path / "chats.jsonl")])
+    assert samples(joined) == want + want
     own = make(
         tmp_path, folder, rows, val_fraction=None, val_paths={"path": str(tmp_path / "splits"), "split": "extra"}
     )

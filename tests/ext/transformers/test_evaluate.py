@@ -35,9 +35,9 @@ def model_of(tile=None, family="llama", **options):
 def rows(rank, group, family, tile, strategy, folder):
     """Return this rank's rows after a test."""
     world, strategy = launched(rank), dict(strategy)
-    made = (RingDilatedFSDPStrategy if strategy.pop("fsdp", False) else RingDilatedStrategy)(**strategy)
+    plugin = (RingDilatedFSDPStrategy if strategy.pop("fsdp", False) else RingDilatedStrategy)(**strategy)
     callback = AccuracyByDepth(folder, table=False, picture=False)
-    trainer(strategy=made, devices=world, callbacks=[callback]).test(model_of(tile, family), task(), verbose=False)
+    trainer(strategy=plugin, devices=world, callbacks=[callback]).test(model_of(tile, family), task(), verbose=False)
     return callback.rows
 
 

@@ -147,12 +147,12 @@ def test_bits_are_named_after_what_is_known(tmp_path):
     data = ld.data.ByteDataModule(str(tmp_path / "a.txt"), seq_len=100, val_fraction=0.2)
     wide, many = config("llama", vocab_size=256), config("llama", vocab_size=600)
     for model in (HFCausalLM(wide), HFCausalLM(many), HFCausalLM(many, bytes_per_token=1.0)):
-        (seen,) = pl_trainer(tmp_path).validate(model, data, verbose=False)
-        assert seen["val_bits_per_byte"] == pytest.approx(seen["val_loss"] / 0.6931472, rel=1e-6)
-        assert "val_bits_per_token" not in seen
-        (seen,) = pl_trainer(tmp_path).validate(model, data.val_dataloader(), verbose=False)
-        assert seen["val_bits_per_token"] == pytest.approx(seen["val_loss"] / 0.6931472, rel=1e-6)
-        assert "val_bits_per_byte" not in seen
+        (metrics,) = pl_trainer(tmp_path).validate(model, data, verbose=False)
+        assert metrics["val_bits_per_byte"] == pytest.approx(metrics["val_loss"] / 0.6931472, rel=1e-6)
+        assert "val_bits_per_token" not in metrics
+        (metrics,) = pl_trainer(tmp_path).validate(model, data.val_dataloader(), verbose=False)
+        assert metrics["val_bits_per_token"] == pytest.approx(metrics["val_loss"] / 0.6931472, rel=1e-6)
+        assert "val_bits_per_byte" not in metrics
     assert "bits_per_byte" in HFCausalLM(wide, bytes_per_token=1).derived_metrics(torch.tensor(1.0))
 
 
@@ -176,10 +176,10 @@ def test_misuse(name):
 
 
 def test_the_users_config_stays_as_it_is():
-    mine = config("llama")
-    before = re.sub(r"\s", "", str(mine))
-    F.relu(HFCausalLM(mine, HYBRID)(batch()))
-    assert re.sub(r"\s", "", str(mine)) == before and mine._attn_implementation != "ring_dilated"
+    user_config = config("llama")
+    before = re.sub(r"\s", "", str(user_config))
+    F.relu(HFCausalLM(user_config, HYBRID)(batch()))
+    assert re.sub(r"\s", "", str(user_config)) == before and user_config._attn_implementation != "ring_dilated"
 
 
 def save_sharded(rank, group):

@@ -63,9 +63,9 @@ def test_every_way_of_generating(options):
     ids = tokens(2, N)
     options = {"max_new_tokens": NEW, "attention_mask": torch.ones_like(ids), **options}
     outs = []
-    for more in ({"use_cache": False}, {"cache": dilated_cache(model.config)}):
+    for extra in ({"use_cache": False}, {"cache": dilated_cache(model.config)}):
         torch.manual_seed(1)
-        outs.append(model.generate(ids, **options, **more))
+        outs.append(model.generate(ids, **options, **extra))
     assert torch.equal(*outs) and outs[0].shape[1] > N
 
 

@@ -48,9 +48,9 @@ def test_gradients_stay(name, lora):
     settings = SETTINGS[name]
     for family, pattern in (("llama", None), ("gemma3", HYBRID), ("phi", HYBRID)):
         targets = {} if lora is None or family != "phi" else {"target_modules": ["q_proj", "fc2"]}
-        asked = None if lora is None else {**lora, **targets}
-        want, once = gradients(None, asked, family, pattern)
-        got, runs = gradients(settings, asked, family, pattern)
+        lora_options = None if lora is None else {**lora, **targets}
+        want, once = gradients(None, lora_options, family, pattern)
+        got, runs = gradients(settings, lora_options, family, pattern)
         close(got, want, 1e-12 if family != "gemma3" else 1e-6)  # Gemma's norms compute in fp32
         times = 1 + (settings.policy != "none")
         in_group = settings.every > 1  # the first layer of the first group runs for the second layer's input, too

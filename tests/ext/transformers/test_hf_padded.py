@@ -91,8 +91,8 @@ def test_hf_causal_lm(name, options):
     each = options.get("num_return_sequences", 1)
     for i, row in enumerate(rows):
         alone = model.generate(row, **options)[:, row.shape[1] :]
-        mine = got[each * i : each * (i + 1), N:]
-        assert torch.equal(mine[:, : alone.shape[1]], alone) and not mine[:, alone.shape[1] :].any()
+        own_rows = got[each * i : each * (i + 1), N:]
+        assert torch.equal(own_rows[:, : alone.shape[1]], alone) and not own_rows[:, alone.shape[1] :].any()
 
 
 @pytest.mark.parametrize("pattern", [None, HYBRID], ids=["own", "hybrid"])
@@ -132,8 +132,8 @@ def test_refused():
     model = decoder("llama", pattern=HYBRID, eos_token_id=None).eval()
     ids, mask, _ = padded("left")
 
-    def generate(mask, **more):
-        return model.generate(ids, cache=dilated_cache(model.config), attention_mask=mask, **{**GREEDY, **more})
+    def generate(mask, **options):
+        return model.generate(ids, cache=dilated_cache(model.config), attention_mask=mask, **{**GREEDY, **options})
 
     with pytest.raises(ValueError, match=r"sample 1 has padding on the right.*padding_side = \"left\""):
         generate(padded("right")[1])

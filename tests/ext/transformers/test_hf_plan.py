@@ -92,11 +92,11 @@ def test_a_real_step_keeps_what_was_planned(family, lora, tile, policy):
         meter.track(real.buffers(), PARAMETERS)
         buffers = meter.live - parameters
         loss, _ = real.token_mean(data)
-        kept = meter.live - parameters - buffers
+        saved = meter.live - parameters - buffers
     loss.backward()
     gradients = sum(p.grad.nbytes for p in real.parameters() if p.grad is not None)
     assert parameters == counted.parameters and gradients == counted.trained
-    assert kept == pytest.approx(counted.held(between, tokens), rel=0.002)
+    assert saved == pytest.approx(counted.held(between, tokens), rel=0.002)
 
 
 def test_states_and_buckets_are_of_what_is_trained():
@@ -148,12 +148,12 @@ def test_flops_are_what_torch_counts(family, lora):
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])  # the latter's head is its embedding
 def test_numbers(family, lora):
-    real, of = model(family, lora), facts(model(family, lora))
+    real, facts_ = model(family, lora), facts(model(family, lora))
     real.configure_model()
-    assert (of.parameters, of.trained_parameters) == (numbers(real), numbers(real, True))
-    assert of.whole == (lora is None) and of.logits
-    assert (of.dim, of.depth, of.hidden, of.vocab) == (64, 4, 96, real.config.vocab_size)
-    assert (of.call.heads, of.call.kv_heads) == (4, 2) and of.windows == 1
+    assert (facts_.parameters, facts_.trained_parameters) == (numbers(real), numbers(real, True))
+    assert facts_.whole == (lora is None) and facts_.logits
+    assert (facts_.dim, facts_.depth, facts_.hidden, facts_.vocab) == (64, 4, 96, real.config.vocab_size)
+    assert (facts_.call.heads, facts_.call.kv_heads) == (4, 2) and facts_.windows == 1
 
 
 def test_own_attention_and_patterns_are_counted():
@@ -189,8 +189,8 @@ def test_counted_work_is_what_torch_runs(monkeypatch, policy, tile):
     with FlopCounterMode(display=False) as counter:
         real.token_mean(data)[0].backward()
     ran = sum(n for op, n in counter.get_flop_counts()["Global"].items() if str(op).endswith("mm"))
-    of = subject_of(real, "32-true")
-    work = BlockWork.of(of.make, of.batch, of.precision, tile)
+    subject = subject_of(real, "32-true")
+    work = BlockWork.of(subject.make, subject.batch, subject.precision, tile)
     flops = work.forward.flops + work.backward.flops + (work.again.flops if policy == "block" else 0)
     assert ran == tokens * (depth * flops + 6 * real.vocab_size * 32)
 

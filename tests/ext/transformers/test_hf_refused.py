@@ -24,9 +24,9 @@ STATES = {
 BOUNDS = torch.tensor([0, 9, N], dtype=torch.int32)
 
 
-def batch(**more):
+def batch(**options):
     inputs = tokens(1, N)
-    return {"tokens": inputs, "labels": inputs.roll(-1, 1), **more}
+    return {"tokens": inputs, "labels": inputs.roll(-1, 1), **options}
 
 
 def states(name):
@@ -116,13 +116,13 @@ def test_layers_without_attention_heads():
 
 
 def test_a_pattern_takes_the_place_of_chunks():
-    made = HFCausalLM(config("Llama4TextConfig", **LLAMA4), ld.DilatedPattern([ld.Window(100)]))
+    net = HFCausalLM(config("Llama4TextConfig", **LLAMA4), ld.DilatedPattern([ld.Window(100)]))
     dense = HFCausalLM(config("Llama4TextConfig", **LLAMA4), ld.DilatedPattern.dense())
-    for model in (made, dense):
+    for model in (net, dense):
         torch.manual_seed(0)
         model.configure_model()
     short = {key: value[:, :8] for key, value in batch().items()}
-    close({"logits": made(short)}, {"logits": dense(short)}, 1e-5)
+    close({"logits": net(short)}, {"logits": dense(short)}, 1e-5)
 
 
 def empty_shard(rank, group):
@@ -174,9 +174,9 @@ def test_caches_of_others():
 
 def test_layers_that_share_keys():
     sizes = {"num_hidden_layers": 4, "head_dim": 8, "num_kv_shared_layers": 2, "sliding_window": 5}
-    more = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61, "laurel_rank": 4, "altup_num_inputs": 2}
-    more["layer_types"] = ["sliding_attention", "full_attention"] * 2
-    model = decoder("Gemma3nTextConfig", dtype=torch.float32, activation_sparsity_pattern=None, **sizes, **more).eval()
+    wide = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61, "laurel_rank": 4, "altup_num_inputs": 2}
+    wide["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    model = decoder("Gemma3nTextConfig", dtype=torch.float32, activation_sparsity_pattern=None, **sizes, **wide).eval()
     cache = ld.integrations.transformers.dilated_cache(model.config)
     with pytest.raises(ValueError, match="keys of another layer"), torch.no_grad():
         model(tokens(1, 8), cache=cache)

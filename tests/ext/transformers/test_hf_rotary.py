@@ -35,10 +35,10 @@ def options(kind):
     return {"rope_parameters": dict(KINDS[kind]), "max_position_embeddings": MOST}
 
 
-def logits(kind, family, inputs, **more):
+def logits(kind, family, inputs, **extra):
     """Return logits of transformers with sdpa, in float64."""
     with torch.no_grad():
-        return decoder(family, "sdpa", **options(kind))(inputs, use_cache=False, **more).logits
+        return decoder(family, "sdpa", **options(kind))(inputs, use_cache=False, **extra).logits
 
 
 def made(kind, family):

@@ -27,11 +27,11 @@ def trained(tmp_path):
 
     def make(model=None, **options):
         data = ChatDataModule(paths, folder, 400, val_fraction=0, test_fraction=0, cache_dir=str(tmp_path / "cache"))
-        made = HFCausalLM(model or config("llama", vocab_size=V), **options)
+        net = HFCausalLM(model or config("llama", vocab_size=V), **options)
         built = trainer("auto", 1, max_steps=2)
-        built.fit(made, data)
+        built.fit(net, data)
         built.save_checkpoint(tmp_path / "run.ckpt")
-        return made
+        return net
 
     return make
 

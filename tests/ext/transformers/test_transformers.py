@@ -98,9 +98,9 @@ def test_cu_seq_lens_are_the_documents(cache):
     """With restarting positions, or global ones: rotary positions are relative."""
     bounds = torch.tensor(BOUNDS, dtype=torch.int32)
     want = step(decoder("mistral", "sdpa"), tokens(1, N), position_ids=restarting(), use_cache=False)
-    given = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.clone(), "use_cache": cache}
-    close(step(decoder("mistral"), tokens(1, N), position_ids=restarting(), **given), want, 1e-10)
-    close(step(decoder("mistral"), tokens(1, N), **given), want, 1e-6)  # rotary tables are fp32
+    bound_options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.clone(), "use_cache": cache}
+    close(step(decoder("mistral"), tokens(1, N), position_ids=restarting(), **bound_options), want, 1e-10)
+    close(step(decoder("mistral"), tokens(1, N), **bound_options), want, 1e-6)  # rotary tables are fp32
 
 
 def test_the_loss_and_gradient_checkpointing():
