@@ -26,7 +26,7 @@ ADDRESS = re.compile(r"\]\([^)]*\)|`[^`]*`|https?://\S+")
 #: remaining findings of each kind in each area; a budget only falls
 LEFT = {
     "package": {"first": 369, "chain": 868},
-    "tests": {"first": 227, "chain": 408},
+    "tests": {"first": 0, "chain": 0},
     "docs": {"first": 0, "chain": 0, "line": 10},
 }
 CODE = {"package": ("lightning_dilated",), "tests": ("tests", "benchmarks", ".ci")}

@@ -212,8 +212,8 @@ def test_checkpoints_of_a_trainer(trainer):
     assert "weights_only" in parameters(connector.dump_checkpoint), (
         "dump_checkpoint(weights_only=) is not taken any more"
     )
-    names = parameters(connector.resume_start)[0]
-    assert names == "checkpoint_path", f"resume_start takes {names} first: resuming would pass it a path"
+    first = parameters(connector.resume_start)[0]
+    assert first == "checkpoint_path", f"resume_start takes {first} first: resuming would pass it a path"
 
 
 def test_order_of_training_samples(trainer):

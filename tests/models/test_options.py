@@ -49,11 +49,11 @@ def test_private_apis_that_models_use():
     compat_torch.set_compiled_call(layer, lambda *unused: "compiled")
     assert layer(x) == "compiled"
     compat_torch.set_compiled_call(layer, None)
-    names = []
-    layer.weight.register_hook(names.append)
+    calls = []
+    layer.weight.register_hook(calls.append)
     with compat_torch.hooks_paused([layer.weight]):
         torch.autograd.grad(layer(x).sum(), layer.weight)
-    assert not names and len(torch.autograd.grad(layer(x).sum(), layer.weight)) == len(names) == 1
+    assert not calls and len(torch.autograd.grad(layer(x).sum(), layer.weight)) == len(calls) == 1
     layer.register_full_backward_hook(lambda *unused: None)
     assert compat_torch.has_hooks(layer) and compat_torch.has_backward_hooks(layer)
     before = ext_torch.version_of(x)

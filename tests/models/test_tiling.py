@@ -18,12 +18,12 @@ from .test_memory_settings import PATTERN, Largest, same
 
 def test_hooks_on_a_parameter_run_once():
     """DDP and FSDP reduce a gradient when it is accumulated, so that must happen once."""
-    block, shapes = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
+    block, names = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
     block.memory = MemorySettings("block", tile=4, head_chunks=2)
     for name, p in block.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda p, name=name: shapes.append(name))
+        p.register_post_accumulate_grad_hook(lambda p, name=name: names.append(name))
     block(torch.randn(1, 21, 16, requires_grad=True)).sum().backward()
-    assert sorted(shapes) == sorted(name for name, _ in block.named_parameters())
+    assert sorted(names) == sorted(name for name, _ in block.named_parameters())
 
 
 def test_frozen_parameters():

@@ -59,9 +59,9 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def same(a, want):
+def same(results, want):
     losses, weights, metrics = want
-    for got in a:
+    for got in results:
         torch.testing.assert_close(got[0], losses, rtol=1e-6, atol=1e-6)  # logged in fp32
         for name, value in weights.items():
             torch.testing.assert_close(got[1][name], value, rtol=0, atol=1e-10)
