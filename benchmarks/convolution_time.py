@@ -53,10 +53,10 @@ def measured(run: Callable[..., tuple[Tensor, ...]], parts: list[Tensor], weight
         with torch.no_grad():
             run(*leaves)
 
-    def both() -> None:
+    def passes() -> None:
         torch.autograd.grad(run(*leaves), (*leaves, weight), grads)
 
-    first, whole = (1e3 * seconds_of(x, CUDA, 5) for x in (forward, both))
+    first, whole = (1e3 * seconds_of(x, CUDA, 5) for x in (forward, passes))
     return first, whole - first
 
 

@@ -66,16 +66,16 @@ def measured(way: Callable[..., Tensor], tensors: Rows, grad: Tensor) -> tuple[f
         with torch.no_grad():
             way(*tensors)
 
-    def both() -> Rows:
+    def passes() -> Rows:
         out = way(*tensors)
         return out, *torch.autograd.grad(out, tensors, grad, allow_unused=True)
 
     cuda, why_not = torch.device("cuda"), triton_chunks.why_not
     with mock.patch.object(triton_chunks, "why_not", why_not if way is not in_torch else lambda *_: "left out"):
-        results = both()
+        results = passes()
         return (
             1e3 * seconds_of(forward, cuda, 5),
-            1e3 * seconds_of(both, cuda, 5),
+            1e3 * seconds_of(passes, cuda, 5),
             tuple(x.detach() for x in results if x is not None),
         )
 

@@ -152,7 +152,7 @@ def test_ranks_that_die(cli, home):
 TRUE = Links(near=2e11, far=4e10, round=3e-5, message=5e-6)
 
 
-def made(kind, peers, size):
+def sample(kind, peers, size):
     """Return a sample of a machine that follows the planner's model."""
     bandwidth = {"few": float("inf"), "near": TRUE.near, "far": TRUE.far}[kind]
     return Sample(kind, peers, size, TRUE.round + peers * TRUE.message + peers * size / bandwidth)
@@ -167,7 +167,9 @@ def made(kind, peers, size):
     ],
 )
 def test_numbers_of_a_machine_as_it_is_reckoned(cases, kept):
-    samples = [made(kind, p, n) for kind, p in cases for n in ((8,) if kind == "few" else (1 << 16, 1 << 22, 1 << 26))]
+    samples = [
+        sample(kind, p, n) for kind, p in cases for n in ((8,) if kind == "few" else (1 << 16, 1 << 22, 1 << 26))
+    ]
     links = estimate_links(samples, "here")
     for name in ("near", "far", "round", "message"):
         want = getattr(USUAL if name in kept else TRUE, name)

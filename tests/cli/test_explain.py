@@ -41,13 +41,13 @@ def test_of_a_recipe(cli):
     )
 
 
-def told(path):
+def complete(path):
     """Return whether a recipe sets a pattern and a length."""
     config = yaml.safe_load(path.read_text())
     return "pattern" in config["model"].get("init_args", {}) and "seq_len" in config["data"].get("init_args", {})
 
 
-@pytest.mark.parametrize("recipe", filter(told, RECIPES), ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", filter(complete, RECIPES), ids=lambda path: path.stem)
 def test_of_every_recipe(cli, recipe):
     """For every class; and no recipe of this package has walls."""
     result = cli("explain", "--config", recipe)

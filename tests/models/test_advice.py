@@ -16,7 +16,7 @@ MANY = DilatedPattern.longnet([4, 40, 40, 80], [1, 8, 16, 20])
 DEAD = DilatedPattern.longnet([4, 40], [1, 8])
 
 
-def told(model, *batches, epochs=1):
+def warned(model, *batches, epochs=1):
     """Return the warnings of a fit about the pattern."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -66,12 +66,12 @@ def test_one_line(name):
     data = {**batch(1, 40), "index": torch.tensor([0]), **extra}
     if "lengths" in extra:
         data["labels"][:, int(extra["lengths"]) :] = -100
-    texts = told(cls(pattern, **SIZES), data, data, epochs=2)
+    texts = warned(cls(pattern, **SIZES), data, data, epochs=2)
     assert (texts == []) if says is None else (len(texts) == 1 and says in texts[0] and "\n" not in texts[0]), texts
 
 
 def test_a_longer_batch_is_looked_at():
-    messages = told(LongNetLM(WALLS, **SIZES), batch(1, 16), batch(1, 40), batch(1, 50))
+    messages = warned(LongNetLM(WALLS, **SIZES), batch(1, 16), batch(1, 40), batch(1, 50))
     assert len(messages) == 1 and "at 40 tokens" in messages[0]
 
 

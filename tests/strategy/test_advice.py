@@ -14,7 +14,7 @@ pytestmark = pytest.mark.full
 RUN = Run(steps=1, model={"pattern": DilatedPattern.longnet([10, 20], [1, 2])})
 
 
-def told(rank, group):
+def warned(rank, group):
     with warnings.catch_warnings(record=True) as caught:
         built, model, data, _ = make(RUN, launched(rank))
         warnings.simplefilter("always")
@@ -25,5 +25,5 @@ def told(rank, group):
 
 def test_rank_zero_speaks_of_the_whole_sequence(pools):
     """A shard of 20 tokens crosses no wall; the sequence of 40 does."""
-    results = pools(2).run(2, told)
+    results = pools(2).run(2, warned)
     assert len(results[0]) == 1 and "at 40 tokens: 1 wall(s)" in results[0][0] and results[1] == []

@@ -23,7 +23,7 @@ SPLITS = {"val_fraction": 0.4, "test_fraction": 0}
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
-def made(kind, folder, **packing):
+def setup(kind, folder, **packing):
     """Return (model, data), with equal weights at every call."""
     pl.seed_everything(4, verbose=False)
     if kind == "slides":
@@ -39,7 +39,7 @@ def made(kind, folder, **packing):
 
 def fit(rank, group, kind, folder, packing, sequence_size):
     """Return (losses, weights, validation metrics) of two epochs."""
-    model, data = made(kind, folder, **packing)
+    model, data = setup(kind, folder, **packing)
     record, strategy = Record(), RingDilatedStrategy(sequence_size=sequence_size, check_first_batch=True)
     built = trainer(
         strategy, launched(rank), max_epochs=2, precision="64-true", callbacks=[record], num_sanity_val_steps=0
@@ -79,7 +79,7 @@ def test_ranks_that_share_a_row(pools, folder, kind):
 def test_two_data_ranks_are_one_padded_batch(pools, folder):
     """Each step is the mean over all slides of both ranks' packs; validation counts each slide once."""
     results = pools(2).run(2, fit, "slides", folder, {"pack_tokens": 64}, 1)
-    model, data = made("slides", folder)
+    model, data = setup("slides", folder)
     model.double()
     optimizer, losses = SGD(model.parameters()), []
     dataset = data.dataset("train")
@@ -110,7 +110,7 @@ def test_two_data_ranks_are_one_padded_batch(pools, folder):
 
 
 def validated(rank, group, folder, packing):
-    model, data = made("slides", folder, **packing)
+    model, data = setup("slides", folder, **packing)
     built = trainer(RingDilatedStrategy(sequence_size=1), launched(rank), precision="64-true")
     built.validate(model, data, verbose=False)
     return {name: float(x) for name, x in built.callback_metrics.items()}

@@ -279,7 +279,7 @@ def validation_batch(run, index):
     return collate(run, [Tokens(run)[index]])
 
 
-def seen(rank, group, settings, text):
+def batch_bytes(rank, group, settings, text):
     """Return the bytes of every batch of this rank, and the batches of a step."""
 
     class See(pl.Callback):
@@ -302,7 +302,7 @@ def test_global_batch_counts_all_regions_and_no_sample_comes_twice(pools, tmp_pa
     """40 different sequences in steps of 8: two regions of two data ranks take four at a time."""
     (tmp_path / "a").write_bytes(bytes(x for i in range(41) for x in [i] * 8))
     settings = {"regions": 2, "outer": OuterSteps(every=2), "sequence_size": 1, "global_batch": 8}
-    results = pools(4).run(4, seen, settings, str(tmp_path))
+    results = pools(4).run(4, batch_bytes, settings, str(tmp_path))
     assert [steps for _, steps in results] == [5] * 4
     samples = [tuple(batch) for batches, _ in results for batch in batches]
     assert len(samples) == 40 == len({*samples})

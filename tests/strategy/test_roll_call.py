@@ -57,7 +57,7 @@ class Breaks(pl.Callback):
         raise ValueError("trouble of its own") if trainer.global_rank == 1 else RuntimeError(str(GLOO))
 
 
-def told(rank, group, run):
+def errors(rank, group, run):
     """Return the errors of two fits in which rank 1 raises, and of one without an error."""
     words = []
     for callbacks in ([Breaks()], [Breaks()], []):
@@ -71,7 +71,7 @@ def told(rank, group, run):
 
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_a_fit_says_who_raised(pools, fsdp):
-    (lost, initialized), (own, _) = pools(2).run(2, told, Run(fsdp=fsdp, steps=1, double=fsdp))
+    (lost, initialized), (own, _) = pools(2).run(2, errors, Run(fsdp=fsdp, steps=1, double=fsdp))
     assert own == ["trouble of its own"] * 2 and len(lost) == 2 and initialized
     for words in lost:
         assert words.startswith(

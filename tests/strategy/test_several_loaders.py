@@ -136,7 +136,7 @@ class Module(pl.LightningDataModule):
         return in_order()
 
 
-def seen(rank, group, make, strategy, sequence_size="auto"):
+def samples(rank, group, make, strategy, sequence_size="auto"):
     """Return the samples that this rank's steps read."""
     taken = []
 
@@ -162,21 +162,21 @@ def shuffled():
 
 @pytest.mark.parametrize("make", [in_order, dropping, Module])
 def test_a_batch_sampler_keeps_its_batches(pools, make):
-    usual = pools(1).run(1, seen, make, "auto")[0]
+    usual = pools(1).run(1, samples, make, "auto")[0]
     assert len(usual) >= 2 and len(usual[0]) in (4, 5)
-    assert pools(1).run(1, seen, make, "ring_dilated") == [usual]
-    assert pools(2).run(2, seen, make, "ring_dilated") == [usual] * 2
+    assert pools(1).run(1, samples, make, "ring_dilated") == [usual]
+    assert pools(2).run(2, samples, make, "ring_dilated") == [usual] * 2
 
 
 def test_a_batch_sampler_is_shared_by_data_ranks(pools):
-    first, second = pools(2).run(2, seen, in_order, "ring_dilated", 1)
+    first, second = pools(2).run(2, samples, in_order, "ring_dilated", 1)
     assert first == [[0, 2, 4, 6], [8, 10]] and second == [[1, 3, 5, 7], [9, 11]]
 
 
 def test_a_batch_sampler_s_own_sampler(pools):
     """Its order is kept: random, over the samples that it draws."""
-    (drawn,) = pools(1).run(1, seen, weighted, "ring_dilated")
+    (drawn,) = pools(1).run(1, samples, weighted, "ring_dilated")
     assert {i for batch in drawn for i in batch} <= set(range(6, 12)) and [len(x) for x in drawn] == [4, 4, 4]
-    (order,) = pools(1).run(1, seen, shuffled, "ring_dilated")
+    (order,) = pools(1).run(1, samples, shuffled, "ring_dilated")
     flat = [i for batch in order for i in batch]
     assert sorted(flat) == list(range(12)) != flat

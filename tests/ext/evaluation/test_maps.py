@@ -31,7 +31,7 @@ def rows(case: Case, queries: list[int]) -> None:
 
 
 @st.composite
-def asked(draw, padding: str):
+def calls(draw, padding: str):
     """Draw a call and its queries: any, in any order, with repetitions."""
     case = draw(cases(padding=padding, longest=48))
     queries = draw(st.lists(st.integers(0, case.seq_len - 1), max_size=6)) if case.seq_len else []
@@ -43,7 +43,7 @@ def test_random(padding):
     covered = []
 
     @settings(max_examples=examples(150))
-    @given(asked(padding))
+    @given(calls(padding))
     def random(drawn):
         case, queries = drawn
         if case.refused():

@@ -16,7 +16,7 @@ SIZES = {"vocab_size": 5, "dim": 16, "depth": 2, "num_heads": 4}
 TEXTS = ["ACGTTAGGCATNACG", "TTGAC", "GATTACAGATTACAG", "C"]
 
 
-def made(kind, seed=0, dtype=torch.float64, **options):
+def build(kind, seed=0, dtype=torch.float64, **options):
     torch.manual_seed(seed)
     model = kind(PATTERN, **{**SIZES, **options})
     model.configure_model()
@@ -71,7 +71,7 @@ def test_letters():
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
 @pytest.mark.parametrize("strands", ["forward", "reverse", "both"])
 def test_scores_are_those_of_the_logits(kind, strands):
-    model = made(kind, dropout=0.5).train()
+    model = build(kind, dropout=0.5).train()
     got = model.score(TEXTS, strands=strands, batch_size=3)
     assert model.training and all(m.training for m in model.modules())
     other = [backwards(text) for text in TEXTS]
@@ -85,7 +85,7 @@ def test_scores_are_those_of_the_logits(kind, strands):
 
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
 def test_the_same_in_any_batch(kind):
-    model = made(kind)
+    model = build(kind)
     whole = model.score(TEXTS, batch_size=8)
     for i, text in enumerate(TEXTS):
         alone = model.score([text], batch_size=1)
@@ -96,7 +96,7 @@ def test_the_same_in_any_batch(kind):
 
 def test_fewer_passes():
     """Pass j masks tokens j, j + K, ...; with a pass for each token, one token a pass."""
-    model, text = made(LongNetMLM), TEXTS[0]
+    model, text = build(LongNetMLM), TEXTS[0]
     tokens = encode_bases(text)
     want = 0.0
     for j in range(4):
@@ -111,15 +111,15 @@ def test_fewer_passes():
 
 
 def test_what_is_not_scored():
-    model = made(LongNetLM)
+    model = build(LongNetLM)
     assert model.score(["ANNNA", "ACGTA"]).bases.tolist() == [1, 4]
     assert model.score(["ANNNA", "ACGTA"], ignore_tokens=[]).bases.tolist() == [4, 4]
     assert model.score(torch.tensor([[0, 1, 2]]), ignore_tokens=[1]).bases.tolist() == [1]
-    own = made(LongNetMLM, vocab_size=6, mask_token=5)
+    own = build(LongNetMLM, vocab_size=6, mask_token=5)
     assert own.score([torch.tensor([0, 5, 4, 1])]).bases.tolist() == [2]
-    extra = made(LongNetMLM)  # its mask token has an embedding, and no probability
+    extra = build(LongNetMLM)  # its mask token has an embedding, and no probability
     assert extra.score([torch.tensor([0, 5, 1])], ignore_tokens=[]).bases.tolist() == [2]
-    text = made(LongNetLM, vocab_size=256)
+    text = build(LongNetLM, vocab_size=256)
     assert text.score([torch.tensor([4, 4, 4])]).bases.tolist() == [2]
 
 
@@ -139,11 +139,11 @@ def test_what_is_not_scored():
 )
 def test_wrong_sequences(sequences, options, error, message):
     with pytest.raises(error, match=message):
-        made(LongNetLM).score(sequences, **options)
+        build(LongNetLM).score(sequences, **options)
 
 
 def test_models_of_texts_take_no_bases():
-    model = made(LongNetLM, vocab_size=256)
+    model = build(LongNetLM, vocab_size=256)
     with pytest.raises(
         ValueError, match=r"strings are bases, and this model's vocab_size=256 is no genome's \(5 to 16\)"
     ):
@@ -165,7 +165,7 @@ DELETION = alleles("ACGTTAGGCATTACG", "ACGTTAGATTACGTA", 7, 9, False)
 
 @pytest.mark.parametrize("strands", ["forward", "reverse", "both"])
 def test_alleles_by_a_causal_model(strands):
-    model = made(LongNetLM)
+    model = build(LongNetLM)
     got = model.score_alleles([SUBSTITUTION, DELETION], strands=strands)
     for i, pair in enumerate((SUBSTITUTION, DELETION)):
         want = model.score([pair.reference, pair.alternative], strands=strands)
@@ -175,7 +175,7 @@ def test_alleles_by_a_causal_model(strands):
 
 @pytest.mark.parametrize("other", [False, True])
 def test_a_substitution_by_a_masked_model(other):
-    model = made(LongNetMLM)
+    model = build(LongNetMLM)
     got = model.score_alleles([SUBSTITUTION], strands="reverse" if other else "forward")
     masked, sites = SUBSTITUTION.reference.clone(), torch.tensor([7, 9])
     masked[sites] = model.mask_token
@@ -192,7 +192,7 @@ def test_a_substitution_by_a_masked_model(other):
 @pytest.mark.parametrize("flank", [0, 3, 50])
 def test_a_deletion_by_a_masked_model(flank):
     """Both windows have equal numbers of sites, each masked separately."""
-    model = made(LongNetMLM)
+    model = build(LongNetMLM)
     for strands in ("forward", "reverse"):
         got = model.score_alleles([DELETION], strands=strands, flank=flank, batch_size=5)
         sites = range(max(0, 7 - flank), min(15, 9 + flank))
@@ -215,7 +215,7 @@ def test_a_deletion_by_a_masked_model(flank):
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
 @pytest.mark.parametrize("layer", [None, 0, -1])
 def test_embeddings(kind, layer):
-    model = made(kind).eval()
+    model = build(kind).eval()
     got = model.embed(TEXTS, pool="none", layer=layer, batch_size=3)
     mean = model.embed(TEXTS, layer=layer)
     assert got.shape == (4, 15, 16) and mean.shape == (4, 16) and not got.requires_grad
@@ -234,7 +234,7 @@ def test_embeddings(kind, layer):
 
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
 def test_embeddings_of_both_strands(kind):
-    model, other = made(kind), [backwards(text) for text in TEXTS]
+    model, other = build(kind), [backwards(text) for text in TEXTS]
     both_strands = model.embed(TEXTS, pool="none", strands="both")
     for name, texts in (("forward", TEXTS), ("reverse", other)):
         parts = model.embed(texts, pool="none", strands=name)
@@ -256,10 +256,10 @@ COMPLEMENT = [3, 2, 1, 0, 4]
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_logits_of_the_other_strand(dtype):
     """output(rc(x)) is flip(output(x)), to the last bit; without both strands it is not."""
-    model, x = made(LongNetMLM, strands="both", dtype=dtype).eval(), torch.randint(0, 5, (2, 37))
+    model, x = build(LongNetMLM, strands="both", dtype=dtype).eval(), torch.randint(0, 5, (2, 37))
     want = model(x).flip(1)[..., COMPLEMENT]
     assert torch.equal(model(reverse_complement(x)), want)
-    one = made(LongNetMLM, dtype=dtype).eval()
+    one = build(LongNetMLM, dtype=dtype).eval()
     assert not torch.allclose(one(reverse_complement(x)), one(x).flip(1)[..., COMPLEMENT], atol=1e-2)
     by_hand = (one(x) + one(reverse_complement(x)).flip(1)[..., COMPLEMENT]) / 2
     torch.testing.assert_close(model(x), by_hand)
@@ -267,7 +267,7 @@ def test_logits_of_the_other_strand(dtype):
 
 def test_lengths_and_documents():
     """Each sample is reversed separately."""
-    model = made(LongNetMLM, strands="both").eval()
+    model = build(LongNetMLM, strands="both").eval()
     rows = [torch.randint(0, 5, (n,)) for n in (37, 20, 1)]
     alone = [model(row[None])[0] for row in rows]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -280,7 +280,7 @@ def test_lengths_and_documents():
 
 
 def test_the_equivariant_model_trains_scores_and_is_saved(tmp_path):
-    model = made(LongNetMLM, strands="both", ignore_tokens=[4])
+    model = build(LongNetMLM, strands="both", ignore_tokens=[4])
     batch = {"tokens": torch.randint(0, 5, (2, 40)), "index": torch.arange(2)}
     total, count = model.loss_terms(batch)
     masked, chosen = model.masked(batch)
@@ -298,12 +298,12 @@ def test_the_equivariant_model_trains_scores_and_is_saved(tmp_path):
 
 
 def test_twice_the_work():
-    one, two_strands = made(LongNetMLM), made(LongNetMLM, strands="both")
+    one, two_strands = build(LongNetMLM), build(LongNetMLM, strands="both")
     assert step_flops(two_strands, 40, [40]) == 2 * step_flops(one, 40, [40])
 
 
 def test_ranks_that_share_a_sequence_are_refused(monkeypatch):
-    model = made(LongNetMLM, strands="both").eval()
+    model = build(LongNetMLM, strands="both").eval()
     shared = type("Group", (), {"ranks": 2})()
     monkeypatch.setattr("lightning_dilated.ext.genomes.strands.active_sequence", lambda: shared)
     with pytest.raises(ValueError, match="strands='both' reads sequences backwards, which 2 ranks"):
@@ -315,13 +315,13 @@ def test_words_of_predictions(tmp_path):
     batch = {"tokens": torch.randint(0, 4, (2, 24)), "labels": torch.zeros(2, 24, dtype=torch.int64)}
     batch |= {"index": torch.arange(2), "record": ["a", "b"], "start": torch.tensor([0, 24])}
     for kind, options in ((LongNetLM, {}), (LongNetMLM, {}), (LongNetMLM, {"strands": "both"})):
-        model = made(kind, predict_embeddings=True, **options).eval()
+        model = build(kind, predict_embeddings=True, **options).eval()
         with torch.no_grad():
             got = model.predict_step(batch, 0)
         assert list(got) == ["index", "record", "start", "embedding"]
         torch.testing.assert_close(got["embedding"], model.embed(batch["tokens"]), rtol=1e-12, atol=1e-12)
         assert "predict_embeddings" not in model.hparams
-        plain = made(kind, **options).eval().predict_step(batch, 0)
+        plain = build(kind, **options).eval().predict_step(batch, 0)
         assert list(plain)[:3] == ["index", "record", "start"] and "embedding" not in plain
         assert math.isfinite(float(plain["bits_per_byte" if kind is LongNetLM else "bits_per_token"][0]))
 

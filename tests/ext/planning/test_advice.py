@@ -34,7 +34,7 @@ TWO = DilatedPattern.longnet([2048, 32768], [1, 4])
 H200, ONE = GPUS["H200"], Setup()
 
 
-def told(run, model, tokens=None):
+def advice_of(run, model, tokens=None):
     """Return the advice, computed in this process."""
     question = question_of(run, model, tokens)
     return None if question is None else answer(question)
@@ -48,8 +48,8 @@ def trainer(**options):
 def test_advice():
     model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
     run = trainer(precision="bf16-mixed")
-    assert told(run, model, 1 << 16) is None  # it fits as it is
-    said = told(run, model, 1 << 20)
+    assert advice_of(run, model, 1 << 16) is None  # it fits as it is
+    said = advice_of(run, model, 1 << 20)
     assert "1,048,576 tokens on 1 GPU(s) take 4" in said and "with all kept" in said
     assert "ActivationRecompute('attention-kept')" in said
 
@@ -58,7 +58,7 @@ def test_advice():
 def test_advice_of_block_inputs_on_the_host():
     """Without offloading nothing fits."""
     model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
-    said = told(trainer(precision="bf16-mixed"), model, 5 << 20)
+    said = advice_of(trainer(precision="bf16-mixed"), model, 5 << 20)
     assert (
         "Take about 2 GPUs or ActivationRecompute('block', every=2, tile=16384, head_chunks=6, offload=1.0), for"
         in said
@@ -84,10 +84,10 @@ def test_block_inputs_on_the_host():
 def test_advice_takes_the_datas_length_and_the_strategy():
     model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
     run = trainer(precision="bf16-mixed", strategy="ring_dilated")
-    assert told(run, model) is None
+    assert advice_of(run, model) is None
     run._data_connector._datahook_selector = None
     run.datamodule = SimpleNamespace(seq_len=1 << 20)
-    assert "1,048,576 tokens" in told(run, model)
+    assert "1,048,576 tokens" in advice_of(run, model)
 
 
 LONG = DilatedPattern.longnet([2048, 1 << 17], [1, 16])
@@ -133,7 +133,7 @@ def test_advice_of_parameters_on_the_host():
     """Offloaded parameters no longer count against the GPU."""
     model = ld.LongNetLM(FIVE, dim=8192, depth=64, num_heads=64)
     strategies = (ld.RingDilatedFSDPStrategy(cpu_offload=x) for x in (False, True))
-    said = [told(trainer(precision="bf16-mixed", strategy=x), model, 1 << 14) for x in strategies]
+    said = [advice_of(trainer(precision="bf16-mixed", strategy=x), model, 1 << 14) for x in strategies]
     assert "do not fit: take RingDilatedFSDPStrategy(cpu_offload=True), or more GPUs" in said[0]
     assert "GiB" in said[1] and "do not fit" not in said[1]
 
@@ -141,9 +141,9 @@ def test_advice_of_parameters_on_the_host():
 def test_advice_amid_a_step():
     """The profiler asks during a step: ranks share a sequence, and gradients are off."""
     model = ld.LongNetLM(FIVE, dim=64, depth=2, num_heads=4)
-    expected = told(trainer(precision="bf16-mixed"), model, 1 << 24)
+    expected = advice_of(trainer(precision="bf16-mixed"), model, 1 << 24)
     with group._active.with_top(SimpleNamespace(ranks=2, name="other")), torch.no_grad():
-        assert told(trainer(precision="bf16-mixed"), model, 1 << 24) == expected != None  # noqa: E711
+        assert advice_of(trainer(precision="bf16-mixed"), model, 1 << 24) == expected != None  # noqa: E711
 
 
 def test_the_gpu_of_a_run(monkeypatch):
@@ -156,9 +156,9 @@ def test_the_gpu_of_a_run(monkeypatch):
 
 
 def test_no_advice():
-    assert told(trainer(precision="64-true"), ld.LongNetLM(FIVE, dim=64, depth=1, num_heads=4), 4096) is None
-    assert told(trainer(), pl.LightningModule(), 4096) is None
-    assert told(trainer(), ld.SlideEncoder(), 4096) is None  # nothing to train
+    assert advice_of(trainer(precision="64-true"), ld.LongNetLM(FIVE, dim=64, depth=1, num_heads=4), 4096) is None
+    assert advice_of(trainer(), pl.LightningModule(), 4096) is None
+    assert advice_of(trainer(), ld.SlideEncoder(), 4096) is None  # nothing to train
 
 
 # -- in a process of its own -------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_nothing_is_replaced_in_the_process_that_trains(monkeypatch):
     run, model = trainer(precision="bf16-mixed"), small(optimizer=lambda parameters: torch.optim.SGD(parameters, 1.0))
     model.configure_model()
     model.note, model.held = (lambda: None), torch.zeros(3)
-    expected = told(run, small(), 1 << 24)
+    expected = advice_of(run, small(), 1 << 24)
 
     def never(*unused):
         raise AssertionError("this process counted")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.full
 PATTERN = ld.DilatedPattern.longnet([64, 128], [1, 2])
 
 
-def kept(model, batch):
+def saved(model, batch):
     """Return the bytes alive after the forward, without the parameters."""
     model.train().configure_model()
     with Meter() as meter:
@@ -44,7 +44,7 @@ def test_a_users_model(make):
     subject = subject_of(model, "32-true", compile_blocks=False)
     facts = Facts.of(model, subject)
     assert facts.parameters == sum(p.numel() for p in make().parameters()) and facts.depth == 3
-    assert planned(model, 4096) == pytest.approx(kept(make(), example_of(model, 4096)), rel=0.002)
+    assert planned(model, 4096) == pytest.approx(saved(make(), example_of(model, 4096)), rel=0.002)
     case = Case(subject, facts, Setup("ring_dilated", 2, 2), GPUS["H200"])
     assert case.longest(MemorySettings("block")) > case.longest(MemorySettings()) > 1 << 20
     assert case.time(MemorySettings(), 1 << 20).seconds > 0

@@ -34,7 +34,7 @@ def lm(depth=4, kind=ld.LongNetLM, **options):
     return kind(EVEN, **{"dim": 64, "depth": depth, "num_heads": 4, "shift_layers": "odd", **options})
 
 
-def kept(pattern):
+def rows_of(pattern):
     return exchanged(pattern, TOKENS, (4, 4, 16), True, 2, Setup("ring_dilated", RANKS, RANKS)).kept
 
 
@@ -60,9 +60,9 @@ def test_memory(policy, depth):
     """Two of four or five layers keep rows; recomputed blocks hold one layer's rows at a time."""
     plan = footprint(subject_of(lm(depth), "bf16-mixed", MemorySettings(policy)), (1024, 2048))
     x = memory(plan, TOKENS, SETUP)
-    assert x.exchange.name is None and kept(EVEN) == 0 and x.exchange.others[0].kept == kept(ODD) > 0
+    assert x.exchange.name is None and rows_of(EVEN) == 0 and x.exchange.others[0].kept == rows_of(ODD) > 0
     under_way = {0, x.exchange.others[0].forward, x.exchange.others[0].backward}
-    assert x.kinds[EXCHANGE] - (2 if policy == "attention-kept" else 1) * kept(ODD) in under_way
+    assert x.kinds[EXCHANGE] - (2 if policy == "attention-kept" else 1) * rows_of(ODD) in under_way
 
 
 def test_room():
@@ -117,7 +117,7 @@ def test_hybrid():
     subject = subject_of(model)
     assert {p: n for p, n in ((x.pattern, n) for x, n in subject.call.layers(6))} == Counter(model.patterns)
     x = memory(footprint(subject, (1024, 2048)), TOKENS, SETUP)
-    each = [kept(pattern) for pattern in model.patterns]
+    each = [rows_of(pattern) for pattern in model.patterns]
     assert x.exchange.kept_by(6) == sum(each) and each[0] == 0 < each[1] < each[2]
     time = estimate(Facts.of(model, subject), MemorySettings(), TOKENS, SETUP, H200)
     pairs = [p.explain(TOKENS, 4, 1, True).pairs for p in model.patterns]

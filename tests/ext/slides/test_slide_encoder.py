@@ -163,7 +163,7 @@ def test_embeddings_only():
 
 
 # -- what it refuses ---------------------------------------------------------------------------------------------------
-def given(change=lambda f, c, n: (f, c, n)):
+def inputs(change=lambda f, c, n: (f, c, n)):
     return lambda: encoder()(*change(*slides(9, 5)))
 
 
@@ -172,51 +172,51 @@ def rows(**changes):
     return lambda: encoder(**TASK).loss_terms(data)
 
 
-def made(**options):
+def build(**options):
     return lambda: SlideEncoder(**{**SIZES, **options})
 
 
 REFUSED = {
-    "coords of a slide outside": (given(lambda f, c, n: (f, c * 9, n)), ValueError, "cells along an axis"),
-    "no coords": (given(lambda f, c, n: (f, None, n)), ValueError, r"coords must be a tensor .* got NoneType"),
-    "coords of other tiles": (given(lambda f, c, n: (f, c[:, 1:], n)), ValueError, r"coords must be \(2, 9, 2\)"),
-    "2-D features": (given(lambda f, c, n: (f[0], c, None)), ValueError, r"features must be a tensor .* got \(9, 12\)"),
-    "other features": (given(lambda f, c, n: (f[..., :7], c, n)), ValueError, "the features are 7 wide.*feature_dim=12"),
-    "integer features": (given(lambda f, c, n: (f.long(), c, n)), TypeError, "features must be floating"),
-    "padding without lengths": (given(lambda f, c, n: (f, c, None)), ValueError, "negative for a tile, got -5"),
-    "no tiles": (given(lambda f, c, n: (f[:, :0], c[:, :0], None)), ValueError, "at least one tile"),
-    "no tile": (given(lambda f, c, n: (f, c, torch.tensor([9, 0]))), ValueError, r"lengths\[1\] is 0.*1 to 9"),
-    "more than there are": (given(lambda f, c, n: (f, c, n + 1)), ValueError, r"lengths\[0\] is 10"),
-    "float lengths": (given(lambda f, c, n: (f, c, n.float())), TypeError, "lengths must be integers"),
+    "coords of a slide outside": (inputs(lambda f, c, n: (f, c * 9, n)), ValueError, "cells along an axis"),
+    "no coords": (inputs(lambda f, c, n: (f, None, n)), ValueError, r"coords must be a tensor .* got NoneType"),
+    "coords of other tiles": (inputs(lambda f, c, n: (f, c[:, 1:], n)), ValueError, r"coords must be \(2, 9, 2\)"),
+    "2-D features": (inputs(lambda f, c, n: (f[0], c, None)), ValueError, r"features must be a tensor .* got \(9, 12\)"),
+    "other features": (inputs(lambda f, c, n: (f[..., :7], c, n)), ValueError, "the features are 7 wide.*feature_dim=12"),
+    "integer features": (inputs(lambda f, c, n: (f.long(), c, n)), TypeError, "features must be floating"),
+    "padding without lengths": (inputs(lambda f, c, n: (f, c, None)), ValueError, "negative for a tile, got -5"),
+    "no tiles": (inputs(lambda f, c, n: (f[:, :0], c[:, :0], None)), ValueError, "at least one tile"),
+    "no tile": (inputs(lambda f, c, n: (f, c, torch.tensor([9, 0]))), ValueError, r"lengths\[1\] is 0.*1 to 9"),
+    "more than there are": (inputs(lambda f, c, n: (f, c, n + 1)), ValueError, r"lengths\[0\] is 10"),
+    "float lengths": (inputs(lambda f, c, n: (f, c, n.float())), TypeError, "lengths must be integers"),
     "batch without coords": (rows(coords=None), ValueError, "no coords, which a slide encoder needs"),
     "no blank row": (rows(coords=batch(9, 5)["coords"].clamp(min=0)), ValueError, "carry one blank row in front"),
     "length of the blank row only": (rows(lengths=torch.tensor([10, 1])), ValueError, r"lengths\[1\] is 1; it counts"),
     "label of no class": (rows(label=torch.tensor([0, 2])), ValueError, r"labels must lie in 0 to 1 .*found 2"),
     "missing label": (rows(label=torch.tensor([0, -100])), ValueError, "found -100"),
     "float label": (rows(label=torch.tensor([0.0, 1.0])), TypeError, "labels of classes must be integers"),
-    "segments twice": (made(max_wsi_size=262144), ValueError, "segment_lengths or max_wsi_size, not both"),
-    "small slides": (made(max_wsi_size=1024, segment_lengths=None), ValueError, "has 4 tiles along an axis"),
-    "heads": (made(num_heads=3), ValueError, "num_heads=3 must divide dim=16"),
-    "dim": (made(dim=18, num_heads=2), ValueError, "multiple of 4"),
-    "pool": (made(pool="max"), ValueError, "pool must be class or mean"),
-    "padding": (made(padding="zero"), ValueError, "padding must be one of masked, attended"),
+    "segments twice": (build(max_wsi_size=262144), ValueError, "segment_lengths or max_wsi_size, not both"),
+    "small slides": (build(max_wsi_size=1024, segment_lengths=None), ValueError, "has 4 tiles along an axis"),
+    "heads": (build(num_heads=3), ValueError, "num_heads=3 must divide dim=16"),
+    "dim": (build(dim=18, num_heads=2), ValueError, "multiple of 4"),
+    "pool": (build(pool="max"), ValueError, "pool must be class or mean"),
+    "padding": (build(padding="zero"), ValueError, "padding must be one of masked, attended"),
     "global and attended": (
-        made(global_class_token=True, padding="attended"),
+        build(global_class_token=True, padding="attended"),
         ValueError,
         "global_class_token=True needs padding='masked'",
     ),
     "global and a pattern": (
-        made(global_class_token=True, segment_lengths=None, dilation_rates=None, pattern={"branches": [[8, 1]]}),
+        build(global_class_token=True, segment_lengths=None, dilation_rates=None, pattern={"branches": [[8, 1]]}),
         ValueError,
         "pattern takes the place of global_class_token",
     ),
-    "global of another type": (made(global_class_token=1), TypeError, "global_class_token must be"),
-    "drop_path": (made(drop_path=1.0), ValueError, "drop_path must be a number in"),
-    "task": (made(task="cluster"), ValueError, "task must be one of classification, regression, ordinal, survival"),
-    "no classes": (made(task="ordinal"), ValueError, "needs num_classes"),
-    "classes of nothing": (made(num_classes=2), ValueError, "num_classes=2 needs a task"),
-    "frozen without a head": (made(freeze_encoder=True), ValueError, "freeze_encoder needs a task"),
-    "layer_decay": (made(layer_decay=1.5), ValueError, r"layer_decay must be a number in \(0, 1\]"),
+    "global of another type": (build(global_class_token=1), TypeError, "global_class_token must be"),
+    "drop_path": (build(drop_path=1.0), ValueError, "drop_path must be a number in"),
+    "task": (build(task="cluster"), ValueError, "task must be one of classification, regression, ordinal, survival"),
+    "no classes": (build(task="ordinal"), ValueError, "needs num_classes"),
+    "classes of nothing": (build(num_classes=2), ValueError, "num_classes=2 needs a task"),
+    "frozen without a head": (build(freeze_encoder=True), ValueError, "freeze_encoder needs a task"),
+    "layer_decay": (build(layer_decay=1.5), ValueError, r"layer_decay must be a number in \(0, 1\]"),
 }  # fmt: skip
 
 

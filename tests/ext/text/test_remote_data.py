@@ -49,7 +49,7 @@ def cached(tmp_path: Path) -> dict[str, str]:
     return {"cache_dir": str(tmp_path / "cache")}
 
 
-def both(make: Make, folder: Path, cached: dict[str, str]) -> tuple[Any, Any]:
+def modules(make: Make, folder: Path, cached: dict[str, str]) -> tuple[Any, Any]:
     """Return the module of the local folder, and the module of its copy in a store."""
     return make(str(folder)), make(upload(folder, "memory:///data"), **cached)
 
@@ -59,7 +59,7 @@ def test_tokens(store: str, tmp_path: Path, cached: dict[str, str]) -> None:
     tokens(tmp_path / "a.bin", 5000)
     np.save(tmp_path / "b.npy", np.arange(3000, dtype=np.uint16) % 1000)
     for options in ({}, {"eos_token": 7, "batch_size": 1}, {"eos_token": 7, "batch_size": 1, "pack_tokens": 128}):
-        local, remote = both(lambda root, o=options, **extra: token_data(root, **o, **extra), tmp_path, cached)
+        local, remote = modules(lambda root, o=options, **extra: token_data(root, **o, **extra), tmp_path, cached)
         same_samples(local, remote)
         assert remote.dataset("train").fingerprint() == local.dataset("train").fingerprint()
     arrays = TokenDataModule("memory:///data/b.npy", 64, 1000, **cached)
@@ -72,7 +72,7 @@ def test_bytes(store: str, tmp_path: Path, cached: dict[str, str], pack: int | N
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(name.encode() * 500)
     make: Make = lambda root, **extra: ByteDataModule(root, 64, suffixes=["txt"], pack_tokens=pack, **extra)  # noqa: E731
-    local, remote = both(make, tmp_path, cached)
+    local, remote = modules(make, tmp_path, cached)
     same_samples(local, remote)
     assert remote.describe() == local.describe()
     assert remote.bigram_bits_per_byte() == local.bigram_bits_per_byte()
@@ -82,19 +82,19 @@ def test_streams(store: str, tmp_path: Path, cached: dict[str, str]) -> None:
     tokens(tmp_path / "a.bin", 5000)
     for options in ({"vocab_size": 1000, "separator": 3}, {"separator": 10}):
         make: Make = lambda root, o=options, **extra: StreamDataModule(f"{root}/*.bin", 64, 4, **o, **extra)  # noqa: E731
-        same_samples(*both(make, tmp_path, cached))
+        same_samples(*modules(make, tmp_path, cached))
 
 
 @pytest.mark.parametrize("options", [{}, {"order": "file", "max_tiles": 10, "over": "sample"}, {"check_values": "all"}])
 def test_slides(store: str, folder: str, cached: dict[str, str], options: dict[str, Any]) -> None:
-    local, remote = both(lambda root, **extra: slide_data(root, **options, **extra), Path(folder), cached)
+    local, remote = modules(lambda root, **extra: slide_data(root, **options, **extra), Path(folder), cached)
     same_samples(local, remote)
     assert remote.describe() == local.describe() and remote.classes == local.classes
 
 
 def test_slides_of_torch(store: str, tmp_path: Path, cached: dict[str, str]) -> None:
     write_synthetic_slides(tmp_path, slides=8, tiles=(30, 40), features=4, kind="pt")
-    same_samples(*both(lambda root, **o: SlideDataModule(root, f"{root}/labels.csv", **o), tmp_path, cached))
+    same_samples(*modules(lambda root, **o: SlideDataModule(root, f"{root}/labels.csv", **o), tmp_path, cached))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -108,7 +108,7 @@ def test_genomes(store: str, lambda_virus: str, cached: dict[str, str], packed: 
     record, parts = text.split()[0][1:].decode(), ((100, 9100), (39_500, 42_500), (44_000, 48_000))
     (folder / "regions.bed").write_text("".join(f"{record}\t{start}\t{stop}\tgene\t0\t-\n" for start, stop in parts))
     if index == "missing" or packed:
-        local, remote = both(genome_data, folder, cached)
+        local, remote = modules(genome_data, folder, cached)
     else:
         local = genome_data(str(folder))
         local.check()  # writes the index

@@ -41,7 +41,7 @@ def logits(kind, family, inputs, **extra):
         return decoder(family, "sdpa", **options(kind))(inputs, use_cache=False, **extra).logits
 
 
-def made(kind, family):
+def build(kind, family):
     """Build an HFCausalLM with equal weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -57,7 +57,7 @@ def made(kind, family):
 def test_each_kind_equals_sdpa(kind, family):
     want = logits(kind, family, tokens(2, N))
     with torch.no_grad():
-        torch.testing.assert_close(made(kind, family)({"tokens": tokens(2, N)}), want, rtol=0, atol=1e-10)
+        torch.testing.assert_close(build(kind, family)({"tokens": tokens(2, N)}), want, rtol=0, atol=1e-10)
     plain = logits("theta", family, tokens(2, N))
     assert kind == "theta" or not torch.allclose(want, plain, atol=1e-4)  # the scaling has an effect
 
@@ -70,7 +70,7 @@ def part(rank, group, kind, family, layout, bounds):
         data = {"tokens": tokens(1, N)[:, at]}
         if bounds is not None:
             data["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32)
-        return at, made(kind, family)(data)
+        return at, build(kind, family)(data)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -35,7 +35,7 @@ def padded(lengths=(N, 14, 1)):
 
 
 # -- equal to sdpa -------------------------------------------------------------------------------------------------------
-def both(family, dtype, *inputs, **options):
+def equal(family, dtype, *inputs, **options):
     """Compare a step of the model with its own step with sdpa."""
     want = step(decoder(family, "sdpa", dtype), *inputs, **options)
     close(step(decoder(family, "ring_dilated", dtype), *inputs, **options), want, TOLERANCE[dtype])
@@ -45,14 +45,14 @@ def both(family, dtype, *inputs, **options):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_equals_sdpa(family, dtype):
-    both(family, dtype, tokens(2, N))
+    equal(family, dtype, tokens(2, N))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents_equal_sdpa(family, dtype):
     options = {"position_ids": restarting(), "use_cache": False}
-    want = both(family, dtype, tokens(1, N), **options)
+    want = equal(family, dtype, tokens(1, N), **options)
     parts = [tokens(1, N)[:, a:b] for a, b in pairwise(BOUNDS)]
     apart = torch.cat([step(decoder(family, dtype=dtype), part)["logits"] for part in parts])
     close({"logits": apart}, {"logits": want["logits"]}, TOLERANCE[dtype])
@@ -62,7 +62,7 @@ def test_packed_documents_equal_sdpa(family, dtype):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_right_padding_equals_sdpa(family, dtype):
     inputs, labels, mask = padded()
-    both(family, dtype, inputs, labels, attention_mask=mask)
+    equal(family, dtype, inputs, labels, attention_mask=mask)
 
 
 @pytest.mark.parametrize("cache", [False, True])
@@ -70,14 +70,14 @@ def test_positions_that_jump_ahead(cache):
     """Without a cache transformers takes them for documents; with a cache, or a mask, for one document."""
     at = (torch.arange(N) + 7 * (torch.arange(N) > 11))[None]
     for options in ({}, {"attention_mask": torch.ones(1, N)}):
-        both("mistral", torch.float64, tokens(1, N), position_ids=at, use_cache=cache, **options)
+        equal("mistral", torch.float64, tokens(1, N), position_ids=at, use_cache=cache, **options)
 
 
 def test_positions_of_padded_tokens():
     """Positions as from a tokenizer's mask: 1 at padding."""
     inputs, labels, mask = padded()
     at = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
-    both("gemma3", torch.float64, inputs, labels, attention_mask=mask, position_ids=at)
+    equal("gemma3", torch.float64, inputs, labels, attention_mask=mask, position_ids=at)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
