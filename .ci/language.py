@@ -101,7 +101,6 @@ def findings(area: str, texts: list[Text]) -> Iterator[Finding]:
 
 
 def main() -> int:
-    """Return the exit status."""
     wrong = False
     for area, texts in areas():
         listed = list(findings(area, texts))

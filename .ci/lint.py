@@ -291,7 +291,6 @@ def findings(root: Path) -> list[Finding]:
 
 
 def main() -> int:
-    """Return the exit status."""
     faults = findings(Path(sys.argv[1]).resolve() if sys.argv[1:] else PACKAGE_FOLDER)
     for path, line, message in faults:
         print(f"{path}:{line} {message}")

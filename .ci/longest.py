@@ -28,7 +28,6 @@ def longest(log: str) -> list[str]:
 
 
 def main() -> int:
-    """Return the exit status."""
     if sys.argv[1:]:
         LIST.write_text("".join(f"{file}\n" for file in longest(Path(sys.argv[1]).read_text())))
         return 0

@@ -166,7 +166,6 @@ def _step(model: ld.LongNetLM, batch: Batch, device: str) -> Tensor:
 
 
 def synchronise(device: str) -> None:
-    """Wait for the GPU."""
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -266,7 +266,6 @@ def give_branch(model: ld.LongNetLM, branch: Branch | None, layers: list[int] | 
 
 # -- learning tests ----------------------------------------------------------------------------------------------------
 def main() -> None:
-    """Run one of the four commands."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = p.add_subparsers(dest="command", required=True)
     commands.add_parser("check")
@@ -310,7 +309,6 @@ def _add_branch(p: argparse.ArgumentParser) -> None:
 
 
 def branch_of(a: Namespace) -> Branch | None:
-    """Return the branch of the options."""
     if a.branch is None:
         return None
     if a.arm != "window":

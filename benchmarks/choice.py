@@ -39,7 +39,6 @@ COLUMNS = (
 
 
 def options() -> argparse.Namespace:
-    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda")
     p.add_argument("--ranks", type=int, help="default: all GPUs")
@@ -121,7 +120,6 @@ def lines(args: argparse.Namespace, device: torch.device):
 
 
 def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
-    """Run one rank."""
     device = joined(rank, ranks, port, args)
     gc.disable()
     head = f"\n{ranks} ranks, {args.rounds} rounds, torch {torch.__version__}\n\n"

@@ -34,7 +34,6 @@ OCTAVES = [0, *(1024 << i for i in range(6))]
 
 
 def main() -> None:
-    """Run one of the three commands."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = p.add_subparsers(dest="command", required=True)
     maker = commands.add_parser("make")
@@ -56,7 +55,6 @@ def main() -> None:
 
 
 def make(a: argparse.Namespace) -> dict[str, object]:
-    """Write the two files."""
     written = {"train": 0, "val": 0}
     with open(a.out, "wb") as train_file, open(a.out.with_suffix(".val.bin"), "wb") as val_file:
         for folder, folders, names in os.walk(a.tree):

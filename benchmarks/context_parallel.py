@@ -40,7 +40,6 @@ COLUMNS = ("tokens", "pattern", "way", "forward + backward ms", "times torch's r
 
 
 def options() -> argparse.Namespace:
-    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--dense", type=int, nargs="*", default=[131072, 524288], help="N of dense patterns")
     p.add_argument("--dilated", type=int, nargs="*", default=[1048576], help="N of geometric ones")
@@ -135,7 +134,6 @@ def line(n: int, pattern: str, way: str, took: float, ring: float | None, receiv
 
 
 def main() -> None:
-    """Print one row a way."""
     args = options()
     device = torch.device("cpu" if args.cpu else f"cuda:{os.environ['LOCAL_RANK']}")
     if not args.cpu:

@@ -61,7 +61,6 @@ def measured(run: Callable[..., tuple[Tensor, ...]], parts: list[Tensor], weight
 
 
 def rows_of(a: argparse.Namespace, channels: int) -> Iterator[str]:
-    """Yield a table's rows."""
     parts, bounds = inputs(a.tokens, channels, a.documents)
     module = ShortConvolution(channels, a.taps, not a.centred, device=CUDA)
     torch.nn.init.normal_(module.weight)
@@ -101,7 +100,6 @@ def tiles_of(a: argparse.Namespace, channels: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print a table."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tokens", type=int, default=262144)
     p.add_argument("--channels", type=int, nargs="+", default=[2304, 1536], help="of q, k and v together")

@@ -52,7 +52,6 @@ def batch(size: int, distance: int | None, device: str, generator: torch.Generat
 
 
 def main() -> None:
-    """Train, and print the results."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--arm", choices=list(ARMS), required=True)
     p.add_argument("--steps", type=int, default=1000)
@@ -74,7 +73,6 @@ def main() -> None:
 
 
 def run(a: argparse.Namespace) -> dict[str, object]:
-    """Run one arm."""
     torch.manual_seed(a.seed)
     generator, begin = torch.Generator().manual_seed(a.seed + 1), time.monotonic()
     pattern, shift = ARMS[a.arm]

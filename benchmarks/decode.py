@@ -30,7 +30,6 @@ from lightning_dilated.ext.decoding import token_step
 
 
 def options() -> argparse.Namespace:
-    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--context", type=int, nargs="+", default=[4096, 65536, 1048576])
     p.add_argument("--batch", type=int, default=1)
@@ -123,7 +122,6 @@ def measure(
 def row(
     o: argparse.Namespace, model: torch.nn.Module, name: str, pattern: str, context: int, numbers: list[str]
 ) -> str:
-    """Return a row of the table."""
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M"
     return f"| {' | '.join([f'{name}, {size}', pattern, f'{context:,}', str(o.batch), *numbers])} |"
 
@@ -146,7 +144,6 @@ def show_profile(o: argparse.Namespace, generate: Callable[[torch.Tensor, int], 
 
 
 def main() -> None:
-    """Measure and print."""
     o = options()
     torch.manual_seed(0)
     model, pattern = ours(o)

@@ -53,7 +53,6 @@ TILE = 4096
 
 
 def options() -> argparse.Namespace:
-    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--size", choices=SIZES, default="1.3B")
     p.add_argument("--seq-len", type=int, nargs="+", default=[32768])
@@ -69,7 +68,6 @@ def options() -> argparse.Namespace:
 
 
 def config_of(a: argparse.Namespace) -> Any:
-    """Return the decoder's config."""
     from transformers import LlamaConfig
 
     return LlamaConfig(**SIZES[a.size], max_position_embeddings=max(a.seq_len), use_cache=False, pad_token_id=None,
@@ -155,7 +153,6 @@ def measured(a: argparse.Namespace, loss: Callable[[], Tensor], parameters: list
 
 
 def row(a: argparse.Namespace, way: str, tokens: int) -> str:
-    """Return a row of the table."""
     device, ids = (
         torch.device(a.device),
         torch.randint(0, SIZES[a.size]["vocab_size"], (1, tokens + 1), device=a.device),

@@ -43,7 +43,6 @@ LENGTH = 65536
 
 
 def main() -> None:
-    """Draw the figure."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("files", type=Path, nargs="+")
     p.add_argument("picture", type=Path)
@@ -61,7 +60,6 @@ def belongs(row: dict) -> bool:
 
 
 def draw(rows: list[dict], picture: Path) -> None:
-    """Draw all panels."""
     figure, ((recall, strains), (fixed, drawn)) = plt.subplots(2, 2, figsize=(12, 8.4), layout="constrained")
     for row in rows:
         if "by_octave" in row:

@@ -39,7 +39,6 @@ PANELS = [
 
 
 def main() -> None:
-    """Draw the figure."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("picture", type=Path)
     draw(p.parse_args().picture)

@@ -24,7 +24,6 @@ TICKS = [1e6, 4e6, 16e6, 64e6, 256e6, 1e9]
 
 
 def main() -> None:
-    """Draw the figure."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("files", type=Path, nargs="+")
     p.add_argument("picture", type=Path)
@@ -34,7 +33,6 @@ def main() -> None:
 
 
 def draw(rows: list[dict], picture: Path) -> None:
-    """Draw both panels."""
     figure, (memory, speed) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     series = defaultdict(list)
     for row in sorted(rows, key=lambda row: row["tokens"]):

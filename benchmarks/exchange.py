@@ -54,7 +54,6 @@ COLUMNS = (
 
 
 def options() -> argparse.Namespace:
-    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda")
     p.add_argument("--ranks", type=int, help="default: all GPUs")
@@ -93,7 +92,6 @@ def seconds(run, device: torch.device, repeats: int, settle=lambda: None) -> flo
 
 
 def meet(device: torch.device) -> None:
-    """Let all ranks begin together."""
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -263,7 +261,6 @@ def told(rank: int, head: str, rows: Iterable[object], record: Path | None) -> N
 
 
 def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
-    """Run one rank."""
     device = joined(rank, ranks, port, args)
     head = (
         f"\n{ranks} ranks, {args.heads} heads of {args.head_dim}, {args.dtype}, geometric({args.first}, N), "
@@ -275,7 +272,6 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
 
 
 def start(work: Callable[..., None], args: argparse.Namespace) -> None:
-    """Start all ranks."""
     count = args.ranks or torch.cuda.device_count()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -19,7 +19,6 @@ from lightning_dilated import DilatedPattern, dilated_attention
 
 
 def options() -> argparse.Namespace:
-    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seq-len", type=int, default=1048576)
     p.add_argument("--heads", type=int, default=12)
@@ -52,7 +51,6 @@ def kernel_times(run: Callable[[], None]) -> tuple[dict[str, tuple[float, int]],
 
 
 def main() -> None:
-    """Print a table a case."""
     args = options()
     pattern = DilatedPattern.longnet(args.segments, args.dilations)
     shape = 1, args.seq_len, args.heads, args.head_dim

@@ -118,7 +118,6 @@ POINTS = [
 
 
 def options() -> argparse.Namespace:
-    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", help="points with this in their name")
     p.add_argument("--numbers", type=int, nargs="+", help="points by number")
@@ -193,7 +192,6 @@ def trials_of(point: Point, args: argparse.Namespace) -> Trials:
 
 
 def row(number: int, point: Point, planned: Future[Planned], args: argparse.Namespace) -> str:
-    """Return one line of the table."""
     tokens, trials = tokens_of(point, args), trials_of(point, args)
     done = None if args.dry else trials(tokens)
     plan = planned.result()
@@ -218,7 +216,6 @@ def row(number: int, point: Point, planned: Future[Planned], args: argparse.Name
 
 
 def main() -> None:
-    """Print the table."""
     args = options()
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     lines = [f"{name}, torch {torch.__version__}, bf16-mixed unless stated, compiled blocks, AdamW", ""]

@@ -59,7 +59,6 @@ def train(pool: str, is_global: bool, a: argparse.Namespace) -> tuple[float, flo
 
 
 def main() -> None:
-    """Run all arms."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tiles", type=int, default=512)
     p.add_argument("--segment", type=int, default=32)

@@ -59,7 +59,6 @@ def validated(strategy: dict[str, Any], out: Path, steps: int) -> tuple[list[flo
 
 
 def main() -> None:
-    """Print a row a setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/outer_steps"))
     parser.add_argument("--steps", type=int, default=300)

@@ -27,7 +27,6 @@ Way = Callable[[nn.Linear, Tensor, Tensor], Tensor]
 
 
 def options() -> argparse.Namespace:
-    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seq-len", type=int, default=262144)
     p.add_argument("--dim", type=int, default=4096)
@@ -74,7 +73,6 @@ def of_liger() -> Way:
 
 
 def ways(args: argparse.Namespace, vocab: int, device: str) -> dict[str, Way]:
-    """Return the available ways, by name."""
     tile = loss_tile(args.tile, vocab)
     name = f"tiles of {tile:,}"
     available: dict[str, Way] = {name: ours(tile), f"{name}, computed again": again(tile)}
@@ -129,7 +127,6 @@ def measured(way: Way, steps: int, *inputs: nn.Linear | Tensor) -> tuple[list[Te
 
 
 def main() -> None:
-    """Print a row for each way."""
     args = options()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"

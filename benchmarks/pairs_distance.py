@@ -36,7 +36,6 @@ SIZES = {"strains": (4, 256, 8, 4), "versions": (256, 512, 8, 8)}  # vocabulary,
 
 
 def main() -> None:
-    """Train, and print the results."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("kind", choices=list(STAGES))
     p.add_argument("data", type=Path)
@@ -48,7 +47,6 @@ def main() -> None:
 
 
 def run(a: argparse.Namespace) -> dict[str, object]:
-    """Run one arm."""
     lengths, steps = zip(*STAGES[a.kind], strict=True)
     lengths, steps = a.lengths or lengths, a.steps or steps
     longest = max(lengths)

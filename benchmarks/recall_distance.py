@@ -46,7 +46,6 @@ def data(seq_len: int, steps: int, a: argparse.Namespace) -> ld.data.FarRecallDa
 
 
 def main() -> None:
-    """Train, and print the results."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(p)
     p.add_argument(
@@ -64,7 +63,6 @@ def main() -> None:
 
 
 def run(a: argparse.Namespace) -> dict[str, object]:
-    """Run one arm."""
     model = model_of(a, 1 + 2 * a.vocabulary, a.dim, DEPTH, HEADS, max(a.lengths), tie_embeddings=a.tie)
     if a.recompute:
         model.transformer.memory = MemorySettings("block")

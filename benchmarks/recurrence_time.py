@@ -39,14 +39,12 @@ def in_torch(*tensors: Tensor) -> Tensor:
 
 
 def fla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    """Compute by the kernels of fla-core."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return chunk_gated_delta_rule(q, k, v, log_decay, beta, scale=1.0, use_qk_l2norm_in_kernel=True)[0]
 
 
 def dilated(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    """Compute attention by five branches."""
     return ld.dilated_attention(q, k, v, FIVE, causal=True)
 
 
@@ -81,7 +79,6 @@ def measured(way: Callable[..., Tensor], tensors: Rows, grad: Tensor) -> tuple[f
 
 
 def rows_of(a: argparse.Namespace, seq_len: int) -> Iterator[str]:
-    """Yield a table's rows."""
     tensors, grad = inputs(a, seq_len)
     first = None
     for way in (ours, in_torch, fla, dilated):
@@ -123,7 +120,6 @@ def parts_of(a: argparse.Namespace, seq_len: int) -> Iterator[tuple[str, Callabl
 
 
 def main() -> None:
-    """Print a table."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seq-len", type=int, nargs="+", default=[65536, 262144])
     p.add_argument("--heads", type=int, default=12)

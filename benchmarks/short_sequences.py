@@ -55,7 +55,6 @@ def slide(tiles: int) -> dict[str, Any]:
 
 
 def text(tokens: int) -> dict[str, Any]:
-    """Return random bytes."""
     values = torch.randint(0, 256, (1, tokens))
     return {"tokens": values, "labels": values.roll(-1, 1)}
 
@@ -91,7 +90,6 @@ def cases(a: argparse.Namespace) -> Iterator[tuple[str, str, Callable[..., pl.Li
 
 
 def step(model: pl.LightningModule, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any]) -> None:
-    """Forward, backward, update."""
     with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
         total, count = model.loss_terms(batch)
     (total / count).backward()
@@ -189,7 +187,6 @@ def host() -> None:
 
 
 def main() -> None:
-    """Print the rows."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tiles", type=int, nargs="*", default=[500, 2000, 10000])
     p.add_argument("--tokens", type=int, nargs="*", default=[8192])

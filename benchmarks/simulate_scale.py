@@ -34,7 +34,6 @@ def measured(text: str) -> tuple[int, int, float, str]:
 
 
 def options() -> argparse.Namespace:
-    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--machine", type=Path, required=True, help="JSON of benchmarks/step_parts.py")
     p.add_argument("--tokens", type=int, nargs="+", default=[32768, 262144], help="of a GPU")
@@ -82,7 +81,6 @@ def compared(setting: Setting, measurements: list[tuple[int, int, float, str]]) 
 
 
 def main() -> None:
-    """Print the tables, draw the pictures."""
     args = options()
     links = Links() if args.links is None else Links.load(args.links)
     numbers = {name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None}

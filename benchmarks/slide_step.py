@@ -64,7 +64,6 @@ def peak(device: torch.device) -> float:
 
 
 def main() -> None:
-    """Train and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tiles", type=int, default=70000)
     p.add_argument("--devices", type=int, default=1)

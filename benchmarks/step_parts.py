@@ -76,7 +76,6 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line:
 
 
 def options() -> argparse.Namespace:
-    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--output", type=Path, required=True, help="the JSON")
     p.add_argument("--tokens", type=int, nargs="+", default=[65536, 262144, 1048576], help="--first times powers of 2")
@@ -309,7 +308,6 @@ class Bench:
         return self.seconds(torch.optim.AdamW(parameters, lr=1e-4, fused=self.device.type == "cuda").step)
 
     def machine(self) -> Machine:
-        """Measure everything."""
         args, begin = self.args, time.perf_counter()
         said = lambda text: print(f"{time.perf_counter() - begin:5.1f} s: {text}", flush=True)  # noqa: E731
         model = self.model(args.tokens[0])
@@ -338,7 +336,6 @@ class Bench:
 
 
 def main() -> None:
-    """Measure and write."""
     args = options()
     for tokens in args.tokens:
         DilatedPattern.geometric(args.first, tokens)  # an impossible length is an error before anything is measured

@@ -53,7 +53,6 @@ RANKS = int(os.environ.get("WORLD_SIZE", 1))
 
 
 def options() -> argparse.Namespace:
-    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tokens", type=int, default=4194304)
     p.add_argument("--chunk", type=int, default=1048576, help="0: one pass")
@@ -152,7 +151,6 @@ def step(model: ld.LongNetLM, text: Tensor, group: SequenceGroup | None) -> Tens
 
 
 def main() -> None:
-    """Print a row."""
     a = options()
     settings = MemorySettings(a.policy, a.every, a.offload, tile=a.tile, stream=a.chunk or None)
     on_gpu = torch.cuda.is_available()

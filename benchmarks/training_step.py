@@ -44,7 +44,6 @@ KINDS = {
 
 
 def options() -> argparse.Namespace:
-    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seq-len", type=int, default=262144)
     p.add_argument("--dim", type=int, default=768)
@@ -115,7 +114,6 @@ def offloaded_by_torch(transformer: ld.models.transformer.DilatedTransformer) ->
 
 
 def settings_of(args: argparse.Namespace) -> MemorySettings:
-    """Return the memory settings of training."""
     return MemorySettings(args.recompute, args.every, args.offload, args.tile, args.head_chunks)
 
 
@@ -196,7 +194,6 @@ def rate_of(args: argparse.Namespace, model: ld.LongNetLM, seconds: float) -> li
 
 
 def row(args: argparse.Namespace, model: ld.LongNetLM, optimizer: torch.optim.Optimizer, clock: Clock) -> str:
-    """One line of a table."""
     states = {str(x.dtype).removeprefix("torch.") for s in optimizer.state.values() for x in s.values() if x.ndim}
     weights = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     plain = MemorySettings()
@@ -213,7 +210,6 @@ def row(args: argparse.Namespace, model: ld.LongNetLM, optimizer: torch.optim.Op
 
 
 def main() -> None:
-    """Print one row, and the profile."""
     args = options()
     torch.manual_seed(0)
     model = model_of(args)

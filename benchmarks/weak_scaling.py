@@ -38,7 +38,6 @@ WARM = 2**22
 
 
 def options() -> argparse.Namespace:
-    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tokens", type=int, nargs="+", default=[262144], help="of a rank")
     p.add_argument("--of", type=int, help="ranks whose pattern is taken (default: those that run)")
@@ -114,7 +113,6 @@ class Watch(pl.Callback):
 
 
 def model_of(args: argparse.Namespace, tokens: int, ranks: int, on_gpu: bool) -> ld.LongNetLM:
-    """The model."""
     pattern = ld.DilatedPattern.geometric(args.first, tokens * (args.of or ranks))
     optimizer = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=on_gpu)
     sizes = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads}
@@ -122,7 +120,6 @@ def model_of(args: argparse.Namespace, tokens: int, ranks: int, on_gpu: bool) ->
 
 
 def measure(args: argparse.Namespace, tokens: int) -> None:
-    """Train, and print one row."""
     torch._dynamo.reset()
     pl.seed_everything(0, verbose=False)
     # compilation has left a process for each core; they take seconds to start, and take them from the ranks

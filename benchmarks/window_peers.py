@@ -70,7 +70,6 @@ class CudnnWindow(torch.autograd.Function):
 
     @staticmethod
     def run(graph: tuple, tensors: dict[str, Tensor]) -> None:
-        """Execute a graph."""
         plan, named, size = graph
         space = torch.empty(max(1, size), dtype=torch.uint8, device="cuda")
         plan.execute({named[name]: x for name, x in tensors.items()}, space)
@@ -102,7 +101,6 @@ def ways(width: int, seq_len: int) -> Iterator[tuple[str, Attend]]:
 
 
 def flex(width: int, seq_len: int) -> Attend:
-    """Compile torch's FlexAttention."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     visible = lambda b, h, p, j: (j <= p) & (p - j < width)  # noqa: E731
@@ -131,7 +129,6 @@ def passes(attend: Attend, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Pa
 
 
 def main() -> None:
-    """Print a table."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--width", type=int, default=2048)
     p.add_argument("--seq-len", type=int, nargs="+", default=[131072, 1048576])

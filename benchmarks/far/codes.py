@@ -39,7 +39,6 @@ class Rows:
         return Rows(self.code[chosen], self.position[chosen], self.packed[chosen])
 
     def joined(self, other: Rows) -> Rows:
-        """Join these rows and others."""
         pairs = ((self.code, other.code), (self.position, other.position), (self.packed, other.packed))
         return Rows(*(torch.cat(pair) for pair in pairs))
 

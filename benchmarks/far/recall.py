@@ -30,7 +30,6 @@ from torch import Tensor
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--far", choices=FAR, default="codes")
     p.add_argument("--far-layer", type=int, default=0)
@@ -188,7 +187,6 @@ def test(model: Model, task: Task, size: int, settings: Settings, a: argparse.Na
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one arm."""
     a = options(argv)
     a.out.mkdir(parents=True, exist_ok=True)
     prepare(a.compile)

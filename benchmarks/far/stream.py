@@ -54,7 +54,6 @@ def recall(model: Model, stream: Stream, settings: Settings) -> dict[str, Any]:
 
 
 def summary(right: Tensor, rows: float, asked_rows: Tensor, carried: Carried, began: float) -> dict[str, Any]:
-    """Return the row."""
     memory = torch.cuda.max_memory_allocated() / 2**30 if right.is_cuda else 0.0
     return {
         "right": round(right.double().mean().item() * 100, 2), "asked": len(right), "rows": round(rows, 2),
@@ -64,7 +63,6 @@ def summary(right: Tensor, rows: float, asked_rows: Tensor, carried: Carried, be
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one stream."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("weights", help="a file of recall.py")
     p.add_argument("--tokens", type=int, required=True)

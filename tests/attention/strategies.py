@@ -65,7 +65,6 @@ class Case:
         }
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """Run dilated_attention."""
         return dilated_attention(q, k, v, self.pattern, **{**self.options(), **options})
 
     def oracle(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -126,7 +126,6 @@ def run_with_seed(case, q, k, v, seed=6):
 
 
 def test_mask_is_keyed_by_global_positions():
-    """A document's mask depends only on its position, and not on its surroundings."""
     one = Case(PATTERN, 1, 12, 2, 2, 8)
     q, k, v, _ = one.tensors()
     alone = run_with_seed(one, q, k, v)

@@ -31,7 +31,6 @@ def home(tmp_path, monkeypatch):
 
 
 def rows_of(text):
-    """Return the cells of the table."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[x.strip() for x in line.split("|")[1:-1]] for line in lines[2:]]
 

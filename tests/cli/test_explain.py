@@ -18,7 +18,6 @@ WALLS = ["--segments", 16, 32, "--dilations", 1, 2, "--seq-len", 100, "--heads",
 
 
 def value(result, name):
-    """Return a value from the table."""
     (line,) = (line for line in result.out.splitlines() if line.strip().startswith(name))
     return line.strip().removeprefix(name).strip()
 

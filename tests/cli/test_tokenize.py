@@ -42,7 +42,6 @@ def trained(kind: str = "bytes", size: int = V) -> "tokenizers.Tokenizer":
 
 
 def write(folder: Path) -> None:
-    """Write a tokenizer and two texts."""
     trained().save(str(folder / "tokenizer.json"))
     (folder / "a.txt").write_text(SENTENCE * 60)
     (folder / "b.txt").write_text(SENTENCE[::-1] * 20)

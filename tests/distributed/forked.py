@@ -82,7 +82,6 @@ def run_ranks(
 
 
 def _run(script: Path, args: tuple[str, ...], cwd: Path, environment: dict[str, str], output: Path) -> None:
-    """Run one rank."""
     gc.freeze()  # the collector skips imported objects, which would take 0.3 s
     for number, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}.{kind}", os.O_WRONLY | os.O_CREAT), number)

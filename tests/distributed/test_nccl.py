@@ -78,7 +78,6 @@ def settings_of(ranks, nested):
 
 
 def every_comparison(rank, ranks):
-    """Return the comparisons of all cases."""
     comparisons = []
     for causal in (False, True):
         rows.MANY = 1 if causal else 2**17  # by this package's kernels, and by torch's

@@ -120,7 +120,6 @@ def test_a_short_last_chunk_with_deferred_checks(pool, ranks, tokens, chunk):
 
 
 def refused(rank, group, layout, stream, endless):
-    """Return the message of a refusal."""
     model, batch = lm(), text()
     with sequence(group, layout=layout, stream=stream) as ours, ours.active():
         model.transformer.memory = MemorySettings(stream=16)

@@ -312,15 +312,11 @@ def test_classes_of_values(tmp_path):
 # -- what a parser reads from texts ------------------------------------------------------------------------------------
 @dataclass
 class Sizes:
-    """A user's own settings."""
-
     kind: str = "a"
     width: int = 3
 
 
 class Own(DilatedModule):
-    """A user's own model."""
-
     def __init__(
         self,
         norm: torch.nn.Module | None = None,

@@ -125,7 +125,6 @@ def test_layers_of_gigapath(tmp_path):
 
 
 def test_own_weights_too(tmp_path):
-    """Names of this package's own layers, too."""
     good = encoder(dtype=torch.float32).state_dict()
     for key, x, says in (
         ("transformer.blocks.99999999999.x", torch.ones(1), "names layer 99999999999"),

@@ -93,7 +93,6 @@ class Sample:
         self.ranks = [0, ranks // 2 - 1, ranks - 1, self.random.randrange(ranks)]
 
     def program(self, rank: int):
-        """Return a rank's program, built once."""
         if rank not in self.programs:
             self.programs[rank] = EXCHANGES[self.exchange].program(self.problem, rank, PER_NODE)
         return self.programs[rank]

@@ -61,7 +61,6 @@ class Job:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def start(self) -> None:
-        """Start one more node."""
         command = [
             sys.executable,
             "-m",

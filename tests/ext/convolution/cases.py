@@ -114,7 +114,6 @@ CASES = {
 
 
 def drawn(chosen: random.Random) -> Case:
-    """Draw a random call."""
     tokens = chosen.choice([1, 2, 5, 31, 32, 64, 255, 257, 310])
     channels = tuple(chosen.choice([1, 3, 7, 17, 64, 70]) for _ in range(chosen.randint(1, 3)))
     options = {"taps": chosen.randint(2, 8), "causal": chosen.random() < 0.5}

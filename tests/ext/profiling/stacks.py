@@ -67,8 +67,6 @@ class Kept(DummyLogger):
 
 
 class Losses(pl.Callback):
-    """Keeps the losses."""
-
     def __init__(self):
         self.losses = []
 

@@ -78,7 +78,6 @@ class Case:
         return tuple(x.to(self.dtype).requires_grad_() for x in tensors)
 
     def settings(self) -> dict[str, Any]:
-        """Return the options of every call."""
         segment = None if self.kind == "gated_delta" else self.segment
         return {"kind": self.kind, "segment": segment, "causal": self.causal}
 

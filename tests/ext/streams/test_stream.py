@@ -58,7 +58,6 @@ test_equals_one_pass_often = pytest.mark.slow(settings(max_examples=examples(500
 @given(cases(longest=40), st.integers(1, 20))
 @settings(max_examples=examples(15))
 def test_windows_of_heads(case, chunk):
-    """Each window of heads carries its own rows."""
     assume(case.seq_len and case.batch and case.kv_heads > 1)
     group = case.heads // case.kv_heads
     windows = [(h, h + group) for h in range(0, case.heads, group)]

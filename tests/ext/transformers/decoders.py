@@ -49,7 +49,6 @@ class DoubleNorm(Gemma3RMSNorm):
 
 
 def config(family: str, **options: Any) -> Any:
-    """Return a new config."""
     kind, sizes = FAMILIES.get(family, (family, {}))
     return getattr(transformers, kind)(**{**SIZES, **sizes, **options})
 
