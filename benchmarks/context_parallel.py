@@ -1,4 +1,4 @@
-"""Attention alone on several GPUs beside torch's context parallel (ring, cuDNN), forward and backward, in one run.
+"""Attention alone on several GPUs, next to torch's context parallel (ring, cuDNN), forward and backward, in one run.
 
     torchrun --nproc-per-node 4 benchmarks/context_parallel.py --dense 131072 524288 --dilated 1048576
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --dense 4096 --dilated --cpu --heads 4 --dtype float32

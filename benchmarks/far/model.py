@@ -227,7 +227,7 @@ class Layer(nn.Module):
         else:
             read = self.look_up(query, packed, z_q, codes.numbers(z_k), call)
         out, agree, contrast = codes.mix(read, self.null)
-        # balance is over all rows, spread over asked queries: without spread the asked keys may share one code
+        # `balance` is over all rows, `spread` over asked queries: without `spread` the asked keys may share one code
         asking = z_q.softmax(-1)[torch.arange(len(q), device=q.device)[:, None], at]
         call.aux.update(
             agree=agree.gather(1, at).mean(),

@@ -152,7 +152,7 @@ def test_mask_differs_by_sample_head_and_branch():
 
 
 def keeps(p=0.3, seed=1234, branches=2, samples=2, heads=4, n=128):
-    """(branch, sample, head, n, n) bool."""
+    """Draw keep masks: (branch, sample, head, n, n) bool."""
     a = [torch.arange(m) for m in (branches, samples, heads, n, n)]
     shape = lambda x, i: x.view([-1 if j == i else 1 for j in range(5)])  # noqa: E731
     return Dropout(p, seed).keep(*(shape(x, i) for i, x in enumerate(a)))

@@ -45,7 +45,7 @@ class Gradients(Record):
 
 
 def fit(rank, group, run, options=None):
-    """(losses, norms, gradients of all steps, validation loss, parameters, what is offloaded)."""
+    """Return (losses, norms, gradients of all steps, validation loss, parameters, offloaded kinds)."""
     recorder = Gradients()
     built, model, data, record = make(run, launched(rank), callbacks=[recorder], limit_val_batches=3, **(options or {}))
     built.fit(model, data)

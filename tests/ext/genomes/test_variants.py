@@ -140,7 +140,7 @@ def test_windows_are_parts_of_the_two_genomes(bases: str, start: int, size: int,
 
 
 class FakeGenome:
-    """A record in memory."""
+    """A genome of one record in memory."""
 
     def __init__(self, bases: str) -> None:
         self.bases = bases
