@@ -117,7 +117,7 @@ def flex(width: int, seq_len: int) -> Attend:
 def passes(attend: Attend, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Pass, Pass]:
     """Return (forward, forward and backward)."""
 
-    def both() -> tuple[Tensor, ...]:
+    def forward_and_backward() -> tuple[Tensor, ...]:
         out = attend(*inputs)
         return out, *torch.autograd.grad(out, inputs, grad)
 
@@ -125,7 +125,7 @@ def passes(attend: Attend, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Pa
         with torch.no_grad():
             return (attend(*inputs),)
 
-    return forward, both
+    return forward, forward_and_backward
 
 
 def main() -> None:

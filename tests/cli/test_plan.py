@@ -41,7 +41,7 @@ def kind(result, name):
     return float(line.split()[-2])
 
 
-def asked(*argv):
+def parsed(*argv):
     return settled(parser().parse_args(list(map(str, argv))))
 
 
@@ -57,7 +57,7 @@ def recipe(folder, model=LM, strategy=None, **parts):
 def test_numbers_are_those_of_planning(cli):
     result = cli("plan", *SIZES, "--tokens", "1M", *BLOCK)
     assert result.code == 0, result.err
-    model = asked(*SIZES).model
+    model = parsed(*SIZES).model
     plan = footprint(subject_of(model, memory=MemorySettings("block")))
     x = memory(plan, 1 << 20)
     longest, gib, host, *_ = row(result, "block")
@@ -79,10 +79,10 @@ def test_links_are_those_of_the_gpu(cli, tmp_path):
         (note,) = (line for line in result.out.splitlines() if "links:" in line)
         assert ("near 259 GB/s" in note) == (gpu == "H200") == ("a guess" not in note)
         assert ("no NVLink" in note) == (gpu != "H200")
-        steps[gpu] = asked(*SIZES, "--tokens", "64K", "--gpus", 4, "--gpu", gpu).setup("ring_dilated").links.near
+        steps[gpu] = parsed(*SIZES, "--tokens", "64K", "--gpus", 4, "--gpu", gpu).setup("ring_dilated").links.near
     assert steps["H200"] > 10 * steps["L40S"] > 10 * steps["RTX4090"]
     Links(near=5e9, far=1e9, source="here").save(tmp_path / "links.json")
-    links = asked(*SIZES, "--gpu", "L40S", "--gpus", 4, "--links", tmp_path / "links.json").links
+    links = parsed(*SIZES, "--gpu", "L40S", "--gpus", 4, "--links", tmp_path / "links.json").links
     assert links == Links(near=5e9, far=1e9) and links.source == "here"
 
 
@@ -143,7 +143,7 @@ def test_layers_with_a_recurrence(cli, tmp_path):
 @pytest.mark.parametrize("size, shared_by", [([8, 4, 2], 2), (3, 3), ("auto", None), (6, None), (4, None)], ids=str)
 def test_a_recipes_sequence_size(tmp_path, size, shared_by):
     written = recipe(tmp_path, strategy={"sequence_size": size})
-    assert asked(*written, "--gpus", 6).shared_by == shared_by
+    assert parsed(*written, "--gpus", 6).shared_by == shared_by
 
 
 @pytest.mark.parametrize(
@@ -152,12 +152,12 @@ def test_a_recipes_sequence_size(tmp_path, size, shared_by):
 def test_gpus_to_average_gradients_with(tmp_path, devices, gpus, beside):
     """For one GPU of a recipe with several, DDP's copies of the gradients are counted; for one GPU alone, none."""
     written = recipe(tmp_path, trainer={"strategy": "ring_dilated", "devices": devices})
-    setup = asked(*written, *gpus).setup("ring_dilated")
+    setup = parsed(*written, *gpus).setup("ring_dilated")
     assert setup.data_ranks == beside and setup.strategy == "ring_dilated"
 
 
 def test_the_command_line_wins():
-    x = asked("--config", "recipes/ring_4gpu.yaml", "--gpus", 16, "--tokens", "2M", "--dim", 384, "--exchange", "ring",
+    x = parsed("--config", "recipes/ring_4gpu.yaml", "--gpus", 16, "--tokens", "2M", "--dim", 384, "--exchange", "ring",
               "--precision", "bf16-true")  # fmt: skip
     assert (x.ranks, x.per_node, x.tokens, x.model.dim, x.model.depth) == (16, 8, 1 << 21, 384, 12)
     assert (x.exchange, x.precision, x.strategy, x.compile_blocks) == ("ring", "bf16-true", "ring_dilated", False)
@@ -169,16 +169,16 @@ def test_a_recipes_settings_give_way(tmp_path):
     options = {"exchange": "gather"}
     strategy = {"class_path": "lightning_dilated.RingDilatedFSDPStrategy", "init_args": options}
     trainer = {"strategy": strategy, "devices": 2, "num_nodes": 3, "callbacks": [callback]}
-    x = asked(*recipe(tmp_path, trainer=trainer), "--tile", 1024, "--nodes", 3)
+    x = parsed(*recipe(tmp_path, trainer=trainer), "--tile", 1024, "--nodes", 3)
     assert x.settings == MemorySettings("block", 2, tile=1024)
     assert (x.strategy, x.exchange, x.ranks, x.per_node) == ("ring_dilated_fsdp", "gather", 6, 2)
     assert not x.cpu_offload
     for value, want in (({"pin_memory": False}, True), (False, False), (True, True)):
         options["cpu_offload"] = value
-        assert asked(*recipe(tmp_path, trainer=trainer)).cpu_offload is want
-        assert asked(*recipe(tmp_path, trainer=trainer), "--cpu-offload").cpu_offload
-    assert not asked("--config", tmp_path / "x.yaml", "--no-cpu-offload").cpu_offload
-    assert not asked("--config", tmp_path / "x.yaml", "--strategy", "ring_dilated").cpu_offload
+        assert parsed(*recipe(tmp_path, trainer=trainer)).cpu_offload is want
+        assert parsed(*recipe(tmp_path, trainer=trainer), "--cpu-offload").cpu_offload
+    assert not parsed("--config", tmp_path / "x.yaml", "--no-cpu-offload").cpu_offload
+    assert not parsed("--config", tmp_path / "x.yaml", "--strategy", "ring_dilated").cpu_offload
 
 
 def test_a_recipes_buckets(cli, tmp_path):
@@ -186,7 +186,7 @@ def test_a_recipes_buckets(cli, tmp_path):
     model = {**LM, "init_args": {**LM["init_args"], "dim": 64, "depth": 2, "num_heads": 4}}
     with_buckets = lambda **size: recipe(tmp_path, model, size, trainer={"devices": 2})  # noqa: E731
     plan = [*BLOCK, "--tokens", "64K"]
-    x = asked(*with_buckets(bucket_cap_mb=25))
+    x = parsed(*with_buckets(bucket_cap_mb=25))
     assert x.setup("ring_dilated") == Setup("ring_dilated", 2, 2, bucket_cap_mb=25)
     assert x.setup("ring_dilated_fsdp").bucket_cap_mb is None
     result = cli("plan", *with_buckets(bucket_cap_mb=25), *plan)
@@ -195,7 +195,7 @@ def test_a_recipes_buckets(cli, tmp_path):
     assert lines["trainer"]["strategy"]["init_args"] == {"bucket_cap_mb": 25}
     refused = cli("plan", *with_buckets(bucket_cap_mb=0), *plan)
     assert refused.code == 2 and "bucket_cap_mb must be at least 1, got 0" in refused.err
-    assert asked(*with_buckets()).setup("ring_dilated").bucket_cap_mb is None
+    assert parsed(*with_buckets()).setup("ring_dilated").bucket_cap_mb is None
 
 
 @pytest.mark.parametrize("settings", [
@@ -473,8 +473,8 @@ def test_prints_the_head_size_that_is_chosen(cli, tmp_path):
     assert "with head_size=auto ranks also trade tokens for heads" in result.out
     assert re.search(r"tokens for heads +[0-9.]+ ms", result.out)
     of_recipe = [*recipe(tmp_path, {"class_path": "LongNetLM"}, {"head_size": "auto"}), *SIZES]
-    assert asked(*of_recipe).head_size == "auto"
-    assert asked(*of_recipe, "--head_size", 2).head_size == 2
+    assert parsed(*of_recipe).head_size == "auto"
+    assert parsed(*of_recipe, "--head_size", 2).head_size == 2
 
 
 def test_bounds_the_exchange(cli):

@@ -19,7 +19,7 @@ LABELLED = {"class_path": "SlideEncoder", "init_args": {**SIZES, "task": "classi
 SLIDES = {"class_path": "SlidePretrainer", "init_args": {**SIZES, "max_wsi_size": None, "decoder_dim": 32}}
 
 
-def request(*argv):
+def parsed(*argv):
     return settled(parser().parse_args(list(map(str, argv))))
 
 
@@ -53,7 +53,7 @@ def test_labelled_slides(cli, recipe):
     assert result.code == 0, result.err
     out = " ".join(result.out.split())
     assert "model: SlideEncoder" in out and "a token is a row of a slide: a tile, or the class token's" in out
-    plan = footprint(subject_of(request("--config", path).model, memory=MemorySettings("block")))
+    plan = footprint(subject_of(parsed("--config", path).model, memory=MemorySettings("block")))
     peak = memory(plan, 1 << 20, Setup("ring_dilated")).peak / GIB
     (row,) = (line for line in result.out.splitlines() if line.startswith("* block  "))
     assert float(row.split()[3]) == pytest.approx(peak, abs=0.05)
@@ -61,12 +61,12 @@ def test_labelled_slides(cli, recipe):
 
 def test_a_recipes_longest_slide(recipe):
     slides = {"class_path": "lightning_dilated.data.SlideDataModule", "init_args": {"paths": "x", "max_tiles": 999}}
-    x = request("--config", recipe(SLIDES, slides))
+    x = parsed("--config", recipe(SLIDES, slides))
     assert (x.tokens, x.batch) == (1000, 1)
     slides["init_args"] = {"paths": "x", "batch_size": 4}
-    x = request("--config", recipe(SLIDES, slides))
+    x = parsed("--config", recipe(SLIDES, slides))
     assert (x.tokens, x.batch) == (None, 4)
-    assert request("--config", recipe(LABELLED)).tokens is None  # not the length of a text
+    assert parsed("--config", recipe(LABELLED)).tokens is None  # not the length of a text
 
 
 def test_sizes_of_options(recipe):
@@ -74,12 +74,12 @@ def test_sizes_of_options(recipe):
         **SLIDES,
         "init_args": {k: v for k, v in SLIDES["init_args"].items() if "_" not in k} | {"max_wsi_size": 1 << 16},
     }
-    x = request(
+    x = parsed(
         "--config", recipe(config), "--segments", 32, 256, "--dilations", 1, 4, "--dim", 128, "--heads", 8, "--depth", 3
     )
     assert [(b.segment_length, b.dilation_rate) for b in x.model.pattern.branches] == [(32, 1), (256, 4)]
     assert (x.model.dim, x.model.num_heads, x.model.depth, x.model.decoder_depth) == (128, 8, 3, 2)
-    x = request("--config", recipe(LABELLED), "--geometric", 64, "--tokens", 256)
+    x = parsed("--config", recipe(LABELLED), "--geometric", 64, "--tokens", 256)
     assert len(x.model.pattern.branches) == 3 and x.model.pattern.offsets == "blocked"
 
 
@@ -106,7 +106,7 @@ def test_low_rank_updates(cli, recipe):
     result = cli("plan", "--config", recipe(config), "--tokens", "1M")
     assert result.code == 0, result.err
     assert "head_chunks" not in result.out
-    model = request("--config", recipe(config)).model
+    model = parsed("--config", recipe(config)).model
     model.configure_model()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert f"({trained / 1e3:.3g}K trained)" in result.out

@@ -37,7 +37,7 @@ def work(seed, layout, group, barrier, results):
     ours.close()
 
 
-def both(rank, group):
+def run_both(rank, group):
     """Return the results of two threads together, and of each alone."""
     together, alone, errors = {}, {}, []
 
@@ -61,7 +61,7 @@ def both(rank, group):
 
 
 def test_each_thread_has_its_own_sequence(pool):
-    ((together, alone, errors),) = pool.run(1, both)
+    ((together, alone, errors),) = pool.run(1, run_both)
     assert not errors
     for seed in (1, 2):
         assert together[seed][:2] == (True, True)

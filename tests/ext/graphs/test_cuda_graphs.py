@@ -83,7 +83,7 @@ def stack(causal=False, **options):
     return model
 
 
-def both(model, lengths, tokens, batch=2, **how):
+def pair(model, lengths, tokens, batch=2, **how):
     """Return the results and all gradients of a plain and of a replayed step."""
     x = torch.randn(batch, tokens, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(tokens))
     lengths, results, options = None if lengths is None else torch.tensor(lengths), [], how.get("options", {})
@@ -124,7 +124,7 @@ def test_ragged_batches(replayed, causal, caplog):
     model, sizes = stack(causal), (50, 64, 33, 90, 17, 100, 64, 128, 70)
     with caplog.at_level(logging.INFO, cuda_graphs.__name__):
         for tokens in sizes:
-            same(*both(model, (tokens, tokens // 2 + 1), tokens))
+            same(*pair(model, (tokens, tokens // 2 + 1), tokens))
     assert replayed == [(2, 64, 16), (2, 128, 16)]
     assert (model.graphs.tokens, model.graphs.padded) == (2 * sum(sizes), 2 * (5 * 64 + 4 * 128))
     # 64 / 50, and (3 * 64 + 128) / (50 + 64 + 33 + 90)
@@ -136,14 +136,14 @@ def test_ragged_batches(replayed, causal, caplog):
 
 def test_sequences_without_lengths_are_not_padded(replayed):
     model = stack(True, kv_conv=4)
-    same(*both(model, None, 50))
-    same(*both(model, None, 50, input_grad=False))
-    same(*both(model, None, 51, batch=1))
+    same(*pair(model, None, 50))
+    same(*pair(model, None, 50, input_grad=False))
+    same(*pair(model, None, 51, batch=1))
     assert replayed == [(2, 50, 16), (2, 50, 16), (1, 51, 16)]
 
 
 def test_stochastic_depth(replayed):
-    same(*both(stack(drop_path=0.5), (40, 30), 40))
+    same(*pair(stack(drop_path=0.5), (40, 30), 40))
 
 
 PACKED = [(50, (0, 20, 50)), (64, (0, 0, 9, 30, 64)), (33, (0, 33)), (61, (0, 1, 2, 3, 61)), (90, (0, 5, 6, 7, 40, 90))]
@@ -156,7 +156,7 @@ def test_packed_rows(replayed, options):
     for tokens, bounds in PACKED:
         bounds = torch.tensor(bounds, dtype=torch.int32)
         packed = {"cu_seqlens": bounds, "positions": Documents.of(bounds, tokens).position}
-        same(*both(model, None, tokens, batch=1, options=packed))
+        same(*pair(model, None, tokens, batch=1, options=packed))
     assert replayed == [(1, 64, 16, 4), (1, 128, 16, 8)]
 
 
@@ -206,8 +206,8 @@ def test_wrong_positions(replayed):
 
 def test_positions_of_each_sample(replayed):
     model, places = stack(True), torch.arange(40).expand(2, -1) + torch.tensor([[0], [3]])
-    same(*both(model, None, 40, options={"positions": places}))
-    same(*both(model, (40, 7), 40, options={"positions": places}))
+    same(*pair(model, None, 40, options={"positions": places}))
+    same(*pair(model, (40, 7), 40, options={"positions": places}))
     assert replayed == [(2, 40, 16), (2, 64, 16)]
     xpos = stack(True, position_encoding="xpos")
     xpos.graphs = CudaGraphs(0.1)
@@ -270,7 +270,7 @@ def test_a_late_backward_is_an_error(replayed):
 
 def test_changed_weights_are_recorded_again(replayed):
     model = stack()
-    same(*both(model, (20,), 20, batch=1))
+    same(*pair(model, (20,), 20, batch=1))
     next(model.parameters()).requires_grad_(False)
     model.blocks[1].ffn.fc1.weight = nn.Parameter(model.blocks[1].ffn.fc1.weight.detach() * 2)
     x = torch.randn(1, 20, 16, dtype=torch.float64)
@@ -284,7 +284,7 @@ def test_a_shared_parameter(replayed):
     """Its gradient is the sum of both uses."""
     model = stack()
     model.blocks[1].ffn.fc1.weight = model.blocks[0].ffn.fc1.weight
-    same(*both(model, None, 20))
+    same(*pair(model, None, 20))
 
 
 @pytest.mark.parametrize("name", ["mode", "p", "pattern", "deterministic"])
@@ -419,7 +419,7 @@ def test_a_shape_that_cannot_be_recorded(replayed, monkeypatch, caplog):
     model = stack()
     with caplog.at_level(logging.WARNING):
         for tokens in (100, 40, 101):
-            same(*both(model, (tokens, tokens - 1), tokens))
+            same(*pair(model, (tokens, tokens - 1), tokens))
     assert replayed == [(2, 64, 16)]
     assert [r.getMessage() for r in caplog.records] == [
         "CUDA graphs are not used for a stack, since 2 x 128 tokens cannot be recorded: no kernel reads these lengths."
