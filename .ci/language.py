@@ -15,18 +15,18 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 #: no docstring, comment or paragraph begins with one of these
 FIRST = re.compile(r"(Of|What|Where|Whether|Within|Those|That)\b")
-#: together at most `RATE` a thousand words
+#: limited together to `RATE` a thousand words
 CHAINS = re.compile(
     r"\b(that of|those of|of which|whose|so many|as many|lies?|stands?|stood|go on|goes on)\b", re.IGNORECASE
 )
 RATE = 1.5
-#: most characters of a line of prose in the documentation, and of a row of a table, addresses not counted
+#: most characters of a line of prose in the documentation, and of a row of a table, without addresses
 PROSE, ROW = 140, 200
 ADDRESS = re.compile(r"\]\([^)]*\)|`[^`]*`|https?://\S+")
-#: findings of each kind that are left in each area; a budget only falls
+#: remaining findings of each kind in each area; a budget only falls
 LEFT = {
     "package": {"first": 369, "chain": 868},
-    "tests": {"first": 227, "chain": 408},
+    "tests": {"first": 0, "chain": 0},
     "docs": {"first": 0, "chain": 0, "line": 0},
 }
 CODE = {"package": ("lightning_dilated",), "tests": ("tests", "benchmarks", ".ci")}
@@ -51,7 +51,7 @@ class Finding(NamedTuple):
 
 
 def of_code(path: Path) -> Iterator[Text]:
-    """Docstrings and comments of a file; consecutive lines of comments are one text."""
+    """Yield docstrings and comments of a file; consecutive lines of comments are one text."""
     source = path.read_text()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -67,7 +67,7 @@ def of_code(path: Path) -> Iterator[Text]:
 
 
 def of_page(path: Path) -> Iterator[Text]:
-    """Lines of prose and rows of tables of a page, without its code."""
+    """Yield lines of prose and rows of tables of a page, without its code."""
     begins, code = True, False
     for number, line in enumerate(path.read_text().splitlines(), 1):
         code ^= line.startswith("```")
@@ -79,7 +79,7 @@ def of_page(path: Path) -> Iterator[Text]:
 
 
 def areas() -> Iterator[tuple[str, list[Text]]]:
-    """(area, its texts)."""
+    """Yield (area, its texts)."""
     for name, folders in CODE.items():
         yield name, [x for folder in folders for path in sorted((ROOT / folder).rglob("*.py")) for x in of_code(path)]
     pages = sorted({path for pattern in PAGES for path in ROOT.glob(pattern)})
@@ -87,7 +87,7 @@ def areas() -> Iterator[tuple[str, list[Text]]]:
 
 
 def findings(area: str, texts: list[Text]) -> Iterator[Finding]:
-    """Everything in an area that breaks a rule."""
+    """Yield everything in an area that breaks a rule."""
     for text in texts:
         bare = re.sub(r"`[^`]*`", "", text.words)
         if text.begins and FIRST.match(text.words):
@@ -95,19 +95,18 @@ def findings(area: str, texts: list[Text]) -> Iterator[Finding]:
         for match in CHAINS.finditer(bare):
             yield Finding("chain", text, f"says {match[0]!r}")
         if area == "docs":
-            seen, row = ADDRESS.sub("]", text.words), text.path.read_text().splitlines()[text.line - 1].startswith("|")
-            if len(seen) > (ROW if row else PROSE):
-                yield Finding("line", text, f"has {len(seen)} characters")
+            shown, row = ADDRESS.sub("]", text.words), text.path.read_text().splitlines()[text.line - 1].startswith("|")
+            if len(shown) > (ROW if row else PROSE):
+                yield Finding("line", text, f"has {len(shown)} characters")
 
 
 def main() -> int:
-    """Return the exit status."""
     wrong = False
     for area, texts in areas():
-        found = list(findings(area, texts))
+        listed = list(findings(area, texts))
         words = sum(len(x.words.split()) for x in texts)
         for kind, budget in LEFT[area].items():
-            of_kind = [x for x in found if x.kind == kind]
+            of_kind = [x for x in listed if x.kind == kind]
             allowed = max(budget, int(RATE * words / 1000)) if kind == "chain" else budget
             if "--list" in sys.argv or len(of_kind) > allowed:
                 for x in of_kind:

@@ -1,8 +1,8 @@
-"""Checks every file of the package without running it: who imports whom, circles, relative imports, the lines of the core,
-and private names of other packages.
+"""Checks every file of the package without running it: who imports whom, circles, relative imports, the lines of the
+core, and private names of other packages.
 
-`python .ci/lint.py [FOLDER]` prints each finding as `file:line message` and exits with 1 if there is any.
-FOLDER is the package's; left out, that of this checkout.
+`python .ci/lint.py [FOLDER]` prints each finding as `file:line message` and exits with 1 if there is any. FOLDER is the
+package's; by default this checkout's.
 """
 
 import ast
@@ -34,8 +34,8 @@ ORDER = (
 )
 EXT = "ext"
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent / "lightning_dilated"
-#: most lines of the core and of the package, and most imports of the package within functions of the core. What is reached
-#: stays: a budget that is more than `SLACK` above what there is has to fall, and is raised only by taking something out
+#: most lines of the core and of the package, and most imports of the package within functions of the core. A budget
+#: that is more than `SLACK` above the current number has to fall, and is raised only by taking something out
 CORE, PACKAGE, INNER = 28_865, 65_020, 26
 SLACK = 150
 #: most files in a folder
@@ -45,7 +45,7 @@ DOCUMENTED = ("_asdict", "_exit", "_fields", "_make", "_replace")
 
 
 class Finding(NamedTuple):
-    """What is wrong, and where."""
+    """A file, a line and the problem."""
 
     path: Path
     line: int
@@ -67,12 +67,12 @@ class Module(NamedTuple):
 
 
 def folder_of(name: str) -> str:
-    """The second part of a dotted name."""
+    """Return the second part of a dotted name."""
     return name.split(".")[1] if "." in name else ""
 
 
 def read(root: Path) -> dict[str, Module]:
-    """Every module of the package by its dotted name."""
+    """Return every module of the package by its dotted name."""
     modules = {}
     for path in sorted(root.rglob("*.py")):
         parts = (root.name, *path.relative_to(root).with_suffix("").parts)
@@ -85,12 +85,12 @@ def read(root: Path) -> dict[str, Module]:
 
 
 def is_for_hints(node: ast.AST) -> bool:
-    """`if TYPE_CHECKING:`, what no run imports."""
+    """Return whether a node is `if TYPE_CHECKING:`, which no run executes."""
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
 
 
 def imports(module: Module, modules: dict[str, Module]) -> Iterator[tuple[str, int]]:
-    """(name, line) of each of the package's modules that a file imports; `from a import b` may name a module b."""
+    """Yield (name, line) of each of the package's modules that a file imports; `from a import b` may do so."""
     root = module.name.split(".")[0]
     for node in module.imports:
         names: set[str] = set()
@@ -105,7 +105,7 @@ def imports(module: Module, modules: dict[str, Module]) -> Iterator[tuple[str, i
 def wrong_imports(
     module: Module, modules: dict[str, Module], may_import: dict[str, tuple[str, ...]]
 ) -> Iterator[Finding]:
-    """Imports of a folder that does not lie below, of `ext/` in the core, and relative ones."""
+    """Yield imports of a folder that is not below, of `ext/` in the core, and relative ones."""
     for node in module.imports:
         if isinstance(node, ast.ImportFrom) and node.level:
             yield Finding(module.path, node.lineno, "relative import; write the full name")
@@ -140,7 +140,7 @@ def _wrong_in_ext(
 
 
 def allowed(modules: dict[str, Module]) -> dict[str, tuple[str, ...]]:
-    """`MAY_IMPORT` of `ext/__init__.py`; empty without one."""
+    """Return `MAY_IMPORT` of `ext/__init__.py`; empty without one."""
     for name, module in modules.items():
         if name.count(".") == 1 and folder_of(name) == EXT:
             for node in module.tree.body:
@@ -150,11 +150,11 @@ def allowed(modules: dict[str, Module]) -> dict[str, tuple[str, ...]]:
 
 
 def circles(modules: dict[str, Module]) -> Iterator[Finding]:
-    """The first circle of imports, those inside of functions included, if there is one."""
+    """Yield the first circle of imports, including those inside of functions."""
     graph = {}
     for name, module in modules.items():
         below = {other for other, _ in imports(module, modules)} - {name}
-        # `import a.b` runs a, whose own imports of b are its face
+        # `import a.b` runs a, and a's own imports of b are its face
         graph[name] = {other for other in below if not name.startswith(f"{other}.")}
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -164,12 +164,12 @@ def circles(modules: dict[str, Module]) -> Iterator[Finding]:
 
 
 def is_private(name: str) -> bool:
-    """Whether a name begins with one underscore, and is more than that."""
+    """Return whether a name begins with one underscore, and has more characters."""
     return name.startswith("_") and not name.startswith("__") and name.strip("_") != "" and name not in DOCUMENTED
 
 
 def own_names(modules: dict[str, Module]) -> set[str]:
-    """Private names that the package defines: functions, classes, and what is assigned in a module, a class or on `self`."""
+    """Return private names that the package defines: functions, classes, assignments in modules, classes, on `self`."""
     names: set[str] = set()
     for node in (node for module in modules.values() for node in ast.walk(module.tree)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -182,7 +182,7 @@ def own_names(modules: dict[str, Module]) -> set[str]:
 
 
 def dotted(node: ast.AST) -> str:
-    """`a.b.c` of nested attributes, calls and subscripts, without arguments; "" for other expressions."""
+    """Return `a.b.c` of nested attributes, calls and subscripts, without arguments; "" for other expressions."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -193,7 +193,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def imported_from(module: Module) -> dict[str, str]:
-    """{name in the file: the package that it was imported from}, wherever in the file."""
+    """Return {name in the file: the package from which it is imported}, anywhere in the file."""
     packages = {}
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
@@ -204,11 +204,11 @@ def imported_from(module: Module) -> dict[str, str]:
 
 
 def private_names(module: Module, own: set[str]) -> Iterator[Finding]:
-    """Lines that import or use a private name of another package.
+    """Yield lines that import or use a private name of another package.
 
-    An attribute of what was imported is its package's. One of another object, such as an argument, is its class's, which is
-    known by the name only: the package's own where the package defines it, unless the object is reached from a trainer and
-    is no strategy.
+    An attribute of an imported name belongs to its package. An attribute of another object, such as an argument,
+    belongs to its class, which is known by the name only: it is the package's own if the package defines it, unless the
+    object is reached from a trainer and is no strategy.
     """
     root, packages, lines = module.name.split(".")[0], imported_from(module), {}
     for node in ast.walk(module.tree):
@@ -231,7 +231,7 @@ def private_names(module: Module, own: set[str]) -> Iterator[Finding]:
 
 
 def attribute(node: ast.AST) -> tuple[str, str | None]:
-    """(the object, the name) of `object.name` and `getattr(object, "name")`; the name is None for other nodes."""
+    """Return (the object, the name) of `object.name` and `getattr(object, "name")`; None for other nodes' names."""
     if isinstance(node, ast.Attribute):
         return dotted(node.value), node.attr
     if isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "setattr", "hasattr") and len(node.args) > 1:
@@ -241,7 +241,7 @@ def attribute(node: ast.AST) -> tuple[str, str | None]:
 
 
 def too_many_files(modules: dict[str, Module]) -> Iterator[Finding]:
-    """Folders with more files than can be looked over."""
+    """Yield folders with too many files to be looked over."""
     folders = Counter(module.path.parent for module in modules.values())
     for folder, number in folders.items():
         if number > FOLDER:
@@ -249,14 +249,14 @@ def too_many_files(modules: dict[str, Module]) -> Iterator[Finding]:
 
 
 def reached(modules: dict[str, Module]) -> dict[str, int]:
-    """What there is of each budget."""
+    """Return the current number for each budget."""
     core = [module for module in modules.values() if module.folder != EXT]
-    lines = lambda of: sum(len(module.path.read_text().splitlines()) for module in of)  # noqa: E731
+    lines = lambda files: sum(len(module.path.read_text().splitlines()) for module in files)  # noqa: E731
     return {"CORE": lines(core), "PACKAGE": lines(modules.values()), "INNER": sum(map(inner_imports, core))}
 
 
 def inner_imports(module: Module) -> int:
-    """Imports of the package within functions."""
+    """Count imports of the package within functions."""
     root, functions = module.name.split(".")[0], (ast.FunctionDef, ast.AsyncFunctionDef)
     inside = {
         node for function in ast.walk(module.tree) if isinstance(function, functions) for node in ast.walk(function)
@@ -268,7 +268,7 @@ def inner_imports(module: Module) -> int:
 
 
 def over_budget(modules: dict[str, Module], root: Path) -> Iterator[Finding]:
-    """Budgets that are passed, and those that have to fall to what is reached."""
+    """Yield budgets that are exceeded, and those that have to fall."""
     for name, there in reached(modules).items():
         budget, slack = globals()[name], 0 if name == "INNER" else SLACK
         if there > budget:
@@ -278,24 +278,23 @@ def over_budget(modules: dict[str, Module], root: Path) -> Iterator[Finding]:
 
 
 def findings(root: Path) -> list[Finding]:
-    """Everything that is wrong in a package, by file and line."""
+    """Return everything that is wrong in a package, by file and line."""
     modules = read(root)
-    found, own, may_import = [*circles(modules), *too_many_files(modules)], own_names(modules), allowed(modules)
+    faults, own, may_import = [*circles(modules), *too_many_files(modules)], own_names(modules), allowed(modules)
     if root == PACKAGE_FOLDER:
-        found += over_budget(modules, root)
+        faults += over_budget(modules, root)
     for module in modules.values():
-        found += wrong_imports(module, modules, may_import)
+        faults += wrong_imports(module, modules, may_import)
         if "_compat" not in module.name.split("."):
-            found += private_names(module, own)
-    return sorted(found)
+            faults += private_names(module, own)
+    return sorted(faults)
 
 
 def main() -> int:
-    """The exit status."""
-    found = findings(Path(sys.argv[1]).resolve() if sys.argv[1:] else PACKAGE_FOLDER)
-    for path, line, message in found:
+    faults = findings(Path(sys.argv[1]).resolve() if sys.argv[1:] else PACKAGE_FOLDER)
+    for path, line, message in faults:
         print(f"{path}:{line} {message}")
-    return 1 if found else 0
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ LINE = re.compile(r"\s*([\d.]+)s (?:call|setup|teardown)\s+tests/([^:]+)::")
 
 
 def longest(log: str) -> list[str]:
-    """The files that take more than `LONG` seconds, the longest first."""
+    """Return the files that take more than `LONG` seconds, the longest first."""
     seconds: Counter[str] = Counter()
     for line in log.splitlines():
         if match := LINE.match(line):
@@ -28,7 +28,6 @@ def longest(log: str) -> list[str]:
 
 
 def main() -> int:
-    """Return the exit status."""
     if sys.argv[1:]:
         LIST.write_text("".join(f"{file}\n" for file in longest(Path(sys.argv[1]).read_text())))
         return 0

@@ -1,7 +1,7 @@
-"""What the learning experiments share: the arms (which pattern each layer has) and the training, the same for all of them.
+"""The arms of the learning experiments (a pattern for each layer) and their common training.
 
-AdamW(betas=(0.9, 0.95), weight_decay=0.1), gradients clipped at 1, 100 steps of warm-up, constant, linear to 0 over the last
-fifth of the steps (or of the minutes, where those end the run); bf16 autocast.
+AdamW(betas=(0.9, 0.95), weight_decay=0.1), gradients clipped at 1, 100 steps of warm-up, then constant, then linear to
+0 over the last fifth of the steps (or of the minutes, if these end the run); bf16 autocast.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Batch = dict[str, Tensor]
 
 
 def pattern_of(arm: str, depth: int, heads: int, local: int = 2048) -> list[ld.DilatedPattern]:
-    """The pattern of each layer, in turns.
+    """Return the patterns of the layers, which alternate.
 
     Args:
         local: segment length of the local heads of window, heads and the hybrids.
@@ -60,18 +60,18 @@ def pattern_of(arm: str, depth: int, heads: int, local: int = 2048) -> list[ld.D
         "hybrid-all": lambda: hybrid(depth, heads, local=local, global_heads="all"),
         "hybrid-lite": lambda: hybrid(depth, heads, local=local, far=far),
         "hybrid-first": lambda: hybrid(depth, heads, local=local, global_first=0),
-        # dense heads where recall learns them (layer 0) and where copying does (every fourth layer)
+        # dense heads in layer 0, where recall learns them, and in every fourth layer, where copying does
         "hybrid-ends": lambda: (
             hybrid(depth, heads, local=local, global_first=0)[:1] + hybrid(depth, heads, local=local)[1:]
         ),
-        # windows of half a segment: as many keys for a query, on average
+        # windows of half a segment: on average an equal number of keys for a query
         "hybrid-window": lambda: hybrid(depth, heads, local=local // 2, window=True),
         "hybrid-half": lambda: hybrid(depth, heads, local=local, global_every=2),
     }[arm]()
 
 
 def add_options(p: argparse.ArgumentParser, lr: float = 1e-3) -> None:
-    """The options that all experiments have."""
+    """Add the options that all experiments share."""
     p.add_argument("--arm", choices=NAMES, required=True)
     p.add_argument("--local", type=int, default=2048, help="segment length of local heads")
     p.add_argument("--rotary-base", type=float, help="default: that of the longest sequence")
@@ -84,21 +84,21 @@ def add_options(p: argparse.ArgumentParser, lr: float = 1e-3) -> None:
 
 
 def model_of(
-    a: argparse.Namespace, vocabulary: int, dim: int, depth: int, heads: int, longest: int, **more: Any
+    a: argparse.Namespace, vocabulary: int, dim: int, depth: int, heads: int, longest: int, **options: Any
 ) -> ld.LongNetLM:
-    """The arm's model, on its device."""
+    """Build the arm's model on its device."""
     torch.manual_seed(a.seed)
     positions = {"rotary_base": a.rotary_base} if a.rotary_base else {"max_seq_len": longest}
     pattern = pattern_of(a.arm, depth, heads, a.local)
     model = ld.LongNetLM(
-        pattern, vocabulary, dim, depth, heads, compile_blocks=a.compile, kv_conv=a.kv_conv, **positions, **more
+        pattern, vocabulary, dim, depth, heads, compile_blocks=a.compile, kv_conv=a.kv_conv, **positions, **options
     )
     model.configure_model()
     return model.to(a.device)
 
 
 def batches(data: ld.data.RuleDataModule, split: str, size: int, workers: int = 2) -> Iterator[Batch]:
-    """Batches of a split of rule-made data, in order."""
+    """Yield batches of a split of rule-made data, in order."""
     return iter(DataLoader(data.dataset(split), batch_size=size, num_workers=workers))
 
 
@@ -113,7 +113,7 @@ class Stage:
 
 @dataclass
 class Trained:
-    """Mean training bits of each tenth of the run, milliseconds a step of each length, steps and seconds of all."""
+    """Mean training bits of each tenth of the run, milliseconds a step of each length, steps and seconds in all."""
 
     curve: list[float]
     ms: dict[int, float]
@@ -144,9 +144,9 @@ def train(model: ld.LongNetLM, stages: list[Stage], a: argparse.Namespace) -> Tr
             sums[tenth] += loss
             counts[tenth] += 1
             step += 1
-            if counts[tenth] == 1:  # the first of a tenth: of the one before all are known
+            if counts[tenth] == 1:  # the first of a tenth: all before it are complete
                 print(f"{sys.argv[1:]} {step}: {float(loss):.3f} bits", file=sys.stderr, flush=True)
-            if step - first == stage.steps // 5 + 1:  # past what compiles
+            if step - first == stage.steps // 5 + 1:  # compilation is over
                 synchronise(a.device)
                 started = time.monotonic()
         synchronise(a.device)
@@ -156,7 +156,7 @@ def train(model: ld.LongNetLM, stages: list[Stage], a: argparse.Namespace) -> Tr
 
 
 def _step(model: ld.LongNetLM, batch: Batch, device: str) -> Tensor:
-    """Forward and backward; the loss in bits."""
+    """Run forward and backward. Return the loss in bits."""
     with torch.autocast(device, torch.bfloat16):
         nats, count = model.loss_terms({k: v.to(device) for k, v in batch.items() if k != "index"})
     loss = nats / count
@@ -166,13 +166,12 @@ def _step(model: ld.LongNetLM, batch: Batch, device: str) -> Tensor:
 
 
 def synchronise(device: str) -> None:
-    """Wait for the GPU."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def options_of(a: argparse.Namespace, model: ld.LongNetLM, trained: Trained) -> dict[str, Any]:
-    """What a row says of its arm and its training."""
+    """Return a row's fields about its arm and its training."""
     memory = torch.cuda.max_memory_allocated() / 2**30 if a.device == "cuda" else 0.0
     return {
         "arm": a.arm, "local": a.local, "base": model.rotary_bases[0], "kv_conv": a.kv_conv, "lr": a.lr, "seed": a.seed,

@@ -11,20 +11,20 @@
 Each branch adds keys to the softmax of the local segments of `--arm window` (a key of both counts twice, as with other
 branches):
 
-- summary: blocks of `--block` tokens that lie wholly before the query's own. Its key is the mean of the keys before their
-  rotation, rotated at the block's centre; its value the mean of the values; the score gets the log of the block's tokens.
-  With `--levels` above 1 larger blocks, each `--ratio` times the one before, stand for those further away: the largest
-  aligned blocks that do not hold the query.
-- selected: of the blocks wholly before its own, each query and head takes the `--top-k` with the largest q . mean(k) and
-  attends to their keys (MoBA, arXiv 2502.13189). The choice has no gradient; ties go to the earlier block.
-- residue: every query of head h attends to the keys at positions o_h mod `--rate` of the whole past. o_h is h mod rate, or
-  with `--offsets spread` h * rate / heads, so that the heads of a layer lie evenly.
+- summary: blocks of `--block` tokens that are wholly before the query's own. Its key is the mean of the keys before
+  their rotation, rotated at the block's centre; its value the mean of the values; the score gets the log of the block's
+  tokens. With `--levels` above 1, larger blocks, each `--ratio` times the one before, replace more distant ones: the
+  largest aligned blocks that do not hold the query.
+- selected: of the blocks wholly before its own, each query and head takes the `--top-k` with the largest q . mean(k)
+  and attends to their keys (MoBA, arXiv 2502.13189). The choice has no gradient; ties go to the earlier block.
+- residue: every query of head h attends to the keys at positions o_h mod `--rate` of the whole past. o_h is h mod rate,
+  or with `--offsets spread` h * rate / heads, so that the heads of a layer are evenly spread.
 
-Scores are matrices of a chunk of queries, in fp32: `pairs` says how many keys a query attends to (and, selected, how many
-blocks it scores), in heads of dense attention; seconds say little. `recall` is the task of `recall_distance.py`, with
-accuracy at lengths that training may not have had; `text` the bytes of Python's standard library in sequences of 1,024,
-bits a byte of the second half. All else as `arms.py` says. `check` compares with loops over the definitions in float64.
-Prints one line of JSON.
+Scores are matrices of a chunk of queries, in fp32. `pairs` counts the keys of a query (and, selected, the blocks that
+it scores), in heads of dense attention; seconds say little. `recall` is the task of `recall_distance.py`, with accuracy
+at lengths that training need not have had. `text` is the bytes of Python's standard library in sequences of 1,024, with
+bits a byte of the second half. `arms.py` trains. `check` compares with loops over the definitions in
+float64. Prints one line of JSON.
 
 Shape letters: B batch, N tokens, H heads, D head dim, C queries of a chunk, M keys of a branch.
 """
@@ -54,12 +54,12 @@ from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.attention.rotary import Rotary
 
-#: most scores of a chunk of queries (B, H, C, keys), and the tokens from which chunks are recomputed in the backward
+#: most scores of a chunk of queries (B, H, C, keys), and the tokens from which the backward recomputes chunks
 SCORES, RECOMPUTED = 2**27, 2048
 
 
 class Inputs(NamedTuple):
-    """Of a layer: rotated q and k, v, and k before the rotation, all (B, H, N, D); what rotates them."""
+    """A layer's rotated q and k, v, and k before the rotation, all (B, H, N, D), and the rotation."""
 
     q: Tensor
     k: Tensor
@@ -100,7 +100,7 @@ class Summary:
         return [self.block * self.ratio**level for level in range(self.levels)]
 
     def keys(self, x: Inputs) -> Keys:
-        """Pooled keys and values, level after level."""
+        """Return pooled keys and values, level after level."""
         tokens, pooled = x.k.shape[2], []
         numbers, sizes = [], []
         for size in self.sizes:
@@ -125,7 +125,7 @@ class Summary:
         return Keys(k, v, size.to(k.dtype).log(), visible, lambda stop: k.shape[2])
 
     def pairs(self, seq_len: int, heads: int) -> float:
-        """Keys of a query, on average, of all heads."""
+        """Return the keys of a query, on average over all heads."""
         own = [torch.arange(seq_len) // size for size in self.sizes]
         each = sum((y % self.ratio for y in own[:-1]), own[-1])
         return heads * float(each.double().mean())
@@ -139,7 +139,7 @@ class Selected:
     top_k: int
 
     def keys(self, x: Inputs) -> Keys:
-        """All keys; those of other blocks are masked."""
+        """Return all keys; keys of other blocks are masked."""
         whole = x.k.shape[2] // self.block
         with torch.no_grad():
             centres = means(x.k, self.block)
@@ -157,7 +157,7 @@ class Selected:
         return Keys(k, v, bias, visible, lambda stop: stop // self.block * self.block)
 
     def pairs(self, seq_len: int, heads: int) -> float:
-        """Keys of a query and blocks that it scores, on average, of all heads."""
+        """Return the keys of a query and the blocks that it scores, on average over all heads."""
         past = (torch.arange(seq_len) // self.block).double()
         return heads * float((past.clamp(max=self.top_k) * self.block + past).mean())
 
@@ -170,11 +170,11 @@ class Residue:
     spread: bool = False
 
     def offset(self, head: int, heads: int) -> int:
-        """o_h."""
+        """Return o_h."""
         return head * self.rate // heads % self.rate if self.spread and self.rate > heads else head % self.rate
 
     def keys(self, x: Inputs) -> Keys:
-        """Every `rate`-th key of each head."""
+        """Return every `rate`-th key of each head."""
         heads, tokens = x.k.shape[1:3]
         offsets = torch.tensor([self.offset(h, heads) for h in range(heads)], device=x.k.device)
         at = offsets[:, None] + torch.arange(0, tokens, self.rate, device=x.k.device)  # (H, M)
@@ -183,7 +183,7 @@ class Residue:
         return Keys(k, v, k.new_zeros(k.shape[2]), visible, lambda stop: (stop - 1) // self.rate + 1)
 
     def pairs(self, seq_len: int, heads: int) -> float:
-        """Keys of a query, on average, of all heads."""
+        """Return the keys of a query, on average over all heads."""
         p = torch.arange(seq_len)
         each = (torch.div(p - self.offset(h, heads), self.rate, rounding_mode="floor") + 1 for h in range(heads))
         return sum(float(y.double().mean()) for y in each)
@@ -193,7 +193,7 @@ Branch = Summary | Selected | Residue
 
 
 def means(x: Tensor, size: int) -> Tensor:
-    """(B, H, N // size, D) means of whole blocks of (B, H, N, D)."""
+    """Return (B, H, N // size, D) means of whole blocks of (B, H, N, D)."""
     whole = x.shape[2] // size
     return x[:, :, : whole * size].unflatten(2, (whole, size)).mean(3)
 
@@ -201,12 +201,12 @@ def means(x: Tensor, size: int) -> Tensor:
 def attend(
     x: Inputs, segment: int, shift: int, branch: Branch | None, chunk: int | None = None, recompute: bool | None = None
 ) -> Tensor:
-    """(B, H, N, D): one causal softmax over the local segment's keys and the branch's.
+    """Return (B, H, N, D): one causal softmax over the local segment's keys and the branch's.
 
     Args:
         segment, shift: of the local branch.
         chunk: C; None: a segment, at least 128, if `SCORES` allows.
-        recompute: whether the backward computes the scores once more; None: from `RECOMPUTED` tokens on.
+        recompute: whether the backward computes the scores again; None: from `RECOMPUTED` tokens on.
     """
     batch, heads, tokens, _ = x.q.shape
     keys = None if branch is None else branch.keys(x)
@@ -222,29 +222,29 @@ def attend(
 
 
 def _chunk(x: Inputs, keys: Keys | None, segment: int, shift: int, start: int, stop: int) -> Tensor:
-    """(B, H, C, D): what the queries start..stop get."""
+    """Return (B, H, C, D) for the queries start..stop."""
     first = max(0, (start + shift) // segment * segment - shift)
     p, j = (torch.arange(begin, stop, device=x.q.device) for begin in (start, first))
     q = x.q[:, :, start:stop] * x.q.shape[-1] ** -0.5
     near = ((p[:, None] + shift) // segment == (j + shift) // segment) & (j <= p[:, None])
     scores = [(q @ x.k[:, :, first:stop].mT).masked_fill(~near, -torch.inf)]
     values = [x.v[:, :, first:stop]]
-    seen = 0 if keys is None else keys.before(stop)
-    if keys is not None and seen:
-        visible = keys.visible(x.q[:, :, start:stop], p)[..., :seen]
-        scores.append((q @ keys.k[:, :, :seen].mT + keys.bias[:seen]).masked_fill(~visible, -torch.inf))
-        values.append(keys.v[:, :, :seen])
+    reached = 0 if keys is None else keys.before(stop)
+    if keys is not None and reached:
+        visible = keys.visible(x.q[:, :, start:stop], p)[..., :reached]
+        scores.append((q @ keys.k[:, :, :reached].mT + keys.bias[:reached]).masked_fill(~visible, -torch.inf))
+        values.append(keys.v[:, :, :reached])
     weights = torch.cat(scores, -1).softmax(-1).split([y.shape[2] for y in values], -1)
     return sum(w @ v for w, v in zip(weights, values, strict=True))
 
 
 class PrototypeAttention(MultiheadDilatedAttention):
-    """The attention of a block, with one local branch and `self.branch` in one softmax."""
+    """A block's attention with one local branch and `self.branch` in one softmax."""
 
     branch: Branch | None
 
     def forward(self, query: Tensor, *, positions: Any = None, **documents: Any) -> tuple[Tensor, None]:
-        """(B, N, E) from (B, N, E), whole sequences only."""
+        """Map (B, N, E) to (B, N, E), whole sequences only."""
         if any(x is not None for x in documents.values()):
             raise ValueError(f"a prototype takes whole sequences, got {documents}.")
         mix = self._mix(query, None, None, None)
@@ -258,7 +258,7 @@ class PrototypeAttention(MultiheadDilatedAttention):
 
 
 def give_branch(model: ld.LongNetLM, branch: Branch | None, layers: list[int] | None) -> None:
-    """Give the layers (None: all) of a model with local segments the branch; the others get the same code without it."""
+    """Give layers (None: all) of a model with local segments the branch; the others get the same code without it."""
     for i, block in enumerate(model.transformer.blocks):
         block.attention_layer.__class__ = PrototypeAttention
         block.attention_layer.branch = branch if layers is None or i in layers else None
@@ -266,7 +266,6 @@ def give_branch(model: ld.LongNetLM, branch: Branch | None, layers: list[int] | 
 
 # -- learning tests ----------------------------------------------------------------------------------------------------
 def main() -> None:
-    """One of the four."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = p.add_subparsers(dest="command", required=True)
     commands.add_parser("check")
@@ -310,7 +309,6 @@ def _add_branch(p: argparse.ArgumentParser) -> None:
 
 
 def branch_of(a: Namespace) -> Branch | None:
-    """What the options say."""
     if a.branch is None:
         return None
     if a.arm != "window":
@@ -323,7 +321,7 @@ def branch_of(a: Namespace) -> Branch | None:
 
 
 def prepared(a: Namespace, *sizes: int) -> tuple[ld.LongNetLM, dict[str, object]]:
-    """The model, and what a row says of its branch; `pairs` in heads of dense attention, at the longest length."""
+    """Return the model, and a row's fields about its branch; `pairs` in heads of dense attention, at full length."""
     model, branch, longest = model_of(a, *sizes), branch_of(a), sizes[-1]
     if branch is None:
         return model, {}
@@ -334,7 +332,7 @@ def prepared(a: Namespace, *sizes: int) -> tuple[ld.LongNetLM, dict[str, object]
 
 
 def recall(a: Namespace) -> dict[str, object]:
-    """Train an arm on recall, and how much of it is right at each test length."""
+    """Train an arm on recall. Return its accuracy at each test length."""
     tests = a.test_lengths or [max(a.lengths)]
     model, row = prepared(a, 1 + 2 * a.vocabulary, a.dim, DEPTH, HEADS, max([*a.lengths, *tests]))
     steps = a.steps * len(a.lengths) if len(a.steps) == 1 else a.steps
@@ -348,7 +346,7 @@ def recall(a: Namespace) -> dict[str, object]:
 
 
 def text(a: Namespace) -> dict[str, object]:
-    """Train an arm on bytes, and bits a byte of both halves."""
+    """Train an arm on bytes. Return bits a byte of both halves."""
     model, row = prepared(a, 256, 128, DEPTH, HEADS, a.seq_len)
     trained = train(model, [Stage(a.seq_len, a.steps, _sequences(a, "train", a.steps))], a)
     bits = token_bits(model, _sequences(a, "val", a.samples), a.device)
@@ -364,7 +362,7 @@ def text(a: Namespace) -> dict[str, object]:
 
 
 def _sequences(a: Namespace, split: str, steps: int) -> Iterator[Batch]:
-    """Batches of the quickstart's bytes: training in an order that the seed draws; validation evenly spread, one a batch.
+    """Yield batches of the quickstart's bytes: training in an order drawn by the seed; validation evenly spread.
 
     Training reads epoch after epoch; validation ends with the last sequence, if there are fewer than `steps`.
     """
@@ -381,14 +379,14 @@ def _sequences(a: Namespace, split: str, steps: int) -> Iterator[Batch]:
 
 
 def compare(a: Namespace) -> dict[str, object]:
-    """How many bits the second costs less than the first, paired by sample, and its standard error."""
+    """Return how many bits less the second costs than the first, paired by sample, and its standard error."""
     gain = np.load(a.first) - np.load(a.second)
     return {"gain": round(float(gain.mean()), 4), "error": round(float(gain.std(ddof=1) / len(gain) ** 0.5), 4)}
 
 
 # -- against the definitions -------------------------------------------------------------------------------------------
 def check(a: Namespace) -> dict[str, object]:
-    """Compare with loops in float64, outputs and gradients; raises where they differ by more than 1e-12."""
+    """Compare with loops in float64, outputs and gradients; raise if they differ by more than 1e-12."""
     branches = [
         None, Summary(4), Summary(3), Summary(2, 3, 2), Summary(2, 2, 4), Selected(4, 2), Selected(3, 1), Selected(4, 99),
         Residue(1), Residue(3), Residue(4), Residue(8), Residue(8, spread=True),
@@ -417,7 +415,7 @@ def _inputs(tokens: int, heads: int = 4, rotary: Rotary | None = None) -> Inputs
 
 
 def _difference(branch: Branch | None, tokens: int, shift: int) -> float:
-    """Largest difference of outputs and gradients between `attend`, in several chunks, and the loops."""
+    """Return the largest difference of outputs and gradients between `attend`, in several chunks, and the loops."""
     results = []
     for run in (_loops, *(partial(attend, chunk=c, recompute=c == 5) for c in (5, 8, 64))):
         x = _inputs(tokens, rotary=Rotary(8))
@@ -428,7 +426,7 @@ def _difference(branch: Branch | None, tokens: int, shift: int) -> float:
 
 
 def _loops(x: Inputs, segment: int, shift: int, branch: Branch | None) -> Tensor:
-    """(B, H, N, D), query by query."""
+    """Return (B, H, N, D), query by query."""
     batch, heads, tokens, dim = x.q.shape
     out = []
     for b in range(batch):
@@ -443,7 +441,7 @@ def _loops(x: Inputs, segment: int, shift: int, branch: Branch | None) -> Tensor
 
 
 def _rows(x: Inputs, b: int, h: int, p: int, branch: Branch | None) -> list[tuple[Tensor, Tensor, float]]:
-    """(key, value, bias) of each key that a branch adds to query p of head h."""
+    """Return (key, value, bias) of each key that a branch adds to query p of head h."""
     k, v = x.k[b, h], x.v[b, h]
     if isinstance(branch, Residue):
         return [(k[j], v[j], 0.0) for j in range(p + 1) if j % branch.rate == branch.offset(h, x.k.shape[1])]
@@ -466,7 +464,7 @@ def _rows(x: Inputs, b: int, h: int, p: int, branch: Branch | None) -> list[tupl
 
 
 def _check_pairs(branch: Branch, tokens: int) -> None:
-    """`pairs` against a count of the loops' keys."""
+    """Compare `pairs` with a count of the loops' keys."""
     x = _inputs(tokens)
     heads = x.q.shape[1]
     keys = sum(len(_rows(x, 0, h, p, branch)) for h in range(heads) for p in range(tokens))
@@ -478,7 +476,7 @@ def _check_pairs(branch: Branch, tokens: int) -> None:
 
 
 def _summary_of_equal_keys(branch: Summary) -> float:
-    """Where the keys of a block coincide, its summary is exact: the difference from dense causal attention."""
+    """Return the difference from dense causal attention if keys of a block are equal, where a summary is exact."""
     tokens, largest = 37, branch.sizes[-1]
     x = _inputs(tokens)
     k = x.k.detach()[:, :, torch.arange(tokens) // largest * largest]
@@ -488,7 +486,7 @@ def _summary_of_equal_keys(branch: Summary) -> float:
 
 
 def _layer_difference() -> float:
-    """Of a layer without a branch from the package's own layer, kv_conv and shift included."""
+    """Return the difference of a layer without a branch from the package's layer, with kv_conv and shift."""
     torch.manual_seed(0)
     pattern = ld.DilatedPattern.dense(8).shifted()
     layer = MultiheadDilatedAttention(32, 4, pattern, causal=True, position_encoding="rotary", kv_conv=4, engine="math")

@@ -1,13 +1,13 @@
-"""What `auto` chooses beside every exchange by name, forward and backward of the op: the exchanges take turns.
+"""The choice of `auto` next to every exchange by name, forward and backward of the op, in alternation.
 
     python benchmarks/choice.py --local 8192 65536 262144 1048576 --record benchmarks/results/....md       # all GPUs
     python benchmarks/choice.py --device cpu --ranks 2 --local 4096 --heads 2 --head-dim 16 --dtype float32
 
-Short calls are decided by the hosts, whose speed drifts by more than exchanges differ. So in each of many rounds every
-exchange is timed once, four calls after another as layers are; in another order than before.
-Times are those of the slowest rank; "of the best" is the median over rounds of a time against that of the named exchange
-with the shortest median. After the rounds: "exposed" is how long what computes stood still for rows in a call of its own,
-the most of any rank, and "received" is counted in both passes on the rank that receives most.
+Hosts determine the time of short calls, and their speed drifts by more than exchanges differ. So in each of many rounds
+every exchange is timed once, in four consecutive calls like layers, each round in another order. Times are the slowest
+rank's. "of the best" is the median over rounds of the ratio to the named exchange with the shortest median. After the
+rounds, in separate calls: "exposed" is the time in which computation waits for rows, the most of any rank; "received"
+counts both passes on the rank that receives most.
 Shape letters: R ranks, N = R L tokens, L of a rank.
 """
 
@@ -30,7 +30,7 @@ from lightning_dilated.sequence import SequenceGroup
 from lightning_dilated.sequence.exchange import EXCHANGES
 
 CALLS = 4
-#: calls of which "exposed" is the median
+#: "exposed" is the median of these calls
 WATCHED = 5
 COLUMNS = (
     *("tokens a rank", "causal", "exchange", "head_size", "ms", "quarter below", "quarter above", "of the best"),
@@ -39,7 +39,6 @@ COLUMNS = (
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda")
     p.add_argument("--ranks", type=int, help="default: all GPUs")
@@ -60,8 +59,8 @@ def options() -> argparse.Namespace:
 
 
 def groups(tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tuple[str, int], SequenceGroup]:
-    """By exchange and head_size, those that serve; `auto` first."""
-    found = {}
+    """Return the groups that serve, by exchange and head_size, `auto` first."""
+    serving = {}
     for size, name in itertools.product(args.head_sizes, ["auto", *args.exchanges]):
         group = SequenceGroup(exchange=name, head_size=size)
         try:
@@ -70,12 +69,12 @@ def groups(tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tup
             group.close()
             print(f"{name}, head_size {size}: {error}", flush=True) if dist.get_rank() == 0 else None
             continue
-        found[name, size] = group
-    return found
+        serving[name, size] = group
+    return serving
 
 
 def timed(run, group: SequenceGroup, device: torch.device) -> float:
-    """Seconds of one of CALLS calls, on the slowest rank."""
+    """Return the seconds of one of CALLS calls, on the slowest rank."""
     meet(device)
     begin = time.perf_counter()
     for _ in range(CALLS):
@@ -86,42 +85,41 @@ def timed(run, group: SequenceGroup, device: torch.device) -> float:
     return most(device, (time.perf_counter() - begin) / CALLS)[0]
 
 
-def rounds(made: dict, tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tuple[str, int], list[float]]:
-    """Seconds by exchange, a number for each round."""
-    device, found = tensors[0].device, {key: [] for key in made}
-    runs = {key: step(tensors, pattern, causal, group)[1] for key, group in made.items()}
+def rounds(ways: dict, tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tuple[str, int], list[float]]:
+    """Return seconds by exchange, one number a round."""
+    device, times = tensors[0].device, {key: [] for key in ways}
+    runs = {key: step(tensors, pattern, causal, group)[1] for key, group in ways.items()}
     for number in range(args.rounds + 2):  # two to warm up
-        for key in random.Random(number).sample(list(made), len(made)):  # equal on all ranks
-            seconds = timed(runs[key], made[key], device)
-            found[key] += [seconds] if number > 1 else []
-    return found
+        for key in random.Random(number).sample(list(ways), len(ways)):  # equal on all ranks
+            seconds = timed(runs[key], ways[key], device)
+            times[key] += [seconds] if number > 1 else []
+    return times
 
 
 def lines(args: argparse.Namespace, device: torch.device):
-    """Of the table, equal on all ranks."""
+    """Yield the lines of the table, equal on all ranks."""
     for local, causal in itertools.product(args.local, map(bool, args.causal)):
         pattern = DilatedPattern.geometric(args.first, local * dist.get_world_size())
         shape = (1, local, args.heads, args.head_dim)
         make = lambda shape=shape: torch.randn(shape, device=device, dtype=getattr(torch, args.dtype))  # noqa: E731
         tensors = [make().requires_grad_() for _ in "qkv"] + [make()]
-        made = groups(tensors, pattern, causal, args)
-        found = rounds(made, tensors, pattern, causal, args)
-        best = min((key for key in made if key[0] != "auto"), key=lambda key: statistics.median(found[key]))
-        for (name, size), group in made.items():
-            low, middle, high = statistics.quantiles(found[name, size], n=4)
+        ways = groups(tensors, pattern, causal, args)
+        times = rounds(ways, tensors, pattern, causal, args)
+        best = min((key for key in ways if key[0] != "auto"), key=lambda key: statistics.median(times[key]))
+        for (name, size), group in ways.items():
+            low, middle, high = statistics.quantiles(times[name, size], n=4)
             against = statistics.median(
-                a / b for a, b in zip(found[name, size], found[best], strict=True)
+                a / b for a, b in zip(times[name, size], times[best], strict=True)
             )  # of the same rounds
             chosen = f"auto ({group.plan.exchange or 'nothing'})" if name == "auto" else name
             cells = [local, causal, chosen, size, *(f"{x * 1e3:.2f}" for x in (middle, low, high)), f"{against:.3f}"]
             cells += awaited(step(tensors, pattern, causal, group)[1], group, device, WATCHED)
             yield f"| {' | '.join(map(str, cells))} |\n"
-        for group in made.values():
+        for group in ways.values():
             group.close()
 
 
 def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
-    """One rank."""
     device = joined(rank, ranks, port, args)
     gc.disable()
     head = f"\n{ranks} ranks, {args.rounds} rounds, torch {torch.__version__}\n\n"

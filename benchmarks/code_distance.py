@@ -1,15 +1,16 @@
-"""Ordinary source code: how much less a byte costs where more of the text before it can be read.
+"""Ordinary source code: how many bits less a byte costs if more of the text before it can be read.
 
     python benchmarks/code_distance.py make linux-source-6.12 code.bin --limit 310
     python benchmarks/code_distance.py train code.bin --arm hybrid --windows hybrid.npy
     python benchmarks/code_distance.py compare hybrid.npy window.npy
 
-`make`: C files and headers in the order of the tree, one after another. One folder in 16, by a hash of its path, goes to
-OUT.val.bin instead; generated tables (drivers/gpu/drm/amd/include) are left out.
-`train`: one epoch of windows of 65,536 bytes in an order that the seed draws, a window a step, as `arms.py` says; a model
-of 8 layers of width 512 and 8 heads. Prints one line of JSON: bits a byte by octave of the position over the windows of
-validation; --windows stores (windows, octaves) of them.
-`compare`: by octave, how many percent the first costs less than the second, paired by window, and that in standard errors.
+`make`: C files and headers in the order of the tree, one after another. One folder in 16, by a hash of its path, goes
+to OUT.val.bin instead; generated tables (drivers/gpu/drm/amd/include) are left out.
+`train`: one epoch of windows of 65,536 bytes in an order drawn by the seed, a window a step, trained by `arms.py`; a
+model of 8 layers of width 512 and 8 heads. Prints one line of JSON: bits a byte by octave of the position over the
+windows of validation; --windows stores (windows, octaves) of them.
+`compare`: by octave, by how many percent the first costs less than the second, paired by window, and in standard
+errors.
 """
 
 from __future__ import annotations
@@ -28,12 +29,11 @@ from pairs_distance import token_bits, versions
 
 SEQ_LEN, SIZES = 65536, (256, 512, 8, 8)  # vocabulary, width, layers, heads
 LEFT_OUT = "drivers/gpu/drm/amd/include"
-#: begin of each range of positions, in octaves
+#: first position of each octave
 OCTAVES = [0, *(1024 << i for i in range(6))]
 
 
 def main() -> None:
-    """One of the three."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = p.add_subparsers(dest="command", required=True)
     maker = commands.add_parser("make")
@@ -55,7 +55,6 @@ def main() -> None:
 
 
 def make(a: argparse.Namespace) -> dict[str, object]:
-    """Write the two files."""
     written = {"train": 0, "val": 0}
     with open(a.out, "wb") as train_file, open(a.out.with_suffix(".val.bin"), "wb") as val_file:
         for folder, folders, names in os.walk(a.tree):
@@ -74,7 +73,7 @@ def make(a: argparse.Namespace) -> dict[str, object]:
 
 
 def run(a: argparse.Namespace) -> dict[str, object]:
-    """Train an arm, and what it costs by octave."""
+    """Train an arm. Return its bits by octave."""
     steps = a.steps or a.data.stat().st_size // SEQ_LEN
     model = model_of(a, *SIZES, SEQ_LEN)
     trained = train(model, [Stage(SEQ_LEN, steps, versions(a, SEQ_LEN, "train", steps))], a)
@@ -91,7 +90,7 @@ def run(a: argparse.Namespace) -> dict[str, object]:
 
 
 def compare(a: argparse.Namespace) -> dict[str, object]:
-    """By octave: percent that the first arm costs less, and in how many standard errors; the last two octaves together."""
+    """Return, by octave, by how many percent the first arm costs less, and standard errors; joins the last two."""
     first, second = np.load(a.first), np.load(a.second)
     far = slice(OCTAVES.index(16384), None)
     weights = np.array([16384.0, 32767.0])

@@ -1,12 +1,12 @@
-"""Attention alone on several GPUs beside torch's context parallel (ring, cuDNN), forward and backward, in one run.
+"""Attention alone on several GPUs, next to torch's context parallel (ring, cuDNN), forward and backward, in one run.
 
     torchrun --nproc-per-node 4 benchmarks/context_parallel.py --dense 131072 524288 --dilated 1048576
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --dense 4096 --dilated --cpu --heads 4 --dtype float32
 
-N tokens over all ranks, causal. "dense" is every key for every query: torch's context parallel, and ours with each exchange
-and layout named. "dilated" is geometric(first, N), beside torch's dense attention over the same tokens. Median of the
-repeats, on the slowest rank. In calls of ours that are not timed: "received" of both passes, on the rank that receives
-most, and "exposed", how long what computes stood still for rows, the most of any rank.
+N tokens over all ranks, causal. "dense" is every key for every query: torch's context parallel, and our op with each
+exchange and layout. "dilated" is geometric(first, N), next to torch's dense attention over the same tokens. Times are
+medians on the slowest rank. Measured in separate calls of our op: "received" in both passes, on the rank that receives
+most, and "exposed", the time in which computation waits for rows, the most of any rank.
 Shape letters: N tokens, L = N / R of a rank, H heads, D head dim.
 """
 
@@ -40,7 +40,6 @@ COLUMNS = ("tokens", "pattern", "way", "forward + backward ms", "times torch's r
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--dense", type=int, nargs="*", default=[131072, 524288], help="N of dense patterns")
     p.add_argument("--dilated", type=int, nargs="*", default=[1048576], help="N of geometric ones")
@@ -55,20 +54,20 @@ def options() -> argparse.Namespace:
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median wall seconds on the slowest rank, after a warm-up."""
-    found = []
+    """Return median wall seconds on the slowest rank, after a warm-up."""
+    times = []
     for i in range(repeats + 1):
         meet(device)
         begin = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        found += [time.perf_counter() - begin] if i else []
-    return most(device, statistics.median(found))[0]
+        times += [time.perf_counter() - begin] if i else []
+    return most(device, statistics.median(times))[0]
 
 
 def of_torch(args: argparse.Namespace, n: int, device: torch.device, rotate: str) -> float:
-    """Torch's context parallel over N tokens, whose load balance gives a rank an early and a late part."""
+    """Time torch's context parallel over N tokens; its load balance gives each rank an early and a late part."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -77,7 +76,7 @@ def of_torch(args: argparse.Namespace, n: int, device: torch.device, rotate: str
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cuda", (ranks,))
     shape, dtype = (1, args.heads, n // ranks, args.head_dim), getattr(torch, args.dtype)
-    # torch wants the whole sequence on every rank; what it holds does not change the time, so parts come from a small one
+    # torch needs the whole sequence on every rank; the contents do not change the time, so parts come from a small one
     whole = torch.zeros(1, ranks * 2, device=device)
     q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype).requires_grad_(i < 3) for i in range(4))
 
@@ -92,10 +91,10 @@ def of_torch(args: argparse.Namespace, n: int, device: torch.device, rotate: str
 def ours(
     args: argparse.Namespace, n: int, device: torch.device, pattern: ld.DilatedPattern, way: tuple
 ) -> tuple[str, float, str, str]:
-    """(the exchange, seconds, cells "exposed ms" and "received MB")."""
+    """Return (the exchange, seconds, cells "exposed ms" and "received MB")."""
     exchange, head_size, layout = way
     group = ld.sequence.SequenceGroup(exchange=exchange, head_size=head_size, layout=layout)
-    with contextlib.closing(group):  # also where memory did not suffice: it would hold more of it
+    with contextlib.closing(group):  # also after running out of memory, to free its buffers
         shape = 1, group.shard(n).length(group.rank), args.heads, args.head_dim
         make = lambda: torch.randn(shape, device=device, dtype=getattr(torch, args.dtype))  # noqa: E731
         call = step([make().requires_grad_(i < 3) for i in range(4)], pattern, True, group)[1]
@@ -110,7 +109,7 @@ def ours(
 
 
 def lines(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
-    """Of the table, equal on all ranks."""
+    """Yield the lines of the table, equal on all ranks."""
     cases = [(n, ld.DilatedPattern.dense(), "dense", WAYS) for n in args.dense]
     about = f"geometric({args.first}, N)"
     cases += [(n, ld.DilatedPattern.geometric(args.first, n), about, WAYS[:1]) for n in args.dilated]
@@ -129,13 +128,12 @@ def lines(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
 
 
 def line(n: int, pattern: str, way: str, took: float, ring: float | None, received: str = "", exposed: str = "") -> str:
-    """A row; `ring` are the seconds of torch's, None where it did not run."""
+    """Return a row; `ring` are the seconds of torch's ring, None if it did not run."""
     times = "" if ring is None else f"{ring / took:.2f}"
     return f"| {n:,} | {pattern} | {way} | {took * 1000:.2f} | {times} | {received} | {exposed} |\n"
 
 
 def main() -> None:
-    """One row a way."""
     args = options()
     device = torch.device("cpu" if args.cpu else f"cuda:{os.environ['LOCAL_RANK']}")
     if not args.cpu:

@@ -3,8 +3,8 @@
     python benchmarks/convolution_time.py
     python benchmarks/convolution_time.py --tiles
 
-bf16 rows of q, k and v as layers have them (q and k slices of one tensor, v one of its own), weights in fp32. Milliseconds
-of a forward and of its backward, and of the memory traffic of each at 3 TB/s: two tensors forward, three backward.
+bf16 rows of q, k and v as in layers (q and k slices of one tensor, v a separate one), weights in fp32. Milliseconds of
+a forward and of its backward, and of the memory traffic of each at 3 TB/s: two tensors forward, three backward.
 `--tiles` has a row for each size of the kernels' tiles instead, of the kernels alone.
 Shape letters: N tokens, C channels, W taps.
 """
@@ -23,9 +23,9 @@ from lightning_dilated.ext.convolution.convolution import ShortConvolution
 from lightning_dilated.planning import seconds_of
 
 CUDA = torch.device("cuda")
-#: bytes a second with which the traffic is given
+#: bytes a second that the traffic assumes
 BANDWIDTH = 3e12
-#: (elements, channels, warps) of the forward's tiles, (elements, channels, warps, stages, tokens of a program) backward
+#: (elements, channels, warps) of the forward's tiles; (elements, channels, warps, stages, tokens of a program) backward
 FORWARD = [(n, c, w) for n in (2048, 4096, 8192) for c in (64, 128, 256) for w in (4, 8)]
 BACKWARD = [
     (n, c, w, stages, tokens)
@@ -36,7 +36,7 @@ BACKWARD = [
 
 
 def inputs(tokens: int, channels: int, documents: int) -> tuple[list[Tensor], Tensor | None]:
-    """q, k and v, and bounds of documents of equal lengths."""
+    """Return q, k and v, and bounds of documents of equal lengths."""
     torch.manual_seed(0)
     each = channels // 3
     joint, v = (torch.randn(1, tokens, n, device=CUDA, dtype=torch.bfloat16) for n in (2 * each, each))
@@ -45,7 +45,7 @@ def inputs(tokens: int, channels: int, documents: int) -> tuple[list[Tensor], Te
 
 
 def measured(run: Callable[..., tuple[Tensor, ...]], parts: list[Tensor], weight: Tensor) -> tuple[float, float]:
-    """(milliseconds forward, backward)."""
+    """Return (milliseconds forward, backward)."""
     grads = [torch.randn_like(x) for x in parts]
     leaves = [x.detach().requires_grad_() for x in parts]  # of the same strides
 
@@ -53,15 +53,14 @@ def measured(run: Callable[..., tuple[Tensor, ...]], parts: list[Tensor], weight
         with torch.no_grad():
             run(*leaves)
 
-    def both() -> None:
+    def passes() -> None:
         torch.autograd.grad(run(*leaves), (*leaves, weight), grads)
 
-    first, whole = (1e3 * seconds_of(x, CUDA, 5) for x in (forward, both))
+    first, whole = (1e3 * seconds_of(x, CUDA, 5) for x in (forward, passes))
     return first, whole - first
 
 
 def rows_of(a: argparse.Namespace, channels: int) -> Iterator[str]:
-    """A table's rows."""
     parts, bounds = inputs(a.tokens, channels, a.documents)
     module = ShortConvolution(channels, a.taps, not a.centred, device=CUDA)
     torch.nn.init.normal_(module.weight)
@@ -77,7 +76,7 @@ def rows_of(a: argparse.Namespace, channels: int) -> Iterator[str]:
 
 
 def tiles_of(a: argparse.Namespace, channels: int) -> Iterator[str]:
-    """A row for each tile."""
+    """Yield a row for each tile."""
     from lightning_dilated.ext.convolution import kernels as kernel
 
     parts, bounds = inputs(a.tokens, channels, a.documents)
@@ -101,7 +100,6 @@ def tiles_of(a: argparse.Namespace, channels: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print a table."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tokens", type=int, default=262144)
     p.add_argument("--channels", type=int, nargs="+", default=[2304, 1536], help="of q, k and v together")

@@ -1,12 +1,13 @@
-"""Which distances a pattern learns to copy over: a small LongNetLM, and sequences whose second half repeats the first.
+"""Copying by distance and pattern: a small LongNetLM, and sequences with a second half that repeats the first.
 
     python benchmarks/copy_task.py --arm paper --steps 10000
     python benchmarks/copy_task.py --arm paper --steps 10000 --distance 48
     python benchmarks/copy_task.py --arm heads
 
-128 tokens of 32 symbols; token p of the second half is token p - d, with d drawn for each sequence from 33 to 64, or fixed.
-The loss is that of the second half, without its first 8 tokens; guessing takes 5 bits. A model of 3 layers of width 64 and 4
-heads. Prints one line of JSON: bits of 512 new sequences, also by (d - 1) mod 4, and of training each tenth of the steps.
+128 tokens of 32 symbols; token p of the second half is token p - d, with d drawn for each sequence from 33 to 64, or
+fixed. The loss counts the second half, without its first 8 tokens; guessing takes 5 bits. A model of 3 layers of width
+64 and 4 heads. Prints one line of JSON: bits of 512 new sequences, also by (d - 1) mod 4, and of training each tenth of
+the steps.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ ARMS = {
 
 
 def batch(size: int, distance: int | None, device: str, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens (B, N), labels (B, N) with -100 where nothing is asked, distances (B,))."""
+    """Return (tokens (B, N), labels (B, N) with -100 where nothing is asked, distances (B,))."""
     d = torch.randint(HALF // 2 + 1, HALF + 1, (size,), generator=generator)
     if distance is not None:
         d.fill_(distance)
     first = torch.randint(SYMBOLS, (size, HALF), generator=generator)
-    # token p of the second half stands d before it, or, where that is in the second half too, 2 d
+    # token p of the second half equals the token d before it or, if that is in the second half too, 2 d before it
     source = torch.arange(HALF, TOKENS + 1) - d[:, None]
     source = torch.where(source < HALF, source, source - d[:, None])
     tokens = torch.cat([first, first.gather(1, source)], 1)
@@ -51,7 +52,6 @@ def batch(size: int, distance: int | None, device: str, generator: torch.Generat
 
 
 def main() -> None:
-    """Train, and print what was learned."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--arm", choices=list(ARMS), required=True)
     p.add_argument("--steps", type=int, default=1000)
@@ -73,7 +73,6 @@ def main() -> None:
 
 
 def run(a: argparse.Namespace) -> dict[str, object]:
-    """One arm."""
     torch.manual_seed(a.seed)
     generator, begin = torch.Generator().manual_seed(a.seed + 1), time.monotonic()
     pattern, shift = ARMS[a.arm]
@@ -113,16 +112,16 @@ def run(a: argparse.Namespace) -> dict[str, object]:
 
 @torch.no_grad()
 def validate(model: ld.LongNetLM, a: argparse.Namespace) -> dict[str, object]:
-    """Bits a symbol of 512 sequences that no seed trains on, all and by what the distance leaves of the dilation rate."""
+    """Return bits a symbol of 512 sequences that no seed trains on, all and by the distance modulo the rate."""
     tokens, labels, d = batch(512, a.distance, a.device, torch.Generator().manual_seed(99))
     losses = cross_entropy(model(tokens).transpose(1, 2).float(), labels, ignore_index=-100, reduction="none")
     each = (losses.sum(1) / (labels != -100).sum(1) / math.log(2)).tolist()
-    found = defaultdict(list)
+    by_residue = defaultdict(list)
     for bits, distance in zip(each, d.tolist(), strict=True):
-        found[(distance - 1) % RATE].append(bits)
+        by_residue[(distance - 1) % RATE].append(bits)
     return {
         "bits": round(sum(each) / len(each), 3),
-        "by_residue": {k: round(sum(v) / len(v), 3) for k, v in sorted(found.items())},
+        "by_residue": {k: round(sum(v) / len(v), 3) for k, v in sorted(by_residue.items())},
     }
 
 

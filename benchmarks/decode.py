@@ -8,9 +8,9 @@
     python benchmarks/decode.py --context 65536 --profile    # and the kernels of a token, by time
     python benchmarks/decode.py --device cpu --context 256 --dim 64 --depth 2 --heads 2 --tokens 8
 
-Prints a row for each context: milliseconds a token (the median of `--rounds` calls, less the time of a call that draws one),
-tokens a second of all samples, tokens a second of reading the prompt in the first call and in the second, and of one forward
-pass over the prompt without a cache (the median of `--rounds` passes after one more).
+Prints a row for each context: milliseconds a token (the median of `--rounds` calls, minus a call that draws one token),
+tokens a second of all samples, and prompt tokens a second in the first call, in the second, and in a forward pass over
+the prompt without a cache (the median of `--rounds` passes after one more).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from lightning_dilated.ext.decoding import token_step
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--context", type=int, nargs="+", default=[4096, 65536, 1048576])
     p.add_argument("--batch", type=int, default=1)
@@ -59,7 +58,7 @@ def options() -> argparse.Namespace:
 
 
 def ours(o: argparse.Namespace) -> tuple[torch.nn.Module, str]:
-    """(the model, its pattern in words)."""
+    """Return (the model, its pattern in words)."""
     if o.hybrid:
         pattern: Any = {"hybrid": {"local": 2048, "global_every": o.hybrid}}
         name = f"hybrid, a dense head in one layer of {o.hybrid}"
@@ -75,7 +74,7 @@ def ours(o: argparse.Namespace) -> tuple[torch.nn.Module, str]:
 
 
 def llama(o: argparse.Namespace) -> torch.nn.Module:
-    """A Llama of transformers with the sizes of ours."""
+    """Build a Llama of transformers with the sizes of our model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -88,7 +87,7 @@ def llama(o: argparse.Namespace) -> torch.nn.Module:
 
 
 def seconds(device: str, call: Callable[[], Any]) -> float:
-    """Of a call, until the device is done."""
+    """Return the seconds of a call, until the device is done."""
     wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     wait()
     start = time.perf_counter()
@@ -99,7 +98,7 @@ def seconds(device: str, call: Callable[[], Any]) -> float:
 
 @torch.no_grad()
 def forward_seconds(o: argparse.Namespace, forward: Callable[[torch.Tensor], Any], prompt: torch.Tensor) -> float:
-    """Of a pass over the prompt that has run before."""
+    """Return the seconds of a pass over the prompt, after a first one."""
     forward(prompt)  # compiles
     return statistics.median(seconds(o.device, lambda: forward(prompt)) for _ in range(o.rounds))
 
@@ -110,12 +109,12 @@ def measure(
     forward: Callable[[torch.Tensor], Any],
     context: int,
 ) -> list[str]:
-    """[ms a token, tokens a second, prompt tokens a second in the first call, in the second, in a forward pass]."""
+    """Return [ms a token, tokens/s, prompt tokens/s in the first call, in the second, in a forward pass]."""
     prompt = torch.randint(o.vocabulary, (o.batch, context), device=o.device)
     first, second = (seconds(o.device, lambda: generate(prompt, 1)) for _ in range(2))
     generate(prompt, 1 + o.tokens)  # captures, or compiles
-    both = [[seconds(o.device, lambda n=n: generate(prompt, n)) for n in (1, 1 + o.tokens)] for _ in range(o.rounds)]
-    each = statistics.median((many - one) / o.tokens for one, many in both)
+    times = [[seconds(o.device, lambda n=n: generate(prompt, n)) for n in (1, 1 + o.tokens)] for _ in range(o.rounds)]
+    each = statistics.median((many - one) / o.tokens for one, many in times)
     speeds = (o.batch * context / s for s in (first, second, forward_seconds(o, forward, prompt)))
     return [f"{1e3 * each:.2f}", f"{o.batch / each:,.0f}", *(f"{x:,.0f}" for x in speeds)]
 
@@ -123,30 +122,28 @@ def measure(
 def row(
     o: argparse.Namespace, model: torch.nn.Module, name: str, pattern: str, context: int, numbers: list[str]
 ) -> str:
-    """Of the table."""
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M"
     return f"| {' | '.join([f'{name}, {size}', pattern, f'{context:,}', str(o.batch), *numbers])} |"
 
 
 def show_profile(o: argparse.Namespace, generate: Callable[[torch.Tensor, int], Any], context: int) -> None:
-    """Kernels of the drawn tokens, by time: the call's, less those of a call that draws one token."""
+    """Print kernels of the drawn tokens, by time: a call's, minus a call's that draws one token."""
     from torch.profiler import ProfilerActivity, profile
 
     prompt = torch.randint(o.vocabulary, (o.batch, context), device=o.device)
     totals: list[dict[str, tuple[float, int]]] = []
     for count in (1, 33):
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             seconds(o.device, lambda n=count: generate(prompt, n))
-        totals.append({e.key: (e.device_time_total, e.count) for e in seen.key_averages()})
-    rest = {k: (t - totals[0].get(k, (0, 0))[0], n - totals[0].get(k, (0, 0))[1]) for k, (t, n) in totals[1].items()}
-    kernels = sum(n for _, n in rest.values()) / 32
-    print(f"a token: {sum(t for t, _ in rest.values()) / 32:.0f} us in {kernels:.0f} kernels")
-    for key, (time_us, count) in sorted(rest.items(), key=lambda item: -item[1][0])[:25]:
+        totals.append({e.key: (e.device_time_total, e.count) for e in profiler.key_averages()})
+    each = {k: (t - totals[0].get(k, (0, 0))[0], n - totals[0].get(k, (0, 0))[1]) for k, (t, n) in totals[1].items()}
+    kernels = sum(n for _, n in each.values()) / 32
+    print(f"a token: {sum(t for t, _ in each.values()) / 32:.0f} us in {kernels:.0f} kernels")
+    for key, (time_us, count) in sorted(each.items(), key=lambda item: -item[1][0])[:25]:
         print(f"{time_us / 32:8.1f} us {count / 32:6.1f} x {key[:100]}")
 
 
 def main() -> None:
-    """Measure and print."""
     o = options()
     torch.manual_seed(0)
     model, pattern = ours(o)
@@ -165,7 +162,7 @@ def main() -> None:
         "| model | pattern | context | batch | ms a token | tok/s | prompt tok/s, first call | second call | forward tok/s |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    plain = mock.patch.object(token_step, "why_not", lambda *given: "--plain") if o.plain else mock.MagicMock()
+    plain = mock.patch.object(token_step, "why_not", lambda *args: "--plain") if o.plain else mock.MagicMock()
     with plain:
         for context in o.context:
             numbers = measure(o, drawn, model, context)

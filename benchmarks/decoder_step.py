@@ -1,16 +1,16 @@
-"""A step of a Llama-shaped decoder of transformers as an `HFCausalLM`, beside the same decoder in transformers alone.
+"""A step of a Llama-shaped decoder of transformers as an `HFCausalLM`, and of the same decoder in transformers alone.
 
     python benchmarks/decoder_step.py --size 1.3B --seq-len 32768 131072
     python benchmarks/decoder_step.py --size 8B --lora 16 --seq-len 32768
     python benchmarks/decoder_step.py --size 8B --lora 16 --seq-len 131072 --layer-tile 8192
 
 Ways: `dense` is the decoder's own attention in "ring_dilated"; `hybrid` has a dense head in one layer of 4 and local
-segments of 2,048; `sdpa-cudnn` and `sdpa-flash` are transformers' decoder with torch's attention by that backend. All have
-random weights, layers computed again in the backward, AdamW (fused), a loss by tiles of tokens, and nothing compiled unless
-`--compile` is given, which the first two follow; with `--layer-tile` these compute feed-forwards by tiles of tokens.
-The allocator has expandable segments, without which lengths that nearly fill the GPU run out of memory in fragments, and
-leaves 1 GiB to libraries. Milliseconds of the median step; peak memory, and both by `plan` for the first two. What runs out
-of memory says what torch's allocator had in use and reserved at most, and what it was asked for then.
+segments of 2,048; `sdpa-cudnn` and `sdpa-flash` are transformers' decoder with torch's attention by that backend. All
+have random weights, recompute layers in the backward, and use AdamW (fused) and a loss by tiles of tokens. `--compile`
+compiles the first two ways, and `--layer-tile` lets them compute feed-forwards by tiles of tokens. The allocator has
+expandable segments, because lengths that nearly fill the GPU would run out of memory in fragments, and leaves 1 GiB to
+libraries. Columns: milliseconds of the median step, peak memory, and both by `plan` for the first two ways. A row that
+runs out of memory has the most that torch's allocator had in use and reserved, and the size of the failed request.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ TILE = 4096
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--size", choices=SIZES, default="1.3B")
     p.add_argument("--seq-len", type=int, nargs="+", default=[32768])
@@ -69,7 +68,6 @@ def options() -> argparse.Namespace:
 
 
 def config_of(a: argparse.Namespace) -> Any:
-    """The decoder's config."""
     from transformers import LlamaConfig
 
     return LlamaConfig(**SIZES[a.size], max_position_embeddings=max(a.seq_len), use_cache=False, pad_token_id=None,
@@ -77,25 +75,25 @@ def config_of(a: argparse.Namespace) -> Any:
 
 
 def lora_of(a: argparse.Namespace) -> dict[str, Any]:
-    """Options of peft."""
+    """Return the options of peft."""
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     return {"r": a.lora, "lora_alpha": 2 * a.lora, "target_modules": names}
 
 
 def settings(a: argparse.Namespace) -> MemorySettings:
-    """Of dense and hybrid."""
+    """Return the memory settings of dense and hybrid."""
     return MemorySettings("block", tile=a.layer_tile)
 
 
 def ours(a: argparse.Namespace, way: str) -> HFCausalLM:
-    """The HFCausalLM of a way, not built."""
+    """Return the HFCausalLM of a way, not built."""
     pattern = {"hybrid": {"local": 2048, "global_every": 4}} if way == "hybrid" else None
     options = {"tile": TILE, "gradient_checkpointing": True, "compile_blocks": a.compile}
     return HFCausalLM(config_of(a), pattern, lora=lora_of(a) if a.lora else None, **options)
 
 
 def of_transformers(a: argparse.Namespace) -> torch.nn.Module:
-    """The decoder alone, with adapters of peft."""
+    """Build the decoder alone, with adapters of peft."""
     from transformers import AutoModelForCausalLM
 
     decoder = AutoModelForCausalLM.from_config(
@@ -111,7 +109,7 @@ def of_transformers(a: argparse.Namespace) -> torch.nn.Module:
 
 
 def peer_loss(decoder: Any, tokens: Tensor, labels: Tensor) -> Tensor:
-    """The mean loss, with the logits of `TILE` tokens at a time."""
+    """Return the mean loss, with the logits of `TILE` tokens at a time."""
     hidden = decoder.model(input_ids=tokens)[0][0]
     nats = lambda x, y: cross_entropy(decoder.lm_head(x).float(), y, reduction="sum")  # noqa: E731
     parts = zip(hidden.split(TILE), labels[0].split(TILE), strict=True)
@@ -119,7 +117,7 @@ def peer_loss(decoder: Any, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def planned(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
-    """[GiB, ms] of a step by `plan`, or why there are none."""
+    """Return [GiB, ms] of a step by `plan`, or why there are none."""
     try:
         model, gpu = ours(a, way), find_gpu(a.gpu)
         subject = subject_of(model, "bf16-true" if a.lora else "bf16-mixed", settings(a), a.compile, gpu.capability)
@@ -131,8 +129,7 @@ def planned(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
 
 
 def train_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, autocast: torch.autocast) -> None:
-    """In the Trainer's order: the last step's gradients are freed when the forward is done, and the backward is not under
-    autocast."""
+    """Step in the Trainer's order: the last gradients are freed after the forward; no autocast in the backward."""
     with autocast:
         value = loss()
     optimizer.zero_grad()
@@ -141,7 +138,7 @@ def train_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, aut
 
 
 def measured(a: argparse.Namespace, loss: Callable[[], Tensor], parameters: list[Tensor]) -> list[str]:
-    """[ms, tokens a second without the number, GiB] of a step."""
+    """Return [ms, tokens a second without the number, GiB] of a step."""
     cuda = a.device == "cuda"
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=cuda)
     seconds = []
@@ -156,7 +153,6 @@ def measured(a: argparse.Namespace, loss: Callable[[], Tensor], parameters: list
 
 
 def row(a: argparse.Namespace, way: str, tokens: int) -> str:
-    """Of the table."""
     device, ids = (
         torch.device(a.device),
         torch.randint(0, SIZES[a.size]["vocab_size"], (1, tokens + 1), device=a.device),
@@ -186,7 +182,7 @@ def row(a: argparse.Namespace, way: str, tokens: int) -> str:
 
 
 def name_of(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
-    """The cells that say what a row is of."""
+    """Return the cells that identify a row."""
     text = way
     if way not in BACKENDS:
         text += ", compiled" if a.compile else ""
@@ -195,15 +191,14 @@ def name_of(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
 
 
 def held(error: torch.OutOfMemoryError) -> list[str]:
-    """Cells of a row without a result: why, and the GiB that torch's allocator had in use and reserved at most, with what it
-    was asked for in vain."""
+    """Return cells of a row without a result: the reason, and torch's GiB in use, reserved and requested."""
     used, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
     request = re.search(r"Tried to allocate (\d[\d.]* \w+)", str(error))
     return ["out of memory", "", f"{used:.1f} of {reserved:.1f}" + (f", asked for {request[1]}" if request else "")]
 
 
 def main() -> None:
-    """Print the table; what runs out of memory says so."""
+    """Print the table, also with rows that run out of memory."""
     a = options()
     expandable_segments(os.environ)
     if a.device == "cuda":

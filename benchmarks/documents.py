@@ -1,4 +1,4 @@
-"""Packed documents: each engine's time as one row of tokens is cut into more and more of them.
+"""Packed documents: each engine's time for one row of tokens cut into a growing number of documents.
 
     python benchmarks/documents.py                       # 131,072 tokens as 1, 16, 128 and 1,024 documents, causal
     python benchmarks/documents.py --documents 1 16 --seq-len 32768 --causal 0
@@ -19,7 +19,7 @@ from lightning_dilated.planning import peak_memory, seconds_of
 
 
 def cut(tokens: int, documents: int) -> torch.Tensor:
-    """cu_seqlens of so many documents of random lengths."""
+    """Return cu_seqlens of `documents` documents of random lengths."""
     return torch.tensor(
         [0, *sorted(random.Random(0).sample(range(1, tokens), documents - 1)), tokens], dtype=torch.int32
     )

@@ -1,10 +1,10 @@
-"""Draw docs/learning.png: what each pattern learned of what stands far back.
+"""Draw docs/learning.png: what each pattern learned of distant tokens.
 
     python benchmarks/draw_learning.py benchmarks/results/*_learning.jsonl docs/learning.png
 
-The files hold the lines that `recall_distance.py` and `pairs_distance.py` print. First the share of right answers by octave
-of the distance, at 65,536 tokens; then bits by eighth of the position, where the second half is another strain of the
-first, or a new version of it that begins at the middle, or at a place that differs. A line for each seed.
+The files hold the lines that `recall_distance.py` and `pairs_distance.py` print. First the share of right answers by
+octave of the distance, at 65,536 tokens. Then bits by eighth of the position: the second half is another strain of the
+first, or a new version of it, with a fixed or a drawn beginning. A line for each seed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LABELS = {
 }
 
 
-#: arms whose label says something else of 8 layers than of the 4 of recall
+#: arms with another label for 8 layers than for recall's 4
 OF_PAIRS = {
     "hybrid-first": ("hybrid: a dense head in layers 0 and 4", "C5"),
     "hybrid-ends": ("hybrid: a dense head in layers 0, 3 and 7", "C9"),
@@ -43,7 +43,6 @@ LENGTH = 65536
 
 
 def main() -> None:
-    """Draw it."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("files", type=Path, nargs="+")
     p.add_argument("picture", type=Path)
@@ -53,15 +52,14 @@ def main() -> None:
 
 
 def belongs(row: dict) -> bool:
-    """Whether the row is drawn: an arm with a label, the length's own rotary base, no longer sequences."""
+    """Return whether the row is drawn: an arm with a label, the length's own rotary base, no longer sequences."""
     if (row["arm"], row.get("local")) not in LABELS or row["base"] != 1e7:
         return False
-    # of two versions hybrid-first has a convolution, and the others have none
+    # for two versions hybrid-first has a convolution, and the others have none
     return row.get("kind") != "versions" or row["arm"] != "hybrid-first"
 
 
 def draw(rows: list[dict], picture: Path) -> None:
-    """All panels."""
     figure, ((recall, strains), (fixed, drawn)) = plt.subplots(2, 2, figsize=(12, 8.4), layout="constrained")
     for row in rows:
         if "by_octave" in row:
@@ -89,18 +87,18 @@ def draw(rows: list[dict], picture: Path) -> None:
 
 
 def draw_recall(axes: plt.Axes, row: dict) -> None:
-    """Shares of right answers by octave, of those with at least 20 queries."""
+    """Draw shares of right answers by octave, for octaves with at least 20 queries."""
     label, colour = LABELS[row["arm"], row.get("local")]
     octaves = {int(o): share for o, (share, count) in row["by_octave"].items() if count >= 20}
-    dashed = (0, (4, 3)) if row["arm"] in ("dense", "hybrid") else "-"  # they lie on others
+    dashed = (0, (4, 3)) if row["arm"] in ("dense", "hybrid") else "-"  # they overlap other lines
     axes.plot(list(octaves), [100 * x for x in octaves.values()], ls=dashed, marker="o", ms=4, label=label, c=colour)
 
 
 def draw_eighths(axes: plt.Axes, row: dict, unit: int) -> None:
-    """Bits by eighth of the position, which is given in `unit` tokens."""
+    """Draw bits by eighth of the position, given in `unit` tokens."""
     label, colour = OF_PAIRS.get(row["arm"], LABELS[row["arm"], row.get("local")])
     edges = [i / 8 * LENGTH / unit for i in range(9)]
-    style = {"ls": (0, (4, 3)), "zorder": 3} if row["arm"] == "hybrid-ends" else {}  # one seed lies on others
+    style = {"ls": (0, (4, 3)), "zorder": 3} if row["arm"] == "hybrid-ends" else {}  # one seed overlaps others
     axes.stairs(row["eighths"], edges, label=label, color=colour, lw=2, baseline=None, **style)
 
 

@@ -1,4 +1,4 @@
-"""Draw docs/peers.png: three measurements beside other packages and patterns.
+"""Draw docs/peers.png: three measurements next to other packages and patterns.
 
     python benchmarks/draw_peers.py docs/peers.png
 
@@ -39,7 +39,6 @@ PANELS = [
 
 
 def main() -> None:
-    """Draw it."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("picture", type=Path)
     draw(p.parse_args().picture)

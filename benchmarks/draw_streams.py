@@ -2,9 +2,9 @@
 
     python benchmarks/draw_streams.py benchmarks/results/*_streams.jsonl docs/streams.png
 
-The files hold a JSON object a line: `model` and `gpu`, which label it, and `tokens`, `planned_gib`, `gib` and `seconds` of a
-row of `stream_step.py`. First the peak memory as measured, and as planned before the run; then tokens a second. A line for
-each model and GPU.
+The files hold a JSON object a line: `model` and `gpu`, which label it, and `tokens`, `planned_gib`, `gib` and `seconds`
+of a row of `stream_step.py`. First the measured and the planned peak memory; then tokens a second. A line for each
+model and GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ TICKS = [1e6, 4e6, 16e6, 64e6, 256e6, 1e9]
 
 
 def main() -> None:
-    """Draw it."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("files", type=Path, nargs="+")
     p.add_argument("picture", type=Path)
@@ -34,7 +33,6 @@ def main() -> None:
 
 
 def draw(rows: list[dict], picture: Path) -> None:
-    """Both panels."""
     figure, (memory, speed) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     series = defaultdict(list)
     for row in sorted(rows, key=lambda row: row["tokens"]):

@@ -1,4 +1,4 @@
-"""Errors of out, dq, dk, dv against float64, beside those of plain torch in the same dtype.
+"""Errors of out, dq, dk, dv against float64, next to the errors of plain torch in the same dtype.
 
     python benchmarks/errors.py                                  # on a GPU: bf16, every engine that serves
     python benchmarks/errors.py --dtype float16 --head-dim 128
@@ -20,19 +20,19 @@ from lightning_dilated.attention.backends import ENGINES, Request
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
-    """(1, N, H, D) by the definition, in the inputs' dtype; counts (H, N, N)."""
+    """Return (1, N, H, D) by the definition, in the inputs' dtype; counts (H, N, N)."""
     scores = torch.einsum("bnhd,bmhd->bhnm", q, k) * q.shape[-1] ** -0.5 + counts.to(q.dtype).log()
     return torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), v)
 
 
 def errors(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor, exact: list[Tensor]) -> list[float]:
-    """Largest absolute error of out and each gradient."""
+    """Return the largest absolute error of out and each gradient."""
     got = [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
     return [float((a.detach().double() - b).abs().max()) for a, b in zip(got, exact, strict=True)]
 
 
 def main() -> None:
-    """Print a table: errors, and in brackets how many times plain torch's they are."""
+    """Print a table: errors, and in brackets their ratio to plain torch's."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", default="bfloat16")
@@ -64,8 +64,8 @@ def main() -> None:
         print(f"| plain torch | {'yes' if causal else 'no'} | {' | '.join(f'{e:.1e}' for e in base)} |")
         for name in [n for n, e in ENGINES.items() if e.why_not(Request.of(inputs[0])) is None and ":" not in n]:
             x = leaves()
-            found = errors(dilated_attention(*x, pattern, causal=causal, engine=name), x, grad, exact)
-            cells = " | ".join(f"{e:.1e} ({e / b:.2f})" for e, b in zip(found, base, strict=True))
+            measured = errors(dilated_attention(*x, pattern, causal=causal, engine=name), x, grad, exact)
+            cells = " | ".join(f"{e:.1e} ({e / b:.2f})" for e, b in zip(measured, base, strict=True))
             print(f"| {name} | {'yes' if causal else 'no'} | {cells} |", flush=True)
 
 

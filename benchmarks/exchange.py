@@ -3,12 +3,13 @@
     python benchmarks/exchange.py --local 262144 --record benchmarks/results/....md     # on a machine with GPUs: all of them
     python benchmarks/exchange.py --device cpu --ranks 2 --local 4096 --heads 2 --head-dim 16 --dtype float32
 
-"alone" is the op on one rank over its own tokens only, with the branches that fit a shard: the work that needs no exchange.
-"added" is what the widest branches and their exchange add to it. "exposed" is how long what computes stood still for rows
-(forward and backward, by the exchange's own clock, in calls that are not timed); "moving" is what remains of a call's time
-once nothing moves (--still): with it, buffers are left as they are. All are the most of any rank, calls are trusted as in
-training (`SequenceGroup.trusting`), and what they keep for the backward is kept in "forward", too. Bytes are those received,
-as counted by the exchange itself; "planned" are those of both passes by the plan, without the trade of tokens for heads.
+"alone" is the op on one rank over its own tokens only, with the branches that fit a shard: the work that needs no
+exchange. "added" is the additional time of the widest branches and their exchange. "exposed" is the time in which
+computation waits for rows (forward and backward, by the exchange's own clock, in separate calls). "moving" is the part
+of a call's time that disappears without any transfer (--still), which leaves buffers unchanged. All are the most of any
+rank, calls are trusted as in training (`SequenceGroup.trusting`), and "forward" also saves for the backward. Bytes are
+received ones, counted by the exchange itself; "planned" are the plan's bytes of both passes, without the trade of
+tokens for heads.
 Shape letters: L tokens a rank, N = R L, H heads, D head dim.
 """
 
@@ -53,7 +54,6 @@ COLUMNS = (
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda")
     p.add_argument("--ranks", type=int, help="default: all GPUs")
@@ -77,8 +77,8 @@ def options() -> argparse.Namespace:
 
 
 def seconds(run, device: torch.device, repeats: int, settle=lambda: None) -> float:
-    """Median wall seconds of `run`, of four after another as layers are, on the slowest rank, after two warm-ups."""
-    found = []
+    """Return median wall seconds of `run` on the slowest rank, of four consecutive calls, after two warm-ups."""
+    times = []
     for i in range(repeats + 2):
         meet(device)
         begin = time.perf_counter()
@@ -87,26 +87,25 @@ def seconds(run, device: torch.device, repeats: int, settle=lambda: None) -> flo
         settle()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        found += [(time.perf_counter() - begin) / 4] if i > 1 else []
-    return most(device, statistics.median(found))[0]
+        times += [(time.perf_counter() - begin) / 4] if i > 1 else []
+    return most(device, statistics.median(times))[0]
 
 
 def meet(device: torch.device) -> None:
-    """All ranks begin together."""
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def most(device: torch.device, *numbers: float) -> list[float]:
-    """The largest of any rank."""
-    found = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.tolist()
+    """Return the largest numbers of any rank."""
+    largest = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()
 
 
 def step(tensors, pattern, causal: bool, group: SequenceGroup | None):
-    """(forward, forward and backward) of the op as functions without arguments."""
+    """Return (forward, forward and backward) of the op as functions without arguments."""
     q, k, v, grad = tensors
     trusting = contextlib.nullcontext if group is None else group.trusting
 
@@ -120,7 +119,7 @@ def step(tensors, pattern, causal: bool, group: SequenceGroup | None):
 
 
 def watched(run, group: SequenceGroup, device: torch.device, repeats: int) -> tuple[float, float, float]:
-    """(exposed seconds, bytes received by the plan, whether others were counted), most of any rank in a pass."""
+    """Return (exposed seconds, bytes received by the plan, whether the count differs), most of any rank in a pass."""
     exposed = []
     for _ in range(repeats):
         meet(device)
@@ -140,7 +139,7 @@ def watched(run, group: SequenceGroup, device: torch.device, repeats: int) -> tu
 
 
 def counted(run, group: SequenceGroup) -> tuple[int, int]:
-    """Bytes that this rank receives in one call, (forward, backward)."""
+    """Return the bytes that this rank receives in one call, (forward, backward)."""
     group.forward_traffic.clear(), group.backward_traffic.clear()
     run()
     group.settle()
@@ -148,14 +147,14 @@ def counted(run, group: SequenceGroup) -> tuple[int, int]:
 
 
 def awaited(run, group: SequenceGroup, device: torch.device, repeats: int) -> tuple[str, str]:
-    """Cells "exposed ms" and "received MB" (both passes, the rank that receives most), from calls that are not timed."""
+    """Return cells "exposed ms" and "received MB" (both passes, the rank that receives most), from untimed calls."""
     exposed, _, unlike = watched(run, group, device, repeats)
     (received,) = most(device, sum(counted(run, group)))
     return f"{exposed * 1e3:.2f}", f"{received / 1e6:.2f}{' (NOT as planned)' if unlike else ''}"
 
 
 def still():
-    """Within, exchanges pack, compute and add up as ever, on whatever their buffers hold, but nothing moves."""
+    """Let exchanges pack, compute and add up their buffers without moving anything."""
 
     def post(self, rows, sends, receives, into=None, what="rows"):
         out = rows.new_empty(sum(receives.values()), *rows.shape[1:]) if into is None else into
@@ -192,9 +191,9 @@ class Line:
 def measure(
     group: SequenceGroup, tensors, pattern, causal: bool, alone: float, args: argparse.Namespace
 ) -> Line | ValueError:
-    """One exchange, or why it cannot serve."""
+    """Measure one exchange, or return the reason why it cannot serve."""
     device, local = tensors[0].device, tensors[0].shape[1]
-    forward, both = step(tensors, pattern, causal, group)
+    forward, both_passes = step(tensors, pattern, causal, group)
     try:
         forward()
     except ValueError as error:
@@ -205,19 +204,19 @@ def measure(
         causal,
         name,
         group.head_size,
-        *(seconds(run, device, args.repeats, group.settle) for run in (forward, both)),
+        *(seconds(run, device, args.repeats, group.settle) for run in (forward, both_passes)),
     )
     line.added = line.both - alone
-    line.exposed, line.planned, line.unlike = watched(both, group, device, args.repeats)
-    line.received = tuple(most(device, *counted(both, group)))
+    line.exposed, line.planned, line.unlike = watched(both_passes, group, device, args.repeats)
+    line.received = tuple(most(device, *counted(both_passes, group)))
     if args.still:
         with still():
-            line.moving = line.both - seconds(both, device, args.repeats, group.settle)
+            line.moving = line.both - seconds(both_passes, device, args.repeats, group.settle)
     return line
 
 
 def lines(rank: int, args: argparse.Namespace, device: torch.device):
-    """The lines of the table, equal on all ranks."""
+    """Yield the lines of the table, equal on all ranks."""
     ranks = dist.get_world_size()
     for local in args.local:
         pattern = DilatedPattern.geometric(args.first, local * ranks)
@@ -230,16 +229,16 @@ def lines(rank: int, args: argparse.Namespace, device: torch.device):
             yield Line(local, causal, "alone", 1, *alone)
             for size, name in itertools.product(args.head_sizes, args.exchanges):
                 group = SequenceGroup(exchange=name, head_size=size, ranks_per_node=args.ranks_per_node)
-                found = measure(group, tensors, pattern, causal, alone[1], args)
+                row = measure(group, tensors, pattern, causal, alone[1], args)
                 group.close()
-                if isinstance(found, Line):
-                    yield found
+                if isinstance(row, Line):
+                    yield row
                 elif rank == 0:
-                    print(f"{name}: {found}", flush=True)
+                    print(f"{name}: {row}", flush=True)
 
 
 def joined(rank: int, ranks: int, port: int, args: argparse.Namespace) -> torch.device:
-    """The device of a rank that joined the others."""
+    """Join the other ranks. Return the device."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     device = torch.device(args.device, rank) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda":
@@ -248,11 +247,11 @@ def joined(rank: int, ranks: int, port: int, args: argparse.Namespace) -> torch.
     return device
 
 
-def told(rank: int, head: str, found: Iterable[object], record: Path | None) -> None:
-    """Rank 0 prints the lines as they come, and appends them to the file."""
+def told(rank: int, head: str, rows: Iterable[object], record: Path | None) -> None:
+    """Let rank 0 print the lines one by one, and append them to the file."""
     written = [head]
     print(head, end="", flush=True) if rank == 0 else None
-    for line in found:
+    for line in rows:
         written.append(str(line))
         print(line, end="", flush=True) if rank == 0 else None
     if record and rank == 0:
@@ -262,7 +261,6 @@ def told(rank: int, head: str, found: Iterable[object], record: Path | None) -> 
 
 
 def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
-    """One rank."""
     device = joined(rank, ranks, port, args)
     head = (
         f"\n{ranks} ranks, {args.heads} heads of {args.head_dim}, {args.dtype}, geometric({args.first}, N), "
@@ -274,7 +272,6 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
 
 
 def start(work: Callable[..., None], args: argparse.Namespace) -> None:
-    """All ranks."""
     count = args.ranks or torch.cuda.device_count()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

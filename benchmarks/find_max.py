@@ -1,10 +1,10 @@
-"""The longest sequence that trains on the devices of this machine, by true steps.
+"""The longest sequence that trains on the devices of this machine, by real steps.
 
     python benchmarks/find_max.py --config recipes/longest.yaml --gpus 4
 
-`longest` doubles and bisects; each trial (`Trials`) starts a process for every rank, so that a rank out of memory leaves no
-others waiting and the next trial has its memory. A process runs `python benchmarks/find_max.py JSON --config RECIPE ...`:
-the recipe's model, strategy and memory settings for two steps on the model's `example_batch`.
+`longest` doubles and bisects. Each trial (`Trials`) starts a process for every rank, so that a rank out of memory
+leaves no others waiting and frees its memory for the next trial. A process runs `python benchmarks/find_max.py JSON
+--config RECIPE ...`: the recipe's model, strategy and memory settings for two steps on the model's `example_batch`.
 
 Shape letters: N tokens.
 """
@@ -50,10 +50,11 @@ class Outcome:
 
     Attributes:
         fits: whether no rank ran out of memory.
-        allocated, reserved: the most bytes of a GPU on any rank, 0 where unknown.
+        allocated, reserved: the most bytes of a GPU on any rank, 0 if unknown.
         seconds: of the second step.
-        message: which rank ran out of memory, and how.
-        host, pinned: the most bytes of a rank's process resident on the host, libraries included, and pinned at the end.
+        message: the rank that ran out of memory, and its error.
+        host, pinned: the most bytes of a rank's process resident on the host, libraries included, and pinned at the
+            end.
     """
 
     tokens: int
@@ -82,7 +83,7 @@ class Trials:
     """Trials of a recipe.
 
     Args:
-        arguments: those of `fit`, --config and options.
+        arguments: of `fit`, --config and options.
         ranks: processes, each with its own device.
         timeout: seconds that a trial may take.
         limit: GiB of host memory that each process may use, to try on a CPU; None: no limit.
@@ -142,7 +143,7 @@ class Trials:
                 names = ("allocated", "reserved", "seconds", "host", "pinned")
                 most = {name: max(report[name] for report in reports) for name in names}
                 return Outcome(tokens, True, **most)
-            # a killed rank breaks the others' connections, so it is looked for before their errors
+            # a killed rank breaks the others' connections, so killed ranks are looked for before their errors
             codes = [process.poll() for process in ranks]
             silent = [
                 rank for rank, code in enumerate(codes) if code is not None and not _read(folder / f"{rank}.json")
@@ -166,7 +167,7 @@ class Trials:
 
 
 def _read(path: Path) -> dict | None:
-    """A rank's report, None before it wrote one."""
+    """Return a rank's report, None before it wrote one."""
     return json.loads(path.read_text()) if path.is_file() else None
 
 
@@ -192,14 +193,15 @@ def longest(
     within: float = 0.03,
     most: int | None = None,
 ) -> Tried:
-    """The largest multiple of `multiple` that fits, to a fraction `within`: doubles or halves from `start`, then bisects.
+    """Return the largest multiple of `multiple` that fits, to a fraction `within`: double or halve `start`, then
+    bisect.
 
     Args:
-        fits: whether so many tokens fit; monotone.
-        start: tried first, rounded up to a multiple.
-        multiple: of every length that is tried.
-        within: the largest gap that remains, as a fraction of what fits; 0: exact.
-        most: the upper bound of what is tried.
+        fits: whether a number of tokens fits; monotone.
+        start: the first number, rounded up to a multiple.
+        multiple: divides every number that is tried.
+        within: the largest remaining gap, as a fraction of the result; 0: exact.
+        most: the upper bound of the search.
 
     Raises:
         ValueError: for numbers that are not positive, or if even `multiple` tokens do not fit.
@@ -235,7 +237,7 @@ def longest(
 
 
 class Samples(Dataset):
-    """Two batches of one random sequence of N tokens, as the model's `example_batch` makes them, alike on all ranks."""
+    """Two batches of one random sequence of N tokens, made by the model's `example_batch`, alike on all ranks."""
 
     def __init__(self, model: DilatedModule, tokens: int) -> None:
         self.model, self.tokens = model, tokens
@@ -247,12 +249,12 @@ class Samples(Dataset):
         return example_of(self.model, self.tokens, index)
 
 
-#: tokens of a rank that a search begins with, and whose multiples it tries
+#: first number of tokens of a rank, and the multiples that are tried
 START, MULTIPLE = 65536, 1024
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of the search; all others are those of fit."""
+    """Return a parser of the search's options; all others belong to fit."""
     p = argparse.ArgumentParser(
         "find_max.py",
         description="Trains two steps of ever longer random sequences (of the recipe's model) on the GPUs of this "
@@ -277,7 +279,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _number(text: str) -> int:
-    """8M is 8 * 2**20."""
+    """Read "8M" as 8 * 2**20."""
     powers = {"K": 10, "M": 20, "G": 30}
     digits, power = (text[:-1], powers[text[-1].upper()]) if text and text[-1].upper() in powers else (text, 0)
     try:
@@ -287,10 +289,10 @@ def _number(text: str) -> int:
 
 
 def checked(args: argparse.Namespace) -> argparse.Namespace:
-    """The options with their defaults.
+    """Return the options with their defaults.
 
     Raises:
-        ValueError: without a GPU or a limit of memory, or for more GPUs than there are.
+        ValueError: without a GPU or a limit of memory, or for more GPUs than exist.
     """
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not here and args.limit is None:
@@ -308,9 +310,9 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def run(argv: list[str]) -> None:
-    args, others = parser().parse_known_args(argv)
+    args, fit_arguments = parser().parse_known_args(argv)
     args = checked(args)
-    arguments = [word for path in args.config for word in ("--config", path)] + others
+    arguments = [word for path in args.config for word in ("--config", path)] + fit_arguments
     trials, best = Trials(arguments, args.gpus, args.timeout, args.limit), []
     start, multiple = args.tokens or START * args.gpus, args.multiple * args.gpus
     try:
@@ -334,7 +336,7 @@ def _printed(trials: Trials, best: list[Outcome]) -> Callable[[int], bool]:
     return fits
 
 
-#: how torch, CUDA, NCCL and cuBLAS report a lack of memory, other than by torch.OutOfMemoryError
+#: errors of torch, CUDA, NCCL and cuBLAS about lack of memory, other than torch.OutOfMemoryError
 WORDS = (
     "can't allocate memory",
     "cannot allocate memory",
@@ -342,12 +344,12 @@ WORDS = (
     "out of memory",
     "alloc_failed",
 )
-#: of a trial: in the first there are no optimizer states yet
+#: of a trial: the first has no optimizer states yet
 STEPS = 2
 
 
 class _Steps(pl.Callback):
-    """Times each step, waiting for the GPU. After the second step, or an error of memory, the process exits without
+    """Time each step, waiting for the GPU. After the second step, or an error of memory, the process exits without
     Lightning's teardown, which moves model, gradients and optimizer states to the host.
 
     Args:
@@ -396,7 +398,7 @@ def train(job: dict[str, Any], arguments: list[str]) -> None:
     }
 
     class Attempt(DilatedCLI):
-        """The recipe's model and Trainer, with these options and no callbacks but those of memory."""
+        """The recipe's model and Trainer, with these options and only the callbacks of memory."""
 
         def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
             callbacks = self._get(self.config_init, "trainer", default={}).get("callbacks") or []
@@ -404,7 +406,7 @@ def train(job: dict[str, Any], arguments: list[str]) -> None:
             return super().instantiate_trainer(**{**kwargs, **options, "callbacks": [steps, *of_memory]})
 
         def check_data(self) -> None:
-            """The recipe's data are not read, and may be too short."""
+            """Skip the check: the recipe's data are not read, and may be too short."""
 
     steps = _Steps(lambda result: _leave(job, result))
     cli = Attempt(run=False, args=arguments, save_config_callback=None)
@@ -418,11 +420,11 @@ def _leave(job: dict[str, Any], result: dict[str, Any]) -> None:
     place.with_suffix(".part").write_text(json.dumps(result))
     place.with_suffix(".part").rename(place)
     sys.stdout.flush()
-    os._exit(0)  # without destructors, which would wait for ranks that are gone
+    os._exit(0)  # without destructors, which would wait for ranks that have exited
 
 
 def _missing(error: BaseException) -> str | None:
-    """The message of an error of memory; None for other errors."""
+    """Return the message of an error of memory; None for other errors."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS):
@@ -431,14 +433,14 @@ def _missing(error: BaseException) -> str | None:
 
 
 def _where(error: BaseException) -> str:
-    """The last line of this package that an error passed, since torch's message does not say what was running."""
+    """Return the last line of this package in the traceback, since torch's message does not name the operation."""
     frames = traceback.extract_tb(error.__traceback__)
     package = [f for f in frames if "lightning_dilated" in Path(f.filename).parts] or frames
     return f"{Path(package[-1].filename).name}:{package[-1].lineno}, {package[-1].name}"
 
 
 def _free() -> str:
-    """The free memory of the GPU, which only torch's allocator names in its errors."""
+    """Return the free memory of the GPU, which only torch's allocator names in its errors."""
     if not torch.cuda.is_initialized():
         return ""
     try:
@@ -449,7 +451,7 @@ def _free() -> str:
 
 
 def _end_with(parent: int) -> None:
-    """Exit when the process that started this one is gone, so that the GPU is freed."""
+    """Exit when the parent process has exited, so that the GPU is freed."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)

@@ -1,11 +1,11 @@
-"""Whether embeddings of a small genome model tell coding from non-coding windows, next to counts of k-mers.
+"""Test if embeddings of a small genome model tell coding from non-coding windows, next to counts of k-mers.
 
     python benchmarks/genome_probe.py --fasta genome.fa.gz
 
-Labels follow from the bases by a rule. A stretch without a stop codon in one of the six frames is open. Windows inside of an
-open stretch of at least 900 bases are coding; those that meet none of 300 or more are not. A LongNetMLM is trained on the
-first 70 % of each record; then a linear probe on frozen embeddings, and on frequencies of k-mers, is fitted to windows of
-that part and tested on those of the rest. Takes under two minutes on a CPU.
+A rule labels the bases. A stretch without a stop codon in one of the six frames is open. Windows inside of an open
+stretch of at least 900 bases are coding; windows that meet none of 300 or more are not. A LongNetMLM is trained on the
+first 70 % of each record. A linear probe on frozen embeddings, and on frequencies of k-mers, is fitted to windows of
+that part and tested on windows of the other 30 %. Takes under two minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LONG, OPEN, SHARE = 900, 300, 0.7
 
 
 def open_stretches(codes: np.ndarray) -> Iterator[tuple[int, int]]:
-    """(start, stop) of every stretch of at least OPEN bases without a stop codon, in the frames of both strands."""
+    """Yield (start, stop) of every stretch of at least OPEN bases without a stop codon, in six frames."""
     for strand in (codes, np.take(COMPLEMENTS, codes[::-1])):
         triplets = 16 * strand[:-2].astype(int) + 4 * strand[1:-1] + strand[2:]
         for frame in range(3):
@@ -41,7 +41,7 @@ def open_stretches(codes: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def labelled(codes: np.ndarray, size: int) -> tuple[list[int], list[int]]:
-    """Starts of coding windows, and of non-coding ones."""
+    """Return the starts of coding windows, and of non-coding ones."""
     any_open = np.zeros(len(codes) + 1, int)
     coding: list[int] = []
     for start, stop in open_stretches(codes):
@@ -56,17 +56,17 @@ def labelled(codes: np.ndarray, size: int) -> tuple[list[int], list[int]]:
 
 
 def kmers(tokens: Tensor, k: int) -> Tensor:
-    """(B, 4^k) shares of the k-mers of both strands in windows (B, N)."""
-    both = [tokens, ld.data.reverse_complement(tokens)]
+    """Return (B, 4^k) shares of the k-mers of both strands in windows (B, N)."""
+    strands = [tokens, ld.data.reverse_complement(tokens)]
     total = torch.zeros(len(tokens), 4**k)
-    for x in both:
+    for x in strands:
         numbers = sum(x[:, i : x.shape[1] - k + 1 + i].clamp(max=3) * 4 ** (k - 1 - i) for i in range(k))
         total.scatter_add_(1, numbers, torch.ones(numbers.shape))
     return total / total.sum(1, keepdim=True)
 
 
 def probe(train: Tensor, y: Tensor, test: Tensor, truth: Tensor) -> tuple[float, float]:
-    """(AUROC, accuracy) on the test windows of logistic regression on standardised features, with weight decay 1e-2."""
+    """Return (AUROC, accuracy) on the test windows of logistic regression on standardised features."""
     mean, std = train.mean(0), train.std(0) + 1e-8
     train, test = (train - mean) / std, (test - mean) / std
     layer = nn.Linear(train.shape[1], 1)
@@ -142,7 +142,7 @@ def main() -> None:
         least = min(len(windows[part, 0]), len(windows[part, 1]), args.most)
         picked = [windows[part, y][i] for y in (0, 1) for i in chosen.permutation(len(windows[part, y]))[:least]]
         tokens[part], labels[part] = torch.stack(picked), torch.arange(2).repeat_interleave(least)
-        # either strand, so that the strand of the file gives nothing away
+        # a random strand, so that the strand of the file reveals nothing
         turn = torch.from_numpy(chosen.random(2 * least) < 0.5)
         tokens[part][turn] = ld.data.reverse_complement(tokens[part][turn])
     print(

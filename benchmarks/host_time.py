@@ -1,11 +1,11 @@
-"""What the host does in one small call of the op: microseconds of a forward, and of a forward and backward.
+"""The host's time of one small call of the op: microseconds of a forward, and of a forward and backward.
 
     python benchmarks/host_time.py                  # on a CPU
-    python benchmarks/host_time.py --device cuda    # and what of it is left for a GPU's kernels, which run beside it
+    python benchmarks/host_time.py --device cuda    # the part that GPU kernels, which overlap with it, do not hide
     python benchmarks/host_time.py --device cuda --profile
 
 A call of 64 tokens, 4 heads of 8 (64 in bfloat16 on a GPU), two branches: the least of nine means, on one thread.
-`--profile` prints the functions in which the time goes. To compare two versions run both in turn on one machine, with
+`--profile` prints the most expensive functions. To compare two versions run them alternately on one machine, with
 PYTHONPATH set to each.
 """
 
@@ -23,7 +23,7 @@ import lightning_dilated as ld
 
 
 def least(function: Callable[[], object], calls: int, repeats: int = 9) -> float:
-    """Microseconds of a call, the least mean of several series."""
+    """Return the microseconds of a call: the least mean of several series."""
     means = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -52,10 +52,10 @@ def main() -> None:
 
     both()
     if a.profile:
-        with cProfile.Profile() as seen:
+        with cProfile.Profile() as profiler:
             for _ in range(300):
                 both()
-        pstats.Stats(seen).sort_stats("tottime").print_stats(40)
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
         return
     with torch.no_grad():
         alone = least(forward, 200)

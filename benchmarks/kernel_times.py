@@ -1,4 +1,4 @@
-"""Where the time of the op goes on a GPU: milliseconds of each kernel, forward and backward, beside the wall time.
+"""The op's time on a GPU by kernel: milliseconds of each, forward and backward, and the wall time.
 
     python benchmarks/kernel_times.py --seq-len 1048576 --heads 12 --head-dim 64 \
         --segments 2048 4096 8192 16384 32768 --dilations 1 2 4 8 16 --causal 0 1
@@ -19,7 +19,6 @@ from lightning_dilated import DilatedPattern, dilated_attention
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seq-len", type=int, default=1048576)
     p.add_argument("--heads", type=int, default=12)
@@ -33,26 +32,25 @@ def options() -> argparse.Namespace:
 
 
 def kernel_times(run: Callable[[], None]) -> tuple[dict[str, tuple[float, int]], float]:
-    """({kernel: (ms, calls)}, wall ms) of one run after two warm-ups."""
+    """Return ({kernel: (ms, calls)}, wall ms) of one run after two warm-ups."""
     run()
     run()
     torch.cuda.synchronize()
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         start.record()
         run()
         stop.record()
         torch.cuda.synchronize()
-    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for event in seen.events():
+    times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            found[event.name[:100]][0] += event.device_time / 1000
-            found[event.name[:100]][1] += 1
-    return {name: (ms, int(n)) for name, (ms, n) in found.items()}, start.elapsed_time(stop)
+            times[event.name[:100]][0] += event.device_time / 1000
+            times[event.name[:100]][1] += 1
+    return {name: (ms, int(n)) for name, (ms, n) in times.items()}, start.elapsed_time(stop)
 
 
 def main() -> None:
-    """Print a table a case."""
     args = options()
     pattern = DilatedPattern.longnet(args.segments, args.dilations)
     shape = 1, args.seq_len, args.heads, args.head_dim
@@ -64,12 +62,12 @@ def main() -> None:
             out = dilated_attention(q, k, v, pattern, causal=causal, engine=args.engine)
             torch.autograd.grad(out, (q, k, v), grad)
 
-        found, wall = kernel_times(run)
-        total = sum(ms for ms, _ in found.values())
+        times, wall = kernel_times(run)
+        total = sum(ms for ms, _ in times.values())
         print(
             f"\ncausal={causal}: wall {wall:.2f} ms, kernels {total:.2f} ms\n\n| kernel | ms | calls |\n| --- | --- | --- |"
         )
-        for name, (ms, calls) in sorted(found.items(), key=lambda x: -x[1][0])[: args.rows]:
+        for name, (ms, calls) in sorted(times.items(), key=lambda x: -x[1][0])[: args.rows]:
             print(f"| `{name}` | {ms:.3f} | {calls} |")
 
 

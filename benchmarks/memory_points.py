@@ -4,8 +4,8 @@
     python benchmarks/memory_points.py --only 125M --gpus 4
     python benchmarks/memory_points.py --search             # and the longest sequence of each row, by true steps
 
-Each point is two steps of random bytes in processes of their own (`find_max`), with AdamW and compiled blocks; the peak is
-the allocator's. Planned numbers come from `planning`, before.
+Each point is two steps of random bytes in new processes (`find_max`), with AdamW and compiled blocks; the peak is the
+allocator's. Planned numbers come from `planning`, before the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 
 FIVE = {"segment_lengths": [2048, 4096, 8192, 16384, 32768], "dilation_rates": [1, 2, 4, 8, 16]}
-#: shifted layers leave no wall
+#: with shifted layers, no wall remains
 SIX = {
     "segment_lengths": [2048, 8192, 32768, 131072, 524288, 2097152],
     "dilation_rates": [1, 4, 16, 64, 256, 1024],
@@ -58,23 +58,23 @@ class Point:
     precision: str = "bf16-mixed"
     optimizer: str = "adamw"
     shifted: bool = False  # six branches, every other layer shifted
-    hybrid: int | None = None  # a dense head in one layer of so many, and local segments
+    hybrid: int | None = None  # a dense head in one layer of `hybrid`, and local segments
 
     @property
     def pattern(self) -> dict[str, Any]:
-        """As a recipe has it: segments and rates, or a hybrid."""
+        """Return the pattern as in a recipe: segments and rates, or a hybrid."""
         if self.hybrid:
             return {"hybrid": {"global_every": self.hybrid}}
         return SIX if self.shifted else FIVE
 
     @property
     def shift(self) -> str:
-        """shift_layers of the model."""
+        """Return shift_layers of the model."""
         return "odd" if self.shifted else "none"
 
 
 def block(tile: int | None = 32 * K, **settings: Any) -> MemorySettings:
-    """Recomputed blocks."""
+    """Return settings that recompute blocks."""
     return MemorySettings("block", tile=tile, **settings)
 
 
@@ -106,9 +106,9 @@ POINTS = [
     Point("1.3B", LARGE | HALF, block(16 * K, every=2, offload=1, head_chunks=8), 2 * M, "ring_dilated_fsdp"),
     Point("125M", SMALL | HALF, block(every=2, offload=1, head_chunks=12), 6 * M, "ring_dilated", shifted=True),
     Point("125M", SMALL | HALF, block(every=2, offload=1, head_chunks=12), 12 * M, "ring_dilated"),
-    # what offload costs
+    # the cost of offloading
     Point("125M", SMALL | HALF, block(None, offload=1), M),
-    # of words in place of bytes: 8.03 billion parameters
+    # words instead of bytes: 8.03 billion parameters
     Point("8B, words", LLAMA | HALF | WORDS, block(8 * K, every=2, offload=1, head_chunks=8), 800 * K, None, "bf16-true",
           "adamw8bit"),
     Point("125M hybrid", SMALL, MemorySettings(), 256 * K, hybrid=4),
@@ -118,7 +118,6 @@ POINTS = [
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", help="points with this in their name")
     p.add_argument("--numbers", type=int, nargs="+", help="points by number")
@@ -134,12 +133,12 @@ def options() -> argparse.Namespace:
 
 
 def strategy_of(point: Point, args: argparse.Namespace) -> str:
-    """Of a point on so many GPUs."""
+    """Return the strategy of a point on the given GPUs."""
     return point.strategy or ("ring_dilated" if args.gpus > 1 else "single")
 
 
 def case_of(point: Point, args: argparse.Namespace) -> Case:
-    """The point's model, planned."""
+    """Return the planned case of the point's model."""
     gpu = find_gpu(args.gpu)
     pattern: Any = point.pattern
     if point.hybrid is None:
@@ -155,7 +154,7 @@ def case_of(point: Point, args: argparse.Namespace) -> Case:
 
 @dataclass(frozen=True)
 class Planned:
-    """Of a point: bytes of the peak and on the host, seconds of a step, and the most tokens that would fit."""
+    """A point's planned bytes at the peak and on the host, seconds of a step, and the most tokens that would fit."""
 
     peak: int
     host: int
@@ -164,7 +163,7 @@ class Planned:
 
 
 def planned_of(point: Point, args: argparse.Namespace) -> Planned:
-    """The case that `lightning-dilated plan` computes."""
+    """Plan the case like `lightning-dilated plan`."""
     torch.set_num_threads(1)
     case, tokens = case_of(point, args), tokens_of(point, args)
     memory, longest = case.memory(point.settings, tokens), case.longest(point.settings)
@@ -172,12 +171,12 @@ def planned_of(point: Point, args: argparse.Namespace) -> Planned:
 
 
 def tokens_of(point: Point, args: argparse.Namespace) -> int:
-    """Of all GPUs together."""
+    """Return the tokens of all GPUs together."""
     return (args.tokens or point.tokens) * args.gpus
 
 
 def trials_of(point: Point, args: argparse.Namespace) -> Trials:
-    """The point's model, to be run."""
+    """Return the trials of the point's model."""
     callback = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": vars(point.settings)}
     words = ["--config", str(Path(__file__).parent.parent / "recipes" / "longest.yaml")]
     words += ["--trainer.precision", point.precision, "--trainer.callbacks", json.dumps([callback])]
@@ -193,32 +192,30 @@ def trials_of(point: Point, args: argparse.Namespace) -> Trials:
 
 
 def row(number: int, point: Point, planned: Future[Planned], args: argparse.Namespace) -> str:
-    """One line of the table."""
     tokens, trials = tokens_of(point, args), trials_of(point, args)
-    found = None if args.dry else trials(tokens)
+    done = None if args.dry else trials(tokens)
     plan = planned.result()
     words = in_words(point.settings) + (", bf16 residual" if "residual_dtype" in point.sizes else "")
     words += ", shifted" if point.shifted else ""
     words += f", one dense head in one layer of {point.hybrid}" if point.hybrid else ""
     words += "" if point.optimizer == "adamw" else f", {point.optimizer}, {point.precision}"
     cells = [number, point.name, f"{strategy_of(point, args)} x {args.gpus}", f"{tokens:,}", words]
-    if found is None or not found.fits:
-        peak = [f"{plan.peak / GIB:.1f}", found.message[:400] if found else "", ""]
+    if done is None or not done.fits:
+        peak = [f"{plan.peak / GIB:.1f}", done.message[:400] if done else "", ""]
         time = [f"{plan.seconds:.2f}", "", "", ""]
     else:
-        off = [f"{100 * (a / b - 1):+.1f} %" for a, b in ((plan.peak, found.allocated), (plan.seconds, found.seconds))]
-        peak = [f"{plan.peak / GIB:.1f}", f"{found.allocated / GIB:.1f}", off[0]]
-        time = [f"{plan.seconds:.2f}", f"{found.seconds:.2f}", off[1], f"{tokens / found.seconds / 1000:.1f}K"]
+        off = [f"{100 * (a / b - 1):+.1f} %" for a, b in ((plan.peak, done.allocated), (plan.seconds, done.seconds))]
+        peak = [f"{plan.peak / GIB:.1f}", f"{done.allocated / GIB:.1f}", off[0]]
+        time = [f"{plan.seconds:.2f}", f"{done.seconds:.2f}", off[1], f"{tokens / done.seconds / 1000:.1f}K"]
     most = ""
-    if args.search and found is not None and found.fits:
+    if args.search and done is not None and done.fits:
         most = f"{longest(lambda n: trials(n).fits, plan.longest, M * args.gpus // 8).fits:,}"
-    host = [f"{x / GIB:.1f}" for x in (found.pinned, found.host)] if found is not None and found.fits else ["", ""]
+    host = [f"{x / GIB:.1f}" for x in (done.pinned, done.host)] if done is not None and done.fits else ["", ""]
     cells += [*peak, *time, f"{plan.host / GIB:.1f}", *host, f"{plan.longest:,}", most]
     return f"| {' | '.join(str(cell) for cell in cells)} |"
 
 
 def main() -> None:
-    """Print the table."""
     args = options()
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     lines = [f"{name}, torch {torch.__version__}, bf16-mixed unless stated, compiled blocks, AdamW", ""]
@@ -231,7 +228,7 @@ def main() -> None:
         if (not args.only or args.only in point.name) and (not args.numbers or number in args.numbers)
         and (args.gpus > 1 or point.strategy is None)
     ]  # fmt: skip
-    with ProcessPoolExecutor(4, get_context("spawn")) as pool:  # while the GPUs run what comes before
+    with ProcessPoolExecutor(4, get_context("spawn")) as pool:  # while the GPUs run earlier points
         planned = [pool.submit(planned_of, point, args) for _, point in chosen]
         for (number, point), plan in zip(chosen, planned, strict=True):
             try:

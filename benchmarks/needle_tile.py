@@ -2,8 +2,8 @@
 
     python benchmarks/needle_tile.py --tiles 512 --segment 32 --depth 2
 
-Tiles are noise; one, anywhere, has one of four directions added, which is the slide's class (guessing: 25 %). Trained by
-AdamW (1e-3), 8 new slides a step; prints the share of 512 new slides that are classified right, for each arm, as a row.
+Tiles are noise; one, anywhere, has one of four directions added, which is the slide's class (guessing: 25 %). Trained
+by AdamW (1e-3), 8 new slides a step. Prints a row for each arm: the share of 512 new slides that are classified right.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ARMS = (("class", False), ("class", True), ("mean", False), ("mean", True))
 
 
 def slides(count: int, tiles: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """(features (count, tiles, F), coords (count, tiles, 2), labels (count,))."""
+    """Return (features (count, tiles, F), coords (count, tiles, 2), labels (count,))."""
     features = torch.randn(count, tiles, FEATURES, generator=generator)
     labels = torch.randint(CLASSES, (count,), generator=generator)
     needle = torch.randint(tiles, (count,), generator=generator)
@@ -34,7 +34,7 @@ def slides(count: int, tiles: int, generator: torch.Generator) -> tuple[Tensor, 
 
 
 def train(pool: str, is_global: bool, a: argparse.Namespace) -> tuple[float, float]:
-    """(share of new slides classified right, seconds)."""
+    """Return (share of new slides classified right, seconds)."""
     torch.manual_seed(a.seed)
     model = ld.SlideEncoder(
         FEATURES, a.dim, a.depth, 4, pool=pool, task="classification", num_classes=CLASSES, dropout=0.0, drop_path=0.0,
@@ -59,7 +59,6 @@ def train(pool: str, is_global: bool, a: argparse.Namespace) -> tuple[float, flo
 
 
 def main() -> None:
-    """All arms."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tiles", type=int, default=512)
     p.add_argument("--segment", type=int, default=32)

@@ -1,10 +1,10 @@
-"""The quickstart's loss where two regions train apart between outer steps, beside data parallel training.
+"""The quickstart's loss with two regions that train apart between outer steps, next to data parallel training.
 
     python benchmarks/outer_steps.py --out runs/outer_steps
 
-Two ranks on a CPU, each with a sequence of its own at a time; the same order of samples, seeds and inner optimizer in all
-rows. The threshold, set before the first run: with outer steps after every 20 inner ones, all else at its default, the
-validation loss after 300 steps is at most 1 % above that of data parallel training.
+Two ranks on a CPU, each with its own sequences; the same order of samples, seeds and inner optimizer in all rows. The
+threshold, set before the first run: with outer steps after every 20 inner ones, and defaults otherwise, the validation
+loss after 300 steps is at most 1 % above the loss of data parallel training.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ THRESHOLD = 1.01
 
 
 def validated(strategy: dict[str, Any], out: Path, steps: int) -> tuple[list[float], float]:
-    """(bits per byte at each validation, seconds) of a run."""
+    """Return (bits per byte at each validation, seconds) of a run."""
     options = {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": {"sequence_size": 1, **strategy}}
     command = [sys.executable, "-m", "lightning_dilated", "fit", "--config", str(RECIPE), "--trainer.devices", "2"]
     command += ["--trainer.strategy", json.dumps(options), "--trainer.max_steps", str(steps)]
@@ -59,7 +59,6 @@ def validated(strategy: dict[str, Any], out: Path, steps: int) -> tuple[list[flo
 
 
 def main() -> None:
-    """Print a row a setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/outer_steps"))
     parser.add_argument("--steps", type=int, default=300)

@@ -1,11 +1,11 @@
-"""Output projection and loss over long sequences: in tiles beside the same at once, torch's own and liger-kernel's.
+"""Output projection and loss over long sequences: in tiles, at once, and by torch's own and liger-kernel's functions.
 
     python benchmarks/output_loss.py
     python benchmarks/output_loss.py --seq-len 4096 --dim 64 --vocab 512 --tile 1024 --steps 1     # on a CPU
 
-Each way takes hidden states (N, E) in bf16 and labels, and gives the mean loss, the gradient of the states and that of the
-weights (fp32, cast to bf16 on the way, as under autocast). Errors are those of the gradients (the larger) beside fp32's.
-Ways that are not installed here are left out.
+Each way takes hidden states (N, E) in bf16 and labels, and returns the mean loss and the gradients of the states and of
+the weights (fp32, cast to bf16 on the way, as under autocast). Errors compare the gradients (the larger error) with
+fp32. Ways that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ Way = Callable[[nn.Linear, Tensor, Tensor], Tensor]
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seq-len", type=int, default=262144)
     p.add_argument("--dim", type=int, default=4096)
@@ -39,34 +38,34 @@ def options() -> argparse.Namespace:
 
 
 def nats(head: nn.Linear, x: Tensor, labels: Tensor, compiled: bool = True) -> Tensor:
-    """(1, N) losses."""
+    """Return (1, N) losses."""
     return token_nats(head(x)[0], labels[0], compiled).view(labels.shape)
 
 
 def plain(head: nn.Linear, x: Tensor, labels: Tensor) -> Tensor:
-    """The mean, by torch's cross-entropy in fp32."""
+    """Return the mean by torch's cross-entropy in fp32."""
     return nn.functional.cross_entropy(head(x)[0].float(), labels[0])
 
 
 def ours(tile: int, compiled: bool = True) -> Way:
-    """As LongNetLM does: gradients are made with the sum."""
+    """Return LongNetLM's way: gradients are computed with the sum."""
     run = partial(nats, compiled=compiled)
     return lambda head, x, labels: tiled_sum(partial(run, head), (head,), tile, x, labels) / labels.numel()
 
 
 def again(tile: int) -> Way:
-    """Each tile's logits once more in the backward, as where the loss of each token has a gradient of its own."""
+    """Return the way that recomputes each tile's logits in the backward, as for losses of tokens with own gradients."""
     return lambda head, x, labels: tiled(partial(nats, head), (head,), tile, x, labels).mean()
 
 
 def of_torch(head: nn.Linear, x: Tensor, labels: Tensor) -> Tensor:
-    """torch's, in chunks of its own choice."""
+    """Compute torch's loss, in chunks of its own choice."""
     weight = head.weight.to(x.dtype)
     return nn.functional.linear_cross_entropy(x[0], weight, labels[0], options=nn.LinearCrossEntropyOptions())
 
 
 def of_liger() -> Way:
-    """liger-kernel's."""
+    """Return liger-kernel's way."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss()
@@ -74,62 +73,60 @@ def of_liger() -> Way:
 
 
 def ways(args: argparse.Namespace, vocab: int, device: str) -> dict[str, Way]:
-    """Those that are here, by name."""
     tile = loss_tile(args.tile, vocab)
     name = f"tiles of {tile:,}"
-    found: dict[str, Way] = {name: ours(tile), f"{name}, computed again": again(tile)}
+    available: dict[str, Way] = {name: ours(tile), f"{name}, computed again": again(tile)}
     if device == "cuda":
-        found[f"{name}, not compiled"] = ours(tile, False)
+        available[f"{name}, not compiled"] = ours(tile, False)
     if args.seq_len * vocab * 4 <= args.most * 2**30:
-        found |= {"at once": lambda head, x, labels: nats(head, x, labels).mean(), "torch, at once": plain}
+        available |= {"at once": lambda head, x, labels: nats(head, x, labels).mean(), "torch, at once": plain}
     if hasattr(nn, "LinearCrossEntropyOptions"):  # torch 2.13
-        found["torch, chunked"] = of_torch
+        available["torch, chunked"] = of_torch
     if device == "cuda":  # its kernels are Triton's
         with contextlib.suppress(ImportError):
-            found["liger-kernel"] = of_liger()
-    return found
+            available["liger-kernel"] = of_liger()
+    return available
 
 
 def once(way: Way, head: nn.Linear, x: Tensor, labels: Tensor) -> list[Tensor]:
-    """Gradients of the states and the weights."""
+    """Return gradients of the states and the weights."""
     with torch.autocast(x.device.type, torch.bfloat16):
         loss = way(head, x, labels)
     return list(torch.autograd.grad(loss, [x, head.weight]))
 
 
 def exact(head: nn.Linear, x: Tensor, labels: Tensor, step: int) -> list[Tensor]:
-    """The same in fp32, by torch's cross-entropy, `step` tokens at a time."""
+    """Return the same in fp32, by torch's cross-entropy, `step` tokens at a time."""
     wide, total = x.detach().float(), 0.0
-    made = torch.empty_like(wide)
+    grad = torch.empty_like(wide)
     for cut in (slice(at, at + step) for at in range(0, x.shape[1], step)):
         some = wide[0, cut].requires_grad_()
         loss = nn.functional.cross_entropy(head(some), labels[0, cut], reduction="sum") / labels.numel()
-        made[0, cut], weight = torch.autograd.grad(loss, [some, head.weight])
+        grad[0, cut], weight = torch.autograd.grad(loss, [some, head.weight])
         total = total + weight
-    return [made, total]
+    return [grad, total]
 
 
-def measured(way: Way, steps: int, *given: nn.Linear | Tensor) -> tuple[list[Tensor], float, float]:
-    """(gradients, ms, GiB above what was there)."""
-    on_gpu, seconds, before = given[1].device.type == "cuda", [], 0
+def measured(way: Way, steps: int, *inputs: nn.Linear | Tensor) -> tuple[list[Tensor], float, float]:
+    """Return (gradients, ms, additional GiB)."""
+    on_gpu, seconds, before = inputs[1].device.type == "cuda", [], 0
     for step in range(steps + 1):
-        found = None
+        grads = None
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         began = time.perf_counter()
-        found = once(way, *given)
+        grads = once(way, *inputs)
         if on_gpu:
             torch.cuda.synchronize()
         if step:
             seconds.append(time.perf_counter() - began)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else float("nan")
-    return found, 1000 * statistics.median(seconds), peak
+    return grads, 1000 * statistics.median(seconds), peak
 
 
 def main() -> None:
-    """Print a row for each way."""
     args = options()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
@@ -142,12 +139,12 @@ def main() -> None:
         labels = torch.randint(0, vocab, (1, args.seq_len), device=device)
         want = exact(head, x, labels, args.tile)
         for way, run in ways(args, vocab, device).items():
-            found, ms, peak = measured(run, args.steps, head, x, labels)
+            grads, ms, peak = measured(run, args.steps, head, x, labels)
             errors = [
-                float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, want, strict=True)
+                float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(grads, want, strict=True)
             ]
             print(f"| {vocab:,} | {way} | {ms:.1f} | {peak:.2f} | {max(errors):.1e} |", flush=True)
-            del found
+            del grads
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Loss against position where the second half can be read off the first: two strains of a species, two versions of a source.
+"""Loss against position with a second half that repeats the first: two strains of a species, two versions of a source.
 
     python benchmarks/pairs_distance.py strains genomes --arm hybrid --kv-conv 4
     python benchmarks/pairs_distance.py versions pairs.bin --arm paper --minutes 7.8
 
 `strains` FOLDER: a folder of FASTA files for each species, pylori for validation (`StrainPairsDataModule`: the boundary
-moves by up to a tenth of N/2, up to 63 bases are left out). A model of 8 layers of width 256 and 4 heads; samples of 4,096,
-16,384 and 65,536 bases one after another.
-`versions` FILE: samples of 65,536 bytes that `version_pairs.py` wrote, FILE.val.bin beside it for validation. A model
-of 8 layers of width 512 and 8 heads.
-65,536 tokens a step, trained as `arms.py` says. Prints one line of JSON: bits a token of the first and of the second half,
+moves by up to a tenth of N/2, up to 63 bases are left out). A model of 8 layers of width 256 and 4 heads; samples of
+4,096, 16,384 and 65,536 bases one after another.
+`versions` FILE: samples of 65,536 bytes that `version_pairs.py` wrote, with FILE.val.bin for validation. A model of 8
+layers of width 512 and 8 heads.
+65,536 tokens a step, trained by `arms.py`. Prints one line of JSON: bits a token of the first and of the second half,
 the latter with its standard error over samples; by eighth of the position; training bits; seconds, GiB.
 """
 
@@ -36,7 +36,6 @@ SIZES = {"strains": (4, 256, 8, 4), "versions": (256, 512, 8, 8)}  # vocabulary,
 
 
 def main() -> None:
-    """Train, and print what was learned."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("kind", choices=list(STAGES))
     p.add_argument("data", type=Path)
@@ -48,13 +47,12 @@ def main() -> None:
 
 
 def run(a: argparse.Namespace) -> dict[str, object]:
-    """One arm."""
     lengths, steps = zip(*STAGES[a.kind], strict=True)
     lengths, steps = a.lengths or lengths, a.steps or steps
     longest = max(lengths)
     model = model_of(a, *SIZES[a.kind], longest)
     make = strains if a.kind == "strains" else versions
-    # by minutes, the last length takes what is left of them
+    # with a limit of minutes, the last length takes what is left of them
     stages = [
         Stage(n, k, make(a, n, "train", k * (20 if a.minutes else 1))) for n, k in zip(lengths, steps, strict=True)
     ]
@@ -64,7 +62,7 @@ def run(a: argparse.Namespace) -> dict[str, object]:
 
 
 def strains(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Iterator[Batch]:
-    """Batches of strain pairs of N bases; one sample a batch for validation."""
+    """Yield batches of strain pairs of N bases; one sample a batch for validation."""
     species = {f.name: str(f) for f in sorted(a.data.iterdir()) if f.is_dir()}
     size = max(1, TOKENS // seq_len) if split == "train" else 1
     data = StrainPairsDataModule(
@@ -75,7 +73,7 @@ def strains(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Iter
 
 
 def versions(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Iterator[Batch]:
-    """Samples of a file of bytes, one a batch, in an order that the seed draws."""
+    """Yield samples of a file of bytes, one a batch, in an order drawn by the seed."""
     path = a.data if split == "train" else a.data.with_suffix(".val.bin")
     flat = np.memmap(path, np.uint8, "r")
     rows = flat[: len(flat) // seq_len * seq_len].reshape(-1, seq_len)
@@ -91,7 +89,7 @@ def versions(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Ite
 
 @torch.no_grad()
 def token_bits(model: ld.LongNetLM, samples: Iterator[Batch], device: str) -> torch.Tensor:
-    """(samples, N - 1) float64: bits of each token that is predicted."""
+    """Return (samples, N - 1) float64: bits of each predicted token."""
     model.eval()
     rows = []
     for batch in samples:
@@ -105,7 +103,7 @@ def token_bits(model: ld.LongNetLM, samples: Iterator[Batch], device: str) -> to
 
 
 def validate(model: ld.LongNetLM, samples: Iterator[Batch], device: str) -> dict[str, object]:
-    """Bits of the two halves and of eighths; those of the second half begin a sixteenth behind the middle."""
+    """Return bits of both halves and of eighths; the second half's begin a sixteenth behind the middle."""
     bits = token_bits(model, samples, device)
     half = bits.shape[1] // 2
     second = bits[:, half + half // 8 :].mean(1)

@@ -1,10 +1,10 @@
-"""Other attention in place of ours, over the same q, k, v: torchscale's own code from a local checkout, and dense cuDNN.
+"""Other attention over the same q, k, v as ours: torchscale's own code from a local checkout, and dense cuDNN.
 
     python benchmarks/peers.py --torchscale path/to/torchscale --seq-len 1048576      # ours and torchscale's op
     python benchmarks/peers.py --dense --seq-len 131072 --causal 0                    # ours and dense attention
 
-Nothing of torchscale is in this package: the checkout is imported, and its flash-attn is stood in for by the dense kernel
-that ours uses.
+This package contains nothing of torchscale: the checkout is imported, and the dense kernel of our op replaces its
+flash-attn.
 Shape letters: B batch, N tokens, H heads, D head dim.
 """
 
@@ -28,20 +28,20 @@ class Dense(nn.Module):
     """Attention of every pair, by cuDNN on a GPU."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **unused: Any) -> Tensor:
-        """(B, N, H, D) of three such tensors."""
+        """Return (B, N, H, D) of three such tensors."""
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
 def _with_lse(q: Tensor, k: Tensor, v: Tensor, dropout: float, bias: Any, scale: Any, causal: bool) -> tuple:
-    """What flash-attn's function returns, by cuDNN: (out (B, N, H, D), lse (B, H, N))."""
+    """Return the results of flash-attn's function, by cuDNN: (out (B, N, H, D), lse (B, H, N))."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.device.type == "cuda":
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
-        return found[0].transpose(1, 2), found[1].squeeze(-1)
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return found[0].transpose(1, 2), found[1]
+        results = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+        return results[0].transpose(1, 2), results[1].squeeze(-1)
+    results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return results[0].transpose(1, 2), results[1]
 
 
 class Torchscale(nn.Module):
@@ -70,13 +70,12 @@ class Torchscale(nn.Module):
 
     @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **unused: Any) -> Tensor:
-        """(B, N, H, D) of three such tensors."""
+        """Return (B, N, H, D) of three such tensors."""
         out, _ = self.op(q.flatten(2), k.flatten(2), v.flatten(2), is_causal=causal)
         return out.unflatten(-1, q.shape[2:])
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--seq-len", type=int, default=1048576)
@@ -92,7 +91,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print a row a case: milliseconds of forward and backward, GiB beyond q, k, v, dO, and the ratio to ours."""
+    """Print a row a case: milliseconds of forward and backward, GiB beyond q, k, v, dO, and the ratio to our op."""
     args = options()
     device = torch.device(args.device)
     pattern = DilatedPattern.longnet(args.segments, args.dilations)

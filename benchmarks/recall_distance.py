@@ -1,4 +1,4 @@
-"""Recall against distance: which patterns learn to look up what stands up to 65,536 tokens back.
+"""Recall against distance: patterns that learn to look up a token up to 65,536 tokens back.
 
     python benchmarks/recall_distance.py --arm hybrid --kv-conv 4 --lr 2e-3 --queries 8 --steps 400
     python benchmarks/recall_distance.py --arm paper --rotary-base 1e4 --seed 1
@@ -8,10 +8,10 @@
 
 `FarRecallDataModule` with one pair for 64 tokens, at most 1,024, out of 2,048 keys and values: guessing takes 11 bits.
 Sequences of 1,024, 4,096, 16,384 and 65,536 tokens one after another, `--steps` steps of 65,536 tokens (at least one
-sequence) of each; `--lengths 1024 .. 1048576 --steps 400 .. 40 --recompute` goes on to a million. A model of
-4 layers of width 256 and 4 heads of 64, trained as `arms.py` says. Prints one line of JSON: the share of queries of 32 new
-sequences of the longest length that are answered right, and their bits, also by octave of the distance between query and
-pair; training bits of each tenth of the steps; seconds, GiB.
+sequence) of each; `--lengths 1024 .. 1048576 --steps 400 .. 40 --recompute` continues to a million. A model of 4 layers
+of width 256 and 4 heads of 64, trained by `arms.py`. Prints one line of JSON: the share of right answers in 32 new
+sequences of the longest length, and their bits, also by octave of the distance between query and pair; training bits of
+each tenth of the steps; seconds, GiB.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LENGTHS = (1024, 4096, 16384, 65536)
 
 
 def data(seq_len: int, steps: int, a: argparse.Namespace) -> ld.data.FarRecallDataModule:
-    """The task at N tokens."""
+    """Return the task with N tokens."""
     pairs, batch = min(seq_len // a.tokens_per_pair, 1024, a.vocabulary), max(1, a.tokens // seq_len)
     return ld.data.FarRecallDataModule(
         seq_len,
@@ -46,7 +46,6 @@ def data(seq_len: int, steps: int, a: argparse.Namespace) -> ld.data.FarRecallDa
 
 
 def main() -> None:
-    """Train, and print what was learned."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(p)
     p.add_argument(
@@ -64,7 +63,6 @@ def main() -> None:
 
 
 def run(a: argparse.Namespace) -> dict[str, object]:
-    """One arm."""
     model = model_of(a, 1 + 2 * a.vocabulary, a.dim, DEPTH, HEADS, max(a.lengths), tie_embeddings=a.tie)
     if a.recompute:
         model.transformer.memory = MemorySettings("block")
@@ -74,24 +72,24 @@ def run(a: argparse.Namespace) -> dict[str, object]:
         task = data(n, k, a)
         stages.append(Stage(n, k, batches(task, "train", task.batch_size)))
     trained = train(model, stages, a)
-    given = ("lengths", "vocabulary", "queries", "tokens", "tokens_per_pair", "tie", "dim")
-    return {**options_of(a, model, trained), **{name: getattr(a, name) for name in given}, **validate(model, a)}
+    listed = ("lengths", "vocabulary", "queries", "tokens", "tokens_per_pair", "tie", "dim")
+    return {**options_of(a, model, trained), **{name: getattr(a, name) for name in listed}, **validate(model, a)}
 
 
 @torch.no_grad()
 def validate(model: ld.LongNetLM, a: argparse.Namespace) -> dict[str, object]:
-    """Accuracy and bits of the longest length, all and by octave of the distance."""
+    """Return accuracy and bits of the longest length, all and by octave of the distance."""
     task = data(max(a.lengths), 1, a)
     model.eval()
     right, nats, far = [], [], []
     for batch in batches(task, "val", 1, workers=0):
         tokens, labels = batch["tokens"], batch["labels"]
-        asked = labels[0] != -100
+        queries = labels[0] != -100
         with torch.autocast(a.device, torch.bfloat16):
-            logits = model(tokens.to(a.device))[0][asked.to(a.device)].float().cpu()
-        far.append(task.distances("val", int(batch["index"]))[asked])
-        right.append(logits.argmax(1) == labels[0][asked])
-        nats.append(torch.nn.functional.cross_entropy(logits, labels[0][asked], reduction="none"))
+            logits = model(tokens.to(a.device))[0][queries.to(a.device)].float().cpu()
+        far.append(task.distances("val", int(batch["index"]))[queries])
+        right.append(logits.argmax(1) == labels[0][queries])
+        nats.append(torch.nn.functional.cross_entropy(logits, labels[0][queries], reduction="none"))
     right, nats, far = torch.cat(right).double(), torch.cat(nats).double(), torch.cat(far)
     octave = far.double().log2().floor().long()
     by = {

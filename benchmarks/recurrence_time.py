@@ -3,10 +3,10 @@
     python benchmarks/recurrence_time.py --seq-len 65536 262144
     python benchmarks/recurrence_time.py --seq-len 65536 --parts
 
-bf16 rows, fp32 states. Milliseconds of a forward, and of a forward and backward with the forward once more, beside those of
-the op of five branches over as many tokens; the largest differences of the output and of the gradients of q, k, v,
-log_decay and beta from those of the first row. What is not installed is left out, with the reason. `--parts` has a row for
-each kernel instead, of a call that is not cut into windows.
+bf16 rows, fp32 states. Milliseconds of a forward, and of a forward, its repetition and a backward, relative to the op
+of five branches over the same tokens; the largest differences of the output and of the gradients of q, k, v, log_decay
+and beta from the first row. Ways that are not installed are left out, with the reason. `--parts` has a row for each
+kernel instead, in a call that is not cut into windows.
 Shape letters: B batch, N tokens, H heads, D head dim.
 """
 
@@ -29,29 +29,27 @@ FIVE = ld.DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    """As layers compute it: the op, by kernels where they serve the call, window by window."""
+    """Compute like layers: the op, by kernels if they serve the call, window by window."""
     return op.RECURRENCE(q, k, v, log_decay, beta, None, None, op.encode("gated_delta", None, True))
 
 
 def in_torch(*tensors: Tensor) -> Tensor:
-    """The op by torch operations; `measured` keeps the kernels out."""
+    """Compute the op by torch operations; `measured` keeps the kernels out."""
     return ours(*tensors)
 
 
 def fla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    """The kernels of fla-core."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return chunk_gated_delta_rule(q, k, v, log_decay, beta, scale=1.0, use_qk_l2norm_in_kernel=True)[0]
 
 
 def dilated(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    """Attention by five branches."""
     return ld.dilated_attention(q, k, v, FIVE, causal=True)
 
 
 def inputs(a: argparse.Namespace, seq_len: int) -> tuple[Rows, Tensor]:
-    """q, k, v, log_decay and beta, and a gradient of the output."""
+    """Return q, k, v, log_decay and beta, and a gradient of the output."""
     torch.manual_seed(0)
     rows = [torch.randn(1, seq_len, a.heads, a.head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     gates = [torch.rand(1, seq_len, a.heads, device="cuda") for _ in range(2)]
@@ -60,33 +58,32 @@ def inputs(a: argparse.Namespace, seq_len: int) -> tuple[Rows, Tensor]:
 
 
 def measured(way: Callable[..., Tensor], tensors: Rows, grad: Tensor) -> tuple[float, float, Rows]:
-    """(milliseconds forward, forward and backward, the output and the gradients)."""
+    """Return (milliseconds forward, forward and backward, the output and the gradients)."""
 
     def forward() -> None:
         with torch.no_grad():
             way(*tensors)
 
-    def both() -> Rows:
+    def passes() -> Rows:
         out = way(*tensors)
         return out, *torch.autograd.grad(out, tensors, grad, allow_unused=True)
 
     cuda, why_not = torch.device("cuda"), triton_chunks.why_not
     with mock.patch.object(triton_chunks, "why_not", why_not if way is not in_torch else lambda *_: "left out"):
-        results = both()
+        results = passes()
         return (
             1e3 * seconds_of(forward, cuda, 5),
-            1e3 * seconds_of(both, cuda, 5),
+            1e3 * seconds_of(passes, cuda, 5),
             tuple(x.detach() for x in results if x is not None),
         )
 
 
 def rows_of(a: argparse.Namespace, seq_len: int) -> Iterator[str]:
-    """A table's rows."""
     tensors, grad = inputs(a, seq_len)
     first = None
     for way in (ours, in_torch, fla, dilated):
         try:
-            forward, both, results = measured(way, tensors, grad)
+            forward, both_passes, results = measured(way, tensors, grad)
         except (ImportError, RuntimeError) as error:
             yield f"| {seq_len:,} | {way.__name__} | {type(error).__name__}: {str(error)[:90]} | | |"
             continue
@@ -94,11 +91,11 @@ def rows_of(a: argparse.Namespace, seq_len: int) -> Iterator[str]:
         apart = (
             () if way is dilated else (f"{float((x - y).abs().max()):.1e}" for x, y in zip(first, results, strict=True))
         )
-        yield f"| {seq_len:,} | {way.__name__} | {forward:.2f} | {both:.2f} | {' '.join(apart)} |"
+        yield f"| {seq_len:,} | {way.__name__} | {forward:.2f} | {both_passes:.2f} | {' '.join(apart)} |"
 
 
 def parts_of(a: argparse.Namespace, seq_len: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, launch) of each kernel of a call, forward and then backward."""
+    """Yield (name, launch) of each kernel of a call, forward and then backward."""
     from lightning_dilated.ext.recurrence import gated_delta as forward
     from lightning_dilated.ext.recurrence import gated_delta_backward as back
 
@@ -123,7 +120,6 @@ def parts_of(a: argparse.Namespace, seq_len: int) -> Iterator[tuple[str, Callabl
 
 
 def main() -> None:
-    """Print a table."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seq-len", type=int, nargs="+", default=[65536, 262144])
     p.add_argument("--heads", type=int, default=12)

@@ -1,4 +1,5 @@
-"""Planned steps on few and on thousands of ranks: weak scaling of a geometric pattern over the whole sequence, a table.
+"""Planned steps on few and on thousands of ranks: a table of weak scaling of a geometric pattern over the whole
+sequence.
 
 Shape letters: N tokens, L tokens of a rank, R ranks.
 
@@ -28,15 +29,16 @@ FORMS = ("gather", "butterfly", "hierarchical_gather", "hierarchical_butterfly")
 
 @dataclass(frozen=True)
 class Setting:
-    """What a row of the table shares with the others.
+    """Settings that the rows of a table share.
 
     Attributes:
-        machine: what one device needs.
+        machine: measurements of one device.
         ranks_per_node: ranks that share fast links.
         links: speeds and latencies.
         recompute: one of `models.recompute.POLICIES`.
-        overheads: (tokens of a rank, seconds of a step that are in no part of it), rising; linear in between, proportional
-            to tokens beyond.
+        overheads: (tokens of a rank, seconds of a step outside of its parts), rising; linear in between, proportional
+            to
+            tokens beyond.
     """
 
     machine: Machine
@@ -46,7 +48,7 @@ class Setting:
     overheads: tuple[tuple[int, float], ...] = ()
 
     def overhead(self, tokens: int) -> float:
-        """Seconds of a step that are in no part of it."""
+        """Return the seconds of a step outside of its parts."""
         if not self.overheads:
             return 0.0
         sizes, seconds = zip(*self.overheads, strict=True)
@@ -60,14 +62,14 @@ class Setting:
         return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
 
     def step(self, tokens: int, ranks: int, exchange: str = "auto") -> Step:
-        """The step of geometric(first, L * R), L tokens on each of R ranks; raises as `step_on_ranks` does."""
+        """Return the step of geometric(first, L * R), L tokens on each of R ranks; raises like `step_on_ranks`."""
         pattern = DilatedPattern.geometric(self.machine.first, tokens * ranks)
         setup = Setup("ring_dilated", ranks, self.ranks_per_node, exchange=exchange, links=self.links)
         over = self.overhead(tokens)
         return step_on_ranks(self.machine, [pattern], tokens, setup, recompute=self.recompute, overhead=over)
 
     def assumptions(self) -> str:
-        """What the numbers rest on, in words."""
+        """Return the assumptions behind the numbers, in words."""
         m, x = self.machine, self.links
         over = ", ".join(f"{seconds * 1e3:.1f} ms with {tokens:,} tokens" for tokens, seconds in self.overheads)
         host = f"; what a step of one device took beyond its parts is in every step: {over}" if over else ""
@@ -86,10 +88,10 @@ class Setting:
 def sweep(
     setting: Setting, tokens: Sequence[int], ranks: Sequence[int], exchanges: Sequence[str] = FORMS
 ) -> list[Step]:
-    """Steps of every L, R and exchange that serves them; of one rank one step.
+    """Return steps of every L, R and exchange that serves them; one step for one rank.
 
     Raises:
-        ValueError: for a name that is no exchange, and where L is not the shortest segment times a power of 2.
+        ValueError: for a name that is no exchange, or if L is not the shortest segment times a power of 2.
     """
     unknown = [x for x in exchanges if x not in EXCHANGES]
     if unknown:
@@ -111,9 +113,9 @@ def _serving(setting: Setting, tokens: int, ranks: int, exchanges: Sequence[str]
 
 
 def table(setting: Setting, steps: Sequence[Step]) -> list[str]:
-    """The steps in Markdown, beside one rank with the tokens of one rank.
+    """Return the steps in Markdown, each relative to one rank with the tokens of one rank.
 
-    Bytes are those that a rank receives in a layer on average, all of them and those from other nodes.
+    Bytes are a rank's average in a layer, all received ones and those from other nodes.
     """
     lines = [
         "| tokens a GPU | GPUs | tokens | exchange | forward MB a layer (far) | backward MB a layer (far) | exposed ms "
@@ -135,11 +137,11 @@ def table(setting: Setting, steps: Sequence[Step]) -> list[str]:
 
 
 def _speed(step: Step) -> float:
-    """Thousand tokens/s of a rank."""
+    """Return thousand tokens/s of a rank."""
     return step.tokens / step.ranks / step.seconds / 1e3
 
 
-#: a colour and a marker for every exchange; flat forms are drawn with broken lines, so that equal ones stay visible
+#: a colour and a marker for every exchange; flat forms have broken lines, so that equal ones stay visible
 STYLES = {
     "gather": ("tab:blue", "o", "--"),
     "butterfly": ("tab:orange", "s", "--"),
@@ -151,22 +153,22 @@ STYLES = {
 
 
 def scale_plot(steps: Sequence[Step], path: str | Path, caption: str) -> None:
-    """Write a PNG: above, tokens/s a GPU over GPUs; below, the share of a step that is exposed; a column for each L.
+    """Write a PNG: above, tokens/s a GPU over GPUs; below, the exposed share of a step; a column for each L.
 
     Args:
-        steps: as from `scale.sweep`; those of one rank begin every line.
-        caption: what the numbers rest on, printed below.
+        steps: from `scale.sweep`; steps of one rank begin every line.
+        caption: the assumptions, printed below.
     """
     sizes = sorted({s.tokens // s.ranks for s in steps})
     figure = Figure(figsize=(1.0 + 5.0 * len(sizes), 7.6))
     axes = figure.subplots(2, len(sizes), squeeze=False, sharex=True, sharey="row")
     top = max(map(_speed, steps))
     for column, size in enumerate(sizes):
-        found = [s for s in steps if s.tokens // s.ranks == size]
-        longest = max(s.tokens for s in found)
+        selected = [s for s in steps if s.tokens // s.ranks == size]
+        longest = max(s.tokens for s in selected)
         axes[0][column].set_title(f"{size:,} tokens a GPU, up to N = {longest:,}", fontsize=10)
-        _lines(axes[0][column], found, _speed)
-        _lines(axes[1][column], found, lambda s: 100 * s.exposed / s.seconds)
+        _lines(axes[0][column], selected, _speed)
+        _lines(axes[1][column], selected, lambda s: 100 * s.exposed / s.seconds)
         axes[0][column].set_ylim(0, 1.1 * top)
         axes[1][column].set_ylim(bottom=0)
         axes[1][column].set_xlabel("GPUs")
@@ -184,13 +186,13 @@ def scale_plot(steps: Sequence[Step], path: str | Path, caption: str) -> None:
 
 
 def _lines(axes: Axes, steps: Sequence[Step], value: Callable[[Step], float]) -> None:
-    """A line for each exchange, from the one rank that exchanges nothing."""
+    """Draw a line for each exchange, from the single rank that exchanges nothing."""
     ranks = sorted({s.ranks for s in steps})
     for name, (colour, marker, dashes) in STYLES.items():
-        mine = [s for s in steps if s.exchange == name]
-        if mine:
+        selected = [s for s in steps if s.exchange == name]
+        if selected:
             first = [s for s in steps if s.exchange is None and name in ("gather", "butterfly", "switch", "ring")]
-            points = sorted((s.ranks, value(s)) for s in (*first, *mine))
+            points = sorted((s.ranks, value(s)) for s in (*first, *selected))
             axes.plot(*zip(*points, strict=True), label=name, color=colour, marker=marker, ls=dashes, ms=5, lw=1.4)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [f"{r:,}" for r in ranks])

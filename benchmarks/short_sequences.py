@@ -6,10 +6,11 @@
     python benchmarks/short_sequences.py --torchscale path/to/torchscale      # and the encoder with torchscale's op
     python benchmarks/short_sequences.py --host                   # the host's part of a step, on a CPU: replays do nothing
 
-Ways: plain, compiled (blocks by torch.compile), graphs (`cuda_graphs=True`), both. bf16 autocast, fused AdamW. A time is the
-mean of ten steps, the least of sixty such series after warming up, and in brackets their median. `through fit`: the same
-by `Trainer.fit`, with strategy ring_dilated and with auto, in turn with the former; batches wait in page-locked memory.
-Prints rows of a table, and then the kernels' own time of a step by the profiler, after which steps would be slower.
+Ways: plain, compiled (blocks by torch.compile), graphs (`cuda_graphs=True`), both. bf16 autocast, fused AdamW. A time
+is the mean of ten steps: the least of sixty such series after warming up, and in brackets their median. `through fit`:
+the same in `Trainer.fit`, with strategy ring_dilated and with auto, alternating; batches wait in page-locked memory.
+Prints rows of a table, and at the end the kernels' own time of a step by the profiler, which would slow later steps
+down.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import lightning_dilated as ld
 from lightning_dilated.ext.graphs import cuda_graphs
 from lightning_dilated.ext.graphs.cuda_graphs import CudaGraphs, Inputs, Recorded
 
-#: of Lightning, that of this package and its own for one device
+#: Lightning's names of this package's strategy and of its own for one device
 STRATEGIES = "ring_dilated", "auto"
 FIVE = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 WAYS = {
@@ -46,7 +47,7 @@ WAYS = {
 
 
 def slide(tiles: int) -> dict[str, Any]:
-    """A slide of random features, its blank row in front."""
+    """Return a slide of random features, its blank row in front."""
     features, coords, cells = torch.zeros(1, tiles + 1, 1536), torch.full((1, tiles + 1, 2), -1), torch.arange(tiles)
     features[:, 1:].normal_()
     coords[0, 1:] = 256 * torch.stack([cells % 500, cells // 500], 1)
@@ -54,13 +55,12 @@ def slide(tiles: int) -> dict[str, Any]:
 
 
 def text(tokens: int) -> dict[str, Any]:
-    """Random bytes."""
     values = torch.randint(0, 256, (1, tokens))
     return {"tokens": values, "labels": values.roll(-1, 1)}
 
 
 def encoder(torchscale: str | None = None, **options: Any) -> ld.SlideEncoder:
-    """GigaPath's sizes and pattern, built; with torchscale's op in each block, of a checkout in the folder `torchscale`."""
+    """Build an encoder of GigaPath's sizes and pattern; with the op of the checkout `torchscale` in each block."""
     model = ld.SlideEncoder(task="classification", num_classes=2, dropout=0.0, drop_path=0.0, **options)
     model.configure_model()
     for block in model.transformer.blocks if torchscale else ():
@@ -72,7 +72,7 @@ def encoder(torchscale: str | None = None, **options: Any) -> ld.SlideEncoder:
 
 
 def language(hybrid: bool = False, **options: Any) -> ld.LongNetLM:
-    """125M parameters, built; five branches, or one dense head in one layer of 4 and local segments."""
+    """Build a model of 125M parameters: five branches, or one dense head in one layer of 4 and local segments."""
     pattern = ld.DilatedPattern.hybrid(12, 12) if hybrid else ld.DilatedPattern.longnet(*FIVE)
     model = ld.LongNetLM(pattern, 256, 768, 12, 12, max_seq_len=8192, residual_dtype="bfloat16", **options)
     model.configure_model()
@@ -80,7 +80,7 @@ def language(hybrid: bool = False, **options: Any) -> ld.LongNetLM:
 
 
 def cases(a: argparse.Namespace) -> Iterator[tuple[str, str, Callable[..., pl.LightningModule], list[dict[str, Any]]]]:
-    """(name, way, how the model is made, its batches) of the rows."""
+    """Yield (name, way, a function that builds the model, its batches) of the rows."""
     slides, texts = [slide(n) for n in a.tiles], [text(n) for n in a.tokens]
     for way in a.ways:
         yield "encoder", way, encoder, slides
@@ -90,7 +90,6 @@ def cases(a: argparse.Namespace) -> Iterator[tuple[str, str, Callable[..., pl.Li
 
 
 def step(model: pl.LightningModule, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any]) -> None:
-    """Forward, backward, update."""
     with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
         total, count = model.loss_terms(batch)
     (total / count).backward()
@@ -99,18 +98,18 @@ def step(model: pl.LightningModule, optimizer: torch.optim.Optimizer, batch: Map
 
 
 def shown(means: Sequence[float]) -> str:
-    """The least of the series, and their median."""
+    """Format the least of the series, and their median."""
     return f"{min(means):.2f} ({statistics.median(means):.2f})"
 
 
 def wait() -> None:
-    """For the GPU, if there is one."""
+    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def timed(run: Callable[[], None], series: int = 20) -> list[float]:
-    """Milliseconds of a step, by series."""
+    """Return milliseconds of a step, by series."""
     means = []
     for _ in range(series + 2):
         wait()
@@ -123,7 +122,7 @@ def timed(run: Callable[[], None], series: int = 20) -> list[float]:
 
 
 def kernels(run: Callable[[], None]) -> tuple[float, int]:
-    """(milliseconds of a step's kernels, their number)."""
+    """Return (milliseconds of a step's kernels, their number)."""
     run()
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         run()
@@ -133,7 +132,7 @@ def kernels(run: Callable[[], None]) -> tuple[float, int]:
 
 
 class Clock(pl.Callback):
-    """When each tenth step has ended, in seconds."""
+    """Records the time at the end of each tenth step, in seconds."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -148,7 +147,7 @@ class Clock(pl.Callback):
 
 
 def fitted(model: pl.LightningModule, batch: Mapping[str, Any], strategy: str, steps: int = 220) -> list[float]:
-    """Milliseconds of a step through `Trainer.fit`, by series."""
+    """Return milliseconds of a step through `Trainer.fit`, by series."""
     clock, on_gpu = Clock(), torch.cuda.is_available()
     trainer = pl.Trainer(
         strategy=strategy, devices=1, accelerator="gpu" if on_gpu else "cpu", precision="bf16-mixed", max_steps=steps,
@@ -161,16 +160,16 @@ def fitted(model: pl.LightningModule, batch: Mapping[str, Any], strategy: str, s
 
 
 def idle(compute: Any, inputs: Inputs, parameters: Sequence[torch.Tensor], shared: Any) -> Recorded:
-    """A record whose replays do nothing."""
+    """Return a record with replays that do nothing."""
     x = inputs.x
     zeros = [torch.zeros_like(x) for _ in range(3)]
     return Recorded(inputs, *zeros, (True,) * len(parameters), lambda: None, lambda: None)
 
 
 def host() -> None:
-    """Print what a step of the encoder with narrow layers takes beside its blocks, alone and through `Trainer.fit`."""
+    """Print the host's time of a step of the encoder with narrow layers, without its blocks, and in `Trainer.fit`."""
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning takes more threads for strategies of several processes
+    os.environ["OMP_NUM_THREADS"] = "1"  # otherwise Lightning uses more threads for strategies of several processes
     why_not = CudaGraphs.why_not
     able = lambda *call: None if (why := why_not(*call)) == "it runs on cpu" else why  # noqa: E731
     with mock.patch.object(cuda_graphs, "record", idle), mock.patch.object(CudaGraphs, "why_not", able):
@@ -188,7 +187,6 @@ def host() -> None:
 
 
 def main() -> None:
-    """Print the rows."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tiles", type=int, nargs="*", default=[500, 2000, 10000])
     p.add_argument("--tokens", type=int, nargs="*", default=[8192])

@@ -1,14 +1,14 @@
-"""Training steps on 1 to 4,096 GPUs, planned from what one GPU was measured to need; beside measured steps, in percent.
+"""Training steps on 1 to 4,096 GPUs, planned from measurements of one GPU; compared with measured steps, in percent.
 
     python benchmarks/simulate_scale.py --machine h200.json --plot scale.png
     python benchmarks/simulate_scale.py --machine h200.json --ranks 1 2 4 --tokens 1048576 --recompute block
       --measured 1:1048576:2529.7 4:1048576:2600 2:262144:530:gather
     python benchmarks/simulate_scale.py --machine h200.json --measured 1:65536:140 4:65536:150 --calibrate
 
-The pattern is geometric(first, N), its last segment the whole sequence; --measured is ranks:tokens a rank:milliseconds, and
-the exchange, if it was not auto's. With --calibrate the measured steps of one GPU say how much of a step of so many tokens a
-GPU is in no part of it: what is over when its parts are taken away (the host, and clocks that fall under full load). Links:
-measure them by `lightning-dilated bench links`.
+The pattern is geometric(first, N), with the whole sequence as its last segment. --measured is ranks:tokens a
+rank:milliseconds, and the exchange, if it was not auto's. --calibrate takes the overhead of a step from the measured
+steps of one GPU: the time beyond the step's parts (the host, and clocks that fall under full load). Links: measure them
+with `lightning-dilated bench links`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_dilated.sequence.links import NUMBERS, Links
 
 
 def measured(text: str) -> tuple[int, int, float, str]:
-    """ranks:tokens:milliseconds[:exchange]."""
+    """Parse ranks:tokens:milliseconds[:exchange]."""
     parts = text.split(":")
     if len(parts) not in (3, 4):
         raise argparse.ArgumentTypeError(f"{text!r} is not ranks:tokens:milliseconds[:exchange]")
@@ -34,7 +34,6 @@ def measured(text: str) -> tuple[int, int, float, str]:
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--machine", type=Path, required=True, help="JSON of benchmarks/step_parts.py")
     p.add_argument("--tokens", type=int, nargs="+", default=[32768, 262144], help="of a GPU")
@@ -55,38 +54,37 @@ def options() -> argparse.Namespace:
     return p.parse_args()
 
 
-def calibrated(setting: Setting, given: list[tuple[int, int, float, str]]) -> Setting:
-    """With the overheads that measured steps of one GPU show, 0 where a step's parts take longer than it."""
-    alone = sorted((tokens, ms) for ranks, tokens, ms, _ in given if ranks == 1)
+def calibrated(setting: Setting, measurements: list[tuple[int, int, float, str]]) -> Setting:
+    """Add the overheads of measured steps of one GPU, 0 if a step's parts take longer than it."""
+    alone = sorted((tokens, ms) for ranks, tokens, ms, _ in measurements if ranks == 1)
     if not alone:
         raise SystemExit("--calibrate needs a step of one GPU: --measured 1:TOKENS:MS.")
     over = tuple((tokens, max(0.0, ms / 1e3 - setting.step(tokens, 1).seconds)) for tokens, ms in alone)
     return replace(setting, overheads=over)
 
 
-def compared(setting: Setting, given: list[tuple[int, int, float, str]]) -> list[str]:
-    """Planned steps beside measured ones."""
+def compared(setting: Setting, measurements: list[tuple[int, int, float, str]]) -> list[str]:
+    """Compare planned steps with measured ones."""
     lines = [
         "| GPUs | tokens a GPU | exchange | measured ms | planned ms | deviation | exposed ms |",
         "|---|---|---|---|---|---|---|",
     ]
-    for ranks, tokens, ms, exchange in given:
+    for ranks, tokens, ms, exchange in measurements:
         step = setting.step(tokens, ranks, exchange)
-        found = step.seconds * 1e3
-        off = round(100 * (found / ms - 1), 1) or 0.0
+        planned_ms = step.seconds * 1e3
+        off = round(100 * (planned_ms / ms - 1), 1) or 0.0
         lines.append(
-            f"| {ranks} | {tokens:,} | {step.exchange or 'none'} | {ms:.1f} | {found:.1f} | {off:+.1f} % "
+            f"| {ranks} | {tokens:,} | {step.exchange or 'none'} | {ms:.1f} | {planned_ms:.1f} | {off:+.1f} % "
             f"| {step.exposed * 1e3:.2f} |"
         )
     return lines
 
 
 def main() -> None:
-    """Print the tables, draw the pictures."""
     args = options()
     links = Links() if args.links is None else Links.load(args.links)
-    given = {name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None}
-    links = replace(links, **given, source="") if given else links
+    numbers = {name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None}
+    links = replace(links, **numbers, source="") if numbers else links
     setting = Setting(Machine.load(args.machine), args.ranks_per_node, links, args.recompute)
     if args.calibrate:
         setting = calibrated(setting, args.measured)

@@ -5,8 +5,8 @@
     python benchmarks/slide_step.py --tiles 10000 --accelerator cpu --precision 32-true
     python benchmarks/slide_step.py --tiles 70000 --vary 111 --steps 8 [--engine triton]      # each slide of another size
 
-Random features on a grid of tiles; prints the loss of every step, the fastest and the median step's seconds after the first,
-and peak memory of each rank.
+Random features on a grid of tiles. Prints the loss of every step, the seconds of the fastest and the median step after
+the first, and peak memory of each rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import lightning_dilated as ld
 
 
 class OneSlide(Dataset):
-    """The same slide again and again, or `vary` tiles less of it each time: a blank row for the class token, then tiles."""
+    """The same slide again and again, or `vary` tiles less each time: a blank row for the class token, then tiles."""
 
     def __init__(self, tiles: int, width: int, steps: int, vary: int = 0) -> None:
         self.rows, self.steps, self.vary = tiles + 1, steps, vary
@@ -44,7 +44,7 @@ class OneSlide(Dataset):
 
 
 class Watch(pl.Callback):
-    """Loss and seconds of every step."""
+    """Records loss and seconds of every step."""
 
     def __init__(self) -> None:
         self.rows, self.last = [], 0.0
@@ -57,14 +57,13 @@ class Watch(pl.Callback):
 
 
 def peak(device: torch.device) -> float:
-    """GiB: of the GPU's tensors, or of the whole process on a CPU."""
+    """Return GiB: of the GPU's tensors, or of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def main() -> None:
-    """Train and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tiles", type=int, default=70000)
     p.add_argument("--devices", type=int, default=1)

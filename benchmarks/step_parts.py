@@ -1,14 +1,13 @@
-"""What one device needs for the parts of a training step, written to the JSON that `planning.Machine` reads.
+"""Measure the parts of a training step on one device, and write the JSON that `planning.Machine` reads.
 
     python benchmarks/step_parts.py --output h200.json
     python benchmarks/step_parts.py --output cpu.json --device cpu --precision 32-true --no-compile --tokens 1024 2048
       --dim 64 --depth 2 --heads 4 --first 256 --long 4096 --repeats 1
 
 Every part is this package's own code: a rank's own attention, alone and with branches wider than the rank; a compiled
-TransformerBlock less that; embedding, head and loss of a LongNetLM; dense attention; AdamW (fused on a GPU); batches of
-arriving rows, as cuDNN or the first engine that serves runs them; packing rows, summing gradients that come home, and
-what is done to the few rows that get anything from others. Each length is compiled for itself, and memory is given back
-in between.
+TransformerBlock without it; embedding, head and loss of a LongNetLM; dense attention; AdamW (fused on a GPU); batches
+of arriving rows, with cuDNN or the first engine that serves; packing rows, summing returned gradients, and work on the
+few rows with contributions from others. Each length is compiled separately, and memory is freed in between.
 """
 
 from __future__ import annotations
@@ -40,15 +39,14 @@ from lightning_dilated.ext.planning.machine import Line, Machine, Parts
 from lightning_dilated.models.blocks import default_hidden
 from lightning_dilated.sequence.exchange.row_ops import Batch, Rows, add_rows, pack_rows
 
-#: wide branches of the made-up longer sequence
+#: wide branches of the invented longer sequence
 WIDE = 4
 #: seconds of dense attention before it is measured: a step of it lasts seconds, in which a GPU lowers its clock
 SUSTAINED = 3.0
 
 
 def device_seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """As `seconds_of`, but on a GPU the time of the kernels alone: they begin after all launches, as in a step whose host
-    runs ahead."""
+    """Like `seconds_of`, but on a GPU the kernels' time alone: they begin after all launches."""
     if device.type != "cuda":
         return seconds_of(run, device, repeats)
     run()
@@ -59,7 +57,7 @@ def device_seconds_of(run: Callable[[], object], device: torch.device, repeats: 
 
 
 def fit_line(points: Iterable[tuple[float, float]]) -> Line:
-    """The line with the least squared relative errors through (size, seconds), with both parts at least 0.
+    """Fit a line with the least squared relative errors through (size, seconds), with both parts at least 0.
 
     Raises:
         ValueError: with fewer than two different sizes.
@@ -78,7 +76,6 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line:
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--output", type=Path, required=True, help="the JSON")
     p.add_argument("--tokens", type=int, nargs="+", default=[65536, 262144, 1048576], help="--first times powers of 2")
@@ -110,16 +107,16 @@ class Bench:
         self.head_dim = args.dim // args.heads
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The Trainer's precision."""
+        """Return the Trainer's precision."""
         mixed = self.args.precision == "bf16-mixed"
         return torch.autocast(self.device.type, torch.bfloat16) if mixed else contextlib.nullcontext()
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Median seconds of a call, on a GPU without the host's."""
+        """Return median seconds of a call, on a GPU without the host's."""
         return device_seconds_of(run, self.device, self.args.repeats)
 
     def passes(self, run: Callable[[], Tensor], inputs: list[Tensor]) -> tuple[float, float]:
-        """Seconds of forward and of backward; autocast begins in each call, which casts the weights, as a step does."""
+        """Return seconds of forward and of backward; each call begins an autocast, to cast weights as a step does."""
 
         def forward() -> Tensor:
             with self.autocast():
@@ -127,36 +124,36 @@ class Bench:
 
         grad = torch.ones_like(forward())
         first = self.seconds(forward)
-        both = self.seconds(lambda: torch.autograd.grad(forward(), inputs, grad))
-        return first, max(0.0, both - first)
+        both_passes = self.seconds(lambda: torch.autograd.grad(forward(), inputs, grad))
+        return first, max(0.0, both_passes - first)
 
     def free(self) -> None:
-        """Forget compiled code, so that the next length is not compiled for any, and give memory back."""
+        """Forget compiled code, so that the next length is compiled separately, and free memory."""
         torch._dynamo.reset()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def pattern(self, last: int) -> DilatedPattern:
-        """geometric(first, last)."""
+        """Return geometric(first, last)."""
         return DilatedPattern.geometric(self.args.first, last)
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor of the dtype of q, k and v."""
+        """Draw a tensor of the dtype of q, k and v."""
         return torch.randn(shape, device=self.device, dtype=dtype or self.dtype)
 
     def qkv(self, tokens: int) -> list[Tensor]:
-        """q (1, L, H, D), k and v (1, L, K, D)."""
+        """Return q (1, L, H, D), k and v (1, L, K, D)."""
         return [self.random(1, tokens, h, self.head_dim) for h in (self.args.heads, self.kv_heads, self.kv_heads)]
 
     def call(self, pattern: DilatedPattern, engine: Engine) -> Call:
-        """What `attention.resolve` makes of a call."""
+        """Return the call that `attention.resolve` makes."""
         args = self.args
         window = HeadWindow(pattern, args.heads, self.kv_heads, (0, args.heads))
         return Call(engine, window, args.causal, self.head_dim**-0.5)
 
     def engine(self, q: Tensor, pattern: DilatedPattern | None = None) -> Engine:
-        """The engine of a rank of a sequence; with the pattern of q's own tokens that of one rank alone."""
+        """Return the engine of a rank of a sequence; with the pattern of q's own tokens, of one rank alone."""
         flops = math.inf
         if pattern is not None and self.device.type == "cuda":
             window = HeadWindow(pattern, self.args.heads, self.kv_heads, (0, self.args.heads))
@@ -164,11 +161,11 @@ class Bench:
         return choose(self.args.engine, Request.of(q, 0.0, self.head_dim**-0.5, flops)).engine
 
     def own(self, tokens: int, ranks: int) -> tuple[float, float]:
-        """The attention of a rank's own rows, from the middle of a sequence of `ranks` times its tokens."""
+        """Time the attention of a rank's own rows, in the middle of a sequence of `ranks` times its tokens."""
         q, k, v = self.qkv(tokens)
-        engine, others = self.engine(q, self.pattern(tokens)), self.engine(q)
-        if ranks == 1 and engine is not others:
-            print(f"{tokens:,} tokens: {engine.name} on one rank, as measured; {others.name} on a rank of a sequence")
+        engine, wide = self.engine(q, self.pattern(tokens)), self.engine(q)
+        if ranks == 1 and engine is not wide:
+            print(f"{tokens:,} tokens: {engine.name} on one rank, as measured; {wide.name} on a rank of a sequence")
         grad, call, offset = torch.randn_like(q), self.call(self.pattern(tokens * ranks), engine), tokens * (ranks // 2)
         spans = [Span(0, 1, 0, tokens, tokens * ranks, offset, offset)]
         executor = executors.choose(call, spans, Layout(q.shape, q.dtype, q.device))
@@ -178,7 +175,7 @@ class Bench:
         return self.seconds(forward), self.seconds(lambda: executor.backward(tensors, lse, None))
 
     def long(self, tokens: int) -> tuple[float, float]:
-        """Seconds of a pair of dense attention."""
+        """Return the seconds of a pair of dense attention."""
         args, pattern = self.args, DilatedPattern([Branch(tokens, 1)])
         rows = [x.requires_grad_() for x in self.qkv(tokens)]
         call = lambda: dilated_attention(*rows, pattern, causal=args.causal, engine=args.engine)  # noqa: E731
@@ -190,7 +187,7 @@ class Bench:
         return forward / pairs, backward / pairs
 
     def model(self, tokens: int) -> LongNetLM:
-        """A LongNetLM of one block."""
+        """Build a LongNetLM of one block."""
         args = self.args
         sizes = (args.vocab, args.dim, 1, args.heads)
         options = {"num_kv_heads": args.kv_heads, "ffn_dim": args.ffn_dim, "ffn": args.ffn, "engine": args.engine}
@@ -200,7 +197,7 @@ class Bench:
         return model.to(self.device)
 
     def block(self, tokens: int, recompute: str) -> tuple[float, float]:
-        """One block with its attention."""
+        """Time one block with its attention."""
         self.free()
         transformer = self.model(tokens).transformer
         block = transformer.blocks[0]
@@ -213,85 +210,85 @@ class Bench:
         return self.passes(lambda: block(x, positions=table), [x, *block.parameters()])
 
     def edge(self, tokens: int) -> tuple[float, float]:
-        """Embedding, last norm, output projection and loss: a LongNetLM without its blocks."""
+        """Time embedding, last norm, output projection and loss: a LongNetLM without its blocks."""
         model = self.model(tokens)
         model.transformer.blocks = nn.ModuleList()
         batch = {name: torch.randint(self.args.vocab, (1, tokens), device=self.device) for name in ("tokens", "labels")}
         return self.passes(lambda: model.loss_terms(batch)[0], list(model.parameters()))
 
     def parts(self, tokens: int) -> Parts:
-        """Everything that grows with the tokens."""
+        """Measure everything that grows with the tokens."""
         alone, wider = self.own(tokens, 1), self.own(tokens, 1 << WIDE)
         wide = [max(0.0, b - a) / WIDE for a, b in zip(alone, wider, strict=True)]
-        rest = [max(0.0, b - a) for a, b in zip(alone, self.block(tokens, "none"), strict=True)]
+        other_layers = [max(0.0, b - a) for a, b in zip(alone, self.block(tokens, "none"), strict=True)]
         self.free()
-        return Parts(tokens, *alone, *wide, *rest, *self.edge(tokens))
+        return Parts(tokens, *alone, *wide, *other_layers, *self.edge(tokens))
 
     def again(self, parts: Parts) -> float:
-        """A recomputed block's forward without the op, over the first one."""
+        """Return a recomputed block's forward without the op, relative to the first one."""
         _, backward = self.block(parts.tokens, "block")
         usual = parts.rest_backward + parts.attention_backward
         twice = backward - usual - parts.attention_forward
         return max(0.0, twice) / parts.rest_forward if parts.rest_forward else 1.0
 
     def arrivals(self) -> tuple[Line, Line]:
-        """Batches as those of the wide branches: first/2^j queries and the other keys of their segment, each head."""
+        """Time batches of wide branches: first/2^j queries and the other keys of their segment, each head."""
         heads, group, points = self.args.heads, self.args.heads // self.kv_heads, ([], [])
         head = torch.arange(heads, device=self.device)[:, None]
         for j in range(1, min(7, self.args.first.bit_length() - 1)):
             n = self.args.first >> j
             m = self.args.first - n
-            q, grad, given = (self.random(1, heads * n, 1, self.head_dim) for _ in range(3))
-            out, lse = given.float(), self.random(1, 1, heads * n, dtype=torch.float32)
+            q, grad, values = (self.random(1, heads * n, 1, self.head_dim) for _ in range(3))
+            out, lse = values.float(), self.random(1, 1, heads * n, dtype=torch.float32)
             rows = self.random(self.kv_heads * m, 2, self.head_dim)
             dq, grads = torch.zeros_like(out), torch.zeros_like(rows, dtype=torch.float32)
             queries = torch.arange(heads * n, device=self.device).view(heads, n)
             batch = Batch(0, False, 0, queries, head // group * m + torch.arange(m, device=self.device), [])
             in_triton = triton_up_to(self.args.engine, Request.of(q, 0.0, self.head_dim**-0.5))
             call = replace(self.call(self.pattern(self.args.first), self.engine(q)), in_triton=in_triton)
-            both = (
+            runs = (
                 functools.partial(merge_batch, call, batch, q, rows, out, lse),
-                functools.partial(add_batch, call, batch, (grad, q, given), rows, lse, dq, grads),
+                functools.partial(add_batch, call, batch, (grad, q, values), rows, lse, dq, grads),
             )
-            for found, run in zip(points, both, strict=True):
-                found.append((heads * n * m, self.seconds(run)))
+            for timed_points, run in zip(points, runs, strict=True):
+                timed_points.append((heads * n * m, self.seconds(run)))
         return fit_line(points[0]), fit_line(points[1])
 
     def some(self, tokens: int, heads: int) -> list[Tensor]:
-        """Numbers of few and of many rows of a (1, L, heads, D) tensor, from all over it."""
+        """Return indices of few and of many rows of a (1, L, heads, D) tensor, from all over it."""
         counts = (self.args.first * heads // 64, self.args.first * heads // 8, self.args.first * heads)
         return [torch.randperm(tokens * heads, device=self.device)[:n].sort().values for n in counts]
 
     def moves(self, tokens: int) -> tuple[Line, Line]:
-        """Packing rows of K and V into a buffer, and summing gradients that came home, by bytes."""
+        """Time packing rows of K and V into a buffer, and summing returned gradients, by bytes."""
         _, k, v = self.qkv(tokens)
         points: tuple[list, list] = ([], [])
         for rows in self.some(tokens, self.kv_heads):
             at = torch.arange(len(rows), device=self.device)
             buffer, back = (self.random(len(rows), 2, self.head_dim, dtype=x) for x in (self.dtype, torch.float32))
             sums = torch.zeros_like(back)
-            both = (
+            runs = (
                 (buffer, functools.partial(pack_rows, k, v, rows, at, buffer)),
                 (back, lambda sums=sums, back=back, at=at: sums.index_add_(0, at, back[at])),
             )
-            for found, (moved, run) in zip(points, both, strict=True):
-                found.append((moved.nbytes, self.seconds(run)))
+            for timed_points, (moved, run) in zip(points, runs, strict=True):
+                timed_points.append((moved.nbytes, self.seconds(run)))
         return fit_line(points[0]), fit_line(points[1])
 
     def few(self, tokens: int) -> tuple[Line, Line]:
-        """Picking the rows that get anything from others and adding to them, by query rows: forward, backward."""
+        """Time picking the rows with contributions from others and adding to them, by query rows: forward, backward."""
         q, k, v = self.qkv(tokens)
         out, grad, lse = torch.randn_like(q), torch.randn_like(q), self.random(1, self.args.heads, tokens).float()
         lse, points = lse.transpose(1, 2), ([], [])
-        for mine, theirs in zip(*(self.some(tokens, h) for h in (self.args.heads, self.kv_heads)), strict=True):
-            some, keys = Rows.of(mine, tokens, self.args.heads), Rows.of(theirs, tokens, self.kv_heads)
+        for query_rows, theirs in zip(*(self.some(tokens, h) for h in (self.args.heads, self.kv_heads)), strict=True):
+            some, keys = Rows.of(query_rows, tokens, self.args.heads), Rows.of(theirs, tokens, self.kv_heads)
 
             def forward(some: Rows = some) -> None:
                 some.take(q)
                 some.put(out, some.take(out).float())
                 some.put(lse, some.take(lse))
 
-            def backward(some: Rows = some, keys: Rows = keys, shapes: tuple = (len(mine), len(theirs))) -> None:
+            def backward(some: Rows = some, keys: Rows = keys, shapes: tuple = (len(query_rows), len(theirs))) -> None:
                 for x in (grad, q, out, lse):
                     some.take(x)
                 dq, sums = (torch.zeros(n, 2, self.head_dim, device=self.device) for n in shapes)
@@ -299,19 +296,18 @@ class Bench:
                 add_rows(keys, k, sums[:, 0])
                 add_rows(keys, v, sums[:, 1])
 
-            for found, run in zip(points, (forward, backward), strict=True):
-                found.append((len(mine), self.seconds(run)))
+            for timed_points, run in zip(points, (forward, backward), strict=True):
+                timed_points.append((len(query_rows), self.seconds(run)))
         return fit_line(points[0]), fit_line(points[1])
 
     def optimizer(self, sizes: Iterable[torch.Size]) -> float:
-        """AdamW over parameters of these sizes."""
+        """Time AdamW over parameters of these sizes."""
         parameters = [torch.zeros(size, device=self.device, requires_grad=True) for size in sizes]
         for x in parameters:
             x.grad = torch.zeros_like(x)
         return self.seconds(torch.optim.AdamW(parameters, lr=1e-4, fused=self.device.type == "cuda").step)
 
     def machine(self) -> Machine:
-        """All of it."""
         args, begin = self.args, time.perf_counter()
         said = lambda text: print(f"{time.perf_counter() - begin:5.1f} s: {text}", flush=True)  # noqa: E731
         model = self.model(args.tokens[0])
@@ -340,10 +336,9 @@ class Bench:
 
 
 def main() -> None:
-    """Measure and write."""
     args = options()
     for tokens in args.tokens:
-        DilatedPattern.geometric(args.first, tokens)  # a length that cannot be is an error before anything is measured
+        DilatedPattern.geometric(args.first, tokens)  # an impossible length is an error before anything is measured
     args.output.parent.mkdir(parents=True, exist_ok=True)
     machine = Bench(args).machine()
     machine.save(args.output)

@@ -1,9 +1,9 @@
-"""StrainPairsDataModule, which pairs_distance.py trains on: two strains of a species, the second half copied from the first.
+"""StrainPairsDataModule, the data of pairs_distance.py: two strains of a species, the second half like the first.
 
-The strains correspond where a 32-mer occurs once in each. A 32-mer and its reverse complement count as one: its number is
-the smaller one of both, read as digits of base 4. Of these numbers one in SAMPLED is kept, chosen by a hash of the number
-alone: two strains keep the same ones of what they share, and a kept 32-mer occurs as often in the genome as among those
-kept. An index takes about 23 bytes for SAMPLED bases.
+The strains correspond where a 32-mer occurs once in each. A 32-mer and its reverse complement count as one: its number
+is the smaller one of both, read as digits of base 4. One of SAMPLED numbers is kept, chosen by a hash of the number
+alone. So two strains keep the same ones of their common 32-mers, and a kept 32-mer occurs in the genome exactly as
+often as among the kept ones. An index takes about 23 bytes for SAMPLED bases.
 
 Shape letters: K 32-mers of an index, M of a query, B batch, N bases of a sample (`seq_len`).
 """
@@ -31,7 +31,7 @@ from lightning_dilated.ext.genomes.fasta import SUFFIXES
 from lightning_dilated.ext.genomes.files import Genome
 
 LENGTH = 32
-#: one 32-mer in so many is kept; a power of two
+#: one 32-mer of this number is kept; a power of two
 SAMPLED = 64
 _CHUNK = 1 << 20
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -42,7 +42,7 @@ class Anchors:
     """The kept 32-mers that occur once in a genome, sorted by number.
 
     `kmers` (K,) uint64; `record` (K,) int32 and `place` (K,) int64: the record's number and the first base there;
-    `flipped` (K,) bool: whether the number is that of the other strand; `room` (K, 2) bool: whether there is room for a
+    `flipped` (K,) bool: whether the number is the other strand's; `room` (K, 2) bool: whether there is room for a
     window from here on in the direction of the file, and on the other strand.
     """
 
@@ -56,7 +56,7 @@ class Anchors:
         return len(self.kmers)
 
     def find(self, kmers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(M,) int64 where each of these numbers (M,) stands here, and (M,) bool whether it does."""
+        """Return (M,) int64 indices of these numbers (M,), and (M,) bool whether each exists here."""
         indices = np.minimum(np.searchsorted(self.kmers, kmers), max(len(self) - 1, 0))
         return indices, self.kmers[indices] == kmers if len(self) else np.zeros(len(kmers), dtype=bool)
 
@@ -72,13 +72,13 @@ def anchors(genome: Genome, lead: int, span: int) -> Anchors:
     records = [_of_record(genome, number) for number in range(len(genome.records))]
     kmers, record, place, flipped = (np.concatenate(x) for x in zip(*records, strict=True))
     _, first, counts = np.unique(kmers, return_index=True, return_counts=True)
-    once = first[counts == 1]  # sorted by number, as `unique` is
+    once = first[counts == 1]  # sorted by number, like the result of `unique`
     record, place = record[once], place[once]
     return Anchors(kmers[once], record, place, flipped[once], _room(genome, record, place, lead, span))
 
 
 def _of_record(genome: Genome, number: int) -> tuple[np.ndarray, ...]:
-    """The kept 32-mers of a record: numbers, the record's number, places, and whether the other strand is meant."""
+    """Return the kept 32-mers of a record: numbers, the record's number, places, and whether on the other strand."""
     parts = [(np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, bool))]
     length = genome.records[number].length
     for begin in range(0, length - LENGTH + 1, _CHUNK):
@@ -95,7 +95,7 @@ def _of_record(genome: Genome, number: int) -> tuple[np.ndarray, ...]:
 
 
 def numbers(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The number of the 32-mer from each base on, and of its reverse complement: twice (bases - 31,) uint64.
+    """Return the number of the 32-mer from each base on, and of its reverse complement: twice (bases - 31,) uint64.
 
     Args:
         codes: (bases,) of A 0, C 1, G 2, T 3, at least 32; only the last two bits of others count.
@@ -146,11 +146,11 @@ class Strain:
         return sum(record.length for record in self.genome.records)
 
     def identity(self) -> list[tuple[int, int]]:
-        """(length, checksum) of each record, sorted: alike for the same bases under other names."""
+        """Return (length, checksum) of each record, sorted: alike for the same bases under other names."""
         return sorted((record.length, record.checksum) for record in self.genome.records)
 
     def read(self, anchor: int, reverse: bool, start: int, stop: int) -> np.ndarray:
-        """Bases [start, stop) as read from a 32-mer on, which has position 0, on the file's strand or the other one."""
+        """Return bases [start, stop), counted from a 32-mer at position 0, on the file's strand or the other one."""
         number, place = int(self.anchors.record[anchor]), int(self.anchors.place[anchor])
         if not reverse:
             return self.genome.read(number, place + start, place + stop)
@@ -162,20 +162,20 @@ class StrainPairsDataModule(RuleDataModule):
     """Windows of two strains of a species one after the other: `[window of A][the homologous window of B]`.
 
     Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. Tokens are A 0, C 1, G 2, T 3
-    (`vocab_size` 4); a label is the next base. The base of A that predicts B's next base lies about N/2 tokens back: a
+    (`vocab_size` 4); a label is the next base. The base of A that predicts B's next base is about N/2 tokens back: a
     model that cannot look there predicts B no better than A. `callbacks.LossByPosition` shows the fall.
 
-    A FASTA file is a strain. Windows correspond by a 32-mer that occurs once in each of the two genomes, on either strand.
-    Each sample draws the strains and their order, the place, the strand, the boundary, how many of B's first bases are
-    left out, and a renaming of the four bases, so that statistics of a species do not help. A sample depends on (seed,
-    split, index) alone: workers, ranks and resumed runs get the same ones. Species of `val` and `test` are not trained on.
-    Windows that would hold N or another letter than A C G T (U is T) are not drawn.
+    A FASTA file is a strain. Windows correspond by a 32-mer that occurs once in each of the two genomes, on either
+    strand. Each sample draws the strains and their order, the place, the strand, the boundary, how many of B's first
+    bases are left out, and a renaming of the four bases, so that statistics of a species do not help. A sample depends
+    on (seed, split, index) alone: workers, ranks and resumed runs get the same ones. Species of `val` and `test` are
+    not trained on. Windows that would hold N or another letter than A C G T (U is T) are not drawn.
 
-    `check` reads every base twice, in every process (about 6 seconds of a core for 100 million bases), and compares every
-    two strains of a species. It keeps about 0.4 bytes a base in memory.
+    `check` reads every base twice, in every process (about 6 seconds of a core for 100 million bases), and compares
+    every two strains of a species. It keeps about 0.4 bytes a base in memory.
 
     Args:
-        species: of each species its strains: FASTA files (.fa, .fna, .fasta, plain or .gz), directories (all FASTA files in
+        species: {species: its strains}: FASTA files (.fa, .fna, .fasta, plain or .gz), directories (all FASTA files in
             them) or globs, at least two files.
         val, test: names of species that are validation (or test) data.
         train: names of species to train on; null is all others.
@@ -186,12 +186,12 @@ class StrainPairsDataModule(RuleDataModule):
         max_dropped: most of B's first bases that are left out; their number is drawn evenly from 0 on.
         rename_bases: rename the four bases at random in each sample.
         reverse_complement: share of the samples that are read on the other strand, from 0 to 1.
-        train_size, val_size, test_size: samples of each split; those of a split without species do not count.
+        train_size, val_size, test_size: samples of each split; ignored for splits without species.
         cache_dir, cache_gib: see `GenomeDataModule`.
         seed, num_workers, pin_memory: see `RuleDataModule`.
 
-    Raises: TypeError or ValueError for values outside these ranges and for names that `species` does not have; data on disk
-        is looked at by `check`.
+    Raises: TypeError or ValueError for values outside these ranges and for names that `species` does not have. `check`
+    reads data on disk.
     """
 
     vocab_size: int = 4
@@ -235,27 +235,27 @@ class StrainPairsDataModule(RuleDataModule):
     # -- what a sample takes -----------------------------------------------------------------------------------------
     @property
     def boundaries(self) -> tuple[int, int]:
-        """The first and the last position at which the second strain may begin."""
+        """Return the first and the last position at which the second strain may begin."""
         half = self.seq_len // 2
         move = int(half * self.boundary_range)
         return half - move, half + move
 
     @property
     def lead(self) -> int:
-        """Most bases of a window before the 32-mer by which it was found."""
+        """Return the most bases of a window before the 32-mer by which it was found."""
         return min(LEAD, self.seq_len // 4)
 
     @property
     def span(self) -> int:
-        """Most bases that a sample reads of a strain from its 32-mer on, with the last label."""
+        """Return the most bases that a sample reads of a strain from its 32-mer on, with the last label."""
         low, high = self.boundaries
         return max(high, self.seq_len - low + 1 + self.max_dropped)
 
     # -- reading ------------------------------------------------------------------------------------------------------
     def check(self) -> None:
-        """Read all genomes and see that every two strains of a species share a 32-mer with room for a sample around it.
+        """Read all genomes and check that every two strains of a species share a 32-mer with room for a sample.
 
-        Raises: OSError or ValueError, saying which strain, what was found and what to change; ImportError without pyfaidx.
+        Raises: OSError or ValueError with the strain, the problem and the remedy; ImportError without pyfaidx.
         """
         if self._strains is not None:
             return
@@ -288,7 +288,7 @@ class StrainPairsDataModule(RuleDataModule):
         return Strain(file, genome, anchors(genome, self.lead, self.span))
 
     def _compared(self, first: Strain, second: Strain) -> tuple[float, str, str]:
-        """(share of the shorter index that both have, the two files). Raises: ValueError where no sample can be made."""
+        """Return (share of the shorter index that both have, the two files). Raises: ValueError without any sample."""
         known = len(second.anchors.find(first.anchors.kmers)[1].nonzero()[0])
         pair = f"{first.file} and {second.file}"
         if not known:
@@ -310,7 +310,7 @@ class StrainPairsDataModule(RuleDataModule):
         return super().dataset(split)
 
     def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
-        """One sample: {"tokens": (N,), "labels": (N,)} int64."""
+        """Return one sample: {"tokens": (N,), "labels": (N,)} int64."""
         boundary = self._boundary(rng)
         first, second = self._pair(rng, split)
         dropped = int(rng.integers(0, self.max_dropped + 1))
@@ -329,7 +329,7 @@ class StrainPairsDataModule(RuleDataModule):
         return {"tokens": tokens[:-1].clone(), "labels": tokens[1:].clone()}
 
     def boundary(self, split: str, index: int) -> int:
-        """The position in a sample at which the second strain begins."""
+        """Return the position in a sample at which the second strain begins."""
         return self._boundary(sample_generator(self.seed, split, index))
 
     def _boundary(self, rng: np.random.Generator) -> int:
@@ -337,7 +337,7 @@ class StrainPairsDataModule(RuleDataModule):
         return int(rng.integers(low, high + 1))
 
     def _pair(self, rng: np.random.Generator, split: str) -> tuple[Strain, Strain]:
-        """A strain, as often as it has bases, and another one of its species."""
+        """Draw a strain, in proportion to its bases, and another one of its species."""
         assert self._strains is not None
         species = [self._strains[name] for name in self.names[split]]
         all_strains = [(strains, number) for strains in species for number in range(len(strains))]
@@ -347,7 +347,7 @@ class StrainPairsDataModule(RuleDataModule):
         return strains[number], strains[other]
 
     def _anchor(self, rng: np.random.Generator, first: Strain, second: Strain) -> tuple[int, int, bool]:
-        """(32-mer of the first strain, the same one of the second, whether the first is read on the other strand)."""
+        """Draw (32-mer of the first strain, the same of the second, whether the first is read on the other strand)."""
         for _ in range(_TRIES):
             candidates = rng.integers(0, len(first.anchors), _DRAWN)
             at_first, at_second, reverse = self._usable(
@@ -362,10 +362,10 @@ class StrainPairsDataModule(RuleDataModule):
     def _usable(
         self, first: Strain, second: Strain, kmers: np.ndarray, reverse: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Those of some 32-mers (M,) that both have with room: where here, where there, and on which strand.
+        """Select 32-mers (M,) that both have with room. Return places here, places there, and strands.
 
         Args:
-            reverse: (M,) bool, on which strand each is to be read; None tries each one that `reverse_complement` allows.
+            reverse: (M,) bool, the strand on which to read each; None tries each one that `reverse_complement` allows.
         """
         if reverse is None:
             strands = [
@@ -385,7 +385,7 @@ class StrainPairsDataModule(RuleDataModule):
 
     # -- text --------------------------------------------------------------------------------------------------------
     def rule(self) -> str:
-        """What the samples depend on."""
+        """Name everything on which the samples depend."""
         self.check()
         assert self._strains is not None
         genomes = {
@@ -398,7 +398,7 @@ class StrainPairsDataModule(RuleDataModule):
         )
 
     def describe(self) -> str:
-        """One line: strains, bases and samples of each split, and the share of 32-mers that two strains have in common."""
+        """Return one line: strains, bases and samples of each split, and the share of common 32-mers."""
         self.check()
         assert self._strains is not None
         strains = [strain for group in self._strains.values() for strain in group]
@@ -438,10 +438,10 @@ def _names(known: list[str], settings: dict[str, Any]) -> dict[str, list[str]]:
     if settings["train"] is None:
         names["train"] = [name for name in known if name not in held_out]
     for first, second in itertools.combinations(SPLITS, 2):
-        both = sorted({*names[first]} & {*names[second]})
-        if both:
+        shared = sorted({*names[first]} & {*names[second]})
+        if shared:
             raise ValueError(
-                f"data.{first} and data.{second} both hold {both}: a species serves one split; leave it out of one"
+                f"data.{first} and data.{second} both hold {shared}: a species serves one split; leave it out of one"
             )
     if not names["train"]:
         raise ValueError(
@@ -452,7 +452,7 @@ def _names(known: list[str], settings: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _refuse_shared(files: dict[str, list[str]]) -> None:
-    """Each species has two strains, and each file serves one species."""
+    """Check that each species has two strains, and each file serves one species."""
     species_of: dict[str, str] = {}
     for name, strains in files.items():
         if len(strains) < 2:
@@ -467,7 +467,7 @@ def _refuse_shared(files: dict[str, list[str]]) -> None:
 
 
 def _refuse_equal(strains: dict[str, list[Strain]], split_of: dict[str, str]) -> None:
-    """No strain is there twice, and no record in two splits."""
+    """Check that no strain occurs twice, and no record in two splits."""
     for name, group in strains.items():
         for first, second in itertools.combinations(group, 2):
             if first.identity() == second.identity():
@@ -488,6 +488,6 @@ def _refuse_equal(strains: dict[str, list[Strain]], split_of: dict[str, str]) ->
 
 
 def _shorter(longest: int, boundary_range: float, max_dropped: int) -> str:
-    """What `seq_len` would fit, where there is one."""
+    """Suggest a `seq_len` that would fit, if there is one."""
     fits = int(2 * (longest - LEAD - max_dropped - 2) / (1 + boundary_range)) - 2
     return f"lower data.seq_len to at most {fits}, or " if fits >= 2 * LENGTH else "lower data.seq_len, or "

@@ -1,4 +1,4 @@
-"""One exact training step over a sequence chunk by chunk: tokens a second, memory, and what `plan` says of it.
+"""One exact training step over a sequence chunk by chunk: tokens a second and memory, measured and by `plan`.
 
     python benchmarks/stream_step.py --tokens 67108864                       # 125M parameters, chunks of 1M
     python benchmarks/stream_step.py --tokens 1000000000 --dim 384 --depth 6 --heads 6 \
@@ -10,10 +10,10 @@
         --text bytes.bin --losses streamed.json                              # and with --chunk 0: one pass
     torchrun --nproc-per-node 2 benchmarks/stream_step.py --tokens 67108864 --chunk 2097152     # ranks share every chunk
 
-Random bytes, made on the host as uint8 and widened chunk by chunk, or a file's, one part after another; AdamW. The last of
-the steps is timed; the first one, or one of `--warm` tokens and a last chunk as long as the timed one's, compiles. Prints
+Random bytes, generated on the host as uint8 and widened chunk by chunk, or consecutive parts of a file; AdamW. The last
+step is timed. The first one, or one of `--warm` tokens with a last chunk as long as the timed one's, compiles. Prints
 one row of a table. The pattern is geometric(2048, N), or a hybrid. Under torchrun the ranks share each chunk
-(layout="chunked"), and the row says what a rank received on the mean, and by plan.
+(layout="chunked"), and the row has the average bytes that a rank received, and the plan's.
 """
 
 from __future__ import annotations
@@ -47,13 +47,12 @@ from lightning_dilated.sequence import SequenceGroup
 #: of the table
 HEAD = ("model", "tokens", "settings", "pattern", "planned GiB", "measured", "off", "planned s", "measured", "off")
 HEAD += ("tokens/s", "nats a token")
-#: added where ranks share chunks
+#: columns for ranks that share chunks
 SHARED = ("GPUs", "MB received", "planned")
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tokens", type=int, default=4194304)
     p.add_argument("--chunk", type=int, default=1048576, help="0: one pass")
@@ -81,7 +80,7 @@ def options() -> argparse.Namespace:
 
 
 def model_of(a: argparse.Namespace) -> ld.LongNetLM:
-    """The model, not built."""
+    """Return the model, not built."""
     widest = max(2048, 1 << (a.tokens - 1).bit_length())
     pattern = ld.DilatedPattern.geometric(2048, widest)
     if a.hybrid:
@@ -92,7 +91,7 @@ def model_of(a: argparse.Namespace) -> ld.LongNetLM:
 
 
 def planned(a: argparse.Namespace, settings: MemorySettings) -> tuple[float, float, float]:
-    """(GiB, seconds, bytes that a rank receives) of a step, by `plan`."""
+    """Return (GiB, seconds, bytes that a rank receives) of a step, by `plan`."""
     model, gpu = model_of(a), find_gpu(a.gpu)
     subject = subject_of(model, a.precision, None, True, gpu.capability)
     optimizer = "adamw8bit" if a.eightbit else "adamw"
@@ -104,7 +103,7 @@ def planned(a: argparse.Namespace, settings: MemorySettings) -> tuple[float, flo
 
 
 def optimizer_of(a: argparse.Namespace, model: ld.LongNetLM) -> torch.optim.Optimizer:
-    """AdamW, fused on a GPU, or its 8-bit states."""
+    """Return AdamW, fused on a GPU, or with 8-bit states."""
     if a.eightbit:
         from torchao.optim import AdamW8bit
 
@@ -113,7 +112,7 @@ def optimizer_of(a: argparse.Namespace, model: ld.LongNetLM) -> torch.optim.Opti
 
 
 class Bytes:
-    """uint8 tokens whose slices are int64, as a batch has them."""
+    """uint8 tokens with int64 slices, as batches need them."""
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.shape, self.ndim, self.device = values, values.shape, values.ndim, values.device
@@ -123,7 +122,7 @@ class Bytes:
 
 
 def texts(a: argparse.Namespace) -> Iterator[Tensor]:
-    """(1, N + 1) uint8 tokens of each step."""
+    """Yield (1, N + 1) uint8 tokens of each step."""
     if a.warm:
         warm = a.warm + (a.tokens % a.chunk if a.chunk else 0)
         yield torch.randint(0, 256, (1, warm + 1), dtype=torch.uint8)
@@ -138,7 +137,7 @@ def texts(a: argparse.Namespace) -> Iterator[Tensor]:
 
 
 def step(model: ld.LongNetLM, text: Tensor, group: SequenceGroup | None) -> Tensor:
-    """The sum of nats of this rank's tokens, with its gradients."""
+    """Return the sum of nats of this rank's tokens, with its gradients."""
     if not model.transformer.memory.stream:
         text = text.to(model.head.weight.device).long()
         return model.loss_terms({"tokens": text[:, :-1], "labels": text[:, 1:]})[0]
@@ -152,7 +151,6 @@ def step(model: ld.LongNetLM, text: Tensor, group: SequenceGroup | None) -> Tens
 
 
 def main() -> None:
-    """Print a row."""
     a = options()
     settings = MemorySettings(a.policy, a.every, a.offload, tile=a.tile, stream=a.chunk or None)
     on_gpu = torch.cuda.is_available()
@@ -183,7 +181,7 @@ def main() -> None:
             begin = time.perf_counter()
             with torch.autocast(device, torch.bfloat16, enabled=a.precision == "bf16-mixed"):
                 loss = step(model, text, group) / a.tokens
-            optimizer.zero_grad()  # as the Trainer does: gradients of the step before are there until then
+            optimizer.zero_grad()  # as the Trainer does: gradients of the step before exist until then
             loss.backward()
             if group is not None:
                 group.settle()
@@ -214,13 +212,13 @@ def main() -> None:
 
 
 def _report(name: str, done: int, chunks: int) -> None:
-    """How far a pass is, now and then, on stderr."""
+    """Print the progress of a pass, at intervals, on stderr."""
     if done % max(1, chunks // 20) == 0:
         print(f"{time.strftime('%H:%M:%S')} {name} {done}/{chunks}", file=sys.stderr, flush=True)
 
 
 class Profile:
-    """Prints what kernels and host do in a chunk at the begin, and one in the middle, of each pass."""
+    """Prints the work of kernels and host in a chunk at the begin, and one in the middle, of each pass."""
 
     def __init__(self) -> None:
         self._running: torch.profiler.profile | None = None
@@ -245,7 +243,7 @@ class Profile:
 
 
 def _received(group: SequenceGroup | None) -> int:
-    """Bytes that this rank has received of others."""
+    """Return the bytes that this rank has received from others."""
     return 0 if group is None else group.forward_traffic.received + group.backward_traffic.received
 
 

@@ -1,4 +1,4 @@
-"""The whole training step of a LongNetLM on one device, through the Trainer: tokens a second, memory, where the time goes.
+"""The whole training step of a LongNetLM on one device, through the Trainer: tokens a second, memory, time by kernels.
 
     python benchmarks/training_step.py --seq-len 262144
     python benchmarks/training_step.py --seq-len 1048576 --recompute block
@@ -8,8 +8,8 @@
     python benchmarks/training_step.py --seq-len 262144 --recurrence 4
     python benchmarks/training_step.py --seq-len 262144 --profile
 
-Random bytes; AdamW (fused on a GPU); a step is forward, backward and optimizer as the Trainer runs them, one after the
-other: the host prepares the next step while the GPU computes, as in training.
+Random bytes; AdamW (fused on a GPU). A step is forward, backward and optimizer as the Trainer runs them, without
+pauses: the host prepares the next step while the GPU computes, as in training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_dilated.ext.profiling.throughput import PEAKS
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import step_flops
 
-#: kinds of kernels, by what their names hold; the first that fits
+#: kinds of kernels, by parts of their names; the first that matches
 KINDS = {
     "elementwise": ("triton_",),
     "recurrence": ("_invert", "_pass", "pass_groups", "_read", "_sums", "_queries", "_gradients"),
@@ -44,7 +44,6 @@ KINDS = {
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seq-len", type=int, default=262144)
     p.add_argument("--dim", type=int, default=768)
@@ -80,7 +79,7 @@ def options() -> argparse.Namespace:
 
 
 class Clock(pl.Callback):
-    """Seconds of a step, over all but the first two, which nothing waits for in between; then, if asked to, a profile."""
+    """Records seconds of a step, over all but the first two, without waiting between; then, on request, a profile."""
 
     def __init__(self, steps: int, profiled: bool) -> None:
         self.begin, self.seconds, self.steps, self.profiled = 0.0, 0.0, steps, profiled
@@ -110,17 +109,16 @@ class Clock(pl.Callback):
 
 
 def offloaded_by_torch(transformer: ld.models.transformer.DilatedTransformer) -> None:
-    """Block inputs wait in pinned memory as torch itself has it: each copy is waited for, none is asked for ahead."""
+    """Let block inputs wait in pinned memory by torch's own hooks: each copy is waited for, none is prefetched."""
     transformer._host.offloading = lambda *unused: torch.autograd.graph.save_on_cpu(pin_memory=True)
 
 
 def settings_of(args: argparse.Namespace) -> MemorySettings:
-    """What training keeps."""
     return MemorySettings(args.recompute, args.every, args.offload, args.tile, args.head_chunks)
 
 
 def model_of(args: argparse.Namespace) -> ld.LongNetLM:
-    """The model, with the attention asked for in every block."""
+    """Build the model, with the requested attention in every block."""
     pattern: Any = ld.DilatedPattern.longnet(args.segments, args.dilations)
     if args.hybrid:
         pattern = ld.DilatedPattern.hybrid(args.depth, args.heads, args.kv_heads, global_every=args.hybrid)
@@ -154,13 +152,13 @@ def model_of(args: argparse.Namespace) -> ld.LongNetLM:
 
 def table(clock: Clock, rows: int = 30) -> None:
     """Print the profiled step's kernels by kind, and the longest of them."""
-    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for event in clock.seen.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and "#" not in event.name:  # ranges have one
-            found[event.name][0] += event.device_time / 1000
-            found[event.name][1] += 1
+            times[event.name][0] += event.device_time / 1000
+            times[event.name][1] += 1
     kinds: dict[str, float] = defaultdict(float)
-    for name, (ms, _) in found.items():
+    for name, (ms, _) in times.items():
         kinds[next(kind for kind, parts in KINDS.items() if any(p in name.lower() for p in parts))] += ms
     total, wall = sum(kinds.values()), clock.wall * 1000
     print("\n| kind | ms | share of the step |\n| --- | --- | --- |")
@@ -168,7 +166,7 @@ def table(clock: Clock, rows: int = 30) -> None:
         print(f"| {kind} | {ms:.1f} | {100 * ms / wall:.1f} % |")
     print(f"| idle | {wall - total:.1f} | {100 * (wall - total) / wall:.1f} % |")
     print("\n| kernel | ms | calls |\n| --- | --- | --- |")
-    for name, (ms, calls) in sorted(found.items(), key=lambda x: -x[1][0])[:rows]:
+    for name, (ms, calls) in sorted(times.items(), key=lambda x: -x[1][0])[:rows]:
         print(f"| `{name[:110]}` | {ms:.2f} | {int(calls)} |")
     gaps_table(clock)
 
@@ -187,7 +185,7 @@ def gaps_table(clock: Clock, rows: int = 12) -> None:
 
 
 def rate_of(args: argparse.Namespace, model: ld.LongNetLM, seconds: float) -> list[str]:
-    """[TFLOP/s of the step's own FLOPs, their part of the GPU's peak], of our attention, whose pairs are counted."""
+    """Return [TFLOP/s of the step's own FLOPs, their share of the GPU's peak] of our attention, which counts pairs."""
     if args.attention != "ours":
         return ["", ""]
     rate = step_flops(model, args.seq_len, [args.seq_len]) / seconds
@@ -196,7 +194,6 @@ def rate_of(args: argparse.Namespace, model: ld.LongNetLM, seconds: float) -> li
 
 
 def row(args: argparse.Namespace, model: ld.LongNetLM, optimizer: torch.optim.Optimizer, clock: Clock) -> str:
-    """One line of a table."""
     states = {str(x.dtype).removeprefix("torch.") for s in optimizer.state.values() for x in s.values() if x.ndim}
     weights = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     plain = MemorySettings()
@@ -213,7 +210,6 @@ def row(args: argparse.Namespace, model: ld.LongNetLM, optimizer: torch.optim.Op
 
 
 def main() -> None:
-    """Print one row, and the profile."""
     args = options()
     torch.manual_seed(0)
     model = model_of(args)

@@ -26,7 +26,7 @@ OVER_ROWS = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 128, 8, 2), (128, 64, 4, 2),
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """Time of one run; NaN where the tiles do not fit the GPU."""
+    """Time one run; NaN if the tiles do not fit the GPU."""
     try:
         return 1000 * seconds_of(run, torch.device("cuda"), 3)
     except Exception as error:  # out of shared memory, mostly
@@ -35,7 +35,7 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def tried(table: dict[Any, tuple[int, ...]], dim: Any, tiles: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Set each of the tiles in a kernel's table in turn; the table is restored afterwards."""
+    """Set each of the tiles in a kernel's table, one after the other; restore the table afterwards."""
     before = table[dim]
     for tile in tiles:
         table[dim] = tile

@@ -31,10 +31,10 @@ _SPLITS = ("train", "val")
 
 @dataclass(frozen=True)
 class VersionPairs:
-    """What `write_version_pairs` wrote.
+    """The results of `write_version_pairs`.
 
-    `paths` and `samples` (number) of "train" and, with `hold_out`, of "val"; `json_path`; N in `seq_len`; `files` of both
-    trees that the options leave, and `changed`, those of them that differ (None where all are taken).
+    `paths` and `samples` (number) of "train" and, with `hold_out`, of "val"; `json_path`; N in `seq_len`; `files` of
+    both trees that the options leave, and the number of them that differ in `changed` (None if all are taken).
     """
 
     paths: dict[str, str]
@@ -47,7 +47,7 @@ class VersionPairs:
 
 @dataclass(frozen=True)
 class _Options:
-    """The options of `write_version_pairs`, checked; they stand in the JSON file."""
+    """The options of `write_version_pairs`, checked; the JSON file contains them."""
 
     seq_len: int
     boundary: str
@@ -92,7 +92,7 @@ class _File:
 
 @dataclass(frozen=True)
 class _Sample:
-    """Files that fill one sample, and how many bytes of it are of the old tree."""
+    """Files that fill one sample, and the number of its bytes from the old tree."""
 
     files: list[_File]
     boundary: int
@@ -116,14 +116,14 @@ def write_version_pairs(
 ) -> VersionPairs:
     """Write samples of `seq_len` bytes, each the beginning of some files of `old` and then of the same files of `new`.
 
-    Files of both trees are taken in the order of their names, as many for a sample as fill both its parts; what is left of
-    them is cut off, so a file serves one sample. Files of a part follow each other without separator. Only plain
+    Files of both trees are taken in the order of their names until both parts of a sample are full. Their remaining
+    bytes are cut off, so a file serves one sample. Files of a part follow each other without separator. Only plain
     files are read; links, and names that begin with a dot, are left out. One sample is held in memory.
 
     `out` gets the samples end to end in a random order that `seed` fixes, and one byte more, the last label:
-    TokenDataModule with `dtype: uint8` and ByteDataModule read all samples with the same `seq_len`. Samples of `hold_out`
-    go to OUT.val.bin. OUT.json names the trees, the options, the counts, and the boundary of each sample if it is drawn.
-    Files appear under these names only once all is written.
+    TokenDataModule with `dtype: uint8` and ByteDataModule read all samples with the same `seq_len`. Samples of
+    `hold_out` go to OUT.val.bin. OUT.json names the trees, the options, the counts, and the boundary of each sample if
+    it is drawn. Files appear under these names only once all is written.
 
     Args:
         old, new: folders.
@@ -133,13 +133,13 @@ def write_version_pairs(
         suffixes: endings of the files to take, such as .c and .h; None takes all.
         include: folders or files below the trees to take, such as drivers and sound; none takes all.
         exclude: folders or files to leave out.
-        hold_out: folders or files whose samples are for validation.
+        hold_out: folders or files with samples for validation.
         changed_only: leave out files that are equal in both trees.
         limit, val_limit: most samples for training, and for validation, chosen at random; None writes all.
         seed: fixes the order, the choice and the boundaries.
 
     Raises:
-        TypeError, ValueError, OSError: before anything is written, naming the option, what was found and what to change.
+        TypeError, ValueError, OSError: before anything is written, with the option, the problem and the remedy.
         ValueError: for a file that becomes shorter while it is read; no file is left behind then.
     """
     options = _Options.checked(
@@ -171,7 +171,7 @@ def write_version_pairs(
 
 # -- which files -------------------------------------------------------------------------------------------------------
 def _taken(roots: tuple[str, str], options: _Options) -> list[_File]:
-    """The files of both trees that the options leave, folder by folder."""
+    """Return the files of both trees that the options leave, folder by folder."""
     old, new = (dict(_plain_files(root)) for root in roots)
     common = sorted(old.keys() & new.keys(), key=lambda name: name.split("/"))
     if not common:
@@ -201,7 +201,7 @@ def _taken(roots: tuple[str, str], options: _Options) -> list[_File]:
 
 
 def _plain_files(root: str) -> Iterator[tuple[str, int]]:
-    """(name below the root with "/", bytes) of each regular file; links and hidden names are left out."""
+    """Yield (name below the root with "/", bytes) of each regular file; links and hidden names are left out."""
     folders = [""]
     while folders:
         prefix = folders.pop()
@@ -226,7 +226,7 @@ def _equal(roots: tuple[str, str], file: _File) -> bool:
 
 # -- which samples -----------------------------------------------------------------------------------------------------
 def _planned(files: list[_File], split: str, options: _Options) -> list[_Sample]:
-    """The samples of a split in the order in which they are written. Raises: ValueError where there is none."""
+    """Return the samples of a split in the order of writing. Raises: ValueError if there are none."""
     chosen = [file for file in files if _below(file.name, options.hold_out) == (split == "val")]
     rng = np.random.default_rng([options.seed, _SPLITS.index(split)])
     samples = list(_filled(chosen, rng, options))
@@ -243,7 +243,7 @@ def _planned(files: list[_File], split: str, options: _Options) -> list[_Sample]
 
 
 def _filled(files: list[_File], rng: np.random.Generator, options: _Options) -> Iterator[_Sample]:
-    """Samples of neighbouring files that fill both parts; the last files may fill none."""
+    """Yield samples of consecutive files that fill both parts; the last files may fill none."""
     low, high = (int(options.seq_len * part) for part in DRAWN)
     fixed = options.boundary == "fixed"
     group: list[_File] = []
@@ -284,7 +284,7 @@ def _write(
 
 
 def _part(root: str, files: list[_File], count: int) -> bytes:
-    """The first `count` bytes of the files, of which no more is read. Raises: ValueError where they became shorter."""
+    """Read the first `count` bytes of the files, and no more. Raises: ValueError if they became shorter."""
     data = bytearray()
     for file in files:
         if len(data) < count:
@@ -317,7 +317,7 @@ def _about(
 
 # -- options -----------------------------------------------------------------------------------------------------------
 def _folders(value: object, option: str) -> list[str]:
-    """Names below the trees, without a slash at the end. Raises: TypeError or ValueError, naming the option."""
+    """Return names below the trees, without a slash at the end. Raises: TypeError or ValueError, naming the option."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(x, str) for x in value):
         raise TypeError(f"{option} must be a list of folders below the trees, such as ['fs', 'net']; got {value!r}.")
     names = [os.path.normpath(x).replace(os.sep, "/") for x in value]
@@ -336,7 +336,7 @@ def _root(folder: str | Path, option: str) -> str:
 
 
 def _targets(out: Path, options: _Options) -> dict[str, Path]:
-    """What is to be written: "train", "val" where something is held out, and "json"."""
+    """Return the files to write: "train", "val" if something is held out, and "json"."""
     if out.suffix != ".bin":
         raise ValueError(f"out is {out}; samples are written as raw bytes, so let its name end in .bin")
     if not out.parent.is_dir():
@@ -351,7 +351,7 @@ def _targets(out: Path, options: _Options) -> dict[str, Path]:
 
 
 def main() -> None:
-    """Write two versions of a source tree as samples of bytes, and print what was written."""
+    """Write two versions of a source tree as samples of bytes, and print a report."""
     args = vars(parser().parse_args())
     print(report(write_version_pairs(args.pop("old"), args.pop("new"), args.pop("out"), **args)))
 
@@ -386,7 +386,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def report(written: VersionPairs) -> str:
-    """What was written, and the settings that go with it."""
+    """Return a summary of the files, and the settings that go with them."""
     changed = "" if written.changed is None else f", of which {written.changed:,} differ"
     lines = [f"{written.files:,} files in both trees{changed}"]
     for split, path in written.paths.items():

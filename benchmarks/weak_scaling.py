@@ -2,17 +2,17 @@
 
     torchrun --nproc-per-node 4 benchmarks/weak_scaling.py --tokens 65536 262144
     torchrun --nproc-per-node 4 benchmarks/weak_scaling.py --tokens 1048576 --recompute attention-kept
-    torchrun --nproc-per-node 1 benchmarks/weak_scaling.py --tokens 65536 262144 --of 4     # the yardstick
+    torchrun --nproc-per-node 1 benchmarks/weak_scaling.py --tokens 65536 262144 --of 4     # the reference
     torchrun --nproc-per-node 2 benchmarks/weak_scaling.py --tokens 512 --accelerator cpu --dim 32 --depth 2 --heads 4 \
         --precision 32-true --no-compile --first 64 --warm 2
 
-The pattern is geometric(first, N) with N the whole sequence, so that its widest segment spans all ranks. `--of 4` gives one
-rank the pattern that four ranks of as many tokens have: as many branches a token; the widest are then cut at its own N.
-Random bytes, fused AdamW; a step is forward, backward and optimizer as the Trainer runs them: the median time from one
-step's end to the next on the GPU of the slowest rank. The host does not wait for the GPU between steps, as in training;
-`--wait` has it wait, which adds what the host needs until a step's first kernels (rows before 2026-11-23 were taken so, and
-on several ranks those of that day, too: see there). "exposed" is the time in a further step, which begins on an idle GPU,
-for which its kernels waited for rows, the most of any rank.
+The pattern is geometric(first, N) with N the whole sequence, so that its widest segment spans all ranks. `--of 4` gives
+one rank the pattern of four ranks with equal tokens: an equal number of branches, the widest cut at its own N. Random
+bytes, fused AdamW; a step is forward, backward and optimizer as the Trainer runs them: the median time between the ends
+of steps on the GPU of the slowest rank. The host does not wait for the GPU between steps, as in training. `--wait`
+makes it wait, which adds the host's time until a step's first kernels (used for rows before 2026-11-23, and on several
+ranks on that day, too). "exposed" is the time in which a further step's kernels, on an idle GPU, wait for rows, the
+most of any rank.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_dilated as ld
 from lightning_dilated.sequence.exchange.transport import TrafficLog, mark, seconds
 
-#: tokens of a rank that are trained before the clock
+#: tokens of a rank that are trained before the clock starts
 WARM = 2**22
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tokens", type=int, nargs="+", default=[262144], help="of a rank")
     p.add_argument("--of", type=int, help="ranks whose pattern is taken (default: those that run)")
@@ -77,13 +76,13 @@ class RandomBytes(Dataset):
         return self.read_ranges(index, [range(self.seq_len)])
 
     def read_ranges(self, index: int, ranges: list[range]) -> dict[str, torch.Tensor]:
-        """Tokens and labels of runs of positions."""
-        of = lambda shift: torch.cat([self.text[r.start + shift : r.stop + shift] for r in ranges])  # noqa: E731
-        return {"tokens": of(0), "labels": of(1)}
+        """Return tokens and labels of runs of positions."""
+        shifted = lambda shift: torch.cat([self.text[r.start + shift : r.stop + shift] for r in ranges])  # noqa: E731
+        return {"tokens": shifted(0), "labels": shifted(1)}
 
 
 class Watch(pl.Callback):
-    """Seconds of every step but the first `warm`; of one more, what the exchange received and how long it was awaited."""
+    """Records seconds of every step after the first `warm`; of one more, the bytes received and the time of waiting."""
 
     def __init__(self, warm: int, steps: int, wait: bool) -> None:
         self.ends, self.loss, self.received, self.exposed = [], torch.tensor(float("nan")), (0, 0), 0.0
@@ -109,12 +108,11 @@ class Watch(pl.Callback):
         self.received = group.forward_traffic.received, group.backward_traffic.received
 
     def step(self) -> float:
-        """Seconds of a step, the median."""
+        """Return the median seconds of a step."""
         return statistics.median(itertools.starmap(seconds, itertools.pairwise(self.ends)))
 
 
 def model_of(args: argparse.Namespace, tokens: int, ranks: int, on_gpu: bool) -> ld.LongNetLM:
-    """The model."""
     pattern = ld.DilatedPattern.geometric(args.first, tokens * (args.of or ranks))
     optimizer = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=on_gpu)
     sizes = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads}
@@ -122,10 +120,9 @@ def model_of(args: argparse.Namespace, tokens: int, ranks: int, on_gpu: bool) ->
 
 
 def measure(args: argparse.Namespace, tokens: int) -> None:
-    """Train, and print one row."""
     torch._dynamo.reset()
     pl.seed_everything(0, verbose=False)
-    # compiling has left as many processes as cores, which take seconds to start and take them from the ranks
+    # compilation has left a process for each core; they take seconds to start, and take them from the ranks
     warm = max(2, WARM // tokens) if args.warm is None else args.warm
     clock, steps = Watch(warm, args.steps, args.wait), warm + args.steps + 1
     kind = ld.RingDilatedStrategy if args.strategy == "ring_dilated" else ld.RingDilatedFSDPStrategy
@@ -141,9 +138,9 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.fit(model, DataLoader(RandomBytes(tokens * trainer.world_size, steps), batch_size=1, pin_memory=on_gpu))
-    seen = [clock.step(), torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")]
+    numbers = [clock.step(), torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")]
     slowest = torch.tensor(
-        [*seen, *clock.received, clock.exposed], dtype=torch.float64, device=trainer.strategy.root_device
+        [*numbers, *clock.received, clock.exposed], dtype=torch.float64, device=trainer.strategy.root_device
     )
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     took, peak, forward, backward, exposed = slowest.tolist()
@@ -161,12 +158,12 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
 
 
 def dist_ranks() -> int:
-    """Processes that torchrun started on this node."""
+    """Return the processes that torchrun started on this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def main() -> None:
-    """One row for each number of tokens."""
+    """Print one row for each number of tokens."""
     args = options()
     if int(os.environ.get("RANK", 0)) == 0:
         print(
@@ -175,7 +172,7 @@ def main() -> None:
         )
     for tokens in args.tokens:
         measure(args, tokens)
-    # DDP keeps gloo's threads beyond the group's end: one that then still lets go of the last call aborts the process
+    # DDP keeps gloo's threads beyond the group's end: a thread that then still frees the last call aborts the process
     time.sleep(0.2)
     dist.destroy_process_group()
 

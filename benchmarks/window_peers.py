@@ -1,10 +1,10 @@
-"""Sliding windows by others over the same q, k, v: cuDNN's own (nvidia-cudnn-frontend) and torch's FlexAttention.
+"""Other sliding windows over the same q, k, v: cuDNN's own (nvidia-cudnn-frontend) and torch's FlexAttention.
 
     python benchmarks/window_peers.py --width 2048 --seq-len 131072 1048576
 
-Causal, bf16; forward, and forward and backward; milliseconds, and how often dense attention of equal FLOPs fits into them.
-The largest difference from our result is printed, so that a window counted otherwise is seen. What is not installed is
-left out, with the reason.
+Causal, bf16. Milliseconds of forward, and of forward and backward, and their ratio to dense attention of equal FLOPs.
+The largest difference from our result is printed, to reveal windows that are counted differently. Ways that are not
+installed are left out, with the reason.
 Shape letters: B batch, N tokens, H heads, D head dim.
 """
 
@@ -31,7 +31,7 @@ class CudnnWindow(torch.autograd.Function):
     @staticmethod
     @functools.cache
     def graphs(shape: tuple[int, ...], width: int) -> tuple:
-        """(forward graph, its tensors, backward graph, its tensors, bytes of workspace of each)."""
+        """Return (forward graph, its tensors, backward graph, its tensors, bytes of workspace of each)."""
         import cudnn
 
         kinds = cudnn.data_type
@@ -70,18 +70,17 @@ class CudnnWindow(torch.autograd.Function):
 
     @staticmethod
     def run(graph: tuple, tensors: dict[str, Tensor]) -> None:
-        """Execute a graph."""
         plan, named, size = graph
         space = torch.empty(max(1, size), dtype=torch.uint8, device="cuda")
         plan.execute({named[name]: x for name, x in tensors.items()}, space)
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
-        both = CudnnWindow.graphs(tuple(q.shape), width)
+        graphs = CudnnWindow.graphs(tuple(q.shape), width)
         out, stats = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1], 1, device=q.device)
-        CudnnWindow.run(both[0], {"q": q, "k": k, "v": v, "o": out, "stats": stats})
+        CudnnWindow.run(graphs[0], {"q": q, "k": k, "v": v, "o": out, "stats": stats})
         ctx.save_for_backward(q, k, v, out, stats)
-        ctx.graph = both[1]
+        ctx.graph = graphs[1]
         return out
 
     @staticmethod
@@ -94,7 +93,7 @@ class CudnnWindow(torch.autograd.Function):
 
 
 def ways(width: int, seq_len: int) -> Iterator[tuple[str, Attend]]:
-    """Name and function of each."""
+    """Yield the name and function of each way."""
     pattern = ld.DilatedPattern([ld.Window(width)])
     yield "ours", lambda q, k, v: ld.dilated_attention(q, k, v, pattern, causal=True)
     yield "cudnn frontend", lambda q, k, v: CudnnWindow.apply(q, k, v, width)
@@ -102,11 +101,10 @@ def ways(width: int, seq_len: int) -> Iterator[tuple[str, Attend]]:
 
 
 def flex(width: int, seq_len: int) -> Attend:
-    """torch's FlexAttention, compiled."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    seen = lambda b, h, p, j: (j <= p) & (p - j < width)  # noqa: E731
-    mask = create_block_mask(seen, None, None, seq_len, seq_len, device="cuda", _compile=True)
+    visible = lambda b, h, p, j: (j <= p) & (p - j < width)  # noqa: E731
+    mask = create_block_mask(visible, None, None, seq_len, seq_len, device="cuda", _compile=True)
     compiled = torch.compile(flex_attention)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -117,9 +115,9 @@ def flex(width: int, seq_len: int) -> Attend:
 
 
 def passes(attend: Attend, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Pass, Pass]:
-    """(forward, forward and backward)."""
+    """Return (forward, forward and backward)."""
 
-    def both() -> tuple[Tensor, ...]:
+    def forward_and_backward() -> tuple[Tensor, ...]:
         out = attend(*inputs)
         return out, *torch.autograd.grad(out, inputs, grad)
 
@@ -127,11 +125,10 @@ def passes(attend: Attend, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Pa
         with torch.no_grad():
             return (attend(*inputs),)
 
-    return forward, both
+    return forward, forward_and_backward
 
 
 def main() -> None:
-    """Print a table."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--width", type=int, default=2048)
     p.add_argument("--seq-len", type=int, nargs="+", default=[131072, 1048576])
@@ -150,11 +147,11 @@ def main() -> None:
         first = None
         for name, attend in ways(a.width, n):
             try:
-                forward, both = passes(attend, inputs, grad)
-                results = both()
+                forward, both_passes = passes(attend, inputs, grad)
+                results = both_passes()
                 first = results if first is None else first
                 apart = " ".join(f"{(x - y).abs().max().item():.1e}" for x, y in zip(results, first, strict=True))
-                times = seconds(forward), seconds(both)
+                times = seconds(forward), seconds(both_passes)
             except Exception as error:  # whatever a peer cannot do is part of the table
                 print(
                     f"| {n:,} | {name} | {type(error).__name__}: {str(error).splitlines()[0][:160]} | | | |", flush=True

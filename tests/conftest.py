@@ -8,36 +8,36 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: CI shares its cores between workers
 
-os.environ["LIGHTNING_DILATED_LINKS"] = "defaults"  # not what was measured on this machine
+os.environ["LIGHTNING_DILATED_LINKS"] = "defaults"  # not a file of this machine's measurements
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from .examples import examples
 
-gc.disable()  # until tests run: a collection goes through all that torch and the test files make as they are imported
-# A fork has no threads of its parent's process groups: collecting such a group there aborts. So garbage is collected before.
+gc.disable()  # until tests run: a collection visits all objects that torch and the test files make at their import
+# A fork has none of its parent's threads for process groups: collecting such a group there aborts. So collect before.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=gc.collect)
-# torch and the package are imported below, where tests run: the process that hands them out needs neither
-# a job that a shell starts in the background ignores SIGINT, and so do the processes that it starts
+# functions below import torch and the package, because xdist's controller needs neither
+# a background job of a shell ignores SIGINT, and so do the processes that it starts
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-#: files that take longest, by .ci/longest.py: under xdist they start first, or one would run at the end beside an idle core
+#: files that take longest, by .ci/longest.py: xdist starts them first, or one would run alone at the end
 LONGEST = (Path(__file__).parent / "longest.txt").read_text().split()
 #: fixtures that start worker processes
 STARTS_PROCESSES = {"pool", "pools", "interpreter"}
-#: what a launcher tells its processes
+#: variables that a launcher sets for its processes
 LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """`-m fast` tries a tenth of the random examples, unless LIGHTNING_DILATED_EXAMPLES says how many.
+    """`-m fast` tries a tenth of the random examples, unless LIGHTNING_DILATED_EXAMPLES sets another share.
 
     CI runs the same examples every time; HYPOTHESIS_PROFILE=explore looks for new ones.
     """
-    if hasattr(config.option, "loadscopereorder"):  # files with the most tests are not those that take longest
+    if hasattr(config.option, "loadscopereorder"):  # files with the most tests are not the slowest
         config.option.loadscopereorder = False
     if config.option.markexpr == "fast":
         os.environ.setdefault("LIGHTNING_DILATED_EXAMPLES", "0.1")
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs worker processes `full` and the cheap rest `fast`, before -m selects; skip `gpu` without a GPU.
+    """Mark tests with worker processes `full`, other cheap ones `fast`, before -m selects; skip `gpu` without a GPU.
 
     Under xdist the longest files come first.
     """
@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave out of every later garbage collection what was imported: those took a tenth of the processor's time."""
+    """Exclude imported objects from every later garbage collection, where they took a tenth of the processor's time."""
     gc.freeze()
     gc.enable()
 
@@ -89,15 +89,15 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter end as it does elsewhere: extensions report what is left as leaks."""
+    """Let the interpreter end without a frozen heap: extensions report remaining objects as leaks."""
     gc.unfreeze()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        gc.disable()  # the process is interrupted as it ends, which a long collection would report
+        gc.disable()  # an interrupt during a long collection at the end would be reported
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    """Every test starts from the same random state, whatever ran before it, and resolves its calls anew."""
+    """Give every test the same random state and an empty cache of resolved calls."""
     import torch
 
     from lightning_dilated.attention import resolve
@@ -108,7 +108,7 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def no_process_group_left():
-    """Lightning leaves its process group, and MASTER_PORT and the like, to later tests and to what these start."""
+    """Lightning leaves its process group, and MASTER_PORT and the like, to later tests and their processes."""
     import torch
 
     before = {name: os.environ.get(name) for name in LAUNCHED}

@@ -1,10 +1,10 @@
-"""How many random examples a property test tries."""
+"""The number of random examples of a property test."""
 
 import os
 
 
 def examples(number: int) -> int:
-    """`number` times LIGHTNING_DILATED_EXAMPLES, at least 1: `@settings(max_examples=examples(100))`.
+    """Return `number` times LIGHTNING_DILATED_EXAMPLES, at least 1: `@settings(max_examples=examples(100))`.
 
     The factor is 1 by default and 0.1 with `pytest -m fast` (tests/conftest.py); 10 searches longer.
     """
@@ -12,5 +12,5 @@ def examples(number: int) -> int:
 
 
 def scale() -> float:
-    """The factor. A test that counts what its examples hold asks for it: few examples hold less."""
+    """Return the factor, for tests that count features of their examples: fewer examples have fewer."""
     return float(os.environ.get("LIGHTNING_DILATED_EXAMPLES", "1"))

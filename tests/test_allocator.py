@@ -1,4 +1,4 @@
-"""leave_room: what torch's allocator may take of a GPU, played by hand, and on a real one."""
+"""leave_room: the share of a GPU that torch's allocator may take, simulated by hand, and on a real one."""
 
 import pytest
 import torch
@@ -9,28 +9,28 @@ GIB = 2**30
 
 
 class Gpu:
-    """A GPU of 100 GiB as torch tells of it."""
+    """A GPU of 100 GiB as torch reports it."""
 
     def __init__(self, monkeypatch, free, held, fraction=1.0):
         self.free, self.held, self.fraction = free, held, fraction
         monkeypatch.setattr(allocator, "_limits", {})
-        for name, told in {
+        for name, value in {
             "mem_get_info": lambda device: (int(self.free * GIB), 100 * GIB),
             "memory_reserved": lambda device: int(self.held * GIB),
             "get_per_process_memory_fraction": lambda device: self.fraction,
             "set_per_process_memory_fraction": lambda fraction, device: setattr(self, "fraction", fraction),
         }.items():
-            monkeypatch.setattr(torch.cuda, name, told)
+            monkeypatch.setattr(torch.cuda, name, value)
 
 
 @pytest.mark.parametrize(
     "free, held, before, after",
     [
         (97, 1, 1.0, 0.97),  # 2 GiB are CUDA's and NCCL's, 1 GiB is left
-        (0, 96, 1.0, 0.95),  # all is taken: what is kept without use is given back when more is wanted
-        (97, 1, 0.5, 0.5),  # the user's own, which is lower
+        (0, 96, 1.0, 0.95),  # all is taken: cached memory is released when more is needed
+        (97, 1, 0.5, 0.5),  # the user's own limit is lower
         (97, 1, 0.99, 0.97),
-        (50, 10, 1.0, 1.0),  # 40 GiB are other processes'
+        (50, 10, 1.0, 1.0),  # other processes hold 40 GiB
         (0.2, 0.1, 1.0, 1.0),
     ],
 )
@@ -56,7 +56,7 @@ def test_a_cpu_has_no_limit(monkeypatch):
 
 @pytest.mark.gpu
 def test_on_a_gpu():
-    """All that the allocator gives is taken: a GiB is left for others, and what is let go serves again."""
+    """Take all that the allocator gives: a GiB is left for others, and released memory can be used again."""
     device = torch.device("cuda", 0)
     (free, total), held = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
     if total - free - held > allocator.LIBRARIES:

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md's walks: each file exists, defines what it is read for, and is visited once; and no walk is long."""
+"""ARCHITECTURE.md's walks: each file exists, defines the name to read, and is visited once; and no walk is long."""
 
 import importlib
 import re
@@ -11,7 +11,7 @@ import lightning_dilated
 ROOT = Path(lightning_dilated.__file__).parent
 TEXT = (ROOT.parent / "ARCHITECTURE.md").read_text()
 STEP = re.compile(r"^\d+\. `([\w/]+\.py)`: `(\w+)`", re.M)
-#: the title of each section that is a walk, and its (file, name) pairs
+#: the title of each section with a walk, and its (file, name) pairs
 WALKS = {
     section.partition("\n")[0]: STEP.findall(section)
     for section in TEXT.split("\n## ")

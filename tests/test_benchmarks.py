@@ -1,4 +1,4 @@
-"""Every script that measures starts: `--help` says what it takes."""
+"""Every measuring script starts: `--help` prints its options."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""Which models a tokenizer goes with."""
+"""The models that fit a tokenizer."""
 
 import json
 import warnings
@@ -12,7 +12,7 @@ from lightning_dilated import DilatedPattern, LongNetLM, LongNetMLM
 from lightning_dilated.cli.load_model import load_module
 from lightning_dilated.ext.decoding.load import load_language_model
 
-#: vocab_size and bytes_per_token of the model, size of the tokenizer (None without), what is said
+#: vocab_size and bytes_per_token of the model, size of the tokenizer (None without), words of the error
 CASES = {
     "bytes": (256, 1.0, None, None),
     "bytes, three words": (256, 1.0, 3, "so it is over bytes, but the tokenizer has 3 tokens. Leave --tokenizer out"),
@@ -34,8 +34,8 @@ CASES = {
 def test_a_tokenizer_goes_with_the_model(tmp_path: Path, name: str) -> None:
     vocab_size, bytes_per_token, tokens, says = CASES[name]
     pattern = DilatedPattern.longnet([16], [1])
-    made = LongNetLM(pattern, vocab_size, dim=8, depth=1, num_heads=1, bytes_per_token=bytes_per_token)
-    made.save_pretrained(tmp_path)
+    model = LongNetLM(pattern, vocab_size, dim=8, depth=1, num_heads=1, bytes_per_token=bytes_per_token)
+    model.save_pretrained(tmp_path)
     if isinstance(says, str):
         with pytest.raises(ValueError, match=says):
             load_language_model(tmp_path, tokens)

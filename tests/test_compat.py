@@ -1,6 +1,6 @@
-"""Private names of torch and Lightning that `_compat` uses: each still exists, takes what we pass, and does its work.
+"""Private names of torch and Lightning that `_compat` uses: each exists, accepts our arguments, and works.
 
-A test that fails here names the function of `_compat` that broke, and so what the package can no longer do.
+A failing test names the function of `_compat` that broke, and so the feature that the package loses.
 """
 
 import copy
@@ -44,7 +44,7 @@ def parameters(function):
 
 
 def has(owner, name, broken):
-    """Fails with a sentence that says what no longer works."""
+    """Fail with a sentence that names the broken feature."""
     assert hasattr(owner, name), f"{getattr(owner, '__name__', owner)} has no {name} any more: {broken}."
 
 
@@ -71,9 +71,9 @@ def test_autograd_within_op():
 
 
 # -- Lightning: classes ------------------------------------------------------------------------------------------------
-#: private methods and attributes of Lightning's classes that ours override or use on `self`: there is no public hook to
-#: refuse sizes before processes start, to take DDP's process group and buckets, to set up without Lightning's own mesh, to
-#: name an epoch in the progress bar, or to time batches without waiting for the GPU
+#: private methods and attributes of Lightning's classes that this package overrides or uses on `self`: there is no
+#: public hook to refuse sizes before processes start, to set DDP's process group and buckets, to set up without
+#: Lightning's own mesh, to name an epoch in the progress bar, or to time batches without waiting for the GPU
 OVERRIDDEN = {
     pl.strategies.DDPStrategy: ("_configure_launcher", "_get_process_group_backend", "_ddp_kwargs"),
     pl.strategies.ModelParallelStrategy: (
@@ -95,9 +95,9 @@ MADE = {
 
 @pytest.mark.parametrize("cls, name", [(cls, name) for cls, names in OVERRIDDEN.items() for name in names])
 def test_names_that_ours_override(cls, name):
-    made = (lambda: cls(batch_size_fn=len)) if cls is pl.callbacks.ThroughputMonitor else cls
+    build = (lambda: cls(batch_size_fn=len)) if cls is pl.callbacks.ThroughputMonitor else cls
     has(
-        made() if name in MADE else cls,
+        build() if name in MADE else cls,
         name,
         f"what ours put in its place, or read from it, has no effect on {cls.__name__}",
     )
@@ -115,8 +115,8 @@ SIGNATURES = {
 def test_signatures_of_what_ours_override():
     for cls, names in OVERRIDDEN.items():
         for name in SIGNATURES.keys() & set(names):
-            found = parameters(getattr(cls, name))
-            assert found == SIGNATURES[name], f"{cls.__name__}.{name} takes {found} now: ours takes {SIGNATURES[name]}"
+            takes = parameters(getattr(cls, name))
+            assert takes == SIGNATURES[name], f"{cls.__name__}.{name} takes {takes} now: ours takes {SIGNATURES[name]}"
 
 
 def test_options_of_strategies():
@@ -142,11 +142,11 @@ def test_batches_of_an_epoch():
     fetcher = SimpleNamespace(length=5)
     combined = SimpleNamespace(flattened=[loader], limits=[5])
     loop = SimpleNamespace(max_batches=5, _combined_loader=combined, _data_fetcher=fetcher)
-    told = SimpleNamespace(fit_loop=loop, limit_train_batches=1.0, val_check_interval=0.5, val_check_batch=2)
-    ours.set_epoch_batches(told, loader, 8)
-    assert (loop.max_batches, combined.limits, fetcher.length, told.val_check_batch) == (8, [8], 8, 4)
-    told.limit_train_batches = 3
-    ours.set_epoch_batches(told, loader, 8)
+    fake = SimpleNamespace(fit_loop=loop, limit_train_batches=1.0, val_check_interval=0.5, val_check_batch=2)
+    ours.set_epoch_batches(fake, loader, 8)
+    assert (loop.max_batches, combined.limits, fetcher.length, fake.val_check_batch) == (8, [8], 8, 4)
+    fake.limit_train_batches = 3
+    ours.set_epoch_batches(fake, loader, 8)
     assert loop.max_batches == 3
     real = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False).fit_loop
     for name in ("max_batches", "_combined_loader", "_data_fetcher"):
@@ -212,16 +212,16 @@ def test_checkpoints_of_a_trainer(trainer):
     assert "weights_only" in parameters(connector.dump_checkpoint), (
         "dump_checkpoint(weights_only=) is not taken any more"
     )
-    found = parameters(connector.resume_start)[0]
-    assert found == "checkpoint_path", f"resume_start takes {found} first: resuming would pass it a path"
+    first = parameters(connector.resume_start)[0]
+    assert first == "checkpoint_path", f"resume_start takes {first} first: resuming would pass it a path"
 
 
 def test_order_of_training_samples(trainer):
-    """`_data_connector._resolve_sampler` takes what ours passes on, and is replaced once."""
+    """`_data_connector._resolve_sampler` accepts our arguments, and is replaced once."""
     connector, calls = trainer._data_connector, []
     has(connector, "_resolve_sampler", "training data of a loader with shuffle=False are shuffled")
-    found = parameters(connector._resolve_sampler)
-    assert found == ["dataloader", "shuffle", "mode"], f"_resolve_sampler takes {found}: samplers would not be chosen"
+    names = parameters(connector._resolve_sampler)
+    assert names == ["dataloader", "shuffle", "mode"], f"_resolve_sampler takes {names}: samplers would not be chosen"
     for _ in range(2):
         ours.replace_sampler_choice(trainer, lambda choose: lambda *args, **kw: calls.append(kw) or choose(*args, **kw))
     loader = DataLoader([1, 2])
@@ -242,7 +242,7 @@ def test_steps_of_a_trainer(trainer):
 
 
 def test_checkpoints_between_micro_batches(trainer):
-    """It would be a run that lacks gradients; the callback can still be copied and sent, and is replaced once."""
+    """It would lack gradients; the callback can still be copied and sent, and is replaced once."""
     saver, calls = pl.callbacks.ModelCheckpoint(), []
     trainer.callbacks, trainer.fit_loop._combined_loader = [saver], SimpleNamespace()
     trainer.accumulate_grad_batches, trainer.fit_loop.epoch_loop.max_batches = 2, 10
@@ -285,8 +285,8 @@ def test_signals_of_a_trainer(trainer):
     for owner, names in SIGNALS.items():
         for name, taken in names.items():
             has(owners[owner], name, "signals are handled by Lightning, whatever a rank is doing")
-            found = parameters(getattr(owners[owner], name))
-            assert found == taken, f"{owner}.{name} takes {found}: what replaces it takes {taken}"
+            arguments = parameters(getattr(owners[owner], name))
+            assert arguments == taken, f"{owner}.{name} takes {arguments}: what replaces it takes {taken}"
     hooks, calls = ours.SignalHooks(trainer), []
     hooks.replace(calls.append, lambda: calls.append("register"), lambda *x: calls.append("term"), calls.append)
     before = signal.getsignal(signal.SIGTERM)
@@ -369,7 +369,7 @@ def test_tensors_of_a_module():
 def test_dataset_of_a_loader():
     loader = DataLoader([1, 2])
     with pytest.raises(ValueError):
-        loader.dataset = [3, 4]  # why `set_dataset` is needed
+        loader.dataset = [3, 4]  # the reason for `set_dataset`
     torchs.set_dataset(loader, [3, 4])
     assert [int(x) for x in loader] == [3, 4], "DataLoader does not read its dataset from the attribute"
 
@@ -419,14 +419,14 @@ def test_limits_of_the_compiler():
 
 
 def test_backwards():
-    seen, calls = [], []
+    values, calls = [], []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda grad: seen.append((torchs.in_backward(), torchs.backward_is_retained())))
+    y.register_hook(lambda grad: values.append((torchs.in_backward(), torchs.backward_is_retained())))
     for retained in (True, False):
         y.sum().backward(retain_graph=retained)
     words = "torch's task of a backward does not tell whether it runs or its graph is kept: recomputation fails"
-    assert seen == [(True, True), (True, False)] and not torchs.in_backward(), words
+    assert values == [(True, True), (True, False)] and not torchs.in_backward(), words
     x.register_hook(calls.append)
     with torchs.hooks_paused([x]):
         (x * 1).sum().backward()
@@ -443,7 +443,7 @@ def test_what_selective_checkpointing_saves():
 
 
 def test_modules_and_tensors_without_names():
-    """What is shared comes once; what is not there, not at all."""
+    """A shared one comes once, a missing one not at all."""
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ModuleList([nn.Linear(2, 2), nn.BatchNorm1d(2)]))
     module[1].append(module[0])
     module[1][0].weight = module[0].weight
@@ -501,7 +501,7 @@ ATTENTIONS = {
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_dense_attention(name):
-    """Shapes on the meta device; numbers are compared on a CPU and a GPU in tests/attention."""
+    """Shapes on the meta device; tests/attention compares numbers on a CPU and a GPU."""
     assert torchs.missing_op(name) is None, f"no aten::{name}: its engine serves nothing"
     assert "no aten::_no_op" in torchs.missing_op("_no_op")
     (forward, backward), x = ATTENTIONS[name], torch.empty(2, 3, 16, 8, dtype=torch.bfloat16, device="meta")
@@ -532,9 +532,9 @@ def test_replaced_functions():
 
 def test_transforms():
     assert not torchs.transformed()
-    seen = []
-    torch.func.grad(lambda x: seen.append(torchs.transformed()) or x)(torch.ones(()))
-    assert seen == [True], (
+    values = []
+    torch.func.grad(lambda x: values.append(torchs.transformed()) or x)(torch.ones(()))
+    assert values == [True], (
         "transforms of torch.func are not noticed: forward-mode derivatives of our ops are silently zero"
     )
 
@@ -553,9 +553,9 @@ def test_modes():
             )
     with torch.device("cpu"):
         assert ext_torch.function_modes() == 1, words.format("function")
-    seen = []
-    make_fx(lambda x: seen.append(ext_torch.is_traced()) or x + 1)(torch.ones(1))
-    assert seen == [True], words.format("tracing")
+    values = []
+    make_fx(lambda x: values.append(ext_torch.is_traced()) or x + 1)(torch.ones(1))
+    assert values == [True], words.format("tracing")
 
 
 def test_operators_of_a_device():
@@ -688,9 +688,9 @@ def test_modules_of_checkpoints():
         "hyper_parameters": {"size": 3, "rows": None},
         "hparams_type": "<class 'collections.OrderedDict'>",
     }
-    made = ours.made_from_checkpoint(Takes, stored, True, {"rows": [1]})
-    assert torch.equal(made.layer.weight, module.layer.weight), "_load_state loads no weights"
-    assert made.hparams.rows == [1] and ours.LOADED.get() is None
+    instance = ours.made_from_checkpoint(Takes, stored, True, {"rows": [1]})
+    assert torch.equal(instance.layer.weight, module.layer.weight), "_load_state loads no weights"
+    assert instance.hparams.rows == [1] and ours.LOADED.get() is None
 
 
 def test_checkpoints_of_older_lightning():
@@ -754,13 +754,13 @@ os._exit(0)  # threads of autograd are still there
 
 
 def test_stacks_of_threads():
-    """A thread of autograd, as that of a GPU is (here one of a deep backward), sees the values of the thread that called."""
-    stack, seen = torchs.ThreadStack("values"), []
+    """A thread of autograd, as for a GPU (here for a deep backward), sees the values of the calling thread."""
+    stack, values = torchs.ThreadStack("values"), []
     with stack.with_top("a"):
-        thread = threading.Thread(target=lambda: seen.append(stack.of_backward()))
+        thread = threading.Thread(target=lambda: values.append(stack.of_backward()))
         thread.start()
         thread.join()
-    assert seen == [()] and stack.of_backward() == ()
+    assert values == [()] and stack.of_backward() == ()
     done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[(True, (), ('a', 'b')), (True, (), ())]", done.stderr
     for name in ("_stash_obj_in_tls", "_is_key_in_tls", "_get_obj_in_tls"):
@@ -780,8 +780,8 @@ def test_launchers_end_runs():
 
 def test_runs_that_are_over(trainer):
     assert not ours.is_over(trainer), "a Trainer that has not run has another status than before"
-    told = SimpleNamespace(state=SimpleNamespace(status=type(trainer.state.status).INTERRUPTED))
-    assert ours.is_over(told)
+    fake = SimpleNamespace(state=SimpleNamespace(status=type(trainer.state.status).INTERRUPTED))
+    assert ours.is_over(fake)
 
 
 def test_loaders_of_an_evaluation(trainer):
@@ -791,17 +791,17 @@ def test_loaders_of_an_evaluation(trainer):
     loop = SimpleNamespace(
         _combined_loader=SimpleNamespace(iterables={"a": 1}), _is_sequential=False, num_dataloaders=2
     )
-    told = SimpleNamespace(training=False, predicting=False, state=SimpleNamespace(stage="test"), _evaluation_loop=loop)
-    assert ours.combined_loaders(told) == {"a": 1} and ours.evaluated_loaders(told) == 1
+    fake = SimpleNamespace(training=False, predicting=False, state=SimpleNamespace(stage="test"), _evaluation_loop=loop)
+    assert ours.combined_loaders(fake) == {"a": 1} and ours.evaluated_loaders(fake) == 1
     loop._is_sequential = True
-    assert ours.combined_loaders(told) is None and ours.evaluated_loaders(told) == 2
+    assert ours.combined_loaders(fake) is None and ours.evaluated_loaders(fake) == 2
     has(pl.Trainer, "_evaluation_loop", "the loaders of an evaluation are not found")
 
 
 def test_batches_of_a_sampler_of_batches(trainer):
     connector = trainer._data_connector
-    found = parameters(connector._prepare_dataloader)
-    assert found == ["dataloader", "shuffle", "mode"], f"_prepare_dataloader takes {found} now"
+    names = parameters(connector._prepare_dataloader)
+    assert names == ["dataloader", "shuffle", "mode"], f"_prepare_dataloader takes {names} now"
 
 
 def test_parameters_of_each_rank():
@@ -811,23 +811,23 @@ def test_parameters_of_each_rank():
 
 
 def test_modes_see_ranges():
-    seen = []
+    values = []
 
     class Mode(ext_torch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append((func, args[0]))
+            values.append((func, args[0]))
             return func(*args, **(kwargs or {}))
 
     with ext_torch.fake_tensors(), Mode(), torch.profiler.record_function("tiles"):
         pass
     words = "record_function calls other operators: plan does not see loops over tiles"
-    assert tuple(func for func, _ in seen) == ext_torch.RANGE and seen[0][1] == "tiles", words
-    seen.clear()
+    assert tuple(func for func, _ in values) == ext_torch.RANGE and values[0][1] == "tiles", words
+    values.clear()
     weight = torch.nn.Parameter(torch.ones(4, 4))
     with torch.autocast("cpu", torch.bfloat16), Mode():
         weight @ weight
     words = "autocast casts by another operator: plan does not see copies of weights"
-    assert any(func is ext_torch.CAST and args is weight for func, args in seen), words
+    assert any(func is ext_torch.CAST and args is weight for func, args in values), words
 
 
 def test_templates_of_chats():

@@ -1,4 +1,4 @@
-"""The reference is made of docstrings: those of public names describe each argument, each error and each tensor's shape."""
+"""The reference consists of docstrings: public ones describe each argument, error and tensor shape."""
 
 import ast
 import inspect
@@ -13,18 +13,18 @@ from .test_site import public_names
 
 #: a line of an Args section that begins an entry: "name: ..." or "name, other: ..." after the section's indent
 ENTRY = re.compile(r"^ {4}(?=\S)", re.M)
-#: a shape, or where it is, or that no tensor is taken
+#: a shape, where to find it, or that no tensor is expected
 SHAPE = re.compile(r"\((\.\.\.|[A-Z]|batch)|\bscalar|\bas (in|of) `|\bany shape|\bsame tensor|\band None\.")
 
 
 class Documented(NamedTuple):
-    """Something to call that has an entry on a page of the reference, or is a public method of a class that has.
+    """A callable with an entry on a page of the reference, or a public method of a class with an entry.
 
     Attributes:
         name: dotted.
         signature: without self.
-        code: functions whose `raise` statements are its own.
-        text: its docstrings: for a constructor those of the class, of `__init__` and of bases in this package.
+        code: functions with the `raise` statements that count.
+        text: its docstrings; a constructor's include the class, `__init__` and bases in this package.
         method: whether it is a method of a public class.
     """
 
@@ -44,7 +44,7 @@ def ours(x: Any) -> bool:
 
 
 def constructor(name: str, kind: type) -> Documented:
-    """The entry of a class."""
+    """Return the entry of a class."""
     bases = [base for base in kind.__mro__ if ours(base)]
     code = [vars(kind)[x] for x in ("__init__", "__post_init__") if x in vars(kind)]
     code = [x for x in code if x.__code__.co_filename == inspect.getsourcefile(kind)]  # not a dataclass's own
@@ -53,7 +53,7 @@ def constructor(name: str, kind: type) -> Documented:
 
 
 def methods(name: str, kind: type) -> Iterator[Documented]:
-    """Public methods that a class defines itself, without hooks of Lightning and torch, whose terms are theirs."""
+    """Yield public methods that a class defines itself, without hooks of Lightning and torch."""
     foreign = {word for base in kind.__mro__ if not ours(base) for word in vars(base)} - {"forward"}
     for word, value in vars(kind).items():
         function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
@@ -66,7 +66,7 @@ def methods(name: str, kind: type) -> Iterator[Documented]:
 
 
 def documented(public: dict[str, object]) -> list[Documented]:
-    """Functions, constructors and methods, each once."""
+    """Return functions, constructors and methods, each once."""
     listed: list[Documented] = []
     for name, value in {id(x): (name, x) for name, x in reversed(public.items())}.values():
         if inspect.isclass(value):
@@ -77,14 +77,14 @@ def documented(public: dict[str, object]) -> list[Documented]:
 
 
 def entries(text: str) -> dict[str, str]:
-    """{argument: its description} of all sections Args and Attributes."""
-    found: dict[str, str] = {}
+    """Return {argument: its description} of all sections Args and Attributes."""
+    described: dict[str, str] = {}
     for section in re.findall(r"^(?:Args|Attributes):\n((?:(?: {4}.*)?\n)+)", text, re.M):
         for entry in ENTRY.split(section)[1:]:
             head, colon, body = entry.partition(":")
             words = re.sub(r"\([^)]*\)", "", head)
-            found |= {word.strip(" *`\n"): body for word in words.split(",") if colon}
-    return found
+            described |= {word.strip(" *`\n"): body for word in words.split(",") if colon}
+    return described
 
 
 def parameters(x: Documented) -> list[inspect.Parameter]:
@@ -93,7 +93,7 @@ def parameters(x: Documented) -> list[inspect.Parameter]:
 
 
 def missing_arguments(x: Documented) -> list[str]:
-    """Arguments without an entry that the text does not name in backticks either."""
+    """Return arguments without an entry, and not in backticks in the text."""
     if re.search(r"^Args: (those|as) ", x.text, re.M):
         return []
     known = set(entries(x.text)) | {
@@ -103,7 +103,7 @@ def missing_arguments(x: Documented) -> list[str]:
 
 
 def missing_errors(x: Documented) -> list[str]:
-    """Exceptions that its own code raises and its text does not name."""
+    """Return exceptions that its own code raises and its text does not name."""
     raised = set()
     for function in x.code:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
@@ -117,7 +117,7 @@ def missing_errors(x: Documented) -> list[str]:
 
 
 def missing_shapes(x: Documented) -> list[str]:
-    """Arguments that are tensors and whose description, or else the text, says no shape."""
+    """Return tensor arguments with no shape in their description or the text."""
     words = {p.name: str(p.annotation) for p in parameters(x)}
     tensors = [
         name
@@ -158,7 +158,7 @@ class Poor:
             raise KeyError(size)
 
     def call(self, x: torch.Tensor) -> None:
-        """Of x."""
+        """Use x."""
 
 
 class Rich(Poor):

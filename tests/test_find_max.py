@@ -1,4 +1,4 @@
-"""The longest sequence: the search against every answer there can be, and true trials on the CPU with little memory."""
+"""The longest sequence: the search against every possible answer, and real trials on the CPU with little memory."""
 
 import pytest
 import torch
@@ -30,19 +30,19 @@ def test_search(most, start, multiple, within, limit):
         with pytest.raises(ValueError, match=f"not even {multiple} tokens fit"):
             longest(fits, start, multiple, within, limit)
         return
-    found = longest(fits, start, multiple, within, limit)
-    assert found.times == len(tried) == len(set(tried)) and not any(x % multiple for x in tried)
-    assert found.fits in tried and found.fits <= most and (limit is None or max(tried) <= limit)
-    if found.fails is None:
-        assert limit is not None and found.fits == limit // multiple * multiple
+    answer_ = longest(fits, start, multiple, within, limit)
+    assert answer_.times == len(tried) == len(set(tried)) and not any(x % multiple for x in tried)
+    assert answer_.fits in tried and answer_.fits <= most and (limit is None or max(tried) <= limit)
+    if answer_.fails is None:
+        assert limit is not None and answer_.fits == limit // multiple * multiple
     else:
-        assert found.fails in tried and found.fails > most
-        assert found.fails - found.fits <= max(multiple, within * found.fits)
+        assert answer_.fails in tried and answer_.fails > most
+        assert answer_.fails - answer_.fits <= max(multiple, within * answer_.fits)
 
 
 @pytest.fixture
 def recipe(tmp_path):
-    """A small model whose logits of 256 kinds take most of its memory."""
+    """A small model with logits of 256 kinds that take most of its memory."""
     pattern = {"segment_lengths": [64], "dilation_rates": [1]}
     settings = {
         "trainer": {"accelerator": "cpu", "callbacks": [{"class_path": "lightning_dilated.callbacks.RunReport"}]},
@@ -55,7 +55,7 @@ def recipe(tmp_path):
 
 
 def test_trials(recipe):
-    """1M tokens need 1 GiB for each copy of the logits, and there are several; 2,048 need 2 MiB."""
+    """1M tokens need 1 GiB for each of several copies of the logits; 2,048 need 2 MiB."""
     trials = Trials(recipe, ranks=1, timeout=120, limit=1.5)
     few, many = trials(2048), trials(1048576)
     assert few.fits and few.seconds > 0 and few.host > 10**8 and "2,048 tokens: fits" in str(few)
@@ -75,11 +75,11 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_samples(name):
-    """What each model trains on, alike on all ranks, of the length asked for."""
+    """The training samples of each model, alike on all ranks, of the requested length."""
     model = getattr(ld, name)(**MODELS[name])
-    found = Samples(model, 96)
-    batch, again, other = found[0], Samples(model, 96)[0], found[1]
-    assert len(found) == 2 and all(torch.equal(batch[k], again[k]) for k in batch)
+    samples = Samples(model, 96)
+    batch, again, other = samples[0], Samples(model, 96)[0], samples[1]
+    assert len(samples) == 2 and all(torch.equal(batch[k], again[k]) for k in batch)
     assert any(not torch.equal(batch[k], other[k]) for k in batch)
     model.configure_model()
     loss, count = model.token_mean(batch)

@@ -1,4 +1,4 @@
-"""Fifos, devices and folders where a file is read: refused at once, by every reader."""
+"""Fifos, devices and folders in place of a file: every reader refuses at once."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ READERS: dict[str, Callable[[str], Any]] = {
 
 @pytest.fixture(autouse=True)
 def ends() -> Iterator[None]:
-    """A test that waits for a fifo ends in an error."""
+    """Let a test that waits for a fifo end in an error."""
 
     def late(*args: Any) -> None:
         raise AssertionError("it waits")

@@ -1,4 +1,4 @@
-"""The package as a whole: public names, signatures, the lint that CI runs, and imports without a GPU."""
+"""The package as a whole: public names, signatures, the lint of CI, and imports without a GPU."""
 
 import importlib
 import inspect
@@ -90,14 +90,14 @@ def test_lint_finds_planted_faults(tmp_path):
     argv = [sys.executable, "-I", "-S", str(lint), str(tmp_path / ROOT.name)]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1, result.stderr
-    told = result.stdout.replace(f"{tmp_path / ROOT.name}/", "").splitlines()
-    assert len(told) == len(FOUND.splitlines()), result.stdout
-    for line, want in zip(told, FOUND.splitlines(), strict=True):
+    findings = result.stdout.replace(f"{tmp_path / ROOT.name}/", "").splitlines()
+    assert len(findings) == len(FOUND.splitlines()), result.stdout
+    for line, want in zip(findings, FOUND.splitlines(), strict=True):
         assert line.startswith(want)
 
 
 def test_the_layer_imports_few_files():
-    """Imports inside of functions count; what `_extensions.py` names does not."""
+    """Imports inside of functions count; names in `_extensions.py` do not."""
     path = ROOT.parent / ".ci" / "lint.py"
     if not path.exists():
         pytest.skip("no checkout: a source archive has no .ci")
@@ -113,7 +113,7 @@ def test_the_layer_imports_few_files():
 
 
 def test_lint_holds_budgets():
-    """A budget that is passed is a fault, and so is one above what was reached."""
+    """Exceeding a budget is a fault, and so is a budget far above the current number."""
     path = ROOT.parent / ".ci" / "lint.py"
     if not path.exists():
         pytest.skip("no checkout: a source archive has no .ci")
@@ -131,12 +131,12 @@ def test_lint_holds_budgets():
 
 
 # -- the public face ---------------------------------------------------------------------------------------------------
-#: public name, and the module and name of what it is
+#: public name, and its module and name
 PINNED = dict(line.split() for line in (Path(__file__).parent / "public_names.txt").read_text().splitlines())
 
 
 def test_public_names_are_what_they_were():
-    """Recipes, checkpoints and programs of users have these names."""
+    """Recipes, checkpoints and programs of users contain these names."""
     for name, where in PINNED.items():
         module, _, attribute = name.rpartition(".")
         face = importlib.import_module(module)
@@ -157,9 +157,9 @@ def test_all_names_exist():
     folders = [p.parent.relative_to(ROOT.parent) for p in FILES if p.name == "__init__.py"]
     assert len(folders) > 10
     for folder in folders:
-        found = importlib.import_module(".".join(folder.parts))
-        assert [name for name in getattr(found, "__all__", ()) if not hasattr(found, name)] == [], folder
-        assert len(set(getattr(found, "__all__", ()))) == len(getattr(found, "__all__", ())), folder
+        module = importlib.import_module(".".join(folder.parts))
+        assert [name for name in getattr(module, "__all__", ()) if not hasattr(module, name)] == [], folder
+        assert len(set(getattr(module, "__all__", ()))) == len(getattr(module, "__all__", ())), folder
 
 
 SIGNATURES = {
@@ -192,7 +192,7 @@ def test_signature(name):
 
 
 def test_type_checkers_read_the_package():
-    assert (ROOT / "py.typed").is_file()  # without it they take every name for Any
+    assert (ROOT / "py.typed").is_file()  # without it type checkers take every name for Any
 
 
 # -- in a process of its own -------------------------------------------------------------------------------------------

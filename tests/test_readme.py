@@ -1,4 +1,4 @@
-"""What README and docs show is true: their Python runs, links exist, commands parse, and tables name real things."""
+"""README and docs are true: their Python runs, links exist, commands parse, and tables name real things."""
 
 import ast
 import re
@@ -23,14 +23,14 @@ PAGES |= {Path(name): (ROOT / name).read_text() for name in ("ARCHITECTURE.md", 
 TEXT = "\n".join(PAGES.values())
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 FENCES = re.compile(r'^ *```(\w*)(?: title="([^"]+)")?\n(.*?)^ *```$', re.M | re.S)
-#: a line of a block without a language: a command, the rest of one, or a loop's word
+#: a line of a block without a language: a command, its continuation, or a loop's word
 COMMAND = re.compile(r"(  |lightning-dilated |python |pip |mkdocs |git |sbatch |lm_eval |for |done$|\.ci/)")
-#: words of the blocks that have a test of their own
+#: words of the blocks that have their own tests
 OF_THEIR_OWN = {"class Tagger", "torchrun"}
 
 
 def block(words: str) -> str:
-    """The one Python block that holds these words."""
+    """Return the one Python block that contains these words."""
     (text,) = {b for b in BLOCKS if words in b}
     return text
 
@@ -41,7 +41,7 @@ def test_every_block_is_run_or_parsed() -> None:
     for page in [*pages, Path("SECURITY.md")]:
         tutorial = page.parent.name == "tutorials"
         for language, _, text in FENCES.findall((ROOT / page).read_text()):
-            if language == "py":  # takes files or hardware that are not here
+            if language == "py":  # needs files or hardware that are not here
                 compile(text, str(page), "exec")
             elif language == "":
                 assert not [line for line in text.splitlines() if not COMMAND.match(line)], (page, text)
@@ -156,7 +156,7 @@ def test_commands_exist(command: str) -> None:
 
 
 def texts_of_the_package() -> list[str]:
-    """Every string of the package's source, with … in the place of values."""
+    """Return every string of the package's source, with … in place of values."""
     nodes = (x for path in Path(ld.__file__).parent.rglob("*.py") for x in ast.walk(ast.parse(path.read_text())))
     texts = []
     for node in nodes:

@@ -18,12 +18,12 @@ from .test_site import HOOKS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-#: of Keep a Changelog
+#: the kinds of Keep a Changelog
 KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
 def versions() -> dict[str, list[str]]:
-    """{heading: kinds of changes} of each version in the changelog, the newest first."""
+    """Return {heading: kinds of changes} of each version in the changelog, the newest first."""
     parts = re.split(r"^## (.+)\n", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
     return {title: re.findall(r"^### (.+)$", text, re.M) for title, text in zip(parts[1::2], parts[2::2], strict=True)}
 
@@ -52,7 +52,7 @@ def test_source_archive_has_what_the_site_and_tests_need() -> None:
 
 # -- the archives themselves -------------------------------------------------------------------------------------------
 def run(*argv: str | Path, cwd: Path) -> str:
-    """What a program prints in `cwd`, without this checkout on its path."""
+    """Return a program's output in `cwd`, without this checkout on its path."""
     names = {"PYTHONPATH", "VIRTUAL_ENV"}
     environment = {k: v for k, v in os.environ.items() if k not in names} | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What was taken out names what does its work now: in Python, on the command line, and in files."""
+"""Removed names raise an error with the replacement: in Python, on the command line, and in files."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ def test_names(name, folder):
 
 
 def refused(capsys, *argv):
-    """Everything that the command line says of arguments that it refuses, on one line."""
+    """Return the command line's error about the arguments, on one line."""
     with pytest.raises(SystemExit) as ended:
         main([str(x) for x in argv])
     assert ended.value.code == 2

@@ -1,4 +1,4 @@
-"""Rows that figures are drawn from stand in a page of benchmarks/results, and the figure is drawn."""
+"""The rows of each figure are on a page of benchmarks/results, and the figure exists."""
 
 import json
 import runpy

@@ -15,12 +15,12 @@ import yaml
 import lightning_dilated as ld
 
 ROOT = Path(__file__).resolve().parents[1]
-#: folders of the package whose `__all__` serves the package itself
+#: folders of the package with an `__all__` for the package itself
 INTERNAL = {"cli", "kernels"}
 
 
 def load_hooks() -> ModuleType:
-    """docs/site_hooks.py, which is part of no package."""
+    """Load docs/site_hooks.py, which is not part of a package."""
     spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -34,7 +34,7 @@ CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 # -- reference ---------------------------------------------------------------------------------------------------------
 def exported(folder: Path) -> list[str]:
-    """`__all__` of a folder's `__init__.py`, read without importing it."""
+    """Return `__all__` of a folder's `__init__.py`, read without importing it."""
     for node in ast.parse((folder / "__init__.py").read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if isinstance(targets[0], ast.Name) and targets[0].id == "__all__":
@@ -43,18 +43,18 @@ def exported(folder: Path) -> list[str]:
 
 
 def public_names() -> dict[str, object]:
-    """{dotted name: object} of what the package, its folders, and the modules that they export call public."""
+    """Return {dotted name: object} of public names of the package, its folders, and the modules that they export."""
     package = Path(ld.__file__).parent
     folders = {path.parent for path in package.glob("[a-z]*/__init__.py")}
     todo = ["lightning_dilated"]
     todo += [f"lightning_dilated.{x.name}" for x in sorted(folders) if x.name not in INTERNAL and exported(x)]
     names: dict[str, object] = {}
-    seen = set()
+    visited = set()
     while todo:
         name = todo.pop()
-        if name in seen:
+        if name in visited:
             continue
-        seen.add(name)
+        visited.add(name)
         module = importlib.import_module(name)
         for word in module.__all__:
             value = getattr(module, word)
@@ -66,7 +66,7 @@ def public_names() -> dict[str, object]:
 
 
 def entries() -> list[str]:
-    """The names that pages of docs/api have entries of."""
+    """Return the names with entries on pages of docs/api."""
     return [
         name
         for page in sorted((ROOT / "docs" / "api").glob("*.md"))
@@ -75,7 +75,7 @@ def entries() -> list[str]:
 
 
 def problems(public: dict[str, object], listed: list[str]) -> list[str]:
-    """Public objects with no entry or several, and entries that are not public."""
+    """Return public objects with no entry or several, and entries that are not public."""
     counts = Counter(id(public[name]) for name in listed if name in public)
     wrong = [f"{name} is not public" for name in listed if name not in public]
     return wrong + [f"{name} has {counts[id(x)]} entries" for name, x in public.items() if counts[id(x)] != 1]
@@ -108,14 +108,14 @@ KINDS = ("Tutorials", "How-to", "Reference", "Explanation")
 
 
 def pages_of(nav: Any) -> list[str]:
-    """The pages of a part of the navigation."""
+    """Return the pages of a part of the navigation."""
     if isinstance(nav, str):
         return [nav]
     return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in pages_of(part)]
 
 
 def sections() -> dict[str, list[str]]:
-    """{title: pages} of the navigation's tabs."""
+    """Return {title: pages} of the navigation's tabs."""
     return {title: pages_of(part) for entry in CONFIG["nav"] for title, part in entry.items()}
 
 

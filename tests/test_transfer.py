@@ -28,8 +28,8 @@ def test_by_pinned_memory_only_outside_of_traces():
 
 def test_scalars():
     for x, dtype in ((3, torch.int64), (0.5, torch.float32), (torch.tensor(3.0, dtype=torch.float64), torch.float64)):
-        found = scalar(x, CPU)
-        assert found.shape == () and found.dtype == dtype and found == x
+        sent = scalar(x, CPU)
+        assert sent.shape == () and sent.dtype == dtype and sent == x
     np = pytest.importorskip("numpy")
     assert scalar(np.float64(0.1), CPU).dtype == torch.float64 and scalar(np.array(3), CPU) == 3
 
@@ -42,10 +42,10 @@ def test_written_to_after_it_was_sent(pinned):
     x = x.pin_memory() if pinned else x
     for _ in range(3):
         torch.cuda._sleep(200_000_000)
-        found = send(x, GPU)
+        sent = send(x, GPU)
         x += 1
         torch.cuda.synchronize()
-        assert torch.equal(found.cpu(), x - 1)
+        assert torch.equal(sent.cpu(), x - 1)
 
 
 @pytest.mark.gpu

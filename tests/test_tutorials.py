@@ -1,4 +1,4 @@
-"""Tutorials run as they stand: every block, in the order of the page, in one folder, and they print what the page shows."""
+"""Tutorials run as written: every block, in the order of the page, in one folder, with the output of the page."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ FOLDER = ROOT / "docs" / "tutorials"
 
 
 def load_hook() -> ModuleType:
-    """docs/notebooks.py, which is part of no package."""
+    """Load docs/notebooks.py, which is not part of a package."""
     spec = importlib.util.spec_from_file_location("notebooks", ROOT / "docs" / "notebooks.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,7 +27,7 @@ def load_hook() -> ModuleType:
 
 
 NOTEBOOKS = load_hook()
-#: runs the cells of a page: all Python in one session, as the reader does; prints a JSON list of what each printed
+#: runs the cells of a page in one Python session, like the reader; prints a JSON list of the outputs
 SESSION = """
 import contextlib, io, json, subprocess, sys
 from pathlib import Path
@@ -52,7 +52,7 @@ NUMBER = r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?"
 
 
 def run_page(name: str, tmp_path: Path) -> list[str]:
-    """Run a page in a folder of its own, check what it prints, and return it, a text for each block that runs."""
+    """Run a page in its own folder, check the output, and return it, a text for each block that runs."""
     parts = [x for x in NOTEBOOKS.cells((FOLDER / name).read_text()) if x.kind in ("file", "bash", "python")]
     programs, folder = tmp_path / "programs", tmp_path / "folder"
     programs.mkdir()
@@ -78,14 +78,14 @@ def run_page(name: str, tmp_path: Path) -> list[str]:
 
 
 def pattern_of(part: str) -> str:
-    """What a word of a page, a number, a space or … may be in what is printed."""
+    """Return the regular expression of a page's word, number, space or … in the output."""
     if re.fullmatch(NUMBER, part):
         return f"({NUMBER})"
     return ".*" if part == "…" else r"\s+" if part.isspace() else re.escape(part)
 
 
 def not_printed(shown: str, printed: str) -> list[str]:
-    """Lines of a page that were not printed in this order. Numbers may differ a little, and … stands for anything."""
+    """Return lines of a page that were not printed in this order. Numbers may differ a little, … matches anything."""
     missing, end = [], 0
     for line in filter(None, map(str.strip, shown.splitlines())):
         parts = [part for part in re.split(rf"(…|{NUMBER}|\s+)", line) if part]
@@ -102,7 +102,7 @@ def not_printed(shown: str, printed: str) -> list[str]:
 
 
 def numbers(pattern: str, texts: list[str]) -> list[float]:
-    """The numbers that a pattern's group has found in all that was printed."""
+    """Return the numbers that a pattern's group finds in all output."""
     return [float(x.replace(",", "")) for x in re.findall(pattern.replace("#", f"({NUMBER})"), "\n".join(texts))]
 
 
@@ -129,26 +129,26 @@ def check_genomes(texts: list[str]) -> None:
 
 
 def check_own_module(texts: list[str]) -> None:
-    """Two ranks train as one does."""
+    """Two ranks train like one."""
     one, two = numbers(r"val_accuracy +│ +#", texts)
     assert one == pytest.approx(two, abs=1e-3) and one > 0.6
     assert numbers(r"difference of a weight: #", texts)[-1] < 1e-2
 
 
 def check_transformers(texts: list[str]) -> None:
-    """Two ranks train as one does."""
+    """Two ranks train like one."""
     one, two = numbers(r"val_bits_per_byte +│ +#", texts)
     assert one == pytest.approx(two, abs=0.02) and one < 5
 
 
 def check_billion(texts: list[str]) -> None:
-    """Chunks change no number, and take less memory."""
+    """Chunks change no number, and need less memory."""
     assert numbers(r"loss #,", texts)[0] == numbers(r"loss #,", texts)[1]
     whole, chunks = numbers(r"# MiB", texts)
     assert chunks < whole / 2
 
 
-#: {page: what its numbers have to show}; those without `slow` run in CI
+#: {page: check of its numbers}; pages without `slow` run in CI
 TUTORIALS: dict[str, Callable[[list[str]], None]] = {
     "first_model.md": check_first_model,
     "slides.md": check_slides,

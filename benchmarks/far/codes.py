@@ -1,4 +1,4 @@
-"""Attention to the rows whose learned code equals the query's: exact by sorting, and "soft" over all rows.
+"""Attention to the rows with the query's learned code: exact by sorting, and "soft" over all rows.
 
 Letters: B batch, N tokens, D head dim, G groups of M codes, L rows that a lookup reads at most, P lookups (probes) of a
 query, K rows, Q lookups, T entries of a block.
@@ -31,7 +31,7 @@ class Rows:
     packed: Tensor  # (K, 2 D + G M)
 
     def latest(self, most: int) -> Rows:
-        """The `most` latest rows of each code, by code and position."""
+        """Return the `most` latest rows of each code, by code and position."""
         order = (self.code * (self.position.max() + 1) + self.position).argsort()
         code = self.code[order]
         place = torch.arange(len(code), device=code.device)
@@ -39,15 +39,15 @@ class Rows:
         return Rows(self.code[chosen], self.position[chosen], self.packed[chosen])
 
     def joined(self, other: Rows) -> Rows:
-        """These rows and others."""
         pairs = ((self.code, other.code), (self.position, other.position), (self.packed, other.packed))
         return Rows(*(torch.cat(pair) for pair in pairs))
 
 
 @dataclass
 class Read:
-    """What lookups have read: (…, D) outputs, and (…,) log of the sum of the exponentials of scores, mean log chance under
-    the softmax, log of the sum of chances, and the number of rows."""
+    """Results of lookups: (…, D) outputs, and (…,) log of the sum of exponentials of scores, mean log chance under the
+    softmax, log of the sum of chances, and the number of rows.
+    """
 
     out: Tensor
     lse: Tensor
@@ -56,19 +56,19 @@ class Read:
     count: Tensor
 
     def shaped(self, *sizes: int) -> Read:
-        """The same lookups in another shape."""
+        """Return the lookups in another shape."""
         pairs = ((self.out, self.out.shape[-1:]), *((z, ()) for z in (self.lse, self.match, self.chance, self.count)))
-        return Read(*(z.reshape(*sizes, *rest) for z, rest in pairs))
+        return Read(*(z.reshape(*sizes, *tail) for z, tail in pairs))
 
 
 def numbers(z: Tensor) -> Tensor:
-    """(…) codes of logits (…, G, M)."""
+    """Return (…) codes of logits (…, G, M)."""
     place = z.shape[-1] ** torch.arange(z.shape[-2], device=z.device)
     return (z.argmax(-1) * place).sum(-1)
 
 
 def probed(z: Tensor, probes: int) -> Tensor:
-    """(P, …) codes to look up: the query's, and those with the second best of a group, least certain groups first."""
+    """Return (P, …) codes to look up: the query's, and codes with the second best of a group, least certain first."""
     place = z.shape[-1] ** torch.arange(z.shape[-2], device=z.device)
     best = z.topk(2, -1)
     change = (best.indices[..., 1] - best.indices[..., 0]) * place
@@ -80,9 +80,9 @@ def probed(z: Tensor, probes: int) -> Tensor:
 def attend(
     query: Tensor, packed: Tensor, allowed: Tensor, dim: int, groups: int, taught: bool = False
 ) -> tuple[Tensor, ...]:
-    """Fields of `Read` of blocks: (b, T, D + G M) queries, (b, S, 2 D + G M) rows; allowed (b, T, S).
+    """Return the fields of `Read` of blocks: (b, T, D + G M) queries, (b, S, 2 D + G M) rows; allowed (b, T, S).
 
-    `taught`: codes have no part in the scores, and only their losses train them.
+    `taught`: scores do not depend on codes, and only the codes' own losses train them.
     """
     q, chances_q = query.split([dim, query.shape[-1] - dim], -1)
     k, v, chances_k = packed.split([dim, dim, query.shape[-1] - dim], -1)
@@ -100,10 +100,10 @@ def attend(
 
 
 def exact(query: Tensor, code: Tensor, position: Tensor, rows: Rows, latest: int, dim: int, groups: int) -> Read:
-    """Lookups (Q, D + G M) of codes at positions, by sorting.
+    """Look up (Q, D + G M) queries of codes at positions, by sorting.
 
-    Rows and lookups are merged by (code, position, row before lookup). A block of T merged entries reads the T rows that
-    may stand in it and the L rows before it, whatever the codes are.
+    Rows and lookups are merged by (code, position, row before lookup). A block of T merged entries reads the T rows
+    that it may contain and the L rows before it, for any codes.
     """
     size, count, device = len(rows.code), len(code), code.device
     span = torch.maximum(rows.position.max(), position.max()) + 1
@@ -132,13 +132,13 @@ def exact(query: Tensor, code: Tensor, position: Tensor, rows: Rows, latest: int
         parts.append([x.flatten(0, 1) for x in attend(queries, packed, allowed, dim, groups)])
     place = torch.empty(entries + 1, dtype=torch.long, device=device)
     place.scatter_(0, order.clamp(max=entries), torch.arange(entries, device=device))
-    asked = place[size : size + count]
-    reads = (before - begin).index_select(0, asked)
-    return Read(*(torch.cat(x).index_select(0, asked) for x in zip(*parts, strict=True)), reads)
+    at = place[size : size + count]
+    reads = (before - begin).index_select(0, at)
+    return Read(*(torch.cat(x).index_select(0, at) for x in zip(*parts, strict=True)), reads)
 
 
 def soft(query: Tensor, packed: Tensor, dim: int, groups: int, taught: bool = False) -> Read:
-    """All rows j <= p of (B, N, …), parts of the batch and of the queries one by one, once more in the backward."""
+    """Read all rows j <= p of (B, N, …), in parts of the batch and of the queries, and again in the backward."""
     size, device = query.shape[1], query.device
     step, cut = max(1, SCORES // size**2), -(-size // 4)
     parts = []
@@ -155,7 +155,7 @@ def soft(query: Tensor, packed: Tensor, dim: int, groups: int, taught: bool = Fa
 
 
 def mix(read: Read, null: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs (…, D) of lookups (P, …) in one softmax with the null key, and the queries' losses agree and contrast."""
+    """Return outputs (…, D) of lookups (P, …) in one softmax with the null key, and the losses agree and contrast."""
     total = torch.logaddexp(read.lse.logsumexp(0), null)
     share = (read.lse - total).exp()
     out = (share[..., None].to(read.out.dtype) * read.out).sum(0)
@@ -166,6 +166,6 @@ def mix(read: Read, null: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def balance(chances: Tensor) -> Tensor:
-    """How far the mean chances of codes (…, G, M) are from even, summed over groups: the KL divergence."""
+    """Return the KL divergence of the mean chances of codes (…, G, M) from uniform, summed over groups."""
     mean = chances.flatten(0, -3).mean(0)
     return (mean * (mean * chances.shape[-1]).clamp_min(1e-9).log()).sum()

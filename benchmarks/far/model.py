@@ -19,12 +19,11 @@ BASE = 1e7
 
 @dataclass
 class Sizes:
-    """What a model is made of.
+    """The sizes of a model.
 
-    start: how the convolutions of codes begin.
-    alike: the projections of codes of queries and keys begin with equal weights.
-    std: of the embedding, which the output shares, scaled so that logits begin alike; None: that of all matrices.
-    sharp: root mean square that the code logits of a group are brought to; None: as they are.
+    start: initial convolutions of codes. alike: the projections of codes of queries and keys begin with equal weights.
+    std: of the embedding, which the output shares, scaled so that logits begin alike; None: as for all matrices. sharp:
+    root mean square to which the code logits of a group are scaled; None: unscaled.
     """
 
     vocabulary: int
@@ -51,7 +50,7 @@ class Sizes:
 
 @dataclass
 class Settings:
-    """What may change between steps: local segment length, lookups of a query, and whether codes read all rows."""
+    """Settings that may change between steps: local segment length, lookups of a query, all rows or not."""
 
     local: int = 2048
     probes: int = 1
@@ -61,7 +60,7 @@ class Settings:
 
 @dataclass
 class Carried:
-    """What a layer keeps from chunk to chunk: last inputs of convolutions, last local rows, and the far head's rows."""
+    """A layer's state between chunks: last inputs of convolutions, last local rows, and the far head's rows."""
 
     tails: dict[str, Tensor] = field(default_factory=dict)
     rows: codes.Rows | None = None
@@ -69,7 +68,7 @@ class Carried:
 
 @dataclass
 class Call:
-    """What a layer is called with besides its input: `aux` gets the far head's losses and counts; `carried` is a chunk's."""
+    """Arguments of a layer besides its input: `aux` collects the far head's losses and counts."""
 
     settings: Settings
     asked: Tensor
@@ -79,7 +78,7 @@ class Call:
 
 
 def convolve(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
-    """(B, N, C): the sum over taps i of weight_i x_(p - i), after the W - 1 rows `before`."""
+    """Return (B, N, C): the sum over taps i of weight_i x_(p - i), after the W - 1 rows `before`."""
     taps, size = len(weight), x.shape[1]
     x, weight = torch.cat([before, x], 1), weight.to(x.dtype)
     out = x[:, taps - 1 :] * weight[0]
@@ -89,14 +88,14 @@ def convolve(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions of (B, N, H, D), by (N, 1, D / 2)."""
+    """Rotate (B, N, H, D) by (N, 1, D / 2) angles."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
 
 
 @lru_cache(maxsize=8)
 def angles(size: int, first: int, period: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (N, 1, D / 2) at positions first, first + 1, ... modulo a period."""
+    """Return cosine and sine (N, 1, D / 2) at positions first, first + 1, ... modulo a period."""
     positions = (torch.arange(size, device=device) + first) % period
     rate = BASE ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
     angle = positions[:, None, None] * rate
@@ -111,7 +110,7 @@ class Taps(nn.Module):
         self.weight = nn.Parameter(torch.tensor(start, dtype=torch.float32)[:, None].repeat(1, channels))
 
     def forward(self, x: Tensor, carried: Carried | None, name: str) -> Tensor:
-        """The convolution after the last rows of the chunk before."""
+        """Convolve after the last rows of the previous chunk."""
         size = len(self.weight) - 1
         new = carried is None or name not in carried.tails
         before = x.new_zeros(len(x), size, x.shape[2]) if new else carried.tails[name]
@@ -121,7 +120,7 @@ class Taps(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, of which the last head may be the far head, and an MLP."""
+    """Attention, with an optional far head as its last head, and an MLP."""
 
     def __init__(self, sizes: Sizes, index: int) -> None:
         super().__init__()
@@ -133,7 +132,7 @@ class Layer(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
         self.fc1, self.fc2 = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
         self.taps = Taps(2 * width)
-        if index == sizes.far_layer:  # of all arms alike: the far head's keys begin with the token before
+        if index == sizes.far_layer:  # in all arms: the far head's keys begin with the token before
             self.taps.weight.data[1, width - self.dim : width] = sizes.before
         if self.far == "codes":
             queries, keys = {
@@ -146,7 +145,7 @@ class Layer(nn.Module):
             self.null = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor, call: Call) -> Tensor:
-        """(B, N, E) to (B, N, E)."""
+        """Map (B, N, E) to (B, N, E)."""
         y = self.norm1(x)
         q, k, v = self.qkv(y).chunk(3, -1)
         k, v = self.taps(torch.cat([k, v], -1), call.carried, "kv").chunk(2, -1)
@@ -162,18 +161,18 @@ class Layer(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
     def local(self, q: Tensor, k: Tensor, v: Tensor, width: int, carried: Carried | None) -> Tensor:
-        """Segments of `width`, shifted by half in odd layers; chunks begin at whole segments."""
+        """Attend in segments of `width`, shifted by half in odd layers; chunks begin at whole segments."""
         size, half = q.shape[1], width // 2 if self.shifted else 0
         width = min(width, size) if not half else width
-        # only differences inside of a segment count, so positions begin anew in each
+        # only differences inside of a segment count, so positions restart in each
         turned = angles(size, half, width, self.dim, q.device)
         q, k = turn(q, *turned), turn(k, *turned)
         if not half:
             return self.segments(q, k, v, width)
         if carried is None or "local" not in carried.tails:
             first = self.segments(*(z[:, :half] for z in (q, k, v)), half)
-            rest = self.aligned(*(z[:, half:] for z in (q, k, v)), width) if size > half else first[:, :0]
-            result = torch.cat([first, rest], 1)
+            remainder = self.aligned(*(z[:, half:] for z in (q, k, v)), width) if size > half else first[:, :0]
+            result = torch.cat([first, remainder], 1)
         else:
             before_k, before_v = carried.tails["local"]
             k, v = torch.cat([before_k, k], 1), torch.cat([before_v, v], 1)
@@ -184,21 +183,21 @@ class Layer(nn.Module):
         return result
 
     def aligned(self, q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
-        """Whole segments, and what is left."""
+        """Attend in whole segments and the remainder."""
         whole = q.shape[1] // width * width
         parts = [(slice(0, whole), width), (slice(whole, None), q.shape[1] - whole)]
         return torch.cat([self.segments(q[:, s], k[:, s], v[:, s], n) for s, n in parts if n and q[:, s].shape[1]], 1)
 
     @staticmethod
     def segments(q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
-        """Causal attention in segments of `width` of (B, N, H, D)."""
+        """Compute causal attention in segments of `width` of (B, N, H, D)."""
         width = min(width, q.shape[1])
         cut = [z.unflatten(1, (-1, width)).flatten(0, 1).transpose(1, 2) for z in (q, k, v)]
         out = F.scaled_dot_product_attention(*cut, is_causal=True)
         return out.transpose(1, 2).unflatten(0, (len(q), -1)).flatten(1, 2)
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, carried: Carried | None) -> Tensor:
-        """All rows j <= p, with rotary positions or without."""
+        """Attend to all rows j <= p, with rotary positions or without."""
         if carried is not None:
             raise ValueError(f"a far head {self.far!r} keeps all rows; chunks are for codes")
         q, k, v = (z[:, :, None] for z in (q, k, v))
@@ -208,11 +207,11 @@ class Layer(nn.Module):
         return self.segments(q, k, v, q.shape[1])[:, :, 0]
 
     def hashed(self, y: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """Rows of the query's codes. The losses agree and contrast are means over the positions that are asked.
+        """Read rows of the query's codes. The losses agree and contrast are means over the asked positions.
 
-        What other positions read has no effect on the answers, and their weights would make all codes equal.
+        Reads at other positions have no effect on the answers, and their weights would make all codes equal.
         """
-        sizes, carried, asked = self.sizes, call.carried, call.asked
+        sizes, carried, at = self.sizes, call.carried, call.asked
         cut = (sizes.groups, sizes.codes)
         taught = call.settings.soft and call.settings.taught
         y = y.detach() if taught else y
@@ -228,11 +227,11 @@ class Layer(nn.Module):
         else:
             read = self.look_up(query, packed, z_q, codes.numbers(z_k), call)
         out, agree, contrast = codes.mix(read, self.null)
-        # balance is about all rows, spread about asked queries: without it the asked keys may share one code
-        asking = z_q.softmax(-1)[torch.arange(len(q), device=q.device)[:, None], asked]
+        # `balance` is over all rows, `spread` over asked queries: without `spread` the asked keys may share one code
+        asking = z_q.softmax(-1)[torch.arange(len(q), device=q.device)[:, None], at]
         call.aux.update(
-            agree=agree.gather(1, asked).mean(),
-            contrast=contrast.gather(1, asked).mean(),
+            agree=agree.gather(1, at).mean(),
+            contrast=contrast.gather(1, at).mean(),
             balance=codes.balance(chances),
             spread=codes.balance(asking),
             rows=read.count.sum(0),
@@ -240,23 +239,23 @@ class Layer(nn.Module):
         return out
 
     def look_up(self, query: Tensor, packed: Tensor, z_q: Tensor, code: Tensor, call: Call) -> codes.Read:
-        """The exact form: rows of code (B, N), also those that chunks before left, and (P, B, N, …) of what is read."""
+        """Read exactly: rows of code (B, N), also of earlier chunks, for (P, B, N, …) lookups."""
         sizes, probes, (batch, size) = self.sizes, call.settings.probes, code.shape
         sequence = torch.arange(batch, device=code.device)[:, None] * sizes.codes**sizes.groups
         position = (torch.arange(size, device=code.device) + call.start).repeat(batch)
         rows = codes.Rows((code + sequence).flatten(), position, packed.flatten(0, 1))
         if call.carried is not None and call.carried.rows is not None:
             rows = call.carried.rows.joined(rows)
-        wanted = (codes.probed(z_q, probes) + sequence).flatten()
+        looked_up = (codes.probed(z_q, probes) + sequence).flatten()
         lookups = query.flatten(0, 1).expand(probes, -1, -1).flatten(0, 1)
-        read = codes.exact(lookups, wanted, position.repeat(probes), rows, sizes.latest, self.dim, sizes.groups)
+        read = codes.exact(lookups, looked_up, position.repeat(probes), rows, sizes.latest, self.dim, sizes.groups)
         if call.carried is not None:
             call.carried.rows = rows.latest(sizes.latest)
         return read.shaped(probes, batch, size)
 
 
 class Model(nn.Module):
-    """Tokens to the logits of some positions."""
+    """Maps tokens to the logits of some positions."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -279,7 +278,7 @@ class Model(nn.Module):
     def forward(
         self, tokens: Tensor, asked: Tensor, settings: Settings, start: int = 0, carried: list[Carried] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """((B, A, vocabulary) logits at `asked` (B, A), losses and counts); with `carried` a chunk from `start` on."""
+        """Return ((B, A, vocabulary) logits at `asked` (B, A), losses, counts); `carried`: of a chunk from `start`."""
         x, aux = self.embed(tokens), {}
         if torch.is_autocast_enabled(tokens.device.type):
             x = x.to(torch.get_autocast_dtype(tokens.device.type))

@@ -30,7 +30,6 @@ from torch import Tensor
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--far", choices=FAR, default="codes")
     p.add_argument("--far-layer", type=int, default=0)
@@ -79,26 +78,26 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def prepare(compiled: bool) -> None:
-    """Fused versions of what is bound by memory."""
+    """Compile operations that are bound by memory."""
     if compiled:
         models.convolve, models.turn = (torch.compile(f, dynamic=True) for f in (models.convolve, models.turn))
         codes.attend = torch.compile(codes.attend, dynamic=True)
 
 
 def task_of(a: argparse.Namespace) -> Task:
-    """The task of a command line."""
+    """Return the task of a command line."""
     words = {"text": a.text, "key_tokens": a.key_tokens, "full": a.full}
     return Task(a.haystack, a.keys, a.per_pair, device=a.device, **words)
 
 
 def sizes_of(a: argparse.Namespace, vocabulary: int) -> Sizes:
-    """The model's sizes of a command line."""
+    """Return the model's sizes of a command line."""
     names = ("far", "far_layer", "width", "groups", "codes", "latest", "before", "start", "alike", "std", "sharp")
     return Sizes(vocabulary, **{name: getattr(a, name) for name in names})
 
 
 def write(a: argparse.Namespace, row: dict[str, Any]) -> None:
-    """One more line of the run's file."""
+    """Append a line to the run's file."""
     line = json.dumps({"name": a.name, **row})
     with (a.out / f"{a.name}.jsonl").open("a") as file:
         file.write(line + "\n")
@@ -108,17 +107,17 @@ def write(a: argparse.Namespace, row: dict[str, Any]) -> None:
 def loss_of(
     model: Model, batch: tuple[Tensor, ...], settings: Settings, a: argparse.Namespace, step: int
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(training loss, nats of the answers, losses and counts of the far head)."""
-    tokens, asked, answers, _ = batch
+    """Return (training loss, nats of the answers, losses and counts of the far head)."""
+    tokens, at, answers, _ = batch
     with torch.autocast(a.device, torch.bfloat16, enabled=a.device == "cuda"):
-        logits, aux = model(tokens, asked, settings)
+        logits, aux = model(tokens, at, settings)
         nats = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
     extra = sum(getattr(a, name) * aux[name] for name in ("agree", "contrast", "balance", "spread") if name in aux)
     return nats + extra * (step >= (a.taught_from or 0)), nats.detach(), aux
 
 
 def train(model: Model, task: Task, a: argparse.Namespace) -> dict[str, Any]:
-    """Train at each length, and say what was learned."""
+    """Train at each length. Return the results."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=a.device == "cuda"
     )
@@ -157,19 +156,19 @@ def train(model: Model, task: Task, a: argparse.Namespace) -> dict[str, Any]:
 
 @torch.no_grad()
 def test(model: Model, task: Task, size: int, settings: Settings, a: argparse.Namespace) -> dict[str, Any]:
-    """Right answers, bits and rows read of new sequences of a length."""
+    """Return right answers, bits and rows read of new sequences of a length."""
     gen = torch.Generator(a.device).manual_seed(7)
     right, nats, rows, far, count = [], [], [], [], max(2, a.test_tokens // size)
     for _ in range(count):
-        tokens, asked, answers, distance = task.draw(size, 1, gen, training=False)
+        tokens, at, answers, distance = task.draw(size, 1, gen, training=False)
         with torch.autocast(a.device, torch.bfloat16, enabled=a.device == "cuda"):
-            logits, aux = model(tokens, asked, settings)
+            logits, aux = model(tokens, at, settings)
         right.append((logits.argmax(-1) == answers).flatten())
         nats.append(F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="none"))
         far.append(distance.flatten())
         if "rows" in aux:
             read = aux["rows"].float()
-            rows.append(torch.stack([read.mean(), read.gather(1, asked).mean()]))
+            rows.append(torch.stack([read.mean(), read.gather(1, at).mean()]))
     right, octave = torch.cat(right).double(), torch.cat(far).double().log2().floor().long()
     by = {
         2**o: [round(right[octave == o].mean().item() * 100, 1), int((octave == o).sum())]
@@ -188,17 +187,16 @@ def test(model: Model, task: Task, size: int, settings: Settings, a: argparse.Na
 
 
 def main(argv: list[str] | None = None) -> None:
-    """One run."""
     a = options(argv)
     a.out.mkdir(parents=True, exist_ok=True)
     prepare(a.compile)
     torch.manual_seed(a.seed)
     task = task_of(a)
     model = Model(sizes_of(a, task.vocabulary)).to(a.device)
-    given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()}
-    write(a, {"options": given, "torch": torch.__version__, "parameters": sum(p.numel() for p in model.parameters())})
+    args = {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()}
+    write(a, {"options": args, "torch": torch.__version__, "parameters": sum(p.numel() for p in model.parameters())})
     write(a, train(model, task, a))
-    torch.save({"sizes": vars(model.sizes), "options": given, "weights": model.state_dict()}, a.out / f"{a.name}.pt")
+    torch.save({"sizes": vars(model.sizes), "options": args, "weights": model.state_dict()}, a.out / f"{a.name}.pt")
     model.eval()
     for size in a.test:
         for probes in a.test_probes if a.far == "codes" else [1]:

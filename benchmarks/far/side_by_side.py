@@ -1,9 +1,9 @@
-"""Run a list of command lines, some at a time, in order; each one's output goes to a file of its own.
+"""Run a list of command lines in order, some at a time; each has an output file.
 
     python benchmarks/far/side_by_side.py jobs.txt --at-once 6 --logs logs
 
-A line of the list is a command for the shell. An empty line waits until all before it have ended. Prints when each
-begins and ends.
+A line of the list is a command for the shell. An empty line waits until all earlier ones have ended. Prints the start
+and end of each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Start, wait, start the next."""
+    """Start commands, wait, and start the next."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("list", type=Path)
     p.add_argument("--at-once", type=int, default=6)

@@ -2,8 +2,8 @@
 
     python benchmarks/far/stream.py rows/codes.pt --tokens 16777216 --name codes --out rows
 
-Every token passes all layers. A layer keeps the last inputs of its convolutions and the last local rows, and the far head
-the `latest` rows of each code, so that the result is that of the model on the whole sequence. Writes a line of JSON to
+Every token passes all layers. A layer keeps the last inputs of its convolutions and the last local rows, and the far
+head the `latest` rows of each code, so the result equals the model on the whole sequence. Writes a line of JSON to
 OUT/NAME.jsonl, and one for each tenth of the stream to the screen.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 def load(path: str, device: str) -> tuple[Model, argparse.Namespace]:
-    """A trained model, and the options of its training."""
+    """Load a trained model, and the options of its training."""
     stored = torch.load(path, map_location=device, weights_only=True)
     model = Model(Sizes(**stored["sizes"])).to(device).eval()
     model.load_state_dict(stored["weights"])
@@ -32,21 +32,21 @@ def load(path: str, device: str) -> tuple[Model, argparse.Namespace]:
 
 @torch.no_grad()
 def recall(model: Model, stream: Stream, settings: Settings) -> dict[str, Any]:
-    """Right answers and rows read."""
+    """Return right answers and rows read."""
     device = stream.task.device
     carried = [Carried() for _ in model.layers]
     right, rows, asked_rows, began = [], torch.zeros((), device=device, dtype=torch.float64), [], time.monotonic()
     tenth = max(1, stream.size // stream.chunk // 10) * stream.chunk
     for start in range(0, stream.size, stream.chunk):
-        asked, answers = stream.asked_in(start)
+        at, answers = stream.asked_in(start)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            logits, aux = model(stream.read(start), asked[None], settings, start, carried)
+            logits, aux = model(stream.read(start), at[None], settings, start, carried)
         right.append(logits[0].argmax(-1) == answers)
         rows += aux["rows"].sum()
-        asked_rows.append(aux["rows"][0, asked])
+        asked_rows.append(aux["rows"][0, at])
         if (start + stream.chunk) % tenth == 0:
-            seen = torch.cat(right)
-            print(json.dumps({"read": start + stream.chunk, "asked": len(seen), "right": int(seen.sum()),
+            answered = torch.cat(right)
+            print(json.dumps({"read": start + stream.chunk, "asked": len(answered), "right": int(answered.sum()),
                               "seconds": round(time.monotonic() - began, 1)}), flush=True)  # fmt: skip
     return summary(
         torch.cat(right), rows.item() / stream.size, torch.cat(asked_rows), carried[model.sizes.far_layer], began
@@ -54,7 +54,6 @@ def recall(model: Model, stream: Stream, settings: Settings) -> dict[str, Any]:
 
 
 def summary(right: Tensor, rows: float, asked_rows: Tensor, carried: Carried, began: float) -> dict[str, Any]:
-    """The row."""
     memory = torch.cuda.max_memory_allocated() / 2**30 if right.is_cuda else 0.0
     return {
         "right": round(right.double().mean().item() * 100, 2), "asked": len(right), "rows": round(rows, 2),
@@ -64,7 +63,6 @@ def summary(right: Tensor, rows: float, asked_rows: Tensor, carried: Carried, be
 
 
 def main(argv: list[str] | None = None) -> None:
-    """One stream."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("weights", help="a file of recall.py")
     p.add_argument("--tokens", type=int, required=True)

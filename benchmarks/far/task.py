@@ -1,6 +1,6 @@
 """The task: pairs of a key and a value, and the keys asked again far away, in a haystack of filler, noise or text.
 
-Letters: B batch, N tokens, V keys and as many values, C pairs, A asked positions of a sequence.
+Letters: B batch, N tokens, V keys and V values, C pairs, A asked positions of a sequence.
 
 Tokens 0 to H - 1 are the haystack's, H to H + V - 1 the keys, H + V to H + 2 V - 1 the values. H is 1 for the filler, 64
 for noise, 256 for the bytes of a text. A key of two tokens has its second token in V tokens of its own, before the values.
@@ -20,7 +20,7 @@ KINDS = {"filler": 1, "noise": 64, "text": 256}
 
 @dataclass
 class Task:
-    """Sizes of the task, and where its haystack comes from."""
+    """Sizes of the task, and the kind of its haystack."""
 
     haystack: str = "noise"
     keys: int = 2048
@@ -52,7 +52,7 @@ class Task:
             self.bytes = torch.frombuffer(data, dtype=torch.uint8).to(self.device)
 
     def hay(self, batch: int, size: int, gen: torch.Generator, training: bool) -> Tensor:
-        """(B, N) tokens; of a text, training reads the first nine tenths and tests the last."""
+        """Return (B, N) tokens; of a text, training reads the first nine tenths and tests the last."""
         if self.bytes is None:
             return torch.randint(0, self.first, (batch, size), generator=gen, device=self.device)
         border = len(self.bytes) * 9 // 10
@@ -65,7 +65,7 @@ class Task:
         return self.bytes[start + torch.arange(size, device=self.device)].long()
 
     def keys_of(self, batch: int, count: int, gen: torch.Generator) -> Tensor:
-        """(B, count, 1 or 2) tokens of keys, each key once a sequence."""
+        """Return (B, count, 1 or 2) tokens of keys, each key once a sequence."""
         if self.key_tokens == 1:
             key = torch.rand(batch, self.keys, generator=gen, device=self.device).argsort(1)[:, :count]
             return self.first + key[..., None]
@@ -76,7 +76,7 @@ class Task:
         return self.first + torch.stack([key // self.keys, self.keys + key % self.keys], -1)
 
     def places(self, batch: int, room: int, count: int, gen: torch.Generator) -> Tensor:
-        """(B, count) beginnings of runs of a key and its value in `room` places, without overlap, in no order."""
+        """Return (B, count) starts of runs of a key and its value in `room` places, without overlap, unordered."""
         run = self.key_tokens + 1
         spare = 0 if self.full else run - 1
         slots = torch.rand(batch, (room - spare) // run, generator=gen, device=self.device).argsort(1)
@@ -88,7 +88,7 @@ class Task:
     def draw(
         self, size: int, batch: int, gen: torch.Generator, repeats: int = 1, training: bool = True
     ) -> tuple[Tensor, ...]:
-        """(B, N) tokens; (B, A) asked positions, answers, distances to the pair. Each key is asked `repeats` times."""
+        """Return (B, N) tokens and (B, A) asked positions, answers, distances. Each key is asked `repeats` times."""
         half, device, last = size // 2, self.device, self.key_tokens - 1
         count = half // (last + 2) if self.full else min(size // self.per_pair, self.most_pairs)
         count, repeats = min(count, self.possible), 1 if self.full else repeats
@@ -107,7 +107,7 @@ class Task:
 
 
 class Stream:
-    """One sequence of the task in chunks; noise is made where it is read, so that a billion tokens need no memory."""
+    """One sequence of the task in chunks; noise is generated on reading, so a billion tokens need no memory."""
 
     def __init__(self, task: Task, size: int, chunk: int, seed: int) -> None:
         if task.haystack == "text" or size % chunk or task.key_tokens > 1 or task.full:
@@ -131,7 +131,7 @@ class Stream:
         self.tokens = torch.cat([key, key, self.answers, self.answers])
 
     def read(self, start: int) -> Tensor:
-        """(1, chunk) tokens from `start` on."""
+        """Return (1, chunk) tokens from `start`."""
         gen = torch.Generator(self.task.device).manual_seed(self.seed * 1_000_003 + start // self.chunk + 1)
         tokens = self.task.hay(1, self.chunk, gen, False)
         here = (self.at >= start) & (self.at < start + self.chunk)
@@ -139,6 +139,6 @@ class Stream:
         return tokens
 
     def asked_in(self, start: int) -> tuple[Tensor, Tensor]:
-        """Asked positions of a chunk, counted from its start, and their answers."""
+        """Return asked positions of a chunk, counted from its start, and their answers."""
         here = (self.asked >= start) & (self.asked < start + self.chunk)
         return self.asked[here] - start, self.answers[here]

@@ -1,4 +1,4 @@
-"""Peak memory of a piece of code in a process of its own, so that nothing that ran before it counts."""
+"""Peak memory of a piece of code in a new process, so that earlier code does not count."""
 
 import os
 import subprocess
@@ -33,12 +33,12 @@ for engine in ("auto", "math"):
 
 
 def printed(code: str) -> list[int]:
-    """The integers that `code` prints, run after the prelude above in a new process."""
+    """Return the integers that `code` prints, run after the prelude above in a new process."""
     try:
         Path("/proc/self/clear_refs").open("w").close()
     except OSError:
         pytest.skip("needs /proc/self/clear_refs to reset the peak of resident memory")
-    # without this, freed tensors stay resident in the heap and fragments of it count as a peak
+    # without this, freed tensors stay resident in the heap and its fragments count as a peak
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", _PRELUDE + textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)

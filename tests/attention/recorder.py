@@ -1,4 +1,4 @@
-"""Engines registered for one test: recorders of what the op hands them, and triton's kernels block by block."""
+"""Engines registered for one test: recorders of the op's tensors, and triton's kernels block by block."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ class Calls:
 
 
 def record(monkeypatch: pytest.MonkeyPatch, name: str, base: Engine | None = None, **statements: Any) -> Calls:
-    """Record the calls of engine `name`, which runs as `base` (itself if None) and states `statements` of itself."""
+    """Record the calls of engine `name`, which runs like `base` (itself if None) with other `statements`."""
     calls, base = Calls(), base or ENGINES[name]
 
-    def forward(q, k, v, *rest):
+    def forward(q, k, v, *args):
         calls.forward.append((q, k, v))
-        return base.forward(q, k, v, *rest)
+        return base.forward(q, k, v, *args)
 
-    def backward(grad, q, k, v, out, lse, *rest):
+    def backward(grad, q, k, v, out, lse, *call_args):
         calls.backward.append((grad, q, k, v, out, lse))
-        return base.backward(grad, q, k, v, out, lse, *rest)
+        return base.backward(grad, q, k, v, out, lse, *call_args)
 
-    resolve.forget()  # calls that chose the engine before
+    resolve.forget()  # earlier calls chose the engine
     monkeypatch.setitem(ENGINES, name, replace(base, name=name, forward=forward, backward=backward, **statements))
     return calls
 
 
 @contextlib.contextmanager
 def block_by_block() -> Iterator[list[tuple[int, ...]]]:
-    """The engine "blocks": `kernels.dense` for each block, also where a grouped launch or `kernels.pipelined` would serve.
+    """The engine "blocks": `kernels.dense` for each block, even if a grouped launch or `kernels.pipelined` would serve.
 
     Yields the shape of q in each forward so far.
     """
@@ -57,9 +57,9 @@ def block_by_block() -> Iterator[list[tuple[int, ...]]]:
 
     shapes, triton = [], ENGINES["triton"]
 
-    def forward(q, *rest):
+    def forward(q, *args):
         shapes.append(tuple(q.shape))
-        return triton.forward(q, *rest)
+        return triton.forward(q, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipelined, "serves", lambda *views: False)

@@ -22,7 +22,7 @@ LAYOUTS = ("contiguous", "fused", "transposed", "expanded kv", "D strided")
 
 @dataclass(frozen=True)
 class Case:
-    """One call, without its numbers: its repr is what a failing test prints."""
+    """One call, without its numbers; a failing test prints its repr."""
 
     pattern: DilatedPattern
     batch: int
@@ -37,7 +37,7 @@ class Case:
     layout: str = "contiguous"
 
     def tensors(self, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(q, k, v, grad): q, k, v are leaves with the strides of `layout`."""
+        """Draw (q, k, v, grad); q, k, v are leaves with the strides of `layout`."""
         g = torch.Generator().manual_seed(self.seq_len * 31 + self.heads)
         b, n, h, kv, d = self.batch, self.seq_len, self.heads, self.kv_heads, self.head_dim
         random = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64).to(device, dtype)  # noqa: E731
@@ -56,7 +56,7 @@ class Case:
         return *(x.detach().requires_grad_() for x in (q, k, v)), grad
 
     def options(self) -> dict[str, Any]:
-        """What both dilated_attention and the oracle take."""
+        """Return the options that dilated_attention and the oracle share."""
         return {
             "causal": self.causal,
             "scale": self.scale,
@@ -65,21 +65,20 @@ class Case:
         }
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        """dilated_attention."""
         return dilated_attention(q, k, v, self.pattern, **{**self.options(), **options})
 
     def oracle(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """(out, lse) by definition."""
+        """Return (out, lse) by definition."""
         return oracle(q, k, v, self.pattern, **self.options())
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """(sample, start, stop) of every document."""
+        """Return (sample, start, stop) of every document."""
         if self.documents is not None:
             return [(0, a, b) for a, b in pairwise(self.documents)]
         return [(i, 0, n) for i, n in enumerate(self.lengths or [self.seq_len] * self.batch)]
 
     def counts(self) -> tuple[Tensor, Tensor]:
-        """c (B, H, N, N) and n_pad (B, H, N), float64."""
+        """Return c (B, H, N, N) and n_pad (B, H, N), float64."""
         c = torch.zeros(self.batch, self.heads, self.seq_len, self.seq_len, dtype=torch.float64)
         n_pad = torch.zeros(self.batch, self.heads, self.seq_len, dtype=torch.float64)
         for i, a, b in self.spans():
@@ -88,7 +87,7 @@ class Case:
         return c, n_pad
 
     def refused(self) -> bool:
-        """Whether padding="attended" is undefined here: w' mod r != 0 in a document of more than one segment."""
+        """Return whether padding="attended" is undefined: w' mod r != 0 in a document of several segments."""
         return self.pattern.padding == "attended" and any(
             n > w and w % branch.dilation_rate
             for n in (b - a for _, a, b in self.spans())
@@ -97,13 +96,13 @@ class Case:
         )
 
     def but(self, **changes: Any) -> Case:
-        """The same case with other fields."""
+        """Return the case with other fields."""
         return replace(self, **changes)
 
 
 @st.composite
 def cases(draw, padding: str = "masked", longest: int = 64):
-    """Any call that is allowed (or, with padding="attended", refused by `Case.refused`)."""
+    """Draw any call that is allowed, or with padding="attended" one that `Case.refused` rejects."""
     heads, kv = draw(head_counts())
     n = draw(st.integers(0, longest))
     kind = draw(st.sampled_from(["whole", "lengths", "documents"]))

@@ -1,4 +1,4 @@
-"""Gradients: exact by finite differences, for any subset of inputs, recomputed, and never of second order."""
+"""Gradients: equal finite differences, for any subset of inputs, also recomputed; second order is refused."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ CHECKED = {
 }
 
 
-#: with cpu_flash a few in CI: test_equals_oracle.py compares the gradients of all engines
+#: few cases for cpu_flash in CI: test_equals_oracle.py compares the gradients of all engines
 FLASH = ("causal", "gqa", "attended, lengths")
 
 
@@ -136,7 +136,7 @@ def test_checkpoint(dropout):
     ids=["float32", "float16", "float64"],
 )
 def test_autocast(given, want):
-    """As torch's own attention has it: floating inputs are cast, but float64 is left alone."""
+    """Like torch's own attention: floating inputs are cast, except float64."""
     q, k, v, grad = TINY.tensors(given)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, lse = TINY.run(q, k, v, return_lse=True)

@@ -92,7 +92,7 @@ def test_any_length_in_one_graph():
     ids=["eager", "aot_eager", "aot_eager, checkpoint", "inductor, checkpoint"],
 )
 def test_dropout(backend, recompute):
-    """For one mask the output is linear in v, so (dv * v).sum() == (out * grad).sum(): the backward has that mask."""
+    """For one mask the output is linear in v, so (dv * v).sum() == (out * grad).sum() if the backward has that mask."""
     q, k, v, grad = CASE.tensors()
 
     def block(q, k, v):

@@ -1,4 +1,4 @@
-"""Dropout: the formula with explicit masks, its statistics, and what a mask may and may not depend on."""
+"""Dropout: the formula with explicit masks, its statistics, and the quantities on which a mask depends."""
 
 import math
 
@@ -21,7 +21,7 @@ CASE = Case(PATTERN, 2, 25, 4, 2, 8, causal=True)
 
 
 def drawn_seed() -> int:
-    """The seed that the next call of dilated_attention draws from torch's generator."""
+    """Return the seed that the next call of dilated_attention draws from torch's generator."""
     state = torch.get_rng_state()
     seed = int(torch.randint(2**62, (), dtype=torch.int64))
     torch.set_rng_state(state)
@@ -29,11 +29,11 @@ def drawn_seed() -> int:
 
 
 def by_masks(case, q, k, v, dropout):
-    """sum over branches of keep * c * exp(s) / (1-p) v, over the denominator without dropout, in explicit (N, N) masks."""
+    """sum over branches of keep * c * exp(s) / (1-p) v, over the denominator without dropout, in (N, N) masks."""
     group = case.heads // case.kv_heads
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     s = torch.einsum("bphd,bjhd->bhpj", q, k.repeat_interleave(group, 2)) * scale
-    kept = torch.zeros_like(s)
+    weighted = torch.zeros_like(s)
     at = torch.arange(case.seq_len)
     for i, branch in enumerate(case.pattern.branches):
         alone = DilatedPattern([branch], case.pattern.offsets, case.pattern.offset_heads, case.pattern.padding)
@@ -44,10 +44,10 @@ def by_masks(case, q, k, v, dropout):
             at[:, None],
             at,
         )
-        kept = kept + mask * case.but(pattern=alone).counts()[0]
+        weighted = weighted + mask * case.but(pattern=alone).counts()[0]
     c, n_pad = case.counts()
     z = (c * s.exp()).sum(-1) + n_pad
-    weights = kept * s.exp() / (1 - dropout.p) / torch.where(z > 0, z, 1.0)[..., None]
+    weights = weighted * s.exp() / (1 - dropout.p) / torch.where(z > 0, z, 1.0)[..., None]
     return torch.einsum("bhpj,bjhd->bphd", weights, v.repeat_interleave(group, 2)), z.log()
 
 
@@ -98,7 +98,7 @@ def test_no_dropout_draws_nothing():
 @pytest.mark.parametrize("budget", [1, 7, 64, 300])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_tiles(budget, dropout, monkeypatch):
-    """The result does not depend on how the math engine cuts its scores, nor does the mask."""
+    """Neither the result nor the mask depends on how the math engine cuts its scores."""
     case = CASE.but(layout="fused")
     q, k, v, grad = case.tensors()
 
@@ -115,7 +115,7 @@ def test_tiles(budget, dropout, monkeypatch):
     whole = len(sizes)
     monkeypatch.setattr(math_engine, "SCORE_BUDGET", budget)
     got = run()
-    assert len(sizes) - whole > whole  # it did cut
+    assert len(sizes) - whole > whole  # the scores were cut
     for name, a, b in zip(("out", "lse", *GRADIENTS), got, want, strict=True):
         close(name, a.masked_fill(a == -torch.inf, 0), b.masked_fill(b == -torch.inf, 0), 1e-13)
 
@@ -126,7 +126,6 @@ def run_with_seed(case, q, k, v, seed=6):
 
 
 def test_mask_is_keyed_by_global_positions():
-    """A document's mask depends on where it lies, and on nothing around it."""
     one = Case(PATTERN, 1, 12, 2, 2, 8)
     q, k, v, _ = one.tensors()
     alone = run_with_seed(one, q, k, v)
@@ -153,7 +152,7 @@ def test_mask_differs_by_sample_head_and_branch():
 
 
 def keeps(p=0.3, seed=1234, branches=2, samples=2, heads=4, n=128):
-    """(branch, sample, head, n, n) bool."""
+    """Draw keep masks: (branch, sample, head, n, n) bool."""
     a = [torch.arange(m) for m in (branches, samples, heads, n, n)]
     shape = lambda x, i: x.view([-1 if j == i else 1 for j in range(5)])  # noqa: E731
     return Dropout(p, seed).keep(*(shape(x, i) for i, x in enumerate(a)))
@@ -162,13 +161,13 @@ def keeps(p=0.3, seed=1234, branches=2, samples=2, heads=4, n=128):
 @pytest.mark.parametrize("p", [0.02, 0.3, 0.5, 0.97])
 @pytest.mark.parametrize("axis", range(5), ids=["branch", "sample", "head", "query", "key"])
 def test_keep_rate(axis, p):
-    """chi-square over the entries of an axis: mean 1, and within 5 standard deviations of it."""
-    kept = keeps(p).double()
-    counts = kept.sum([i for i in range(5) if i != axis])
-    n = kept.numel() / len(counts)
+    """A chi-square over the entries of an axis has mean 1, up to 5 standard deviations."""
+    mask = keeps(p).double()
+    counts = mask.sum([i for i in range(5) if i != axis])
+    n = mask.numel() / len(counts)
     chi = ((counts - n * (1 - p)) ** 2 / (n * p * (1 - p))).mean().item()
     assert abs(chi - 1) < 5 * math.sqrt(2 / len(counts)), chi
-    assert abs(kept.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / kept.numel())
+    assert abs(mask.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / mask.numel())
 
 
 @pytest.mark.parametrize("lag", [1, 2, 16, 64])
@@ -198,8 +197,8 @@ def test_seeds_are_independent(other):
 @given(st.integers(0, 2**40), st.integers(0, 2**40))
 @settings(max_examples=examples(50))
 def test_positions_beyond_32_bits(p, j):
-    of = lambda p, j: Dropout(0.5, 3).keep(0, torch.tensor(0), torch.tensor(0), p + torch.arange(64), torch.tensor(j))  # noqa: E731
-    assert not torch.equal(of(p, j), of(p + 2**32, j)) and not torch.equal(of(p, j), of(p, j + 2**32))
+    at = lambda p, j: Dropout(0.5, 3).keep(0, torch.tensor(0), torch.tensor(0), p + torch.arange(64), torch.tensor(j))  # noqa: E731
+    assert not torch.equal(at(p, j), at(p + 2**32, j)) and not torch.equal(at(p, j), at(p, j + 2**32))
 
 
 def test_expectation():

@@ -1,4 +1,4 @@
-"""Every statement that an engine makes about itself, and how `choose` uses them."""
+"""Every statement of an engine about itself, and how `choose` uses it."""
 
 import random
 from dataclasses import replace
@@ -50,11 +50,11 @@ def test_dtype_and_head_dim(engine, dtype, head_dim):
     close("out", out, want, tol)
     close_lse("lse", lse, want_lse, tol)
     grads = zip(GRADIENTS, gradients(out, (q, k, v), grad), gradients(want, exact, grad.double()), strict=True)
-    for name, a, b in grads:  # inputs are of unit size, and so is what is rounded, also where a sum cancels
+    for name, a, b in grads:  # inputs have unit size, and so has what is rounded, even if a sum cancels
         close(name, a, b, tol, floor=1.0)
 
 
-# (engine, what it does not take, the reason in words)
+# (engine, unsupported request, words of the reason)
 REFUSALS = [
     ("cudnn", Request(CPU, torch.bfloat16, 64), "runs on cuda, not on cpu"),
     ("flash", Request(CPU, torch.bfloat16, 64), "runs on cuda, not on cpu"),
@@ -77,7 +77,7 @@ REFUSALS = [
 def test_refusal(engine, request_, reason):
     assert reason in ENGINES[engine].why_not(request_)
     if request_.device == CUDA:
-        return  # `choose` would go on to look for that device
+        return  # `choose` would look for that device
     with pytest.raises(ValueError, match=f"engine='{engine}' cannot serve this call: {engine} {reason}.*'math'"):
         choose(engine, request_)
 
@@ -121,7 +121,7 @@ def test_choose(name, dtype, dropout, want, rejected):
 
 
 def test_auto_follows_the_request(monkeypatch):
-    """The op runs what `choose` returns: dropout moves `auto` to the math engine, in the backward as well."""
+    """The op runs the engine that `choose` returns: dropout moves `auto` to the math engine, also in the backward."""
     flash, math = record(monkeypatch, "cpu_flash"), record(monkeypatch, "math")
     q, k, v = torch.randn(3, 1, 16, 2, 4, requires_grad=True)
     dilated_attention(q, k, v, PATTERN).sum().backward()
@@ -132,7 +132,7 @@ def test_auto_follows_the_request(monkeypatch):
 
 
 def test_another_flash_attention_goes_first(monkeypatch):
-    """Only where the user has activated one in torch, and only for names of several engines."""
+    """Only if the user has activated one in torch, and only for names of several engines."""
     request = Request(CUDA, torch.bfloat16, 64)
     for name in ("cudnn", "flash"):
         monkeypatch.setitem(ENGINES, name, replace(ENGINES[name], available=lambda device: None))
@@ -152,7 +152,7 @@ def test_another_flash_attention_goes_first(monkeypatch):
     (float("inf"), True, "cudnn"),
 ])  # fmt: skip
 def test_small_blocks_are_launched_at_once(flops, changing, want, monkeypatch):
-    """Below the measured limit; the choice says why the other engines were rejected."""
+    """Below the measured limit; the choice names the reasons against the other engines."""
     for name in ("cudnn", "triton"):
         monkeypatch.setitem(ENGINES, name, replace(ENGINES[name], available=lambda device: None))
     monkeypatch.setattr(engines, "TRITON", ENGINES["triton"])
@@ -192,7 +192,7 @@ def test_other_limits_hold_at_once(table, monkeypatch):
 
 @pytest.mark.parametrize("seq_len", [64, 65])
 def test_the_module_names_the_engine_of_the_op(seq_len, monkeypatch):
-    """It says of a call what the op decides by."""
+    """It uses the same conditions as the op."""
     requests, x = [], torch.randn(1, seq_len, 2, 8)
     resolve.forget()
     for module in (resolve, modules):
@@ -246,7 +246,7 @@ def test_math_leaves_out_what_causality_hides(monkeypatch):
 
 
 def test_the_op_never_asks_for_no_rows(monkeypatch):
-    """Engines with `empty=False` crash or give nothing there, so the op must not call them."""
+    """Engines with `empty=False` crash or return nothing there, so the op must not call them."""
     assert not CPU_FLASH.empty and not CUDNN.empty and not FLASH.empty
     calls = record(monkeypatch, "math")
     without = []
@@ -259,7 +259,7 @@ def test_the_op_never_asks_for_no_rows(monkeypatch):
         out = case.run(q, k, v, engine="math")
         gradients(out, (q, k, v), grad)
         assert all(x.numel() for x in calls.tensors)
-        # the samples of a gradient may not fold into one axis where those of q do; then they are taken one by one
+        # samples of a gradient may not fold into one axis although samples of q do; then they are computed one by one
         assert len(calls.forward) <= len(calls.backward) <= max(1, case.batch) * len(calls.forward)
         without.append(not calls.forward)
 
@@ -283,7 +283,7 @@ def test_takes_strides():
 
 @pytest.mark.parametrize("layout", ["contiguous", "fused", "transposed", "D strided", "sliced", "unaligned"])
 def test_alignment(layout, monkeypatch):
-    """An engine that states an alignment sees only rows that have it, forward and backward, and gives the result."""
+    """An engine that states an alignment gets only aligned rows, in both passes, with the same result."""
     calls = record(monkeypatch, "cpu_flash", alignment=16, head_dim_multiple=8)
     case = Case(DilatedPattern.longnet([8, 12], [1, 3]), 2, 30, 3, 3, 8, layout=layout)
     q, k, v, grad = case.tensors(torch.float32)
@@ -305,7 +305,7 @@ def test_alignment(layout, monkeypatch):
 
 
 def test_min_rows(monkeypatch):
-    """Blocks with fewer rows than an engine takes go to the math engine, forward and backward."""
+    """Blocks with fewer rows than an engine supports go to the math engine, in both passes."""
     calls = record(monkeypatch, "cpu_flash", min_rows=4)
     case = Case(DilatedPattern([(8, 1), (6, 2), (4, 3)]), 2, 27, 3, 3, 8, causal=True)  # 8 and 3, 3 and 2 or 1, 2 or 1
     q, k, v, grad = case.tensors()
@@ -332,7 +332,7 @@ def test_a_new_engine_needs_only_a_statement(monkeypatch):
 @pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_windows_by_blocks(causal, dtype, tol, monkeypatch):
-    """An engine without bands computes windows of any width and rows as the math engine does, with rows left over or not."""
+    """An engine without bands computes windows of any width and rows, with a remainder or not, like the math engine."""
     monkeypatch.setattr(windows, "NARROW", 1)
     engine, math, chosen = windows.with_windows(CPU_FLASH), ENGINES["math"], random.Random(int(causal))
     for _ in range(60):
@@ -357,7 +357,7 @@ def test_windows_by_blocks(causal, dtype, tol, monkeypatch):
 
 @pytest.mark.parametrize("rows", [64, 77])
 def test_windows_reach_the_cpu_kernel(rows, monkeypatch):
-    """On a CPU "auto" computes the blocks of a window by torch's kernel, and few rows, if any, by the math engine."""
+    """On a CPU "auto" computes the blocks of a window with torch's kernel, and remaining rows with the math engine."""
     calls = record(monkeypatch, "cpu_flash")
     q = torch.randn(1, rows, 2, 8, requires_grad=True)
     dilated_attention(q, q, q, DilatedPattern([Window(16)]), causal=True).sum().backward()

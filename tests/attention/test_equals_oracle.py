@@ -18,7 +18,7 @@ ENGINES = (*(name for name, engine in registry.items() if engine.why_not(CALL) i
 
 
 def check(case: Case, engine: str, dtype: torch.dtype, tol: float) -> torch.Tensor:
-    """Everything one call gives against the oracle; returns the rows without a key, (B, H, N)."""
+    """Compare all results of one call with the oracle. Return the rows without a key, (B, H, N)."""
     q, k, v, grad = case.tensors(dtype)
     out, lse = case.run(q, k, v, engine=engine, return_lse=True)
     got = gradients(out, (q, k, v), grad)
@@ -68,7 +68,7 @@ def test_random_attended(engine, share):
     refused, with_pads = [], []
 
     @seed(ENGINES.index(engine))
-    @settings(max_examples=max(60, examples(share * 150)))  # of fewer none may have pads
+    @settings(max_examples=max(60, examples(share * 150)))  # a smaller sample may have no pads
     @given(cases(padding="attended"))
     def random(case):
         refused.append(case.refused())
@@ -88,16 +88,18 @@ def test_random_attended(engine, share):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_random_low_precision(engine, dtype, share):
-    """No less exact than twice the error of a plain softmax in the same dtype, and the rounding of what is returned.
+    """The error is at most twice a plain softmax's in the same dtype, plus the rounding of the result.
 
-    Gradients have that of the result, too: an engine's backward reads it in the call's dtype, and a softmax's does not.
+    Gradients get the result's rounding, too: an engine's backward reads it in the call's dtype, and a softmax's does
+    not.
     """
 
     @seed(ENGINES.index(engine))
     @settings(max_examples=examples(share * 80))
     @given(cases())
     def random(case):
-        # of a single key q and k have no gradient, and the plain softmax, whose weight is 1, has no rounding to compare with
+        # with a single key q and k have no gradient, and the plain softmax, with a weight of 1, has no rounding to
+        # compare
         assume(all(b.width != 1 for b in case.pattern.branches))
         q, k, v, grad = case.tensors(dtype)
         out = case.run(q, k, v, engine=engine)
@@ -139,7 +141,7 @@ def test_layout(layout, changes, engine):
 @pytest.mark.parametrize("scale", [0, -0.7, 1e-30, 30.0], ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_any_finite_scale(engine, scale, causal):
-    """Kernels that mask before they scale turn -inf into NaN or +inf where scale <= 0: they must say so and refuse."""
+    """Kernels that mask before they scale turn -inf into NaN or +inf if scale <= 0: they must refuse."""
     case = Case(DilatedPattern.longnet([8, 32], [1, 2]), 1, 32, 2, 2, 8, causal=causal, scale=scale)
     if scale <= 0 and engine != "auto" and not registry[engine].any_scale:
         with pytest.raises(ValueError, match=f"{engine} takes a scale above 0, not {scale}.*Use engine='math'"):
@@ -152,12 +154,12 @@ def test_any_finite_scale(engine, scale, causal):
 def test_scores_far_beyond_exp(engine):
     """Scores in the thousands overflow exp in every dtype, so each merge must subtract its maximum first."""
     case = Case(DilatedPattern.longnet([8, 32], [1, 2]), 1, 32, 2, 2, 8, scale=1000.0)
-    check(case, engine, torch.float64, 1e-7)  # weights round like the scores, and the gradient takes the scale too
+    check(case, engine, torch.float64, 1e-7)  # weights round like the scores, and the gradient is scaled, too
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_branches_are_summed_in_fp32(dtype):
-    """Twelve branches and one rounding: the sums that cross branches never pass through the inputs' dtype."""
+    """Twelve branches and one rounding: sums over branches are never rounded to the inputs' dtype."""
     pattern = DilatedPattern([(w, 1) for w in range(20, 32)])
     q, k, v, grad = Case(pattern, 1, 64, 2, 1, 16).tensors(dtype)
     exact = leaves(q, k, v, dtype=torch.float64)

@@ -19,7 +19,7 @@ def leaf(x):
 
 
 def faults(_=None):
-    """Page faults while a function is called repeatedly: at least one for each new chunk."""
+    """Count page faults while a function is called repeatedly: at least one for each new chunk."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for i in range(CALLS):
         leaf(i)
@@ -31,7 +31,7 @@ def at(depth, function):
 
 
 def most(function):
-    """The most page faults over depths that span several chunks of 16 KiB."""
+    """Return the most page faults over depths that span several chunks of 16 KiB."""
     return max(at(depth, function) for depth in range(350))
 
 
@@ -52,5 +52,5 @@ def test_results_and_errors_pass():
 
 @pytest.mark.parametrize("executor", [Blockwise, Fused, RowExchange, AllToAll, HeadParallel, Chunked])
 def test_executors_with_loops_have_room(executor):
-    """Forward and backward; the stack of an ordinary function has a few entries."""
+    """In both passes; the stack of an ordinary function has a few entries."""
     assert min(f.__code__.co_stacksize for f in (executor.forward, executor.backward)) > 2048

@@ -1,4 +1,4 @@
-"""What released implementations computed, recorded once: the definition here is the one that models were trained with."""
+"""Recorded results of released implementations: this definition is the one with which models were trained."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_longnet_exact(path, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("path", LONGNET, ids=name_of)
 def test_longnet_release(path, engine):
-    """padding="attended" gives the release's output; "masked" does exactly where the release attended to no pads."""
+    """padding="attended" equals the release's output; "masked" does if the release attended to no pads."""
     data, q, k, v, _ = load(path)
     options = {"causal": data["causal"], "scale": data["scale"], "engine": engine}
     close("attended", dilated_attention(q, k, v, longnet(data, "attended"), **options), data["peer64_out"], 1e-12)

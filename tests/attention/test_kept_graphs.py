@@ -1,4 +1,4 @@
-"""cuDNN's graphs, which torch keeps without the strides of gradients: right whatever was called before."""
+"""torch caches cuDNN's graphs without the strides of gradients: results are right after any earlier calls."""
 
 from dataclasses import replace
 
@@ -18,26 +18,26 @@ from .strategies import Case, cases
 
 
 class Forgetful:
-    """Its backward, like torch's for cuDNN, reads grad and out by the strides of the first call of such q, k, v."""
+    """Its backward, like torch's for cuDNN, reads grad and out by the strides of the first call with equal q, k, v."""
 
     def __init__(self, monkeypatch, mended: bool):
         self.first, self.copies, self.handed_on, self.mended = {}, 0, 0, mended
         base, copy = ENGINES["math"], sdpa._copy
         resolve.forget()
         monkeypatch.setattr(sdpa, "_READ", {})
-        monkeypatch.setattr(sdpa, "_copy", lambda *given: (setattr(self, "copies", self.copies + 1), copy(*given))[1])
-        engine = replace(base, backward=lambda *given: self.backward(base, *given))
+        monkeypatch.setattr(sdpa, "_copy", lambda *args: (setattr(self, "copies", self.copies + 1), copy(*args))[1])
+        engine = replace(base, backward=lambda *call_args: self.backward(base, *call_args))
         monkeypatch.setitem(ENGINES, "cpu_flash", replace(engine, name="cpu_flash"))
 
-    def backward(self, base, grad, q, k, v, out, *rest):
+    def backward(self, base, grad, q, k, v, out, *args):
         read = sdpa._as_first_read((q, k, v), grad, out) if self.mended else (grad, out)
-        if read is None:  # flash attention's turn
+        if read is None:  # flash attention takes over
             self.handed_on += 1
-            return base.backward(grad, q, k, v, out, *rest)
+            return base.backward(grad, q, k, v, out, *args)
         key = tuple((x.shape, x.stride()) for x in (q, k, v))
         strides = self.first.setdefault(key, tuple(x.stride() for x in read))
         grad, out = (x.as_strided(x.shape, s) for x, s in zip(read, strides, strict=True))
-        return base.backward(grad, q, k, v, out, *rest)
+        return base.backward(grad, q, k, v, out, *args)
 
     def worst(self, case: Case) -> float:
         q, k, v, grad = case.tensors()
@@ -46,7 +46,7 @@ class Forgetful:
         return max(map(error, got, gradients(case.oracle(*exact)[0], exact, grad)))
 
 
-GROWS = Case(DilatedPattern([(32, 1), (128, 4)]), 1, 256, 4, 4, 8, causal=True)  # grad's strides do, those of q do not
+GROWS = Case(DilatedPattern([(32, 1), (128, 4)]), 1, 256, 4, 4, 8, causal=True)  # grad's strides grow, q's do not
 
 
 @pytest.mark.parametrize("lengths", [(256, 320), (320, 256, 384), (256, 256)])
@@ -76,12 +76,12 @@ def test_an_expanded_gradient_is_not_the_layout_of_others(monkeypatch):
     q, whole = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
     grad, out = sdpa._as_first_read((q, q, q), torch.ones(1, 1, 1, 8).expand(2, 3, 5, 8), whole)
     assert grad.stride() == whole.stride() and torch.equal(grad, torch.ones_like(q)) and out is whole
-    assert sdpa._as_first_read((q, q, q), whole, whole) == [whole, whole]  # as they are
+    assert sdpa._as_first_read((q, q, q), whole, whole) == [whole, whole]  # unchanged
 
 
 @pytest.mark.parametrize("flash", [True, False])
 def test_short_calls_after_a_long_one(monkeypatch, flash):
-    """A gradient is not strewn over the memory of a much longer one; without flash attention it has to be."""
+    """A gradient is not spread over the memory of a much longer one, except without flash attention."""
     monkeypatch.setattr(sdpa, "_flash_available", lambda device: None if flash else "not here")
     engine, long = Forgetful(monkeypatch, mended=True), GROWS.but(pattern=DilatedPattern([(16, 1)]))
     assert (
@@ -101,13 +101,13 @@ def test_copies_are_said_once(monkeypatch, caplog):
 
 
 def dq(model, tokens):
-    """Gradients of a model's loss, which go through `head_chunks` windows or all heads at once."""
+    """Return the gradients of a model's loss, in `head_chunks` windows or for all heads at once."""
     loss = model.token_losses({"tokens": tokens, "labels": tokens}).sum()
     return torch.autograd.grad(loss, list(model.parameters()))
 
 
 def test_windows_of_heads_after_another_model(monkeypatch):
-    """Windows have the strides of q of a narrower model, and the gradients' of their own."""
+    """Windows have a narrower model's strides of q, and their own of the gradients."""
     from lightning_dilated import LongNetLM
     from lightning_dilated.callbacks import ActivationRecompute  # noqa: F401 - the settings are its own
     from lightning_dilated.memory.settings import MemorySettings
@@ -128,7 +128,7 @@ def test_windows_of_heads_after_another_model(monkeypatch):
 
 
 def agrees(case, engine="cudnn"):
-    """With float64 on the GPU, which test_oracle_wide compares with the oracle."""
+    """Compare with float64 on the GPU, which test_oracle_wide compares with the oracle."""
     q, k, v, grad = case.tensors(torch.bfloat16, device="cuda")
     out, exact = case.run(q, k, v, engine=engine), leaves(q, k, v, dtype=torch.float64)
     want = case.run(*exact, engine="math")
@@ -144,7 +144,7 @@ def agrees(case, engine="cudnn"):
 
 @pytest.mark.gpu
 def test_gradients_laid_out_otherwise_than_before():
-    """torch keeps cuDNN's graphs by the strides of q, k, v, not by those of the gradient; for its own attention, too."""
+    """torch caches cuDNN's graphs by the strides of q, k, v, and not of the gradient, also for its own attention."""
     case = Case(DilatedPattern([(128, 4)]), 1, 256, 4, 4, 64, causal=True)
     for n in (256, 320, 257, 300, 310):
         agrees(case.but(seq_len=n))

@@ -1,4 +1,4 @@
-"""Memory: saved tensors and peaks do not grow with the number of branches, nor with the square of the length."""
+"""Memory: saved tensors and peaks grow neither with the number of branches nor with the square of the length."""
 
 import pytest
 import torch
@@ -15,19 +15,19 @@ MIB = 1 << 20
 
 
 def saved(pattern: DilatedPattern, dtype: torch.dtype = torch.float32, **options) -> list[tuple[int, int]]:
-    """(storage address, bytes) of all that autograd keeps for the backward of one call, on q, k, v of (2, 64, 4, 8)."""
-    kept = {}
+    """Return (storage address, bytes) of all that autograd saves for one call, on q, k, v of (2, 64, 4, 8)."""
+    storages = {}
 
     def pack(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     q, k, v = (torch.randn(2, 64, 4, 8, dtype=dtype, requires_grad=True) for _ in "qkv")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out = dilated_attention(q, k, v, pattern, **options)
     inputs = {x.untyped_storage().data_ptr() for x in (q, k, v, out)}
-    assert inputs <= set(kept)
-    return sorted(kept.values())
+    assert inputs <= set(storages)
+    return sorted(storages.values())
 
 
 @pytest.mark.parametrize("engine", ["math", "cpu_flash"])
@@ -40,7 +40,7 @@ def test_saved_is_q_k_v_out_lse(branches, engine, dtype):
 
 
 def test_saved_besides():
-    # the lengths, the bounds and the dropout seed are a few bytes, and no mask is ever kept
+    # the lengths, the bounds and the dropout seed are a few bytes, and no mask is ever saved
     plain = saved(DilatedPattern.dense())
     assert saved(DilatedPattern.dense(), lengths=[3, 64]) == sorted([*plain, 2 * 4])
     assert saved(DilatedPattern.dense(), dropout=0.5) == sorted([*plain, 8])
@@ -48,7 +48,7 @@ def test_saved_besides():
 
 @pytest.mark.parametrize("batch, segment", [(2, None), (1, 16)])
 def test_the_results_of_one_block_are_those_of_the_call(batch, segment):
-    """Nothing but q, k, v, out, its log-sum-exp, and their gradients is held, once each."""
+    """Only q, k, v, out, its log-sum-exp, and their gradients are held, once each."""
     shape, pattern = (batch, 64, 4, 8), DilatedPattern.dense(segment)
     grad, *inputs = torch.randn(4, *shape).bfloat16().unbind()
     q, k, v = (x.clone().requires_grad_() for x in inputs)
@@ -80,9 +80,9 @@ def test_long_sequence(engine, causal):
 
 @pytest.mark.slow
 def test_ten_branches_peak_like_one():
-    """q, k, v, out of 16 MiB each: ten equal branches hold one branch's parts at a time beside their sums, as two do."""
+    """q, k, v, out of 16 MiB each: ten equal branches hold one branch's parts at a time and the sums, like two."""
     peaks = {}
-    for branches in (2, 10):  # each in a process of its own: freed memory stays resident and would hide the second peak
+    for branches in (2, 10):  # each in a new process: freed memory stays resident and would hide the second peak
         (peaks[branches],) = printed(f"""
             q, k, v = (torch.randn(1, 32768, 4, 32).requires_grad_() for _ in "qkv")
             pattern = DilatedPattern([(256 + i, 1) for i in range({branches})])

@@ -1,4 +1,4 @@
-"""Wrong calls of dilated_attention: each error names the argument, what was given, and what to do."""
+"""Wrong calls of dilated_attention: each error names the argument, its value, and the remedy."""
 
 import pytest
 import torch
@@ -23,12 +23,12 @@ def packed(*bounds, dtype=torch.int32):
 
 
 def on_mps():
-    """A call with tensors that say they are on Apple's GPU; no test machine has one."""
+    """Make a call with tensors that claim to be on Apple's GPU; no test machine has one."""
     with FakeTensorMode():
         return dilated_attention(*(torch.empty(1, 16, 4, 8, device="mps") for _ in range(3)), PATTERN)
 
 
-# (call, exception, what its message says)
+# (call, exception, words of its message)
 TENSORS = [
     (call(Q.tolist(), Q), TypeError, "^q must be a torch.Tensor.*got list"),
     (lambda: dilated_attention(Q, Q, None, PATTERN), TypeError, "^v must be a torch.Tensor.*NoneType"),

@@ -1,4 +1,4 @@
-"""What would be a silently wrong number is refused: forward mode, scales beyond float32, caches in training."""
+"""Refused, because the result would be silently wrong: forward mode, scales beyond float32, caches in training."""
 
 import numpy as np
 import pytest

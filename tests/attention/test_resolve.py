@@ -1,4 +1,4 @@
-"""A call's spec as a string, and what is remembered of calls on one rank."""
+"""A call's spec as a string, and the cache of calls on one rank."""
 
 import pytest
 import torch
@@ -40,12 +40,12 @@ def test_both_passes_share_one():
     one = resolved(q)
     assert resolved(torch.randn(2, 40, 4, 8), backward=True) is one
     assert resolved(q.double()) is not one
-    others = [resolved(q[:1]), resolved(q, causal=False), resolved(q, torch.tensor([40, 3]))]
-    assert all(x.executor != one.executor for x in others)
+    other_calls = [resolved(q[:1]), resolved(q, causal=False), resolved(q, torch.tensor([40, 3]))]
+    assert all(x.executor != one.executor for x in other_calls)
 
 
 def test_what_is_resolved_follows_the_values_of_documents():
-    """The same tensor with other bounds, as a loader that reuses its memory makes it."""
+    """A loader that reuses its memory passes the same tensor with other bounds."""
     bounds = torch.tensor([0, 10, 40], dtype=torch.int32)
     case = Case(PATTERN, 1, 40, 4, 4, 8, causal=True)
     q, k, v, _ = case.tensors()
@@ -69,7 +69,7 @@ def test_errors_are_not_remembered():
 
 
 def test_a_setting_of_torch_is_seen():
-    """cuDNN and flash attention are passed over while deterministic algorithms are asked for."""
+    """Deterministic algorithms exclude cuDNN and flash attention."""
     q = torch.randn(2, 40, 4, 8)
     one = resolved(q)
     torch.use_deterministic_algorithms(True)
@@ -81,7 +81,7 @@ def test_a_setting_of_torch_is_seen():
 
 
 def test_what_a_graph_records_is_not_remembered(monkeypatch):
-    """Its tables may be missing, as for a first call that is recorded; the next recording looks again."""
+    """Tables of a recorded first call may be missing, so the next recording computes them again."""
     q = torch.randn(2, 40, 4, 8)
     monkeypatch.setattr(resolve, "captured", lambda device: True)
     assert resolved(q) is not resolved(q)

@@ -19,13 +19,13 @@ def rand(*shape):
 
 
 def scores(table, q, k):
-    """(B, H, N, N) of rotated q and k."""
+    """Return (B, H, N, N) scores of rotated q and k."""
     q, k = table.rotate(q, k)
     return torch.einsum("bphd,bjhd->bhpj", q, k)
 
 
 def formula(q, k, positions, scale_base):
-    """The papers': channel pair i as one complex number, turned by its angle and, in xPos, shrunk by the distance."""
+    """The papers' formula: channel pair i is a complex number, rotated by its angle and scaled by distance (xPos)."""
     q, k = (torch.complex(*x.chunk(2, -1)) for x in (q, k))
     distance = (positions[:, None] - positions[None, :]).double()[..., None]
     channel = torch.arange(0, D, 2, dtype=torch.float64) / D
@@ -71,7 +71,7 @@ def test_precise_far_away(position, dtype):
 def test_xpos_decays_with_the_distance():
     ones = torch.ones(1, 4096, 1, D, dtype=torch.float64)
     envelope = scores(Rotary(D, 1e12, SCALE_BASE)(torch.arange(4096), torch.float64), ones, ones)[0, 0, -1]
-    # nearest keys last; all but the first channel pair hardly turn with this base
+    # nearest keys last; all but the first channel pair hardly rotate with this base
     means = envelope.unflatten(0, (8, 512)).mean(1)
     assert (means.diff() > 0).all() and means[0] < 0.5 * means[-1]
 
@@ -95,7 +95,7 @@ def layer(pattern, heads=2, kind="rotary", **options):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_of_a_slice(kind):
-    """Every second token of a sequence, at its global positions, sees what a branch of rate 2 sees in the whole."""
+    """Every second token of a sequence, at its global positions, attends like a branch of rate 2 over the whole."""
     sparse = layer(DilatedPattern([Branch(None, 2, offset=0)]), kind=kind)
     dense = layer(DilatedPattern.dense(), kind=kind)
     dense.load_state_dict(sparse.state_dict())
@@ -144,16 +144,16 @@ def test_xpos_refuses_overflow_with_a_remedy_that_works(dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_own_positions_are_not_read(kind):
-    """On a device that holds no values: of a GPU the host would wait for them, in each step."""
+    """Use a device without values: on a GPU the host would wait for the values in each step."""
     module, x = layer(DilatedPattern.dense(8), kind=kind).to("meta"), torch.empty(2, 20, 2 * D, device="meta")
     assert module.table(x).cos.shape == (20, D // 2)
     if kind == "xpos":
-        with pytest.raises(RuntimeError, match="meta"):  # those that are given have to be
+        with pytest.raises(RuntimeError, match="meta"):  # given positions must be read
             module.table(x, torch.arange(20, device="meta"))
 
 
 def test_given_positions_are_read_before_they_are_sent():
-    """Those of the CPU; the device of x has no values."""
+    """They are read on the CPU, and the device of x has no values."""
     module, x = layer(DilatedPattern.dense(8), kind="xpos").half().to("meta"), torch.empty(1, 3, 2 * D, device="meta")
     assert module.table(x.half(), torch.tensor([0, 5, 9])).cos.shape == (3, D // 2)
     with pytest.raises(ValueError, match=r"overflows .* reaches 99999"):

@@ -1,4 +1,4 @@
-"""Rows are read in place: views share their tensor's storage, and one view serves as many samples as strides allow."""
+"""Rows are read in place: views share their tensor's storage, and one view serves several samples if strides allow."""
 
 from itertools import product
 
@@ -19,7 +19,7 @@ from .strategies import LAYOUTS, Case, cases
 
 
 def positions(span: Span, block, kv: bool) -> torch.Tensor:
-    """(b, S, J, n) positions of queries, or of keys, in the row of a sample."""
+    """Return (b, S, J, n) positions of queries, or of keys, in the row of a sample."""
     first, rows = block.keys if kv and block.keys else (block.first, block.rows)
     b, s, j, i = (torch.arange(n) for n in (span.batches, block.segments, block.heads, rows))
     first += span.start
@@ -28,7 +28,7 @@ def positions(span: Span, block, kv: bool) -> torch.Tensor:
 
 
 def picked(x: torch.Tensor, span: Span, block, kv: bool) -> torch.Tensor:
-    """(b, S, J, n, D) by fancy indexing, which copies."""
+    """Return (b, S, J, n, D) by fancy indexing, which copies."""
     head, step = (block.kv_head, block.kv_head_step) if kv else (block.head, block.head_step)
     sample = span.batch + torch.arange(span.batches)[:, None, None, None]
     return x[sample, positions(span, block, kv), (head + torch.arange(block.heads) * step)[:, None]]
@@ -59,7 +59,7 @@ def test_views_are_the_rows(case):
 @settings(max_examples=examples(100))
 @given(cases(longest=24))
 def test_add_rows_adds_every_head(case):
-    # several query heads may read one kv row, and then their parts must sum there, not overwrite each other
+    # several query heads may read one kv row, and then their parts must be added, not overwrite each other
     options = case.options()
     for kv in (False, True):
         heads = case.kv_heads if kv else case.heads
@@ -83,7 +83,7 @@ def test_add_rows_adds_every_head(case):
 
 @pytest.mark.parametrize("n, w, batch", list(product([16, 17, 24, 64], [4, 7, 16, 100], [1, 3])))
 def test_calls(n, w, batch, monkeypatch):
-    """One call serves all samples for B = 1 and where w divides N, or the segments are one; else one a sample."""
+    """One call serves all samples if B = 1, if w divides N, or if there is one segment; otherwise one call a sample."""
     calls = record(monkeypatch, "math")
     q, k, v = torch.randn(3, batch, n, 2, 4)
     dilated_attention(q, k, v, DilatedPattern.dense(w), engine="math")
@@ -143,5 +143,5 @@ def test_only_what_an_engine_cannot_read_is_copied(make, kept, engine):
     ids=["no samples", "all empty", "whole", "a gap", "empty last", "empty documents", "no tokens"],
 )
 def test_spans(batch, n, lengths, documents, want):
-    of = lambda x: None if x is None else torch.tensor(x, dtype=torch.int32)  # noqa: E731
-    assert spans(batch, n, of(lengths), of(documents)) == want
+    as_tensor = lambda x: None if x is None else torch.tensor(x, dtype=torch.int32)  # noqa: E731
+    assert spans(batch, n, as_tensor(lengths), as_tensor(documents)) == want

@@ -1,6 +1,6 @@
 """Two gloo ranks for the callbacks that need them, and a run with its checkpoints.
 
-They last for the session: under xdist files of this folder are run between others.
+The pool lives for the whole session, because xdist mixes files of this folder with others.
 """
 
 import shutil
@@ -16,10 +16,10 @@ from .checkpoint_runs import STEPS, run, write_text
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Two ranks; a Trainer takes all of them."""
-    made = Pool(2)
-    yield made
-    made.close()
+    """Two ranks; a Trainer uses both."""
+    workers = Pool(2)
+    yield workers
+    workers.close()
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(text):
-    """The run that is never stopped."""
+    """A run that is never interrupted."""
     return run(text, STEPS)
 
 

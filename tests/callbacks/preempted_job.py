@@ -1,7 +1,7 @@
-"""A script with a ShardedCheckpoint that is sent signals: preempted_job.py STRATEGY DEVICES STEPS WORKERS [SIGNAL RANK].
+"""A script with a ShardedCheckpoint that gets signals: preempted_job.py STRATEGY DEVICES STEPS WORKERS [SIGNAL RANK].
 
-The signal comes from this script itself, in the third batch of that rank; "validation" in place of a rank sends it to rank 0
-in the validation before. Without one each rank writes its process number into `ready0` and the like, and trains slowly.
+The script sends the signal itself, in the third batch of that rank; with "validation" instead of a rank, to rank 0 in
+the validation before. Without a signal each rank writes its process number into `ready0` etc., and trains slowly.
 """
 
 import os
@@ -17,7 +17,7 @@ from lightning_dilated.callbacks import ShardedCheckpoint
 
 
 class Sends(pl.Callback):
-    """The signal, once."""
+    """Sends the signal, once."""
 
     def __init__(self, name, who):
         self.name, self.who, self.once = name, who, Path("once")
@@ -37,7 +37,7 @@ class Sends(pl.Callback):
 
 
 class Slow(pl.Callback):
-    """Time for somebody to send signals."""
+    """Leaves time to send signals."""
 
     def on_train_batch_end(self, trainer, *args):
         Path(f"ready{trainer.global_rank}").write_text(str(os.getpid()))
@@ -45,7 +45,7 @@ class Slow(pl.Callback):
 
 
 def main():
-    strategy, devices, steps, workers, *told = sys.argv[1:]
+    strategy, devices, steps, workers, *signals = sys.argv[1:]
     pl.seed_everything(0)
     model = ld.LongNetLM(ld.DilatedPattern.longnet([16, 128], [1, 2]), dim=16, depth=1)
     saver = ShardedCheckpoint("ckpt", every_n_train_steps=1000, resume="auto")
@@ -55,12 +55,12 @@ def main():
         devices=int(devices),
         max_steps=int(steps),
         val_check_interval=2,
-        limit_val_batches=2 if "validation" in told else 0,
+        limit_val_batches=2 if "validation" in signals else 0,
         num_sanity_val_steps=0,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[saver, Sends(*told) if told else Slow()],
+        callbacks=[saver, Sends(*signals) if signals else Slow()],
     )
     trainer.fit(model, ld.data.ByteDataModule(seq_len=256, num_workers=int(workers)))
     print("loss", float(trainer.callback_metrics["train_loss"]), flush=True)

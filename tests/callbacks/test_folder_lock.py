@@ -1,4 +1,4 @@
-"""One run at a time holds a checkpoint folder: who comes second is told by whom, and takes over from the dead only."""
+"""One run at a time holds a checkpoint folder: the second is told the holder, and takes over only from a dead one."""
 
 import json
 import multiprocessing
@@ -28,7 +28,7 @@ def hold(folder, told):
 
 @pytest.fixture
 def start_holder():
-    """Starts another process that holds a folder."""
+    """Return a function that starts another process as the holder of a folder."""
     forks, started = multiprocessing.get_context("fork"), []
 
     def start(folder):
@@ -52,15 +52,15 @@ def holder(start_holder, tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Signs of life every tenth of a second, and death after half of one."""
+    """Heartbeats every tenth of a second, and death after half a second without."""
     monkeypatch.setattr(folder_lock, "_BEAT", 0.1)
     monkeypatch.setattr(folder_lock, "_DEAD", 0.6)
 
 
 def elsewhere(folder, **changes):
-    """Make the holder one of another host."""
-    told = json.loads((folder / NAME).read_text())
-    (folder / NAME).write_text(json.dumps({**told, "table": "another", "host": "node7", **changes}))
+    """Rewrite the lock as if its holder were on another host."""
+    record = json.loads((folder / NAME).read_text())
+    (folder / NAME).write_text(json.dumps({**record, "table": "another", "host": "node7", **changes}))
 
 
 def content(folder):
@@ -69,7 +69,7 @@ def content(folder):
 
 # -- on this host ------------------------------------------------------------------------------------------------------
 def test_the_second_is_told_and_touches_nothing(text, saved, copied, tmp_path, quick, start_holder):
-    """Fresh or going on: what the first is writing stays. When its process is gone the folder is taken over at once."""
+    """Fresh or resumed: the first run's files stay. When its process is gone the folder is taken over at once."""
     process = start_holder(copied)
     (copied / ".step-00000005.partial").mkdir()
     (copied / ".step-00000005.partial" / "x").write_text("being written")
@@ -87,10 +87,10 @@ def test_the_second_is_told_and_touches_nothing(text, saved, copied, tmp_path, q
 
 
 def test_a_number_that_is_used_again(tmp_path):
-    """The process that has it now began at another time."""
+    """The process that now has the number started at another time."""
     FolderLock(tmp_path).acquire()
-    told = json.loads((tmp_path / NAME).read_text())
-    (tmp_path / NAME).write_text(json.dumps({**told, "token": "of the dead", "began": "1"}))
+    record = json.loads((tmp_path / NAME).read_text())
+    (tmp_path / NAME).write_text(json.dumps({**record, "token": "of the dead", "began": "1"}))
     lock = FolderLock(tmp_path)
     lock.acquire()
     assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
@@ -117,11 +117,11 @@ def test_released_once_and_by_its_owner_only(tmp_path):
 
 
 def test_of_many_one_gets_it(tmp_path):
-    """A fresh folder, and one whose holder is dead: all try at the same moment."""
+    """A fresh folder, and one of a dead holder: all processes try at the same moment."""
     for round in range(20):
         if round % 2:
-            told = {"token": "dead", "pid": 1, "began": "0", "table": folder_lock._process_table()}
-            (tmp_path / NAME).write_text(json.dumps(told))
+            record = {"token": "dead", "pid": 1, "began": "0", "table": folder_lock._process_table()}
+            (tmp_path / NAME).write_text(json.dumps(record))
         got, refused, gate = [], [], threading.Barrier(8)
 
         def attempt(got=got, refused=refused, gate=gate):
@@ -145,7 +145,7 @@ def test_of_many_one_gets_it(tmp_path):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_released_at_the_end_of_a_fit(text, tmp_path, fails):
-    """Also where it fails, before training or in it."""
+    """Also if the fit fails, before or during training."""
     saver = ShardedCheckpoint(str(tmp_path))
     if fails:
         with pytest.raises(ZeroDivisionError):
@@ -170,7 +170,7 @@ class Raises(Callback):
 
 # -- on another host ---------------------------------------------------------------------------------------------------
 def test_a_holder_elsewhere_that_lives(tmp_path, quick):
-    """Its clock and ours may differ by years."""
+    """The clocks of the two hosts may differ by years."""
     first = FolderLock(tmp_path)
     first.acquire()
     elsewhere(tmp_path)
@@ -214,7 +214,7 @@ def test_a_newcomer_that_died_while_it_took_over(tmp_path, quick, stale):
 
 @pytest.mark.parametrize("what", ["", "[]", "{}", "link", "loop"])
 def test_a_file_that_says_nothing(tmp_path, quick, what):
-    """It counts as a holder of which nothing is known."""
+    """It counts as an unknown holder."""
     (target := tmp_path / "target").write_text("kept")
     if what in ("link", "loop"):
         (tmp_path / NAME).symlink_to(target if what == "link" else tmp_path / NAME)
@@ -227,7 +227,7 @@ def test_a_file_that_says_nothing(tmp_path, quick, what):
 
 
 def test_who_was_taken_over_ends(text, tmp_path, quick):
-    """A process that stood still for long must not write beside its successor."""
+    """A process that was suspended for long must not write next to its successor."""
 
     class Loses(Callback):
         def on_train_batch_start(self, trainer, *args):
@@ -278,8 +278,8 @@ def refused(rank, group, text, saved):
 
 def test_all_ranks_are_refused(pool, text, tmp_path, holder):
     """And all share one lock."""
-    for told in pool.run(2, refused, text, {"folder": str(tmp_path)}):
-        assert f"in use by process {holder.pid} on" in told
+    for message in pool.run(2, refused, text, {"folder": str(tmp_path)}):
+        assert f"in use by process {holder.pid} on" in message
     assert names(tmp_path) == [NAME]
     holder.kill()
     holder.join()
@@ -288,7 +288,7 @@ def test_all_ranks_are_refused(pool, text, tmp_path, holder):
 
 
 def test_a_process_that_may_not_be_looked_at_is_not_dead(tmp_path, quick, monkeypatch):
-    """A host may hide other users' processes: then signs of life in the file decide."""
+    """A host may hide other users' processes: then the heartbeats in the file decide."""
     lock = FolderLock(tmp_path)
     lock.acquire()
     try:

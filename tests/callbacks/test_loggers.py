@@ -1,6 +1,6 @@
-"""The loggers of docs/loggers.md: each is made from the page's YAML, and gets what a run logs, without a network.
+"""The loggers of docs/loggers.md: each is made from the page's YAML, and receives a run's logs, without a network.
 
-Skipped where the logger's package is not installed; it is no dependency, and no extra.
+Skipped if the logger's package is not installed; it is neither a dependency nor an extra.
 """
 
 import re
@@ -25,7 +25,7 @@ METRICS = {"train_loss", "val_loss", "memory/peak_mb"}
 
 
 def trained(logger: Any, folder: Path) -> pl.Trainer:
-    """After four steps on random bytes, with callbacks that log and that write files."""
+    """Return a Trainer after four steps on random bytes, with callbacks that log and that write files."""
     model = ld.LongNetLM(ld.DilatedPattern.dense(), dim=16, depth=1, num_heads=2, max_seq_len=64)
     samples = [{"tokens": x[:-1], "labels": x[1:]} for x in torch.randint(256, (4, 65))]
     trainer = pl.Trainer(
@@ -64,7 +64,7 @@ def test_page_shows_all() -> None:
     ]
 
 
-@pytest.mark.slow  # imports and databases of these packages take long
+@pytest.mark.slow  # these packages are slow to import, and so are their databases
 @pytest.mark.parametrize("shown, package", list(zip(SHOWN, READERS, strict=True)), ids=list(READERS))
 def test_run_is_logged(shown: dict[str, Any], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(package, exc_type=ImportError)

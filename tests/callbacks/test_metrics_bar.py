@@ -1,4 +1,4 @@
-"""MetricsProgressBar shows the names of metrics in full, where Lightning's bar cuts them."""
+"""MetricsProgressBar shows the full names of metrics, which Lightning's bar cuts."""
 
 import io
 
@@ -13,9 +13,9 @@ import lightning_dilated as ld
 
 
 def shown(kind: type[RichProgressBar], width: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a bar shows of a short fit in a terminal of so many columns."""
+    """Return the bar's output of a short fit in a terminal of `width` columns."""
     screen = io.StringIO()
-    monkeypatch.setattr(rich, "_console", rich.console.Console())  # the bar reconfigures that of the process
+    monkeypatch.setattr(rich, "_console", rich.console.Console())  # the bar reconfigures the process's console
     bar = kind(console_kwargs={"file": screen, "width": width, "force_terminal": True})
     tokens = torch.randint(256, (4, 33))
     loader = torch.utils.data.DataLoader([{"tokens": x[:-1], "labels": x[1:]} for x in tokens])

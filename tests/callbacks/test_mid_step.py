@@ -1,6 +1,6 @@
-"""What happens between two chunks of a step: a checkpoint comes due, and the process is told to end, or killed.
+"""Events between two chunks of a step: a checkpoint is due, or the process is told to end, or killed.
 
-The job goes on from the last checkpoint, with the losses of a run that nothing happened to.
+The job resumes from the last checkpoint, with the losses of an undisturbed run.
 """
 
 import os
@@ -31,7 +31,7 @@ LAST = {"sequences": "backward", "streams": "chunk"}
 
 
 class Clock:
-    """The module `time`, with a monotonic clock that can be put forward."""
+    """The module `time`, with a monotonic clock that can be advanced."""
 
     def __init__(self):
         self.ahead = 0.0
@@ -50,15 +50,15 @@ class Between(pl.Callback):
         self.calls = calls
 
     def on_train_start(self, trainer, pl_module):
-        call = lambda name, done, of: self.calls.pop((trainer.global_step, name, done), int)()  # noqa: E731
+        call = lambda name, done, total: self.calls.pop((trainer.global_step, name, done), int)()  # noqa: E731
         pl_module.transformer.stream.watch = call
 
 
 def run(text, kind, steps=STEPS, *callbacks, due=None, ends=None, ckpt=None, begun=1, **options):
-    """(losses, parameters) of a run of `kind`.
+    """Return (losses, parameters) of a run of `kind`.
 
     Args:
-        due: when an hour passes: (steps, pass, chunks).
+        due: (steps, pass, chunks) after which an hour passes.
         ends: (when, signal): the process sends itself that signal.
         begun: seed of the first weights.
     """
@@ -93,7 +93,7 @@ def kind(request):
 
 @pytest.fixture(scope="module")
 def whole(text, kind):
-    """The run that nothing happens to."""
+    """An undisturbed run."""
     return run(text, kind)
 
 
@@ -101,13 +101,13 @@ def by_time(folder):
     return ModelCheckpoint(folder, "{step}", save_top_k=-1, train_time_interval=timedelta(hours=1))
 
 
-def check_rest(whole, rest, steps):
-    assert rest[0] == pytest.approx(whole[0][steps:], rel=1e-9)
-    torch.testing.assert_close(rest[1], whole[1], rtol=1e-9, atol=1e-12)
+def check_rest(whole, resumed, steps):
+    assert resumed[0] == pytest.approx(whole[0][steps:], rel=1e-9)
+    torch.testing.assert_close(resumed[1], whole[1], rtol=1e-9, atol=1e-12)
 
 
 def test_due_by_time(text, kind, whole, tmp_path):
-    """In mid-step: it is written as the step ends, by either callback, and once."""
+    """A checkpoint that is due in mid-step is written once, at the end of the step, by either callback."""
     due = (2, LAST[kind], 2)
     for saver in (by_time(tmp_path / "a"), ShardedCheckpoint(str(tmp_path / "b"), every_n_minutes=59, at_end=False)):
         assert run(text, kind, STEPS, saver, due=due)[0] == pytest.approx(whole[0], rel=1e-9)
@@ -119,9 +119,9 @@ def test_due_by_time(text, kind, whole, tmp_path):
 
 @pytest.mark.parametrize("done", [1, 3])
 def test_killed(text, kind, whole, tmp_path, done):
-    """Between chunks: what was written before is whole, nothing else is there, and the step is done again."""
-    more = {"due": (1, LAST[kind], 2), "ends": ((4, LAST[kind], done), signal.SIGKILL)}
-    process = context().Process(target=run, args=(text, kind, STEPS, by_time(tmp_path)), kwargs=more)
+    """Killed between chunks: earlier checkpoints are complete, nothing else exists, and the step is repeated."""
+    events = {"due": (1, LAST[kind], 2), "ends": ((4, LAST[kind], done), signal.SIGKILL)}
+    process = context().Process(target=run, args=(text, kind, STEPS, by_time(tmp_path)), kwargs=events)
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -135,12 +135,12 @@ def test_told_to_end(text, kind, whole, tmp_path, strategy):
     ends = ((2, LAST[kind], 1), signal.SIGTERM)
     losses, status = run(text, kind, STEPS, ShardedCheckpoint(str(tmp_path)), ends=ends, strategy=strategy)
     assert status == 128 + signal.SIGTERM and losses == pytest.approx(whole[0][:3], rel=1e-9)
-    rest = run(text, kind, STEPS, ShardedCheckpoint(str(tmp_path), resume="must"), begun=2, strategy=strategy)
-    check_rest(whole, rest, 3)
+    resumed = run(text, kind, STEPS, ShardedCheckpoint(str(tmp_path), resume="must"), begun=2, strategy=strategy)
+    check_rest(whole, resumed, 3)
 
 
 def test_due_between_micro_batches(text, kind, tmp_path):
-    """In the first of two: it waits for the optimizer's step, with either callback."""
+    """Due in the first of two: the checkpoint waits for the optimizer's step, with either callback."""
     two = {"accumulate_grad_batches": 2}
     whole = run(text, kind, 3, **two)
     for saver in (by_time(tmp_path / "a"), ShardedCheckpoint(str(tmp_path / "b"), every_n_minutes=59, at_end=False)):

@@ -1,4 +1,4 @@
-"""ModelTable: layers with parameters, the sums, and nothing about FLOPs that nobody counted."""
+"""ModelTable: layers with parameters, their sums, and no FLOPs unless they were counted."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""PredictionWriter: one CSV row a sequence, batch by batch, and a clear word to modules that return something else."""
+"""PredictionWriter: one CSV row a sequence, batch by batch, and a clear error for modules with other outputs."""
 
 import csv
 import logging
@@ -63,7 +63,7 @@ def test_test_split_of_a_datamodule(tmp_path):
 
 @pytest.mark.parametrize("pack_tokens", [None, 64], ids=["sequences", "packed files"])
 def test_a_text_has_file_and_offset(tmp_path, pack_tokens):
-    """Sequences begin anywhere, also in a file behind the first one of the split."""
+    """Sequences begin anywhere, also in a later file of the split."""
     sizes = {"a.txt": 40, "b.txt": 100, "c.txt": 70}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(bytes(97 + i % 26 for i in range(size)))
@@ -106,7 +106,7 @@ def test_other_commands_say_that_nothing_is_written(tmp_path, writer, command, c
 
 
 def test_each_rank_has_its_own_file(tmp_path):
-    where = {"num_replicas": 4, "rank": 2}  # of those that have samples of their own
+    where = {"num_replicas": 4, "rank": 2}  # ranks that have their own samples
     run = SimpleNamespace(distributed_sampler_kwargs=where, log_dir=None, default_root_dir=str(tmp_path))
     for path, want in ((None, tmp_path / "predictions.2.csv"), ("x/y.csv", Path("x/y.2.csv"))):
         writer = PredictionWriter(path)
@@ -124,7 +124,7 @@ PLAIN = ["a", "", "s=1", "1'", " b"]
 
 
 def test_no_formulas(tmp_path):
-    """Words of others are shown by a spreadsheet and not run; read back, they are what they were."""
+    """A spreadsheet shows foreign strings and does not run them; read back, they are unchanged."""
     words = [*FORMULAS, *PLAIN]
     strategy = SimpleNamespace(is_first_of_sequence=True)
     run = SimpleNamespace(distributed_sampler_kwargs=None, strategy=strategy)
@@ -170,7 +170,7 @@ TASKS = {
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_row_a_slide(tmp_path, folder, task):
-    """By its name, in the order of the files, with what the model returns for it alone."""
+    """The row has the slide's name, the order of the files, and the model's output for this slide alone."""
     options, want = TASKS[task]
     model = encoder(dtype=torch.float32, grid=100, **options)
     labels = {} if task == "unlabelled" else {"labels_csv": f"{folder}/labels.csv"}
@@ -196,7 +196,7 @@ def test_a_row_a_slide(tmp_path, folder, task):
 
 
 def test_any_features(tmp_path):
-    """LongNetClassifier, with ids and targets of one's own and without."""
+    """LongNetClassifier, with custom ids and targets and without."""
     model = LongNetClassifier(PATTERN, feature_dim=3, task=None, dim=16, depth=1)
     x = {"features": torch.randn(2, 9, 3)}
     named = [{**x, "slide_id": ids, "label": torch.randn(2, 2)} for ids in (["a,b", 'c "d"'], ["é", "\n"])]
@@ -240,7 +240,7 @@ def test_other_predictions_are_refused(tmp_path, name):
     ({"e0": torch.arange(2), "embedding": torch.ones(2, 2)}, r"two columns 'e0', one of them out of 'embedding'"),
 ])  # fmt: skip
 def test_batches_of_other_columns_are_refused(tmp_path, second, says):
-    """A value under another's name would be a wrong number without an error."""
+    """A value in another column would be a silent error."""
 
     class Odd(LongNetLM):
         def predict_step(self, batch, batch_idx):

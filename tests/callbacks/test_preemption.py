@@ -1,4 +1,4 @@
-"""A signal to end a fit: the last step is in a checkpoint, the exit status names the signal, and the job can go on."""
+"""A signal ends a fit: the last step is in a checkpoint, the exit status names the signal, and the job can resume."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
 
 class Sends(pl.Callback):
-    """Sends itself a signal in the batch after `step` optimizer steps, or wherever `at` says."""
+    """Sends itself a signal in the batch after `step` optimizer steps, or at the moment `at`."""
 
     def __init__(self, signum, step=2, at="batch", rank=0):
         self.signum, self.step, self.at, self.rank, self.validations = signum, step, at, rank, 0
@@ -53,15 +53,15 @@ class Sends(pl.Callback):
             self._send(trainer, "validation")
 
 
-def ended(*args, **more):
-    """The exit status of a run that a signal ends."""
-    with pytest.raises(SystemExit) as told:
-        run(*args, **more)
-    return told.value.code
+def ended(*args, **options):
+    """Return the exit status of a run that a signal ends."""
+    with pytest.raises(SystemExit) as error:
+        run(*args, **options)
+    return error.value.code
 
 
 class Losses(pl.Callback):
-    """Of a run that raises."""
+    """Records the losses of a run that raises."""
 
     def __init__(self):
         self.losses = []
@@ -79,34 +79,34 @@ def test_the_last_step_is_saved(text, whole, tmp_path, strategy, signum, status)
     assert ended(text, STEPS, ShardedCheckpoint(str(tmp_path)), Sends(signum), shown, strategy=strategy) == status
     assert names(tmp_path) == ["step-00000003"] and shown.losses == pytest.approx(whole["losses"][:3], rel=1e-9)
     assert before == {name: signal.getsignal(name) for name in (TERM, INT)}
-    rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path), resume="auto"), begun=2, strategy=strategy)
-    assert rest["losses"] == pytest.approx(whole["losses"][3:], rel=1e-9)
-    torch.testing.assert_close(rest["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
+    resumed = run(text, STEPS, ShardedCheckpoint(str(tmp_path), resume="auto"), begun=2, strategy=strategy)
+    assert resumed["losses"] == pytest.approx(whole["losses"][3:], rel=1e-9)
+    torch.testing.assert_close(resumed["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("step", [pytest.param(x, marks=pytest.mark.slow) if x in (1, 3, 4) else x for x in range(6)])
 def test_at_any_batch_of_two_epochs(text, tmp_path, step):
-    """Three batches an epoch; what follows is that of a run that was never stopped, also across the end of an epoch."""
+    """Three batches an epoch; the resumed run equals an uninterrupted one, also across epochs."""
     options = {"limit_train_batches": 3, "limit_val_batches": 0}
     whole = run(text, 6, **options)
     sends = Sends(TERM, step)
     assert ended(text, 6, ShardedCheckpoint(str(tmp_path)), sends, **options) == 143
     assert names(tmp_path) == [f"step-0000000{step + 1}"]
-    rest = run(text, 6, ShardedCheckpoint(str(tmp_path), resume="auto"), begun=2, **options)
-    assert rest["losses"] == whole["losses"][step + 1 :] and torch.equal(rest["parameters"], whole["parameters"])
+    resumed = run(text, 6, ShardedCheckpoint(str(tmp_path), resume="auto"), begun=2, **options)
+    assert resumed["losses"] == whole["losses"][step + 1 :] and torch.equal(resumed["parameters"], whole["parameters"])
 
 
 def test_gradients_that_wait_are_not_lost(text, tmp_path):
-    """The optimizer's step is made before the run ends: told in the first of three micro-batches."""
+    """Told in the first of three micro-batches: the optimizer's step is made before the run ends."""
     whole = run(text, 4, accumulate_grad_batches=3)
     assert ended(text, 4, ShardedCheckpoint(str(tmp_path)), Sends(TERM, 1), accumulate_grad_batches=3) == 143
     assert names(tmp_path) == ["step-00000002"]
-    rest = run(text, 4, ShardedCheckpoint(str(tmp_path), resume="auto"), begun=2, accumulate_grad_batches=3)
-    assert torch.equal(rest["parameters"], whole["parameters"])
+    resumed = run(text, 4, ShardedCheckpoint(str(tmp_path), resume="auto"), begun=2, accumulate_grad_batches=3)
+    assert torch.equal(resumed["parameters"], whole["parameters"])
 
 
 def test_before_the_first_batch(text, copied, tmp_path):
-    """Nothing is new: nothing is saved, also where a run goes on."""
+    """Without a new step nothing is saved, also in a resumed run."""
     assert ended(text, STEPS, ShardedCheckpoint(str(tmp_path / "new")), Sends(TERM, 0, "start")) == 143
     assert names(tmp_path / "new") == []
     before = {path.name: path.stat().st_mtime_ns for path in copied.iterdir()}
@@ -122,7 +122,7 @@ def test_in_the_last_batch(text, tmp_path, at_end):
 
 @pytest.mark.parametrize("strategy", ["auto", "ring_dilated"])
 def test_in_a_validation(text, tmp_path, strategy):
-    """It is finished, and one that was due is not begun."""
+    """A running validation is finished, and a due one is not begun."""
     data = ByteDataModule(text, seq_len=64, batch_size=2, val_fraction=0.2, test_fraction=0)
     options = {"strategy": strategy, "val_check_interval": 2, "limit_val_batches": 2}
     with mock.patch("tests.callbacks.checkpoint_runs.ByteDataModule", return_value=data):
@@ -132,13 +132,13 @@ def test_in_a_validation(text, tmp_path, strategy):
         sends = Sends(TERM, 1)
         assert ended(text, STEPS, ShardedCheckpoint(str(tmp_path / "b")), sends, **options) == 143
         assert names(tmp_path / "b") == ["step-00000002"] and sends.validations == 0
-        rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b"), resume="must"), begun=2, **options)
-        assert rest["step"] == STEPS
+        resumed = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b"), resume="must"), begun=2, **options)
+        assert resumed["step"] == STEPS
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_while_a_checkpoint_is_written(text, tmp_path, asynchronous):
-    """It becomes whole, and the newer one, too."""
+    """Both this checkpoint and the newer one are completed."""
     real, sent = module.write, threading.Event()
 
     def write(*args):
@@ -155,7 +155,7 @@ def test_while_a_checkpoint_is_written(text, tmp_path, asynchronous):
 
 
 def test_a_checkpoint_that_fails_then(text, tmp_path, monkeypatch):
-    """The status says that the step was not saved."""
+    """The status shows that the step was not saved."""
     said = []
     monkeypatch.setattr(module, "rank_zero_warn", said.append)
     monkeypatch.setattr(module, "write", mock.Mock(side_effect=OSError(28, "No space left on device")))
@@ -164,7 +164,7 @@ def test_a_checkpoint_that_fails_then(text, tmp_path, monkeypatch):
 
 
 def test_a_handler_of_the_users_stays(text, tmp_path):
-    """Also one that ignores, as nohup's."""
+    """Also if it ignores the signal, as under nohup."""
     before = signal.signal(INT, signal.SIG_IGN)
     try:
         assert run(text, 3, ShardedCheckpoint(str(tmp_path)), Sends(INT))["step"] == 3
@@ -174,7 +174,7 @@ def test_a_handler_of_the_users_stays(text, tmp_path):
 
 @pytest.mark.parametrize("step", [1, 99])
 def test_the_trainer_gets_its_own_functions_back(text, tmp_path, monkeypatch, step):
-    """After a fit that ended by a signal, and after one that did not."""
+    """After a fit that a signal ended, and after one without."""
     saver, trainers = ShardedCheckpoint(str(tmp_path)), []
     monkeypatch.setattr(ShardedCheckpoint, "on_fit_start", lambda self, trainer, *args: trainers.append(trainer))
     with contextlib.suppress(SystemExit):
@@ -188,7 +188,7 @@ def test_the_trainer_gets_its_own_functions_back(text, tmp_path, monkeypatch, st
 # -- SLURM's requeue ---------------------------------------------------------------------------------------------------
 @pytest.fixture
 def slurm(monkeypatch, tmp_path):
-    """A job of one task, and a `scontrol` that writes down what it was asked."""
+    """A job of one task, and a `scontrol` that records its arguments."""
     job = {"JOB_NAME": "train", "JOB_ID": 17, "NTASKS": 1, "NTASKS_PER_NODE": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0}
     for name, value in {**job, "NODELIST": "127.0.0.1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
@@ -202,13 +202,13 @@ def slurm(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["auto", "ring_dilated"])
 def test_requeue(text, whole, tmp_path, slurm, strategy):
-    """When `scontrol` is called the checkpoint is whole; nothing of Lightning's own is saved."""
+    """The checkpoint is complete when `scontrol` is called, and Lightning saves nothing itself."""
     options = {"strategy": strategy, "plugins": [SLURMEnvironment()], "default_root_dir": tmp_path}
     assert ended(text, STEPS, ShardedCheckpoint(str(tmp_path / "ck")), Sends(USR1), **options) == 138
     assert slurm.read_text() == "requeue 17 step-00000003\n"
     assert not list(tmp_path.glob("*.ckpt"))
-    rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "ck"), resume="auto"), begun=2, **options)
-    assert rest["losses"] == pytest.approx(whole["losses"][3:], rel=1e-9)
+    resumed = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "ck"), resume="auto"), begun=2, **options)
+    assert resumed["losses"] == pytest.approx(whole["losses"][3:], rel=1e-9)
 
 
 def test_requeue_of_an_array_that_slurm_refuses(text, tmp_path, slurm, monkeypatch):
@@ -221,11 +221,11 @@ def test_requeue_of_an_array_that_slurm_refuses(text, tmp_path, slurm, monkeypat
 
 
 def test_requeue_by_lightning(text, tmp_path, slurm):
-    """Without a ShardedCheckpoint, at the same batch of all ranks and once; training goes on until SLURM ends it."""
+    """Without a ShardedCheckpoint: once, at the same batch on all ranks; training continues until SLURM ends it."""
     (tmp_path / "ck").mkdir()
     options = {"strategy": "ring_dilated", "plugins": [SLURMEnvironment()], "default_root_dir": tmp_path}
-    told = run(text, STEPS, Sends(USR1, 1), Sends(USR1, 3), **options)
-    assert told["step"] == STEPS and slurm.read_text() == "requeue 17\n"
+    result = run(text, STEPS, Sends(USR1, 1), Sends(USR1, 3), **options)
+    assert result["step"] == STEPS and slurm.read_text() == "requeue 17\n"
     assert [p.name for p in tmp_path.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
 
 
@@ -238,12 +238,12 @@ def test_requeue_of_no_job(monkeypatch, job):
 
 
 # -- two ranks ---------------------------------------------------------------------------------------------------------
-def on_two(rank, group, text, folder, strategy, signum, who, more):
-    """(exit status, losses) of a run in which one rank is sent a signal."""
+def on_two(rank, group, text, folder, strategy, signum, who, options):
+    """Return (exit status, losses) of a run in which one rank receives a signal."""
     shown, saver = Losses(), ShardedCheckpoint(folder, resume="auto")
-    told = [Sends(signum, rank=who)] if signum else []
+    senders = [Sends(signum, rank=who)] if signum else []
     try:
-        run(text, STEPS, saver, shown, *told, strategy=strategy, world=launched(rank), **more)
+        run(text, STEPS, saver, shown, *senders, strategy=strategy, world=launched(rank), **options)
     except SystemExit as end:
         return end.code, shown.losses
     return 0, shown.losses
@@ -254,17 +254,17 @@ def on_two(rank, group, text, folder, strategy, signum, who, more):
     ("ddp", TERM, 1),
 ])  # fmt: skip
 def test_all_ranks_save(pool, text, whole, tmp_path, strategy, signum, who):
-    if strategy == "ddp":  # each rank would take part of the data, and nothing is shared
+    if strategy == "ddp":  # ranks would divide the data, and nothing is shared
         from lightning.pytorch.strategies import DDPStrategy as strategy
 
         strategy = strategy(process_group_backend="gloo")
-    found = pool.run(2, on_two, text, str(tmp_path), strategy, signum, who, {})
-    assert [status for status, _ in found] == [128 + signum] * 2
+    results = pool.run(2, on_two, text, str(tmp_path), strategy, signum, who, {})
+    assert [status for status, _ in results] == [128 + signum] * 2
     assert names(tmp_path) == ["step-00000003"]
-    rest = pool.run(2, on_two, text, str(tmp_path), strategy, 0, 0, {})
-    assert [status for status, _ in rest] == [0, 0]
+    resumed = pool.run(2, on_two, text, str(tmp_path), strategy, 0, 0, {})
+    assert [status for status, _ in resumed] == [0, 0]
     if isinstance(strategy, str):
-        for (_, first), (_, second) in zip(found, rest, strict=True):
+        for (_, first), (_, second) in zip(results, resumed, strict=True):
             assert [*first, *second] == pytest.approx(whole["losses"], rel=1e-9)
 
 
@@ -273,14 +273,14 @@ JOB = str(Path(__file__).with_name("preempted_job.py"))
 
 
 def job(folder, *args, launcher=None, environment=None, act=None):
-    """(exit status, what it wrote) of a job, whose process `act` may send signals when all ranks train."""
+    """Return (exit status, output) of a job; `act` may send its process signals when all ranks train."""
     out = folder / "out.txt"
     command = [*(launcher or [sys.executable]), JOB, *map(str, args)]
     root = Path(module.__file__).parents[2]
-    told = {**os.environ, "PYTHONPATH": str(root), **(environment or {})}
+    env = {**os.environ, "PYTHONPATH": str(root), **(environment or {})}
     with out.open("w") as file:
         process = subprocess.Popen(
-            command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, env=told, start_new_session=True
+            command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
         )
         if act is not None:
             end = time.monotonic() + LIMIT
@@ -295,18 +295,18 @@ def job(folder, *args, launcher=None, environment=None, act=None):
     return status, out.read_text()
 
 
-def check_job(folder, found, status, step=3):
-    """Its status, and one whole checkpoint, of that step."""
-    assert found[0] == status, found[1][-3000:]
-    assert names(folder / "ckpt") == [f"step-{step:08d}"], found[1][-3000:]
+def check_job(folder, outcome, status, step=3):
+    """Check the status of a job, and that there is one complete checkpoint, of that step."""
+    assert outcome[0] == status, outcome[1][-3000:]
+    assert names(folder / "ckpt") == [f"step-{step:08d}"], outcome[1][-3000:]
 
 
 def test_a_job_of_two_ranks(tmp_path, monkeypatch, capsys):
-    """Forked; with launchers of Lightning and torchrun: -m slow."""
+    """With forked ranks; the launchers of Lightning and torchrun need -m slow."""
     ran = run_ranks(2, Path(JOB), "ring_dilated", "2", "5", "0", "SIGTERM", "1", cwd=tmp_path)
     assert ran.codes == [143, 143], ran.stderr[-3000:]
     assert names(tmp_path / "ckpt") == ["step-00000003"], ran.stderr[-3000:]
-    with contextlib.chdir(tmp_path):  # the same script goes on, on one rank
+    with contextlib.chdir(tmp_path):  # the same script resumes, on one rank
         monkeypatch.setattr(sys, "argv", [JOB, "auto", "1", "4", "0", "SIGTERM", "nobody"])
         runpy.run_path(JOB, run_name="__main__")
     assert len(losses(capsys.readouterr().out)) == 1
@@ -335,16 +335,16 @@ def test_a_job_in_a_validation(tmp_path, strategy):
 @pytest.mark.parametrize("signum", [TERM, INT])
 @pytest.mark.parametrize("strategy", ["ring_dilated", "ring_dilated_fsdp"])
 def test_a_group_of_processes(tmp_path, strategy, signum):
-    """As a scheduler or a terminal sends it: also to the loaders' workers, which must not fail the fit."""
-    found = job(tmp_path, strategy, 2, 100_000, 2, act=lambda p: os.killpg(p.pid, signum))
-    assert found[0] == 128 + signum, found[1][-3000:]
+    """A scheduler or a terminal also signals the loaders' workers, which must not fail the fit."""
+    outcome = job(tmp_path, strategy, 2, 100_000, 2, act=lambda p: os.killpg(p.pid, signum))
+    assert outcome[0] == 128 + signum, outcome[1][-3000:]
     (name,) = names(tmp_path / "ckpt")
-    assert found[1].count(f"after step {int(name[5:])}\n") == 2, found[1][-3000:]
+    assert outcome[1].count(f"after step {int(name[5:])}\n") == 2, outcome[1][-3000:]
 
 
 @slow
 def test_interrupted_twice(tmp_path):
-    """The second one ends it at once, although rank 0 waits for another that stands still."""
+    """The second interrupt ends it at once, although rank 0 waits for a stopped rank."""
 
     def act(process):
         ranks = [int((tmp_path / f"ready{i}").read_text()) for i in range(2)]
@@ -362,17 +362,17 @@ def test_interrupted_twice(tmp_path):
 @slow
 @pytest.mark.parametrize("signum", [TERM, INT])
 def test_torchrun(tmp_path, signum):
-    """The agent passes the signal on to its workers and theirs."""
-    found = job(tmp_path, "ring_dilated", 2, 100_000, 2, launcher=[*TORCHRUN, "--nproc-per-node", "2"],
+    """The agent passes the signal on to its workers and their children."""
+    outcome = job(tmp_path, "ring_dilated", 2, 100_000, 2, launcher=[*TORCHRUN, "--nproc-per-node", "2"],
                 act=lambda p: p.send_signal(signum))  # fmt: skip
-    assert found[0] != 0
+    assert outcome[0] != 0
     (name,) = names(tmp_path / "ckpt")
-    assert found[1].count(f"after step {int(name[5:])}\n") == 2, found[1][-3000:]
+    assert outcome[1].count(f"after step {int(name[5:])}\n") == 2, outcome[1][-3000:]
 
 
 @slow
 def test_torchrun_restarts_a_worker_that_was_told_to_end(tmp_path):
-    """The predecessors' hold of the folder does not lock out the workers that take their place."""
+    """The lock of the previous workers does not shut out their replacements."""
     launcher = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1"]
     status, text = job(tmp_path, "ring_dilated", 2, 5, 0, "SIGTERM", 1, launcher=launcher)
     assert status == 0 and len(losses(text)) == 2, text[-3000:]
@@ -382,14 +382,14 @@ def test_torchrun_restarts_a_worker_that_was_told_to_end(tmp_path):
 @slow
 @pytest.mark.parametrize("strategy", ["ring_dilated", "ring_dilated_fsdp"])
 def test_slurm_requeues_a_job_of_two_tasks(tmp_path, slurm, strategy):
-    """Both get the signal, as srun's tasks do; `scontrol` is called once."""
+    """Both tasks get the signal, as from srun; `scontrol` is called once."""
     (tmp_path / "ck").mkdir()
     command = [sys.executable, JOB, strategy, "2", "100000", "0"]
     root = str(Path(module.__file__).parents[2])
     tasks = []
     for rank in range(2):
-        told = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2}
-        env = {**os.environ, **{k: str(v) for k, v in told.items()}, "PYTHONPATH": root, "MASTER_PORT": "29731"}
+        variables = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2}
+        env = {**os.environ, **{k: str(v) for k, v in variables.items()}, "PYTHONPATH": root, "MASTER_PORT": "29731"}
         tasks.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=-1, stderr=-2, text=True))
     end = time.monotonic() + LIMIT
     while len(list(tmp_path.glob("ready*"))) < 2 and time.monotonic() < end:

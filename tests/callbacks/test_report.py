@@ -29,7 +29,7 @@ class Plain(DilatedModule):
 
 
 class Patterned(Plain):
-    """The same with a pattern, but with no heads or depth of its own."""
+    """The same with a pattern, but without heads and depth."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ def test_a_run_explains_itself(tmp_path, capsys, monkeypatch):
 
 
 def test_shifted_layers_are_explained_as_they_are(tmp_path, capsys):
-    """The pattern alone has walls at 16 and no way past them; the model has none."""
+    """The pattern alone has walls at 16 that nothing crosses; the model has none."""
     fit(RunReport(), lm(depth=2, shift_layers="odd"), text(tmp_path), tmp_path / "odd")
     out = words(capsys)
     assert "layers 1: DilatedPattern([Branch(4, 1, shift=2), Branch(16, 2, shift=8)])" in out and "wall(s)" not in out

@@ -1,4 +1,4 @@
-"""ShardedCheckpoint on one device: what is resumed equals a run that was never stopped, beside which files are written."""
+"""ShardedCheckpoint on one device: a resumed run equals an uninterrupted one, and files are written during training."""
 
 import json
 import re
@@ -29,18 +29,18 @@ def test_resumes_exactly(text, whole, tmp_path, asynchronous):
     options = {"folder": str(tmp_path), "every_n_train_steps": 2, "asynchronous": asynchronous}
     first = run(text, 3, ShardedCheckpoint(**options))
     assert names(tmp_path) == ["step-00000002", "step-00000003"]  # the last one at the end
-    rest = run(text, STEPS, ShardedCheckpoint(**options, resume="must"), begun=2)
-    check_equal(whole, first, rest)
+    resumed = run(text, STEPS, ShardedCheckpoint(**options, resume="must"), begun=2)
+    check_equal(whole, first, resumed)
 
 
 @pytest.mark.parametrize("path, lost", [("", 0), ("step-00000003", 1)], ids=["folder of several", "one"])
 def test_ckpt_path(text, whole, saved, tmp_path, path, lost):
-    rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path)), ckpt_path=str(saved / path), begun=2)
-    assert rest["losses"] == whole["losses"][4 - lost :] and torch.equal(rest["parameters"], whole["parameters"])
+    resumed = run(text, STEPS, ShardedCheckpoint(str(tmp_path)), ckpt_path=str(saved / path), begun=2)
+    assert resumed["losses"] == whole["losses"][4 - lost :] and torch.equal(resumed["parameters"], whole["parameters"])
 
 
 def test_validates(tmp_path):
-    """Without fit, on one device, where Lightning itself reads no folders."""
+    """Validates without fit, on one device, where Lightning itself cannot read folders."""
     data, options = text_of_letters(tmp_path), {"vocab_size": 256, "dtype": torch.float32}
     first, second = tiny(**options), tiny(**options)
     fitted = trainer(callbacks=[ShardedCheckpoint(str(tmp_path / "c"))], enable_checkpointing=True, max_steps=2)
@@ -53,9 +53,9 @@ def test_validates(tmp_path):
 
 def test_ckpt_path_goes_before_resume(text, whole, copied):
     resuming = ShardedCheckpoint(str(copied), resume="auto")
-    rest = run(text, STEPS, resuming, ckpt_path=copied / "step-00000002", begun=2)
-    assert rest["losses"] == whole["losses"][2:]
-    assert any("so resume='auto' had no effect" in words for words in rest["said"])
+    resumed = run(text, STEPS, resuming, ckpt_path=copied / "step-00000002", begun=2)
+    assert resumed["losses"] == whole["losses"][2:]
+    assert any("so resume='auto' had no effect" in words for words in resumed["said"])
 
 
 def test_auto_begins_where_there_is_nothing(text, whole, tmp_path):
@@ -70,7 +70,7 @@ def test_must(text, tmp_path):
 
 def test_another_run_is_not_replaced(text, saved, tmp_path):
     run(text, 1, ShardedCheckpoint(str(tmp_path)))
-    for other in (None, tmp_path / "step-00000001"):  # also where a run comes from elsewhere
+    for other in (None, tmp_path / "step-00000001"):  # also if the run resumes from elsewhere
         with pytest.raises(
             ValueError, match=r"holds checkpoints of another run .step-00000004, .*choose another folder"
         ):
@@ -79,17 +79,17 @@ def test_another_run_is_not_replaced(text, saved, tmp_path):
 
 
 def test_fit_twice(text, tmp_path):
-    """The second one goes on in the same folder."""
+    """The second fit continues in the same folder."""
     data, saver = {}, ShardedCheckpoint(str(tmp_path), every_n_train_steps=2)
-    told = run(text, 3, saver, keep=data)
+    result = run(text, 3, saver, keep=data)
     data["trainer"].fit_loop.epoch_loop.max_steps = STEPS
     data["trainer"].fit(data["module"], data["data"])
     assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000006"]
-    assert len(told["losses"]) == STEPS
+    assert len(result["losses"]) == STEPS
 
 
 class Counting(pl.Callback):
-    """Has a state."""
+    """A callback with a state."""
 
     def __init__(self):
         self.batches, self.loaded = 0, None
@@ -105,15 +105,15 @@ class Counting(pl.Callback):
 
 
 def test_accumulation_and_states_of_callbacks(text, tmp_path):
-    """Between optimizer steps there is nothing to save: gradients that wait would be lost."""
+    """Saving happens only after optimizer steps, or accumulated gradients would be lost."""
     counting, whole = Counting(), run(text, 4, accumulate_grad_batches=3)
     often = {"folder": str(tmp_path), "every_n_minutes": 1e-9, "every_n_train_steps": None}
     first = run(text, 2, ShardedCheckpoint(**often, keep=9), counting, accumulate_grad_batches=3)
     assert names(tmp_path) == ["step-00000001", "step-00000002"] and counting.batches == 6
     again = Counting()
-    rest = run(text, 4, ShardedCheckpoint(**often, resume="must"), again, accumulate_grad_batches=3, begun=2)
+    resumed = run(text, 4, ShardedCheckpoint(**often, resume="must"), again, accumulate_grad_batches=3, begun=2)
     assert again.loaded == 6
-    check_equal(whole, first, rest)
+    check_equal(whole, first, resumed)
 
 
 def test_keeps_the_newest(saved, text, copied):
@@ -123,12 +123,12 @@ def test_keeps_the_newest(saved, text, copied):
 
 
 def test_an_earlier_one_goes_on(text, whole, copied):
-    """What was written last is the newest, also after going back."""
+    """The last written one is the newest, also after going back."""
     options = {"folder": str(copied), "every_n_train_steps": 1, "keep": 2}
     run(text, 3, ShardedCheckpoint(**options), ckpt_path=copied / "step-00000002", begun=2)
     assert names(copied) == ["step-00000003", "step-00000004"]
-    rest = run(text, STEPS, ShardedCheckpoint(**options, resume="auto"), begun=3)
-    assert rest["losses"] == whole["losses"][3:]
+    resumed = run(text, STEPS, ShardedCheckpoint(**options, resume="auto"), begun=3)
+    assert resumed["losses"] == whole["losses"][3:]
 
 
 # -- beside the training -----------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Watching(pl.Callback):
         self.real(*args)
 
     def on_train_batch_start(self, trainer, *args):
-        if trainer.global_step == 3:  # step 3 was made since
+        if trainer.global_step == 3:  # step 3 is done
             self.steps_meanwhile = [trainer.global_step, *names(Path(trainer.checkpoint_callback._target))]
             self.go.set()
 
@@ -152,10 +152,10 @@ def test_training_goes_on_and_does_not_leak_into_the_files(text, whole, tmp_path
     watching = Watching()
     with mock.patch.object(module, "write", watching.write):
         run(text, 5, ShardedCheckpoint(str(tmp_path), every_n_train_steps=2, at_end=False), watching)
-    assert watching.steps_meanwhile == [3, ".in-use"]  # no checkpoint was written yet
+    assert watching.steps_meanwhile == [3, ".in-use"]  # no checkpoint is written yet
     assert names(tmp_path) == ["step-00000002", "step-00000004"]
-    rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b")), ckpt_path=tmp_path / "step-00000002", begun=2)
-    assert rest["losses"] == whole["losses"][2:] and torch.equal(rest["parameters"], whole["parameters"])
+    resumed = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b")), ckpt_path=tmp_path / "step-00000002", begun=2)
+    assert resumed["losses"] == whole["losses"][2:] and torch.equal(resumed["parameters"], whole["parameters"])
 
 
 class Raising(pl.Callback):
@@ -185,7 +185,7 @@ def test_a_run_that_fails_finishes_its_checkpoint(text, tmp_path):
     (broken, "and so did its last checkpoint: OSError: .* No space left"), (slowly, "which did not become whole"),
 ])  # fmt: skip
 def test_a_run_that_fails_says_so_of_its_checkpoint(text, tmp_path, monkeypatch, write, says):
-    """It ends by its own error, and does not wait for a disk or for ranks that do not answer."""
+    """It ends with its own error, and does not wait for a disk or for ranks that do not answer."""
     monkeypatch.setattr(module, "write", write)
     monkeypatch.setattr(module, "_LAST", 0.1)
     saver, said = ShardedCheckpoint(str(tmp_path), every_n_train_steps=2), []
@@ -208,15 +208,15 @@ def test_a_full_disk_ends_the_run(text, tmp_path, asynchronous, at):
 
 @pytest.mark.gpu
 def test_on_a_gpu(text, tmp_path):
-    """Copies to page-locked memory are complete before training goes on."""
+    """Copies to page-locked memory are complete before training continues."""
     whole, watching = run(text, STEPS, accelerator="gpu"), Watching()
     with mock.patch.object(module, "write", watching.write):
         saver = ShardedCheckpoint(str(tmp_path / "c"), every_n_train_steps=2, at_end=False)
         run(text, 4, saver, watching, accelerator="gpu")
     other = ShardedCheckpoint(str(tmp_path / "d"))
-    rest = run(text, STEPS, other, ckpt_path=tmp_path / "c" / "step-00000002", begun=2, accelerator="gpu")
-    assert rest["losses"] == pytest.approx(whole["losses"][2:], rel=1e-9)
-    torch.testing.assert_close(rest["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
+    resumed = run(text, STEPS, other, ckpt_path=tmp_path / "c" / "step-00000002", begun=2, accelerator="gpu")
+    assert resumed["losses"] == pytest.approx(whole["losses"][2:], rel=1e-9)
+    torch.testing.assert_close(resumed["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
 
 
 # -- before training ---------------------------------------------------------------------------------------------------
@@ -254,9 +254,9 @@ def test_lightning_takes_it_for_a_checkpoint_callback(text, tmp_path):
 
 
 def test_the_manifest_says_what_is_there(saved):
-    told = json.loads((saved / "step-00000004" / "manifest.json").read_text())
-    assert sorted([*told["files"], "manifest.json"]) == names(saved / "step-00000004")
-    assert (told["step"], told["ranks"]) == (4, 1)
+    manifest = json.loads((saved / "step-00000004" / "manifest.json").read_text())
+    assert sorted([*manifest["files"], "manifest.json"]) == names(saved / "step-00000004")
+    assert (manifest["step"], manifest["ranks"]) == (4, 1)
 
 
 def test_strategies_that_it_does_not_know(tmp_path):

@@ -1,4 +1,4 @@
-"""ShardedCheckpoints that are damaged or were not finished: the one before is used, and it is said what is wrong."""
+"""ShardedCheckpoints that are damaged or incomplete: the one before is used, and a warning names the damage."""
 
 import os
 import signal
@@ -35,8 +35,8 @@ def flip(path):
 
 
 def edit_manifest(path):
-    told = (path / "manifest.json").read_text()
-    (path / "manifest.json").write_text(told.replace('"step": 4', '"step": 5'))
+    content = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(content.replace('"step": 4', '"step": 5'))
 
 
 DAMAGE = {
@@ -57,12 +57,12 @@ DAMAGE = {
 def test_a_damaged_one_is_passed_over(text, whole, copied, how):
     hurt, says = DAMAGE[how]
     hurt(copied / "step-00000004")
-    rest = run(text, STEPS, ShardedCheckpoint(str(copied), resume="auto"), begun=2)
-    (words,) = [w for w in rest["said"] if "damaged checkpoints" in w]
+    resumed = run(text, STEPS, ShardedCheckpoint(str(copied), resume="auto"), begun=2)
+    (words,) = [w for w in resumed["said"] if "damaged checkpoints" in w]
     assert f"{copied}/step-00000003 is loaded: {copied}/step-00000004/" in words
     with pytest.raises(AssertionError, match=says):
         raise AssertionError(words)
-    assert rest["losses"] == whole["losses"][3:] and torch.equal(rest["parameters"], whole["parameters"])
+    assert resumed["losses"] == whole["losses"][3:] and torch.equal(resumed["parameters"], whole["parameters"])
 
 
 def test_a_damaged_one_that_was_named(text, copied):
@@ -79,8 +79,8 @@ def test_every_byte_is_looked_at_by_one_rank(copied, ranks):
         whole = (path / name).read_bytes()
         for place in (0, len(whole) // 3, len(whole) - 1):
             (path / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-            found = [words for rank in range(ranks) if (words := SavedFolder.read(path)._damage(Peers(rank, ranks)))]
-            assert found == [f"{path / name} has other bytes than were written (its checksum differs)"]
+            messages = [words for rank in range(ranks) if (words := SavedFolder.read(path)._damage(Peers(rank, ranks)))]
+            assert messages == [f"{path / name} has other bytes than were written (its checksum differs)"]
         (path / name).write_bytes(whole)
     assert SavedFolder.read(path).damage(Peers()) is None
 
@@ -103,7 +103,7 @@ def test_no_checkpoint_at_all(text, tmp_path):
 
 
 def killed(text, folder, where):
-    """A run in a process of its own that dies at its third checkpoint."""
+    """Run a process that dies at its third checkpoint."""
     spot = {
         "bytes": (dcp.FileSystemWriter, "write_data"),
         "metadata": (dcp.FileSystemWriter, "finish"),
@@ -115,7 +115,7 @@ def killed(text, folder, where):
 
     def dies(*args, **kwargs):
         calls.append(1)
-        if len(calls) == (6 if where == "rename" else 3):  # of the third checkpoint; _sync comes twice in each
+        if len(calls) == (6 if where == "rename" else 3):  # of the third checkpoint; _sync is called twice in each
             if where in ("bytes", "metadata"):  # half of it
                 real(*args, **kwargs)
                 os.truncate(os.path.join(folder, ".step-00000003.partial", "__0_0.distcp"), 1000)
@@ -134,21 +134,21 @@ slow = {"marks": pytest.mark.slow}
     pytest.param("old", 3, **slow),
 ])  # fmt: skip
 def test_killed_while_saving(text, whole, tmp_path, where, last):
-    """Whatever the moment, whole checkpoints are left, and what is not whole is put away when the next run begins."""
+    """At any moment, complete checkpoints survive, and incomplete ones are put away at the start of the next run."""
     process = forked.context().Process(target=killed, args=(text, str(tmp_path), where))
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
     assert (".step-00000003.partial" in names(tmp_path)) == (last == 2)
-    rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path), resume="must"), begun=2)
-    assert rest["losses"] == whole["losses"][last:] and not [w for w in rest["said"] if "damaged" in w]
-    said = [w for w in rest["said"] if f"{tmp_path}/step-00000003 was still being written when its job ended" in w]
+    resumed = run(text, STEPS, ShardedCheckpoint(str(tmp_path), resume="must"), begun=2)
+    assert resumed["losses"] == whole["losses"][last:] and not [w for w in resumed["said"] if "damaged" in w]
+    said = [w for w in resumed["said"] if f"{tmp_path}/step-00000003 was still being written when its job ended" in w]
     assert len(said) == (last == 2)
     assert names(tmp_path) == [f"step-0000000{n}" for n in (last - 1, last, 6)]
 
 
 def test_killed_while_replacing(copied):
-    """A checkpoint that was moved away for a new one of its step comes back, if the new one did not."""
+    """A checkpoint that was moved away for a new one of its step comes back if the new one is missing."""
     (copied / "step-00000004").rename(copied / ".step-00000004.replaced")
     (copied / ".step-00000003.replaced").mkdir()
     (copied / ".step-00000002.removed").mkdir()

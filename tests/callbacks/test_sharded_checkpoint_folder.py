@@ -1,4 +1,4 @@
-"""What else may be in a folder of checkpoints, or go wrong there: links, files, values that are not finite, a full disk."""
+"""Foreign or broken contents of a folder of checkpoints: links, files, values that are not finite, a full disk."""
 
 import json
 from unittest import mock
@@ -26,7 +26,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("oldest", [2, 3])
 def test_a_checkpoint_that_was_moved_away_and_linked(text, copied, tmp_path, oldest):
-    """The link goes when its turn comes, what it leads to stays; at every later start, too."""
+    """The link is deleted in its turn, and its target stays, also at every later start."""
     archive = tmp_path / "archive"
     archive.mkdir()
     name = f"step-0000000{oldest}"
@@ -57,7 +57,7 @@ def test_what_bears_the_name_of_something_unfinished(text, copied, tmp_path, why
 
 
 def test_a_link_where_a_checkpoint_is_to_be_written(text, tmp_path):
-    """Made while the run goes on: nothing is written through it."""
+    """The link is created during the run: nothing is written through it."""
     (target := tmp_path / "target").mkdir()
 
     class Links(pl.Callback):
@@ -72,7 +72,7 @@ def test_a_link_where_a_checkpoint_is_to_be_written(text, tmp_path):
 
 
 def test_a_file_with_a_checkpoints_name(text, tmp_path):
-    """It makes room, and is not lost."""
+    """The file is renamed and not lost."""
     (tmp_path / "step-00000002").write_text("mine")
     for step in (3, 4):
         run(text, step, ShardedCheckpoint(str(tmp_path), every_n_train_steps=1, keep=9, resume="auto"))
@@ -86,7 +86,7 @@ def test_a_file_with_a_checkpoints_name(text, tmp_path):
 
 
 def test_nothing_comes_back_in_place_of_a_link(copied, tmp_path):
-    """A name that a link to nowhere bears is in use."""
+    """A dangling link still occupies its name."""
     (copied / "step-00000009").symlink_to(tmp_path / "nowhere")
     (copied / ".step-00000009.replaced").mkdir()
     assert clean(copied) == [] and not (copied / ".step-00000009.replaced").exists()
@@ -107,17 +107,17 @@ class Spoils(pl.Callback):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_good_ones_stay(text, whole, tmp_path, value):
-    """Of steps that hold NaN only the newest is there, and a run goes on from the good one before."""
+    """Only the newest checkpoint with NaN is kept, and a run resumes from the good one before."""
     saver = {"folder": str(tmp_path), "every_n_train_steps": 1, "keep": 2}
     run(text, 5, ShardedCheckpoint(**saver), Spoils(3, value))
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000005"]
     assert not json.loads((tmp_path / "step-00000005" / "manifest.json").read_text())["finite"]
-    rest = run(text, STEPS, ShardedCheckpoint(**saver, resume="auto"), begun=2)
-    assert rest["losses"] == whole["losses"][3:] and torch.equal(rest["parameters"], whole["parameters"])
-    (words,) = [w for w in rest["said"] if "were passed over" in w]
+    resumed = run(text, STEPS, ShardedCheckpoint(**saver, resume="auto"), begun=2)
+    assert resumed["losses"] == whole["losses"][3:] and torch.equal(resumed["parameters"], whole["parameters"])
+    (words,) = [w for w in resumed["said"] if "were passed over" in w]
     assert f"{tmp_path}/step-00000003 is loaded: {tmp_path}/step-00000005 holds parameters that are not finite" in words
     assert "damaged" not in words
-    assert names(tmp_path) == ["step-00000005", "step-00000006"]  # both finite now
+    assert names(tmp_path) == ["step-00000005", "step-00000006"]  # both are finite
 
 
 def test_without_the_option(text, tmp_path):
@@ -126,19 +126,19 @@ def test_without_the_option(text, tmp_path):
 
 
 def test_nothing_finite_is_left(text, tmp_path):
-    """Said so; one that is named is loaded nevertheless."""
+    """The run says so; a checkpoint given by name is loaded nevertheless."""
     run(text, 2, ShardedCheckpoint(str(tmp_path), every_n_train_steps=1), Spoils(0))
     words = (
         "none of the 1 checkpoints in .* is whole and finite: .*step-00000002 holds parameters.*A ckpt_path that names"
     )
     with pytest.raises(ValueError, match=words):
         run(text, 3, ShardedCheckpoint(str(tmp_path), resume="auto"))
-    rest = run(text, 3, ShardedCheckpoint(str(tmp_path)), ckpt_path=tmp_path / "step-00000002")
-    assert rest["step"] == 3
+    resumed = run(text, 3, ShardedCheckpoint(str(tmp_path)), ckpt_path=tmp_path / "step-00000002")
+    assert resumed["step"] == 3
 
 
 def spoiled(rank, group, text, folder, strategy):
-    """NaN in rank 1's part only, where parameters are sharded."""
+    """Put NaN into rank 1's part only, with sharded parameters."""
     spoils = [Spoils(2)] if rank == 1 or strategy == "ring_dilated" else []
     saver = ShardedCheckpoint(folder, every_n_train_steps=1, keep=1)
     run(text, 3, saver, *spoils, strategy=strategy, world=launched(rank))
@@ -172,25 +172,25 @@ TORCHS = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected po
     (OSError(28, "No space left on device"), 2**40, True), (TORCHS, 2**10, True), (TORCHS, 2**40, False),
 ])  # fmt: skip
 def test_a_full_disk(text, tmp_path, error, free, says):
-    """Whatever torch says of it; the checkpoint before is whole."""
+    """Whatever error torch raises, the checkpoint before is complete."""
     run(text, 1, ShardedCheckpoint(str(tmp_path)))
     failing = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=error)
     little = mock.patch.object(saved_folder.shutil, "disk_usage", return_value=mock.Mock(free=free))
-    with pytest.raises(OSError) as told, failing, little if free < 2**20 else mock.MagicMock():
+    with pytest.raises(OSError) as raised, failing, little if free < 2**20 else mock.MagicMock():
         saver = ShardedCheckpoint(str(tmp_path), every_n_train_steps=2, resume="auto")
         with mock.patch.object(ShardedCheckpoint, "_check_room"):
             run(text, STEPS, saver)
-    assert str(error) in str(told.value)
+    assert str(error) in str(raised.value)
     words = f"No space left on device: {tmp_path} has "
-    assert (words in str(told.value)) == says
+    assert (words in str(raised.value)) == says
     if says:
-        assert "MiB left, and a checkpoint takes 0.2 MiB. The checkpoints before are whole." in str(told.value)
+        assert "MiB left, and a checkpoint takes 0.2 MiB. The checkpoints before are whole." in str(raised.value)
     assert names(tmp_path) == ["step-00000001"]
     assert run(text, 2, ShardedCheckpoint(str(tmp_path), resume="must"))["step"] == 2
 
 
 def full(rank, group, text, folder, who, strategy):
-    """What a run raises where the disk of one rank is full."""
+    """Return the error of a run if the rank `who` has a full disk."""
 
     def write_data(*args, real=dcp.FileSystemWriter.write_data, **kwargs):
         if rank == who:
@@ -211,6 +211,6 @@ def full(rank, group, text, folder, who, strategy):
 
 @pytest.mark.parametrize("strategy, who", [("ring_dilated", 1), ("ring_dilated_fsdp", 0)])
 def test_all_ranks_say_that_the_disk_of_one_is_full(pool, text, tmp_path, strategy, who):
-    for told in pool.run(2, full, text, str(tmp_path), who, strategy):
-        assert f"No space left on device: {tmp_path} has 0.0 MiB left, and a checkpoint takes 0." in told
-        assert f"rank {who}: " in told and "inline_container" in told
+    for message in pool.run(2, full, text, str(tmp_path), who, strategy):
+        assert f"No space left on device: {tmp_path} has 0.0 MiB left, and a checkpoint takes 0." in message
+        assert f"rank {who}: " in message and "inline_container" in message

@@ -1,7 +1,7 @@
-"""Folders that an earlier version wrote still load, and training goes on from them as it did then.
+"""Folders of an earlier version still load, and training continues from them with the recorded losses.
 
-`tests/golden/checkpoint_folder` holds checkpoints of step 2 by two ranks, and `expected.json` what steps 3 and 4 gave then.
-To record new ones beside the old: `python -m tests.callbacks.test_sharded_checkpoint_golden FOLDER`.
+`tests/golden/checkpoint_folder` holds checkpoints of step 2 by two ranks, and `expected.json` the results of steps 3
+and 4. To record new ones next to them: `python -m tests.callbacks.test_sharded_checkpoint_golden FOLDER`.
 """
 
 import functools
@@ -27,7 +27,7 @@ STEPS = 4
 
 
 class EightBit(LongNetLM):
-    """Wide enough for torchao to keep states of 8 bits."""
+    """Wide enough for 8-bit states of torchao."""
 
     def __init__(self, pattern, dim, **options):
         optim = pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
@@ -40,22 +40,22 @@ class EightBit(LongNetLM):
 
 DDP, FSDP = {"strategy": "ring_dilated"}, {"strategy": "ring_dilated_fsdp"}
 CASES = {"ring_dilated": DDP, "ring_dilated_fsdp": FSDP, "eightbit": {**DDP, "model": EightBit}}
-#: what else loads each folder than what wrote it; sharded parameters cannot take whole states of 8 bits
+#: the other strategy that loads each folder; sharded parameters cannot load whole 8-bit states
 OTHERS = {"ring_dilated": FSDP, "ring_dilated_fsdp": DDP}
-#: largest relative difference of a loss: the machine may be another
+#: largest relative difference of a loss, since machines may differ
 ALLOWED = {"ring_dilated": 1e-9, "ring_dilated_fsdp": 1e-9, "eightbit": 1e-3}
 
 
 def in_eager(rank, group, *args):
-    """`with_options`, without compiling what torchao would compile."""
+    """`with_options` without torchao's compilation."""
     with torch.compiler.set_stance("force_eager"):
         return with_options(rank, group, *args)
 
 
 def go_on(pool, text, folder, options):
-    """What two ranks leave that go on from a checkpoint, without saving anything."""
-    more = {"ckpt_path": str(folder), "begun": 2, "enable_checkpointing": False, **options}
-    return pool.run(2, in_eager, text, STEPS, None, more)[0]
+    """Return the results of two ranks that resume from a checkpoint, without saving."""
+    run_options = {"ckpt_path": str(folder), "begun": 2, "enable_checkpointing": False, **options}
+    return pool.run(2, in_eager, text, STEPS, None, run_options)[0]
 
 
 def check(name, result):
@@ -108,7 +108,7 @@ def test_low_bit_attributes_are_read_from_the_old_key():
 
 
 def record(folder):
-    """Write the folders and what follows from them, with the code of now."""
+    """Write the folders and the expected results with the current code."""
     expected, pool = {}, Pool(2)
     text = write_text(folder)
     for name, options in CASES.items():

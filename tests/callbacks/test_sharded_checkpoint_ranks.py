@@ -1,4 +1,4 @@
-"""ShardedCheckpoint on several ranks: exact with any strategy, also after changes of their number; all agree, none hangs."""
+"""ShardedCheckpoint on several ranks: exact with any strategy and new number of ranks; all agree, none hangs."""
 
 import contextlib
 import json
@@ -29,28 +29,28 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def whole(text):
-    """On one device, never stopped."""
+    """An uninterrupted run on one device."""
     return run(text, STEPS)
 
 
 @pytest.fixture(scope="module")
 def four():
     """Four ranks, for one test."""
-    made = Pool(4)
-    yield made
-    made.close()
+    workers = Pool(4)
+    yield workers
+    workers.close()
 
 
-def go(request, ranks, text, steps, saved, **more):
-    """What a run leaves on rank 0; one rank is a plain device."""
+def go(request, ranks, text, steps, saved, **options):
+    """Return rank 0's results of a run; one rank is a plain device."""
     if ranks == 1:
         from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 
-        return run(text, steps, ShardedCheckpoint(**saved), **{**more, "strategy": "auto"})
+        return run(text, steps, ShardedCheckpoint(**saved), **{**options, "strategy": "auto"})
     pool = request.getfixturevalue("four" if ranks == 4 else "pool")
-    found = pool.run(ranks, with_options, text, steps, saved, more)
-    assert all(torch.equal(x["parameters"], found[0]["parameters"]) for x in found)
-    return found[0]
+    results = pool.run(ranks, with_options, text, steps, saved, options)
+    assert all(torch.equal(x["parameters"], results[0]["parameters"]) for x in results)
+    return results[0]
 
 
 DDP, FSDP = "ring_dilated", "ring_dilated_fsdp"
@@ -75,36 +75,36 @@ def test_resumes_exactly(request, text, whole, tmp_path, before, after):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
     files = json.loads((tmp_path / "step-00000002" / "manifest.json").read_text())["files"]
     assert sum(name.endswith(".distcp") for name in files) == before[0]
-    rest = go(request, after[0], text, STEPS, {**saved, "resume": "must"}, strategy=after[1], begun=2)
-    losses = torch.tensor([*first["losses"], *rest["losses"]])
+    resumed = go(request, after[0], text, STEPS, {**saved, "resume": "must"}, strategy=after[1], begun=2)
+    losses = torch.tensor([*first["losses"], *resumed["losses"]])
     torch.testing.assert_close(losses, torch.tensor(whole["losses"]), rtol=1e-9, atol=0)
-    torch.testing.assert_close(rest["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
-    assert (rest["step"], rest["rate"]) == (whole["step"], whole["rate"])
+    torch.testing.assert_close(resumed["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
+    assert (resumed["step"], resumed["rate"]) == (whole["step"], whole["rate"])
 
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
 def test_equals_the_undisturbed_run(request, pool, text, tmp_path, strategy):
-    """Bit by bit, where the ranks stay the same."""
+    """Bit by bit if the ranks stay the same."""
     whole = pool.run(2, with_options, text, STEPS, None, {"strategy": strategy})[0]
     saved = {"folder": str(tmp_path), "every_n_train_steps": 2, "at_end": False}
     go(request, 2, text, 3, saved, strategy=strategy)
     for how in ({"ckpt_path": str(tmp_path)}, {"ckpt_path": str(tmp_path / "step-00000002")}):
-        rest = go(request, 2, text, STEPS, {"folder": str(tmp_path / "b")}, strategy=strategy, begun=2, **how)
-        assert rest["losses"] == whole["losses"][2:] and torch.equal(rest["parameters"], whole["parameters"])
+        resumed = go(request, 2, text, STEPS, {"folder": str(tmp_path / "b")}, strategy=strategy, begun=2, **how)
+        assert resumed["losses"] == whole["losses"][2:] and torch.equal(resumed["parameters"], whole["parameters"])
         os.system(f"rm -r {tmp_path}/b")
 
 
 def beside(rank, group, text, folder, strategy):
-    """What lies in the folder when step 3 was made; the checkpoint of step 2 is written only then."""
+    """List the folder after step 3, before the checkpoint of step 2 is written."""
     from lightning_dilated.callbacks import sharded_checkpoint as module
 
-    go_on, real, seen = threading.Event(), module.write, []
+    go_on, real, entries = threading.Event(), module.write, []
 
     class Watching(pl.Callback):
         def on_train_batch_start(self, trainer, *args):
             if trainer.global_step == 3:
-                seen.extend(path.name for path in Path(folder).iterdir())
-                trainer.strategy.barrier()  # or a rank might still look when another one writes
+                entries.extend(path.name for path in Path(folder).iterdir())
+                trainer.strategy.barrier()  # or a rank could still look while another writes
                 go_on.set()
 
     def write(*args):
@@ -114,38 +114,38 @@ def beside(rank, group, text, folder, strategy):
     with mock.patch.object(module, "write", write):
         saver = module.ShardedCheckpoint(folder, every_n_train_steps=2, at_end=False)
         run(text, 3 + 1, saver, Watching(), strategy=strategy, world=launched(rank))
-    return seen
+    return entries
 
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
 def test_training_goes_on_and_does_not_leak_into_the_files(request, pool, text, whole, tmp_path, strategy):
     assert pool.run(2, beside, text, str(tmp_path), strategy) == [[".in-use"]] * 2
     how = {"strategy": strategy, "ckpt_path": str(tmp_path / "step-00000002"), "begun": 2}
-    rest = go(request, 2, text, STEPS, {"folder": str(tmp_path / "b")}, **how)
-    torch.testing.assert_close(torch.tensor(rest["losses"]), torch.tensor(whole["losses"][2:]), rtol=1e-9, atol=0)
-    torch.testing.assert_close(rest["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
+    resumed = go(request, 2, text, STEPS, {"folder": str(tmp_path / "b")}, **how)
+    torch.testing.assert_close(torch.tensor(resumed["losses"]), torch.tensor(whole["losses"][2:]), rtol=1e-9, atol=0)
+    torch.testing.assert_close(resumed["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
 def test_all_ranks_pass_over_a_damaged_one(request, text, whole, tmp_path, strategy):
-    """The file that rank 1 looks at is damaged."""
+    """The file that rank 1 checks is damaged."""
     saved = {"folder": str(tmp_path), "every_n_train_steps": 1}
     go(request, 2, text, 3, saved, strategy=strategy)
     hurt = tmp_path / "step-00000003" / "__1_0.distcp"
     data = bytearray(hurt.read_bytes())
     data[-200] ^= 4
     hurt.write_bytes(data)
-    rest = go(request, 2, text, STEPS, {**saved, "resume": "auto"}, strategy=strategy, begun=2)
-    (words,) = [w for w in rest["said"] if "damaged checkpoints" in w]
+    resumed = go(request, 2, text, STEPS, {**saved, "resume": "auto"}, strategy=strategy, begun=2)
+    (words,) = [w for w in resumed["said"] if "damaged checkpoints" in w]
     assert f"{tmp_path}/step-00000002 is loaded: {hurt} has other bytes than were written" in words
-    torch.testing.assert_close(rest["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(resumed["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
 
 
-def refused(rank, group, text, saved, more):
-    """What a run raises on this rank."""
+def refused(rank, group, text, saved, options):
+    """Return this rank's error of a run."""
     try:
-        on_rank(rank, group, text, STEPS, saved, **more)
+        on_rank(rank, group, text, STEPS, saved, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -154,14 +154,14 @@ def refused(rank, group, text, saved, more):
 def test_all_ranks_refuse_a_damaged_one_that_was_named(request, pool, text, tmp_path, strategy):
     go(request, 2, text, 2, {"folder": str(tmp_path)}, strategy=strategy)
     (tmp_path / "step-00000002" / "__1_0.distcp").unlink()
-    more = {"strategy": strategy, "ckpt_path": str(tmp_path / "step-00000002")}
-    for told in pool.run(2, refused, text, {"folder": str(tmp_path / "b")}, more):
-        assert told.startswith("ValueError") and "__1_0.distcp is missing" in told
+    options = {"strategy": strategy, "ckpt_path": str(tmp_path / "step-00000002")}
+    for message in pool.run(2, refused, text, {"folder": str(tmp_path / "b")}, options):
+        assert message.startswith("ValueError") and "__1_0.distcp is missing" in message
 
 
 # -- failures of one rank ----------------------------------------------------------------------------------------------
 def failing(rank, group, text, saved, who, where, strategy):
-    """What a run raises where one rank's disk is full, or rank 0 cannot finish."""
+    """Return the error of a run if one rank's disk is full, or rank 0 cannot finish."""
     target = {
         "bytes": (dcp.FileSystemWriter, "write_data"),
         "copy": ("HostStager", "stage"),
@@ -186,20 +186,20 @@ def failing(rank, group, text, saved, who, where, strategy):
 @pytest.mark.parametrize("where, who", [("bytes", 1), ("copy", 1), ("commit", 0)])
 def test_a_full_disk_of_one_rank_ends_all(pool, text, tmp_path, where, who, strategy):
     saved = {"folder": str(tmp_path), "every_n_train_steps": 1}
-    for told in pool.run(2, failing, text, saved, who, where, strategy):
-        assert told.startswith("OSError") and f"{tmp_path}/step-00000001 could not be" in told
-        assert f"rank {who}: OSError: [Errno 28] No space left on device" in told
+    for message in pool.run(2, failing, text, saved, who, where, strategy):
+        assert message.startswith("OSError") and f"{tmp_path}/step-00000001 could not be" in message
+        assert f"rank {who}: OSError: [Errno 28] No space left on device" in message
     assert list(tmp_path.iterdir()) == []
 
 
 def blind(rank, group, text, saved, folder, strategy):
-    """What a run raises that goes on from a checkpoint on the disk of one node only."""
-    more = {"strategy": strategy, "ckpt_path": str(folder if rank == 0 else folder.with_name("other"))}
-    return refused(rank, group, text, saved, more)
+    """Return the error of a run that resumes from a checkpoint on one node's disk."""
+    options = {"strategy": strategy, "ckpt_path": str(folder if rank == 0 else folder.with_name("other"))}
+    return refused(rank, group, text, saved, options)
 
 
 def alone(rank, group, text, folder, where, strategy, asynchronous):
-    """The error of a run in which rank 1 raises where the other ranks wait for it, and the checkpoints that are left."""
+    """Let rank 1 raise while the others wait for it. Return the error, and the remaining checkpoints."""
     from lightning_dilated.callbacks import sharded_checkpoint as module
     from lightning_dilated.checkpoint import folder as written
 
@@ -231,7 +231,7 @@ def alone(rank, group, text, folder, where, strategy, asynchronous):
     ],
 )
 def test_an_error_of_one_rank_ends_all_with_its_cause(pool, text, tmp_path, where, strategy, asynchronous):
-    """Ranks that wait in a collective of the files hear of it at once, not after an hour."""
+    """Ranks that wait in a collective for the files raise at once, not after an hour."""
     begin = time.monotonic()
     for words, files in pool.run(2, alone, text, str(tmp_path), where, strategy, asynchronous):
         assert "rank 1: LookupError: no such thing" in words and "step-00000002" in words and not files
@@ -240,15 +240,15 @@ def test_an_error_of_one_rank_ends_all_with_its_cause(pool, text, tmp_path, wher
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
 def test_a_checkpoint_that_not_all_see(request, pool, text, tmp_path, strategy):
-    """The rank that does not see it must not leave the other waiting for it."""
+    """The rank that does not see it must not leave the other waiting."""
     go(request, 2, text, 2, {"folder": str(tmp_path)}, strategy=strategy)
     saved, folder = {"folder": str(tmp_path / "b")}, tmp_path / "step-00000002"
-    for told in pool.run(2, blind, text, saved, folder, strategy):
-        assert told.startswith("ValueError") and f"{tmp_path / 'other' / 'manifest.json'} is missing" in told
+    for message in pool.run(2, blind, text, saved, folder, strategy):
+        assert message.startswith("ValueError") and f"{tmp_path / 'other' / 'manifest.json'} is missing" in message
 
 
 def unseen(rank, group, text, saved):
-    """What a run raises whose folder lies on the disk of one node only."""
+    """Return the error of a run with a folder that only one node sees."""
     from lightning_dilated.callbacks import sharded_checkpoint as module
 
     real = module._look
@@ -261,8 +261,8 @@ def unseen(rank, group, text, saved):
 
 
 def test_a_folder_that_not_all_see(pool, text, tmp_path):
-    for told in pool.run(2, unseen, text, {"folder": str(tmp_path)}):
-        assert "rank 1: FileNotFoundError: rank 0 writes it, and this rank does not see it" in told
+    for message in pool.run(2, unseen, text, {"folder": str(tmp_path)}):
+        assert "rank 1: FileNotFoundError: rank 0 writes it, and this rank does not see it" in message
 
 
 # -- writers -----------------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_buffers_are_rank_0s():
 
 
 def with_buffer(rank, group, text, folder, strategy):
-    """A run whose model has buffers that end up other on each rank; those of the checkpoint."""
+    """Run a model with buffers that differ between ranks at the end. Return the saved ones."""
     from lightning_dilated import LongNetLM
     from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 
@@ -305,8 +305,8 @@ def with_buffer(rank, group, text, folder, strategy):
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
 def test_buffers_that_differ(pool, text, tmp_path, strategy):
-    for found in pool.run(2, with_buffer, text, str(tmp_path), strategy):
-        assert found == [[1.0] * (5 + i) for i in range(4)]
+    for buffers in pool.run(2, with_buffer, text, str(tmp_path), strategy):
+        assert buffers == [[1.0] * (5 + i) for i in range(4)]
 
 
 def test_a_rank_alone_needs_no_group():

@@ -1,4 +1,4 @@
-"""Checkpoint folders of somebody else: none of their files runs code, whatever reads them, and none is waited for."""
+"""Checkpoint folders from a stranger: none of their files runs code, in any reader, and none blocks."""
 
 import json
 import os
@@ -32,7 +32,7 @@ STRATEGIES = ("ring_dilated", "ring_dilated_fsdp")
 
 
 class Payload:
-    """Makes a folder where it is unpickled."""
+    """Makes a folder when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = str(mark)
@@ -42,32 +42,32 @@ class Payload:
 
 
 def saved_bytes(value):
-    """A pickle as torch reads it, as long as any entry."""
+    """Return a pickle in torch's format, as long as any entry."""
     return pickle.dumps(value, 2) + bytes(50_000)
 
 
 def edit(folder, change):
-    """Change what `.metadata` holds."""
-    found = pickle.loads((folder / ".metadata").read_bytes())
-    found = change(found) or found
-    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    """Change the contents of `.metadata`."""
+    data = pickle.loads((folder / ".metadata").read_bytes())
+    data = change(data) or data
+    (folder / ".metadata").write_bytes(pickle.dumps(data))
 
 
 def replace_entries(folder, kind, data):
-    """Have all entries of a kind hold these bytes."""
+    """Replace all entries of a kind by these bytes."""
 
-    def change(found):
-        wanted = [index for index in found.storage_data if isinstance(found.state_dict_metadata[index.fqn], kind)]
-        assert wanted
-        (folder / "__9_0.distcp").write_bytes(data * len(wanted))
-        for number, index in enumerate(wanted):
-            info = found.storage_data[index]
+    def change(record):
+        keys = [index for index in record.storage_data if isinstance(record.state_dict_metadata[index.fqn], kind)]
+        assert keys
+        (folder / "__9_0.distcp").write_bytes(data * len(keys))
+        for number, index in enumerate(keys):
+            info = record.storage_data[index]
             info.relative_path, info.offset, info.length = "__9_0.distcp", number * len(data), len(data)
 
     edit(folder, change)
 
 
-#: what is done to a folder with a payload -> stages that read it
+#: how a payload is put into a folder -> stages that read it
 HOSTILE = {
     ".metadata": (lambda folder, load: (folder / ".metadata").write_bytes(pickle.dumps(load)), "all"),
     "in .metadata": (lambda folder, load: edit(folder, lambda x: x.planner_data.update(more=load)), "all"),
@@ -79,11 +79,11 @@ HOSTILE = {
 
 
 def reseal(folder):
-    """A manifest that fits the files as they are now."""
-    found = json.loads((folder / MANIFEST).read_text())
-    found.pop("blake2b")
-    found["files"] = file_entries(folder, [p.name for p in folder.iterdir() if p.name != MANIFEST])
-    (folder / MANIFEST).write_text(json.dumps({**found, "blake2b": manifest_digest(found)}))
+    """Write a manifest for the current files."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest.pop("blake2b")
+    manifest["files"] = file_entries(folder, [p.name for p in folder.iterdir() if p.name != MANIFEST])
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "blake2b": manifest_digest(manifest)}))
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def stage(name, strategy, text, path, weights_only):
     getattr(trainer, name)(model, data, ckpt_path=path, weights_only=weights_only)
 
 
-#: (stage, what `weights_only` says, whether there is a manifest)
+#: (stage, `weights_only`, whether there is a manifest)
 STAGES = (
     *(("fit", None, True), ("resume", None, True), ("fit", None, False)),
     *(("validate", True, False), ("test", False, True), ("predict", None, False), ("validate", False, True)),
@@ -120,7 +120,7 @@ STAGES = (
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("what", HOSTILE)
 def test_no_entry_runs_code(text, one, tmp_path, strategy, what):
-    """At any stage, with the manifest resealed or left out, and whatever `weights_only` says."""
+    """At any stage, with the manifest resealed or missing, and for any `weights_only`."""
     mark = tmp_path / "mark"
     hurt, where = HOSTILE[what]
     hurt(one, Payload(mark))
@@ -143,7 +143,7 @@ def test_no_entry_runs_code(text, one, tmp_path, strategy, what):
 
 
 def test_every_value_is_read_so(one, tmp_path):
-    """Each entry of the folder alone; all but the one are good."""
+    """Harm one entry of the folder at a time."""
     before = (one / ".metadata").read_bytes()
     names = list(pickle.loads(before).state_dict_metadata)
     assert len(names) > 10
@@ -151,9 +151,9 @@ def test_every_value_is_read_so(one, tmp_path):
     (one / "__9_0.distcp").write_bytes(data)
     for name in names:
 
-        def change(found, name=name):
-            (index,) = (x for x in found.storage_data if x.fqn == name)
-            info = found.storage_data[index]
+        def change(record, name=name):
+            (index,) = (x for x in record.storage_data if x.fqn == name)
+            info = record.storage_data[index]
             info.relative_path, info.offset, info.length = "__9_0.distcp", 0, len(data)
 
         (one / ".metadata").write_bytes(before)
@@ -164,7 +164,7 @@ def test_every_value_is_read_so(one, tmp_path):
 
 
 class Sharded(LongNetLM):
-    """Shards itself, as Lightning's strategy asks."""
+    """Shards itself, as Lightning's strategy requires."""
 
     def configure_model(self):
         super().configure_model()
@@ -185,49 +185,49 @@ def test_under_lightnings_own_strategy(text, one, tmp_path, what):
 
 
 def test_lightnings_own_strategy_goes_on(text, saved, whole, tmp_path):
-    """And goes on from what the package wrote."""
+    """And resumes from a folder of this package."""
     shutil.copytree(saved, tmp_path / "c")
     strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
     saver = ShardedCheckpoint(str(tmp_path / "c"), resume="must")
-    rest = run(text, STEPS, saver, strategy=strategy, model=Sharded, begun=2)
-    assert rest["losses"] == pytest.approx(whole["losses"][4:], rel=1e-12)
+    resumed = run(text, STEPS, saver, strategy=strategy, model=Sharded, begun=2)
+    assert resumed["losses"] == pytest.approx(whole["losses"][4:], rel=1e-12)
 
 
 # -- .metadata ---------------------------------------------------------------------------------------------------------
-def first(found, kind=TensorStorageMetadata):
-    return next(index for index in found.storage_data if isinstance(found.state_dict_metadata[index.fqn], kind))
+def first(data, kind=TensorStorageMetadata):
+    return next(index for index in data.storage_data if isinstance(data.state_dict_metadata[index.fqn], kind))
 
 
 def set_entry(**values):
-    return lambda found: vars(found.storage_data[first(found)]).update(values)
+    return lambda data: vars(data.storage_data[first(data)]).update(values)
 
 
-def set_size(found):
-    about = found.state_dict_metadata[first(found).fqn]
+def set_size(data):
+    about = data.state_dict_metadata[first(data).fqn]
     about.size = torch.Size([10**12])
 
 
-def set_chunk(found):
-    about = found.state_dict_metadata[first(found).fqn]
+def set_chunk(data):
+    about = data.state_dict_metadata[first(data).fqn]
     about.size = about.chunks[0].sizes = torch.Size([10**12])
 
 
-def share(found):
-    """All entries are one part of one file, which would be read again and again."""
-    every = list(found.storage_data.values())
+def share(data):
+    """Make all entries one part of one file, which would be read again and again."""
+    every = list(data.storage_data.values())
     longest = max(every, key=lambda info: info.length)
     for info in every:
         info.offset, info.length = longest.offset, longest.length
 
 
 WRONG = {
-    "None": (lambda found: [None][0], "it holds NoneType"),
-    "a list": (lambda found: [1], "it holds list"),
-    "no entries": (lambda found: setattr(found, "storage_data", None), "cannot be read"),
-    "entries of another kind": (lambda found: setattr(found, "storage_data", {1: 2}), "cannot be read"),
-    "tensors of another kind": (lambda found: setattr(found, "state_dict_metadata", {"a": 1}), "a is neither a tensor"),
-    "no paths": (lambda found: setattr(found, "planner_data", None), "does not say where"),
-    "other paths": (lambda found: setattr(found, "planner_data", {"a": (1.5,)}), "1.5 stands where a name belongs"),
+    "None": (lambda data: [None][0], "it holds NoneType"),
+    "a list": (lambda data: [1], "it holds list"),
+    "no entries": (lambda data: setattr(data, "storage_data", None), "cannot be read"),
+    "entries of another kind": (lambda data: setattr(data, "storage_data", {1: 2}), "cannot be read"),
+    "tensors of another kind": (lambda data: setattr(data, "state_dict_metadata", {"a": 1}), "a is neither a tensor"),
+    "no paths": (lambda data: setattr(data, "planner_data", None), "does not say where"),
+    "other paths": (lambda data: setattr(data, "planner_data", {"a": (1.5,)}), "1.5 stands where a name belongs"),
     "a large tensor": (set_size, r"declares the shape \(1000000000000,\)"),
     "a large part": (set_chunk, "declares a part of [0-9,]+ elements, and the files hold"),
     "beyond the end": (set_entry(length=10**9), r"ends at byte [\d,]+ of __0_0.distcp, which has"),
@@ -245,9 +245,9 @@ WRONG = {
 def test_metadata_that_lies(one, name):
     change, says = WRONG[name]
     os.mkfifo(one / "pipe")
-    found = pickle.loads((one / ".metadata").read_bytes())
-    changed = change(found)
-    (one / ".metadata").write_bytes(pickle.dumps(found if changed is None and name != "None" else changed))
+    data = pickle.loads((one / ".metadata").read_bytes())
+    changed = change(data)
+    (one / ".metadata").write_bytes(pickle.dumps(data if changed is None and name != "None" else changed))
     with pytest.raises(ValueError, match=says) as raised:
         read_tensors(one)
     assert str(one / ".metadata") in str(raised.value) and "earlier checkpoint" in str(raised.value)
@@ -288,13 +288,13 @@ def nested(depth=100_000):
 
 
 def manifest(**values):
-    """A sealed manifest with other values."""
+    """Return a sealed manifest with other values."""
 
     def change(folder):
-        found = json.loads((folder / MANIFEST).read_text())
-        found.pop("blake2b")
-        found.update(values)
-        (folder / MANIFEST).write_text(json.dumps({**found, "blake2b": manifest_digest(found)}))
+        content = json.loads((folder / MANIFEST).read_text())
+        content.pop("blake2b")
+        content.update(values)
+        (folder / MANIFEST).write_text(json.dumps({**content, "blake2b": manifest_digest(content)}))
 
     return change
 
@@ -346,7 +346,7 @@ def test_pipes_without_a_manifest(one):
 
 
 def test_a_value_that_is_damaged(one, tmp_path):
-    """`consolidate` and all else name the folder and the entry."""
+    """`consolidate` and every other reader name the folder and the entry."""
     replace_entries(one, BytesStorageMetadata, b"not a file of torch.save")
     with pytest.raises(ValueError, match=rf"{one} cannot be loaded .*the entry optimizer_0\.\S+: .*earlier checkpoint"):
         read_whole(one)
@@ -356,12 +356,12 @@ def test_a_value_that_is_damaged(one, tmp_path):
     "given, weights_only", [({}, True), ({"weights_only": None}, True), ({"weights_only": False}, False)]
 )
 def test_an_address_is_read_without_running_code(monkeypatch, given, weights_only):
-    """Lightning reads one that begins with http with weights_only=False, unless told otherwise."""
-    asked = {}
-    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda url, **options: asked.update(options) or {})
+    """Lightning reads an address that begins with http with weights_only=False by default."""
+    passed = {}
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda url, **options: passed.update(options) or {})
     monkeypatch.setattr(
         "lightning.fabric.plugins.io.torch_io.get_filesystem", lambda path: SimpleNamespace(exists=bool)
     )
     strategy = pl.Trainer(strategy="ring_dilated", accelerator="cpu", devices=1, logger=False).strategy
     assert strategy.load_checkpoint("http://somewhere/last.ckpt", **given) == {}
-    assert asked == {"map_location": "cpu", "weights_only": weights_only}
+    assert passed == {"map_location": "cpu", "weights_only": weights_only}

@@ -1,4 +1,4 @@
-"""Runs the command line in this process, in a folder of the test's own, and trains one tiny checkpoint for all tests."""
+"""Runs the command line in this process, in a test's own folder, and trains one tiny checkpoint for all tests."""
 
 import contextlib
 import io
@@ -33,13 +33,13 @@ LOG = Path("runs") / "quickstart" / "version_0"
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RunReport's picture of a pattern takes half of a small fit; tests/callbacks/test_report.py looks at it."""
-    monkeypatch.setattr(DilatedPattern, "plot", lambda self, length, heads, causal, path, **more: Path(path).touch())
+    """RunReport's picture of a pattern takes half of a small fit; tests/callbacks/test_report.py covers it."""
+    monkeypatch.setattr(DilatedPattern, "plot", lambda self, length, heads, causal, path, **options: Path(path).touch())
 
 
 @dataclass
 class Result:
-    """What a command left behind: the exit status, what it printed, and where it ran."""
+    """The result of a command: the exit status, its output, and its folder."""
 
     code: int
     out: str
@@ -48,11 +48,11 @@ class Result:
 
     @property
     def words(self) -> str:
-        """Standard output without the spaces and line breaks of tables."""
+        """Return standard output without the spaces and line breaks of tables."""
         return " ".join(self.out.split())
 
     def metric(self, name: str) -> float:
-        """A number from the table that Lightning prints after validate and test."""
+        """Return a number from the table that Lightning prints after validate and test."""
         (row,) = (line for line in self.out.splitlines() if line.split("│")[1:2] and line.split("│")[1].strip() == name)
         return float(row.split("│")[2])
 
@@ -81,20 +81,20 @@ def run_in(folder: Path, *argv: str, stdin: str = "") -> Result:
 
 
 def write_text(folder: Path) -> None:
-    """A file of 8000 bytes with some structure."""
+    """Write a file of 8000 bytes with some structure."""
     (folder / "text.txt").write_bytes(bytes(97 + (i * i) % 26 for i in range(8000)))
 
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Callable[..., Result]:
-    """The command line in a folder that holds text.txt."""
+    """The command line in a folder with text.txt."""
     write_text(tmp_path)
     return lambda *argv, **options: run_in(tmp_path, *map(str, argv), **options)
 
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of `verify` and `bench links` are forked; `test_two_ranks_agree` also starts interpreters, as users do."""
+    """Fork the ranks of `verify` and `bench links`; `test_two_ranks_agree` also starts interpreters, as users do."""
     monkeypatch.setattr(verify, "mp", SimpleNamespace(get_context=lambda method: forked.context()))
 
 
@@ -109,7 +109,7 @@ class Fitted:
 
 @pytest.fixture(scope="session")
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> Fitted:
-    """`fit` on TINY, once."""
+    """Run `fit` on TINY, once."""
     folder = tmp_path_factory.mktemp("fitted")
     write_text(folder)
     torch.manual_seed(0)

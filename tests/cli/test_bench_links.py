@@ -1,4 +1,4 @@
-"""`bench links`: two ranks measure, the file is the one that groups read, and the numbers are those of the table."""
+"""`bench links`: two ranks measure, groups read the file, and its numbers equal the table."""
 
 import datetime
 import os
@@ -23,7 +23,7 @@ USUAL = Links()
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A machine without GPUs, on which nothing was measured."""
+    """A machine without GPUs and without measurements."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(VARIABLE)
@@ -31,7 +31,6 @@ def home(tmp_path, monkeypatch):
 
 
 def rows_of(text):
-    """The cells of the table."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[x.strip() for x in line.split("|")[1:-1]] for line in lines[2:]]
 
@@ -40,19 +39,19 @@ def rows_of(text):
 def test_two_ranks_write_the_file_that_groups_read(cli, home, forked_ranks):
     result = cli("bench", "links", *SMALL, "--record", "tables/table.md")
     assert result.code == 0, result.err
-    found, rows = Links.of_this_machine(), rows_of(result.out)
+    links, rows = Links.of_this_machine(), rows_of(result.out)
     assert [row[:3] for row in rows] == [["near", "1", "262,144"], ["near", "1", "16,777,216"], ["any", "1", "8"]]
-    assert found.round + found.message == pytest.approx(float(rows[-1][3]) / 1e3, rel=0.01)
-    assert 1e7 < found.near < 1e12 and found.near != USUAL.near
-    assert (found.far, found.message) == (USUAL.far, USUAL.message)
+    assert links.round + links.message == pytest.approx(float(rows[-1][3]) / 1e3, rel=0.01)
+    assert 1e7 < links.near < 1e12 and links.near != USUAL.near
+    assert (links.far, links.message) == (USUAL.far, USUAL.message)
     today = datetime.date.today()
-    assert found.source == f"measured on 2 processes of the CPU, {today}; message, far: defaults"
-    assert "far keeps its default" in result.out and f"written: {cached()}" in result.out and str(found) in result.out
+    assert links.source == f"measured on 2 processes of the CPU, {today}; message, far: defaults"
+    assert "far keeps its default" in result.out and f"written: {cached()}" in result.out and str(links) in result.out
     assert (home / "tables" / "table.md").read_text().strip() in result.out
     for _, peers, size, took, speed, reckoned in rows[:-1]:
         seconds, received = float(took) / 1e3, int(peers) * int(size.replace(",", ""))
         assert float(speed) == pytest.approx(received / seconds / 1e9, rel=0.01)
-        want = found.round + int(peers) * found.message + received / found.near
+        want = links.round + int(peers) * links.message + received / links.near
         assert float(reckoned) / 1e3 == pytest.approx(want, rel=0.01)
 
 
@@ -61,20 +60,20 @@ def test_pretended_nodes(cli, home):
     result = cli("bench", "links", *SMALL, "--ranks", 4, "--ranks_per_node", 2, "--output", "mine.json")
     kinds = [row[:2] for row in rows_of(result.out)]
     assert kinds == [*[["near", "1"]] * 2, *[["far", "1"]] * 2, ["any", "1"], ["any", "3"]], result.err
-    found = Links.load(home / "mine.json")
-    assert found.far != USUAL.far and "nodes of 2 ranks" in found.source and "defaults" not in found.source
+    links = Links.load(home / "mine.json")
+    assert links.far != USUAL.far and "nodes of 2 ranks" in links.source and "defaults" not in links.source
     assert Links.of_this_machine() == USUAL and "to use it, give links=mine.json" in result.out
 
 
 @pytest.mark.slow
 def test_under_a_launcher(home):
-    """Two processes with torchrun's variables, a node each: the first speaks, and both nodes' first ranks write."""
+    """Two processes with torchrun's variables, a node each: the first prints, and each node's first rank writes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     argv = [sys.executable, "-m", "lightning_dilated", "bench", "links", *map(str, SMALL)]
-    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    told |= {
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    variables |= {
         "CUDA_VISIBLE_DEVICES": "",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -84,7 +83,7 @@ def test_under_a_launcher(home):
     for rank in range(2):
         own = {"RANK": str(rank), "XDG_CACHE_HOME": str(home / f"node{rank}")}
         ranks.append(
-            subprocess.Popen(argv, env={**os.environ, **told, **own}, cwd=home, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(argv, env={**os.environ, **variables, **own}, cwd=home, stdout=subprocess.PIPE, text=True)
         )
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0] and said[1] == ""
@@ -138,8 +137,8 @@ def test_the_cpu_does_not_speak_for_gpus(cli, home, monkeypatch):
 def test_gpus(cli, tmp_path):
     result = cli("bench", "links", "--repeats", 3, "--output", "links.json")
     assert result.code == 0, result.err
-    found = Links.load(tmp_path / "links.json")
-    assert torch.cuda.get_device_name() in found.source and 1e9 < found.near < 2e12 and found.round < 5e-3
+    links = Links.load(tmp_path / "links.json")
+    assert torch.cuda.get_device_name() in links.source and 1e9 < links.near < 2e12 and links.round < 5e-3
 
 
 def test_ranks_that_die(cli, home):
@@ -152,8 +151,8 @@ def test_ranks_that_die(cli, home):
 TRUE = Links(near=2e11, far=4e10, round=3e-5, message=5e-6)
 
 
-def made(kind, peers, size):
-    """A sample of a machine that is as the planner reckons."""
+def sample(kind, peers, size):
+    """Return a sample of a machine that follows the planner's model."""
     bandwidth = {"few": float("inf"), "near": TRUE.near, "far": TRUE.far}[kind]
     return Sample(kind, peers, size, TRUE.round + peers * TRUE.message + peers * size / bandwidth)
 
@@ -167,8 +166,10 @@ def made(kind, peers, size):
     ],
 )
 def test_numbers_of_a_machine_as_it_is_reckoned(cases, kept):
-    found = [made(kind, p, n) for kind, p in cases for n in ((8,) if kind == "few" else (1 << 16, 1 << 22, 1 << 26))]
-    links = estimate_links(found, "here")
+    samples = [
+        sample(kind, p, n) for kind, p in cases for n in ((8,) if kind == "few" else (1 << 16, 1 << 22, 1 << 26))
+    ]
+    links = estimate_links(samples, "here")
     for name in ("near", "far", "round", "message"):
         want = getattr(USUAL if name in kept else TRUE, name)
         assert getattr(links, name) == pytest.approx(want, rel=1e-6), name
@@ -196,4 +197,4 @@ def test_who_sends_to_whom(ranks, per_node):
             assert rank not in peers and len(set(peers)) == len(peers)
             assert same is None or all((p // per_node == rank // per_node) == same for p in peers)
             for step, peer in enumerate(peers, 1):
-                assert rings[peer][kind][1](-step) == rank  # who receives agrees on who sends
+                assert rings[peer][kind][1](-step) == rank  # receivers and senders agree

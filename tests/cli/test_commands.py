@@ -1,4 +1,4 @@
-"""Every command on a tiny model: what it prints and writes, with a recipe, from a checkpoint alone, and resumed."""
+"""Every command on a tiny model: its output and files, with a recipe, from a checkpoint alone, and resumed."""
 
 import csv
 import io
@@ -28,7 +28,7 @@ COMMANDS = {*DilatedCLI.subcommands(), *EXTENSIONS}
 
 
 def test_lightnings_own_bar_shows_no_epoch_behind_the_last(cli):
-    """Where a recipe names no bar, and steps end the run."""
+    """For a recipe that names no bar and a run limited by steps."""
     result = cli("fit", *TINY, "--trainer.callbacks", "null", "--trainer.enable_progress_bar", "true")
     assert result.code == 0 and "Epoch 0" in result.out and "/-2" not in result.out, result.err
 
@@ -46,7 +46,7 @@ def test_help_fits_a_screen(cli, argv):
 
 @pytest.mark.parametrize("line", [x.strip() for x in HELP.splitlines() if x.strip().startswith(f"{PROG} ")])
 def test_commands_of_the_help_parse(cli, line):
-    """As they stand there, from a folder that is not the checkout."""
+    """They are parsed verbatim, in a folder that is not the checkout."""
     argv = shlex.split(line)[1:]
     result = cli(*argv, *(["--print_config"] if "--print_config" not in argv else []))
     assert result.code == 0 and "class_path: lightning_dilated.LongNetLM" in result.out, result.err
@@ -86,7 +86,7 @@ def test_fit_writes_its_run(fitted):
 
 
 def test_fit_resumes(cli, fitted):
-    """Three steps and then to five equals five at once, bit by bit."""
+    """Three steps and then two more equal five at once, bit by bit."""
     whole = cli("fit", *TINY, "--trainer.max_steps", 5, "--trainer.val_check_interval", 1)
     assert whole.code == 0
     again = cli("fit", *TINY, "--trainer.max_steps", 5, "--trainer.val_check_interval", 1, "--ckpt_path", fitted.ckpt)
@@ -108,7 +108,7 @@ def test_fits_without_a_recipe(cli, model, spelling):
 
 # -- a checkpoint ------------------------------------------------------------------------------------------------------
 def evaluate(ckpt, folder, stage):
-    """The same in Python, without the command line."""
+    """Evaluate in Python, without the command line."""
     model = ld.LongNetLM.load_from_checkpoint(ckpt, weights_only=True)
     data = ld.data.ByteDataModule(str(folder / "text.txt"), seq_len=64, batch_size=2, val_fraction=0.02, val_limit=2)
     data.test_fraction = 0.02
@@ -139,9 +139,9 @@ def test_predicts_a_csv(cli, fitted, config):
     """The help promises bits per byte of every test sequence, as a CSV."""
     result = cli("predict", *arguments(config), "--ckpt_path", fitted.ckpt)
     assert result.code == 0, result.err
-    found = list(result.folder.rglob("predictions.csv"))
-    assert len(found) == 1
-    header, *lines = csv.reader(found[0].open())
+    files = list(result.folder.rglob("predictions.csv"))
+    assert len(files) == 1
+    header, *lines = csv.reader(files[0].open())
     assert header == ["index", "tokens", "bits_per_byte", "file", "offset"]
     assert [line[:2] for line in lines] == [["0", "64"], ["1", "64"]]
     (file,) = {line[3] for line in lines}
@@ -151,7 +151,7 @@ def test_predicts_a_csv(cli, fitted, config):
 
 
 def test_validates_nothing_but_a_checkpoint_as_one(cli):
-    """Without --ckpt_path the weights are random, which the table must not call a checkpoint's."""
+    """Without --ckpt_path the weights are random, and the table must not call them a checkpoint's."""
     result = cli("validate", *TINY)
     assert "of the checkpoint" not in result.words
 
@@ -175,7 +175,7 @@ def test_generates_what_python_does(cli, fitted):
 
 
 def test_generates_from_a_folder(cli, fitted, tmp_path):
-    """A checkpoint of the command line, as config.json and model.safetensors."""
+    """From a checkpoint of the command line, exported as config.json and model.safetensors."""
     ld.LongNetLM.load_from_checkpoint(fitted.ckpt, weights_only=True).save_pretrained(tmp_path / "saved")
     options = ("--prompt", "ab", "--max_new_bytes", 30, "--seed", 3)
     want = cli("generate", "--ckpt_path", fitted.ckpt, *options)
@@ -192,24 +192,24 @@ def test_generate_draws_by_seed(cli, fitted):
 
 @pytest.mark.parametrize("options", [(), ("--max_new_bytes", 0), ("--top_k", 3)], ids=str)
 def test_generate_streams_the_same_text(cli, fitted, options):
-    """Bytes of random weights are rarely UTF-8: broken characters come out alike, and so do whole ones in two steps."""
+    """Random bytes are rarely UTF-8: broken characters are printed alike, and so are characters that take two steps."""
     arguments = ("generate", "--ckpt_path", fitted.ckpt, "--prompt", "the é ", "--max_new_bytes", 60, *options)
     assert cli(*arguments, "--stream").out == cli(*arguments).out
 
 
 def test_generate_prints_as_it_goes(monkeypatch, capsys):
-    seen = []
-    monkeypatch.setattr("builtins.print", lambda text, **options: seen.append((text, options.get("flush", False))))
+    printed = []
+    monkeypatch.setattr("builtins.print", lambda text, **options: printed.append((text, options.get("flush", False))))
     print_bytes([b"a", "é".encode()[:1], "é".encode()[1:], b"\xff", b"\xc3"])
-    assert seen == [("a", True), ("", True), ("é", True), ("\ufffd", True), ("", True), ("\ufffd", False)]
+    assert printed == [("a", True), ("", True), ("é", True), ("\ufffd", True), ("", True), ("\ufffd", False)]
 
 
 def test_generate_stops(cli, fitted):
     arguments = ("generate", "--ckpt_path", fitted.ckpt, "--prompt", "ab", "--max_new_bytes", 60, "--temperature", 0)
     free = cli(*arguments).out[2:-1]
     stop = next(c for c in free if c.isascii())
-    for given in (stop, f"\\x{ord(stop):02x}"):
-        assert cli(*arguments, "--stop", given).out == "ab" + free[: free.index(stop) + 1] + "\n"
+    for stop_text in (stop, f"\\x{ord(stop):02x}"):
+        assert cli(*arguments, "--stop", stop_text).out == "ab" + free[: free.index(stop) + 1] + "\n"
 
 
 def test_generate_refuses_devices(cli, fitted, tmp_path):
@@ -221,14 +221,14 @@ def test_generate_refuses_devices(cli, fitted, tmp_path):
 
 
 def test_generate_reads_standard_input(cli, fitted):
-    given = cli("generate", "--ckpt_path", fitted.ckpt, "--prompt", "-", "--max_new_bytes", 5, stdin="abc\n")
-    assert given.out == cli("generate", "--ckpt_path", fitted.ckpt, "--prompt", "abc\n", "--max_new_bytes", 5).out
+    result = cli("generate", "--ckpt_path", fitted.ckpt, "--prompt", "-", "--max_new_bytes", 5, stdin="abc\n")
+    assert result.out == cli("generate", "--ckpt_path", fitted.ckpt, "--prompt", "abc\n", "--max_new_bytes", 5).out
 
 
 # -- checkpoints made in Python ----------------------------------------------------------------------------------------
 @pytest.fixture
 def made(cli, tmp_path):
-    """A checkpoint without any word of the command line in it."""
+    """A checkpoint that was not made by the command line."""
     model = ld.LongNetLM(ld.DilatedPattern.longnet([4, 8], [1, 2]), dim=16, depth=1, num_heads=4)
     trainer = pl.Trainer(
         max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
@@ -275,7 +275,7 @@ def test_a_module_of_ones_own(cli, tmp_path, monkeypatch):
 
 
 def test_workers_are_started_with_the_words_of_the_command(cli, fitted, monkeypatch):
-    """A launcher repeats `sys.argv`: the recipe by its path, and no settings of the checkpoint, which each worker reads."""
+    """A launcher repeats `sys.argv`: the recipe's path, and no settings of the checkpoint, which each worker reads."""
     words = ["--model.pattern.hybrid.local", "32", "--config", "quickstart.yaml", "--ckpt_path", str(fitted.ckpt)]
     started: list[list[str]] = []
     monkeypatch.setattr(DilatedCLI, "__init__", lambda self: started.append(sys.argv[1:]))
@@ -285,7 +285,7 @@ def test_workers_are_started_with_the_words_of_the_command(cli, fitted, monkeypa
 
 
 def test_a_run_begins_quietly(fitted):
-    """Layers and parameters, and neither advertisements nor what nobody counted."""
+    """It prints layers and parameters, and neither advertisements nor zero FLOPs."""
     said = fitted.result.out + fitted.result.err
     assert "all of them trained" in said and "DilatedTransformer" in said
     assert "FLOPs: 0" not in said and "Tip:" not in said
@@ -296,14 +296,14 @@ def test_noise_of_others_is_left_out(command):
     lightning, lines = logging.getLogger("lightning.pytorch.utilities.rank_zero"), io.StringIO()
     handler = logging.StreamHandler(lines)
     lightning.addHandler(handler)
-    with warnings.catch_warnings(record=True) as kept:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         quiet(command)
         warnings.warn("The dirpath has changed from 'a' to 'b', therefore `kth_value` won't be reloaded", stacklevel=1)
         warnings.warn("`isinstance(treespec, LeafSpec)` is deprecated, use `x` instead.", FutureWarning, stacklevel=1)
         warnings.warn("val_loss is nan", stacklevel=1)
     of_a_fit = ["The dirpath has changed from 'a' to 'b', therefore `kth_value` won't be reloaded"]
-    assert [str(w.message) for w in kept] == (of_a_fit if command == "fit" else []) + ["val_loss is nan"]
+    assert [str(w.message) for w in caught] == (of_a_fit if command == "fit" else []) + ["val_loss is nan"]
     lightning.warning("\N{ELECTRIC LIGHT BULB} Tip: For seamless cloud logging, install something.")
     lightning.warning("GPU available: False")
     lightning.removeHandler(handler)

@@ -1,4 +1,4 @@
-"""`consolidate`: the same weights out of every kind of checkpoint, in a file that says what it is, or one clear line."""
+"""`consolidate`: the same weights from every kind of checkpoint, in a labelled file, or one clear error."""
 
 import json
 import pickle
@@ -27,7 +27,7 @@ SIZES = {"dim": 16, "depth": 1, "num_heads": 4}
 
 
 def fit(folder, model=None, **options):
-    """A step, two checkpoints of ShardedCheckpoint's and a .ckpt; the model."""
+    """Fit one step with two ShardedCheckpoints and a .ckpt. Return the model."""
     pl.seed_everything(0, verbose=False)
     model = model or LongNetLM(PATTERN, **SIZES)
     saver = ShardedCheckpoint(str(folder / "parts"), every_n_train_steps=1)
@@ -51,7 +51,7 @@ def made(tmp_path_factory):
 
 
 def fit_on_rank(rank, group, folder):
-    """As `fit`, with sharded parameters; the tensors, whole."""
+    """Like `fit` with sharded parameters. Return the whole tensors."""
     strategy = RingDilatedFSDPStrategy()
     model = fit(Path(folder), devices=launched(rank), strategy=strategy)
     return {k: full(v).detach().clone() for k, v in model.state_dict().items()}
@@ -68,10 +68,10 @@ def dealt(tmp_path_factory):
 
 
 def check_file(path, want):
-    found = load_file(path)
-    assert all(torch.equal(found[k], want[k]) for k in found)
-    assert set(want) - set(found) == {"head.weight"}  # tied to the embedding: it is there once
-    return found
+    tensors = load_file(path)
+    assert all(torch.equal(tensors[k], want[k]) for k in tensors)
+    assert set(want) - set(tensors) == {"head.weight"}  # tied to the embedding, and stored once
+    return tensors
 
 
 SOURCES = ["parts", "parts/step-00000002", "lightning.ckpt"]
@@ -86,9 +86,9 @@ def test_a_file(request, cli, tmp_path, kind, source):
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["b.safetensors"]
     check_file(tmp_path / "a" / "b.safetensors", want)
     with safe_open(tmp_path / "a" / "b.safetensors", "pt") as file:
-        told = file.metadata()
-    assert (told["class_path"], told["global_step"]) == ("lightning_dilated.LongNetLM", "2")
-    twin = LongNetLM(**json.loads(told["init_args"]))
+        metadata = file.metadata()
+    assert (metadata["class_path"], metadata["global_step"]) == ("lightning_dilated.LongNetLM", "2")
+    twin = LongNetLM(**json.loads(metadata["init_args"]))
     assert not twin.load_state_dict(load_file(tmp_path / "a" / "b.safetensors"), strict=False).unexpected_keys
     assert all(torch.equal(v, want[k]) for k, v in twin.state_dict().items())
 
@@ -96,7 +96,7 @@ def test_a_file(request, cli, tmp_path, kind, source):
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kind", ["made", "dealt"])
 def test_a_folder(request, cli, tmp_path, kind, source):
-    """It is what save_pretrained writes."""
+    """The output equals save_pretrained's."""
     folder, want = request.getfixturevalue(kind)
     assert cli("consolidate", folder / source, "--out", tmp_path / "out").code == 0
     check_file(tmp_path / "out" / "model.safetensors", want)
@@ -114,10 +114,10 @@ def test_generate_reads_the_folder(made, cli, tmp_path):
 
 
 class Foreign(DilatedModule):
-    """A user's module, which the command line has not imported."""
+    """A user's module that the command line has not imported."""
 
-    def __init__(self, width: int = 3, **more):
-        super().__init__(**more)
+    def __init__(self, width: int = 3, **options):
+        super().__init__(**options)
         self.save_hyperparameters()
 
     def build(self):
@@ -163,7 +163,7 @@ def test_a_damaged_one_is_passed_over_or_named(made, cli, tmp_path):
 
 
 class Harm:
-    """Runs what a pickle names."""
+    """Runs code when it is unpickled."""
 
     def __reduce__(self):
         return open, ("harmed", "w")
@@ -171,7 +171,7 @@ class Harm:
 
 def test_a_folder_runs_no_code(made, dealt, cli, tmp_path):
     for name in (".metadata", "meta.pt"):
-        shutil.copytree(dealt[0] / "lightning.ckpt", tmp_path / name)  # no manifest that would tell
+        shutil.copytree(dealt[0] / "lightning.ckpt", tmp_path / name)  # no manifest that would reveal it
         (tmp_path / name / name).write_bytes(pickle.dumps({"state_dict_metadata": Harm()}))
         one_line(
             cli("consolidate", tmp_path / name, "--out", "x.safetensors"),
@@ -216,5 +216,5 @@ def test_dtypes_stay(cli, tmp_path):
                          callbacks=[ShardedCheckpoint(str(tmp_path / "c"))], enable_model_summary=False)  # fmt: skip
     trainer.fit(model, loader(batch(1, 20, vocab_size=256)))
     assert cli("consolidate", tmp_path / "c", "--out", "x.safetensors").code == 0
-    found = load_file(tmp_path / "x.safetensors")
-    assert {x.dtype for x in found.values()} == {torch.bfloat16} and "embedding.weight" in found
+    tensors = load_file(tmp_path / "x.safetensors")
+    assert {x.dtype for x in tensors.values()} == {torch.bfloat16} and "embedding.weight" in tensors

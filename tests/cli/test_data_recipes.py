@@ -1,4 +1,4 @@
-"""The recipes of the data modules train two steps at a tiny size, as one would type it."""
+"""The recipes of the data modules train two steps at a tiny size, from typed commands."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`data` without a class_path is texts as bytes: refused before any work where the model takes something else."""
+"""`data` without a class_path is text as bytes: refused before any work if the model needs something else."""
 
 import lightning.pytorch as pl
 import pytest
@@ -23,8 +23,8 @@ TRAINER = {"max_steps": 1, "accelerator": "cpu", "logger": False, "enable_checkp
 @pytest.mark.parametrize("data", [None, {"seq_len": 32}, {"batch_size": 1}])
 @pytest.mark.parametrize("name", MODELS)
 def test_refused(cli, tmp_path, name, data):
-    given, says = MODELS[name]
-    recipe = {"model": {"class_path": name, "init_args": given}, "trainer": TRAINER}
+    model_config, says = MODELS[name]
+    recipe = {"model": {"class_path": name, "init_args": model_config}, "trainer": TRAINER}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(recipe | ({"data": data} if data else {})))
     result = cli("fit", "--config", "x.yaml")
     said = " ".join(result.err.split())
@@ -36,33 +36,33 @@ def test_refused(cli, tmp_path, name, data):
 
 
 class Labelled(ld.data.ByteDataModule):
-    """Texts as bytes with labels: one's own, and not refused for what it is made of."""
+    """Text as bytes with labels: a user's class, which is accepted although it derives from bytes."""
 
 
 def test_ones_own_data_are_not_refused(cli, tmp_path):
-    given = {"class_path": "LongNetClassifier", "init_args": {**SIZES, **PATTERN, **TASK, "vocab_size": 256}}
+    model_config = {"class_path": "LongNetClassifier", "init_args": {**SIZES, **PATTERN, **TASK, "vocab_size": 256}}
     (tmp_path / "text.txt").write_bytes(b"abcdefgh" * 512)
     data = {"class_path": f"{__name__}.Labelled", "init_args": {"paths": "text.txt", "seq_len": 32}}
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": given, "trainer": TRAINER, "data": data}))
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model_config, "trainer": TRAINER, "data": data}))
     assert "Set data.class_path" not in cli("fit", "--config", "x.yaml").err  # its batches lack the label here
 
 
 def test_predictions_of_texts(cli, tmp_path):
-    """A classifier of tokens needs labels to train, and none to predict."""
-    given = {"class_path": "LongNetClassifier", "init_args": {**SIZES, **PATTERN, **TASK, "vocab_size": 256}}
+    """A classifier of tokens needs labels to train, but not to predict."""
+    model_config = {"class_path": "LongNetClassifier", "init_args": {**SIZES, **PATTERN, **TASK, "vocab_size": 256}}
     (tmp_path / "text.txt").write_bytes(b"abcdefgh" * 512)
     data = {"paths": "text.txt", "seq_len": 32}
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": given, "trainer": TRAINER, "data": data}))
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model_config, "trainer": TRAINER, "data": data}))
     result = cli("predict", "--config", "x.yaml")
     assert result.code == 0, result.err
 
 
 def test_other_data_keep_their_own_defaults(cli, tmp_path):
-    """Not those of the class that is taken where none is named."""
+    """Not the defaults of the class that is used without a class_path."""
     (tmp_path / "x.yaml").write_text(yaml.safe_dump({"data": {"class_path": "FarRecallDataModule"}}))
     for words in (["--data", "FarRecallDataModule"], ["--config", "x.yaml"], ["--data=FarRecallDataModule"]):
-        found = yaml.safe_load(cli("fit", *words, "--model", "LongNetLM", "--print_config").out)["data"]["init_args"]
-        assert (found["seq_len"], found["batch_size"]) == (128, 32)
+        config = yaml.safe_load(cli("fit", *words, "--model", "LongNetLM", "--print_config").out)["data"]["init_args"]
+        assert (config["seq_len"], config["batch_size"]) == (128, 32)
     own = yaml.safe_load(cli("fit", "--data.seq_len", "77", "--model", "LongNetLM", "--print_config").out)["data"]
     assert own["class_path"] == "lightning_dilated.data.ByteDataModule" and own["init_args"]["seq_len"] == 77
 

@@ -1,7 +1,7 @@
-"""Every `lightning-dilated` command of README, docs and recipes is parsed: its options and keys exist, and their values fit.
+"""Every `lightning-dilated` command of README, docs and recipes parses: its options and keys exist, its values fit.
 
-Tutorials are run by tests/test_tutorials.py, and commands by tests of their own in this folder; here nothing is run, so that
-commands for GPUs are looked at, too.
+tests/test_tutorials.py runs the tutorials, and other tests of this folder run commands. Here nothing is run, so
+commands for GPUs are covered, too.
 """
 
 import argparse
@@ -29,11 +29,11 @@ PAGES = [
 BLOCK = re.compile(r'^ *```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^ *```$', re.M | re.S)
 INLINE = re.compile(r"`(lightning-dilated \w+ [^`]*--[^`]*)`")
 START = re.compile(r"(?:^\s*|&& )(lightning-dilated (?!COMMAND).+?)(?= &&|;|$)", re.M)
-#: a command whose quoted word goes on in the next line
+#: a command with a quoted argument that continues in the next line
 OPEN = re.compile(r"^(lightning-dilated [^'\n]*(?:'[^'\n]*'[^'\n]*)*'[^'\n]*)\n", re.M)
 #: tests/cli/test_recipes.py runs these
 RUN = re.compile(r"lightning-dilated fit --config recipes/\w+\.yaml( *#.*)?")
-#: what stands for a reader's own, and what takes its place here
+#: placeholders for a reader's files, and the replacements here
 PLACES = {
     r"\b(NAME|RECIPE|recipe)\.yaml": "quickstart.yaml",
     r"runs/fold\$k/\S+config\.yaml|RUN/config\.yaml": "slide_finetune.yaml",
@@ -45,7 +45,7 @@ PLACES = {
 
 
 def shown(page: Path) -> list[str]:
-    """The parts of a page that may hold commands: shell blocks and inline code, or a recipe's comments."""
+    """Return the parts of a page that may hold commands: shell blocks and inline code, or a recipe's comments."""
     text = page.read_text()
     if page.suffix == ".yaml":
         text = "\n".join(re.sub(r"^# *", "", line) for line in text.splitlines() if line.startswith("#"))
@@ -76,7 +76,7 @@ class Parsed(Exception):
 
 
 def stop_after_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsers of the standard library raise `Parsed` in place of returning."""
+    """Make parsers of the standard library raise `Parsed` instead of returning."""
     parse, depth = argparse.ArgumentParser.parse_known_args, 0
 
     def known(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
@@ -94,11 +94,11 @@ def stop_after_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal depth
         depth += 1
         try:
-            _, rest = parse(self, *args, **kwargs)
+            _, unknown = parse(self, *args, **kwargs)
         finally:
             depth -= 1
-        if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", known)
@@ -106,7 +106,7 @@ def stop_after_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parse_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raises AssertionError, with the program's words, if it does not take the command."""
+    """Raise AssertionError, with the program's message, if it refuses the command."""
     for pattern, value in PLACES.items():
         command = re.sub(pattern, value, command)
     argv = shlex.split(command, comments=True)[1:]
@@ -132,7 +132,7 @@ def parse_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_documented_command_is_parsed(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    for block in BLOCK.finditer(COMMANDS[command].read_text()):  # files that the page has the reader write
+    for block in BLOCK.finditer(COMMANDS[command].read_text()):  # files that the page lets the reader write
         if block["title"]:
             path = tmp_path / block["title"]
             path.parent.mkdir(exist_ok=True)

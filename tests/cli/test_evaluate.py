@@ -1,4 +1,4 @@
-"""`lightning-dilated evaluate`: the rows of the callback, several tasks and models, and errors before anything runs."""
+"""`lightning-dilated evaluate`: the callback's rows, several tasks and models, and errors before anything runs."""
 
 import csv
 import json
@@ -94,7 +94,7 @@ def test_a_tokenizer(cli, tmp_path):
 
 @pytest.mark.parametrize("vocabulary", [256, 300])
 def test_the_tokenizer_of_a_checkpoint(cli, tmp_path, vocabulary):
-    """Also where the vocabulary has the size of bytes."""
+    """Also for a vocabulary of the size of bytes."""
     tokenizers = pytest.importorskip("tokenizers")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[: vocabulary - 40]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -111,8 +111,8 @@ def test_the_tokenizer_of_a_checkpoint(cli, tmp_path, vocabulary):
     model.configure_model()
     run.save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
     tables = []
-    for more in ((), ("--tokenizer", "tokenizer.json")):
-        result = cli("evaluate", "--ckpt_path", "x.ckpt", *GRID[:-1], f"out{len(tables)}", *more)
+    for extra in ((), ("--tokenizer", "tokenizer.json")):
+        result = cli("evaluate", "--ckpt_path", "x.ckpt", *GRID[:-1], f"out{len(tables)}", *extra)
         assert result.code == 0, result.err
         tables.append(table(tmp_path / f"out{len(tables)}" / "accuracy_by_depth.csv"))
     assert tables[0] == tables[1] and int(tables[0][0]["tokens"]) < 3 * len(" 12345")  # fewer than bytes
@@ -185,7 +185,7 @@ def test_misuse_is_one_line(cli, tmp_path, models, model, options, message):
 
 
 def test_transformers_without_transformers(cli, tmp_path, monkeypatch):
-    """A folder of transformers is known by its config.json; without the library the extra is named."""
+    """A folder of transformers is recognized by its config.json; without the library the error names the extra."""
     monkeypatch.setitem(sys.modules, "transformers", None)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "llama"}))

@@ -1,4 +1,4 @@
-"""`explain`: the numbers of a recipe or of given sizes, a line with the fix for each problem, and what it refuses."""
+"""`explain`: the numbers of a recipe or of given sizes, the fix for each problem, and its errors."""
 
 from pathlib import Path
 
@@ -18,7 +18,6 @@ WALLS = ["--segments", 16, 32, "--dilations", 1, 2, "--seq-len", 100, "--heads",
 
 
 def value(result, name):
-    """What the table says of something."""
     (line,) = (line for line in result.out.splitlines() if line.strip().startswith(name))
     return line.strip().removeprefix(name).strip()
 
@@ -28,28 +27,28 @@ def test_of_a_recipe(cli):
     assert result.code == 0, result.err
     length = WRITTEN["data"]["init_args"]["seq_len"]
     sizes = {k: v for k, v in SIZES.items() if k not in ("optimizer", "lr_scheduler")}
-    seen = LongNetLM(**sizes, max_seq_len=length).explain(length)
+    plan = LongNetLM(**sizes, max_seq_len=length).explain(length)
     head_dim = SIZES["dim"] // SIZES["num_heads"]
     assert f"{length:,} tokens, 4 heads of {head_dim}, 4 layers, causal" in result.out
     assert value(result, "walls") == value(result, "dead residues") == "none" and "no problems" in result.out
     assert "256 to 4,095 tokens back        100% seen in one step, by 2.0 heads of all layers" in result.out
     assert value(result, "rotary range") == "base 100000 serves 8,210 tokens (all layers)"
-    assert value(result, "layers to full reach") == f"{seen.layers_to_full_reach} (100.0% in 4)"
-    assert value(result, "keys per row").startswith(f"{seen.keys_per_row:,.1f}, dense 2,048.5")
+    assert value(result, "layers to full reach") == f"{plan.layers_to_full_reach} (100.0% in 4)"
+    assert value(result, "keys per row").startswith(f"{plan.keys_per_row:,.1f}, dense 2,048.5")
     assert value(result, "forward FLOPs").startswith(
-        f"{seen.flops(head_dim):.3g} a layer, {4 * seen.flops(head_dim):.3g} "
+        f"{plan.flops(head_dim):.3g} a layer, {4 * plan.flops(head_dim):.3g} "
     )
 
 
-def told(path):
-    """Whether a recipe says a pattern and a length."""
+def complete(path):
+    """Return whether a recipe sets a pattern and a length."""
     config = yaml.safe_load(path.read_text())
     return "pattern" in config["model"].get("init_args", {}) and "seq_len" in config["data"].get("init_args", {})
 
 
-@pytest.mark.parametrize("recipe", filter(told, RECIPES), ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", filter(complete, RECIPES), ids=lambda path: path.stem)
 def test_of_every_recipe(cli, recipe):
-    """Whatever its class; and no recipe of this package has walls."""
+    """For every class; and no recipe of this package has walls."""
     result = cli("explain", "--config", recipe)
     assert result.code == 0 and value(result, "walls").startswith("none"), result.out + result.err
 
@@ -60,9 +59,9 @@ def test_the_command_line_wins(cli):
     assert "8,192 tokens, 2 heads of 32, 1 layers, both directions" in result.out
     assert value(result, "walls") == "1, the first at position 4,096"
     assert value(result, "dead residues") == "branches[2]: 2 of 4"
-    told = [line for line in result.out.splitlines() if line.startswith("  problem: ")]
-    assert len(told) == 3 and "Add a branch with a segment of at least 8192" in told[0] and "dilation rate" in told[1]
-    assert "from a distance of 256 tokens on, one layer shows a query none of the tokens there" in told[2]
+    problems = [line for line in result.out.splitlines() if line.startswith("  problem: ")]
+    assert len(problems) == 3 and "Add a branch with a segment of at least 8192" in problems[0] and "dilation rate" in problems[1]
+    assert "from a distance of 256 tokens on, one layer shows a query none of the tokens there" in problems[2]
 
 
 def test_of_given_sizes(cli):
@@ -123,7 +122,7 @@ def test_models_whose_base_follows_the_length_are_made_for_the_data(given, expec
 
 class Nested:
     class Model(LongNetLM):
-        """A class inside another, as jsonargparse imports it too."""
+        """A nested class, which jsonargparse can import, too."""
 
 
 def test_class_of():
@@ -135,7 +134,7 @@ def test_class_of():
 
 
 def test_recurrences_of_another_depth():
-    """--depth takes layers of a recipe in turns, and names none that is not there."""
+    """--depth repeats a recipe's layers, and names none that does not exist."""
     pattern, layers = ld.DilatedPattern.dense(8), (ld.Recurrence(), None, ld.Recurrence(), None)
     sizes = explain_command.Sizes((pattern,), 16, 2, None, 2, recurrences=layers)
     lines = explain_command.table(sizes, explain_command.explain((pattern,), 16, 2, 2, True, None))

@@ -1,4 +1,4 @@
-"""`export`: a checkpoint's model as a file, with its inputs named, and refusals in one line."""
+"""`export`: a checkpoint's model as a file with named inputs, and refusals in one line."""
 
 import re
 

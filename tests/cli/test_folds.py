@@ -1,4 +1,4 @@
-"""`folds`: mean and deviation of tests that `test` wrote, and what it refuses."""
+"""`folds`: mean and deviation of the results that `test` wrote, and its errors."""
 
 import csv
 import os

@@ -1,4 +1,4 @@
-"""The keys of a class are listed by --model.help and --data.help alone, and by --help where a recipe chooses the class."""
+"""--model.help and --data.help alone list the keys of a class, and so does --help if a recipe chooses the class."""
 
 import pytest
 import yaml
@@ -28,7 +28,7 @@ def test_keys_of_a_class(cli, argv, keys):
     result = cli("fit", *argv)
     assert result.code == 0, result.err
     assert not [key for key in keys if f"{key} " not in result.out]
-    assert len(result.out.splitlines()) < 300  # and not those of the Trainer
+    assert len(result.out.splitlines()) < 300  # and not the Trainer's
     assert "--trainer." not in result.out
     assert ".help" not in result.out  # helps of nested classes are no options of `fit`
 
@@ -73,7 +73,7 @@ def test_names_are_those_that_a_user_chooses_from():
 
 
 def test_test_names_the_recipe_of_the_run(cli, fitted):
-    """A checkpoint alone has no data: the recipe that has them lies in its run folder."""
+    """A checkpoint has no data: the recipe in its run folder has them."""
     checkpoint, recipe = fitted.ckpt, fitted.log / "config.yaml"
     assert yaml.safe_load(recipe.read_text())["data"]
     said = cli("fit", "--ckpt_path", str(checkpoint)).err

@@ -1,4 +1,4 @@
-"""Wrong command lines: exit status 2, one message that names the culprit and what to do, and no traceback."""
+"""Wrong command lines: exit status 2, one message that names the culprit and the remedy, and no traceback."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from .conftest import DATA, TINY
 pytestmark = pytest.mark.full
 
 PATTERN = "--model.pattern"
-# name: (what follows `fit` and the tiny recipe, what standard error must hold)
+# name: (arguments after `fit` and the tiny recipe, words in standard error)
 FIT = {
     # misspelt
     "key of the model": (
@@ -68,7 +68,7 @@ FIT = {
     "bytes_per_token": (["--model.bytes_per_token", "0"], ["bytes_per_token must be a number in"]),
     "val_fraction": (["--data.val_fraction", "2"], ["data.val_fraction must be a number in", "got 2.0"]),
     "batch larger than the data": (["--data.batch_size", "1000"], ["data.batch_size", "lower"]),
-    # values that only show when the model is built or the run begins
+    # values that fail when the model is built or the run begins
     "engine": (["--model.engine", "fast"], ["engine must be one of", "fast"]),
     "engine of another device": (["--model.engine", "flash"], ["engine='flash'", "not on cpu", "Use engine="]),
     "odd head dim": (["--model.dim", "12"], ["head_dim must be even"]),
@@ -84,15 +84,14 @@ FIT = {
         ["val_check_interval", "1000"],
     ),
     "a GPU that is not there": (["--trainer.accelerator", "cuda"], ["accelerator", "cpu"]),
-    # that belong elsewhere
-    # (trap 1: it would hold the parameters from before they were dealt, and train nothing)
+    # that belong elsewhere (trap 1: it would hold the parameters from before sharding, and train nothing)
     "optimizer at the top": (["--optimizer", "torch.optim.SGD"], ["--optimizer"]),
     "a word too many": (["stray"], ["stray"]),
     "a glob that the shell expanded": (
         ["--data.paths", "empty.txt", "short.txt"],
         ["unrecognized arguments: short.txt", r'Quote a glob.*--data\.paths "\*\.txt"'],
     ),
-    # data that is not there
+    # missing data
     "missing file": (["--data.paths", "nowhere.txt"], ["nowhere.txt does not exist", "data.paths"]),
     "missing files": (["--data.paths", "no/**/*.txt"], [r"no/\*\*/\*\.txt matches no regular file", "data.paths"]),
     "empty file": (["--data.paths", "empty.txt"], ["empty", "data.paths"]),
@@ -105,7 +104,7 @@ if torch.cuda.is_available():
 
 
 def refused(result, texts):
-    """Assertions in words: the pages of a parser's usage would hide what is missing."""
+    """Assert in words: the pages of a parser's usage would hide what is missing."""
     last = result.err.strip().splitlines()[-1] if result.err.strip() else "nothing"
     if "Traceback" in result.err:
         pytest.fail(f"a traceback, ending in {last}")
@@ -124,7 +123,7 @@ def test_fit(cli, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["key of the model", "dim a word", "key of the trainer", "a word too many"])
 def test_the_message_fits_a_screen(cli, name):
-    """A misspelt key is the commonest mistake of all: what is wrong must not stand below pages of options."""
+    """A misspelt key is the most common mistake: its message must not follow pages of options."""
     lines = len(cli("fit", *TINY, *FIT[name][0]).err.splitlines())
     assert lines <= 24
 
@@ -152,7 +151,7 @@ def test_config(cli, tmp_path, name):
 
 @pytest.mark.parametrize("command, share", [("validate", "val"), ("test", "test"), ("predict", "test")])
 def test_a_split_that_is_left_out(cli, fitted, command, share):
-    """Nothing to evaluate must not look like a success."""
+    """An empty evaluation must not look like a success."""
     result = cli(command, *TINY, f"--data.{share}_fraction", 0, "--ckpt_path", fitted.ckpt)
     refused(result, [rf"data\.{share}_fraction"])
 
@@ -207,7 +206,7 @@ def test_checkpoint(cli, fitted, tmp_path, name, command):
 
 
 class Trap:
-    """Pickled, it makes a folder wherever it is unpickled carelessly."""
+    """Makes a folder when it is unpickled."""
 
     def __reduce__(self):
         return os.mkdir, ("caught",)
@@ -225,7 +224,7 @@ def test_no_code_in_a_checkpoint_is_run(cli, tmp_path, argv):
 
 
 def test_checkpoint_of_a_foreign_module(cli, fitted, tmp_path):
-    """A class that is not imported is named, and so is the way to load it."""
+    """The error names the class that is not imported, and how to load it."""
     stored = torch.load(fitted.ckpt, weights_only=True)
     stored["hyper_parameters"]["_class_path"] = "elsewhere.Model"
     torch.save(stored, tmp_path / "x.ckpt")
@@ -233,7 +232,7 @@ def test_checkpoint_of_a_foreign_module(cli, fitted, tmp_path):
 
 
 def test_checkpoint_of_another_class_than_the_recipe(cli, fitted, tmp_path, monkeypatch):
-    """Not the first keyword that one class has and the other lacks, but what both are."""
+    """The error names both classes, not the first keyword that one of them lacks."""
     (tmp_path / "other_module.py").write_text(
         "import lightning_dilated as ld\n\nclass Other(ld.DilatedModule):\n    pass\n"
     )
@@ -244,7 +243,7 @@ def test_checkpoint_of_another_class_than_the_recipe(cli, fitted, tmp_path, monk
 
 
 def test_resuming_on_other_data(cli, fitted, tmp_path):
-    """Noticed before the first new step, so it is a wrong setting like any other."""
+    """It is detected before the first new step, so it is a wrong setting like any other."""
     (tmp_path / "text.txt").write_bytes(b"other " * 900)
     refused(cli("fit", *TINY, "--trainer.max_steps", "5", "--ckpt_path", fitted.ckpt), ["num_samples", "the same data"])
 
@@ -288,7 +287,7 @@ def test_generate(cli, fitted, name):
 
 
 def test_traceback_on_demand(cli, monkeypatch):
-    """The variable that the help names shows where a wrong setting was noticed."""
+    """The variable that the help names shows where a wrong setting was detected."""
     monkeypatch.setenv("LIGHTNING_DILATED_TRACEBACK", "1")
     result = cli("fit", *TINY, "--model.dim", "30")
     assert result.code == 1 and "Traceback" in result.err and "longnet/lm.py" in result.err
@@ -314,7 +313,7 @@ def test_bench(cli, name):
 
 # -- classes that a checkpoint names -----------------------------------------------------------------------------------
 def evil_checkpoint(folder, fitted, monkeypatch, **hparams):
-    """A checkpoint with further hyperparameters, and a module beside it that leaves a mark when it is imported."""
+    """Write a checkpoint with more hyperparameters, and next to it a module that leaves a mark when imported."""
     (folder / "evilmod.py").write_text("import pathlib\npathlib.Path(__file__).with_name('mark').touch()\nX = dict\n")
     monkeypatch.syspath_prepend("")
     stored = torch.load(fitted.ckpt, weights_only=True)
@@ -338,7 +337,7 @@ EVIL_WAYS = {
 
 @pytest.mark.parametrize("name", ["validate", "generate", "fit"])
 def test_optimizers_of_a_checkpoint_are_not_read(cli, fitted, tmp_path, monkeypatch, name):
-    """The recipe's is taken to fit; to validate and generate none is needed."""
+    """`fit` takes the recipe's; validate and generate need none."""
     evil = {"class_path": "evilmod.X"}
     ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, optimizer=evil, lr_scheduler=evil)
     result = cli(*EVIL_WAYS[name], "--ckpt_path", ckpt)
@@ -377,7 +376,7 @@ def test_texts_of_a_checkpoint_are_no_files(cli, fitted, tmp_path, monkeypatch):
     """Nor addresses: a parser would read a pattern there, and make its class."""
     (tmp_path / "evil.txt").write_text("class_path: evilmod.X\n")
     said = {
-        "evil.txt": r"evil\.ckpt names evilmod\.X \(pattern\)",  # what is in the file
+        "evil.txt": r"evil\.ckpt names evilmod\.X \(pattern\)",  # named in the file
         "memory://evil": r"evil\.ckpt has pattern='memory://evil'",
         "evilmod.X": r"evil\.ckpt has pattern='evilmod\.X'",
     }

@@ -52,7 +52,7 @@ def test_fit(fitted):
 
 @pytest.mark.parametrize("made", ["command line", "python"])
 def test_checkpoint_alone(cli, fitted, made, tmp_path):
-    """Also one that was made in Python, whose class only the file can tell."""
+    """Also one made in Python, with a class that only the file can name."""
     ckpt = fitted[1]
     model = ld.LongNetMLM.load_from_checkpoint(ckpt, weights_only=True)
     data = ld.data.ByteDataModule(str(tmp_path / "text.txt"), 64, 2, 0.02, 0.02, 2)
@@ -80,7 +80,7 @@ def test_predict(cli, fitted):
 
 
 def test_what_it_is_not(cli, fitted):
-    told = cli("generate", "--ckpt_path", fitted[1], "--prompt", "a").err
-    assert "holds a LongNetMLM with vocab_size 256" in told
-    told = cli("validate", "--config", "quickstart.yaml", *DATA, "--ckpt_path", fitted[1]).err
-    assert "holds a" in told and "LongNetMLM, but the recipe or --model names lightning_dilated.LongNetLM" in told
+    errors = cli("generate", "--ckpt_path", fitted[1], "--prompt", "a").err
+    assert "holds a LongNetMLM with vocab_size 256" in errors
+    errors = cli("validate", "--config", "quickstart.yaml", *DATA, "--ckpt_path", fitted[1]).err
+    assert "holds a" in errors and "LongNetMLM, but the recipe or --model names lightning_dilated.LongNetLM" in errors

@@ -1,4 +1,4 @@
-"""A part of a mapping or list is set by an option of its own; the other parts keep their values."""
+"""An option sets one part of a mapping or list; the other parts keep their values."""
 
 from pathlib import Path
 

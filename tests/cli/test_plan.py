@@ -1,4 +1,4 @@
-"""`plan`: of sizes and of recipes, its numbers those of `planning`, lines that a recipe takes, and what it refuses."""
+"""`plan`: from sizes and from recipes, with the numbers of `planning`, lines for a recipe, and errors."""
 
 import argparse
 import json
@@ -30,23 +30,23 @@ LM = {"class_path": "LongNetLM", "init_args": {"pattern": {"segment_lengths": [6
 
 
 def row(result, setting):
-    """The cells of a setting's row in the table, as numbers."""
+    """Return the cells of a setting's row in the table, as numbers."""
     (line,) = (x[2:] for x in result.out.splitlines() if x[2:].startswith(setting + "  "))
     return [float(x.rstrip("%!").replace(",", "")) for x in line[len(setting) :].split() if x not in ("!",)]
 
 
 def kind(result, name):
-    """GiB of a kind in the recommended setting."""
+    """Return the GiB of a kind in the recommended setting."""
     (line,) = (x for x in result.out.splitlines() if x.strip().startswith(name) and x.split()[-1] == "GiB")
     return float(line.split()[-2])
 
 
-def asked(*argv):
+def parsed(*argv):
     return settled(parser().parse_args(list(map(str, argv))))
 
 
 def recipe(folder, model=LM, strategy=None, **parts):
-    """Options of a recipe that is written here; `strategy` has the arguments of a RingDilatedStrategy."""
+    """Write a recipe and return its options; `strategy` has the arguments of a RingDilatedStrategy."""
     if strategy is not None:
         named = {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": strategy}
         parts["trainer"] = {**parts.get("trainer", {}), "strategy": named}
@@ -57,21 +57,21 @@ def recipe(folder, model=LM, strategy=None, **parts):
 def test_numbers_are_those_of_planning(cli):
     result = cli("plan", *SIZES, "--tokens", "1M", *BLOCK)
     assert result.code == 0, result.err
-    model = asked(*SIZES).model
-    found = footprint(subject_of(model, memory=MemorySettings("block")))
-    x = memory(found, 1 << 20)
+    model = parsed(*SIZES).model
+    plan = footprint(subject_of(model, memory=MemorySettings("block")))
+    x = memory(plan, 1 << 20)
     longest, gib, host, *_ = row(result, "block")
     assert gib == pytest.approx(x.peak / GIB, abs=0.05) and host == 0
-    assert memory(found, int(longest)).peak <= 0.97 * 139.8 * GIB
+    assert memory(plan, int(longest)).peak <= 0.97 * 139.8 * GIB
     for name, size in x.kinds.items():
         assert kind(result, name) == pytest.approx(size / GIB, abs=0.005)
     assert "1 x H200, single, adamw" in result.out and "ActivationRecompute" in result.out
     (end,) = (line.split() for line in result.out.splitlines() if "as fit ends" in line)
-    assert float(end[3]) == pytest.approx(moved_as_fit_ends(found, Setup()) / GIB, abs=0.005)
+    assert float(end[3]) == pytest.approx(moved_as_fit_ends(plan, Setup()) / GIB, abs=0.005)
 
 
 def test_links_are_those_of_the_gpu(cli, tmp_path):
-    """Cards without NVLink are slower between them, the output says what it guesses, and a file of links goes first."""
+    """Cards without NVLink are slower, the output marks guesses, and a file of links takes precedence."""
     steps = {}
     for gpu in ("H200", "L40S", "RTX4090"):
         result = cli("plan", *SIZES, "--tokens", "64K", *BLOCK, "--gpus", 4, "--gpu", gpu)
@@ -79,11 +79,11 @@ def test_links_are_those_of_the_gpu(cli, tmp_path):
         (note,) = (line for line in result.out.splitlines() if "links:" in line)
         assert ("near 259 GB/s" in note) == (gpu == "H200") == ("a guess" not in note)
         assert ("no NVLink" in note) == (gpu != "H200")
-        steps[gpu] = asked(*SIZES, "--tokens", "64K", "--gpus", 4, "--gpu", gpu).setup("ring_dilated").links.near
+        steps[gpu] = parsed(*SIZES, "--tokens", "64K", "--gpus", 4, "--gpu", gpu).setup("ring_dilated").links.near
     assert steps["H200"] > 10 * steps["L40S"] > 10 * steps["RTX4090"]
     Links(near=5e9, far=1e9, source="here").save(tmp_path / "links.json")
-    told = asked(*SIZES, "--gpu", "L40S", "--gpus", 4, "--links", tmp_path / "links.json").links
-    assert told == Links(near=5e9, far=1e9) and told.source == "here"
+    links = parsed(*SIZES, "--gpu", "L40S", "--gpus", 4, "--links", tmp_path / "links.json").links
+    assert links == Links(near=5e9, far=1e9) and links.source == "here"
 
 
 def test_compares_settings_and_recommends_the_first_that_fits(cli, tmp_path):
@@ -107,12 +107,12 @@ def test_parameters_on_the_host(cli):
     assert "states on the host" in result.out and "The assumptions of a plan" in result.out
     assert kind(result, "parameters") <= kind(plain, "parameters") and "optimizer states" not in result.out
     lines = [x for x in result.out.splitlines() if x.startswith("  trainer:") or x.startswith("    ")]
-    given = yaml.safe_load("\n".join(lines[lines.index("  trainer:") :]))["trainer"]["strategy"]
-    assert given == {"class_path": "lightning_dilated.RingDilatedFSDPStrategy", "init_args": {"cpu_offload": True}}
+    strategy = yaml.safe_load("\n".join(lines[lines.index("  trainer:") :]))["trainer"]["strategy"]
+    assert strategy == {"class_path": "lightning_dilated.RingDilatedFSDPStrategy", "init_args": {"cpu_offload": True}}
 
 
 def test_names_the_layout_that_balances_ranks(cli, tmp_path):
-    """Where the last of the ranks computes clearly longer than the others."""
+    """If the last rank computes clearly longer than the others."""
     dense = ["--dim", 64, "--depth", 2, "--heads", 4, "--segments", "1M", "--dilations", 1, "--no-compile", *BLOCK]
     plan = [*dense, "--tokens", "256K", "--gpus", 4, "--exchange", "gather"]
     hint = "RingDilatedStrategy(layout='zigzag') every rank has an early and a late part, and a step takes"
@@ -125,7 +125,7 @@ def test_names_the_layout_that_balances_ranks(cli, tmp_path):
 
 
 def test_layers_with_a_recurrence(cli, tmp_path):
-    """Some of the layers: their time has a row, settings that they refuse are not offered, and what is left out is said."""
+    """Some layers: their time has a row, settings that they refuse are not offered, and omissions are named."""
     lines = {}
     for name, recurrence in (("x", [None, {"kind": "gated_delta"}]), ("y", None)):
         sizes = {**LM["init_args"], "dim": 64, "depth": 2, "num_heads": 4, "recurrence": recurrence}
@@ -136,28 +136,28 @@ def test_layers_with_a_recurrence(cli, tmp_path):
         assert ("head_chunks" in result.out) == (name == "y")
         assert ("rule as measured on NVIDIA H100" in result.out) == (name == "x")
         assert ("the time of these maps is not counted" in result.out) == (name == "x")
-    rows = [[x.split() for x in of if x.strip().startswith("recurrence  ")] for of in lines.values()]
+    rows = [[x.split() for x in table if x.strip().startswith("recurrence  ")] for table in lines.values()]
     assert not rows[1] and rows[0][0][2] == "ms" and float(rows[0][0][1]) > 0
 
 
 @pytest.mark.parametrize("size, shared_by", [([8, 4, 2], 2), (3, 3), ("auto", None), (6, None), (4, None)], ids=str)
 def test_a_recipes_sequence_size(tmp_path, size, shared_by):
     written = recipe(tmp_path, strategy={"sequence_size": size})
-    assert asked(*written, "--gpus", 6).shared_by == shared_by
+    assert parsed(*written, "--gpus", 6).shared_by == shared_by
 
 
 @pytest.mark.parametrize(
     "devices, gpus, beside", [(1, [], 1), (8, [], 1), (8, ["--gpus", 1], 8), ("auto", ["--gpus", 1], 1)]
 )
 def test_gpus_to_average_gradients_with(tmp_path, devices, gpus, beside):
-    """Of one GPU of a recipe that has several, DDP's copies of the gradients are counted; one GPU alone has none."""
+    """For one GPU of a recipe with several, DDP's copies of the gradients are counted; for one GPU alone, none."""
     written = recipe(tmp_path, trainer={"strategy": "ring_dilated", "devices": devices})
-    setup = asked(*written, *gpus).setup("ring_dilated")
+    setup = parsed(*written, *gpus).setup("ring_dilated")
     assert setup.data_ranks == beside and setup.strategy == "ring_dilated"
 
 
 def test_the_command_line_wins():
-    x = asked("--config", "recipes/ring_4gpu.yaml", "--gpus", 16, "--tokens", "2M", "--dim", 384, "--exchange", "ring",
+    x = parsed("--config", "recipes/ring_4gpu.yaml", "--gpus", 16, "--tokens", "2M", "--dim", 384, "--exchange", "ring",
               "--precision", "bf16-true")  # fmt: skip
     assert (x.ranks, x.per_node, x.tokens, x.model.dim, x.model.depth) == (16, 8, 1 << 21, 384, 12)
     assert (x.exchange, x.precision, x.strategy, x.compile_blocks) == ("ring", "bf16-true", "ring_dilated", False)
@@ -169,33 +169,33 @@ def test_a_recipes_settings_give_way(tmp_path):
     options = {"exchange": "gather"}
     strategy = {"class_path": "lightning_dilated.RingDilatedFSDPStrategy", "init_args": options}
     trainer = {"strategy": strategy, "devices": 2, "num_nodes": 3, "callbacks": [callback]}
-    x = asked(*recipe(tmp_path, trainer=trainer), "--tile", 1024, "--nodes", 3)
+    x = parsed(*recipe(tmp_path, trainer=trainer), "--tile", 1024, "--nodes", 3)
     assert x.settings == MemorySettings("block", 2, tile=1024)
     assert (x.strategy, x.exchange, x.ranks, x.per_node) == ("ring_dilated_fsdp", "gather", 6, 2)
     assert not x.cpu_offload
-    for given, want in (({"pin_memory": False}, True), (False, False), (True, True)):
-        options["cpu_offload"] = given
-        assert asked(*recipe(tmp_path, trainer=trainer)).cpu_offload is want
-        assert asked(*recipe(tmp_path, trainer=trainer), "--cpu-offload").cpu_offload
-    assert not asked("--config", tmp_path / "x.yaml", "--no-cpu-offload").cpu_offload
-    assert not asked("--config", tmp_path / "x.yaml", "--strategy", "ring_dilated").cpu_offload
+    for value, want in (({"pin_memory": False}, True), (False, False), (True, True)):
+        options["cpu_offload"] = value
+        assert parsed(*recipe(tmp_path, trainer=trainer)).cpu_offload is want
+        assert parsed(*recipe(tmp_path, trainer=trainer), "--cpu-offload").cpu_offload
+    assert not parsed("--config", tmp_path / "x.yaml", "--no-cpu-offload").cpu_offload
+    assert not parsed("--config", tmp_path / "x.yaml", "--strategy", "ring_dilated").cpu_offload
 
 
 def test_a_recipes_buckets(cli, tmp_path):
-    """As `RingDilatedStrategy` takes them; with other strategies there are none."""
+    """Like `RingDilatedStrategy`; other strategies have none."""
     model = {**LM, "init_args": {**LM["init_args"], "dim": 64, "depth": 2, "num_heads": 4}}
     with_buckets = lambda **size: recipe(tmp_path, model, size, trainer={"devices": 2})  # noqa: E731
     plan = [*BLOCK, "--tokens", "64K"]
-    x = asked(*with_buckets(bucket_cap_mb=25))
+    x = parsed(*with_buckets(bucket_cap_mb=25))
     assert x.setup("ring_dilated") == Setup("ring_dilated", 2, 2, bucket_cap_mb=25)
     assert x.setup("ring_dilated_fsdp").bucket_cap_mb is None
-    told = cli("plan", *with_buckets(bucket_cap_mb=25), *plan)
-    assert told.code == 0 and "Gradients are summed 25 MiB at a time" in told.out, told.err
+    result = cli("plan", *with_buckets(bucket_cap_mb=25), *plan)
+    assert result.code == 0 and "Gradients are summed 25 MiB at a time" in result.out, result.err
     lines = yaml.safe_load("\n".join(yaml_lines(MemorySettings(), x.setup("ring_dilated"))))
     assert lines["trainer"]["strategy"]["init_args"] == {"bucket_cap_mb": 25}
     refused = cli("plan", *with_buckets(bucket_cap_mb=0), *plan)
     assert refused.code == 2 and "bucket_cap_mb must be at least 1, got 0" in refused.err
-    assert asked(*with_buckets()).setup("ring_dilated").bucket_cap_mb is None
+    assert parsed(*with_buckets()).setup("ring_dilated").bucket_cap_mb is None
 
 
 @pytest.mark.parametrize("settings", [
@@ -214,13 +214,13 @@ def test_lines_of_a_recipe_have_the_settings(settings):
 
 
 def saved(result):
-    """The recipe that a plan prints."""
+    """Parse the recipe that a plan prints."""
     lines = result.out.split("can be saved and run by `lightning-dilated fit --config FILE`:\n\n")[1].split("\n\n")[0]
     return yaml.safe_load(lines)
 
 
 def test_the_whole_recipe_is_printed_and_runs(cli, tmp_path):
-    """Layout, callbacks, data and model of the recipe are in it, and the options and settings that were planned."""
+    """It has the layout, callbacks, data and model of the recipe, and the planned options and settings."""
     config = yaml.safe_load(Path("recipes/quickstart.yaml").read_text())
     strategy = {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": {"layout": "zigzag"}}
     recompute = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": {"tile": 64}}
@@ -252,7 +252,7 @@ def test_a_recipe_of_sizes_runs(cli, tmp_path):
 
 
 def test_a_recipe_for_other_gpus(cli):
-    """Devices and nodes are those of the options, and recomputation that is not recommended is taken out."""
+    """The options set devices and nodes, and recomputation that is not recommended is removed."""
     argv = ["--config", "regions.yaml", "--tokens", "64K", "--gpus", 16, "--policy", "none"]
     result = cli("plan", *argv, "--strategy", "ring_dilated_fsdp", "--head_size", 2)
     assert result.code == 0, result.err
@@ -273,7 +273,7 @@ def test_numbers():
 
 FEW = ["--dim", 64, "--depth", 2, "--heads", 4, "--no-compile", *BLOCK]
 STREAM = [*FEW, "--segments", 64, 4096, "--dilations", 1, 64, "--tokens", "1M", "--stream", "64K", "--gpus"]
-#: name: (arguments, what the plan says, words that it leaves out)
+#: name: (arguments, words of the plan, words that it must not have)
 SAID = {
     "walls": (
         [*SIZES, *BLOCK, "--tokens", "64K"],
@@ -426,7 +426,7 @@ def test_refused(cli, tmp_path, name):
 @pytest.mark.parametrize("strategy", ["single", "ring_dilated", "ring_dilated_fsdp"])
 @pytest.mark.parametrize("settings", [MemorySettings(), MemorySettings("block"), MemorySettings(tile=4096)], ids=str)
 def test_no_line_is_left_empty(settings, strategy):
-    """`init_args:` with nothing below is no recipe that can be run."""
+    """`init_args:` without content is no valid recipe."""
     lines = "\n".join(yaml_lines(settings, Setup(strategy, 1, 1)))
     assert "null" not in json.dumps(yaml.safe_load(lines)) or not lines
 
@@ -443,7 +443,7 @@ def test_stream_alone_is_of_all_settings():
 
 @pytest.mark.slow
 def test_stream_alone_compares_settings(cli):
-    """Of one pass over a chunk everything may be kept; where that does not fit, what is computed again does."""
+    """One pass over a chunk may keep everything; if that does not fit, recomputation is recommended."""
     sizes = ["--dim", "1024", "--depth", "8", "--heads", "8", "--segments", "2048", "--dilations", "1", "--no-compile"]
     result = cli("plan", *sizes, "--gpu", "H100", "--gpus", "1", "--tokens", "4M", "--stream", "1M")
     assert result.code == 0, result.err
@@ -473,20 +473,20 @@ def test_prints_the_head_size_that_is_chosen(cli, tmp_path):
     assert "with head_size=auto ranks also trade tokens for heads" in result.out
     assert re.search(r"tokens for heads +[0-9.]+ ms", result.out)
     of_recipe = [*recipe(tmp_path, {"class_path": "LongNetLM"}, {"head_size": "auto"}), *SIZES]
-    assert asked(*of_recipe).head_size == "auto"
-    assert asked(*of_recipe, "--head_size", 2).head_size == 2
+    assert parsed(*of_recipe).head_size == "auto"
+    assert parsed(*of_recipe, "--head_size", 2).head_size == 2
 
 
 def test_bounds_the_exchange(cli):
-    """The exchange that keeps to the bound is planned, the longest sequence is where one does, and errors say the least."""
+    """The plan takes an exchange within the limit, the longest sequence respects it, and errors name the minimum."""
     sizes = ["--dim", 768, "--depth", 2, "--heads", 12, "--segments", "1G", "--dilations", 1, "--no-compile", *BLOCK]
-    of = lambda *more: cli("plan", *sizes, "--gpus", 8, *more)  # noqa: E731
+    plan_of = lambda *options: cli("plan", *sizes, "--gpus", 8, *options)  # noqa: E731
     problem = make_problem(DilatedPattern.dense(1 << 30), 1 << 20, 12, ranks=8, causal=True)
     least = most_held(problem, "ring", 8, 64, 2) / GIB
-    free, bounded = of("--tokens", "1M"), of("--tokens", "1M", "--exchange_memory_gib", least + 0.01)
+    free, bounded = plan_of("--tokens", "1M"), plan_of("--tokens", "1M", "--exchange_memory_gib", least + 0.01)
     assert "exchange switch, a rank" in free.out and "exchange ring, a rank" in bounded.out
     assert "more than exchange_memory_gib" in bounded.out
-    refused = of("--tokens", "1M", "--exchange_memory_gib", least / 2)
+    refused = plan_of("--tokens", "1M", "--exchange_memory_gib", least / 2)
     assert refused.code != 0 and "no exchange of this call holds as little as exchange_memory_gib" in refused.err
-    longest = [int(row(of(*more), "block")[0]) for more in ((), ("--exchange_memory_gib", least))]
+    longest = [int(row(plan_of(*extra), "block")[0]) for extra in ((), ("--exchange_memory_gib", least))]
     assert 0.9 * (1 << 20) < longest[1] <= 1 << 20 < longest[0]

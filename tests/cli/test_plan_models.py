@@ -1,4 +1,4 @@
-"""`plan` of slides from their recipes: what a token is, whose options are taken, and what is refused."""
+"""`plan` of slides from their recipes: tokens, options, and refusals."""
 
 import pytest
 import yaml
@@ -19,13 +19,13 @@ LABELLED = {"class_path": "SlideEncoder", "init_args": {**SIZES, "task": "classi
 SLIDES = {"class_path": "SlidePretrainer", "init_args": {**SIZES, "max_wsi_size": None, "decoder_dim": 32}}
 
 
-def asked(*argv):
+def parsed(*argv):
     return settled(parser().parse_args(list(map(str, argv))))
 
 
 @pytest.fixture
 def recipe(tmp_path):
-    """The path of a recipe of a model, and of data."""
+    """Return a function that writes a recipe of a model and data, and returns its path."""
 
     def write(model, data=None):
         path = tmp_path / "recipe.yaml"
@@ -53,33 +53,33 @@ def test_labelled_slides(cli, recipe):
     assert result.code == 0, result.err
     out = " ".join(result.out.split())
     assert "model: SlideEncoder" in out and "a token is a row of a slide: a tile, or the class token's" in out
-    found = footprint(subject_of(asked("--config", path).model, memory=MemorySettings("block")))
-    peak = memory(found, 1 << 20, Setup("ring_dilated")).peak / GIB
+    plan = footprint(subject_of(parsed("--config", path).model, memory=MemorySettings("block")))
+    peak = memory(plan, 1 << 20, Setup("ring_dilated")).peak / GIB
     (row,) = (line for line in result.out.splitlines() if line.startswith("* block  "))
     assert float(row.split()[3]) == pytest.approx(peak, abs=0.05)
 
 
 def test_a_recipes_longest_slide(recipe):
     slides = {"class_path": "lightning_dilated.data.SlideDataModule", "init_args": {"paths": "x", "max_tiles": 999}}
-    x = asked("--config", recipe(SLIDES, slides))
+    x = parsed("--config", recipe(SLIDES, slides))
     assert (x.tokens, x.batch) == (1000, 1)
     slides["init_args"] = {"paths": "x", "batch_size": 4}
-    x = asked("--config", recipe(SLIDES, slides))
+    x = parsed("--config", recipe(SLIDES, slides))
     assert (x.tokens, x.batch) == (None, 4)
-    assert asked("--config", recipe(LABELLED)).tokens is None  # and not a text's
+    assert parsed("--config", recipe(LABELLED)).tokens is None  # not the length of a text
 
 
 def test_sizes_of_options(recipe):
-    of = {
+    config = {
         **SLIDES,
         "init_args": {k: v for k, v in SLIDES["init_args"].items() if "_" not in k} | {"max_wsi_size": 1 << 16},
     }
-    x = asked(
-        "--config", recipe(of), "--segments", 32, 256, "--dilations", 1, 4, "--dim", 128, "--heads", 8, "--depth", 3
+    x = parsed(
+        "--config", recipe(config), "--segments", 32, 256, "--dilations", 1, 4, "--dim", 128, "--heads", 8, "--depth", 3
     )
     assert [(b.segment_length, b.dilation_rate) for b in x.model.pattern.branches] == [(32, 1), (256, 4)]
     assert (x.model.dim, x.model.num_heads, x.model.depth, x.model.decoder_depth) == (128, 8, 3, 2)
-    x = asked("--config", recipe(LABELLED), "--geometric", 64, "--tokens", 256)
+    x = parsed("--config", recipe(LABELLED), "--geometric", 64, "--tokens", 256)
     assert len(x.model.pattern.branches) == 3 and x.model.pattern.offsets == "blocked"
 
 
@@ -92,21 +92,21 @@ def test_sizes_of_options(recipe):
     ({"task": "regression", "freeze_encoder": True}, [], "Leave freeze_encoder out of the recipe to plan full training"),
 ])  # fmt: skip
 def test_refused(cli, recipe, more, options, says):
-    of = SLIDES
+    config = SLIDES
     if more:
         own = {k: v for k, v in more.items() if k != "class_path"}
-        of = {"class_path": "SlideEncoder", "init_args": {**SIZES, **own}}
-    result = cli("plan", "--config", recipe(of), *options)
+        config = {"class_path": "SlideEncoder", "init_args": {**SIZES, **own}}
+    result = cli("plan", "--config", recipe(config), *options)
     assert result.code == 2 and says in " ".join(result.err.split()) and result.out == "", result.err
 
 
 def test_low_rank_updates(cli, recipe):
     pytest.importorskip("peft")
-    of = {**LABELLED, "init_args": {**LABELLED["init_args"], "lora_rank": 2}}
-    result = cli("plan", "--config", recipe(of), "--tokens", "1M")
+    config = {**LABELLED, "init_args": {**LABELLED["init_args"], "lora_rank": 2}}
+    result = cli("plan", "--config", recipe(config), "--tokens", "1M")
     assert result.code == 0, result.err
     assert "head_chunks" not in result.out
-    model = asked("--config", recipe(of)).model
+    model = parsed("--config", recipe(config)).model
     model.configure_model()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert f"({trained / 1e3:.3g}K trained)" in result.out

@@ -1,4 +1,4 @@
-"""Recipes: each yaml parses and its model can be made; names, paths, several configs and overrides mean what they say."""
+"""Recipes: each parses and its model can be built; names, paths, several configs and overrides work as documented."""
 
 import csv
 import importlib
@@ -24,9 +24,9 @@ from .conftest import DATA, LOG, TINY
 pytestmark = pytest.mark.full
 
 EVERY = sorted(path for folder in recipe_folders()[-1:] for path in folder.rglob("*.yaml"))
-#: those of fit that need the extra transformers; tests/integrations runs them
+#: recipes of fit that need the extra transformers; tests/integrations runs them
 OF_TRANSFORMERS = [path for path in EVERY if "integrations.transformers" in path.read_text()]
-#: the others of fit; generate.yaml is of generate
+#: the other recipes of fit; generate.yaml is of generate
 RECIPES = [x for x in EVERY if "trainer" in yaml.safe_load(x.read_text()) and x not in OF_TRANSFORMERS]
 QUICKSTART = next(path for path in RECIPES if path.name == "quickstart.yaml")
 WRITTEN = yaml.safe_load(QUICKSTART.read_text())
@@ -36,7 +36,7 @@ each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 
 
 def printed(result):
-    """The config that --print_config shows."""
+    """Return the config that --print_config shows."""
     assert result.code == 0, result.err
     return yaml.safe_load(result.out)
 
@@ -49,29 +49,29 @@ def test_parses(cli, recipe):
 
 @each
 def test_model_and_data_can_be_made(recipe):
-    """The parser looks at types only: this is where a pattern that does not fit its heads would show."""
+    """The parser checks only types: a pattern that does not fit its heads fails here."""
     config = yaml.safe_load(recipe.read_text())
     for part in ("model", "data"):
         module, _, name = config[part]["class_path"].rpartition(".")
         init_args = {
             k: v for k, v in config[part].get("init_args", {}).items() if k not in ("optimizer", "lr_scheduler")
         }
-        made = getattr(importlib.import_module(module), name)(**init_args)
+        instance = getattr(importlib.import_module(module), name)(**init_args)
         if part == "model":
-            made.configure_model()
-            assert sum(p.numel() for p in made.parameters()) > 0
+            instance.configure_model()
+            assert sum(p.numel() for p in instance.parameters()) > 0
 
 
 @each
 def test_says_how_to_run_it(recipe):
-    """The head of the file holds the command, as one would type it in a checkout."""
+    """The head of the file has the command, for a checkout."""
     head = [line for line in recipe.read_text().splitlines() if line.startswith("#")]
     assert any(f"lightning-dilated fit --config recipes/{recipe.name}" in line for line in head)
 
 
 @each
 def test_schedule_ends_with_the_run(recipe):
-    """A cosine over more or fewer steps than the run has would end too early or never; unsaid, it takes the run's."""
+    """A cosine over another number of steps would end too early or never; by default it takes the run's."""
     config = yaml.safe_load(recipe.read_text())
     schedule = config["model"]["init_args"].get("lr_scheduler")
     if schedule is not None:
@@ -82,7 +82,7 @@ def test_schedule_ends_with_the_run(recipe):
 
 
 def test_quickstart_shows_what_the_package_is_for():
-    """Layers that differ, over more tokens than a local segment has, without a complaint."""
+    """Different layers, over more tokens than a local segment has, without a warning."""
     model = LongNetLM(**{k: v for k, v in SIZES.items() if k not in ("optimizer", "lr_scheduler")}, max_seq_len=LENGTH)
     assert len(set(model.patterns)) >= 2 and LENGTH >= 4096
     assert not model.explain(LENGTH).hints and not position_advice(model, LENGTH)
@@ -97,7 +97,7 @@ SMALL = '{"segment_lengths": [16, 64], "dilation_rates": [1, 4]}'
 SIZES_OF = ["--model.pattern", SMALL, "--model.dim", "16", "--model.depth", "2", "--model.num_heads", "4"]
 SLIDES = ["--data.paths", "slides", "--model.dim", "16", "--model.depth", "1", "--model.feature_dim", "8"]
 TEXT = ["--data.paths", "text.txt", "--data.seq_len", "64", "--data.batch_size", "1", "--data.val_limit", "2"]
-#: what makes a recipe tiny; ring_4gpu runs in tests/strategy and the quickstart in most tests here
+#: options that make a recipe tiny; ring_4gpu runs in tests/strategy and the quickstart in most tests here
 CHUNKS = '[{"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": {"stream": 16}}]'
 STREAMED = ["--trainer.callbacks", CHUNKS, "--trainer.limit_val_batches", "1", "--data.val_fraction", "0.2"]
 EVERY_BATCH = ["--trainer.check_val_every_n_epoch", "null"]
@@ -120,7 +120,7 @@ def test_every_recipe_has_a_tiny_run():
 
 @pytest.mark.parametrize("layout", ["contiguous", "chunked"])
 def test_a_billion_on_several_gpus(cli, layout):
-    """The two lines of options in the head of the recipe are options."""
+    """The two lines of options in the head of the recipe are valid."""
     head = (RECIPES[0].parent / "billion.yaml").read_text()
     lines = [line.removeprefix("#").split() for line in head.splitlines() if line.startswith("#   --trainer.devices")]
     assert len(lines) == 2
@@ -134,20 +134,20 @@ def test_a_billion_on_several_gpus(cli, layout):
 
 @pytest.mark.parametrize("name", TINY_RUNS)
 def test_runs_tiny(cli, tmp_path, name):
-    """Two steps and a validation, a loss that is a number, and no advice to average what is of all ranks already."""
+    """Two steps and a validation with a finite loss, and no advice to average values that are already averaged."""
     chosen = random.Random(0)
     (tmp_path / "genome.fa").write_text(">one\n" + "".join(chosen.choice("ACGT") for _ in range(4000)) + "\n")
     write_synthetic_slides(tmp_path / "slides", slides=10, tiles=(5, 20), features=8)
     trainer = ["--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--trainer.log_every_n_steps", "1"]
     trainer += ["--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--trainer.devices", "1"]
     warning_cache.clear()  # Lightning gives each advice once a process
-    with warnings.catch_warnings(record=True) as given:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = cli("fit", "--config", f"{name}.yaml", *TINY_RUNS[name], *trainer)
         warnings.warn("the last of those that are recorded", stacklevel=1)
     assert result.code == 0, result.err[-2000:]
-    assert "the last of those" in str(given[-1].message)
-    assert not [x for x in given if "sync_dist" in str(x.message) or "LeafSpec" in str(x.message)]
+    assert "the last of those" in str(caught[-1].message)
+    assert not [x for x in caught if "sync_dist" in str(x.message) or "LeafSpec" in str(x.message)]
     (table,) = (tmp_path / "runs" / name).rglob("metrics.csv")
     rows = list(csv.DictReader(table.open()))
     losses = {key: [float(r[key]) for r in rows if r.get(key)] for key in ("train_loss", "val_loss")}
@@ -225,9 +225,9 @@ def test_package_finds_the_recipes_of_the_checkout():
 
 
 # -- layers and positions ------------------------------------------------------------------------------------------------
-def fitted(cli, *more):
-    """The hyperparameters that a tiny fit saved, and its warnings."""
-    result = cli("fit", *TINY, *more)
+def fitted(cli, *options):
+    """Return the hyperparameters that a tiny fit saved, and its warnings."""
+    result = cli("fit", *TINY, *options)
     assert result.code == 0, result.err
     (last,) = result.folder.rglob("last.ckpt")
     saved = torch.load(last, weights_only=True)["hyper_parameters"]
@@ -242,7 +242,7 @@ def test_a_pattern_for_each_layer(cli):
 
 
 def test_positions_are_made_for_the_data(cli):
-    """The data's length is the model's, unless the recipe states one of its own; it is in the checkpoint and stays there."""
+    """The model takes the data's length, unless the recipe sets its own; the checkpoint keeps it."""
     saved, said, last = fitted(cli)
     assert saved["max_seq_len"] == int(DATA[DATA.index("--data.seq_len") + 1]) and "rotary_base" not in said
     shorter = cli("validate", *TINY, "--data.seq_len", "32", "--ckpt_path", str(last))
@@ -255,7 +255,7 @@ def test_a_length_of_its_own(cli):
 
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
 def test_a_checkpoint_of_the_usual_base_keeps_it(kind, tmp_path):
-    """A model that was made without a length, and evaluated by a recipe whose data have one."""
+    """A model made without a length, evaluated by a recipe with data of some length."""
     model = kind(DilatedPattern.dense(), dim=16, depth=2, num_heads=4)
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=0)
     trainer.strategy.connect(model)

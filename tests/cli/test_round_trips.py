@@ -1,4 +1,4 @@
-"""What a `fit` of the command line writes is read again, by the command line and by `load_from_checkpoint`."""
+"""The command line and `load_from_checkpoint` can read every file that `fit` writes."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.full
 
 
 class Doubles(ld.LongNetLM):
-    """A subclass of the user's own, which the program imported, with an argument of its own."""
+    """A user's subclass, imported by the program, with an argument of its own."""
 
     def __init__(self, *args, scale: float = 2.0, rows: list[int] | None = None, **options) -> None:
         super().__init__(*args, **options)
@@ -50,8 +50,8 @@ def test_a_fit_is_read_again(cli, name):
         assert torch.equal(model.eval()(tokens), again.eval()(tokens))
     validated = cli("validate", *DATA, "--ckpt_path", last)
     assert validated.code == 0, validated.err[-2000:]
-    more = cli("fit", *TINY, *CASES[name], "--trainer.max_steps", "4", "--ckpt_path", last)
-    assert more.code == 0, more.err[-2000:]
+    result = cli("fit", *TINY, *CASES[name], "--trainer.max_steps", "4", "--ckpt_path", last)
+    assert result.code == 0, result.err[-2000:]
 
 
 def test_a_subclass_of_the_users_own_is_read_again(cli):

@@ -1,4 +1,4 @@
-"""`lightning-dilated score`: rows equal to logits by hand, every kind of variant, and errors before anything is computed."""
+"""`lightning-dilated score`: rows equal hand-made logits, every kind of variant, and errors before any computation."""
 
 import csv
 import gzip
@@ -23,7 +23,7 @@ def other(base, by=1):
     return LETTERS[(LETTERS.index(base) + by) % 4]
 
 
-#: a record of 200 bases, and one of 20 that is shorter than a window
+#: a record of 200 bases, and one of 20, shorter than a window
 SNV = f"one 101 rs1 {ONE[100]} {other(ONE[100])},{other(ONE[100], 2)}"
 LINES = [
     SNV,
@@ -98,9 +98,9 @@ def test_every_kind_of_variant(cli, folder, kind):
             ]
             assert rows[1]["ref_bases"] == rows[1]["alt_bases"] == "31.0"
         else:
-            seen = reference.clone()
-            seen[0, 15] = model.mask_token
-            log = model.eval()(seen)[0, 15].double().log_softmax(-1)
+            masked = reference.clone()
+            masked[0, 15] = model.mask_token
+            log = model.eval()(masked)[0, 15].double().log_softmax(-1)
             by_hand = [float(log[x[0, 15]]) for x in (reference, alternative)]
             assert rows[1]["ref_bases"] == "1.0" and rows[2]["ref_bases"] == "2.0"
             assert rows[3]["ref_bases"] == rows[3]["alt_bases"] == "19.0"  # three bases, and eight on both sides
@@ -110,7 +110,7 @@ def test_every_kind_of_variant(cli, folder, kind):
 
 @pytest.mark.parametrize("kind", ["LongNetLM", "LongNetMLM"])
 def test_strands(cli, folder, kind):
-    """Both are the mean; and the other strand of a genome that is turned round, with its variants, is this one."""
+    """Both strands are averaged; the other strand of a reversed genome with reversed variants equals this one."""
     scores = {}
     for strands in ("forward", "reverse", "both"):
         result = cli("score", "--ckpt_path", kind, *ARGUMENTS, "--strands", strands, "--window", 21)

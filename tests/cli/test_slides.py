@@ -38,7 +38,7 @@ def written(result):
 
 
 def test_embeddings_of_a_folder(cli, here):
-    """From released weights, without labels, a checkpoint or Python; and maps of attention with one option more."""
+    """From released weights, without labels, checkpoint or Python; one more option adds maps of attention."""
     torch.save({"model": encoder(**SIZES, dtype=torch.float32).released_state_dict()}, here / "slide_encoder.pth")
     maps = ["--trainer.callbacks", "lightning_dilated.callbacks.AttentionWriter"]
     result = cli("predict", *MODEL, *DATA, *QUIET, "--model.pretrained", "slide_encoder.pth", *maps)
@@ -63,16 +63,16 @@ def test_predictions_of_a_checkpoint(cli, here):
     fit = cli("fit", *MODEL, *task, *DATA[:4], *labels, *QUIET, "--trainer.max_steps", "1")
     assert fit.code == 0, fit.err[-2000:]
     (ckpt,) = here.rglob("*.ckpt")
-    for given in (labels, []):
-        rows = written(cli("predict", *DATA, *QUIET, *given, "--ckpt_path", ckpt))
-        names = ["index", "slide_id", *(["label"] if given else []), "prediction", "prediction_class"]
+    for label_options in (labels, []):
+        rows = written(cli("predict", *DATA, *QUIET, *label_options, "--ckpt_path", ckpt))
+        names = ["index", "slide_id", *(["label"] if label_options else []), "prediction", "prediction_class"]
         assert list(rows[0]) == [*names, "probability_0", "probability_1"] and [r["slide_id"] for r in rows] == [
             f"slide_{i:03}" for i in range(5)
         ]
         for row in rows:
             scores = float(row["probability_0"]), float(row["probability_1"])
             assert sum(scores) == pytest.approx(1) and int(row["prediction"]) == (scores[1] > scores[0])
-            assert row["prediction_class"] == row["prediction"]  # the words of the csv are 0 and 1
+            assert row["prediction_class"] == row["prediction"]  # the csv has 0 and 1
 
 
 def test_fit_without_a_slide_to_train_on(cli, here):
@@ -82,7 +82,7 @@ def test_fit_without_a_slide_to_train_on(cli, here):
 
 
 def test_fit_on_tile_numbers(cli, here):
-    """Files that say nothing, as CLAM's: the model's tile_size tells what is wrong, before a step is made."""
+    """Files without a unit, such as CLAM's: the model's tile_size reveals the error before a step is made."""
     for path in (here / "slides").glob("*.h5"):
         with h5py.File(path, "r+") as file:
             coords = file["coords"][()] // 256
@@ -94,7 +94,7 @@ def test_fit_on_tile_numbers(cli, here):
 
 
 def test_an_external_cohort_of_one_class_and_a_table_of_intervals(cli, here):
-    """The cohort takes the checkpoint's classes; `test` writes metrics with intervals, which `folds` sums up."""
+    """The cohort takes the checkpoint's classes; `test` writes metrics with intervals, which `folds` averages."""
     task = ["--model.task", "classification", "--model.num_classes", "2", "--model.class_weights", "balanced"]
     words = {i: ("tumor", "normal")[i % 2] for i in range(5)}
     for name, chosen in (("all", words), ("ext", dict.fromkeys(words, "tumor"))):

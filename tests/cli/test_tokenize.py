@@ -1,4 +1,4 @@
-"""`tokenize`, then `fit` with what it printed, then `generate` in text; and what they refuse."""
+"""`tokenize`, then `fit` with the options that it printed, then `generate` in text; and their errors."""
 
 import io
 import shlex
@@ -25,24 +25,23 @@ PATTERN = ["--model.pattern", '{"segment_lengths": [16, 64], "dilation_rates": [
 
 
 def trained(kind: str = "bytes", size: int = V) -> "tokenizers.Tokenizer":
-    made = tokenizers.Tokenizer(models.BPE(unk_token=None if kind == "bytes" else "<unk>"))
+    bpe = tokenizers.Tokenizer(models.BPE(unk_token=None if kind == "bytes" else "<unk>"))
     split, decoder = (
         (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
         if kind == "bytes"
         else (pre_tokenizers.Metaspace(), decoders.Metaspace())
     )
-    made.pre_tokenizer, made.decoder = split, decoder
+    bpe.pre_tokenizer, bpe.decoder = split, decoder
     alphabet = pre_tokenizers.ByteLevel.alphabet() if kind == "bytes" else []
     special = [END] if kind == "bytes" else [END, "<unk>"]
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator([SENTENCE * 3], trainer)
-    return made
+    bpe.train_from_iterator([SENTENCE * 3], trainer)
+    return bpe
 
 
 def write(folder: Path) -> None:
-    """A tokenizer and two texts."""
     trained().save(str(folder / "tokenizer.json"))
     (folder / "a.txt").write_text(SENTENCE * 60)
     (folder / "b.txt").write_text(SENTENCE[::-1] * 20)
@@ -53,22 +52,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Result]:
     """`tokenize`, and `fit` with the arguments that it printed, on the quickstart at a tiny size."""
     folder = tmp_path_factory.mktemp("tokens")
     write(folder)
-    told = run_in(folder, "tokenize", "--tokenizer", "tokenizer.json", "--out", "train.bin", "a.txt", "b.txt")
-    assert told.code == 0, told.err
-    arguments = shlex.split(told.out.splitlines()[-1].removeprefix("train on it: "))
+    result = run_in(folder, "tokenize", "--tokenizer", "tokenizer.json", "--out", "train.bin", "a.txt", "b.txt")
+    assert result.code == 0, result.err
+    arguments = shlex.split(result.out.splitlines()[-1].removeprefix("train on it: "))
     sizes = ["--model.dim", "16", "--model.depth", "1", *PATTERN, *SIZES, *TRAINER]
     fitted = run_in(folder, "fit", "--config", "quickstart.yaml", *arguments, *sizes)
-    return told, fitted
+    return result, fitted
 
 
 CKPT = Path("runs") / "quickstart" / "version_0" / "checkpoints" / "last.ckpt"
 
 
 def test_what_is_printed_trains(made):
-    told, fitted = made
-    tokens = (told.folder / "train.bin").stat().st_size // 2
-    size = sum((told.folder / name).stat().st_size for name in ("a.txt", "b.txt"))
-    first, second, _ = told.out.splitlines()
+    result, fitted = made
+    tokens = (result.folder / "train.bin").stat().st_size // 2
+    size = sum((result.folder / name).stat().st_size for name in ("a.txt", "b.txt"))
+    first, second, _ = result.out.splitlines()
     assert first == f"train.bin: {tokens:,} tokens (uint16) of 2 files, 2 documents"
     assert second == f"bytes per token: {size / tokens:.4f} ({size:,} bytes of text)"
     assert fitted.code == 0, fitted.err[-2000:]
@@ -102,7 +101,7 @@ def test_generate_prints_text(made):
 
 
 def test_recipe_generates_tokens(made):
-    """generate.yaml beside a tokenizer; its number of bytes is that of tokens then."""
+    """With a tokenizer, the number of bytes in generate.yaml counts tokens."""
     options = ("--config", "generate.yaml", "--ckpt_path", str(CKPT), "--tokenizer", "tokenizer.json")
     result = run_in(made[0].folder, "generate", *options, "--prompt", "fox", "--max_new_tokens", "5")
     assert result.code == 0 and result.out.startswith("fox")
@@ -194,15 +193,15 @@ def test_tokenize_refuses(made, name):
 @pytest.mark.parametrize("command", ["tokenize", "generate"])
 def test_without_the_library(made, monkeypatch, command):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    rest = {"tokenize": ["--out", "x.bin", "a.txt"], "generate": ["--ckpt_path", str(CKPT), "--prompt", "a"]}[command]
-    result = run_in(made[0].folder, command, "--tokenizer", "tokenizer.json", *rest)
+    args = {"tokenize": ["--out", "x.bin", "a.txt"], "generate": ["--ckpt_path", str(CKPT), "--prompt", "a"]}[command]
+    result = run_in(made[0].folder, command, "--tokenizer", "tokenizer.json", *args)
     assert (result.code, result.out) == (2, "") and "pip install 'lightning-dilated[tokenizers]'" in result.err
 
 
 @pytest.mark.parametrize("kind", ["bytes", "marked"])
 @pytest.mark.parametrize("prompt", ["The fox", "東", "naps; "])
 def test_text_as_it_comes_is_the_text(kind, prompt):
-    """Characters of several tokens come when they are whole, spaces as they are inside a text."""
+    """Characters of several tokens are printed when they are complete, spaces as inside a text."""
     tokenizer = trained(kind)
     ids = tokenizer.encode(prompt).ids
     tokens = tokenizer.encode(SENTENCE * 2 + END + SENTENCE).ids

@@ -1,4 +1,4 @@
-"""The tokenizer of the data lies in the checkpoint, and in folders made of it; generate takes it from there."""
+"""The tokenizer of the data is saved in the checkpoint and in exported folders, where generate reads it."""
 
 import json
 
@@ -41,7 +41,7 @@ data:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder in which a model was trained on conversations."""
+    """A folder with a model trained on conversations."""
     path = tmp_path_factory.mktemp("chat")
     write(path / "chats.jsonl", chats(20))
     tokenizer_json(path)

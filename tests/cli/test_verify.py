@@ -1,4 +1,4 @@
-"""`verify`: agrees on this machine, says which check differs and exits with 1, and waits for no rank that died."""
+"""`verify`: passes on this machine, names a check that differs and exits with 1, and does not wait for a dead rank."""
 
 import os
 import time
@@ -47,13 +47,13 @@ def test_four_ranks_agree_on_everything(cli):
 
 
 def test_a_wrong_rank_is_told(cli, monkeypatch):
-    """What two ranks would have sent, but for one gradient of one call."""
+    """One gradient of one call differs from what two ranks would have sent."""
 
     def two_ranks(ranks, job, checks, **options):
         halves = [list(range(31)), list(range(31, 61))]
-        found = [[(at, part(c, at)) for c in checks] for at in halves]
-        found[1][3][1]["dk"][0, 5] += 1e-3
-        return found
+        parts = [[(at, part(c, at)) for c in checks] for at in halves]
+        parts[1][3][1]["dk"][0, 5] += 1e-3
+        return parts
 
     monkeypatch.setattr(verify, "run_ranks", two_ranks)
     result = cli("verify", "--devices", 2, "--quick", "--device", "cpu")
@@ -63,7 +63,7 @@ def test_a_wrong_rank_is_told(cli, monkeypatch):
 
 
 def part(check, at):
-    """A rank's results, out of one rank's."""
+    """Return a rank's results, cut from one rank's."""
     want = by_definition(check)
     if check.pattern == "LongNetLM":
         return {"loss": want["loss"].clone(), "gradients": want["gradients"] / 2}
@@ -95,37 +95,37 @@ def test_refused(cli, name):
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
 def add(rank, name, amount):
-    """A change of one value that a rank found."""
+    """Return a change of one value of a rank."""
 
-    def change(found):
-        found[rank][1][name].view(-1)[5 if name != "loss" else 0] += amount
+    def change(parts):
+        parts[rank][1][name].view(-1)[5 if name != "loss" else 0] += amount
 
     return change
 
 
 CHANGES = {
-    "nothing": (CALL, lambda found: None, True),
+    "nothing": (CALL, lambda parts: None, True),
     "rounding": (CALL, add(0, "out", 1e-13), True),
     "one value": (CALL, add(1, "dq", 1e-6), False),
     "nan": (CALL, add(1, "dv", torch.nan), False),
-    "other rows": (CALL, lambda found: found[0][1].update(out=found[0][1]["out"].roll(1, 1)), False),
-    "a rank missing": (CALL, lambda found: found.pop(), False),
-    "positions twice": (CALL, lambda found: found.append(found[0]), False),
-    "a row missing": (CALL, lambda found: found[1][1].update(dk=found[1][1]["dk"][:, :-1]), False),
-    "step": (STEP, lambda found: None, True),
+    "other rows": (CALL, lambda parts: parts[0][1].update(out=parts[0][1]["out"].roll(1, 1)), False),
+    "a rank missing": (CALL, lambda parts: parts.pop(), False),
+    "positions twice": (CALL, lambda parts: parts.append(parts[0]), False),
+    "a row missing": (CALL, lambda parts: parts[1][1].update(dk=parts[1][1]["dk"][:, :-1]), False),
+    "step": (STEP, lambda parts: None, True),
     "loss of one rank": (STEP, add(1, "loss", 1e-3), False),
     "no loss": (STEP, add(0, "loss", torch.nan), False),
-    "gradients averaged": (STEP, lambda found: found[0][1].update(gradients=found[0][1]["gradients"] / 2), False),
+    "gradients averaged": (STEP, lambda parts: parts[0][1].update(gradients=parts[0][1]["gradients"] / 2), False),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_compare(name, capsys):
-    """Two ranks' parts after a change."""
+    """Compare two ranks' parts after a change."""
     check, change, agrees = CHANGES[name]
-    found = [(at, part(check, at)) for at in (list(range(31)), list(range(31, 61)))]
-    change(found)
-    verdict = compare(check, by_definition(check), found)
+    parts = [(at, part(check, at)) for at in (list(range(31)), list(range(31, 61)))]
+    change(parts)
+    verdict = compare(check, by_definition(check), parts)
     assert verdict.agrees == agrees, verdict
     assert verify.report([verdict]) == (0 if agrees else 1)
     assert ("DIFFERS" in capsys.readouterr().out) != agrees
@@ -138,7 +138,7 @@ def test_nothing_compared_is_no_agreement(capsys):
 def test_errors_are_relative_and_by_dtype():
     assert Verdict(CALL, dict.fromkeys(CALL.names, 1e-11)).agrees
     assert not Verdict(CALL, dict.fromkeys(CALL.names, 1e-9)).agrees
-    assert not Verdict(CALL, {"out": 0.0}).agrees  # the others were not found
+    assert not Verdict(CALL, {"out": 0.0}).agrees  # the others are missing
     single = Check("ragged", 61, dtype="float32")
     verdict = compare(single, by_definition(single), [(list(range(61)), alone(single, "cpu"))])
     assert verdict.agrees and max(verdict.errors.values()) > 1e-9
@@ -146,7 +146,7 @@ def test_errors_are_relative_and_by_dtype():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_matrix(ranks):
-    """Everything that the brief of the command names is in it, and butterflies only where they serve."""
+    """It has all calls that the command's brief names, and butterflies only where they serve."""
     checks = matrix(ranks, ["float64"])
     assert {c.exchange for c in checks} == {"gather", "ring", "switch", "butterfly", "auto"}
     assert {c.head_size for c in checks if c.pattern == "one head"} == set(range(1, ranks + 1)) - {3}
@@ -158,7 +158,7 @@ def test_matrix(ranks):
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 def troubled(rank, device, kind):
-    """Rank 1 gets into trouble after a result, and the others wait for it."""
+    """Rank 1 fails after a result, and the others wait for it."""
     yield rank
     if rank == 1 and kind == "dies":
         os._exit(7)
@@ -178,6 +178,6 @@ TROUBLE = {
 def test_trouble(forked_ranks, kind):
     timeout, says = TROUBLE.get(kind, (100.0, "rank 1 raised ValueError: bad luck"))
     begin = time.monotonic()
-    with pytest.raises(RanksFailed) as told:
+    with pytest.raises(RanksFailed) as error:
         run_ranks(2, troubled, kind, timeout=timeout)
-    assert says in str(told.value) and time.monotonic() - begin < 60, told.value
+    assert says in str(error.value) and time.monotonic() - begin < 60, error.value

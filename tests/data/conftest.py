@@ -1,4 +1,4 @@
-"""Files for the tests: random bytes for the Trainer runs, a real genome, slides; and a record of what is read."""
+"""Files for the tests: random bytes for the Trainer runs, a real genome, slides; and a record of all reads."""
 
 import gzip
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def lambda_virus(tmp_path: Path) -> str:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """12 slides; labels.csv beside them. Read only."""
+    """12 slides with labels.csv. Read only."""
     path = tmp_path_factory.mktemp("slides")
     write_synthetic_slides(path, slides=12, tiles=(5, 30), features=4, classes=3)
     return str(path)

@@ -1,4 +1,4 @@
-"""A small recording model and the Trainer runs in which the data tests stop and resume it."""
+"""A small recording model, and the Trainer runs that the data tests stop and resume."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ BATCHES = 5  # of 2 samples; one sample is left out in each epoch
 
 
 class Recorder(pl.LightningModule):
-    """Writes down what it is given, as tuples (batch_idx, sample indices), and how often it validated."""
+    """Records its inputs as tuples (batch_idx, sample indices), and how often it validated."""
 
     def __init__(self, crash_at: int | None = None, ask_for_steps: bool = False) -> None:
         super().__init__()

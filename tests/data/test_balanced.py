@@ -1,4 +1,4 @@
-"""Balanced draws: every class and every sample of a class equally often, on any number of ranks, from any position."""
+"""Balanced draws: every class and every sample of a class equally often, on any ranks, from any position."""
 
 import itertools
 from collections import Counter
@@ -44,7 +44,7 @@ def test_draws_are_equal(classes, count, seed):
 
 
 def test_no_place_tells_its_class():
-    """The order of classes within a round is random, and the order of samples is another one each time round."""
+    """The order of classes within a round is random, and each round has another order of samples."""
     order = epochs(sampler([0] * 30 + [1] * 10), 1)[0]
     first = [int(i >= 30) for i in order[::2]]
     assert 3 < sum(first) < 17
@@ -84,8 +84,8 @@ def test_resumed_on_another_number_of_ranks(stop):
     ranks = [loader(classes, 2, rank, batch_size=1) for rank in range(2)]
     for rank in ranks:
         rank.load_state_dict(state)
-    rest = [sorted(a + b) for a, b in zip(*map(batches, ranks), strict=True)]
-    assert rest == [sorted(x) for x in whole[0][stop:]]
+    remaining = [sorted(a + b) for a, b in zip(*map(batches, ranks), strict=True)]
+    assert remaining == [sorted(x) for x in whole[0][stop:]]
 
 
 def test_a_state_of_the_other_sampling_is_refused():

@@ -1,4 +1,4 @@
-"""The bigram baseline against a plain loop, on exactly the pairs that a split's loader serves."""
+"""The bigram baseline equals a plain loop over exactly the pairs that a split's loader serves."""
 
 import math
 from itertools import pairwise

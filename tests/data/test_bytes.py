@@ -21,7 +21,7 @@ from ..examples import examples
 
 
 def write(folder: Path, size: int, seed: int = 0) -> tuple[str, np.ndarray]:
-    """A directory of three files of `size` bytes in all, and those bytes."""
+    """Write a directory of three files with `size` bytes in all. Return it and the bytes."""
     values = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
     for name, part in zip("abc", np.array_split(values, 3), strict=True):
         (folder / name).write_bytes(part.tobytes())
@@ -184,15 +184,15 @@ def test_just_enough_data(tmp_path: Path, size: int) -> None:
 
 
 class Ranked(pl.Trainer):
-    """A Trainer whose strategy says that this is one of several ranks."""
+    """A Trainer with a strategy that claims to be one of several ranks."""
 
     distributed_sampler_kwargs: dict[str, int] | None = None
 
     @classmethod
     def make(cls, rank: int, replicas: int) -> "Ranked":
-        made = cls(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
-        made.distributed_sampler_kwargs = {"rank": rank, "num_replicas": replicas}
-        return made
+        runner = cls(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+        runner.distributed_sampler_kwargs = {"rank": rank, "num_replicas": replicas}
+        return runner
 
 
 @pytest.mark.parametrize("device, given, pins", [("cuda", None, True), ("cuda", False, False), ("cpu", None, False)])
@@ -265,7 +265,7 @@ def test_all_loaders_in_a_trainer(tmp_path: Path, share: float) -> None:
     model, runner = Collector(), trainer()
     runner.fit(model, module)  # without a validation split it trains all the same
     for run in (runner.test, runner.predict):
-        # but asked for by name, a split that is left out is an error and not an empty success
+        # a missing split that is requested by name is an error, not an empty success
         with nullcontext() if share else pytest.raises(ValueError, match=r"no test split.*data\.test_fraction is 0"):
             run(model, module)
     assert len(model.seen["train"]) == (28 if share else 48)
@@ -283,13 +283,13 @@ def test_overfit_batches(tmp_path: Path) -> None:
 
 def test_reloaded_loaders_go_on_with_the_next_epoch(tmp_path: Path) -> None:
     folder, _ = write(tmp_path, 500)
-    seen = []
+    batches = []
     for options in ({}, {"reload_dataloaders_every_n_epochs": 1}):
         model = Collector()
         trainer(max_epochs=3, **options).fit(model, ByteDataModule(folder, seq_len=10, batch_size=2))
-        seen.append(model.seen["train"])
-    assert seen[0] == seen[1]
-    assert len(set(map(tuple, (seen[0][:44], seen[0][44:88], seen[0][88:])))) == 3
+        batches.append(model.seen["train"])
+    assert batches[0] == batches[1]
+    assert len(set(map(tuple, (batches[0][:44], batches[0][44:88], batches[0][88:])))) == 3
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -315,7 +315,7 @@ def test_default_corpus() -> None:
 
 @pytest.mark.parametrize("strategy", ["auto", "ring_dilated"])
 def test_no_validation_is_no_warning(tmp_path, strategy):
-    """Lightning would say that the total length of a list, or of what wraps it, is zero."""
+    """Lightning would warn that the total length of a list, or of its wrapper, is zero."""
     data = ByteDataModule(write(tmp_path, 300)[0], seq_len=10, val_fraction=0, test_fraction=0)
     model = ld.LongNetLM(ld.DilatedPattern.dense(), dim=8, depth=1, num_heads=1)
     quiet = {

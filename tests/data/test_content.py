@@ -1,4 +1,4 @@
-"""Fingerprints of content: files of equal names and sizes that hold something else are noticed when a run goes on."""
+"""Fingerprints of content: a resumed run detects files of equal names and sizes with other content."""
 
 import os
 import re
@@ -78,7 +78,7 @@ def state_of(module: SplitDataModule) -> dict:
 def test_equal_sizes_with_other_content_are_refused(tmp_path, name):
     make = KINDS[name]
     state = state_of(make(tmp_path, 0))
-    make(tmp_path, 0).train_dataloader().load_state_dict(state)  # written anew with equal content
+    make(tmp_path, 0).train_dataloader().load_state_dict(state)  # rewritten with equal content
     (tmp_path / "b").mkdir()
     sizes = {p.name: p.stat().st_size for p in tmp_path.iterdir()}
     other = make(tmp_path, 1).train_dataloader()
@@ -89,7 +89,7 @@ def test_equal_sizes_with_other_content_are_refused(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["bytes", "tokens", "features"])
 def test_checkpoints_that_tell_of_names_and_sizes_only(tmp_path, name):
-    """Those of earlier versions: their part is compared, and a warning says that content is not."""
+    """Earlier versions wrote these: their part is compared, and a warning says that content is not."""
     make = KINDS[name]
     state = state_of(make(tmp_path, 0))
     early = {**state, "fingerprint": state["fingerprint"].split(MARK)[0]}
@@ -104,10 +104,10 @@ def test_checkpoints_that_tell_of_names_and_sizes_only(tmp_path, name):
 
 
 def test_the_first_part_is_that_of_earlier_versions(tmp_path):
-    """Recorded before content was part of fingerprints."""
-    found = some_bytes(tmp_path, 0).dataset("train").fingerprint()
-    assert re.fullmatch(r"16009a3b5dc805b6, 99 sequences from byte 0; content [0-9a-f]{16}", found)
-    in_files = slides(tmp_path, 0, order="file")  # the default then
+    """The expected values were recorded before content was part of fingerprints."""
+    fingerprint = some_bytes(tmp_path, 0).dataset("train").fingerprint()
+    assert re.fullmatch(r"16009a3b5dc805b6, 99 sequences from byte 0; content [0-9a-f]{16}", fingerprint)
+    in_files = slides(tmp_path, 0, order="file")  # the default of that version
     assert in_files.dataset("train").fingerprint().startswith("0195a3979bc34a0e; content ")
 
 
@@ -122,7 +122,7 @@ def test_attention_written_into_a_slide_changes_nothing(tmp_path):
 def test_a_large_file_is_looked_at_in_blocks(tmp_path):
     path, size = tmp_path / "a", 100 * BLOCK + 17
     path.write_bytes(bytes(size))
-    before, found = files_digest([str(path)]), 0
+    before, noticed = files_digest([str(path)]), 0
     for at in (0, BLOCK - 1, size - 1, size - BLOCK, *block_starts(size)):
         with open(path, "r+b") as file:
             file.seek(at)
@@ -130,7 +130,7 @@ def test_a_large_file_is_looked_at_in_blocks(tmp_path):
         assert files_digest([str(path)]) != before
         path.write_bytes(bytes(size))
     read = sum(min(BLOCK, size - start) for start in block_starts(size))
-    assert read == BLOCK * BLOCKS and files_digest([str(path)]) == before and not found
+    assert read == BLOCK * BLOCKS and files_digest([str(path)]) == before and not noticed
 
 
 @given(st.integers(0, 20 * BLOCK * BLOCKS))
@@ -143,9 +143,9 @@ def test_blocks_begin_in_the_file_and_reach_its_end(size):
 
 @given(st.integers(0, 10_000), st.integers(2, 50))
 def test_spread(count, most):
-    found = spread(count, most)
-    assert len(found) == min(count, most) and found == sorted(set(found))
-    assert not count or (found[0] == 0 and found[-1] == count - 1)
+    spread_positions = spread(count, most)
+    assert len(spread_positions) == min(count, most) and spread_positions == sorted(set(spread_positions))
+    assert not count or (spread_positions[0] == 0 and spread_positions[-1] == count - 1)
 
 
 def test_many_files_are_looked_into_evenly(tmp_path, monkeypatch):
@@ -161,9 +161,9 @@ def test_many_files_are_looked_into_evenly(tmp_path, monkeypatch):
 
 
 def test_what_is_served_is_not_what_is_sampled(tmp_path):
-    """Looking for a fingerprint is no reading of the data: `bytes_read` counts what a rank reads."""
+    """A fingerprint does not count as reading: `bytes_read` counts a rank's samples."""
     data = some_bytes(tmp_path, 0)
     data.dataset("train").fingerprint()
     assert data.stream.bytes_read == 0
     os.remove(tmp_path / "a.txt")
-    assert data.dataset("train").fingerprint()  # kept
+    assert data.dataset("train").fingerprint()  # cached

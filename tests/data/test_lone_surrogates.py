@@ -1,4 +1,4 @@
-"""Half a character in a text, such as a cut emoji's escape in JSON: U+FFFD stands in its place, in every reader."""
+"""Half a character in a text, such as a cut emoji's escape in JSON: every reader replaces it by U+FFFD."""
 
 import json
 

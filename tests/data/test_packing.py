@@ -1,4 +1,4 @@
-"""Packs of samples: what they hold, that they are the same on any number of ranks, and runs that stop and go on."""
+"""Packs of samples: their contents, equality on any number of ranks, and runs that stop and resume."""
 
 import itertools
 from pathlib import Path
@@ -60,14 +60,14 @@ def test_ranks_share_the_packs_of_one(tmp_path, ranks, consumed_packs):
     for drop_last in (False, True):
         each = [packs(data, 16, ranks, rank, consumed, drop_last=drop_last) for rank in range(ranks)]
         dealt = [pack for round in itertools.zip_longest(*each) for pack in round if pack is not None]
-        rest = one[consumed_packs:]
-        assert dealt == (rest[: len(rest) // ranks * ranks] if drop_last else rest)
+        remaining = one[consumed_packs:]
+        assert dealt == (remaining[: len(remaining) // ranks * ranks] if drop_last else remaining)
         sampler = PackingSampler(PackedSamples(data, 16), ranks, 0, drop_last=drop_last)
         assert len(sampler) == (len(one) // ranks if drop_last else -(-len(one) // ranks))
 
 
 def test_documents_are_whole(tmp_path):
-    """Long ones in pieces of seq_len, each with its next token; no label crosses an end."""
+    """Long documents are cut into pieces of seq_len, each with its next token; no label crosses a document's end."""
     module = documents(tmp_path)
     tokens = np.load(tmp_path / "tokens.npy").astype(int)
     data = module.dataset("train")
@@ -110,7 +110,7 @@ def test_genomes_have_short_records_and_rests(tmp_path):
     assert [data.length_of(i) for i in range(7)] == data.lengths.tolist()
     flip = dict(zip("ACGT", (3, 2, 1, 0), strict=True))
     assert data[2]["tokens"].tolist() == [flip[x] for x in reversed(records["r0"][20:])]
-    # the next base of that strand lies before the window
+    # the next base of that strand is before the window
     assert data[2]["labels"].tolist() == [flip[x] for x in reversed(records["r0"][19:24])]
     assert data[3]["labels"].tolist() == [*(flip[x] for x in reversed(records["r1"][:3])), -100]
     # the last base of 21 is a label only; the record of 1 base is left out
@@ -140,7 +140,7 @@ def test_a_rank_reads_its_part(folder, tmp_path, ranks, layout):
 def test_packed_slides_hold_the_padded_ones(folder):
     options = {"labels_csv": f"{folder}/labels.csv", "val_fraction": 0, "test_fraction": 0, "pack_tokens": 60}
     module = SlideDataModule(folder, **options)
-    seen = []
+    indices = []
     for batch in module.train_dataloader():
         bounds = batch["cu_seqlens"]
         assert bounds.dtype == torch.int32 and bounds[-1] == batch["features"].shape[1] <= 60
@@ -149,12 +149,12 @@ def test_packed_slides_hold_the_padded_ones(folder):
             sample = module.dataset("train")[int(batch["index"][i])]
             assert torch.equal(batch["features"][0, a:b], sample["features"])
             assert (batch["label"][i], batch["slide_id"][i]) == (sample["label"], sample["slide_id"])
-        seen += batch["index"].tolist()
-    assert sorted(seen) == list(range(12)) and len(module.train_dataloader()) < 12
+        indices += batch["index"].tolist()
+    assert sorted(indices) == list(range(12)) and len(module.train_dataloader()) < 12
 
 
 class Marked(Dataset):
-    """Samples of 2, 4 and 3 tokens with a mask over them, and a vector of each."""
+    """Samples of 2, 4 and 3 tokens with a mask over them, and a vector each."""
 
     lengths = np.array([2, 4, 3])
 
@@ -221,15 +221,15 @@ def test_more_ranks_than_packs(tmp_path):
 
 @pytest.mark.parametrize(("before", "batches", "after"), [(2, 2, 1), (1, 2, 2), (3, 1, 2)])
 def test_a_position_is_taken_over_by_other_ranks(tmp_path, before, batches, after):
-    """What so many ranks used up is a run of packs from the epoch's beginning; others go on behind it."""
+    """The packs that the ranks used up are the first ones of the epoch; the new ranks continue after them."""
 
     def loaders(ranks):
-        made = []
+        created = []
         for rank in range(ranks):
             module = documents(tmp_path)
             module._replica = lambda rank=rank: (rank, ranks)
-            made.append(module.train_dataloader())
-        return made
+            created.append(module.train_dataloader())
+        return created
 
     def served(loader, count=None):
         return [tuple(batch["index"].tolist()) for batch in itertools.islice(loader, count)]
@@ -239,17 +239,17 @@ def test_a_position_is_taken_over_by_other_ranks(tmp_path, before, batches, afte
     used = [pack for step in zip(*(packs for _, packs in first), strict=True) for pack in step]
     states = [loader.state_dict() for loader, _ in first]
     assert used == whole[: batches * before] and all(state == states[0] for state in states)
-    rest = []
+    remaining = []
     for loader in loaders(after):
         loader.load_state_dict(states[0])
-        rest.append(served(loader))
+        remaining.append(served(loader))
     want = whole[batches * before :]
-    assert [pack for step in zip(*rest, strict=True) for pack in step] == want[: len(want) // after * after]
+    assert [pack for step in zip(*remaining, strict=True) for pack in step] == want[: len(want) // after * after]
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 def epochs(data, budget=16, seed=3):
-    """The packs of each epoch, without end."""
+    """Yield the packs of each epoch, without end."""
     for epoch in itertools.count():
         sampler = PackingSampler(PackedSamples(data, budget), seed=seed)
         sampler.restore(epoch, 0)
@@ -257,7 +257,7 @@ def epochs(data, budget=16, seed=3):
 
 
 def test_each_epoch_has_its_own_number_of_batches(tmp_path):
-    """Lightning reads the length of the loader once; the samples left over would be lost, or validation skipped."""
+    """Lightning reads the length of the loader once; samples would be lost, or validation skipped."""
     module = documents(tmp_path, val_fraction=0.2)
     data = module.dataset("train")
     want = list(itertools.islice(epochs(data), 6))
@@ -318,8 +318,8 @@ def test_another_budget_serves_each_sample_once(tmp_path, step, budget):
     used = [i for _, pack in whole.seen[:step] for i in pack]
     resumed, trainer = run(documents(tmp_path, pack_tokens=budget), tmp_path / f"step={step}.ckpt", max_epochs=2)
     count = len(documents(tmp_path).dataset("train"))
-    rest = resumed.samples()[: count - len(used)]
-    assert sorted(used + rest) == list(range(count))
+    remaining = resumed.samples()[: count - len(used)]
+    assert sorted(used + remaining) == list(range(count))
     assert len(resumed.samples()) == 2 * count - len(used) and trainer.current_epoch == 2
 
 

@@ -1,4 +1,4 @@
-"""Which files paths, directories and globs stand for, and the errors when they stand for none."""
+"""The files of paths, directories and globs, and the errors if there are none."""
 
 import os
 from pathlib import Path
@@ -73,8 +73,8 @@ def test_link_loops_end_and_links_are_followed(
     for link in ("a/up", "a/up2", "a/b/up"):  # several loops would multiply without end
         (tree / link).symlink_to(tree, target_is_directory=True)
     (tree / "far").symlink_to(other, target_is_directory=True)
-    found = names(tree, [str(tree / pattern)])
-    assert [name for name in found if name.endswith(".txt")] == [
+    files = names(tree, [str(tree / pattern)])
+    assert [name for name in files if name.endswith(".txt")] == [
         "a-b/x.txt",
         "a/b/c.txt",
         "a/z.txt",
@@ -141,7 +141,7 @@ def test_special_files_that_are_named_like_data(tree: Path) -> None:
 
 
 def test_unreadable_files_and_directories(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # the tests may run as root, whom permissions do not bind
+    # the tests may run as root, who ignores permissions
     def denied(path: str, *_: object) -> None:
         raise PermissionError(path)
 

@@ -1,4 +1,4 @@
-"""Data-parallel ranks of a real Trainer share one order, and another number of ranks goes on in it."""
+"""Data-parallel ranks of a real Trainer share one order, and another number of ranks continues it."""
 
 from pathlib import Path
 
@@ -29,12 +29,12 @@ def test_two_ranks_share_the_order_of_one(file: str, tmp_path: Path) -> None:
     whole, _ = run(data(file), max_steps=10)
     callbacks = [Ranks(tmp_path), every_step(tmp_path)]
     run(data(file, batch_size=1), callbacks=callbacks, max_steps=8, strategy="ddp_fork", devices=2)
-    both = [left + right for left, right in zip(rank_batches(tmp_path, 0), rank_batches(tmp_path, 1), strict=True)]
-    assert both == [list(batch) for _, batch in whole.seen[:8]]
-    # one rank with the same batch over all ranks goes on where two stopped
+    joined = [left + right for left, right in zip(rank_batches(tmp_path, 0), rank_batches(tmp_path, 1), strict=True)]
+    assert joined == [list(batch) for _, batch in whole.seen[:8]]
+    # one rank with the same batch over all ranks continues after two stopped
     resumed, _ = run(data(file), tmp_path / "step=7.ckpt", max_steps=10)
     assert resumed.seen == whole.seen[7:]
-    # and one rank with batches of 1 needs twice as many for the rest of the epoch
+    # and one rank with batches of 1 needs twice the number for the remaining epoch
     finer, _ = run(data(file, batch_size=1), tmp_path / "step=7.ckpt", max_epochs=2)
     assert [number for number, _ in finer.seen] == list(range(4, 11))
     assert finer.samples()[:6] == whole.samples()[14:]

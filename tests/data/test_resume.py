@@ -1,4 +1,4 @@
-"""Runs of a real Trainer that are stopped and resumed must see the samples that an uninterrupted run sees."""
+"""Runs of a real Trainer that are stopped and resumed see the samples of an uninterrupted run."""
 
 import re
 from pathlib import Path
@@ -59,13 +59,13 @@ def test_model_checkpoint_at_the_end_of_an_epoch(file: str, tmp_path: Path, vali
 
 def test_resumed_again_and_again(file: str, tmp_path: Path) -> None:
     whole, _ = run(data(file), max_steps=24)
-    seen, ckpt = [], None
+    read_indices, ckpt = [], None
     for stop in (3, 7, 8, 10, 18, 20, 24):
         model, trainer = run(data(file), ckpt, max_steps=stop)
         ckpt = tmp_path / f"{stop}.ckpt"
         trainer.save_checkpoint(ckpt)
-        seen += model.seen
-    assert seen == whole.seen
+        read_indices += model.seen
+    assert read_indices == whole.seen
 
 
 def test_epoch_end_checkpoint_after_the_trainers_epoch_count_drifted(file: str, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_another_batch_size(
     whole, _ = run(data(file), callbacks=[every_step(tmp_path)], max_epochs=2)
     module = data(file, batch_size=batch_size)
     resumed, _ = run(module, tmp_path / f"step={step}.ckpt", ask_for_steps=ask_for_steps, max_epochs=2)
-    # an epoch has 11 // batch_size batches; batch numbers go on so that the last of an epoch has the last number
+    # an epoch has 11 // batch_size batches; batch numbers continue so that an epoch's last batch has the last number
     per_epoch = SAMPLES // batch_size
     first = len(resumed.seen) - per_epoch
     assert first == rest
@@ -160,23 +160,23 @@ OTHERS = {
 
 
 def tokens(path: Path, **options: object) -> TokenDataModule:
-    """11 sequences of 4 tokens, whether they are uint32 or int32, in documents."""
+    """Return 11 sequences of 4 tokens, valid as uint32 and as int32, in documents."""
     settings = {"vocab_size": 20, "dtype": "uint32", "eos_token": 7, "val_fraction": 0, "test_fraction": 0, "seed": 3}
     return TokenDataModule(str(path), SEQ_LEN, **{**settings, **options})
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_data_of_the_same_size_is_refused_by_both_fingerprints(file: str, tmp_path: Path, name: str) -> None:
-    """Half way through an epoch, of which the rest would be of other samples."""
+    """Half an epoch is done, and the other half would have other samples."""
     numbers, other = tmp_path / "tokens.bin", tmp_path / "other.bin"
     numbers.write_bytes(np.arange(SAMPLES * SEQ_LEN + 1, dtype=np.uint32).__mod__(17).tobytes())
     other.write_bytes(Path(file).read_bytes()[::-1])
     make = (lambda: data(file)) if "file" in name else (lambda: tokens(numbers))
     _, trainer = run(make(), max_steps=3)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    found = [x.dataset("train").fingerprint() for x in (make(), OTHERS[name](numbers, other))]
-    assert found[0] != found[1]
-    says = re.escape(f"written with fingerprint = {found[0]} of the training data, but it is {found[1]} now")
+    keys = [x.dataset("train").fingerprint() for x in (make(), OTHERS[name](numbers, other))]
+    assert keys[0] != keys[1]
+    says = re.escape(f"written with fingerprint = {keys[0]} of the training data, but it is {keys[1]} now")
     with pytest.raises(ValueError, match=says):
         run(OTHERS[name](numbers, other), tmp_path / "a.ckpt", max_steps=9)
     resumed, _ = run(make(), tmp_path / "a.ckpt", max_steps=4)

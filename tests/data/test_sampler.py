@@ -1,4 +1,4 @@
-"""The sampler's order and share of each rank, and the loader's position outside of a Trainer."""
+"""The sampler's order and the share of each rank, and the loader's position outside of a Trainer."""
 
 import itertools
 
@@ -74,14 +74,14 @@ def test_wrong_rank() -> None:
 
 
 def test_epochs_advance_by_themselves_or_by_set_epoch() -> None:
-    by_itself, told = loader(), loader()
+    by_itself, with_epochs = loader(), loader()
     first, second, third = epoch(by_itself), epoch(by_itself), epoch(by_itself)
     assert first != second != third
     for number, expected in enumerate([first, second, third]):
-        told.sampler.set_epoch(number)
-        assert epoch(told) == expected
-    told.sampler.set_epoch(1)
-    assert epoch(told) == second
+        with_epochs.sampler.set_epoch(number)
+        assert epoch(with_epochs) == expected
+    with_epochs.sampler.set_epoch(1)
+    assert epoch(with_epochs) == second
 
 
 def test_a_pass_that_is_dropped_before_its_first_batch_uses_nothing() -> None:
@@ -118,8 +118,8 @@ def test_the_rest_of_the_epoch_and_then_whole_ones(stop: int, workers: int) -> N
     resumed = loader(num_workers=workers)
     resumed.load_state_dict(state)
     resumed.sampler.set_epoch(7)  # a drifted count of the trainer's
-    rest = epoch(resumed) if stop < 5 else []
-    assert rest == epochs[1][stop:]
+    remaining = epoch(resumed) if stop < 5 else []
+    assert remaining == epochs[1][stop:]
     assert len(resumed) == 5
     assert epoch(resumed) == epochs[2]
 
@@ -156,7 +156,7 @@ def test_other_data_is_refused(options: dict, named: str) -> None:
 
 
 def test_the_state_is_plain_values() -> None:
-    """As weights-only loading of a checkpoint takes them."""
+    """Loading a checkpoint with weights only accepts them."""
     source = loader()
     next(iter(source))
     assert {type(value) for value in source.state_dict().values()} <= {int, bool, type(None)}
@@ -171,7 +171,7 @@ def test_another_sampler_is_served_without_a_position() -> None:
 
 
 def test_lightnings_batch_counters():
-    """What `_compat.lightning` reads and sets; if this fails, Lightning counts batches in another way."""
+    """`_compat.lightning` reads and sets these counters; if this fails, Lightning counts batches in another way."""
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     progress = trainer.fit_loop.epoch_loop.batch_progress
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Batches leave workers without a graph, and what cannot be sent is an error there, where torch would wait for ever."""
+"""Batches leave workers without a graph; a batch that cannot be sent is an error, where torch would wait forever."""
 
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ from ..ext.slides.test_slides import grid
 pytestmark = pytest.mark.full
 
 Pair = namedtuple("Pair", "x y")
-#: seconds after which torch gives up on a worker, in place of never
+#: seconds after which torch gives up on a worker; by default it never does
 PATIENCE = 60
 
 
 @dataclass
 class Holder:
-    """A batch of a kind of its own."""
+    """A batch of a custom class."""
 
     x: Any
 
 
 def grown() -> torch.Tensor:
-    """A tensor with a graph, which torch refuses to send."""
+    """Return a tensor with a graph, which torch refuses to send."""
     return torch.ones(4, 2, requires_grad=True) * 2
 
 
@@ -85,7 +85,7 @@ class Samples(Dataset):
 
 
 class Module(SplitDataModule):
-    """Somebody's own data."""
+    """A user's data module."""
 
     def __init__(self, make: Any, collate: Any = None, workers: int = 1) -> None:
         super().__init__(batch_size=2, num_workers=workers)
@@ -119,7 +119,7 @@ def test_what_cannot_be_sent_is_an_error(name: str) -> None:
     batches = iter(loader)
     with pytest.raises(TypeError, match=f"(?s){message}.*num_workers to 0"):
         next(batches)
-    batches._shutdown_workers()  # the error holds the iterator, which a worker that is forked later would wait for
+    batches._shutdown_workers()  # the error holds the iterator, and a worker forked later would wait for it
     next(iter(Module(lambda: 1, make, workers=0).train_dataloader()))  # nothing is sent there
 
 
@@ -134,7 +134,7 @@ class Ranges(Samples):
 
 @pytest.mark.parametrize("kind", [Samples, Ranges])
 def test_sharded_loaders(kind: type) -> None:
-    """Any DataLoader of a user, cut to a rank by the strategy."""
+    """The strategy cuts any DataLoader of a user to a rank."""
     loader = DataLoader(kind(lambda: {"x": grown()}), batch_size=2, num_workers=1, timeout=PATIENCE)
     Loaders(Place(2, 0), 0).shard(loader, SequenceSpec({"x": 1}))
     batch = next(iter(loader))

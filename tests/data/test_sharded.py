@@ -34,13 +34,13 @@ DATA = {
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    made = Pool(2)
-    yield made
-    made.close()
+    workers = Pool(2)
+    yield workers
+    workers.close()
 
 
 def fit(rank: int | None, group: Any, name: str, folder: str) -> tuple[list[float], int]:
-    """Losses of a run, and the bytes that this rank read for it; without a rank, those of a run in this process."""
+    """Return the losses of a run, and the bytes that this rank read; without a rank, run in this process."""
     world, record, data = 1 if rank is None else launched(rank), Record(), DATA[name](folder)
     pl.seed_everything(1, verbose=False)
     model = LongNetLM(DilatedPattern.longnet([8, 60], [1, 2]), vocab_size=20, dim=8, depth=2, num_heads=2)
@@ -56,21 +56,21 @@ def test_two_ranks_do_as_one(pool: Pool, lambda_virus: str, name: str) -> None:
     folder = Path(lambda_virus).parent
     np.save(folder / "a.npy", np.random.default_rng(0).integers(0, 20, 2000).astype(np.uint16))
     alone, whole = fit(None, None, name, str(folder))
-    both = pool.run(2, fit, name, str(folder))
+    results = pool.run(2, fit, name, str(folder))
     assert len(alone) == STEPS and len(set(alone)) == STEPS
-    for losses, _ in both:
+    for losses, _ in results:
         np.testing.assert_allclose(losses, alone, rtol=1e-5)
     if name == "far recall":  # made by rule, without files
         return
     width = 1 if name == "genome" else 2  # bytes of a token
-    for read, tokens in ((whole, N), *((read, N // 2) for _, read in both)):
-        # one token more for the last label; line ends of the genome; Lightning may ask for a batch more than it uses
+    for read, tokens in ((whole, N), *((read, N // 2) for _, read in results)):
+        # one token more for the last label; line ends of the genome; Lightning may prefetch a batch
         assert STEPS * tokens * width <= read <= (STEPS + 1) * ((tokens + 1) * width + 2 * (name == "genome"))
 
 
 # -- one sample of millions of tokens ----------------------------------------------------------------------------------
 class Weighed(pl.LightningModule):
-    """A loss that needs every token; remembers how many this rank was given."""
+    """A loss that needs every token; records this rank's number of tokens."""
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index"])
 
@@ -87,7 +87,7 @@ class Weighed(pl.LightningModule):
 
 
 def enormous(rank: int, group: Any, path: str, tokens: int) -> tuple[list, int]:
-    """(what a rank saw of each batch, bytes that its own process read from the file)."""
+    """Return (this rank's view of each batch, bytes that its own process read from the file)."""
     world = launched(rank)
     data = ByteDataModule(path, seq_len=tokens, val_fraction=0.0, test_fraction=0.0, num_workers=1, seed=3)
     model, built = Weighed(), trainer(RingDilatedStrategy(), world, max_steps=2, limit_val_batches=0)
@@ -98,12 +98,12 @@ def enormous(rank: int, group: Any, path: str, tokens: int) -> tuple[list, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [2_000_000, 24_000_000])
 def test_millions_of_tokens(pool: Pool, tmp_path: Path, tokens: int) -> None:
-    """Each of two ranks is given half of a sample, read from a memory map by a process beside the training."""
+    """Each of two ranks gets half of a sample, read from a memory map by a separate process."""
     text = np.random.default_rng(0).integers(0, 256, tokens + 1).astype(np.uint8)
     (tmp_path / "text.bin").write_bytes(text.tobytes())
-    both = pool.run(2, enormous, str(tmp_path / "text.bin"), tokens)
+    results = pool.run(2, enormous, str(tmp_path / "text.bin"), tokens)
     half, total = tokens // 2, text.astype(np.int64)
-    for rank, (seen, read) in enumerate(both):
-        mine = slice(rank * half, (rank + 1) * half)
-        assert seen[0] == (half, total[mine].sum(), total[(rank + 1) * half])
+    for rank, (batches, read) in enumerate(results):
+        shard = slice(rank * half, (rank + 1) * half)
+        assert batches[0] == (half, total[shard].sum(), total[(rank + 1) * half])
         assert read == 0

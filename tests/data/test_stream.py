@@ -1,4 +1,4 @@
-"""Range reads over many files give the bytes of their concatenation and touch nothing else."""
+"""Range reads over many files return the bytes of their concatenation and touch nothing else."""
 
 import os
 import pickle
@@ -32,15 +32,15 @@ def test_reads_are_slices_of_the_concatenation(
     whole = b"".join(contents)
     stream = ByteStream(write(tmp_path_factory.mktemp("files"), contents), max_open=max_open)
     assert len(stream) == len(whole)
-    asked = 0
+    requested = 0
     for _ in range(5):
         start = pick.draw(st.integers(0, len(whole)))
         stop = pick.draw(st.integers(start, len(whole)))
         part = stream.read(start, stop)
         assert part.dtype == np.uint8
         assert part.tobytes() == whole[start:stop]
-        asked += stop - start
-        assert stream.bytes_read == asked
+        requested += stop - start
+        assert stream.bytes_read == requested
 
 
 @given(st.integers(0, 30), st.integers(1, 9))

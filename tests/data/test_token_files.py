@@ -1,4 +1,4 @@
-"""Files of tokens: every way to store them reads alike, by range; and files that hold no tokens are named with a remedy."""
+"""Files of tokens: every format reads alike, by range, and the error about any other file names a remedy."""
 
 import gzip
 import pickle
@@ -14,7 +14,7 @@ TOKENS = np.random.default_rng(0).integers(0, 50_000, 400)
 
 
 def write(path: Path, tokens: np.ndarray = TOKENS, dtype: str = "uint16", header: int = 0) -> str:
-    """A .npy or a raw file, by the name's ending."""
+    """Write a .npy or a raw file, depending on the name."""
     if path.suffix == ".npy":
         np.save(path, tokens.astype(dtype))
     else:
@@ -39,8 +39,8 @@ def test_reads_by_range(tmp_path: Path, touched, name: str, dtype: str, header: 
     assert len(stream) == 400
     width, offset = np.dtype(dtype).itemsize, stream.files[0].offset
     for start, stop in ((0, 400), (0, 1), (399, 400), (17, 123), (5, 5)):
-        found = stream.read(start, stop)
-        assert found.dtype == np.int64 and found.tolist() == TOKENS[start:stop].tolist()
+        content_read = stream.read(start, stop)
+        assert content_read.dtype == np.int64 and content_read.tolist() == TOKENS[start:stop].tolist()
         expected = [(name, offset + start * width, offset + stop * width)] if stop > start else []
         assert touched.take() == expected
     assert stream.bytes_read == (400 + 1 + 1 + 106) * width
@@ -80,7 +80,7 @@ TWELVE = f"{{'descr': '<u2', 'fortran_order': False, 'shape': ({10**12},)}}"
 
 
 def header(text: str, length: int | None = None) -> bytes:
-    """A .npy file of 50 tokens with this header."""
+    """Return a .npy file of 50 tokens with this header."""
     declared = len(text) if length is None else length
     return b"\x93NUMPY\x02\x00" + declared.to_bytes(4, "little") + text.encode() + bytes(100)
 
@@ -108,7 +108,7 @@ def negative(folder: Path) -> Path:
 
 LLMC = np.array([20240520, 1, 400, *[0] * 253], dtype=np.int32).tobytes()
 NO_HEADER = "a.npy has no readable .npy header"
-#: what a .npy file is made of, and what is said of it
+#: a .npy file, and the words of the error
 NPY = {
     "truncated": (
         lambda d: cut(npy(d, TOKENS), 1000),
@@ -121,7 +121,7 @@ NPY = {
     ),
     "negative": (negative, "a.npy holds token -1 at position 30 "),
 }
-#: an array, and what is said of it
+#: an array, and the words of the error
 ARRAYS = {
     "2-D": (TOKENS.reshape(4, 100), r"a.npy holds an array of shape \(4, 100\).* save array.resh"),
     "0-D": (np.array(3), r"a.npy holds an array of shape \(\)"),
@@ -130,7 +130,7 @@ ARRAYS = {
     "objects": (np.array([{}, 1], dtype=object), "a.npy holds object"),
     "no tokens": (TOKENS[:0].astype(np.uint16), "a.npy is empty .an array of 0 tokens"),
 }
-#: the content of a .npy file, and what is said of it
+#: the content of a .npy file, and the words of the error
 HEADERS = {
     "none": (b"x" * 900, f"{NO_HEADER}.* rename it to .bin"),
     "a negative shape": (
@@ -144,7 +144,7 @@ HEADERS = {
     "nothing": (header(""), f"{NO_HEADER} .* rename it to .bin"),
 }
 SHORT = TOKENS.astype(np.uint16).tobytes()
-#: the content of a .bin file, options of the DataModule, and what is said
+#: the content of a .bin file, options of the DataModule, and the words of the error
 RAW = {
     "empty": (b"", {}, "a.bin is empty: write it again or leave it out"),
     "odd size": (b"x" * 801, {}, "a.bin has 801 bytes, .* whole number .* uint16 tokens of 2 bytes.* cut off"),
@@ -200,6 +200,6 @@ def test_bad_files(tmp_path: Path, case: str) -> None:
 
 
 def test_said_is_said(tmp_path: Path) -> None:
-    """What looks like uint32 is taken as uint16 where somebody says so."""
+    """A file that looks like uint32 is read as uint16 if the caller says so."""
     tokens = np.stack([TOKENS, 0 * TOKENS], 1).reshape(-1)
     assert open_files(write(tmp_path / "a.bin", tokens), dtype="uint16").read(0, 800).tolist() == tokens.tolist()

@@ -1,4 +1,4 @@
-"""TokenDataModule: sequences, documents and splits against the plain array, and that a rank reads its slice only."""
+"""TokenDataModule: sequences, documents and splits equal the plain array, and a rank reads only its slice."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_sequences_lie_end_to_end_within_their_split(tmp_path: Path, eos: int | 
 
 
 def documents(tokens: list[int]) -> list[int]:
-    """Bounds of documents by a plain loop."""
+    """Return the bounds of documents, found by a plain loop."""
     bounds = [0]
     for at, token in enumerate(tokens, 1):
         if token == EOS or at == len(tokens):
@@ -59,13 +59,13 @@ def test_documents(tmp_path_factory: pytest.TempPathFactory, tokens: list[int], 
     np.save(path, np.array(tokens, dtype=np.uint16))
     data = TokenDataModule(str(path), seq_len, 3, eos_token=EOS, val_fraction=0, test_fraction=0).dataset("train")
     for i, sample in enumerate(data[i] for i in range(len(data))):
-        found = sample["cu_seqlens"]
-        assert found.dtype == torch.int32 and found.device.type == "cpu"
-        assert found.tolist() == documents(tokens[i * seq_len : (i + 1) * seq_len])
-        ends = found[1:].long() - 1
+        bounds = sample["cu_seqlens"]
+        assert bounds.dtype == torch.int32 and bounds.device.type == "cpu"
+        assert bounds.tolist() == documents(tokens[i * seq_len : (i + 1) * seq_len])
+        ends = bounds[1:].long() - 1
         inner = ends[ends < seq_len - 1]
         assert (sample["labels"][inner] == -100).all()
-        # the last token goes on to the next sequence, unless it ends a document
+        # the last token continues in the next sequence, unless it ends a document
         assert sample["labels"][-1] == (-100 if tokens[(i + 1) * seq_len - 1] == EOS else tokens[(i + 1) * seq_len])
         assert (sample["labels"] == -100).sum() == tokens[i * seq_len : (i + 1) * seq_len].count(EOS)
 
@@ -76,7 +76,7 @@ RANGES = [(range(0, 30),), (range(20, 30), range(40, 50)), (range(1, 50, 4),), (
 @pytest.mark.parametrize("ranges", RANGES)
 def test_range_reads_equal_whole_ones(tmp_path: Path, ranges: tuple[range, ...]) -> None:
     data = module(tmp_path, eos_token=EOS).dataset("train")
-    full, at = data[6], [p for r in ranges for p in r]  # its 50 tokens lie in both files
+    full, at = data[6], [p for r in ranges for p in r]  # its 50 tokens are in both files
     got = data.read_ranges(6, ranges)
     assert got.keys() == full.keys() and got["index"] == 6
     assert torch.equal(got["tokens"], full["tokens"][at]) and torch.equal(got["labels"], full["labels"][at])
@@ -92,7 +92,7 @@ def test_a_rank_reads_its_slice(tmp_path: Path, touched, ranks: int, eos: int | 
     parts = []
     for rank in range(ranks):
         parts.append(RankDataset(val, Place(ranks, rank))[1])
-        # tokens of its slice and one more for the last label, 2 bytes each; it lies from token 948 on, 615 of b.bin
+        # tokens of its slice and one more for the last label, 2 bytes each; the slice begins at token 948, 615 of b.bin
         begin = 2 * (615 + rank * N // ranks)
         assert touched.take() == [("b.bin", begin, begin + 2 * (N // ranks + 1))]
     assert val.stream.bytes_read == 2 * (N + ranks)

@@ -1,4 +1,4 @@
-"""What is really read: every stretch of a file that a ByteStream takes out of its memory maps."""
+"""Actual reads: every stretch of a file that a ByteStream copies out of its memory maps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_dilated.data.files import ByteStream
 
 
 class Touched:
-    """Stretches (file name, first byte, byte behind the last) in the order in which they were read."""
+    """Records stretches (file name, first byte, byte behind the last) in the order of reading."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stretches: list[tuple[str, int, int]] = []
@@ -20,12 +20,12 @@ class Touched:
         monkeypatch.setattr(ByteStream, "_map", lambda stream, index: _Map(real(stream, index), stream, index, self))
 
     def take(self) -> list[tuple[str, int, int]]:
-        """The stretches since the last call."""
-        found, self.stretches = self.stretches, []
-        return found
+        """Return the stretches since the last call."""
+        stretches, self.stretches = self.stretches, []
+        return stretches
 
     def count(self) -> int:
-        """Bytes since the last call, those read twice counted twice."""
+        """Return the bytes since the last call; bytes read twice count twice."""
         return sum(stop - start for _, start, stop in self.take())
 
 

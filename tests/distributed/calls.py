@@ -1,4 +1,4 @@
-"""Calls on workers: a rank's slices and results, all ranks together, and one rank's results to compare with.
+"""Calls of attention for workers: a rank's slices and results, all ranks together, and one rank's results to compare.
 
 Shape letters: B batch, N tokens of the sequence, L tokens of a rank, H query heads, D head dim.
 """
@@ -24,7 +24,7 @@ NAMES = ("out", "lse", *GRADIENTS)
 
 @dataclass
 class Result:
-    """A call's results by name, the positions they belong to, and the bytes that this rank sent, forward and backward."""
+    """A call's results by name, their positions, and the bytes that this rank sent, forward and backward."""
 
     tensors: dict[str, Tensor]
     positions: list[int]
@@ -34,21 +34,21 @@ class Result:
 
 @contextmanager
 def sequence(group: dist.ProcessGroup, **settings: Any) -> Iterator[SequenceGroup]:
-    """A SequenceGroup that is closed at the end."""
-    made = SequenceGroup(group, **settings)
+    """Yield a SequenceGroup and close it afterwards."""
+    sequence_group = SequenceGroup(group, **settings)
     try:
-        yield made
+        yield sequence_group
     finally:
-        made.close()
+        sequence_group.close()
 
 
 def positions(group: SequenceGroup, seq_len: int) -> list[int]:
-    """The global positions of this rank's tokens, in local order."""
+    """Return the global positions of this rank's tokens, in local order."""
     return [p for held in group.shard(seq_len).ranges(group.rank) for p in held]
 
 
 def restride(strides: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same values with the strides that `Case.layout` names, as a model would pass its shard."""
+    """Return the same values with the strides that `Case.layout` names, like a model's shard."""
     if strides == "fused":
         q, k, v = torch.cat([q, k, v], 2).split([q.shape[2], k.shape[2], k.shape[2]], 2)
     elif strides == "expanded kv":
@@ -60,7 +60,7 @@ def restride(strides: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 def slices(case: Sharded, at: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(q, k, v, grad) of some positions; q, k and v are leaves."""
+    """Return (q, k, v, grad) at some positions; q, k and v are leaves."""
     *inputs, grad = (x.detach()[:, at] for x in case.call.tensors(dtype))
     if case.call.layout == "fused":
         grad = grad[:, :, :1, :1].expand(grad.shape)  # as the sum of a loss gives it
@@ -70,15 +70,15 @@ def slices(case: Sharded, at: list[int], dtype: torch.dtype) -> tuple[Tensor, Te
 def attend(
     rank: int, group: dist.ProcessGroup, case: Sharded, dtype: torch.dtype = torch.float64, dropout: float = 0.0
 ) -> Result:
-    """Forward and backward of this rank's part of a call. Other ranks than 0 get another random state, on purpose."""
+    """Run this rank's part of a call, forward and backward. Ranks other than 0 get another random state, on purpose."""
     torch.manual_seed(SEED + 1000 * rank)
     with sequence(group, **case.settings()) as ours:
         at = positions(ours, case.call.seq_len)
         q, k, v, grad = slices(case, at, dtype)
         out, lse = case.call.run(q, k, v, sequence=ours, return_lse=True, dropout=dropout, engine=case.engine)
-        found = (out, lse, *gradients(out, (q, k, v), grad))
+        outputs = (out, lse, *gradients(out, (q, k, v), grad))
         traffic = ours.forward_traffic, ours.backward_traffic
-        tensors = {name: x.detach() for name, x in zip(NAMES, found, strict=True)}
+        tensors = {name: x.detach() for name, x in zip(NAMES, outputs, strict=True)}
         return Result(tensors, at, tuple(t.sent for t in traffic), tuple(t.received for t in traffic))
 
 
@@ -86,7 +86,7 @@ SEED = 5
 
 
 def alone(case: Sharded, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> dict[str, Tensor]:
-    """The same call on one rank that knows nothing of groups."""
+    """Run the same call on one rank without a group."""
     torch.manual_seed(SEED)
     q, k, v, grad = case.call.tensors(dtype)
     out, lse = case.call.run(q, k, v, return_lse=True, dropout=dropout, engine=case.engine)
@@ -94,7 +94,7 @@ def alone(case: Sharded, dtype: torch.dtype = torch.float64, dropout: float = 0.
 
 
 def by_definition(case: Sharded, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """The same call by the oracle, on inputs rounded to `dtype`."""
+    """Run the same call with the oracle, on inputs rounded to `dtype`."""
     *inputs, grad = case.call.tensors(dtype)
     inputs = tuple(x.detach().double().requires_grad_() for x in inputs)
     out, lse = case.call.oracle(*inputs)
@@ -102,21 +102,21 @@ def by_definition(case: Sharded, dtype: torch.dtype = torch.float64) -> dict[str
 
 
 def together(results: list[Result], like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All ranks' results at their global positions; every position must come from exactly one rank."""
-    found = {}
+    """Join all ranks' results by global position; every position must come from exactly one rank."""
+    joined = {}
     at = [p for result in results for p in result.positions]
     assert sorted(at) == list(range(len(at))), at
     for name, want in like.items():
         axis = 2 if name == "lse" else 1
         parts = torch.cat([result.tensors[name] for result in results], axis)
         assert parts.shape[axis] == len(at), (name, parts.shape, len(at))
-        found[name] = torch.empty_like(parts).index_copy_(axis, torch.tensor(at, dtype=torch.int64), parts)
-        assert found[name].shape == want.shape, (name, found[name].shape, want.shape)
-    return found
+        joined[name] = torch.empty_like(parts).index_copy_(axis, torch.tensor(at, dtype=torch.int64), parts)
+        assert joined[name].shape == want.shape, (name, joined[name].shape, want.shape)
+    return joined
 
 
 def compare(case: Sharded, results: list[Result], want: dict[str, Tensor], tol: float) -> None:
-    """Assert that all ranks together give `want`; errors say the case."""
+    """Assert that the joined ranks equal `want`; errors name the case."""
     got = together(results, want)
     for name in NAMES:
         (close_lse if name == "lse" else close)(f"{name} of {case}", got[name], want[name].detach(), tol)
@@ -124,7 +124,7 @@ def compare(case: Sharded, results: list[Result], want: dict[str, Tensor], tol: 
 
 
 def compare_rounded(case: Sharded, results: list[Result], dtype: torch.dtype) -> None:
-    """Assert that several ranks round no more than one: partial results and gradients travel in fp32."""
+    """Assert that several ranks round no more than one: partial results and gradients are sent in fp32."""
     want, one = by_definition(case, dtype), alone(case, dtype)
     many = together(results, want)
     for name in NAMES:
@@ -133,20 +133,20 @@ def compare_rounded(case: Sharded, results: list[Result], dtype: torch.dtype) ->
 
 
 def close_rounded(name: str, many: Tensor, one: Tensor, want: Tensor) -> None:
-    """Assert that the result of several ranks differs from the exact one by little more than one rank's does."""
+    """Assert that several ranks differ from the exact result by little more than one rank does."""
     assert many.dtype == one.dtype, name
     finite = want.isfinite()
     assert torch.equal(many.isfinite(), finite), name
-    # twice the one-rank op's own error, one rounding of the result (a small call may err less by luck), and what dozens of
-    # merges in fp32 round instead of a few
+    # allow twice the error of one rank, one rounding of the result (a small call may err less by luck), and the
+    # rounding of dozens of merges in fp32
     rounding = torch.finfo(many.dtype).eps + 8 * torch.finfo(torch.float32).eps
     allowed = 2 * error(one[finite], want[finite], 1.0) + rounding
-    found = error(many[finite], want[finite], 1.0)
-    assert found <= allowed, f"{name}: error {found:.2e}, allowed {allowed:.2e}"
+    difference = error(many[finite], want[finite], 1.0)
+    assert difference <= allowed, f"{name}: error {difference:.2e}, allowed {allowed:.2e}"
 
 
 def compare_bytes(case: Sharded, results: list[Result]) -> None:
-    """Assert that as many bytes arrived as left."""
+    """Assert that sent and received bytes are equal."""
     sent, received = (
         torch.tensor([getattr(r, name) for r in results]).sum(0).tolist() for name in ("sent", "received")
     )

@@ -1,4 +1,4 @@
-"""A rank of attention on two nodes: namespace_job.py EXCHANGE CALLS. Compares with one rank, and writes what it counted."""
+"""A rank of attention on two nodes: namespace_job.py EXCHANGE CALLS. Compares with one rank, and writes its counts."""
 
 import json
 import os
@@ -34,10 +34,10 @@ def main() -> None:
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     group = SequenceGroup(exchange=exchange, ranks_per_node=per_node)
     (at,) = group.shard(N).ranges(group.rank)
-    mine = [x[:, at.start : at.stop] for x in tensors()]
+    shards = [x[:, at.start : at.stop] for x in tensors()]
     with ld.sequence.group.no_sequence():
         alone = attend(tensors())
-    together = attend(mine, sequence=group)
+    together = attend(shards, sequence=group)
     for x, whole in zip(together, alone, strict=True):
         torch.testing.assert_close(x, whole[:, at.start : at.stop], rtol=1e-10, atol=1e-10)
     dist.barrier()
@@ -46,12 +46,12 @@ def main() -> None:
     for traffic in (group.forward_traffic, group.backward_traffic):
         traffic.clear()
     for _ in range(calls):
-        attend(mine, sequence=group)
+        attend(shards, sequence=group)
     dist.barrier()
     seconds, wire = time.perf_counter() - begin, int(interface.read_text()) - before
     outside = lambda side: sum(n for peer, n in side.items() if peer // per_node != group.rank // per_node)  # noqa: E731
-    both = group.forward_traffic, group.backward_traffic
-    counted = {"sent": sum(outside(t.sent_to) for t in both), "received": sum(outside(t.received_from) for t in both)}
+    runs = group.forward_traffic, group.backward_traffic
+    counted = {"sent": sum(outside(t.sent_to) for t in runs), "received": sum(outside(t.received_from) for t in runs)}
     Path(f"{exchange}_{group.rank}.json").write_text(json.dumps({**counted, "wire": wire, "seconds": seconds}))
     group.close()
     dist.destroy_process_group()

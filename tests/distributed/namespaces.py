@@ -1,6 +1,6 @@
-"""Two nodes on this machine: network namespaces of addresses of their own, joined by a link of a set speed.
+"""Two nodes on this machine: network namespaces with their own addresses, joined by a link of a set speed.
 
-`ip` and `tc` of iproute2 make them, which takes root's rights over networks.
+iproute2's `ip` and `tc` create them, which needs root's rights over networks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-#: where torch is: a node's processes are this interpreter
+#: this interpreter, because torch is installed here
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
@@ -25,7 +25,7 @@ def _run(*command: str) -> subprocess.CompletedProcess:
 
 @functools.cache
 def why_not() -> str | None:
-    """None, or what this machine lacks or refuses."""
+    """Return None, or the reason why this machine cannot create namespaces."""
     if shutil.which("ip") is None or shutil.which("tc") is None:
         return "no ip and tc: Debian's package iproute2 has them"
     try:
@@ -39,7 +39,7 @@ class Nodes:
     """Two namespaces, each with one end of a link that sends `megabytes` MB/s each way.
 
     Raises:
-        RuntimeError: where the machine refuses, with the command and its answer.
+        RuntimeError: if a command fails, with the command and its output.
     """
 
     INTERFACE = "between"
@@ -81,15 +81,15 @@ class Nodes:
 
     def _remove(self) -> None:
         for name in self.names:
-            _run("ip", "netns", "del", name)  # and the link with it
+            _run("ip", "netns", "del", name)  # deletes the link, too
 
     def sent(self) -> list[int]:
-        """Bytes that each node has sent over the link so far, headers included."""
+        """Return the bytes that each node has sent over the link so far, headers included."""
         file = f"/sys/class/net/{self.INTERFACE}/statistics/tx_bytes"
         return [int(_run("ip", "netns", "exec", name, "cat", file).stdout) for name in self.names]
 
     def torchrun(self, ranks: int, words: Sequence[str], cwd: Path, timeout: float) -> list[tuple[int, str]]:
-        """(status, output) of `torchrun` on each node, with `ranks` ranks of each."""
+        """Run `torchrun` on each node with `ranks` ranks. Return (status, output) of each."""
         env = {**os.environ, "GLOO_SOCKET_IFNAME": self.INTERFACE}
         place = [f"--nnodes={len(self.names)}", f"--nproc-per-node={ranks}", f"--master-addr={self.addresses[0]}"]
         processes, texts = [], [cwd / f"{name}.txt" for name in self.names]

@@ -1,7 +1,7 @@
 """A pool of worker processes, one a rank, that run named functions together; started once and used by many tests.
 
-The test process sends (function, arguments) to the first R workers through pipes; each calls function(rank, group, *args)
-with the process group of those R, and sends back what it returned or raised. R ranks.
+The test process sends (function, arguments) to the first R workers through pipes. Each worker calls
+function(rank, group, *args) with the process group of those R ranks, and sends back the result or the error.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from lightning_dilated.sequence.consensus import _connections as control_connect
 from lightning_dilated.sequence.group import _groups as sequence_groups
 
 SIZES = (1, 2, 3, 4)
-#: what the process that forks the workers imports once, for all of them
+#: modules that the parent of all workers imports once
 PRELOADED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "lightning",
     "lightning_dilated",
-    "hypothesis",  # imported by the modules that hold the functions
+    "hypothesis",  # the modules that hold the functions import it
     "pytest",
     "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks",
 ]
-#: a rank that raised leaves the others waiting for it: they get this long to answer before they count as hanging
+#: ranks wait for a rank that raised: they have this long to answer before they count as hanging
 GRACE = 15.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a function did on one rank: its value, or the exception's type name, message and traceback."""
+    """A function's result on one rank: its value, or the exception's type name, message and traceback."""
 
     rank: int
     value: Any = None
@@ -56,7 +56,7 @@ class Answer:
 
 
 class Hang(BaseException):
-    """Some ranks did not answer. Not an Exception: otherwise hypothesis would wait for every smaller case to hang, too."""
+    """Some ranks did not answer. Not an Exception, or hypothesis would wait for every smaller case to hang, too."""
 
 
 class Failed(AssertionError):
@@ -64,15 +64,15 @@ class Failed(AssertionError):
 
 
 class Pool:
-    """`size` gloo ranks in processes of their own. A worker that raises lives on; workers that hang are replaced.
+    """`size` gloo ranks in separate processes. A worker that raises stays alive; workers that hang are replaced.
 
     Args:
         size: the most ranks a call may have.
-        timeout: seconds after which a call that was not answered by every rank fails.
+        timeout: seconds within which every rank must answer a call.
         method: "forkserver" forks workers from a process that has imported the package; "spawn" starts new
             interpreters, which read settings as they import.
-        environment: variables that workers have beside those of this process, also workers that replace others.
-        first: what a worker calls before anything else.
+        environment: additional variables of all workers, including replacements.
+        first: a function that a worker calls before anything else.
     """
 
     def __init__(
@@ -88,20 +88,20 @@ class Pool:
         self._workers: list[tuple[mp.Process, Connection]] = []
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """The values of function(rank, group, *args) on ranks 0..R-1.
+        """Return the values of function(rank, group, *args) on ranks 0..R-1.
 
         Raises:
             Failed: with the traceback of every rank that raised.
-            Hang: naming the ranks that did not answer.
+            Hang: with the ranks that did not answer.
         """
         return self.values(self.answers(ranks, function, *args), f"{function.__name__}{args}")
 
     def values(self, answers: list[Answer], call: object) -> list[Any]:
-        """The values of answers; Failed if any rank raised."""
+        """Return the values of answers; raise Failed if any rank raised."""
         wrong = [a for a in answers if a.error]
         if wrong:
             if len(wrong) < len(answers):
-                self.close()  # the ranks may no longer be in step
+                self.close()  # the ranks may be out of step
             traces = "\n".join(f"--- rank {a.rank} of {len(answers)}:\n{a.trace}" for a in wrong)
             raise Failed(f"{call} failed on ranks {[a.rank for a in wrong]}\n{traces}")
         return [a.value for a in answers]
@@ -109,7 +109,7 @@ class Pool:
     def answers(
         self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float | None = None
     ) -> list[Answer]:
-        """What each rank returned or raised."""
+        """Return each rank's result or error."""
         self._start()
         name = (function.__module__, function.__qualname__)
         for _, pipe in self._workers[:ranks]:
@@ -139,11 +139,11 @@ class Pool:
         if self.method == "forkserver":
             context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
-        store = Path(self._folder.name) / "store"  # a file of this pool's own: no port that other sessions may take
+        store = Path(self._folder.name) / "store"  # a file of this pool: no port that other sessions could take
         with pytest.MonkeyPatch.context() as patch:
             for name, value in self.environment.items():
                 patch.setenv(name, value)  # a spawned interpreter reads it before it calls `_work`
-            environment = dict(os.environ)  # the fork server has that of its own start
+            environment = dict(os.environ)  # the fork server has the environment of its own start
             for rank in range(self.size):
                 here, there = context.Pipe()
                 args = rank, self.size, str(store), there, environment, self.first
@@ -176,8 +176,8 @@ def _work(
     environment: dict[str, str],
     first: Callable[[], None] | None,
 ) -> None:
-    """A worker: make the process groups, then answer calls until the pipe closes."""
-    gc.freeze()  # no collection goes through what was imported, which takes 0.3 s
+    """Run a worker: make the process groups, then answer calls until the pipe closes."""
+    gc.freeze()  # the collector skips imported objects, which would take 0.3 s
     os.environ.clear()
     os.environ.update(environment)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -187,7 +187,7 @@ def _work(
     minute = timedelta(seconds=60)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=minute)
     groups = {n: dist.new_group(list(range(n)), timeout=minute) for n in SIZES if n <= size}
-    kept = set(_groups())
+    initial = set(_groups())
     while True:
         try:
             ranks, (module, name), args = pickle.loads(pipe.recv_bytes())
@@ -200,17 +200,17 @@ def _work(
             answer = Answer(rank, None, type(error).__name__, str(error), traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
         del answer
-        _end_groups(kept)
+        _end_groups(initial)
 
 
-def _end_groups(kept: set[dist.ProcessGroup]) -> None:
-    """End the groups that a call made: each has a thread that wakes up a hundred times a second for the rest of the session.
+def _end_groups(initial: set[dist.ProcessGroup]) -> None:
+    """Destroy the groups that a call made: each has a thread that would wake up a hundred times a second.
 
-    A strategy leaves its SequenceGroup, which holds process groups, to backwards still to come.
+    A strategy leaves its SequenceGroup, which holds process groups, to later backwards.
     """
     for sequence in list(sequence_groups.values()):
         sequence.close()
-    new = [group for group in _groups() if group not in kept]
+    new = [group for group in _groups() if group not in initial]
     for key in [key for key in control_connections if key[0] in new]:
         del control_connections[key]
     for group in new:
@@ -221,5 +221,5 @@ def _end_groups(kept: set[dist.ProcessGroup]) -> None:
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    """All process groups of this process."""
+    """Return all process groups of this process."""
     return list(dist.distributed_c10d._world.pg_map)

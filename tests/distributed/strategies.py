@@ -20,10 +20,10 @@ from ..attention.strategies import Case
 from ..pattern.strategies import branches, documents
 
 LAYOUTS = ("contiguous", "zigzag", "strided")
-#: exchanges that serve every call, and all of them
+#: exchanges that serve every call, and all exchanges
 ANY = ("auto", *(x for x in EXCHANGE_NAMES if x not in ("butterfly", "hierarchical_gather", "hierarchical_butterfly")))
 EXCHANGES = ("auto", *EXCHANGE_NAMES)
-#: of q, k and v; float64 has the closest comparison, and is drawn as often as all others
+#: dtypes of q, k and v; float64 has the closest comparison, and is drawn half of the time
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = st.sampled_from([torch.float64] * len(ROUNDED) + [*ROUNDED])
 #: (query heads, kv heads)
@@ -35,9 +35,9 @@ RATES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Sharded:
-    """A call and the ranks that share it: a failing test prints its repr, which is enough to repeat it.
+    """A call and the ranks that share it. A failing test prints its repr, which is enough to repeat it.
 
-    `nested`: the case is one for a butterfly, which must not refuse it.
+    `nested`: a butterfly must not refuse the case.
     """
 
     call: Case
@@ -51,17 +51,17 @@ class Sharded:
     stream: int | None = None
 
     def settings(self) -> dict[str, Any]:
-        """What `SequenceGroup` takes."""
+        """Return the arguments of `SequenceGroup`."""
         names = ("layout", "exchange", "head_size", "ranks_per_node", "stream")
         return {name: getattr(self, name) for name in names}
 
     @property
     def may_refuse(self) -> bool:
-        """Whether the exchange may refuse the call."""
+        """Return whether the exchange may refuse the call."""
         return not self.nested and "butterfly" in self.exchange
 
     def features(self) -> set[str]:
-        """Features of the case by name: a sample has to cover every one of them."""
+        """Name the features of the case: a sample has to cover every one of them."""
         call, pattern = self.call, self.call.pattern
         longest = max((b - a for _, a, b in call.spans()), default=0)
         per_rank = -(-call.seq_len // self.ranks)
@@ -109,7 +109,7 @@ class Sharded:
 
 @st.composite
 def powers(draw) -> Branch:
-    """A branch whose width and rate are powers of two."""
+    """Draw a branch with a width and a rate that are powers of two."""
     w = 1 << draw(st.integers(0, 6))
     shift = draw(st.sampled_from([0, 0, w // 2]))
     return Branch(w, 1 << draw(st.integers(0, 3)), shift=shift if shift < w else 0)
@@ -117,7 +117,7 @@ def powers(draw) -> Branch:
 
 @st.composite
 def families(draw, heads: int, rules: dict[str, str]) -> DilatedPattern:
-    """The named families of patterns."""
+    """Draw a named family of patterns."""
     kind = draw(st.sampled_from(["geometric", "head_groups", "dense", "powers"]))
     if kind == "geometric":
         first = 1 << draw(st.integers(0, 4))
@@ -134,7 +134,7 @@ def families(draw, heads: int, rules: dict[str, str]) -> DilatedPattern:
 
 @st.composite
 def sharded_patterns(draw, heads: int, kv_heads: int) -> DilatedPattern:
-    """Any pattern: random branches, named families, and with attended pads."""
+    """Draw any pattern: random branches, named families, and with attended pads."""
     rules = {
         "offsets": draw(st.sampled_from(["interleaved", "blocked"])),
         "offset_heads": draw(st.sampled_from(["query", "kv"])),
@@ -151,7 +151,7 @@ def sharded_patterns(draw, heads: int, kv_heads: int) -> DilatedPattern:
 
 @st.composite
 def sharded(draw, ranks: int, exchange: str) -> Sharded:
-    """Any call on R ranks. The op may refuse padding="attended" (see `Case.refused`), and some exchanges the call."""
+    """Draw any call on R ranks. The op may refuse padding="attended" (see `Case.refused`), some exchanges the call."""
     if draw(st.integers(0, 7)) < (7 if "butterfly" in exchange else 1):
         return draw(nested(ranks, exchange))
     heads, kv = draw(st.sampled_from(HEADS))
@@ -180,13 +180,13 @@ def sharded(draw, ranks: int, exchange: str) -> Sharded:
 
 
 def layout_for(pattern: DilatedPattern, layout: str) -> str:
-    """The layout, or another for windows and global tokens, which the strided one refuses."""
+    """Return the layout, or another one for windows and global tokens, which the strided layout refuses."""
     return "zigzag" if layout == "strided" and (windowed(pattern) or global_tokens(pattern)) else layout
 
 
 @st.composite
 def groups(draw, ranks: int, heads: int, exchange: str) -> dict[str, Any]:
-    """Head size, ranks a node, and engine."""
+    """Draw head size, ranks a node, and engine."""
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0 and n <= heads]
     head_size, per_node = draw(st.sampled_from([*reversed(sizes), 1])), draw(st.sampled_from([None, 1, 2, ranks]))
     if exchange.startswith("hierarchical"):
@@ -197,7 +197,7 @@ def groups(draw, ranks: int, heads: int, exchange: str) -> dict[str, Any]:
 
 @st.composite
 def larger_groups(draw, ranks: int, exchange: str) -> Sharded:
-    """A call on head groups that may have more ranks than heads, and ranks without a token."""
+    """Draw a call on head groups that may have more ranks than heads, and ranks without a token."""
     case = draw(sharded(ranks, exchange))
     heads, kv = draw(st.sampled_from([(1, 1), (3, 1), (2, 2), (3, 3)]))
     n = draw(st.integers(0, 3 * ranks))
@@ -219,7 +219,7 @@ def larger_groups(draw, ranks: int, exchange: str) -> Sharded:
 
 @st.composite
 def subsets(draw, heads: int, kv_heads: int, rules: dict[str, str]) -> tuple[int, ...] | None:
-    """Query heads that a branch serves; whole groups where offsets follow the kv heads."""
+    """Draw the query heads of a branch; whole groups if offsets follow the kv heads."""
     size = heads // kv_heads if rules["offset_heads"] == "kv" else 1
     lots = draw(st.one_of(st.none(), st.sets(st.integers(0, heads // size - 1), min_size=1)))
     return lots and tuple(lot * size + i for lot in lots for i in range(size))
@@ -227,7 +227,7 @@ def subsets(draw, heads: int, kv_heads: int, rules: dict[str, str]) -> tuple[int
 
 @st.composite
 def nested(draw, ranks: int, exchange: str) -> Sharded:
-    """A call that every exchange serves: equal contiguous shards of 2^i tokens, and branches that double from there."""
+    """Draw a call that every exchange serves: equal contiguous shards of 2^i tokens, and branches that double."""
     heads, kv = draw(st.sampled_from(HEADS))
     local = 1 << draw(st.integers(1, 4))
     rules = {"offset_heads": draw(st.sampled_from(["query", "kv"]))}

@@ -1,4 +1,4 @@
-"""Calls of attention chunk by chunk on workers that share every chunk: what a rank computes, and the bytes that it moves."""
+"""Calls of attention chunk by chunk on workers that share every chunk: results of a rank, and bytes that it moves."""
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,14 +13,14 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 def attend(rank, group, case, chunk, dropout=0.0, windows=((0, None),), dtype=torch.float64):
-    """This rank's pieces of a causal case, both passes. Other ranks than 0 get another random state, on purpose."""
+    """Run this rank's pieces of a causal case, both passes. Ranks other than 0 get another random state, on purpose."""
     torch.manual_seed(SEED + 1000 * rank)
     with sequence(group, layout="chunked", stream=chunk) as ours, ours.active():
         ours.watch(log := TrafficLog())
         chunks = Chunks(case, chunk, dropout, windows, ours)
         with FlopCounterMode(display=False) as counter:
-            found = chunks.run(*case.tensors(dtype))
-        tensors = {name: x.detach() for name, x in zip(NAMES, found, strict=True)}
+            outputs = chunks.run(*case.tensors(dtype))
+        tensors = {name: x.detach() for name, x in zip(NAMES, outputs, strict=True)}
         shares = ours.forward_traffic, ours.backward_traffic
         result = Result(
             tensors, positions(ours, case.seq_len), *zip(*((t.sent, t.received) for t in shares), strict=True)

@@ -1,4 +1,4 @@
-"""sequence_sum, sequence_mean and sequence_gather equal one rank, gradients too, when the ranks' losses sum to the loss."""
+"""sequence_sum, sequence_mean and sequence_gather equal one rank, with gradients, if the ranks' losses are summed."""
 
 import pytest
 import torch
@@ -11,29 +11,29 @@ N = 9  # on 4 ranks one is empty
 
 
 def numbers(seed, *shape):
-    """The same on every rank."""
+    """Draw the same numbers on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def helpers(rank, group, layout):
-    """On this rank: largest errors of the results and gradients of all three."""
+    """Return the largest errors of results and gradients of all three functions on this rank."""
     with sequence(group, layout=layout) as ours:
         x, mask = numbers(0, 2, N, 3), numbers(1, 2, N) > -0.5
-        mine = positions(ours, N)
-        local, full = x[:, mine].clone().requires_grad_(), x.clone().requires_grad_()
+        at = positions(ours, N)
+        local, full = x[:, at].clone().requires_grad_(), x.clone().requires_grad_()
         weights = [numbers(10 + r, 2, N, 3) for r in range(ours.ranks)]
         out = {}
 
         def check(name, got, loss, want, want_loss):
             (mine_grad,) = torch.autograd.grad(loss, local)
             (want_grad,) = torch.autograd.grad(want_loss, full)
-            worst = [(got - want).abs().max(), (mine_grad - want_grad[:, mine]).abs().amax() if len(mine) else 0.0]
+            worst = [(got - want).abs().max(), (mine_grad - want_grad[:, at]).abs().amax() if len(at) else 0.0]
             out[name] = max(map(float, worst))
 
         got = sequence_gather(local, 1, ours)
         check("gather", got, (got * weights[rank]).sum(), full, (full * sum(weights)).sum())
         for name, m in (("mean", None), ("masked mean", mask)):
-            got = sequence_mean(local, 1, None if m is None else m[:, mine], ours)
+            got = sequence_mean(local, 1, None if m is None else m[:, at], ours)
             want = full.mean(1) if m is None else (full * m[..., None]).sum(1) / m.sum(1)[:, None]
             check(name, got, (got**2).sum() / ours.ranks, want, (want**2).sum())
         got = sequence_sum(local.sum(1), ours)
@@ -44,14 +44,14 @@ def helpers(rank, group, layout):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "strided"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_equal_to_one_rank(pool, ranks, layout):
-    for found in pool.run(ranks, helpers, layout):
-        assert found.keys() == {"gather", "mean", "masked mean", "sum"} and max(found.values()) < 1e-12, found
+    for errors in pool.run(ranks, helpers, layout):
+        assert errors.keys() == {"gather", "mean", "masked mean", "sum"} and max(errors.values()) < 1e-12, errors
 
 
 def corners(rank, group, layout):
-    """Whole numbers beyond float32, NaN where nothing counts, no samples, and wrong dimensions."""
+    """Run corner cases: whole numbers beyond float32, NaN that does not count, no samples, and wrong dimensions."""
     with sequence(group, layout=layout) as ours:
-        told = []
+        messages = []
         for call in (
             lambda: sequence_gather(torch.zeros(2, 3, 5), 3, ours),
             lambda: sequence_gather(torch.zeros(()), 0, ours),
@@ -60,25 +60,25 @@ def corners(rank, group, layout):
             lambda: sequence_mean(torch.zeros(2, 3), mask=torch.ones(2, 4 if rank == 0 else 3), sequence=ours),
         ):
             try:
-                told.append(call())
+                messages.append(call())
             except (ValueError, TypeError) as error:
-                told.append(str(error))
+                messages.append(str(error))
         count = sequence_sum(torch.tensor([2**24 + 1 if rank == 0 else 0]), ours)
         hole = sequence_mean(torch.tensor([[1.0, torch.nan]]), mask=torch.tensor([[True, False]]), sequence=ours)
         none = sequence_gather(torch.zeros(0, len(positions(ours, N)), 5), 1, ours)
-        return told, count.item(), hole.item(), none.shape
+        return messages, count.item(), hole.item(), none.shape
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
 def test_corners(pool, layout):
-    for told, count, hole, none in pool.run(2, corners, layout):
-        assert "dim=3 lies outside" in told[0] and "dim=0 lies outside" in told[1] and "dim=-3" in told[2]
-        assert "takes floating tensors" in told[3] and "mask must have shape" in told[4]
+    for messages, count, hole, none in pool.run(2, corners, layout):
+        assert "dim=3 lies outside" in messages[0] and "dim=0 lies outside" in messages[1] and "dim=-3" in messages[2]
+        assert "takes floating tensors" in messages[3] and "mask must have shape" in messages[4]
         assert (count, hole, none) == (2**24 + 1, 1.0, (0, N, 5))
 
 
 def changed(rank, group):
-    """A leaf after its sum was changed in place, and the sum."""
+    """Return a leaf after its sum was changed in place, and the sum."""
     with sequence(group) as ours:
         x = torch.tensor([0.0, 2.0], requires_grad=True)
         total = sequence_sum(x, ours).clamp_(min=1)

@@ -26,7 +26,7 @@ COLUMNS = ["tokens", "pattern", "way", "forward + backward ms", "times torch's r
 
 
 def script():
-    """What context_parallel.py defines; it imports the script next to it."""
+    """Load context_parallel.py, which imports the script next to it, and return its names."""
     with mock.patch.object(sys, "path", [str(FOLDER), *sys.path]):
         return runpy.run_path(str(FOLDER / "context_parallel.py"))
 
@@ -36,18 +36,18 @@ WAYS = script()["WAYS"]
 
 
 def test_ways():
-    """The ring, the switch, and the choice of `auto` for either layout."""
+    """The modes are the ring, the switch, and `auto` for either layout."""
     assert {("ring", 1, "zigzag"), ("auto", 4, "contiguous"), ("auto", 1, "contiguous"), ("auto", 1, "zigzag")} < set(
         WAYS
     )
 
 
 def table(rank, group, options, of_torch=None):
-    """The lines. `of_torch`: assumed seconds of torch's context parallel, which needs GPUs."""
-    made = script()
-    told = mock.patch.object(sys, "argv", ["context_parallel.py", *options])
-    with told, mock.patch.dict(made["lines"].__globals__, of_torch=lambda *unused: of_torch):
-        return list(made["lines"](made["options"](), torch.device("cpu")))
+    """Return the table's lines. `of_torch`: assumed seconds of torch's context parallel, which needs GPUs."""
+    module = script()
+    arguments = mock.patch.object(sys, "argv", ["context_parallel.py", *options])
+    with arguments, mock.patch.dict(module["lines"].__globals__, of_torch=lambda *unused: of_torch):
+        return list(module["lines"](module["options"](), torch.device("cpu")))
 
 
 def cells(line):
@@ -55,14 +55,14 @@ def cells(line):
 
 
 def planned(n, pattern, ranks, exchange, layout):
-    """Bytes of both passes on the rank that receives most."""
+    """Return the bytes of both passes on the rank that receives most."""
     problem = make_problem(pattern, n, HEADS, ranks=ranks, layout=layout, causal=True)
     passes = [moved(problem, exchange, rank, ranks, DIM, 4) for rank in range(ranks)]
     return max(forward.received + backward.received for forward, backward in passes)
 
 
 def check(rows, ranks):
-    """The rows of dense patterns, one for each mode that serves so many ranks, and last that of the geometric one."""
+    """Check the rows of dense patterns, one for each mode that serves this number of ranks, and the geometric row."""
     dense, dilated = DilatedPattern.dense(), DilatedPattern.geometric(128, DILATED)
     want = [(DENSE, dense, "dense", way) for way in WAYS if ranks % way[1] == 0]
     want += [(DILATED, dilated, "geometric(128, N)", ("auto", 1, "contiguous"))]
@@ -78,8 +78,8 @@ def check(rows, ranks):
 
 
 def test_four_ranks(pool):
-    first, *others = pool.run(4, table, SIZES)
-    assert others == [first] * 3
+    first, *other_ranks = pool.run(4, table, SIZES)
+    assert other_ranks == [first] * 3
     check([cells(line) for line in first], 4)
 
 
@@ -88,7 +88,7 @@ def test_beside_torch(pool):
     options = [*SIZES[1:], "--dilated", "--rotate", "allgather", "alltoall"]
     rows = [cells(line) for line in pool.run(4, table, options, 2.0)[0]]
     assert rows[:2] == [
-        [str(DENSE), "dense", "torch allgather", "2000.00", "", "", ""],  # the ring is still to come
+        [str(DENSE), "dense", "torch allgather", "2000.00", "", "", ""],  # the ring is not measured yet
         [str(DENSE), "dense", "torch alltoall", "2000.00", "1.00", "", ""],
     ]
     assert len(rows) == 2 + len(WAYS) and all(all(row) for row in rows[2:])
@@ -96,7 +96,7 @@ def test_beside_torch(pool):
 
 
 def test_two_ranks_as_of_torchrun(tmp_path):
-    """As one starts it, from another folder than the script's; head_size 4 serves no two ranks."""
+    """Start the script as users do, from another folder; head_size 4 does not serve two ranks."""
     done = run_ranks(2, FOLDER / "context_parallel.py", *SIZES, cwd=tmp_path)
     assert done.codes == [0, 0], done.stderr[-3000:]
     head, bars, *rows = map(cells, done.stdout.splitlines())

@@ -1,4 +1,4 @@
-"""Deferred checks of calls: equal results, no waiting, and every rank refuses before results are used."""
+"""Deferred checks of calls: equal results, no waiting, and every rank raises before results are used."""
 
 import weakref
 
@@ -17,7 +17,7 @@ from lightning_dilated.sequence.consensus import ControlGroup
 from .calls import sequence
 
 WIDE = DilatedPattern.geometric(4, 32)
-#: crosses no shard of 16, so that ranks that disagree do not wait for each other's rows
+#: crosses no shard of 16, so ranks that disagree do not wait for each other's rows
 NARROW, OTHER = DilatedPattern([(8, 1)]), DilatedPattern([(4, 1)])
 
 
@@ -29,7 +29,7 @@ def call(ours, pattern, tokens=16, seed=0, causal=False):
 
 
 def as_on_gpus(ours):
-    """Have checks deferred, over a connection of their own."""
+    """Defer checks, over their own connection."""
     ours._consensus.may_defer, ours._consensus.control = True, ControlGroup(ours.group, ours.timeout, "as on gpus")
 
 
@@ -38,16 +38,16 @@ def deferred_checks(ours):
 
 
 def equal_calls(rank, group):
-    """(checks deferred without and within `trusting`, whether results are equal, checks deferred after `settle`)."""
+    """Return (checks deferred outside and within `trusting`, whether results are equal, checks left after `settle`)."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         plain = [call(ours, WIDE, seed=i) for i in range(3)]
         before = deferred_checks(ours)
         with ours.trusting():
-            found = [call(ours, WIDE, seed=i) for i in range(3)]
+            results = [call(ours, WIDE, seed=i) for i in range(3)]
         within = deferred_checks(ours)
         ours.settle()
-        same = all(torch.equal(a, b) for x, y in zip(plain, found, strict=True) for a, b in zip(x, y, strict=True))
+        same = all(torch.equal(a, b) for x, y in zip(plain, results, strict=True) for a, b in zip(x, y, strict=True))
         return before, within, same, deferred_checks(ours)
 
 
@@ -56,15 +56,15 @@ def test_equal_calls(pool):
 
 
 def calls_without_gradients(rank, group):
-    """Whether results in inference_mode (validate, test and predict on GPUs) equal those of a plain call."""
+    """Return whether results in inference_mode (validate, test and predict on GPUs) equal a plain call."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         q = torch.randn(1, 16, 2, 8, generator=torch.Generator().manual_seed(rank))
         want = dilated_attention(q, q, q, WIDE, sequence=ours)
         with torch.inference_mode(), ours.trusting():
-            found = [dilated_attention(q, q, q, WIDE, sequence=ours) for _ in range(3)]
+            results = [dilated_attention(q, q, q, WIDE, sequence=ours) for _ in range(3)]
             ours.settle()
-        return [torch.equal(x, want) for x in found]
+        return [torch.equal(x, want) for x in results]
 
 
 def test_inference_mode(pool):
@@ -72,21 +72,21 @@ def test_inference_mode(pool):
 
 
 def new_calls(rank, group):
-    """Deferred checks after new calls: with another pattern, other tokens, or dropout, whose seed is rank 0's."""
+    """Return deferred checks after new calls: another pattern, other tokens, or dropout with rank 0's seed."""
     with sequence(group) as ours:
         as_on_gpus(ours)
-        found = []
+        counts = []
         with ours.trusting():
             for pattern, tokens in ((NARROW, 16), (OTHER, 16), (NARROW, 8)):
                 call(ours, pattern, tokens)
-                found.append(deferred_checks(ours))  # a new forward waits; its backward differs by the pass only
+                counts.append(deferred_checks(ours))  # a new forward waits; its backward differs only in the pass
             q = torch.randn(1, 16, 2, 8, requires_grad=True)
             for _ in range(2):
                 dilated_attention(q, q, q, NARROW, dropout=0.5, sequence=ours)
-                found.append(deferred_checks(ours))
+                counts.append(deferred_checks(ours))
             with torch.no_grad():
                 dilated_attention(q, q, q, NARROW, sequence=ours)
-        return [*found, deferred_checks(ours)]
+        return [*counts, deferred_checks(ours)]
 
 
 def test_new_calls_wait(pool):
@@ -94,7 +94,7 @@ def test_new_calls_wait(pool):
 
 
 def unlike_calls(rank, group, mode):
-    """The error on each rank."""
+    """Return the error on each rank."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         for pattern in (NARROW, OTHER):
@@ -103,7 +103,7 @@ def unlike_calls(rank, group, mode):
             with ours.trusting():
                 if mode == "known":  # all ranks have seen both calls: all defer the checks
                     call(ours, NARROW if rank else OTHER)
-                elif mode == "new":  # rank 1 makes a call that it has to wait for
+                elif mode == "new":  # rank 1 makes a call for which it has to wait
                     call(ours, NARROW, causal=bool(rank))
                 elif mode == "refused":
                     q = torch.randn(1, 16, 2, 8, requires_grad=True)
@@ -124,9 +124,9 @@ def unlike_calls(rank, group, mode):
     ],
 )
 def test_unlike_calls(pool, mode, text):
-    found = pool.run(2, unlike_calls, mode)
-    assert all(x is not None for x in found), found
-    assert text in found[0] and ("scale must be" if mode == "refused" else text) in found[1]
+    messages = pool.run(2, unlike_calls, mode)
+    assert all(x is not None for x in messages), messages
+    assert text in messages[0] and ("scale must be" if mode == "refused" else text) in messages[1]
 
 
 def gloo_never_defers(rank, group):
@@ -140,7 +140,7 @@ def test_gloo_never_defers(pool):
 
 
 def recorded(rank, group):
-    """The error on a rank that records a CUDA graph."""
+    """Return the error on a rank that records a CUDA graph."""
     with sequence(group) as ours, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -155,29 +155,29 @@ def test_no_cuda_graph(pool):
 
 
 def other_lengths(rank, group):
-    """Deferred checks where rank 0 has equally many tokens of a sequence of 32 and of 31."""
+    """Return deferred checks for sequences of 32 and 31 tokens; rank 0 holds equal parts of both."""
     with sequence(group) as ours:
         as_on_gpus(ours)
-        found = []
+        counts = []
         for tokens in (32, 31, 32):
             with ours.trusting():
                 call(ours, WIDE, ours.shard(tokens).length(rank))
-                found.append((deferred_checks(ours), ours.agreed.seq_len))
+                counts.append((deferred_checks(ours), ours.agreed.seq_len))
                 call(ours, WIDE, ours.shard(tokens).length(rank))
-                found.append((deferred_checks(ours), ours.agreed.seq_len))
+                counts.append((deferred_checks(ours), ours.agreed.seq_len))
             ours.settle()
-        return found
+        return counts
 
 
 def test_other_lengths(pool):
-    """The first call of a step is checked at once: a rank's own tokens do not tell what the others hold."""
-    both = [(0, 32), (2, 32), (0, 31), (2, 31)]
-    # rank 1's tokens tell it the sequences apart, so that it has seen the backward of the first one
-    assert pool.run(2, other_lengths) == [[*both, (0, 32), (2, 32)], [*both, (1, 32), (3, 32)]]
+    """The first call of a step is checked at once: a rank's tokens do not show how many the others hold."""
+    first_two = [(0, 32), (2, 32), (0, 31), (2, 31)]
+    # rank 1's shards differ in length, so it recognizes the first sequence and its backward
+    assert pool.run(2, other_lengths) == [[*first_two, (0, 32), (2, 32)], [*first_two, (1, 32), (3, 32)]]
 
 
 def numbers(rank, group):
-    """The number of a call after a refusal that every rank caught, with unequally many deferred checks."""
+    """Return the number of a call after a caught refusal, with unequal numbers of deferred checks on the ranks."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         call(ours, NARROW)
@@ -196,11 +196,11 @@ def test_numbers_after_a_difference(pool):
 
 
 def kept_by_calls(rank, group):
-    """(deferred checks, inputs of recomputed pieces that still have memory) after a step's backward."""
+    """Return (deferred checks, inputs of recomputed pieces that are still allocated) after a step's backward."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         q = torch.randn(1, 16, 2, 8, requires_grad=True)
-        seen = []
+        storages = []
 
         def piece(x):
             y = dilated_attention(x, x, x, NARROW, sequence=ours)
@@ -209,24 +209,24 @@ def kept_by_calls(rank, group):
         def step():
             x = q * 2
             for _ in range(4):
-                seen.append(weakref.ref(x.untyped_storage()))
+                storages.append(weakref.ref(x.untyped_storage()))
                 x = checkpoint(piece, x, use_reentrant=False)
             x.sum().backward()
 
         with ours.trusting():
             step()
-            seen.clear()
+            storages.clear()
             step()
-            kept = deferred_checks(ours), sum(storage() is not None for storage in seen)
+            counts = deferred_checks(ours), sum(storage() is not None for storage in storages)
         ours.settle()
-        return kept
+        return counts
 
 
 def test_deferred_checks_keep_no_memory(pool):
-    """Recomputation runs in autograd's hooks; a pending gather must not hold these and the inputs they hold."""
+    """Recomputation runs in autograd's hooks; a pending gather must not hold the hooks and their inputs."""
     calls = 3 * 2 * 4  # forward, again, backward
-    for count, kept in pool.run(2, kept_by_calls):
-        assert count >= calls and kept == 0, (count, kept)
+    for count, alive in pool.run(2, kept_by_calls):
+        assert count >= calls and alive == 0, (count, alive)
 
 
 SETTINGS = [
@@ -252,7 +252,7 @@ def train(model):
 
 
 def peak(model):
-    """Peak bytes of the second step."""
+    """Return the peak bytes of the second step."""
     train(model)
     with Meter() as meter:
         train(model)
@@ -264,19 +264,19 @@ def ranks_peak(rank, group, settings):
     as_on_gpus(ours)
     try:
         with ours.active(), ours.trusting():
-            found = peak(model)
+            highest = peak(model)
             ours.settle()
     finally:
         ours.close()
-    return found
+    return highest
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["tiled", "block", "attention-kept"])
 def test_ranks_hold_what_one_does(pool, settings):
-    """With equally many tokens a rank, where no segment reaches beyond them."""
+    """Ranks have equal numbers of tokens, and no segment crosses ranks."""
     alone = peak(model_with(settings))
-    for found in pool.run(2, ranks_peak, settings):
-        assert abs(found - alone) < 0.01 * alone, (found, alone)
+    for rank_peak in pool.run(2, ranks_peak, settings):
+        assert abs(rank_peak - alone) < 0.01 * alone, (rank_peak, alone)
 
 
 def gathers_alone(rank, group):
@@ -296,7 +296,7 @@ def test_one_rank_asks_itself(pool):
 
 
 def shared_connection(rank, group):
-    """What two users of a channel gather, and whether they share its connection and others have their own."""
+    """Return the gathers of two users of a channel, whether they share its connection, and whether others do not."""
     first, second, other = (ControlGroup(group, None, channel) for channel in ("shared", "shared", "other"))
     values = [int(x) for control in (first, second) for x in control.gather(torch.tensor([rank]))]
     return values, first.backend is second.backend, first.backend is not other.backend

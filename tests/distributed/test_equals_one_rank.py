@@ -12,11 +12,11 @@ from .calls import alone, attend, by_definition, compare, compare_rounded
 from .pool import Pool
 from .strategies import ANY, DTYPES, EXCHANGES, LAYOUTS, ROUNDED, Sharded, larger_groups, sharded
 
-#: random calls for each number of ranks and each exchange that can serve so many
+#: random calls by number of ranks, for each exchange that can serve it
 EXAMPLES = {1: 6, 2: 30, 3: 40, 4: 40}
 SERVING = {1: EXCHANGES, 2: (*ANY, "butterfly"), 3: ANY, 4: EXCHANGES}
 RUNS = [(ranks, exchange) for ranks in EXAMPLES for exchange in SERVING[ranks]]
-#: what every sample has to hold, in calls that move rows; see `Sharded.features`
+#: features that every sample of the butterflies must contain, in calls that move rows; see `Sharded.features`
 BUTTERFLIES = {
     "contiguous", "causal", "not causal", "wide", "wide and dilated", "gqa, query offsets", "gqa, kv offsets", "odd heads",
     "batch", "subsets", "strides", "math",
@@ -31,13 +31,13 @@ class Enough(BaseException):
     """No feature is missing any more. Not an Exception: hypothesis would look for a smaller case that raises it."""
 
 
-def check(pool: Pool, case: Sharded, dtype: torch.dtype, seen: Counter) -> None:
+def check(pool: Pool, case: Sharded, dtype: torch.dtype, counts: Counter) -> None:
     """Run a case on its ranks; an exchange that does not serve it must refuse on all of them."""
     answers = pool.answers(case.ranks, attend, case, dtype)
     if case.may_refuse and answers[0].message.startswith(f"exchange={case.exchange!r} cannot serve this call: "):
-        told = {(a.error, a.message) for a in answers}
-        assert len(told) == 1 and answers[0].error == "ValueError", told
-        seen["refused"] += 1
+        refusals = {(a.error, a.message) for a in answers}
+        assert len(refusals) == 1 and answers[0].error == "ValueError", refusals
+        counts["refused"] += 1
         return
     results = pool.values(answers, case)
     if dtype in ROUNDED:
@@ -46,54 +46,54 @@ def check(pool: Pool, case: Sharded, dtype: torch.dtype, seen: Counter) -> None:
         compare(case, results, alone(case), 1e-10)
         if case.call.seq_len < 20:
             compare(case, results, by_definition(case), 1e-10)
-            seen["definition"] += 1
+            counts["definition"] += 1
     forward, backward = (sum(r.sent[i] for r in results) > 0 for i in range(2))
     assert forward == backward, case
-    seen["cases"] += 1
-    seen["moved"] += forward and case.head_size == 1  # head groups move rows of their own
+    counts["cases"] += 1
+    counts["moved"] += forward and case.head_size == 1  # head groups move rows of their own
     for feature in features(case, dtype):
-        seen[feature] += forward or feature == "no tokens"
+        counts[feature] += forward or feature == "no tokens"
 
 
 def features(case: Sharded, dtype: torch.dtype) -> set[str]:
-    """Those of the case, and its dtype."""
+    """Return the features of the case, and its dtype."""
     known, narrow = case.features() | {str(dtype)}, dtype in (torch.bfloat16, torch.float16)
     return known | {"rank without a head in 16 bits"} if narrow and "rank without a head" in known else known
 
 
 def required(ranks: int, exchange: str) -> set[str]:
-    """Features that a sample has to hold."""
-    wanted = FEATURES
+    """Return the features that a sample must contain."""
+    needed = FEATURES
     if "butterfly" not in exchange:
-        wanted = wanted | {"window", "dilated window", "window beyond a shard"}
-        wanted = wanted | {"global tokens", "global tokens on several ranks"}
+        needed = needed | {"window", "dilated window", "window beyond a shard"}
+        needed = needed | {"global tokens", "global tokens on several ranks"}
     if ranks > 2:
-        wanted = wanted | {"empty rank"}  # of two ranks one is empty only where there is one token
-    wanted = BUTTERFLIES if "butterfly" in exchange else wanted | {"no tokens", "definition"}
+        needed = needed | {"empty rank"}  # two ranks have an empty one only with one token
+    needed = BUTTERFLIES if "butterfly" in exchange else needed | {"no tokens", "definition"}
     if not exchange.startswith("hierarchical"):
-        wanted = wanted | {"head groups", "kv head on several", "uneven windows"}
+        needed = needed | {"head groups", "kv head on several", "uneven windows"}
         if ranks == 4:
-            wanted = wanted | {"head groups and wider"}
-    return wanted | {str(dtype) for dtype in (torch.float64, *ROUNDED)}
+            needed = needed | {"head groups and wider"}
+    return needed | {str(dtype) for dtype in (torch.float64, *ROUNDED)}
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(35, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("ranks", "exchange"), RUNS)
 def test_random(pool, ranks, exchange, times):
-    seen = Counter()
-    wanted = required(ranks, exchange) if ranks > 1 else set()
+    counts = Counter()
+    needed = required(ranks, exchange) if ranks > 1 else set()
 
     def sample(number: int, only: set[str] | None = None) -> None:
-        """Check random cases; with `only`, those with one of these features that was not seen yet."""
+        """Check random cases; with `only`, cases with one of these features that has not occurred yet."""
 
         @seed(number)
         @settings(max_examples=examples(times * EXAMPLES[ranks]), suppress_health_check=list(HealthCheck))
         @given(sharded(ranks, exchange), DTYPES)
         def random(case, dtype):
             assume(not case.call.refused())
-            assume(only is None or any(not seen[feature] for feature in only & features(case, dtype)))
-            check(pool, case, dtype, seen)
-            if only is not None and all(seen[feature] for feature in only):
+            assume(only is None or any(not counts[feature] for feature in only & features(case, dtype)))
+            check(pool, case, dtype, counts)
+            if only is not None and all(counts[feature] for feature in only):
                 raise Enough
 
         with contextlib.suppress(Enough):
@@ -101,15 +101,15 @@ def test_random(pool, ranks, exchange, times):
 
     first = times * 700 + RUNS.index((ranks, exchange))  # other examples for every run
     sample(first)
-    missing = {feature for feature in wanted if not seen[feature]}
-    if missing:  # what a seed draws differs between versions of hypothesis
+    missing = {feature for feature in needed if not counts[feature]}
+    if missing:  # the draws of a seed differ between versions of hypothesis
         sample(first + 50, missing)
     if ranks == 1:
-        assert seen["cases"] and not seen["moved"] and not seen["refused"]
+        assert counts["cases"] and not counts["moved"] and not counts["refused"]
         return
-    assert seen["moved"] >= EXAMPLES[ranks] // 5 and seen["cases"] >= EXAMPLES[ranks] * 3 // 4, seen
-    missing = {feature for feature in wanted if not seen[feature]}
-    assert not missing, f"the sample holds no {missing}: {seen}"
+    assert counts["moved"] >= EXAMPLES[ranks] // 5 and counts["cases"] >= EXAMPLES[ranks] * 3 // 4, counts
+    missing = {feature for feature in needed if not counts[feature]}
+    assert not missing, f"the sample holds no {missing}: {counts}"
 
 
 @pytest.mark.parametrize("count", [24, pytest.param(400, marks=pytest.mark.slow)])
@@ -117,13 +117,13 @@ def test_random(pool, ranks, exchange, times):
 @pytest.mark.parametrize("exchange", ANY)
 def test_more_ranks_than_heads(pool, ranks, exchange, count):
     """Some ranks of a head group hold no head, and some no token."""
-    seen = Counter()
-    # of two ranks one is empty only where there is one token
-    wanted = {"rank without a head", "rank without a head in 16 bits"}
-    wanted |= {"empty rank of head groups"} if ranks > 2 else set()
+    counts = Counter()
+    # two ranks have an empty one only with one token
+    needed = {"rank without a head", "rank without a head in 16 bits"}
+    needed |= {"empty rank of head groups"} if ranks > 2 else set()
 
     def sample(number: int, only: set[str] | None = None) -> None:
-        """Check random cases; with `only`, those with one of these features."""
+        """Check random cases; with `only`, cases with one of these features."""
 
         @seed(number)
         @settings(max_examples=examples(count), suppress_health_check=list(HealthCheck))
@@ -131,12 +131,12 @@ def test_more_ranks_than_heads(pool, ranks, exchange, count):
         def random(case, dtype):
             assume(not case.call.refused())
             assume(only is None or only & features(case, dtype))
-            check(pool, case, dtype, seen)
+            check(pool, case, dtype, counts)
 
         random()
 
     sample(ranks + 10 * ANY.index(exchange))
-    missing = {feature for feature in wanted if not seen[feature]}
-    if missing:  # what a seed draws differs between versions of hypothesis
+    missing = {feature for feature in needed if not counts[feature]}
+    if missing:  # the draws of a seed differ between versions of hypothesis
         sample(ranks + 10 * ANY.index(exchange) + 1000, missing)
-    assert seen["cases"] >= count * 3 // 4 and all(seen[feature] for feature in wanted), seen
+    assert counts["cases"] >= count * 3 // 4 and all(counts[feature] for feature in needed), counts

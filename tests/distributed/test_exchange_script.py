@@ -1,6 +1,7 @@
-"""benchmarks/exchange.py: every exchange and what "auto" chose, bytes counted as planned, and calls that move nothing.
+"""benchmarks/exchange.py: every exchange and the choice of "auto", bytes as planned, and calls that move nothing.
 
-benchmarks/choice.py: the same in turn, and what its rows say of bytes and waits."""
+benchmarks/choice.py: the same exchanges, alternating, and the bytes and waits in its rows.
+"""
 
 import contextlib
 import runpy
@@ -29,23 +30,23 @@ SIZES = (
 
 
 def table(rank, group, options):
-    """The lines, and their text."""
+    """Return the rows' cells, and the text of the lines."""
     script = runpy.run_path(str(SCRIPT))
     with mock.patch.object(sys, "argv", ["exchange.py", *SIZES.split(), *options]):
-        found = list(script["lines"](rank, script["options"](), torch.device("cpu")))
-    return [vars(x) for x in found], [str(x) for x in found], script["COLUMNS"]
+        lines = list(script["lines"](rank, script["options"](), torch.device("cpu")))
+    return [vars(x) for x in lines], [str(x) for x in lines], script["COLUMNS"]
 
 
 def test_every_exchange(pool):
-    found = pool.run(4, table, ["--still"])
-    alone, auto, *rest = found[0][0]
-    assert all(x[0] == found[0][0] for x in found)  # equal on all ranks
+    results = pool.run(4, table, ["--still"])
+    alone, auto, *exchanges = results[0][0]
+    assert all(x[0] == results[0][0] for x in results)  # equal on all ranks
     assert alone["name"] == "alone" and auto["name"].removeprefix("auto (").removesuffix(")") in EXCHANGES
-    assert [x["name"] for x in rest] == list(EXCHANGES)
-    for x in (auto, *rest):
+    assert [x["name"] for x in exchanges] == list(EXCHANGES)
+    for x in (auto, *exchanges):
         assert 0 < x["planned"] == sum(x["received"]) and not x["unlike"]
         assert x["exposed"] > 0 and abs(x["moving"]) < x["both"] + 1
-    assert all(text.count("|") == len(found[0][2]) + 1 for text in found[0][1])
+    assert all(text.count("|") == len(results[0][2]) + 1 for text in results[0][1])
 
 
 def test_head_groups(pool):
@@ -59,24 +60,24 @@ def test_head_groups(pool):
     )
 
 
-def in_turn(rank, group, options, told=None):
-    """The cells of each line. `told`: the bytes to report as counted."""
+def in_turn(rank, group, options, replacement=None):
+    """Return the cells of each line. `replacement`: a function that replaces the summary of counts."""
     path = mock.patch.object(sys, "path", [str(FOLDER), *sys.path])  # it imports the other script
     with path, mock.patch.object(sys, "argv", ["choice.py", *options.split()]):
         script = runpy.run_path(str(FOLDER / "choice.py"))
-        with mock.patch("exchange.summary", partial(told, rank)) if told else contextlib.nullcontext():
-            found = list(script["lines"](script["options"](), torch.device("cpu")))
-    assert all(line.count("|") == len(script["COLUMNS"]) + 1 for line in found)
-    return [line.strip("| \n").split(" | ") for line in found]
+        with mock.patch("exchange.summary", partial(replacement, rank)) if replacement else contextlib.nullcontext():
+            lines = list(script["lines"](script["options"](), torch.device("cpu")))
+    assert all(line.count("|") == len(script["COLUMNS"]) + 1 for line in lines)
+    return [line.strip("| \n").split(" | ") for line in lines]
 
 
 TURNS = "--device cpu --local 128 --first 128 --heads 4 --head-dim 64 --dtype float32 --exchanges gather ring "
 
 
 def test_in_turn(pool):
-    """All ranks report the same, the best named exchange is 1.000 of itself, and bytes are those of the plan."""
-    first, *others = pool.run(4, in_turn, TURNS + "--rounds 2 --causal 0 1")
-    assert others == [first] * 3
+    """All ranks report the same, the best named exchange is 1.000 of itself, and bytes are as planned."""
+    first, *other_ranks = pool.run(4, in_turn, TURNS + "--rounds 2 --causal 0 1")
+    assert other_ranks == [first] * 3
     problem = partial(make_problem, DilatedPattern.geometric(128, 512), 512, 4, ranks=4)
     for causal, (auto, *named) in ((False, first[:3]), (True, first[3:])):
         chosen = auto[2].removeprefix("auto (").removesuffix(")")
@@ -93,7 +94,7 @@ def test_in_turn(pool):
 
 
 def unlike(rank, clock, links):
-    """Each rank waits a second longer than the one before, and rank 1 sends a byte too many."""
+    """Report that each rank waits a second longer than the one before, and that rank 1 sends a byte too many."""
     *rows, total = summary(clock, links)
     return [*(replace(x, sent=x.sent + (rank == 1)) for x in rows), replace(total, exposed=rank + 1.0)]
 

@@ -1,4 +1,4 @@
-"""The recorded cases on 2 and 4 ranks; the release's distributed code is wrong by 14 to 150 percent on the causal ones."""
+"""The recorded cases on 2 and 4 ranks; the release's distributed code is wrong by 14 to 150 % on the causal ones."""
 
 from pathlib import Path
 
@@ -15,17 +15,17 @@ FILES = sorted((Path(__file__).parents[1] / "golden" / "longnet_torchscale").glo
 
 
 def recorded(rank, group, path, exchange, head_size):
-    """(positions, out, dq, dk, dv) of this rank."""
+    """Return (positions, out, dq, dk, dv) of this rank."""
     data = torch.load(path, weights_only=True)
     pattern = DilatedPattern.longnet(data["segment_lengths"], data["dilation_rates"], offsets="blocked")
     with sequence(group, exchange=exchange, head_size=head_size) as ours:
-        mine = positions(ours, data["q"].shape[1])
-        q, k, v = (data[x].double()[:, mine].requires_grad_() for x in "qkv")
+        own_positions = positions(ours, data["q"].shape[1])
+        q, k, v = (data[x].double()[:, own_positions].requires_grad_() for x in "qkv")
         out = dilated_attention(q, k, v, pattern, causal=data["causal"], scale=data["scale"], sequence=ours)
         return (
-            torch.tensor(mine),
+            torch.tensor(own_positions),
             out.detach(),
-            *torch.autograd.grad(out, (q, k, v), data["grad_out"].double()[:, mine]),
+            *torch.autograd.grad(out, (q, k, v), data["grad_out"].double()[:, own_positions]),
         )
 
 

@@ -1,4 +1,4 @@
-"""sequence_halo, SequenceConv1d and kv_conv on several ranks equal one rank, gradients too, wherever neighbours lie."""
+"""sequence_halo, SequenceConv1d and kv_conv on several ranks equal one rank, with gradients, in every layout."""
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ PATTERN = DilatedPattern.longnet([4, 16], [1, 2])
 
 
 def numbers(seed, *shape):
-    """The same on every rank."""
+    """Draw the same numbers on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def surrounded(rank, group, seq_len, left, right, layout):
-    """On this rank: [(first position, rows, gradients of the whole) of each chunk], and the gradient of its own rows."""
+    """Return [(first position, rows) of each chunk], this rank's positions, its gradient, and the bytes that moved."""
     with sequence(group, layout=layout) as ours:
         x = numbers(0, 2, seq_len, 3)[:, positions(ours, seq_len)].requires_grad_()
         chunks = sequence_halo(x, left, right, sequence=ours)
@@ -38,8 +38,8 @@ def surrounded(rank, group, seq_len, left, right, layout):
 def test_rows_and_gradients(pool, seq_len, left, right, ranks, layout):
     padded = torch.nn.functional.pad(numbers(0, 2, seq_len, 3), (0, 0, left, right))
     total = torch.zeros_like(padded)
-    found = pool.run(ranks, surrounded, seq_len, left, right, layout)
-    for rank, (chunks, _, _, moved) in enumerate(found):
+    results = pool.run(ranks, surrounded, seq_len, left, right, layout)
+    for rank, (chunks, _, _, moved) in enumerate(results):
         for i, (first, rows) in enumerate(chunks):
             if rows.shape[1] > left + right:
                 torch.testing.assert_close(rows, padded[:, first : first + rows.shape[1]], rtol=0, atol=0)
@@ -47,12 +47,12 @@ def test_rows_and_gradients(pool, seq_len, left, right, ranks, layout):
             else:
                 assert not rows.any() and rows.shape == (2, left + right, 3)
         assert moved[0] == moved[1]
-    for _, at, grad, _ in found:
+    for _, at, grad, _ in results:
         torch.testing.assert_close(grad, total[:, left : left + seq_len][:, at])
 
 
 def other_axes(rank, group):
-    """Rows along the last dimension, and whole numbers."""
+    """Return halos along the last dimension, and of whole numbers."""
     with sequence(group) as ours:
         x = numbers(3, 2, 5, 10)[..., positions(ours, 10)]
         last = sequence_halo(x, 2, 1, dim=-1, sequence=ours)
@@ -111,7 +111,7 @@ def convolved(rank, group, name, seq_len, layout):
 
 
 def answer(name, seq_len, at):
-    """Result, gradient of x and of the parameters for some positions' part of one loss."""
+    """Return result and gradients of x and the parameters, for the loss at some positions."""
     torch.manual_seed(2)
     size, options = CONVOLUTIONS[name]
     module = SequenceConv1d(6, 9, size, dtype=torch.float64, **options)
@@ -142,8 +142,8 @@ def test_sequence_conv1d_is_conv1d():
     for name, (size, options) in CONVOLUTIONS.items():
         y, _, _ = answer(name, 11, list(range(11)))
         torch.manual_seed(2)
-        more = {k: v for k, v in options.items() if k != "causal"}
-        plain = torch.nn.Conv1d(6, 9, size, dtype=torch.float64, padding="same", **more)
+        conv_options = {k: v for k, v in options.items() if k != "causal"}
+        plain = torch.nn.Conv1d(6, 9, size, dtype=torch.float64, padding="same", **conv_options)
         x = numbers(4, 2, 11, 6).transpose(1, 2)
         if "causal" in options:
             x = torch.nn.functional.pad(x, (size - 1, 0))
@@ -162,7 +162,7 @@ def layered(rank, group, shape, causal, settings):
 
 
 def attended(shape, causal, at):
-    """Result and gradients of a layer with kv_conv for some positions' part of one loss."""
+    """Return result and gradients of a layer with kv_conv, for the loss at some positions."""
     torch.manual_seed(7)
     module = MultiheadDilatedAttention(
         12, 3, PATTERN, causal=causal, position_encoding="rotary", kv_conv=4, dtype=torch.float64
@@ -171,8 +171,8 @@ def attended(shape, causal, at):
     batch, documents = SHAPES[shape]
     x = numbers(8, batch, 23, 12)[:, at].requires_grad_()
     kind = "lengths" if shape == "padded" else "cu_seqlens"
-    given = {} if documents is None else {kind: torch.tensor(documents, dtype=torch.int32)}
-    y, _ = module(x, **given)
+    limits = {} if documents is None else {kind: torch.tensor(documents, dtype=torch.int32)}
+    y, _ = module(x, **limits)
     grads = torch.autograd.grad((y * numbers(9, batch, 23, 12)[:, at]).sum(), (x, *module.parameters()))
     return y.detach(), at, grads
 

@@ -1,4 +1,4 @@
-"""Windows of heads on several ranks: what one rank gives at once, by every exchange, and each row is sent once."""
+"""Windows of heads on several ranks equal one rank without windows, for every exchange, and each row is sent once."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ WAYS = {
 
 
 def block_of(pattern: DilatedPattern, chunks: int) -> tuple[TransformerBlock, Tensor]:
-    """(a block of 6 heads and 3 kv heads, x (2, N, DIM))."""
+    """Return (a block of 6 heads and 3 kv heads, x (2, N, DIM))."""
     torch.manual_seed(0)
     options = BlockOptions(attention_dropout=0.2)
     block = TransformerBlock(DIM, 6, 16, pattern, num_kv_heads=3, causal=True, options=options).double()
@@ -35,7 +35,7 @@ def block_of(pattern: DilatedPattern, chunks: int) -> tuple[TransformerBlock, Te
 
 
 def results(block: TransformerBlock, x: Tensor) -> list[Tensor]:
-    """out, dx and the parameters' gradients."""
+    """Return out, dx and the parameters' gradients."""
     torch.manual_seed(1)
     x = x.detach().requires_grad_()
     out = block(x)
@@ -43,12 +43,12 @@ def results(block: TransformerBlock, x: Tensor) -> list[Tensor]:
 
 
 def on_ranks(rank, group, pattern, chunks, settings):
-    """(results, positions, (bytes sent forward, backward)) of a rank."""
+    """Return (results, positions, (bytes sent forward, backward)) of a rank."""
     block, x = block_of(pattern, chunks)
     with sequence(group, **settings) as ours, ours.active():
         at = positions(ours, N)
-        found = results(block, x[:, at])
-        return found, at, (ours.forward_traffic.sent, ours.backward_traffic.sent)
+        outputs = results(block, x[:, at])
+        return outputs, at, (ours.forward_traffic.sent, ours.backward_traffic.sent)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -57,11 +57,11 @@ def test_equal_to_one_rank_at_once(pool, way):
     want = results(*block_of(pattern, 1))
     sent = []
     for chunks in (1, 2, 3):
-        found = pool.run(ranks, on_ranks, pattern, chunks, settings)
-        sent.append(torch.tensor([f[2] for f in found]))
-        at = torch.tensor([p for f in found for p in f[1]]).argsort()
+        outcomes = pool.run(ranks, on_ranks, pattern, chunks, settings)
+        sent.append(torch.tensor([f[2] for f in outcomes]))
+        at = torch.tensor([p for f in outcomes for p in f[1]]).argsort()
         for i, x in enumerate(want):
-            parts = [f[0][i] for f in found]
+            parts = [f[0][i] for f in outcomes]
             got = torch.cat(parts, 1)[:, at] if i < 2 else sum(parts)
             torch.testing.assert_close(got, x, rtol=0, atol=1e-10)
     assert sent[0].sum(0).min() > 0
@@ -69,7 +69,7 @@ def test_equal_to_one_rank_at_once(pool, way):
 
 
 def on_empty_shards(rank, group, settings):
-    """(parameters' gradients, tokens) of a rank, of 2 tokens."""
+    """Return (parameters' gradients, number of tokens) of a rank, for a sequence of 2 tokens."""
     block, x = block_of(PATTERN, 2)
     with sequence(group, **settings) as ours, ours.active():
         return results(block, x[:, positions(ours, 2)])[2:], len(positions(ours, 2))
@@ -79,7 +79,7 @@ def on_empty_shards(rank, group, settings):
 def test_empty_shards(pool, settings):
     block, x = block_of(PATTERN, 1)
     want = results(block, x[:, :2])[2:]
-    found = pool.run(4, on_empty_shards, settings)
-    assert sorted(f[1] for f in found)[0] == 0
+    outcomes = pool.run(4, on_empty_shards, settings)
+    assert sorted(f[1] for f in outcomes)[0] == 0
     for i, grad in enumerate(want):
-        torch.testing.assert_close(sum(f[0][i] for f in found), grad, rtol=0, atol=1e-10)
+        torch.testing.assert_close(sum(f[0][i] for f in outcomes), grad, rtol=0, atol=1e-10)

@@ -1,4 +1,4 @@
-"""LongNetLM within an active sequence: loss and gradients of all ranks together are one rank's, documents packed or not."""
+"""LongNetLM within an active sequence: joined loss and gradients of all ranks equal one rank, packed or not."""
 
 from itertools import pairwise
 
@@ -37,19 +37,19 @@ MODELS = {
 
 
 def model(options):
-    """The same weights on every rank."""
+    """Build a model with the same weights on every rank."""
     torch.manual_seed(6)
-    made = tiny(**{"pattern": DilatedPattern.longnet([4, 16], [1, 2]), **options})
-    for name, parameter in made.named_parameters():
-        if "conv" in name or name.endswith("recurrence.scale"):  # which begin as the identity, and closed
+    net = tiny(**{"pattern": DilatedPattern.longnet([4, 16], [1, 2]), **options})
+    for name, parameter in net.named_parameters():
+        if "conv" in name or name.endswith("recurrence.scale"):  # they begin as the identity, and closed
             torch.nn.init.normal_(parameter, std=0.3)
-    return made
+    return net
 
 
 def data(packed):
-    """One row of tokens; the last label of a document has no next token."""
-    made = torch.Generator().manual_seed(8)
-    tokens, labels = (torch.randint(11, (1, N), generator=made) for _ in range(2))
+    """Return one row of tokens; the last label of a document has no next token."""
+    rng = torch.Generator().manual_seed(8)
+    tokens, labels = (torch.randint(11, (1, N), generator=rng) for _ in range(2))
     labels[:, LABELS_END] = -100
     return {
         "tokens": tokens,
@@ -58,10 +58,10 @@ def data(packed):
     }
 
 
-def terms(made, batch):
-    """[loss sum, number of labels, and the gradient of every parameter]."""
-    total, count = made.loss_terms(batch)
-    return [total.detach(), count, *torch.autograd.grad(total, list(made.parameters()))]
+def terms(net, batch):
+    """Return [loss sum, number of labels, and the gradient of every parameter]."""
+    total, count = net.loss_terms(batch)
+    return [total.detach(), count, *torch.autograd.grad(total, list(net.parameters()))]
 
 
 def part(rank, group, options, packed, layout):
@@ -93,7 +93,7 @@ def close(got, want):
 
 
 def exchanged(rank, group, kind):
-    """Bytes received, (forward, backward), by one layer with a recurrence."""
+    """Return the bytes that one layer with a recurrence received, (forward, backward)."""
     layer = MultiheadDilatedAttention(
         16, 4, DilatedPattern.dense(4), num_kv_heads=2, causal=True, recurrence=kind, dtype=torch.float32
     )
@@ -105,12 +105,12 @@ def exchanged(rank, group, kind):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", ["gated_delta", "linear", "delta"])
 def test_maps_of_a_recurrence_are_as_many_bytes_as_said(pool, kind, ranks):
-    """Nothing else moves: segments of a rank's tokens, no convolution. The backward repeats the forward's."""
+    """Nothing else moves: segments are as long as a rank's tokens, and there is no convolution."""
     recurrence = Recurrence(kind, None if kind == "gated_delta" else 4, conv=0)
     want = recurrence.exchanged_bytes(ranks, 2, 4)
-    found = pool.run(ranks, exchanged, recurrence)
-    assert max(forward for forward, _ in found) == 2 * want  # in the forward, and again in the backward
-    assert max(backward for _, backward in found) == want
+    results = pool.run(ranks, exchanged, recurrence)
+    assert max(forward for forward, _ in results) == 2 * want  # in the forward, and again in the backward
+    assert max(backward for _, backward in results) == want
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
@@ -124,18 +124,18 @@ TURNS = {
 
 
 def received(rank, group, name):
-    """Bytes, (forward, backward), of a step."""
+    """Return the received bytes, (forward, backward), of a step."""
     with sequence(group) as ours, ours.active():
-        made, tokens = model(TURNS[name]), torch.zeros(1, 16, dtype=torch.int64)
-        terms(made, {"tokens": tokens, "labels": tokens})
+        net, tokens = model(TURNS[name]), torch.zeros(1, 16, dtype=torch.int64)
+        terms(net, {"tokens": tokens, "labels": tokens})
         return ours.forward_traffic.received, ours.backward_traffic.received
 
 
 @pytest.mark.parametrize("name", TURNS)
 def test_plan_of_layers_that_differ(pool, name):
-    """What `plan` tells is what is moved; in fp32, where these ranks have fp64."""
-    made = model(TURNS[name])
-    facts = Facts.of(made, subject_of(made, "32-true"))
+    """`plan` predicts the bytes that are moved; it counts fp32, and these ranks use fp64."""
+    net = model(TURNS[name])
+    facts = Facts.of(net, subject_of(net, "32-true"))
     step = estimate(facts, MemorySettings(), CUT, Setup("ring_dilated", 4, 4), GPUS["H200"]).step
-    found = torch.tensor(pool.run(4, received, name), dtype=torch.float64).mean(0)
-    assert found.tolist() == [2 * step.bytes(run)[0] for run in ("forward", "backward")] and found.min() > 0
+    means = torch.tensor(pool.run(4, received, name), dtype=torch.float64).mean(0)
+    assert means.tolist() == [2 * step.bytes(run)[0] for run in ("forward", "backward")] and means.min() > 0

@@ -1,4 +1,4 @@
-"""Links of a group: "auto" uses them on every rank, and ranks with different ones refuse together."""
+"""Links of a group: "auto" uses them on every rank, and ranks with different links refuse together."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ PATTERN = DilatedPattern.geometric(4, 32)
 
 
 def chosen(rank, group, links, settings=None):
-    """(exchange, or the error; bytes sent; links of the plan) of a call; `links[rank]` are this rank's."""
+    """Return (exchange or error, bytes sent, links of the plan) of a call; `links[rank]` are this rank's."""
     with sequence(group, links=links[rank], **(settings or {})) as ours:
         x = torch.ones(1, 8, 4, 2)
         try:
@@ -29,9 +29,9 @@ def chosen(rank, group, links, settings=None):
     [(Links(round=1.0), "gather"), (Links(message=1.0), "butterfly"), (Links(near=1.0), "switch"), (None, "gather")],
 )
 def test_auto_reckons_with_the_group_s_links(pool, links, want):
-    for exchange, sent, told in pool.run(4, chosen, [links] * 4):
+    for exchange, sent, used in pool.run(4, chosen, [links] * 4):
         assert exchange == want and sent > 0
-        assert told == (links or Links())  # the suite's machine has the defaults
+        assert used == (links or Links())  # the suite's machine has the defaults
 
 
 def test_a_rank_with_other_links(pool):
@@ -50,7 +50,7 @@ def test_links_that_do_not_matter(pool):
 
 
 def of_a_file(rank, group, path, links):
-    """(the group's links, or the error) with the variable set."""
+    """Return (the group's links, or the error) with the variable set."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, path)
         try:
@@ -72,12 +72,12 @@ def test_the_machine_s_file(pool, tmp_path):
 
 
 def formatted(rank, group):
-    """How often `agree` formats the link speeds."""
+    """Count how often `agree` formats the link speeds."""
     with sequence(group) as ours, pytest.MonkeyPatch.context() as patch:
-        asked = []
-        patch.setattr(Links, "numbers", property(lambda self: asked.append(1)))
+        calls = []
+        patch.setattr(Links, "numbers", property(lambda self: calls.append(1)))
         ours.agree({"call": "here"})
-        return len(asked)
+        return len(calls)
 
 
 def test_agreeing_formats_no_numbers(pool):

@@ -1,4 +1,4 @@
-"""Layers, torch.compile, CUDA graphs and FLOP counts within an active sequence: the same as one rank's."""
+"""Layers, torch.compile, CUDA graphs and FLOP counts within an active sequence equal one rank."""
 
 from contextlib import nullcontext
 
@@ -21,7 +21,7 @@ N, WIDTH = 21, 16
 
 
 def layer(encoding: str) -> MultiheadDilatedAttention:
-    """The same weights on every rank."""
+    """Build a layer with the same weights on every rank."""
     torch.manual_seed(2)
     built = MultiheadDilatedAttention(
         WIDTH, 4, PATTERN, num_kv_heads=2, causal=True, sub_layernorm=True, position_encoding=encoding
@@ -34,7 +34,7 @@ def tokens() -> torch.Tensor:
 
 
 def run_layer(module, x, **options):
-    """[out, dx, and the gradients of all parameters], of the sum of squares."""
+    """Return [out, dx, and the gradients of all parameters] for the sum of squares."""
     x = x.clone().requires_grad_()
     out, _ = module(x, **options)
     return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, *module.parameters()))]
@@ -55,10 +55,10 @@ def test_layer(pool, layout, encoding):
     parts = pool.run(3, part_of_layer, layout, encoding, options)
     at = torch.tensor([p for held, _ in parts for p in held])
     for i in range(2):
-        got = torch.cat([found[i] for _, found in parts], 1)[:, at.argsort()]
+        got = torch.cat([tensors[i] for _, tensors in parts], 1)[:, at.argsort()]
         torch.testing.assert_close(got, want[i], rtol=0, atol=1e-10)
     for i in range(2, len(want)):
-        torch.testing.assert_close(sum(found[i] for _, found in parts), want[i], rtol=0, atol=1e-10)
+        torch.testing.assert_close(sum(tensors[i] for _, tensors in parts), want[i], rtol=0, atol=1e-10)
 
 
 def refusals(rank, group):
@@ -81,14 +81,14 @@ def test_what_a_layer_refuses(pool):
         assert "pass lengths" in errors[0] and "a cache serves one rank" in errors[1], errors
 
 
-def far_xpos(rank, group, given):
-    """xPos in fp16 overflows at the last positions only: the other ranks have to raise, too."""
+def far_xpos(rank, group, explicit):
+    """xPos in fp16 overflows only at the last positions: the other ranks have to raise, too."""
     with sequence(group) as ours, ours.active():
         built = layer("xpos").half()
         built.rotary.xpos_scale_base = 1.0
         try:
-            mine = positions(ours, N)
-            built(tokens()[:, mine].half(), positions=torch.as_tensor(mine) if given else None)
+            own_positions = positions(ours, N)
+            built(tokens()[:, own_positions].half(), positions=torch.as_tensor(own_positions) if explicit else None)
         except ValueError as error:
             return str(error)
 
@@ -96,7 +96,7 @@ def far_xpos(rank, group, given):
 def test_xpos_out_of_range(pool):
     errors = pool.run(3, far_xpos, False)
     assert all(error and "overflows" in error for error in errors), errors
-    assert len(set(errors)) == 1  # where the sequence ends is known to all
+    assert len(set(errors)) == 1  # all ranks know the sequence's length
     errors = pool.run(3, far_xpos, True)
     assert all(error and "overflows" in error for error in errors), errors
     assert "rank 2 of the sequence refused the call" in errors[0]
@@ -111,14 +111,14 @@ CALLS = {
 
 
 def flops_of(case, at, group=None):
-    """(forward, backward) FLOPs of the call on some positions."""
+    """Return (forward, backward) FLOPs of the call at some positions."""
     q, k, v, grad = slices(case, at, torch.float32)
-    found = []
+    counts = []
     with FlopCounterMode(display=False) as counter:
         out = case.call.run(q, k, v, sequence=group)
-        found.append(counter.get_total_flops())
+        counts.append(counter.get_total_flops())
         torch.autograd.grad(out, (q, k, v), grad)
-    return found[0], counter.get_total_flops() - found[0]
+    return counts[0], counter.get_total_flops() - counts[0]
 
 
 def flops_of_part(rank, group, case):
@@ -139,10 +139,10 @@ def test_flops(pool, name, layout, head_size):
         assert max(p[0] for p in parts) < want[0]
 
 
-def compiled_and_plain(rank, group, exchange, backend, given):
-    """Whether a compiled call equals the plain one bit by bit, forward and backward; twice, to detect constants."""
+def compiled_and_plain(rank, group, exchange, backend, explicit):
+    """Return whether a compiled call equals the plain one bit by bit, in both passes; twice, to detect constants."""
     with sequence(group, exchange=exchange) as ours, ours.active():
-        options = {"sequence": ours} if given else {}
+        options = {"sequence": ours} if explicit else {}
         pattern = DilatedPattern.geometric(4, 32)
 
         def block(x, weight):
@@ -162,13 +162,13 @@ def compiled_and_plain(rank, group, exchange, backend, given):
 @pytest.mark.parametrize("given", [False, True], ids=["active", "given"])
 @pytest.mark.parametrize("exchange", ["gather", "ring", "switch", "butterfly"])
 def test_compile(pool, exchange, given):
-    found = pool.run(2, compiled_and_plain, exchange, "aot_eager", given)
-    assert all(all(equal) for equal, _ in found), found
-    assert sum(sent for _, sent in found) > 0
+    results = pool.run(2, compiled_and_plain, exchange, "aot_eager", given)
+    assert all(all(equal) for equal, _ in results), results
+    assert sum(sent for _, sent in results) > 0
 
 
 def compiled_convolution(rank, group, layout):
-    """Whether a compiled layer with kv_conv gives what the plain one gives, forward and backward."""
+    """Return whether a compiled layer with kv_conv equals the plain one, forward and backward."""
     with sequence(group, layout=layout) as ours, ours.active():
         torch.manual_seed(0)
         layer = MultiheadDilatedAttention(8, 2, DilatedPattern.geometric(4, 32), causal=True, kv_conv=3).double()
@@ -188,30 +188,30 @@ def test_compile_with_kv_conv(pool, layout):
 
 
 def compiled_once(rank, group):
-    """Outputs of one compiled function inside a sequence, outside and in another one, with those of the plain function."""
+    """Return outputs of one compiled function inside a sequence, outside and in another, and of the plain function."""
     pattern = DilatedPattern.geometric(4, 32)
     block = lambda x: dilated_attention(x.sin(), x, x, pattern)  # noqa: E731
     run = torch.compile(block, fullgraph=True, backend="aot_eager")
-    found = []
+    outputs = []
     with sequence(group) as first, sequence(group, layout="zigzag", exchange="ring") as second:
         x = torch.randn(1, 16, 2, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
         for group in (first, None, second, first):
             with nullcontext() if group is None else group.active():
-                found.append((run(x), block(x)))
-    return found
+                outputs.append((run(x), block(x)))
+    return outputs
 
 
 def test_a_compiled_function_follows_the_active_sequence(pool):
-    for found in pool.run(2, compiled_once):
-        for got, want in found:
+    for outputs in pool.run(2, compiled_once):
+        for got, want in outputs:
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-        assert not torch.equal(found[0][1], found[1][1]) and not torch.equal(found[0][1], found[2][1])
-        assert torch.equal(found[0][1], found[3][1])
+        assert not torch.equal(outputs[0][1], outputs[1][1]) and not torch.equal(outputs[0][1], outputs[2][1])
+        assert torch.equal(outputs[0][1], outputs[3][1])
 
 
 def with_graphs_and_without(rank, group):
-    """[out, dx and the gradients of all parameters] of a model's stack without CUDA graphs and with; what it says."""
-    found, said = [], []
+    """Return [out, dx, parameters' gradients] of a model's stack without and with CUDA graphs, and the warnings."""
+    results, said = [], []
     with sequence(group) as ours, ours.active():
         for graphs in (False, True):
             torch.manual_seed(0)
@@ -224,12 +224,12 @@ def with_graphs_and_without(rank, group):
                 for _ in range(2):
                     out = stack(x)
                     grads = torch.autograd.grad(out.square().sum(), (x, *stack.parameters()))
-            found.append([out.detach(), *grads])
-    return found, said
+            results.append([out.detach(), *grads])
+    return results, said
 
 
 def test_cuda_graphs(pool):
-    """Ranks that share a sequence say once why nothing is replayed, and compute plainly."""
+    """Ranks that share a sequence warn once that graphs are not used, and compute without them."""
     for (want, got), said in pool.run(2, with_graphs_and_without):
         assert all(map(torch.equal, got, want)) and len(got) == len(want)
         assert len(said) == 1 and "are not used for a stack, since ranks share its sequence" in said[0]

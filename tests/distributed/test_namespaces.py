@@ -1,4 +1,4 @@
-"""Two nodes of two ranks on one machine, network namespaces joined by a slow link: what crosses it, and what it measures."""
+"""Two nodes of two ranks on one machine, network namespaces joined by a slow link: bytes across it, and its speed."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ SPEED, CALLS = 25.0, 20
 
 
 def far_sent(problem, exchange: str, rank: int) -> int:
-    """Planned bytes of a call, forward and backward, that a rank sends to the other node."""
+    """Return the planned bytes of a call, forward and backward, that a rank sends to the other node."""
     passes = collectives(problem, exchange, rank, 2, namespace_job.DIM, 8)
     parts = (x.bytes("sends", rank) for steps in passes for x in steps)
     return sum(n for sent in parts for peer, n in sent.items() if peer // 2 != rank // 2)
@@ -31,21 +31,21 @@ def far_sent(problem, exchange: str, rank: int) -> int:
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
-    """{exchange: what each of the four ranks counted}; every rank compared its results with one rank's."""
-    folder, found = tmp_path_factory.mktemp("nodes"), {}
+    """{exchange: counts of the four ranks}; every rank compared its results with one rank."""
+    folder, counts = tmp_path_factory.mktemp("nodes"), {}
     with namespaces.Nodes(SPEED) as nodes:
         for exchange in ("gather", "hierarchical_gather", "hierarchical_butterfly"):
             ended = nodes.torchrun(2, [JOB, exchange, str(CALLS)], folder, 300)
             assert [status for status, _ in ended] == [0, 0], ended
             files = [folder / f"{exchange}_{rank}.json" for rank in range(4)]
-            found[exchange] = [json.loads(file.read_text()) for file in files]
-    print(json.dumps(found))
-    return found
+            counts[exchange] = [json.loads(file.read_text()) for file in files]
+    print(json.dumps(counts))
+    return counts
 
 
 @pytest.mark.parametrize("exchange", ["gather", "hierarchical_gather", "hierarchical_butterfly"])
 def test_bytes_over_the_link(counted, exchange):
-    """Each rank's count is its plan's, and the interface of a node sent as much, with the headers of packets."""
+    """Each rank's count equals its plan, and a node's interface sent as much, plus the headers of packets."""
     problem = make_problem(namespace_job.PATTERN, namespace_job.N, namespace_job.HEADS, ranks=4)
     planned = [CALLS * far_sent(problem, exchange, rank) for rank in range(4)]
     assert [x["sent"] for x in counted[exchange]] == planned
@@ -57,13 +57,13 @@ def test_bytes_over_the_link(counted, exchange):
 
 
 def test_a_row_enters_a_node_once(counted):
-    """Flat, both ranks of a node are sent the rows that they need; hierarchical, each carries half of them in."""
+    """Flat exchanges send both ranks of a node the rows that they need; hierarchical ones let each receive half."""
     received = {exchange: sum(x["received"] for x in ranks) for exchange, ranks in counted.items()}
     assert received["hierarchical_gather"] == received["hierarchical_butterfly"] == received["gather"] / 2
 
 
 def test_bench_links(tmp_path):
-    """The link's speed, shared by the two ranks of a node, is found, and the machine's own is far above."""
+    """The measured speed is the link's, shared by the node's two ranks; inside a node it is far higher."""
     speed = 8.0
     with namespaces.Nodes(speed) as nodes:
         words = ["-m", "lightning_dilated", "bench", "links", "--device", "cpu", "--output", "links.json"]
@@ -72,5 +72,5 @@ def test_bench_links(tmp_path):
     assert [status for status, _ in ended] == [0, 0], ended
     links = Links.load(tmp_path / "links.json")
     print(links)
-    assert 0.4 < links.far / (speed * 1e6 / 2) < 1.2  # never faster; slower where the cores are busy
+    assert 0.4 < links.far / (speed * 1e6 / 2) < 1.2  # never faster; slower on busy cores
     assert links.near > 10 * links.far

@@ -1,4 +1,4 @@
-"""Every exchange over NCCL in bf16: an error of at most twice the one-GPU op's own, against float64."""
+"""Every exchange over NCCL in bf16: at most twice the error of one GPU, against float64."""
 
 import functools
 import os
@@ -30,7 +30,7 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 def run(tensors, pattern, causal, **options):
-    """(out, dq, dk, dv)."""
+    """Return (out, dq, dk, dv)."""
     q, k, v, grad = tensors
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = dilated_attention(q, k, v, pattern, causal=causal, **options)
@@ -38,32 +38,32 @@ def run(tensors, pattern, causal, **options):
 
 
 def compare(rank, pattern, kv_heads, causal, length, settings, heads=H, dtype=torch.bfloat16):
-    """[(what, error over many ranks, error of one GPU)] for each setting of the group."""
+    """Return [(what, error over many ranks, error of one GPU)] for each setting of the group."""
     g = torch.Generator().manual_seed(1)
     full = [torch.randn(1, length, h, D, generator=g).to(DEVICE, dtype) for h in (heads, kv_heads, kv_heads, heads)]
     exact = run([x.double() for x in full], pattern, causal, engine="math")
     own = [(a.double() - b).abs().max() for a, b in zip(run(full, pattern, causal), exact, strict=True)]
-    found = []
+    errors = []
     for setting in settings:
         group = SequenceGroup(**setting)
-        mine = torch.tensor(
+        own_positions = torch.tensor(
             [p for held in group.shard(length).ranges(rank) for p in held], device=DEVICE, dtype=torch.int64
         )
-        got = run([x[:, mine] for x in full], pattern, causal, sequence=group)
+        got = run([x[:, own_positions] for x in full], pattern, causal, sequence=group)
         for name, a, b, limit in zip(NAMES, got, exact, own, strict=True):
             worst = (
-                (a.double() - b[:, mine]).abs().max()
-                if len(mine)
+                (a.double() - b[:, own_positions]).abs().max()
+                if len(own_positions)
                 else torch.zeros((), device=DEVICE, dtype=torch.float64)
             )
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            found.append((f"{name} of {setting}, causal={causal}, {pattern}", worst.item(), limit.item()))
+            errors.append((f"{name} of {setting}, causal={causal}, {pattern}", worst.item(), limit.item()))
         group.close()
-    return found
+    return errors
 
 
 def settings_of(ranks, nested):
-    """Every exchange, two layouts where it takes them, and head groups."""
+    """Yield every exchange, with two layouts if it supports them, and with head groups."""
     for name in EXCHANGES:
         if "butterfly" in name and not nested:
             continue
@@ -78,26 +78,26 @@ def settings_of(ranks, nested):
 
 
 def every_comparison(rank, ranks):
-    """All cases."""
-    found = []
+    comparisons = []
     for causal in (False, True):
-        rows.MANY = 1 if causal else 2**17  # by our kernels, and by torch's
-        found += compare(rank, NESTED, H, causal, N, settings_of(ranks, True))
-        found += compare(rank, RAGGED, 2, causal, N - 37, settings_of(ranks, False))
+        rows.MANY = 1 if causal else 2**17  # by this package's kernels, and by torch's
+        comparisons += compare(rank, NESTED, H, causal, N, settings_of(ranks, True))
+        comparisons += compare(rank, RAGGED, 2, causal, N - 37, settings_of(ranks, False))
     rows.MANY = 2**17
-    return found
+    return comparisons
 
 
 def recomputed(rank, ranks):
-    """[plain gradient equals the recomputed one], the error of a backward outside of the sequence, bytes of all modes.
+    """Return [plain gradient equals the recomputed one], error of a backward outside of the sequence, bytes of all
+    modes.
 
-    On GPUs a backward runs in a thread of its own.
+    On GPUs a backward runs in its own thread.
     """
     torch.manual_seed(rank)
     x = torch.randn(1, 1024, 3, 4, 16, device="cuda", requires_grad=True)
     block = lambda x: dilated_attention(*x.unbind(2), DilatedPattern.geometric(256, 4096)).sin()  # noqa: E731
-    kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.lightning_dilated.attention.default])
-    ways = {"plain": None, "all": {}, "keep": {"context_fn": kept}, "reentrant": {"use_reentrant": True}}
+    keep_op = functools.partial(create_selective_checkpoint_contexts, [torch.ops.lightning_dilated.attention.default])
+    ways = {"plain": None, "all": {}, "keep": {"context_fn": keep_op}, "reentrant": {"use_reentrant": True}}
     grads, sent, group = {}, {}, SequenceGroup()
     for name, options in ways.items():
         group.forward_traffic.clear()
@@ -115,7 +115,7 @@ def recomputed(rank, ranks):
 
 
 def text_model(pattern):
-    """The same weights on every rank, large enough for attention to matter."""
+    """Build a model with the same weights on every rank, large enough for attention to matter."""
     torch.manual_seed(0)
     model = LongNetLM(pattern, 32, 64, 3, 4, max_seq_len=16384, kv_conv=4)
     model.configure_model()
@@ -126,7 +126,7 @@ def text_model(pattern):
 
 
 def one_step(model, batch, settings, dtype):
-    """(sum of losses, gradients)."""
+    """Return (sum of losses, gradients)."""
     model.transformer.memory = settings
     model.zero_grad()
     with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -136,14 +136,14 @@ def one_step(model, batch, settings, dtype):
 
 
 def streamed(rank, ranks):
-    """[(what, error of ranks that share chunks, allowed)], against one GPU that streams in fp32."""
-    torch.backends.cuda.matmul.allow_tf32, found = False, []
+    """Return [(what, error of ranks that share chunks, allowed)], against one GPU that streams in fp32."""
+    torch.backends.cuda.matmul.allow_tf32, errors = False, []
     geometric = DilatedPattern.geometric(64, 16384)
     for name, pattern in {"geometric": geometric, "shifted": [geometric, geometric.shifted()]}.items():
         model = text_model(pattern)
         tokens = torch.randint(0, 32, (1, 15000), generator=torch.Generator().manual_seed(1))
         batch = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
-        exact, wanted = one_step(model, batch, MemorySettings("block", stream=2048), torch.float32)
+        exact, want_grads = one_step(model, batch, MemorySettings("block", stream=2048), torch.float32)
         for dtype, policy in ((torch.float32, "block"), (torch.bfloat16, "attention-kept"), (torch.bfloat16, "none")):
             settings = MemorySettings(policy, stream=2048)
             own = one_step(model, batch, settings, dtype)
@@ -157,33 +157,33 @@ def streamed(rank, ranks):
             ]
             planned = sum(p[x.run == "backward"].received for p, x in zip(planned, log.planned, strict=True))
             rows = sum(x.received for x in log.flights if x.what != "halo")
-            found.append((f"bytes of {name}, {policy}", float(rows != planned or not rows), 0.0))
+            errors.append((f"bytes of {name}, {policy}", float(rows != planned or not rows), 0.0))
             for x in (total, *grads.values()):
                 dist.all_reduce(x)
             limit = abs(own[0] / exact - 1).item()
-            found.append((f"loss of {name}, {policy}", abs(total / exact - 1).item(), 2 * limit + 1e-5))
-            for key, want in wanted.items():
+            errors.append((f"loss of {name}, {policy}", abs(total / exact - 1).item(), 2 * limit + 1e-5))
+            for key, want in want_grads.items():
                 error, limit = ((x[key] - want).norm().item() for x in (grads, own[1]))
-                found.append((f"{key} of {name}, {policy}", error, 2 * limit + 1e-4 * want.norm().item()))
+                errors.append((f"{key} of {name}, {policy}", error, 2 * limit + 1e-4 * want.norm().item()))
             group.close()
-    return found
+    return errors
 
 
 def work(rank, ranks, port, queue, function, group):
-    """One rank; the first one answers."""
+    """Run one rank; rank 0 sends its answer."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.cuda.set_device(rank)
     if group:
         dist.init_process_group("nccl", rank=rank, world_size=ranks)
-    found = function(rank, ranks)
+    answer = function(rank, ranks)
     if rank == 0:
-        queue.put(found)
+        queue.put(answer)
     if group:
         dist.destroy_process_group()
 
 
 def on_gpus(ranks, function, group=True):
-    """Rank 0's answer; with a process group, or with the means to make one. Skips without as many GPUs."""
+    """Return rank 0's answer. `group`: whether to make a process group, or only set its address. Skips without GPUs."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
     with socket.socket() as s:
@@ -195,16 +195,16 @@ def on_gpus(ranks, function, group=True):
 
 
 def few_heads(rank, ranks):
-    """(comparisons, those with a larger error than twice one GPU's) where ranks of a head group hold no head or no token."""
+    """Return (number of comparisons, those with an error above twice one GPU's) for ranks without a head or a token."""
     settings = [{"exchange": x, "head_size": size} for x in ("gather", "ring", "switch") for size in {2, ranks}]
-    pattern, found = DilatedPattern([Branch(64, 3), (8, 1)]), []
+    pattern, comparisons = DilatedPattern([Branch(64, 3), (8, 1)]), []
     for heads in range(1, ranks + 2):
         for kv_heads in {1, heads}:
             for length in (1, 12, 300):
                 for dtype in (torch.bfloat16, torch.float16):
-                    found += compare(rank, pattern, kv_heads, True, length, settings, heads, dtype)
-    # small numbers: where one GPU happens to be exact, the last bit of 16 is allowed
-    return len(found), [(what, many, one) for what, many, one in found if many > 2 * one + 2**-6]
+                    comparisons += compare(rank, pattern, kv_heads, True, length, settings, heads, dtype)
+    # numbers are few: if one GPU happens to be exact, the last bit of 16 is allowed
+    return len(comparisons), [(what, many, one) for what, many, one in comparisons if many > 2 * one + 2**-6]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -215,7 +215,7 @@ def test_ranks_without_heads_in_16_bits(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_share_the_chunks_of_a_stream(ranks):
-    """Rows of earlier chunks and of the same one, halos of kv_conv, checks deferred: errors of at most twice one GPU's."""
+    """Rows of earlier chunks and of the same one, halos of kv_conv, deferred checks: at most twice one GPU's error."""
     for what, error, allowed in on_gpus(ranks, streamed):
         assert error <= allowed, f"{what}: {error:.2e}, allowed {allowed:.2e}"
 
@@ -228,9 +228,9 @@ def test_recomputation():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_error_is_at_most_twice_that_of_one_gpu(ranks):
-    found = on_gpus(ranks, every_comparison)
-    for what, worst, own in found:
+    comparisons = on_gpus(ranks, every_comparison)
+    for what, worst, own in comparisons:
         print(f"{what}: {worst:.2e}, one GPU {own:.2e}, ratio {worst / own:.2f}")
-    assert len(found) >= 4 * 2 * 18
-    for what, worst, own in found:
+    assert len(comparisons) >= 4 * 2 * 18
+    for what, worst, own in comparisons:
         assert worst <= 2 * own, f"{what}: error {worst:.2e}, the one-GPU op's {own:.2e}"

@@ -1,4 +1,4 @@
-"""The pool of workers that other tests run in."""
+"""The pool of workers that other tests use."""
 
 import gc
 import os
@@ -10,8 +10,8 @@ from .pool import Pool
 pytestmark = pytest.mark.full
 
 
-def seen(rank, group, name):
-    """A variable of this worker, and whether garbage collections leave out what was imported before it started."""
+def state(rank, group, name):
+    """Return a variable of this worker, and whether garbage collection skips objects imported before it started."""
     return os.environ.get(name), gc.get_freeze_count() > 100_000
 
 
@@ -20,6 +20,6 @@ def test_workers_that_replace_others_are_like_them(monkeypatch, method):
     monkeypatch.delenv("OF_THE_POOL", raising=False)
     pool = Pool(1, method=method, environment={"OF_THE_POOL": "1"})
     for _ in range(2):
-        assert pool.run(1, seen, "OF_THE_POOL") == [("1", True)]
+        assert pool.run(1, state, "OF_THE_POOL") == [("1", True)]
         pool.close()
     assert "OF_THE_POOL" not in os.environ

@@ -21,23 +21,23 @@ LABELS = torch.tensor([0, 1, 1])
 def classifier(**options):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
-        made = LongNetClassifier(PATTERN, dim=16, depth=2, **options)
-        made.configure_model()
-    return made.double()
+        net = LongNetClassifier(PATTERN, dim=16, depth=2, **options)
+        net.configure_model()
+    return net.double()
 
 
 def text(cls, **options):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
-        made = cls(PATTERN, 11, dim=16, depth=2, **options)
-        made.configure_model()
-    return made.double()
+        net = cls(PATTERN, 11, dim=16, depth=2, **options)
+        net.configure_model()
+    return net.double()
 
 
 def tokens(kind, *lengths):
-    made, n = torch.Generator().manual_seed(1), max(lengths)
-    x = torch.randn(len(lengths), n, 5, generator=made, dtype=torch.float64)
-    x = {"features": x} if kind == "features" else {"tokens": torch.randint(7, x.shape[:2], generator=made)}
+    rng, n = torch.Generator().manual_seed(1), max(lengths)
+    x = torch.randn(len(lengths), n, 5, generator=rng, dtype=torch.float64)
+    x = {"features": x} if kind == "features" else {"tokens": torch.randint(7, x.shape[:2], generator=rng)}
     return {**x, "lengths": torch.tensor(lengths), "label": LABELS[: len(lengths)], "index": torch.arange(len(lengths))}
 
 
@@ -45,7 +45,7 @@ def unlabelled(*lengths):
     return {name: x for name, x in tokens("tokens", *lengths).items() if name != "label"}
 
 
-#: (model, batch); 41 rows of the first do not divide by the ranks, of the others some ranks get no row
+#: (model, batch); the ranks do not divide 41 rows evenly, and some ranks get no row of the other batches
 CASES = {
     "slides, class token": lambda: (encoder(**SLIDES), slide_batch(40, 23, 1)),
     "slides, mean": lambda: (encoder(**SLIDES, pool="mean"), slide_batch(40, 23, 1)),
@@ -75,7 +75,7 @@ CASES = {
 
 
 def run(model, data, rank=0):
-    """(loss, predictions, {name: gradient}). Other ranks than 0 get another random state, on purpose."""
+    """Return (loss, predictions, {name: gradient}). Ranks other than 0 deliberately get another random state."""
     torch.manual_seed(7 + rank)
     share = loss_share(*model.loss_terms(data))
     named = dict(model.named_parameters())
@@ -88,8 +88,8 @@ def run(model, data, rank=0):
 def part(rank, group, name, layout):
     model, data = CASES[name]()
     with sequence(group, layout=layout) as ours, ours.active():
-        mine = model.sequence_spec.cut(data, Place(ours.ranks, ours.rank, layout))
-        return run(model, mine, rank)
+        shard = model.sequence_spec.cut(data, Place(ours.ranks, ours.rank, layout))
+        return run(model, shard, rank)
 
 
 @pytest.mark.parametrize(
@@ -100,30 +100,30 @@ def test_many_ranks_are_one(pool, name, ranks, layout):
     loss, predicted, grads = run(*CASES[name]())
     parts = pool.run(ranks, part, name, layout)
     assert any(g.any() for g in grads.values())
-    for found in parts:
-        torch.testing.assert_close(found[0], loss, rtol=1e-12, atol=0)
+    for outcome in parts:
+        torch.testing.assert_close(outcome[0], loss, rtol=1e-12, atol=0)
         for key, value in predicted.items():
-            torch.testing.assert_close(found[1][key], value, rtol=0, atol=1e-12)
+            torch.testing.assert_close(outcome[1][key], value, rtol=0, atol=1e-12)
     for key, want in grads.items():
-        got = sum(found[2][key] for found in parts)
+        got = sum(outcome[2][key] for outcome in parts)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}")
 
 
 def refused(rank, group, name):
-    """What each rank raises for a batch that is wrong in one rank's part only."""
+    """Return each rank's error for a batch that is wrong only in one rank's part."""
     model, data = CASES["slides, class token"]()
     if name == "coords":
         data["coords"][0, 35] = 256 * 100
     elif name == "blank":
         data["coords"][:, 0] = 0
     with sequence(group) as ours, ours.active():
-        mine = model.sequence_spec.cut(data, Place(ours.ranks, ours.rank))
+        shard = model.sequence_spec.cut(data, Place(ours.ranks, ours.rank))
         try:
             if name == "tiles alone":
-                model(mine["features"], mine["coords"])
+                model(shard["features"], shard["coords"])
             if name == "attention":
-                model.eval().attention_map(mine["features"], mine["coords"])
-            model.loss_terms(mine)
+                model.eval().attention_map(shard["features"], shard["coords"])
+            model.loss_terms(shard)
         except ValueError as error:
             return str(error)
 

@@ -1,4 +1,4 @@
-"""Activation recomputation on several ranks: right gradients; a kept op repeats no traffic; a lost sequence is an error."""
+"""Activation recomputation on several ranks: exact gradients; a kept op sends nothing again; a lost sequence fails."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -16,24 +16,24 @@ from .calls import positions, sequence
 
 N, PATTERN = 32, DilatedPattern.geometric(4, 32)
 EXCHANGES = ("gather", "ring", "butterfly", "switch", "hierarchical_gather", "hierarchical_butterfly")
-#: how the block is called again in the backward
+#: how the backward recomputes the block
 KEEP, AGAIN, REENTRANT, PLAIN = "keep the op", "everything again", "everything again, reentrant", "nothing again"
 
 
 def weights() -> tuple[Tensor, Tensor]:
-    """(x (1, N, 8), projection (8, 48))."""
-    made = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(*shape, generator=made, dtype=torch.float64) / 2 for shape in ((1, N, 8), (8, 48)))
+    """Return (x (1, N, 8), projection (8, 48))."""
+    rng = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(*shape, generator=rng, dtype=torch.float64) / 2 for shape in ((1, N, 8), (8, 48)))
 
 
 def block(x: Tensor, weight: Tensor, **options) -> Tensor:
-    """A projection, attention, and something after it whose input has to be kept or computed again."""
+    """Apply a projection, attention, and a function that needs its input again in the backward."""
     q, k, v = (x @ weight).unflatten(-1, (3, 4, 4)).unbind(2)
     return dilated_attention(q, k, v, PATTERN, causal=True, dropout=0.2, **options).flatten(2).sin()
 
 
 def twice(x: Tensor, weight: Tensor, how: str, **options) -> Tensor:
-    """Two blocks, called as `how` says."""
+    """Apply two blocks with checkpoints as `how` names."""
     run = partial(block, **options)
     for _ in range(2):
         if how == PLAIN:
@@ -48,15 +48,15 @@ def twice(x: Tensor, weight: Tensor, how: str, **options) -> Tensor:
     return x
 
 
-def gradients(rank, group, how, settings, given=False):
-    """((dx, dweight), (forward bytes, backward bytes)); the group is active, or `given` to every call."""
+def gradients(rank, group, how, settings, explicit=False):
+    """Return ((dx, dweight), (forward bytes, backward bytes)); the group is active, or `explicit` to every call."""
     torch.manual_seed(1)
     with sequence(group, **settings) as ours:
         x, weight = weights()
         x = x[:, positions(ours, N)].requires_grad_()
         weight.requires_grad_()
-        with nullcontext() if given else ours.active():
-            loss = twice(x, weight, how, **({"sequence": ours} if given else {})).square().sum()
+        with nullcontext() if explicit else ours.active():
+            loss = twice(x, weight, how, **({"sequence": ours} if explicit else {})).square().sum()
             loss.backward()
         return (x.grad, weight.grad), (ours.forward_traffic.sent, ours.backward_traffic.sent)
 
@@ -73,10 +73,10 @@ def test_gradients_and_traffic(pool, exchange):
     want = on_one_rank()
     sent = {}
     for how in (PLAIN, KEEP, AGAIN, REENTRANT):
-        found = pool.run(4, gradients, how, settings)
-        torch.testing.assert_close(torch.cat([f[0][0] for f in found], 1), want[0], rtol=0, atol=1e-10)
-        torch.testing.assert_close(sum(f[0][1] for f in found), want[1], rtol=0, atol=1e-10)
-        sent[how] = torch.tensor([f[1] for f in found])
+        results = pool.run(4, gradients, how, settings)
+        torch.testing.assert_close(torch.cat([f[0][0] for f in results], 1), want[0], rtol=0, atol=1e-10)
+        torch.testing.assert_close(sum(f[0][1] for f in results), want[1], rtol=0, atol=1e-10)
+        sent[how] = torch.tensor([f[1] for f in results])
     assert sent[PLAIN].sum(0).min() > 0
     assert torch.equal(sent[KEEP], sent[PLAIN])
     for how in (AGAIN, REENTRANT):  # the forward's traffic comes twice
@@ -86,19 +86,19 @@ def test_gradients_and_traffic(pool, exchange):
 @pytest.mark.parametrize("how", [PLAIN, KEEP, AGAIN, REENTRANT])
 def test_head_groups(pool, how):
     want = on_one_rank()
-    found = pool.run(4, gradients, how, {"head_size": 2})
-    torch.testing.assert_close(torch.cat([f[0][0] for f in found], 1), want[0], rtol=0, atol=1e-10)
+    results = pool.run(4, gradients, how, {"head_size": 2})
+    torch.testing.assert_close(torch.cat([f[0][0] for f in results], 1), want[0], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("how", [KEEP, AGAIN, REENTRANT])
 def test_a_given_group_needs_no_active_one(pool, how):
     want = on_one_rank()
-    found = pool.run(2, gradients, how, {}, True)
-    torch.testing.assert_close(torch.cat([f[0][0] for f in found], 1), want[0], rtol=0, atol=1e-10)
+    results = pool.run(2, gradients, how, {}, True)
+    torch.testing.assert_close(torch.cat([f[0][0] for f in results], 1), want[0], rtol=0, atol=1e-10)
 
 
 def backward_outside(rank, group, how):
-    """(error, or the gradient) of a backward after `active()` has ended."""
+    """Return (error, or the gradient) of a backward after `active()` has ended."""
     torch.manual_seed(1)
     with sequence(group) as ours:
         x, weight = weights()
@@ -113,13 +113,13 @@ def backward_outside(rank, group, how):
 
 @pytest.mark.parametrize("how", [KEEP, AGAIN, REENTRANT])
 def test_recomputed_outside(pool, how):
-    # it would run on one rank's tokens alone, and with reentrant checkpoints nobody would notice
+    # it would run on one rank's tokens alone, and reentrant checkpoints would not notice
     for error in pool.run(2, backward_outside, how):
         assert isinstance(error, str) and "recomputed outside of SequenceGroup.active()" in error, error
 
 
 def test_backward_outside(pool):
-    # nothing calls the op again: its own backward knows the group
+    # no recomputation calls the op: its own backward knows the group
     want = on_one_rank()
     parts = pool.run(2, backward_outside, PLAIN)
     assert all(isinstance(p, Tensor) for p in parts), parts
@@ -127,7 +127,7 @@ def test_backward_outside(pool):
 
 
 def after_closing(rank, group):
-    """A closed group is no reason to refuse one rank's own recomputation."""
+    """Recompute on one rank after a group was closed, which must not refuse it."""
     with sequence(group) as ours, ours.active():
         assert isinstance(ours, SequenceGroup)
     x, weight = (w.requires_grad_() for w in weights())

@@ -1,4 +1,4 @@
-"""Ranks that disagree, and impossible calls: an error on every rank before any row moves; then work goes on."""
+"""Ranks that disagree, and impossible calls: an error on every rank before any row moves, and later calls work."""
 
 import os
 from datetime import timedelta
@@ -23,7 +23,7 @@ BLOCKED = DilatedPattern.geometric(4, 32, offsets="blocked")
 
 
 def call(group, length=8, pattern=NESTED, dtype=torch.float64, batch=1, k_heads=4, **options):
-    """(error or None, bytes sent) of one call."""
+    """Return (error or None, bytes sent) of one call."""
     q = torch.ones(batch, length, 4, 2, dtype=dtype)
     k = torch.ones(batch, length, k_heads, 2, dtype=dtype)
     before = group.forward_traffic.sent
@@ -35,10 +35,10 @@ def call(group, length=8, pattern=NESTED, dtype=torch.float64, batch=1, k_heads=
 
 
 def odd_one(rank, group, settings, usual, odd):
-    """The last rank makes a different call; afterwards all make a valid one."""
+    """Let the last rank make a different call; afterwards let all ranks make a valid one."""
     with sequence(group, **settings) as ours:
-        mine = {**usual, **(odd if rank == ours.ranks - 1 else {})}
-        return call(ours, **mine), call(ours, **usual) if not settings else None
+        own_options = {**usual, **(odd if rank == ours.ranks - 1 else {})}
+        return call(ours, **own_options), call(ours, **usual) if not settings else None
 
 
 ODD = {
@@ -64,7 +64,7 @@ def test_a_rank_that_differs(pool, name):
 
 
 def gradients(rank, group, odd):
-    """The error of a call whose q needs a gradient on the last rank only."""
+    """Return the error of a call with a q that needs a gradient on the last rank only."""
     with sequence(group) as ours:
         x = torch.ones(1, 8, 4, 2, dtype=torch.float64, requires_grad=(rank == ours.ranks - 1) == odd)
         try:
@@ -74,20 +74,20 @@ def gradients(rank, group, odd):
 
 
 def test_a_rank_without_a_gradient(pool):
-    # it would not come to the backward, and the others would wait for it
+    # the ranks without a gradient would run no backward, and the last would wait for them
     errors = pool.run(3, gradients, True)
     assert all("requires grad: rank 2 has True; the others have False" in error for error in errors), errors
 
 
 def crossed(rank, group, kind):
-    """The error of two backwards of equal shapes, which rank 0 runs in the other order; nothing else tells them apart."""
+    """Return the error of two backwards with equal shapes that rank 0 runs in reverse order."""
     with sequence(group) as ours:
         x = torch.randn(2, 1, 8, 4, 2, dtype=torch.float64, requires_grad=True)
         if kind == "attention":
             parts = [dilated_attention(y, y, y, NESTED, sequence=ours).sum() for y in x]
         else:
-            of = {"sum": sequence_sum, "gather": sequence_gather}[kind]
-            parts = [of(y, sequence=ours).sum() for y in x]
+            function = {"sum": sequence_sum, "gather": sequence_gather}[kind]
+            parts = [function(y, sequence=ours).sum() for y in x]
         try:
             for part in parts if rank else parts[::-1]:
                 part.backward()
@@ -113,7 +113,7 @@ def test_active_groups_nest(pool):
 
 
 def with_nccl(rank, group):
-    """Groups over NCCL, which agree over gloo: five are opened, used, refused and closed."""
+    """Open, use, refuse and close five groups over NCCL, which agree over gloo."""
     errors = []
     with mock.patch.object(dist, "get_backend", return_value="nccl"):
         for timeout in (None, timedelta(seconds=20), None, None, None):
@@ -131,7 +131,7 @@ def test_groups_with_nccl(pool):
 
 
 def after_close(rank, group):
-    """The error of a backward whose group was closed before it, on all ranks."""
+    """Return the error of a backward after its group was closed on all ranks."""
     with sequence(group) as ours:
         x = torch.ones(1, 8, 4, 2, requires_grad=True)
         out = dilated_attention(x, x, x, NESTED, sequence=ours)
@@ -146,7 +146,7 @@ def test_closed_before_its_backward(pool):
 
 
 def waiting(rank, group):
-    """Rank 0 makes a call, the other does not."""
+    """Let rank 0 make a call, and the other none."""
     short = dist.new_group([0, 1], timeout=timedelta(seconds=3))
     if rank == 0:
         with sequence(short) as ours:
@@ -183,7 +183,7 @@ def test_an_exchange_that_cannot_serve(pool, name):
 
 
 def make(rank, group, settings):
-    """The error of making a group."""
+    """Return the error of making a group."""
     try:
         SequenceGroup(group, **settings).close()
     except ValueError as error:
@@ -211,7 +211,7 @@ def test_without_a_process_group():
 
 # -- errors with rows in transit ---------------------------------------------------------------------------------------
 def out_of_memory(rank, group, backward):
-    """How many posted rounds were waited for, each time, in a call whose local blocks run out of memory."""
+    """Return how often each posted round was waited for, in a call that runs out of memory in its local blocks."""
     waited = []
 
     def no_memory(*args):
@@ -234,7 +234,7 @@ def out_of_memory(rank, group, backward):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.full
 def test_rows_land_before_their_memory_is_free(backward):
-    """Otherwise a retry with fewer tokens could compute with rows that land later."""
+    """Otherwise a retry with fewer tokens could compute with rows that arrive later."""
     own = Pool(2)
     try:
         assert own.run(2, out_of_memory, backward) == [[1], [1]]  # once each, with the round in transit

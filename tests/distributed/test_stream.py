@@ -1,4 +1,4 @@
-"""Ranks that share every chunk of a stream give what one rank gives in one pass, and move the bytes that are planned."""
+"""Ranks that share every chunk of a stream equal one rank in one pass, and move the planned bytes."""
 
 from collections import Counter
 from dataclasses import replace
@@ -20,17 +20,17 @@ dropouts = st.sampled_from([0.0, 0.0, 0.3])
 
 
 def check(pool, ranks, case, chunk, dropout, windows=((0, None),), dtype=torch.float64):
-    """Assert that the ranks equal one pass of one rank; returns the bytes that all of them sent."""
+    """Assert that the ranks equal one pass of one rank. Return the bytes that all of them sent."""
     results, planned, flops = zip(*pool.run(ranks, attend, case, chunk, dropout, windows, dtype), strict=True)
     tensors = [x.detach() for x in case.tensors(dtype)]
-    wanted, one = (at_once(case, [x.to(t) for x in tensors], dropout) for t in (torch.float64, dtype))
-    got = together(results, wanted)
-    for name, want in wanted.items():
+    expected, one = (at_once(case, [x.to(t) for x in tensors], dropout) for t in (torch.float64, dtype))
+    got = together(results, expected)
+    for name, want in expected.items():
         if dtype in ROUNDED:
             close_rounded(f"{name} of {case}, {chunk} in {dtype}", got[name], one[name], want)
             continue
         torch.testing.assert_close(got[name], want, **TOL, msg=lambda m, name=name: f"{name} of {case}, {chunk}: {m}")
-    last = case.seq_len - (case.seq_len - 1) // chunk * chunk  # tokens of the chunk that runs forward once
+    last = case.seq_len - (case.seq_len - 1) // chunk * chunk  # tokens of the last chunk, which runs forward once
     forward, whole = (4 * case.head_dim * int(x.sum()) for x in (case.counts()[0][:, :, :-last], case.counts()[0]))
     assert sum(flops) == forward + whole + 10 * whole // 4
     for result, plan in zip(results, planned, strict=True):
@@ -39,7 +39,7 @@ def check(pool, ranks, case, chunk, dropout, windows=((0, None),), dtype=torch.f
 
 
 def at_once(case, tensors, dropout):
-    """Results of one pass of one rank, by name; `tensors` are q, k, v and the gradient of the output."""
+    """Return results of one pass of one rank, by name; `tensors` are q, k, v and the gradient of the output."""
     *inputs, grad = tensors
     inputs = [x.requires_grad_() for x in inputs]
     torch.manual_seed(SEED)
@@ -48,7 +48,7 @@ def at_once(case, tensors, dropout):
 
 
 def random_cases(ranks, number, count):
-    """Any pattern, shift, documents, lengths and grouped heads, in chunks below and above every segment."""
+    """Draw any pattern, shift, documents, lengths and grouped heads, in chunks below and above every segment."""
 
     def decorate(function):
         chunks = st.one_of(st.integers(1, 16), st.integers(1, 50))
@@ -63,30 +63,30 @@ def random_cases(ranks, number, count):
 @pytest.mark.parametrize("count", [10, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_equals_one_pass_of_one_rank(pool, ranks, count):
-    seen = Counter()
+    counts = Counter()
 
     @random_cases(ranks, count, count)
     def random(case, chunk, dropout, dtype):
         assume(case.seq_len and case.batch)
         case = replace(case, causal=True, layout="contiguous")
         sent = check(pool, ranks, case, chunk, dropout, dtype=dtype)
-        seen["moved"] += sent > 0
-        seen["empty pieces"] += -(-min(chunk, case.seq_len) // ranks) * (ranks - 1) >= min(chunk, case.seq_len)
-        seen["short last chunk"] += case.seq_len % chunk > 0
-        seen["fewer heads"] += case.heads < ranks
-        seen["documents"] += case.documents is not None and sent > 0
-        seen["several chunks"] += case.seq_len > 2 * chunk
+        counts["moved"] += sent > 0
+        counts["empty pieces"] += -(-min(chunk, case.seq_len) // ranks) * (ranks - 1) >= min(chunk, case.seq_len)
+        counts["short last chunk"] += case.seq_len % chunk > 0
+        counts["fewer heads"] += case.heads < ranks
+        counts["documents"] += case.documents is not None and sent > 0
+        counts["several chunks"] += case.seq_len > 2 * chunk
 
     random()
-    wanted = {"moved", "several chunks"} | ({"short last chunk", "documents", "fewer heads"} if count > 100 else set())
-    wanted |= {"empty pieces"} if ranks > 2 else set()
-    assert all(seen[x] for x in wanted), seen
+    needed = {"moved", "several chunks"} | ({"short last chunk", "documents", "fewer heads"} if count > 100 else set())
+    needed |= {"empty pieces"} if ranks > 2 else set()
+    assert all(counts[x] for x in needed), counts
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_windows_of_heads(pool, ranks, count):
-    """Each window of heads carries and exchanges rows of its own."""
+    """Each window of heads carries and exchanges its own rows."""
 
     @random_cases(ranks, 1000, count)
     def random(case, chunk, dropout, dtype):
@@ -100,7 +100,7 @@ def test_windows_of_heads(pool, ranks, count):
 
 @pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_whole_call_in_the_layout_of_chunks(pool, count):
-    """Without a stream the pieces are shards as those of any layout."""
+    """Without a stream the pieces are shards, as in any layout."""
 
     @settings(max_examples=examples(count), suppress_health_check=list(HealthCheck))
     @given(cases(longest=48), st.integers(1, 50), DTYPES)

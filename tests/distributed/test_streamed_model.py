@@ -1,4 +1,4 @@
-"""LongNetLM whose ranks share every chunk: losses and gradients are those of one pass of one rank, bytes those planned."""
+"""LongNetLM with ranks that share every chunk: losses and gradients equal one pass of one rank, bytes the plan."""
 
 import re
 
@@ -17,7 +17,7 @@ TOL = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def step(rank, group, options, settings, batch, chunk):
-    """(sum of losses, labels, gradients, (positions, each token's loss), bytes received forward and backward) of a rank."""
+    """Return (sum of losses, labels, gradients, (positions, losses of tokens), bytes received by pass) of a rank."""
     model = lm(**options)
     with sequence(group, layout="chunked", stream=chunk) as ours, ours.active():
         part = model.sequence_spec.cut(batch, ours.place)
@@ -32,17 +32,17 @@ def step(rank, group, options, settings, batch, chunk):
         return total.detach(), int(count), grads, (positions(ours, batch["tokens"].shape[1]), losses), received
 
 
-def compare(pool, ranks, name, want, wanted):
-    """All ranks together leave `want` and the gradients `wanted` of the mean loss."""
-    found = pool.run(ranks, step, *CASES[name])
-    count = sum(x[1] for x in found)
-    torch.testing.assert_close(sum(x[0] for x in found) / count, want, rtol=1e-12, atol=1e-12)
-    for key, grad in wanted.items():
-        torch.testing.assert_close(sum(x[2][key] for x in found) / count, grad, **TOL, msg=lambda m, k=key: f"{k}: {m}")
-    return found
+def compare(pool, ranks, name, want, grads):
+    """Check that all ranks together have the mean loss `want` with the gradients `grads`."""
+    parts = pool.run(ranks, step, *CASES[name])
+    count = sum(x[1] for x in parts)
+    torch.testing.assert_close(sum(x[0] for x in parts) / count, want, rtol=1e-12, atol=1e-12)
+    for key, grad in grads.items():
+        torch.testing.assert_close(sum(x[2][key] for x in parts) / count, grad, **TOL, msg=lambda m, k=key: f"{k}: {m}")
+    return parts
 
 
-#: more ranks where pieces are short
+#: more ranks for short pieces
 RANKS = {"convolution, short chunks": 3, "chunks of one token": 3, "packed": 4, "dense heads": 4, "not a multiple": 3}
 
 
@@ -56,15 +56,16 @@ SLOW = ("heads, dropout", "block", "chunks of one token", "plain", "convolution"
 )
 def test_equals_one_pass_of_one_rank(pool, name):
     options, _, batch, _ = CASES[name]
-    found = compare(pool, RANKS.get(name, 2), name, *gradients(lm(**options), batch))
+    parts = compare(pool, RANKS.get(name, 2), name, *gradients(lm(**options), batch))
     with torch.no_grad():
-        wanted = lm(**options).eval().token_losses(batch)
-    at = torch.cat([torch.tensor(x[3][0], dtype=torch.int64) for x in found])
-    losses = torch.cat([x[3][1] for x in found], 1)
-    torch.testing.assert_close(losses, wanted[:, at], rtol=1e-12, atol=1e-12)
+        want_losses = lm(**options).eval().token_losses(batch)
+    at = torch.cat([torch.tensor(x[3][0], dtype=torch.int64) for x in parts])
+    losses = torch.cat([x[3][1] for x in parts], 1)
+    torch.testing.assert_close(losses, want_losses[:, at], rtol=1e-12, atol=1e-12)
 
 
-#: (ranks, tokens, chunk): ranks without a token of the last chunk, of every chunk, and of all but a document's first token
+#: (ranks, tokens, chunk): ranks without a token of the last chunk, of every chunk, and of all but a document's first
+#: token
 EMPTY = ((2, 9, 8), (3, 9, 8), (4, 14, 4), (4, 3, 2), (4, 7, 1))
 
 
@@ -74,28 +75,28 @@ def test_a_convolution_of_documents_on_ranks_without_a_token(pool, shape, recurr
     ranks, tokens, chunk = shape
     options = {"recurrence": {"kind": "delta", "segment": 4}} if recurrent else {"kv_conv": 4}
     batch = {**text(tokens), "cu_seqlens": torch.tensor([0, 2, tokens], dtype=torch.int32)}
-    want, wanted = gradients(lm(**options), batch)
-    found = pool.run(ranks, step, options, {}, batch, chunk)
-    count = sum(x[1] for x in found)
-    torch.testing.assert_close(sum(x[0] for x in found) / count, want, rtol=1e-12, atol=1e-12)
-    for key, grad in wanted.items():
-        torch.testing.assert_close(sum(x[2][key] for x in found) / count, grad, **TOL, msg=lambda m, k=key: f"{k}: {m}")
+    want, grads = gradients(lm(**options), batch)
+    parts = pool.run(ranks, step, options, {}, batch, chunk)
+    count = sum(x[1] for x in parts)
+    torch.testing.assert_close(sum(x[0] for x in parts) / count, want, rtol=1e-12, atol=1e-12)
+    for key, grad in grads.items():
+        torch.testing.assert_close(sum(x[2][key] for x in parts) / count, grad, **TOL, msg=lambda m, k=key: f"{k}: {m}")
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_truncated_gradients_are_those_of_one_rank(pool, ranks):
-    """They end at the same bounds."""
+    """They end at the same chunk boundaries."""
     options, batch = {"kv_conv": 3}, text(61)
-    want, wanted = gradients(lm(**options), batch, stream=16, truncate=True, policy="block")
-    found = pool.run(ranks, step, options, {"truncate": True, "policy": "block"}, batch, 16)
-    count = sum(x[1] for x in found)
-    torch.testing.assert_close(sum(x[0] for x in found) / count, want, rtol=1e-12, atol=1e-12)
-    for key, grad in wanted.items():
-        torch.testing.assert_close(sum(x[2][key] for x in found) / count, grad, **TOL, msg=lambda m, k=key: f"{k}: {m}")
+    want, grads = gradients(lm(**options), batch, stream=16, truncate=True, policy="block")
+    parts = pool.run(ranks, step, options, {"truncate": True, "policy": "block"}, batch, 16)
+    count = sum(x[1] for x in parts)
+    torch.testing.assert_close(sum(x[0] for x in parts) / count, want, rtol=1e-12, atol=1e-12)
+    for key, grad in grads.items():
+        torch.testing.assert_close(sum(x[2][key] for x in parts) / count, grad, **TOL, msg=lambda m, k=key: f"{k}: {m}")
 
 
 def deferring(rank, group, options, batch, chunk):
-    """(sum of losses, checks deferred in the second step) of a rank, as where collectives do not wait on the host."""
+    """Return (sum of losses, checks deferred in the second step) of a rank, as if collectives did not block the host."""
     model = lm(**options)
     with sequence(group, layout="chunked", stream=chunk) as ours, ours.active(), ours.trusting():
         as_on_gpus(ours)
@@ -110,16 +111,15 @@ def deferring(rank, group, options, batch, chunk):
 
 @pytest.mark.parametrize(("ranks", "tokens", "chunk"), [(2, 47, 16), pytest.param(3, 28, 10, marks=pytest.mark.slow)])
 def test_a_short_last_chunk_with_deferred_checks(pool, ranks, tokens, chunk):
-    """One rank has as many tokens of it as of a full one, and must not take the others' for those of a full one, too."""
+    """One rank holds as much of it as of a full chunk, and must not assume the same of the other ranks."""
     options, batch = {"kv_conv": 3}, text(tokens)
-    found = pool.run(ranks, deferring, options, batch, chunk)
+    parts = pool.run(ranks, deferring, options, batch, chunk)
     want, _ = lm(**options).loss_terms(batch)
-    torch.testing.assert_close(sum(x[0] for x in found), want.detach())
-    assert len({x[1] for x in found}) == 1 and found[0][1] > 0
+    torch.testing.assert_close(sum(x[0] for x in parts), want.detach())
+    assert len({x[1] for x in parts}) == 1 and parts[0][1] > 0
 
 
 def refused(rank, group, layout, stream, endless):
-    """The message of a refusal."""
     model, batch = lm(), text()
     with sequence(group, layout=layout, stream=stream) as ours, ours.active():
         model.transformer.memory = MemorySettings(stream=16)
@@ -148,11 +148,11 @@ SHAPES = ((3, 64, 16), (4, 40, 5))
     ("settings", "shape"), [*((x, (2, 61, 13)) for x in SETTINGS), *(({}, x) for x in SHAPES)], ids=str
 )
 def test_bytes_are_planned(pool, settings, shape):
-    """A rank receives on the mean what `plan` says, of all layers, chunks and passes."""
+    """A rank receives on average the bytes of `plan`, over all layers, chunks and passes."""
     ranks, tokens, chunk = shape
     patterns = [GEOMETRIC, GEOMETRIC.shifted()]
-    found = pool.run(ranks, step, {"pattern": patterns, "num_kv_heads": 2}, settings, text(tokens), chunk)
+    parts = pool.run(ranks, step, {"pattern": patterns, "num_kv_heads": 2}, settings, text(tokens), chunk)
     call = OpCall(patterns[0], 4, 2, 4, True, tokens, torch.float64, others=(patterns[1],))
     plan = Exchange.of(call, 3, tokens, MemorySettings(stream=chunk, **settings), ranks)
-    forward, backward = (sum(x[4][i] for x in found) / ranks for i in range(2))
+    forward, backward = (sum(x[4][i] for x in parts) / ranks for i in range(2))
     assert (plan.forward, plan.backward) == pytest.approx((forward, backward)) and backward > 0

@@ -1,4 +1,4 @@
-"""Two threads, each with a model and an active sequence of its own: neither gets anything of the other."""
+"""Two threads, each with its own model and active sequence, do not affect each other."""
 
 import threading
 
@@ -12,19 +12,19 @@ PATTERN = ld.DilatedPattern.longnet([8, 16], [1, 2])
 
 
 def work(seed, layout, group, barrier, results):
-    """Logits, gradients with recomputation, generated tokens and the op's rows of one thread, in step with the other."""
+    """Compute logits, gradients with recomputation, generated tokens and the op's rows, in step with the other."""
     model = ld.LongNetLM(PATTERN, vocab_size=11, dim=16, depth=1, num_heads=2).double().eval()
-    made = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     for p in model.parameters():
-        p.data.copy_(torch.randn(p.shape, generator=made))
-    tokens, q = torch.randint(0, 11, (1, 24), generator=made), torch.randn(1, 24, 2, 8, generator=made).double()
+        p.data.copy_(torch.randn(p.shape, generator=rng))
+    tokens, q = torch.randint(0, 11, (1, 24), generator=rng), torch.randn(1, 24, 2, 8, generator=rng).double()
     ours = SequenceGroup(group, layout=layout)
     q.requires_grad_()
     barrier.wait()
     before = active_sequence()
     with ours.active():
         barrier.wait()
-        seen = active_sequence()
+        active = active_sequence()
         logits = model(tokens).detach()
         barrier.wait()
         out = checkpoint(lambda x: ld.dilated_attention(x, x, x, PATTERN, causal=True), q, use_reentrant=False)
@@ -33,12 +33,12 @@ def work(seed, layout, group, barrier, results):
         drawn = model.generate(tokens, 4, temperature=0)
         barrier.wait()
     barrier.wait()
-    results[seed] = (before is None, seen is ours, logits, out.detach(), grad, drawn)
+    results[seed] = (before is None, active is ours, logits, out.detach(), grad, drawn)
     ours.close()
 
 
-def both(rank, group):
-    """What two threads compute together, and each alone."""
+def run_both(rank, group):
+    """Return the results of two threads together, and of each alone."""
     together, alone, errors = {}, {}, []
 
     def guarded(*args):
@@ -61,7 +61,7 @@ def both(rank, group):
 
 
 def test_each_thread_has_its_own_sequence(pool):
-    ((together, alone, errors),) = pool.run(1, both)
+    ((together, alone, errors),) = pool.run(1, run_both)
     assert not errors
     for seed in (1, 2):
         assert together[seed][:2] == (True, True)
@@ -69,18 +69,18 @@ def test_each_thread_has_its_own_sequence(pool):
 
 
 def outside(rank, group):
-    """What another thread sees while this one's sequence is active, and within `no_sequence`."""
-    seen = []
+    """Return the active sequence of another thread, and the one within `no_sequence`."""
+    sequences = []
     ours = SequenceGroup(group)
     with ours.active():
-        thread = threading.Thread(target=lambda: seen.append(active_sequence()))
+        thread = threading.Thread(target=lambda: sequences.append(active_sequence()))
         thread.start()
         thread.join()
         with no_sequence():
-            seen.append(active_sequence())
-        seen.append(active_sequence() is ours)
+            sequences.append(active_sequence())
+        sequences.append(active_sequence() is ours)
     ours.close()
-    return seen
+    return sequences
 
 
 def test_a_thread_without_a_sequence(pool):

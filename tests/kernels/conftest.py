@@ -1,4 +1,4 @@
-"""Processes in which Triton's interpreter runs the kernels on the CPU, which is fixed as Triton is imported."""
+"""Processes in which Triton's interpreter runs the kernels on the CPU; Triton decides this at its import."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from ..distributed.pool import Pool
 from .patched_once import interpret
 
 
-@pytest.fixture(scope="session")  # files of this folder are run between others, and starting takes seconds
+@pytest.fixture(scope="session")  # xdist mixes files of this folder with others, and the start takes seconds
 def interpreter(pytestconfig: pytest.Config) -> Iterator[Pool]:
-    """Two ranks under the interpreter; `run(1, ...)` takes one of them.
+    """Two ranks under the interpreter; `run(1, ...)` uses one of them.
 
-    A call may take most of what `--timeout` allows a test.
+    A call may take most of the time that `--timeout` allows a test.
     """
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
@@ -26,6 +26,6 @@ def interpreter(pytestconfig: pytest.Config) -> Iterator[Pool]:
 
 @pytest.fixture(autouse=True)
 def free_of_determinism() -> Iterator[None]:
-    """Torch's deterministic algorithms, which some tests ask for in this process, are off afterwards."""
+    """Switch off torch's deterministic algorithms afterwards, which some tests switch on in this process."""
     yield
     torch.use_deterministic_algorithms(False)

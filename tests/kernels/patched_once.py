@@ -1,12 +1,12 @@
-"""Triton's interpreter in a process that has imported Triton, and without its repeated work: a third less time."""
+"""Triton's interpreter in a process that has imported Triton, a third faster without its repeated work."""
 
 import sys
 
 
 def interpret() -> None:
-    """Import Triton anew, which reads TRITON_INTERPRET as it is imported, and patch it.
+    """Import Triton again, because it reads TRITON_INTERPRET at its import, and patch it.
 
-    torch imports it, so a process that is forked from one that has imported torch has Triton for GPUs. Its libraries stay.
+    torch imports Triton, so a process forked after that has Triton for GPUs. Its libraries stay.
     """
     for name in [x for x in sys.modules if x.partition(".")[0] == "triton" and not x.startswith("triton._C")]:
         del sys.modules[name]
@@ -14,9 +14,9 @@ def interpret() -> None:
 
 
 def patch_once() -> None:
-    """Have a launch replace the functions of `triton.language` once, not again for each function that a kernel calls.
+    """Let a launch replace the functions of `triton.language` once, not for each function that a kernel calls.
 
-    Triton 3.9 goes through all names of the module at each call. Versions that lack what is replaced here stay as they are.
+    Triton 3.9 visits all names of the module at each call. Versions without the patched functions are left alone.
     """
     from triton import language
     from triton.runtime import interpreter

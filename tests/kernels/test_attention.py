@@ -17,10 +17,10 @@ from .test_combine import drawn, sizes_put_back
 
 @sizes_put_back()
 def random_calls(rank, group, number, examples):
-    """Random calls on tiles so small that their loops have several turns."""
+    """Check random calls on small tiles, so that loops have several iterations."""
     from lightning_dilated.kernels import dense
 
-    torch.use_deterministic_algorithms(True)  # what torch.empty makes is NaN until it is written
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty allocates with NaN
     chosen = random.Random(number)
     with block_by_block() as shapes:
         for _ in range(examples):
@@ -39,7 +39,7 @@ def test_random(interpreter, number, examples):
 
 
 def pipelined_calls(rank, group, number, examples):
-    """The forward for Hopper over random views, against a softmax in float64."""
+    """Compare the forward for Hopper over random views with a softmax in float64."""
     from lightning_dilated.kernels import pipelined
 
     torch.use_deterministic_algorithms(True)
@@ -88,7 +88,7 @@ def test_what_is_not_pipelined():
 
 
 def one_call(rank, group, case, dtype, dropout):
-    """{name: (error, allowed)} against the math engine in float32, which is tested by itself."""
+    """Return {name: (error, allowed)} against the math engine in float32, which has its own tests."""
     q, k, v, grad = case.tensors(dtype)
     results = []
     with block_by_block() as shapes:
@@ -107,7 +107,7 @@ def one_call(rank, group, case, dtype, dropout):
 LONGER = Case(DilatedPattern([(64, 1), (100, 3)]), 1, 150, 2, 1, 24, causal=True)
 
 
-# bfloat16 is for tests/attention/test_gpu.py: the interpreter multiplies its bits as integers
+# tests/attention/test_gpu.py covers bfloat16: the interpreter multiplies its bits as integers
 @pytest.mark.parametrize(
     "dtype, causal",
     [
@@ -123,7 +123,7 @@ def test_dtypes(interpreter, dtype, causal):
 
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_dropout(interpreter, causal):
-    """The mask is that of every other engine: a hash of branch, head and global positions."""
+    """The mask is the same as in every other engine: a hash of branch, head and global positions."""
     interpreter.run(1, one_call, LONGER.but(causal=causal, batch=2, seq_len=110, lengths=(110, 50)), torch.float32, 0.4)
 
 
@@ -138,7 +138,7 @@ def test_head_dims(interpreter, head_dim):
 
 
 def on_two_ranks(rank, group, dropout):
-    """The largest difference of out and gradients of this rank's tokens from those of one rank with the same seed."""
+    """Return the largest difference between this rank's out and gradients and one rank's with the same seed."""
     from lightning_dilated.sequence import SequenceGroup
 
     pattern, n = DilatedPattern([(8, 1), (None, 3)]), 18
@@ -165,7 +165,7 @@ def test_on_two_ranks(interpreter, dropout):
 
 
 def in_chunks(rank, group):
-    """A stream whose carried rows triton attends to, forward and backward, while another engine computes the rest."""
+    """Run a stream in which triton attends to the carried rows, in both passes, and another engine does the rest."""
     from unittest import mock
 
     from lightning_dilated.attention.backends import TRITON
@@ -177,7 +177,7 @@ def in_chunks(rank, group):
     case = Case(DilatedPattern([(16, 1), (None, 3)]), 1, 90, 4, 2, 8, causal=True)
     q, k, v, grad = case.tensors(torch.float32)
     want = case.run(q, k, v, engine="math")
-    wanted = want, *torch.autograd.grad(want, (q, k, v), grad)
+    expected = want, *torch.autograd.grad(want, (q, k, v), grad)
     chunks = Chunks(case, 40)
     chunks.options["engine"] = "math"
     with (
@@ -187,7 +187,7 @@ def in_chunks(rank, group):
     ):
         got = chunks.run(q, k, v, grad)
     assert TRITON.forward_into is not None and forward.call_count and backward.call_count
-    for name, a, b in zip(("out", *GRADIENTS), got, wanted, strict=True):
+    for name, a, b in zip(("out", *GRADIENTS), got, expected, strict=True):
         close(name, a, b, 1e-5, floor=1.0)
 
 
@@ -196,9 +196,9 @@ def test_carried_rows_of_a_stream(interpreter):
 
 
 def chained(rank, group, number, examples, device="cpu"):
-    """The forward over keys in several calls, each going on from the state of the one before, with pads and dropout.
+    """Run the forward over keys in several calls, each from the previous call's state, with pads and dropout.
 
-    Against one call over all keys, scattered to the same rows.
+    Compare with one call over all keys, scattered to the same rows.
     """
     from lightning_dilated.kernels.dense import Drop, Into, forward
 
@@ -223,12 +223,12 @@ def chained(rank, group, number, examples, device="cpu"):
         for first, stop in itertools.pairwise(cuts):
             state = Into(*whole, at, pads if stop == m else 0)
             forward(q, k[:, :, first:stop], v[:, :, first:stop], False, 0.3, drop(keys[..., first:stop]), into=state)
-        more = [torch.cat([x, x.new_zeros(groups, heads, pads, dim)], 2) for x in (k, v)]
-        out, lse = forward(q, *more, False, 0.3, drop(torch.cat([keys, keys[..., :1].expand(groups, heads, pads)], 2)))
+        kv = [torch.cat([x, x.new_zeros(groups, heads, pads, dim)], 2) for x in (k, v)]
+        out, lse = forward(q, *kv, False, 0.3, drop(torch.cat([keys, keys[..., :1].expand(groups, heads, pads)], 2)))
         out_rows, lse_rows = whole[0].view(-1, dim), whole[1].transpose(1, 2).flatten()
         torch.testing.assert_close(out_rows[at], out, atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(lse_rows[at], lse, atol=2e-6, rtol=2e-6)
-        assert int(lse_rows.isneginf().sum()) == 4  # the other rows are as they were
+        assert int(lse_rows.isneginf().sum()) == 4  # the other rows are unchanged
 
 
 @pytest.mark.parametrize("number, examples", [(0, 6), pytest.param(1, 100, marks=pytest.mark.slow)])

@@ -1,4 +1,4 @@
-"""The branches' parts combined by Triton, in its interpreter: the op against the oracle, with every stretch length."""
+"""Triton combines the branches' parts, in its interpreter: the op against the oracle, with every stretch length."""
 
 import contextlib
 import random
@@ -25,7 +25,7 @@ from ..pattern.strategies import patterns
 
 
 def drawn(chosen):
-    """A random call, small and rich: the interpreter takes about a second for one."""
+    """Draw a small call with many features: the interpreter takes about a second for one."""
     heads = chosen.choice([1, 2]) * (kv_heads := chosen.choice([1, 2]))
     batch, n = chosen.choice([1, 1, 2]), chosen.randint(3, 70)
     branches = []
@@ -38,9 +38,9 @@ def drawn(chosen):
         some = chosen.choice([None, None, tuple(sorted(chosen.sample(range(heads), chosen.randint(1, heads))))])
         branches.append(Branch(width, chosen.randint(1, 4), shift=shift, heads=some))
     rows = lambda b: 1 if isinstance(b, Window) else len(b.heads or range(heads)) / heads / b.dilation_rate  # noqa: E731
-    while sum(map(rows, branches)) > fused.OVERLAP:  # parts of so many rows are not made at once
+    while sum(map(rows, branches)) > fused.OVERLAP:  # parts with more rows are not computed at once
         branches.pop()
-    if chosen.random() < 0.2:  # anywhere: with dropout it matters whether the others come first
+    if chosen.random() < 0.2:  # at any index: with dropout it matters whether the other branches come first
         branches.insert(chosen.randint(0, len(branches)), Global(chosen.choice([1, 3, n // 2 + 1])))
     pattern = DilatedPattern(branches, offsets=chosen.choice(["interleaved", "blocked"]))
     packed, padded = batch == 1 and chosen.random() < 0.4, batch == 2 and chosen.random() < 0.5
@@ -52,7 +52,7 @@ def drawn(chosen):
 
 @contextlib.contextmanager
 def sizes_put_back():
-    """The next test of this process starts with the sizes of programs and stretches that users have."""
+    """Restore the users' sizes of programs and stretches for the next test of this process."""
     from lightning_dilated.kernels import combine, dense
 
     sizes = {combine: ("MERGE", "SUM", "CONFIG"), dense: ("WIDE", "WIDE_BACKWARD")}
@@ -65,24 +65,24 @@ def sizes_put_back():
 
 
 def hold(*sizes):
-    """Set the limits of stretches: the forward's, the backward's of dense and of thin branches, and of calls left whole."""
+    """Set the limits of stretches: for the forward, the backward of dense and of thin branches, and undivided calls."""
     fused.FORWARD, fused.DENSE, fused.THIN, fused.WHOLE = sizes
 
 
 def leaves(stretch):
-    """Where parts are combined."""
+    """Return the stretches in which parts are combined."""
     return [stretch] if not stretch.inner else [leaf for inner in stretch.inner for leaf in leaves(inner)]
 
 
 @sizes_put_back()
 def random_calls(rank, group, number, examples):
-    """How many of the random calls took the kernels, how many results were a part's memory, and the most stretches.
+    """Return how many random calls used the kernels, how many results reused a part's memory, and the most stretches.
 
     Memory that nobody wrote is NaN.
     """
     from lightning_dilated.kernels import combine
 
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty makes
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty allocates
     chosen, taken, cut, real, result, in_place = random.Random(number), [], [], fused.layout, fused._result, []
 
     def layout(*args):
@@ -90,9 +90,9 @@ def random_calls(rank, group, number, examples):
         return real(*args)
 
     def counted(*args):
-        found = result(*args)
-        in_place.append(args[3] is not None and found.data_ptr() == args[3].data_ptr())
-        return found
+        combined = result(*args)
+        in_place.append(args[3] is not None and combined.data_ptr() == args[3].data_ptr())
+        return combined
 
     fused.layout, fused._result = layout, counted
     for i in range(examples):
@@ -116,7 +116,7 @@ def test_random(interpreter, number, examples):
 
 @sizes_put_back()
 def attended(rank, group, n):
-    """Zero pads that take softmax mass, in stretches."""
+    """Compare zero pads that take softmax mass, in stretches."""
     hold(*[8 * 4 * 8] * 4)
     pattern = DilatedPattern([(8, 1), (16, 4), (64, 8)], offsets="blocked", padding="attended")
     case = Case(pattern, 1, n, 4, 4, 8)
@@ -131,24 +131,24 @@ def test_attended_pads(interpreter, n):
 
 @sizes_put_back()
 def on_ranks(rank, group, exchange, causal):
-    """The largest errors of out, lse and gradients on this rank: parts are added to what other ranks sent."""
+    """Return the largest errors of out, lse and gradients on this rank: parts are added to what other ranks sent."""
     torch.use_deterministic_algorithms(True)
     n, pattern = 23, DilatedPattern([(4, 1), (9, 2), (None, 3)])
-    made = torch.Generator().manual_seed(1)
-    full = [torch.randn(1, n, heads, 8, generator=made) for heads in (2, 1, 1, 2)]
+    rng = torch.Generator().manual_seed(1)
+    full = [torch.randn(1, n, heads, 8, generator=rng) for heads in (2, 1, 1, 2)]
     *exact, grad = (x.double() for x in full)
     exact = [x.requires_grad_() for x in exact]
     want, _ = oracle(*exact, pattern, causal=causal)
-    wanted = [want, *torch.autograd.grad(want, exact, grad)]
+    expected = [want, *torch.autograd.grad(want, exact, grad)]
     sequence = SequenceGroup(group, exchange=exchange)
-    mine = [p for held in sequence.shard(n).ranges(rank) for p in held]
-    q, k, v = (x[:, mine].requires_grad_() for x in full[:3])
+    own_positions = [p for held in sequence.shard(n).ranges(rank) for p in held]
+    q, k, v = (x[:, own_positions].requires_grad_() for x in full[:3])
     hold(*[8 * 2 * 8] * 4)
     out = dilated_attention(q, k, v, pattern, causal=causal, engine="math", sequence=sequence)
-    got = [out, *torch.autograd.grad(out, (q, k, v), full[3][:, mine])]
+    got = [out, *torch.autograd.grad(out, (q, k, v), full[3][:, own_positions])]
     sequence.close()
     assert all(x.isfinite().all() for x in got)  # max() of Python would lose a NaN
-    return max(float((a.double() - b[:, mine]).abs().max()) for a, b in zip(got, wanted, strict=True))
+    return max(float((a.double() - b[:, own_positions]).abs().max()) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -172,7 +172,7 @@ def test_samples_apart(interpreter):
 
 
 def odd_widths(rank, group):
-    """Segments longer than a program's rows, of a width that the rate does not divide: their classes move."""
+    """Segments longer than a program's rows, of a width that is no multiple of the rate: their classes move."""
     torch.use_deterministic_algorithms(True)
     for width, tokens in ((205, 620), (401, 802)):
         check(Case(DilatedPattern([(width, 3)]), 1, tokens, 1, 1, 8), "math", torch.float32, 1e-5)
@@ -184,14 +184,14 @@ def test_odd_widths(interpreter):
 
 @sizes_put_back()
 def with_nan(rank, group):
-    """Where lse is NaN and where it is -inf, with the kernels and without."""
-    q, found = torch.randn(1, 20, 2, 8, generator=torch.Generator().manual_seed(0)), []
+    """Return the positions of NaN and of -inf in lse, with the kernels and without."""
+    q, results = torch.randn(1, 20, 2, 8, generator=torch.Generator().manual_seed(0)), []
     q[0, 5] = float("nan")
     for fused.OVERLAP in (0.0, 2.5):
         resolve.forget()
         _, lse = dilated_attention(q, q, q, DilatedPattern([(4, 1), (8, 2)]), engine="math", return_lse=True)
-        found.append((lse.isnan(), lse == -torch.inf))
-    return found
+        results.append((lse.isnan(), lse == -torch.inf))
+    return results
 
 
 def test_a_nan_shows(interpreter):
@@ -200,7 +200,7 @@ def test_a_nan_shows(interpreter):
 
 
 def test_segments_wider_than_32_bits():
-    """A shard of a longer document: its one segment is as wide as the document."""
+    """The only segment of a document's shard is as wide as the document."""
     part = blocks(DilatedPattern([(None, 3)]), 2**31, 2, 2, (5, 105))
     table = entries(part, 2, False, torch.device("cpu"), 0, 100).table
     assert (table[:, 4] <= 105).all() and (table[:, 4] >= table[:, 2] + (table[:, 5] - 1) * 3 + 1 - table[:, 2]).all()
@@ -208,17 +208,17 @@ def test_segments_wider_than_32_bits():
 
 @sizes_put_back()
 def narrow_types(rank, group, dtype):
-    """(largest difference from the same call merged block by block in torch, largest value), of out and gradients."""
-    made = torch.Generator().manual_seed(2)
-    q, k, v, grad = (torch.randn(1, 40, 2, 16, generator=made).to(dtype) for _ in range(4))
-    pattern, found = DilatedPattern.longnet([8, 16, 40], [1, 2, 4]), []
+    """Return (largest difference from the same call merged block by block in torch, largest value) of each result."""
+    rng = torch.Generator().manual_seed(2)
+    q, k, v, grad = (torch.randn(1, 40, 2, 16, generator=rng).to(dtype) for _ in range(4))
+    pattern, results = DilatedPattern.longnet([8, 16, 40], [1, 2, 4]), []
     for overlap in (0.0, 2.5):
         fused.OVERLAP = overlap
         resolve.forget()
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = dilated_attention(*leaves, pattern, engine="math")
-        found.append([out, *torch.autograd.grad(out, leaves, grad)])
-    return [(float((a - b).abs().max()), float(a.abs().max())) for a, b in zip(*found, strict=True)]
+        results.append([out, *torch.autograd.grad(out, leaves, grad)])
+    return [(float((a - b).abs().max()), float(a.abs().max())) for a, b in zip(*results, strict=True)]
 
 
 @pytest.mark.parametrize("dtype, rounding", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
@@ -237,11 +237,11 @@ def test_narrow_types(interpreter, dtype, rounding):
 )
 @settings(max_examples=examples(200))
 def test_layout_has_every_row_once(pattern, seq_len, dense, thin, part, own):
-    """Stretches have the rows of the undivided blocks, each once, and within their positions."""
-    of = (seq_len // 3, seq_len) if part else (0, seq_len)
-    made = stretches.layout(HeadWindow(pattern, 4, 4, (0, 4)), seq_len, of, (dense, thin), own)
-    ends = leaves(made)
-    assert [s.start for s in ends] + [of[1] - of[0]] == [0] + [s.stop for s in ends]
+    """Stretches have the rows of the undivided blocks, each once, and inside their positions."""
+    bounds = (seq_len // 3, seq_len) if part else (0, seq_len)
+    laid_out = stretches.layout(HeadWindow(pattern, 4, 4, (0, 4)), seq_len, bounds, (dense, thin), own)
+    ends = leaves(laid_out)
+    assert [s.start for s in ends] + [bounds[1] - bounds[0]] == [0] + [s.stop for s in ends]
     got = []
 
     def look(stretch):
@@ -251,24 +251,24 @@ def test_layout_has_every_row_once(pattern, seq_len, dense, thin, part, own):
         for inner in stretch.inner:
             look(inner)
 
-    look(made)
-    want = [row for b in blocks(pattern, seq_len, 4, 4, of) for row in rows_of(b)]
+    look(laid_out)
+    want = [row for b in blocks(pattern, seq_len, 4, 4, bounds) for row in rows_of(b)]
     assert sorted(got) == sorted(want)
 
 
 def test_layout_of_the_paper():
-    """Dense branches in short stretches within longer ones of thin branches; wide segments for the whole."""
+    """Dense branches in short stretches within longer ones of thin branches; wide segments as a whole."""
     pattern = DilatedPattern.geometric(2048, 2**17)
-    made = stretches.layout(HeadWindow(pattern, 4, 4, (0, 4)), 2**17, (0, 2**17), (2**12, 2**14))
-    assert {b.branch for b in made.blocks} == {4, 5, 6} and [s.stop for s in made.inner] == [
+    laid_out = stretches.layout(HeadWindow(pattern, 4, 4, (0, 4)), 2**17, (0, 2**17), (2**12, 2**14))
+    assert {b.branch for b in laid_out.blocks} == {4, 5, 6} and [s.stop for s in laid_out.inner] == [
         2**14 * i for i in range(1, 9)
     ]
-    assert all({b.branch for b in s.blocks} == {1, 2, 3} for s in made.inner)
-    assert all(s.stop - s.start == 2**12 and {b.branch for b in s.blocks} == {0} for s in leaves(made))
+    assert all({b.branch for b in s.blocks} == {1, 2, 3} for s in laid_out.inner)
+    assert all(s.stop - s.start == 2**12 and {b.branch for b in s.blocks} == {0} for s in leaves(laid_out))
 
 
 def rows_of(b):
-    """(branch, head, position) of a block's rows."""
+    """Return (branch, head, position) of a block's rows."""
     return [
         (b.branch, b.head + j * b.head_step, b.first + s * b.segment_stride + j * b.position_step + i * b.row_stride)
         for s in range(b.segments)

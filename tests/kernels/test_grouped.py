@@ -1,4 +1,4 @@
-"""The grouped launches in Triton's interpreter: the op against the oracle, and how many launches a call takes."""
+"""The grouped launches in Triton's interpreter: the op against the oracle, and the number of launches of a call."""
 
 import contextlib
 import itertools
@@ -22,7 +22,7 @@ from .test_combine import drawn, sizes_put_back
 
 
 class Launched:
-    """A kernel that writes its name down at every launch."""
+    """A kernel that records its name at every launch."""
 
     def __init__(self, kernel, name, launches):
         self.kernel, self.name, self.launches = kernel, name, launches
@@ -34,7 +34,7 @@ class Launched:
 
 @contextlib.contextmanager
 def counted():
-    """(launches by kernel name, whether each pass was grouped), lists that grow as calls are made."""
+    """Yield (launches by kernel name, whether each pass was grouped), lists that grow with the calls."""
     from lightning_dilated.kernels import combine, dense
     from lightning_dilated.kernels import grouped as jobs
 
@@ -58,7 +58,7 @@ def counted():
 
 
 def small_tiles(chosen):
-    """Tiles so small that loops have several turns."""
+    """Set small tiles, so that loops have several iterations."""
     from lightning_dilated.kernels import combine, dense
 
     sizes = [(chosen.choice([16, 32]), chosen.choice([16, 32]), 4, 1) for _ in range(2)]
@@ -68,8 +68,8 @@ def small_tiles(chosen):
 
 @sizes_put_back()
 def random_calls(rank, group, number, examples):
-    """How many of the random calls were grouped."""
-    torch.use_deterministic_algorithms(True)  # what torch.empty makes is NaN until it is written
+    """Return how many of the random calls were grouped."""
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty allocates with NaN
     chosen = random.Random(number)
     with counted() as (_, plans):
         for _ in range(examples):
@@ -79,8 +79,8 @@ def random_calls(rank, group, number, examples):
                 cuts = sorted(chosen.randint(0, case.seq_len) for _ in range(5))
                 case = replace(case, documents=(0, *cuts, case.seq_len))
             with pytest.MonkeyPatch.context() as patch:
-                if chosen.random() < 0.3:  # as where rows are 2**31 elements apart
-                    patch.setattr("lightning_dilated.kernels.grouped.Work.far", lambda *given: True)
+                if chosen.random() < 0.3:  # as if rows were 2**31 elements apart
+                    patch.setattr("lightning_dilated.kernels.grouped.Work.far", lambda *args: True)
                 check(case, "triton", torch.float32, 1e-5)
     return sum(plans)
 
@@ -91,20 +91,19 @@ def test_random(interpreter, number, examples):
 
 
 def without_global_tokens(case):
-    """The call without global tokens, of which the kernels that read lengths on the device compute none."""
+    """Remove global tokens, which the kernels that read lengths on the device do not support."""
     pattern = without_global(case.pattern)
     return replace(case, pattern=DilatedPattern([(8, 1)]) if pattern is None else pattern)
 
 
-def lengths_on_the_device(patch, others=None):
-    """Have every call with lengths or documents take the kernels' way of those that the host does not know, as tensors of a
-    GPU do.
+def lengths_on_the_device(patch, replacement=None):
+    """Let every call with lengths or documents use the kernels for lengths on the device, which the host does not know.
 
-    `others`: what the device holds in their place.
+    `replacement`: lengths that the device holds instead.
     """
 
     def alone(code, shape, kv_heads, dtype, device, lengths, bounds, environment):
-        limits = torch.tensor(others or lengths or [], dtype=torch.int32)
+        limits = torch.tensor(replacement or lengths or [], dtype=torch.int32)
         if bounds is not None:
             limits = torch.frombuffer(bytearray(bounds), dtype=torch.int32)
         bits = 0 if bounds is None else bits_of(len(limits) - 1)
@@ -117,7 +116,7 @@ def lengths_on_the_device(patch, others=None):
 
 @sizes_put_back()
 def random_lengths(rank, group, number, examples):
-    """Samples of random lengths, empty ones too, in tables of whole samples."""
+    """Check samples of random lengths, including 0, in tables of whole samples."""
     torch.use_deterministic_algorithms(True)
     chosen, padded = random.Random(number), 0
     for _ in range(examples):
@@ -147,7 +146,7 @@ def test_lengths_on_the_device(interpreter, number, examples):
 
 @sizes_put_back()
 def random_documents(rank, group, number, examples):
-    """Packed documents of random sizes, empty ones too, in tables of whole rows."""
+    """Check packed documents of random sizes, including 0, in tables of whole rows."""
     torch.use_deterministic_algorithms(True)
     chosen, padded = random.Random(number), 0
     for _ in range(examples):
@@ -166,7 +165,7 @@ def random_documents(rank, group, number, examples):
             patch.setattr("lightning_dilated.attention.executors.fused.OVERLAP", 100)
             lengths_on_the_device(patch)
             if chosen.random() < 0.3:
-                patch.setattr("lightning_dilated.kernels.grouped.Work.far", lambda *given: True)
+                patch.setattr("lightning_dilated.kernels.grouped.Work.far", lambda *args: True)
             check(replace(case, documents=(0, *cuts, case.seq_len)), "triton", torch.float32, 1e-5)
     return padded
 
@@ -178,7 +177,7 @@ def test_documents_on_the_device(interpreter, number, examples):
 
 @sizes_put_back()
 def beyond_documents(rank, group):
-    """A row that goes on after its last document, in which nothing may be written but 0; and bounds that are no bounds."""
+    """Check a row that continues after its last document, where only 0 may be written, and invalid bounds."""
     torch.use_deterministic_algorithms(True)
     case = Case(DilatedPattern([(8, 1), (None, 3)]), 1, 24, 2, 1, 8, causal=True)
     q, k, v, grad = case.tensors(torch.float32)
@@ -196,7 +195,7 @@ def beyond_documents(rank, group):
             assert torch.equal(a[:, :14], b)
         assert all((x[:, 14:] == 0).all() for x in longer) and (lse[:, 14:] == -torch.inf).all()
         assert all(x.isfinite().all() for x in run((7, 9, 2**31 - 1), 24)[1:])
-        run((20, 3, 24, 5), 24)  # not defined, but no memory but the results' is touched
+        run((20, 3, 24, 5), 24)  # undefined, but only the results' memory is written
 
 
 def test_rows_beyond_the_last_document(interpreter):
@@ -204,7 +203,7 @@ def test_rows_beyond_the_last_document(interpreter):
 
 
 def test_slots_hold_the_tiles_of_any_documents():
-    """Thousands of random documents: as many programs as their tiles need, and never more than the bound of the row."""
+    """Thousands of random documents have a program for each tile, and never more than the bound of the row."""
     from lightning_dilated.kernels.grouped import slots
 
     chosen, tight = random.Random(0), 0
@@ -217,7 +216,7 @@ def test_slots_hold_the_tiles_of_any_documents():
         cuts = sorted(chosen.choice([0, tokens, chosen.randint(0, tokens)]) for _ in range(chosen.randint(0, 5)))
         begins = [x // a + x // b + c * d for d, x in enumerate((0, *cuts, tokens))]
         for (low, high), first, after in zip(itertools.pairwise((0, *cuts, tokens)), begins, begins[1:], strict=False):
-            # a program's segment follows from the most rows that any head has there
+            # a program's segment follows from the most rows of any head in it
             index = range(t, t + high - low)
             most = [-(-len([i for i in index if i // w == s]) // r) for s in range(-(-(t + high - low) // w))]
             tiles = sum(-(-rows // tile) for rows in most)
@@ -227,7 +226,7 @@ def test_slots_hold_the_tiles_of_any_documents():
 
 
 def rows_of_buffer(rank, group, number, examples):
-    """Every row of random documents has a place of its own in the buffer, and is computed once."""
+    """Every row of random documents has one slot in the buffer, and is computed once."""
     from lightning_dilated.attention.executors.tables import packed_jobs, work_of
     from lightning_dilated.attention.views import Span
     from lightning_dilated.kernels import grouped as jobs
@@ -243,10 +242,10 @@ def rows_of_buffer(rank, group, number, examples):
         window = grouped.HeadWindow(case.pattern, case.heads, case.kv_heads, (0, case.heads))
         call = grouped.Call(None, window, False, 1.0)
         work = work_of(call, [Span(0, 1, 0, n)], torch.device("cpu"), (jobs.PREPARED,), 16, True, bits)
-        found = torch.full((work.rows,), -1)
+        slots = torch.full((work.rows,), -1)
         if work.rows:
             place = work.place(jobs.PREPARED, bounds)
-            jobs._positions[(work.grids[jobs.PREPARED].programs,)](found, *place, BITS=bits, ROWS=jobs.PREPARED)
+            jobs._positions[(work.grids[jobs.PREPARED].programs,)](slots, *place, BITS=bits, ROWS=jobs.PREPARED)
         table = packed_jobs(window, n, 2**bits)
         want = {}
         for start, stop in itertools.pairwise([0, *cuts, n]):
@@ -256,7 +255,7 @@ def rows_of_buffer(rank, group, number, examples):
                     want.setdefault((head, branch), []).append(start + place)
         got = {}
         for job, after in itertools.pairwise(table.tolist()):
-            rows = found[job[12] : after[12]]
+            rows = slots[job[12] : after[12]]
             if (rows >= 0).any():
                 got[job[7], job[14]] = rows[rows >= 0].tolist()
         assert got == want, case
@@ -268,7 +267,7 @@ def test_rows_of_the_buffer(interpreter, number, examples):
 
 
 def test_compiles_without_a_gpu():
-    """What the interpreter does not see: variables that change their type between branches."""
+    """The interpreter does not notice variables that change their type between branches."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -307,7 +306,7 @@ def test_compiles_without_a_gpu():
 
 
 def beyond(rank, group):
-    """Lengths beyond 0..N on the device, with zero pads and dropout, against the math engine's of 0 and N.
+    """Compare lengths beyond 0..N on the device, with zero pads and dropout, with the math engine's for 0 and N.
 
     A launch takes two of the three samples.
     """
@@ -335,7 +334,7 @@ def test_lengths_beyond_the_tokens_count_as_all(interpreter):
 
 @sizes_put_back()
 def attended(rank, group, causal):
-    """Zero pads that take softmax mass."""
+    """Compare zero pads that take softmax mass."""
     torch.use_deterministic_algorithms(True)
     small_tiles(random.Random(0))
     pattern = DilatedPattern([(8, 1), (16, 4), (64, 8)], offsets="blocked", padding="attended")
@@ -355,7 +354,7 @@ def test_attended_pads(interpreter, causal):
 
 @sizes_put_back()
 def dropped(rank, group, case, on_the_device):
-    """Against the math engine, whose mask is tested by itself."""
+    """Compare with the math engine's mask, which has its own tests."""
     torch.use_deterministic_algorithms(True)
     small_tiles(random.Random(1))
     q, k, v, grad = case.tensors(torch.float32)
@@ -390,7 +389,7 @@ def test_dropout(interpreter, changes, on_the_device):
 
 
 def on_ranks(rank, group, dropout):
-    """The largest errors of out and gradients on this rank: gradients are added to what other ranks sent."""
+    """Return the largest errors of out and gradients on this rank: gradients are added to what other ranks sent."""
     torch.use_deterministic_algorithms(True)
     n, pattern = 23, DilatedPattern([(4, 1), (9, 2), (None, 3)])
     generator = torch.Generator().manual_seed(1)
@@ -438,7 +437,7 @@ def test_documents_add_no_launches(interpreter, documents):
 
 
 def not_grouped(rank, group):
-    """The launches of a call above the limit, and of one that overlaps much."""
+    """Return the launches of a call above the limit, and of one with much overlap."""
     with counted() as (launches, plans):
         check(LONGER.but(seq_len=20, pattern=DilatedPattern([(8, 1)] * 3)), "triton", torch.float32, 1e-5)
         with pytest.MonkeyPatch.context() as patch:
@@ -454,7 +453,7 @@ def test_large_calls_go_block_by_block(interpreter):
 
 
 def narrow(rank, group):
-    """float16 with tiles of its own; bfloat16 is for a GPU, since the interpreter multiplies its bits as integers."""
+    """Check float16 with its own tiles; bfloat16 needs a GPU, since the interpreter multiplies its bits as integers."""
     q, k, v, grad = LONGER.tensors(torch.float16)
     results = []
     for engine, dtype in (("triton", torch.float16), ("math", torch.float32)):

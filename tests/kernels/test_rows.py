@@ -1,4 +1,4 @@
-"""Kernels that move or rotate rows, in the interpreter and on a GPU: the bits of plain torch, or equal up to rounding."""
+"""Kernels that move or rotate rows, in the interpreter and on a GPU: equal to plain torch, bit by bit or rounded."""
 
 import random
 
@@ -13,7 +13,7 @@ from ..attention.reference import close
 
 
 def rotated(rank, group, number, examples, device="cpu"):
-    """q and k and the gradient of the projection, for tables with and without a batch, with xPos and without."""
+    """Compare q, k and the projection's gradient, for tables with and without a batch, with xPos and without."""
     torch.use_deterministic_algorithms(True)
     from lightning_dilated.kernels import rows
 
@@ -42,7 +42,7 @@ def rotated(rank, group, number, examples, device="cpu"):
 
 
 def broadcast(rank, group):
-    """Tables of one sample or one token, as torch broadcasts them; a table of another length is refused; any strides."""
+    """Tables of one sample or one token broadcast as in torch; a table of another length is refused; any strides."""
     joint = torch.randn(3, 16, 4, 8)
     for positions in (torch.arange(16)[None], torch.arange(1), torch.arange(16).expand(3, 16)):
         table = Rotary(8)(positions)
@@ -74,7 +74,7 @@ def test_turn_on_a_gpu():
 
 
 def packed(rank, group, number, examples, device="cpu"):
-    """Rows of views of one projection, copied to arbitrary places and one after another."""
+    """Copy rows of views of one projection to arbitrary places and one after another."""
     torch.use_deterministic_algorithms(True)
     from lightning_dilated.kernels import rows as kernel
 
@@ -109,7 +109,7 @@ def test_pack_on_a_gpu():
 
 
 def moved(rank, group, number, examples, device="cpu"):
-    """Rows gathered from any strides, split, added where numbers repeat and where they do not, and merged."""
+    """Gather rows with any strides, split them, add them at repeated and unique indices, and merge them."""
     from lightning_dilated.kernels import rows as kernel
 
     before, exchanged.MANY = (exchanged.MANY, kernel.ELEMENTS), 1
@@ -124,11 +124,11 @@ def move(number, examples, device):
     from lightning_dilated.kernels import rows as kernel
 
     chosen, generator = random.Random(number), torch.Generator(device).manual_seed(number)
-    torch.use_deterministic_algorithms(False)  # it leaves sums of repeated numbers to torch
+    torch.use_deterministic_algorithms(False)  # deterministic sums over repeated indices are left to torch
     normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
     for _ in range(examples):
         kernel.ELEMENTS = chosen.choice([16, 64] if device == "cpu" else [64, 2048])
-        large = device != "cpu" and kernel.ELEMENTS == 2048  # as in use
+        large = device != "cpu" and kernel.ELEMENTS == 2048  # the production size
         batch, n, heads = (chosen.randint(1, most) for most in ((3, 50000, 3) if large else (3, 9, 3)))
         dim = chosen.choice([64, 128] if large else [1, 3, 8])
         dtype, total = chosen.choice([torch.float32, torch.bfloat16]), batch * n * heads
@@ -144,35 +144,35 @@ def move(number, examples, device):
         once = torch.randperm(total, generator=generator, device=device)[: total - total % groups].view(groups, -1)
         for rows, distinct in ((numbers, False), (once, False), (once, True)):
             parts = [normal(groups, rows.shape[1], 2, dim).to(dtype)[:, :, i] for i in range(2)]
-            for given, shape in ((parts, (total, 2, dim)), (parts[:1], (total, dim))):
+            for source, shape in ((parts, (total, 2, dim)), (parts[:1], (total, dim))):
                 got = normal(*shape)
                 want, given_once = got.double(), got.clone()
-                wide = torch.stack([p.double() for p in given], 2) if len(given) == 2 else given[0].double()
+                wide = torch.stack([p.double() for p in source], 2) if len(source) == 2 else source[0].double()
                 want.index_add_(0, rows.flatten(), wide.flatten(0, 1))
-                exchanged.add_at(got, rows, given, distinct)
+                exchanged.add_at(got, rows, source, distinct)
                 close(f"{tuple(rows.shape)}, distinct {distinct}", got, want.float(), 1e-6, 1.0)
                 assert torch.equal(got, given_once) == (not rows.numel())
         merged(rowwise.merge_rows, once, normal, (batch, n, heads, dim), dtype)
 
 
 def merged(merge_rows, rows, normal, shape, dtype):
-    """Against the sums written out in fp64, also for rows that had no key before."""
+    """Compare with the sums written out in fp64, also for rows without a key before."""
     batch, n, heads, dim = shape
     out, lse = normal(*shape), normal(batch, heads, n) * 3
     out[:, :1], lse[:, :, :1] = 0, -torch.inf
     part, part_lse = normal(*rows.shape, dim + 1)[..., :dim].to(dtype), normal(*rows.shape) * 3
-    part_lse[:, ::3] = -torch.inf  # also where the running result has no key
+    part_lse[:, ::3] = -torch.inf  # also if the running result has no key
     before = lse.transpose(1, 2).reshape(-1).double()
     weights = [before.exp(), torch.zeros_like(before)]
     weights[1][rows.flatten()] = part_lse.flatten().double().exp()
     coming = torch.zeros(len(before), dim, dtype=torch.float64, device=out.device)
     coming[rows.flatten()] = part.flatten(0, 1).double()
-    both = sum(weights)
-    want = (out.reshape(-1, dim).double() * weights[0][:, None] + coming * weights[1][:, None]) / both[:, None]
-    reached = both > 0
+    total = sum(weights)
+    want = (out.reshape(-1, dim).double() * weights[0][:, None] + coming * weights[1][:, None]) / total[:, None]
+    reached = total > 0
     merge_rows(rows, part, part_lse, out, lse)
     close("merged", out.view(-1, dim)[reached], want[reached].float(), 1e-5, 1.0)
-    close("log-sum-exp", lse.transpose(1, 2).reshape(-1)[reached], both[reached].log().float(), 1e-5, 1.0)
+    close("log-sum-exp", lse.transpose(1, 2).reshape(-1)[reached], total[reached].log().float(), 1e-5, 1.0)
     assert not out.view(-1, dim)[~reached].any()
     assert (lse.transpose(1, 2).reshape(-1)[~reached] == -torch.inf).all()
 

@@ -1,4 +1,4 @@
-"""A tiny language model, bytes to train it on, and a Trainer that writes nothing: what all tests of models share."""
+"""A tiny language model, bytes to train it on, and a Trainer that writes nothing, for all tests of models."""
 
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,20 @@ SIZES = {"vocab_size": 11, "dim": 16, "depth": 2, "num_heads": 4}
 
 
 def tiny(pattern: Any = PATTERN, dtype: torch.dtype = torch.float64, **options: Any) -> LongNetLM:
-    """A built LongNetLM in eval mode."""
+    """Build a LongNetLM in eval mode."""
     model = LongNetLM(pattern, **{**SIZES, **options})
     model.configure_model()
     return model.to(dtype).eval()
 
 
 def batch(*shape: int, vocab_size: int = 11) -> dict[str, torch.Tensor]:
-    """Random tokens (B, N) and their next tokens."""
+    """Draw random tokens (B, N) and their next tokens."""
     tokens = torch.randint(vocab_size, (shape[0], shape[1] + 1))
     return {"tokens": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone()}  # so that tests may change either
 
 
 def trainer(**options: Any) -> pl.Trainer:
-    """A quiet Trainer, on the CPU unless told otherwise."""
+    """Return a quiet Trainer, on the CPU by default."""
     quiet = {
         "accelerator": "cpu",
         "enable_model_summary": False,
@@ -40,12 +40,12 @@ def trainer(**options: Any) -> pl.Trainer:
 
 
 def loader(*batches: Any) -> torch.utils.data.DataLoader:
-    """A loader that gives these batches as they are."""
+    """Return a loader that yields these batches unchanged."""
     return torch.utils.data.DataLoader(list(batches), batch_size=None)
 
 
 def text(folder: Path, size: int = 3000) -> ByteDataModule:
-    """Sequences of 32 bytes from a file of `size` letters."""
+    """Write a file of `size` letters. Return a data module of 32-byte sequences."""
     path = folder / "text.txt"
     path.write_bytes(bytes(97 + (i * i) % 26 for i in range(size)))
     return ByteDataModule(str(path), seq_len=32, batch_size=2, val_limit=3)

@@ -1,4 +1,4 @@
-"""Samples alone, and the same samples packed into one row."""
+"""Separate samples, and the same samples packed into one row."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ ALONG = ("features", "coords", "tokens", "labels")
 
 
 def texts(*sizes: int, vocab: int = 11, label: bool = False) -> list[dict[str, Any]]:
-    """Samples of tokens, each alone."""
-    made, samples = torch.Generator().manual_seed(3), []
+    """Return samples of tokens, one a batch."""
+    rng, samples = torch.Generator().manual_seed(3), []
     for i, n in enumerate(sizes):
-        values = torch.randint(vocab, (n + 1,), generator=made)
+        values = torch.randint(vocab, (n + 1,), generator=rng)
         sample = {"tokens": values[None, :-1], "index": torch.tensor([5 * i + 2])}
         labels = values[None, 1:].clone()
         labels[0, -1] = -100
@@ -22,7 +22,7 @@ def texts(*sizes: int, vocab: int = 11, label: bool = False) -> list[dict[str, A
 
 
 def slides(*tiles: int) -> list[dict[str, Any]]:
-    """Slides, each alone, of a padded batch."""
+    """Return slides, one a padded batch."""
     whole = batch(*tiles)
     return [
         {name: x[i : i + 1, :n] if name in ALONG else x[i : i + 1] for name, x in whole.items() if name != "lengths"}
@@ -31,7 +31,7 @@ def slides(*tiles: int) -> list[dict[str, Any]]:
 
 
 def packed(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """The samples in one row."""
+    """Pack the samples into one row."""
     sizes = [next(x.shape[1] for name, x in s.items() if name in ALONG) for s in samples]
     row = {n: torch.cat([s[n] for s in samples], 1 if n in ALONG else 0) for n in samples[0]}
     return {**row, "cu_seqlens": torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)}

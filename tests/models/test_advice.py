@@ -1,4 +1,4 @@
-"""The line at the start of a fit: once, with the fix, for a pattern with walls or dead residues; none where it is fine."""
+"""The warning at the start of a fit: once, with the fix, for a pattern with walls or dead residues; else none."""
 
 import warnings
 
@@ -16,21 +16,21 @@ MANY = DilatedPattern.longnet([4, 40, 40, 80], [1, 8, 16, 20])
 DEAD = DilatedPattern.longnet([4, 40], [1, 8])
 
 
-def told(model, *batches, epochs=1):
-    """The warnings of a fit about the pattern."""
-    with warnings.catch_warnings(record=True) as found:
+def warned(model, *batches, epochs=1):
+    """Return the warnings of a fit about the pattern."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer(max_epochs=epochs).fit(model, loader(*batches))
-    return [str(w.message) for w in found if "pattern" in str(w.message)]
+    return [str(w.message) for w in caught if "pattern" in str(w.message)]
 
 
 def shifted(pattern, **sizes):
-    """A LongNetLM whose layers take turns."""
+    """Build a LongNetLM with shifts in every other layer."""
     return LongNetLM(pattern, shift_layers="odd", **{**sizes, "depth": 2})
 
 
 def convolving(pattern, **sizes):
-    """A LongNetLM whose keys and values know the tokens before them."""
+    """Build a LongNetLM with a short convolution of keys and values."""
     return LongNetLM(pattern, kv_conv=4, **sizes)
 
 
@@ -66,18 +66,18 @@ def test_one_line(name):
     data = {**batch(1, 40), "index": torch.tensor([0]), **extra}
     if "lengths" in extra:
         data["labels"][:, int(extra["lengths"]) :] = -100
-    found = told(cls(pattern, **SIZES), data, data, epochs=2)
-    assert (found == []) if says is None else (len(found) == 1 and says in found[0] and "\n" not in found[0]), found
+    texts = warned(cls(pattern, **SIZES), data, data, epochs=2)
+    assert (texts == []) if says is None else (len(texts) == 1 and says in texts[0] and "\n" not in texts[0]), texts
 
 
 def test_a_longer_batch_is_looked_at():
-    found = told(LongNetLM(WALLS, **SIZES), batch(1, 16), batch(1, 40), batch(1, 50))
-    assert len(found) == 1 and "at 40 tokens" in found[0]
+    messages = warned(LongNetLM(WALLS, **SIZES), batch(1, 16), batch(1, 40), batch(1, 50))
+    assert len(messages) == 1 and "at 40 tokens" in messages[0]
 
 
 @pytest.mark.parametrize("cls", [LongNetLM, LongNetMLM, LongNetClassifier])
 def test_longer_than_max_seq_len(cls):
-    """Said once, at the first longer batch, whatever else was said of a shorter one before."""
+    """Warned once, at the first longer batch, whatever an earlier warning said of a shorter one."""
     sizes = {**SIZES, "vocab_size": 11}
     model = cls(
         WALLS, max_seq_len=20, rotary_base=10000, **sizes, **({"num_classes": 2} if cls is LongNetClassifier else {})
@@ -102,7 +102,7 @@ def test_not_longer_than_max_seq_len():
 
 
 def test_a_module_without_a_pattern_says_nothing():
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer(max_epochs=1).fit(Line(), points(32))
-    assert not [w for w in found if "pattern" in str(w.message)]
+    assert not [w for w in caught if "pattern" in str(w.message)]

@@ -1,4 +1,4 @@
-"""Batches of another form than a model takes: an error says what came, what is allowed, and what to change."""
+"""Batches in another form than a model accepts: the error says what came, what is allowed, and what to change."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Feed-forward, block and stack: every combination of options trains every parameter, and each is its formula."""
+"""Feed-forward, block and stack: every combination of options trains every parameter, and each equals its formula."""
 
 import itertools
 
@@ -72,11 +72,11 @@ def test_stack_is_its_blocks():
     for block in model.blocks:
         want = block(want, positions=positions)
     torch.testing.assert_close(model(x, positions=positions), model.norm(want))
-    assert not torch.allclose(model(x), model.norm(want))  # positions count from 0 where none are given
+    assert not torch.allclose(model(x), model.norm(want))  # positions count from 0 by default
 
 
 def test_layers_attend_by_their_own_pattern():
-    """Each block of a hybrid is the reference of its pattern."""
+    """Each block of a hybrid equals the reference for its pattern."""
     patterns = DilatedPattern.hybrid(4, 4, local=6, global_every=2)
     model = DilatedTransformer(DIM, patterns, 4, causal=True, options=BlockOptions(position_encoding="none")).double()
     x = torch.randn(1, 20, DIM, dtype=torch.float64)
@@ -125,7 +125,7 @@ def test_init_weights():
 
 @pytest.mark.parametrize("options", [{}, {"position_encoding": "xpos", "sub_layernorm": True}], ids=["plain", "xpos"])
 def test_blocks_compile_to_one_graph(options):
-    """As a recipe would compile them: each block by itself, the rotary table made outside."""
+    """Each block is compiled separately, as a recipe does; the rotary table is made outside."""
     model, x = stack(**options), torch.randn(2, 20, DIM, dtype=torch.float64)
     want = model(x)
     grads = torch.autograd.grad(want.square().sum(), list(model.parameters()))
@@ -139,7 +139,7 @@ def test_blocks_compile_to_one_graph(options):
 
 @pytest.mark.parametrize("dtype, refuses", [(torch.float16, True), (torch.bfloat16, False)], ids=str)
 def test_xpos_is_checked_for_the_dtype_under_autocast(dtype, refuses):
-    """q and k will be float16 there, whose range ends long before float32's."""
+    """Under autocast q and k are float16, with a far smaller range than float32."""
     model, x, far = (
         stack(1, position_encoding="xpos", dtype=torch.float32),
         torch.randn(1, 4, DIM),
@@ -158,14 +158,14 @@ def test_xpos_is_checked_for_the_dtype_under_autocast(dtype, refuses):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("policy, calls", [("block", 2), ("attention-kept", 1)])
 def test_recomputed_gradients_are_the_plain_ones(policy, calls, compiled, monkeypatch):
-    """Full recomputation runs the op twice, the other once; dropout draws the same masks in both."""
-    if compiled:  # torch's compiler draws other masks than torch itself
+    """Full recomputation runs the op twice, the other policy once; dropout draws the same masks in both passes."""
+    if compiled:  # torch's compiler draws other masks than eager torch
         options, causal = BlockOptions(), True
         torch._dynamo.reset()
     else:
         options, causal = BlockOptions(dropout=0.2, attention_dropout=0.3), False
     ran, real = [], op.run_forward
-    monkeypatch.setattr(op, "run_forward", lambda *given: ran.append(given) or real(*given))
+    monkeypatch.setattr(op, "run_forward", lambda *args: ran.append(args) or real(*args))
     block, grads = TransformerBlock(DIM, 4, 24, PATTERN, causal=causal, options=options), []
     x = torch.randn(2, 20, DIM)
     if compiled:

@@ -1,4 +1,4 @@
-"""Copies of built models: pickled, saved whole, deep copies, and weights put in after `to_empty`; and after a fit."""
+"""Copies of built models: pickled, saved whole, deep copies, and weights loaded after `to_empty`; also after a fit."""
 
 import copy
 import io
@@ -31,24 +31,24 @@ MODELS = {
 
 @pytest.fixture(params=MODELS)
 def case(request):
-    """(what makes a model, a batch)."""
+    """(A function that builds a model, a batch)."""
     return MODELS[request.param]
 
 
 def outputs(model, batch) -> list[torch.Tensor]:
-    """What the model says of a batch, and its loss."""
+    """Return the model's predictions for a batch, and its loss."""
     with torch.no_grad():
-        found = model.eval().predict_step(batch, 0)
-        return [torch.as_tensor(x) for x in (*(found[x] for x in sorted(found)), *model.loss_terms(batch))]
+        predicted = model.eval().predict_step(batch, 0)
+        return [torch.as_tensor(x) for x in (*(predicted[x] for x in sorted(predicted)), *model.loss_terms(batch))]
 
 
 def equal(a, b) -> bool:
-    """Whether two models say the same, NaN included."""
+    """Return whether two models' outputs are equal, NaN included."""
     return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True))
 
 
 def saved(model):
-    """torch.save(model), loaded."""
+    """Save with torch.save(model) and load."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -87,7 +87,7 @@ def test_copies_after_a_fit(case):
     for copied in COPIES.values():
         assert equal(outputs(copied(model), batch), want)
     twin = pickle.loads(pickle.dumps(model))
-    trainer(max_steps=1).fit(twin, loader(batch), loader(batch))  # it trains on
+    trainer(max_steps=1).fit(twin, loader(batch), loader(batch))  # it can be trained
     assert not equal(outputs(twin, batch), want)
 
 
@@ -104,9 +104,9 @@ def test_a_model_from_meta(case):
     assert equal(outputs(empty, batch), outputs(model, batch))
     for metric in [*empty.mean_loss.values(), *getattr(empty, "accuracy", {}).values()]:
         assert metric.total == 0 and metric.tokens == 0 and metric.total.dtype == torch.float64
-    (found,) = trainer().validate(empty, loader(batch), verbose=False)
+    (metrics,) = trainer().validate(empty, loader(batch), verbose=False)
     (want,) = trainer().validate(model, loader(batch), verbose=False)
-    assert found == want
+    assert metrics == want
 
 
 def test_a_copy_of_a_host_begins_empty():
@@ -115,7 +115,7 @@ def test_a_copy_of_a_host_begins_empty():
     with host.offloading(x, 0, 1):
         y = (x * x).sum()
     assert host.bytes > 0
-    for made in (copy.deepcopy(host), pickle.loads(pickle.dumps(host))):
-        assert made.budget == 1 and made.bytes == 0
+    for copied in (copy.deepcopy(host), pickle.loads(pickle.dumps(host))):
+        assert copied.budget == 1 and copied.bytes == 0
     y.backward()
     assert torch.equal(x.grad, 2 * x)

@@ -1,4 +1,4 @@
-"""Sizes that a file declares: compared with its tensors before any layer is made, and bounded without tensors."""
+"""Sizes that a file declares: compared with its tensors before any layer is made, and limited without tensors."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def model() -> LongNetLM:
 
 @pytest.fixture(autouse=True)
 def no_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail where more than a megabyte is allocated."""
+    """Fail if more than a megabyte is allocated."""
     empty = torch.empty
-    # torch lists the functions that a device context changes once, and has to list the real one
+    # torch lists the functions that a device context changes once, and must list the unpatched one
     with torch.device("meta"):
         torch.empty(0)
 
@@ -158,7 +158,7 @@ class Grows(LongNetLM):
 
 
 class Shares(DilatedModule):
-    """Has one layer, which stands for all."""
+    """Uses one layer in place of all."""
 
     def __init__(self, depth: int = 24, dim: int = 4) -> None:
         super().__init__()

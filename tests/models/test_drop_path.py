@@ -1,4 +1,4 @@
-"""Stochastic depth: whole samples, by the published rates, without a change of the mean, repeated by the seed."""
+"""Stochastic depth drops whole samples, at the published rates, keeps the mean, and is repeated by the seed."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_factors():
         assert layer.mean().item() == pytest.approx(1, abs=0.02) and (layer == 0).double().mean() == pytest.approx(
             p, abs=0.02
         )
-    assert not torch.equal(got[2, 0], got[2, 1])  # attention and feed-forward are dropped apart
+    assert not torch.equal(got[2, 0], got[2, 1])  # attention and feed-forward are dropped independently
     assert drop_path_factors(0.0, 3, x) is None
 
 

@@ -1,4 +1,4 @@
-"""AdamW with states of 8 bits, from torchao: learns about as AdamW does, and goes on from a file or a ShardedCheckpoint."""
+"""torchao's AdamW with 8-bit states learns about as AdamW does, and resumes from a file or a ShardedCheckpoint."""
 
 from functools import partial
 
@@ -17,19 +17,19 @@ pytestmark = pytest.mark.full
 optim = pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
 
 
-def fit(made, steps, ckpt=None, **options):
-    """(steps done, loss, optimizer) of a run."""
+def fit(kind, steps, ckpt=None, **options):
+    """Return (steps done, loss, optimizer) of a run."""
     torch.manual_seed(0)
-    model = tiny(dtype=torch.float32, dim=64, optimizer=partial(made, lr=3e-3)).train()
-    given = [batch(4, 64)] * 100
+    model = tiny(dtype=torch.float32, dim=64, optimizer=partial(kind, lr=3e-3)).train()
+    batches = [batch(4, 64)] * 100
     runs = trainer(max_steps=steps, **options)
-    runs.fit(model, loader(*given), ckpt_path=ckpt)
+    runs.fit(model, loader(*batches), ckpt_path=ckpt)
     return runs.global_step, float(runs.callback_metrics["train_loss"]), runs.optimizers[0]
 
 
 @pytest.fixture(autouse=True)
 def eager():
-    """torchao compiles a step for each shape, which takes long and is not under test."""
+    """torchao compiles a step for each shape, which is slow and not under test."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -38,14 +38,14 @@ def eager():
 def test_learns_like_adamw(stance):
     torch.compiler.set_stance(stance)
     _, want, _ = fit(torch.optim.AdamW, 20)
-    _, found, optimizer = fit(optim.AdamW8bit, 20)
-    assert want < 1.5 and found == pytest.approx(want, rel=0.05)
+    _, loss, optimizer = fit(optim.AdamW8bit, 20)
+    assert want < 1.5 and loss == pytest.approx(want, rel=0.05)
     assert any(type(x).__name__ == "OptimState8bit" for s in optimizer.state.values() for x in s.values())
 
 
 @pytest.mark.parametrize("made", [optim.AdamW8bit, optim.AdamW4bit, optim.AdamWFp8])
 def test_goes_on(tmp_path, made):
-    """From a folder, bit by bit, in states of as many bits."""
+    """A folder resumes bit by bit, with states of the same width."""
     want, kinds = fit(made, 6)[1:]
     for steps in (3, 6):
         saved = ShardedCheckpoint(str(tmp_path), every_n_train_steps=3, resume="auto")
@@ -58,17 +58,17 @@ def test_goes_on(tmp_path, made):
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a ShardedCheckpoint"])
 def test_goes_on_from_one_file(tmp_path, beside):
-    """Bit by bit; torch does not read such states where Lightning names the host by a function."""
+    """Resumes bit by bit; torch cannot read such states if Lightning names the host by a function."""
     _, want, _ = fit(optim.AdamW8bit, 6)
     fit(optim.AdamW8bit, 3, enable_checkpointing=True, callbacks=[ModelCheckpoint(str(tmp_path), save_last=True)])
-    more = {"enable_checkpointing": True, "callbacks": [ShardedCheckpoint(str(tmp_path / "folder"))]} if beside else {}
-    done, loss, optimizer = fit(optim.AdamW8bit, 6, str(tmp_path / "last.ckpt"), **more)
+    extra = {"enable_checkpointing": True, "callbacks": [ShardedCheckpoint(str(tmp_path / "folder"))]} if beside else {}
+    done, loss, optimizer = fit(optim.AdamW8bit, 6, str(tmp_path / "last.ckpt"), **extra)
     assert done == 6 and loss == want
     assert any(type(x).__name__ == "OptimState8bit" for s in optimizer.state.values() for x in s.values())
 
 
 def test_weights_of_one_file(tmp_path):
-    """A process that does not train, and so has no torchao, reads them, too."""
+    """A process that only predicts, and has no torchao, reads the weights, too."""
     saved = ModelCheckpoint(str(tmp_path), save_last=True)
     fit(optim.AdamW8bit, 1, enable_checkpointing=True, callbacks=[saved])
     script = tmp_path / "reads.py"
@@ -79,21 +79,21 @@ assert "torchao" not in sys.modules
 print(type(load_module({str(tmp_path / "last.ckpt")!r})))
 """
     )
-    found = run_ranks(1, script, cwd=tmp_path)
-    assert "LongNetLM" in found.stdout and found.codes == [0], found.stderr
+    ended = run_ranks(1, script, cwd=tmp_path)
+    assert "LongNetLM" in ended.stdout and ended.codes == [0], ended.stderr
 
 
 class Odd(TorchCheckpointIO):
-    """A reader of one's own."""
+    """A custom reader."""
 
 
 @pytest.mark.parametrize("made", [TorchCheckpointIO, Odd])
 def test_another_reader_is_left_alone(made):
-    """Only Lightning's own, whatever else it is given, names the host as a device."""
-    io, seen = made(), {}
+    """Only Lightning's own reader is told to load to the host."""
+    io, passed = made(), {}
     runs = trainer(max_steps=1, plugins=[io])
     runs.fit(tiny(dtype=torch.float32), loader(batch(2, 32)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning.fabric.plugins.io.torch_io.pl_load", lambda _, **options: seen.update(options))
+        patch.setattr("lightning.fabric.plugins.io.torch_io.pl_load", lambda _, **options: passed.update(options))
         io.load_checkpoint(__file__, weights_only=True)
-    assert (seen.pop("map_location") == "cpu") == (made is TorchCheckpointIO) and seen == {"weights_only": True}
+    assert (passed.pop("map_location") == "cpu") == (made is TorchCheckpointIO) and passed == {"weights_only": True}

@@ -1,4 +1,4 @@
-"""benchmarks/far on the CPU: exact codes equal the definition, chunks equal the whole, a tiny run leaves its rows."""
+"""benchmarks/far on the CPU: exact codes equal the definition, chunks equal the whole, a tiny run writes its rows."""
 
 import importlib
 import json
@@ -14,7 +14,7 @@ NAMES = ("codes", "task", "model", "recall", "stream")
 
 @pytest.fixture(scope="module")
 def far():
-    """The scripts, as they import each other."""
+    """Import the scripts as they import each other."""
     before = {name: sys.modules.pop(name, None) for name in NAMES}
     sys.path.insert(0, str(FOLDER))
     try:
@@ -28,7 +28,7 @@ def far():
 
 
 def by_definition(codes, q, k, v, z_q, z_k, null, latest, probes):
-    """Loops over queries and rows."""
+    """Compute by loops over queries and rows."""
     out = torch.zeros_like(q)
     for b in range(len(q)):
         looked_up, code = codes.probed(z_q[b], probes), codes.numbers(z_k[b])
@@ -41,7 +41,7 @@ def by_definition(codes, q, k, v, z_q, z_k, null, latest, probes):
 
 
 def by_sorting(codes, q, k, v, z_q, z_k, null, latest, probes):
-    """`codes.exact` as the model calls it."""
+    """Call `codes.exact` as the model does."""
     (batch, size, dim), (groups, many) = q.shape, z_q.shape[-2:]
     sequence = torch.arange(batch)[:, None] * many**groups
     position = torch.arange(size).expand(batch, -1).flatten()
@@ -57,7 +57,7 @@ def by_sorting(codes, q, k, v, z_q, z_k, null, latest, probes):
     "batch,size,groups,many,latest,probes", [(2, 37, 2, 3, 4, 2), (1, 150, 1, 2, 5, 1), (2, 90, 3, 2, 70, 3)]
 )
 def test_sorting_equals_the_definition(far, batch, size, groups, many, latest, probes):
-    """Outputs and gradients, to the rounding of the softmax's float32."""
+    """Outputs and gradients agree to the rounding of the softmax's float32."""
     gen = torch.Generator().manual_seed(size)
     draw = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64, requires_grad=True)  # noqa: E731
     inputs = [draw(batch, size, 8) for _ in range(3)] + [draw(batch, size, groups, many) for _ in range(2)] + [draw(1)]
@@ -69,7 +69,7 @@ def test_sorting_equals_the_definition(far, batch, size, groups, many, latest, p
 
 
 def test_soft_equals_exact_where_all_codes_are_equal(far):
-    """One code, and as many rows as there are: outputs, and the losses of training."""
+    """With one code that keeps every row, outputs and training losses agree."""
     codes, gen = far["codes"], torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, 30, 8, generator=gen) for _ in range(3))
     z_q, z_k = (
@@ -97,28 +97,28 @@ def test_chunks_equal_the_whole(far, far_layer):
         whole, aux = net(tokens, torch.arange(256)[None], settings)
         carried = [model.Carried() for _ in net.layers]
         parts = [net(tokens[:, i : i + 64], torch.arange(64)[None], settings, i, carried)[0] for i in range(0, 256, 64)]
-    assert aux["rows"].max() == 16  # the bound is met, so that dropping rows from what is carried matters
+    assert aux["rows"].max() == 16  # the limit is reached, so rows are dropped from the carried state
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("haystack", ["filler", "noise", "text"])
 def test_task(far, haystack, tmp_path):
-    """Each asked key stands before its value at the distance that is said, and nowhere else in the first half."""
+    """Each asked key precedes its value at the reported distance, and occurs nowhere else in the first half."""
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 40)
     task = far["task"].Task(haystack, keys=16, per_pair=16, text=str(text) if haystack == "text" else None)
-    tokens, asked, answers, distance = task.draw(256, 3, torch.Generator().manual_seed(1), repeats=2)
-    assert asked.shape == (3, 32) and asked.min() >= 128
-    pair = asked - distance
-    for at in (pair, asked):
-        torch.testing.assert_close(tokens.gather(1, at), tokens.gather(1, asked))
+    tokens, positions, answers, distance = task.draw(256, 3, torch.Generator().manual_seed(1), repeats=2)
+    assert positions.shape == (3, 32) and positions.min() >= 128
+    pair = positions - distance
+    for at in (pair, positions):
+        torch.testing.assert_close(tokens.gather(1, at), tokens.gather(1, positions))
         torch.testing.assert_close(tokens.gather(1, at + 1), answers)
     assert (tokens[:, :128] >= task.first).sum() == 3 * 2 * 16 and tokens.max() < task.vocabulary
 
 
 @pytest.mark.parametrize("arm", ["codes", "dense", "rotary", "window"])
 def test_tiny_run(far, arm, tmp_path):
-    """Every arm trains, and leaves its rows and weights; codes are streamed."""
+    """Every arm trains and writes its rows and weights; codes can be streamed."""
     options = (
         "--device cpu --width 16 --keys 8 --per-pair 16 --queries 2 --lengths 32 64 --steps 3 2 --local 8 16 "
         f"--soft-until 32 --tokens 128 --test 64 256 --test-tokens 256 --out {tmp_path} --name {arm} --far {arm}"
@@ -139,11 +139,11 @@ def test_tiny_run(far, arm, tmp_path):
 
 
 def test_keys_of_two_tokens_in_a_full_haystack(far):
-    """Each pair stands once in the first half and once in the second, where its value is the answer."""
+    """Each pair occurs once in the first half and once in the second, where its value is the answer."""
     task = far["task"].Task("filler", keys=16, key_tokens=2, full=True)
-    tokens, asked, answers, distance = task.draw(96, 2, torch.Generator().manual_seed(0))
-    assert asked.shape == (2, 16)
-    for row, places, values, far_back in zip(tokens, asked, answers, distance, strict=True):
+    tokens, positions, answers, distance = task.draw(96, 2, torch.Generator().manual_seed(0))
+    assert positions.shape == (2, 16)
+    for row, places, values, far_back in zip(tokens, positions, answers, distance, strict=True):
         pairs = [tuple(row[i : i + 2].tolist()) for i in range(0, 48, 3)]
         assert len(set(pairs)) == 16
         for at, value, back in zip(places.tolist(), values.tolist(), far_back.tolist(), strict=True):

@@ -41,7 +41,7 @@ class Touched:
         MARKS.append((args, kwargs))
 
 
-#: what a file names -> the arguments that it names with it
+#: what a file names -> its arguments
 TARGETS = {
     "os.system": {"command": MARK},
     "subprocess.Popen": {"args": MARK},
@@ -58,7 +58,7 @@ def call(target):
 
 
 def nested(target):
-    """A call as an argument of a class that a parser would make."""
+    """Return a call as the argument of a class that a parser would make."""
     return {"class_path": "torch.optim.SGD", "init_args": {"lr": call(target)}}
 
 
@@ -73,7 +73,7 @@ FORMS = {
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The marks that targets left; empty at the end. They run nothing themselves."""
+    """The marks that targets left; empty at the end. Targets run nothing else."""
     MARKS.clear()
 
     def recorder(own):
@@ -99,9 +99,9 @@ def saved():
     return dict(LongNetLM(PATTERN, dim=16, depth=1).hparams)
 
 
-def hyperparameters(**more):
-    """Those of a LongNetLM as the command line saves them."""
-    return {**saved(), "pattern": PATTERN.to_dict(), "_instantiator": INSTANTIATOR, **more}
+def hyperparameters(**extra):
+    """Return the hyperparameters of a LongNetLM as the command line saves them."""
+    return {**saved(), "pattern": PATTERN.to_dict(), "_instantiator": INSTANTIATOR, **extra}
 
 
 @functools.cache
@@ -109,14 +109,14 @@ def weights():
     return LongNetLM(PATTERN, dim=16, depth=1).state_dict()
 
 
-def checkpoint(folder, _without=(), _empty=False, **more):
-    """A checkpoint as the command line writes it, with further hyperparameters."""
+def checkpoint(folder, _without=(), _empty=False, **extra):
+    """Write a checkpoint like the command line, with further hyperparameters."""
     stored = {
         "state_dict": {} if _empty else weights(),
         "pytorch-lightning_version": "2.6.0",
         "class_path": "lightning_dilated.LongNetLM",
     }
-    stored["hyper_parameters"] = {k: v for k, v in hyperparameters(**more).items() if k not in _without}
+    stored["hyper_parameters"] = {k: v for k, v in hyperparameters(**extra).items() if k not in _without}
     torch.save(stored, folder / "x.ckpt")
     return folder / "x.ckpt"
 
@@ -127,7 +127,7 @@ def from_file(path):
 
 
 def from_hparams(path):
-    """The hyperparameters from a YAML next to a good checkpoint."""
+    """Read the hyperparameters from a YAML next to a good checkpoint."""
     hparams = torch.load(path, weights_only=True)["hyper_parameters"]
     path.with_suffix(".yaml").write_text(yaml.safe_dump(hparams))
     good = path.parent / "good"
@@ -138,7 +138,7 @@ def from_hparams(path):
 
 
 def from_folder(path):
-    """A folder of save_pretrained with these hyperparameters."""
+    """Read a folder of save_pretrained with these hyperparameters."""
     hparams = torch.load(path, weights_only=True)["hyper_parameters"]
     if not (path.parent / "m").exists():
         LongNetLM(PATTERN, dim=16, depth=1).save_pretrained(path.parent / "m")
@@ -190,8 +190,8 @@ def test_no_reader_calls_what_a_file_names(calls, tmp_path, capsys, name):
     """
     dropped, forms, number = name in ("optimizer", "lr_scheduler"), list(FORMS.values()), NAMES.index(name)
     for i, target in enumerate(TARGETS):
-        more = {"_class_path": "lightning_dilated.LongNetLM", name: forms[(i + number) % len(forms)](target)}
-        path = checkpoint(tmp_path, ("_instantiator", "_class_path") if i % 2 else (), not dropped, **more)
+        evil = {"_class_path": "lightning_dilated.LongNetLM", name: forms[(i + number) % len(forms)](target)}
+        path = checkpoint(tmp_path, ("_instantiator", "_class_path") if i % 2 else (), not dropped, **evil)
         for j, reader in enumerate(READERS):
             if (i + j + number) % 3 or (reader == "of the base class" and i % 2):  # a file without the class's name
                 continue
@@ -200,7 +200,7 @@ def test_no_reader_calls_what_a_file_names(calls, tmp_path, capsys, name):
                 assert not isinstance(model, LongNetLM) or type(model.configure_optimizers()) is torch.optim.AdamW
             else:
                 refused(reader, path, name, capsys)
-            assert not calls, (reader, more)
+            assert not calls, (reader, evil)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -224,13 +224,13 @@ READ_IN_A_RUN = ("pattern", "recurrence", "rotary_base", "max_seq_len")
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_trainer_reads_no_hyperparameters(calls, tmp_path, target):
-    """It resumes with the model that it has."""
+    """A Trainer resumes with the model that it has."""
     run, data = trainer(max_steps=1, limit_val_batches=0), text(tmp_path)
     run.fit(LongNetLM(PATTERN, dim=16, depth=1), data)
     run.save_checkpoint(tmp_path / "x.ckpt")
     stored = torch.load(tmp_path / "x.ckpt", weights_only=True)
-    more = {name: call(target) for name in NAMES if name not in READ_IN_A_RUN}
-    stored["hyper_parameters"] |= {**more, "_instantiator": INSTANTIATOR, "_class_path": target}
+    extra = {name: call(target) for name in NAMES if name not in READ_IN_A_RUN}
+    stored["hyper_parameters"] |= {**extra, "_instantiator": INSTANTIATOR, "_class_path": target}
     stored["datamodule_hyper_parameters"] = {"_instantiator": INSTANTIATOR, "paths": call(target)}
     torch.save(stored, tmp_path / "x.ckpt")
     again = trainer(max_steps=2, limit_val_batches=1)
@@ -297,7 +297,7 @@ def test_endless_values():
 
 
 def test_classes_of_values(tmp_path):
-    """A pattern and a recurrence by class_path, as a command line may save those of a user's own model."""
+    """A pattern and a recurrence by class_path, as a command line may save them for a user's own model."""
     branch = {
         "class_path": "lightning_dilated.pattern.branch.Branch",
         "init_args": {"segment_length": 8, "dilation_rate": 2},
@@ -306,8 +306,8 @@ def test_classes_of_values(tmp_path):
     recurrence = {"class_path": "lightning_dilated.Recurrence", "init_args": {"conv": 2}}
     checked = file_arguments({"pattern": pattern, "recurrence": [recurrence, None]}, "x.ckpt")
     assert checked["pattern"]["class_path"] == "lightning_dilated.DilatedPattern"
-    made = made_values(checked)
-    assert made == {"pattern": DilatedPattern([Branch(8, 2)]), "recurrence": [Recurrence(conv=2), None]}
+    loaded = made_values(checked)
+    assert loaded == {"pattern": DilatedPattern([Branch(8, 2)]), "recurrence": [Recurrence(conv=2), None]}
     model = LongNetLM.load_from_checkpoint(checkpoint(tmp_path, pattern=pattern))
     assert model.pattern == DilatedPattern([Branch(8, 2)])
 
@@ -315,15 +315,11 @@ def test_classes_of_values(tmp_path):
 # -- what a parser reads from texts ------------------------------------------------------------------------------------
 @dataclass
 class Sizes:
-    """A user's own settings."""
-
     kind: str = "a"
     width: int = 3
 
 
 class Own(DilatedModule):
-    """A user's own model."""
-
     def __init__(
         self,
         norm: torch.nn.Module | None = None,
@@ -333,9 +329,9 @@ class Own(DilatedModule):
         name: str = "own",
         folder: Path | None = None,
         pattern: DilatedPattern | list[DilatedPattern] | None = None,
-        **more: Any,
+        **extra: Any,
     ) -> None:
-        super().__init__(**more)
+        super().__init__(**extra)
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
 
     def build(self) -> None:
@@ -362,7 +358,7 @@ def test_texts_that_it_takes(arguments):
 # -- the model's own class ---------------------------------------------------------------------------------------------
 @pytest.fixture
 def evil(tmp_path, monkeypatch):
-    """A module beside the file, which leaves a mark when it is imported."""
+    """A module next to the file, which leaves a mark when it is imported."""
     source = "import pathlib\npathlib.Path(__file__).with_name('mark').touch()\nX = LongNetLM = dict\n"
     (tmp_path / "evilmod.py").write_text(source)
     monkeypatch.chdir(tmp_path)
@@ -371,7 +367,7 @@ def evil(tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("mark")) and "evilmod" not in sys.modules
 
 
-def own_checkpoint(folder, **more):
+def own_checkpoint(folder, **extra):
     model = Own(name="mine")
     stored = {"state_dict": model.state_dict(), "pytorch-lightning_version": "2.6.0"}
     model.on_save_checkpoint(stored)
@@ -379,7 +375,7 @@ def own_checkpoint(folder, **more):
         **model.hparams,
         "_class_path": f"{__name__}.Own",
         "_instantiator": INSTANTIATOR,
-        **more,
+        **extra,
     }
     torch.save(stored, folder / "own.ckpt")
     return folder / "own.ckpt"
@@ -389,7 +385,7 @@ def test_a_subclass_that_is_imported(tmp_path):
     path = own_checkpoint(
         tmp_path, pattern={"class_path": "lightning_dilated.DilatedPattern", "init_args": {"branches": []}}
     )
-    with pytest.raises(ValueError, match="branch"):  # made by its class, which refuses it
+    with pytest.raises(ValueError, match="branch"):  # its class refuses it
         Own.load_from_checkpoint(path)
     for cls in (Own, DilatedModule):
         model = cls.load_from_checkpoint(own_checkpoint(tmp_path))
@@ -402,7 +398,7 @@ def test_a_subclass_that_is_imported(tmp_path):
 
 
 def test_a_class_that_the_caller_gives(tmp_path):
-    """The file's is not read, and the keyword is."""
+    """The class in the file is not read, and the keyword is."""
     path = own_checkpoint(tmp_path, norm={"class_path": "torch.nn.Identity"}, optimizer=call("os.system"))
     with pytest.raises(
         ValueError, match=r"own\.ckpt names torch\.nn\.Identity \(norm\).* as a keyword of load_from_check"
@@ -429,7 +425,7 @@ def test_other_classes(evil, path):
 
 
 def test_the_file_of_hyperparameters(evil):
-    """YAML of plain values and tuples, csv of literals."""
+    """Reads YAML of plain values and tuples, and csv of literals."""
     path, file = checkpoint(evil), evil / "h.yaml"
     hparams = {k: v for k, v in hyperparameters().items() if k != "_instantiator"}
     file.write_text(yaml.dump({**hparams, "dropout": 0.25, "class_weights": (1, 2)}))
@@ -449,7 +445,7 @@ def test_the_file_of_hyperparameters(evil):
 
 
 def test_an_optimizer_of_a_file_is_not_taken(tmp_path):
-    """A harmless one, either: it is the caller's to choose."""
+    """Even a harmless optimizer is dropped: the caller chooses it."""
     path = checkpoint(tmp_path, optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.125}})
     for model in (LongNetLM.load_from_checkpoint(path), from_file(path), load_module(path)):
         assert type(model.configure_optimizers()) is torch.optim.AdamW
@@ -480,10 +476,10 @@ def test_from_pretrained_mae(calls, tmp_path):
     from ..ext.slides.slides import SIZES, encoder
 
     model = encoder()
-    more = {"optimizer": call("os.system"), "_instantiator": INSTANTIATOR}
-    torch.save({"state_dict": model.state_dict(), "hyper_parameters": {**SIZES, **more}}, tmp_path / "x.ckpt")
-    made = SlideEncoder.from_pretrained_mae(tmp_path / "x.ckpt")
-    assert isinstance(made.configure_optimizers(), torch.optim.AdamW)
+    extra = {"optimizer": call("os.system"), "_instantiator": INSTANTIATOR}
+    torch.save({"state_dict": model.state_dict(), "hyper_parameters": {**SIZES, **extra}}, tmp_path / "x.ckpt")
+    loaded = SlideEncoder.from_pretrained_mae(tmp_path / "x.ckpt")
+    assert isinstance(loaded.configure_optimizers(), torch.optim.AdamW)
     hparams = {**SIZES, "engine": nested("os.system")}
     torch.save({"state_dict": model.state_dict(), "hyper_parameters": hparams}, tmp_path / "x.ckpt")
     with pytest.raises(ValueError, match=r"\(engine\), and a file does not decide which class is made"):

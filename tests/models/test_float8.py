@@ -1,4 +1,4 @@
-"""linear_dtype="float8": linear layers by torchao, here with its rounding computed in float32, on a GPU in float8."""
+"""linear_dtype="float8": linear layers by torchao, on the CPU with its rounding in float32, on a GPU in float8."""
 
 import sys
 
@@ -13,7 +13,7 @@ PATTERN = ld.DilatedPattern([(16, 1), (64, 4)])
 
 
 def trained(steps=20, width=32, device="cpu", **options):
-    """(the model, its losses) on one text, by AdamW."""
+    """Train on one text with AdamW. Return (model, losses)."""
     torch.manual_seed(0)
     model = ld.LongNetLM(PATTERN, 64, width, 2, 2, max_seq_len=64, **options)
     model.configure_model()

@@ -1,4 +1,4 @@
-"""FLOPs of a step: what torch's own counter finds in it."""
+"""FLOPs of a step equal torch's own counter."""
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ from . import batch, tiny
 )
 @pytest.mark.parametrize("training", [True, False])
 def test_counted(options, training):
-    model, given = tiny(dtype=torch.float32, **options), batch(2, 23)
+    model, data = tiny(dtype=torch.float32, **options), batch(2, 23)
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
-        losses = model.token_losses(given)
+        losses = model.token_losses(data)
         if training:
             losses.sum().backward()
     assert step_flops(model, 46, [23, 23], training) == counter.get_total_flops()
@@ -35,30 +35,30 @@ def test_counted(options, training):
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_frozen(trained, tied):
-    """What is frozen gets no gradient, and what lies before all that is trained passes none on."""
-    model, given = tiny(dtype=torch.float32, tie_embeddings=tied), batch(2, 23)
+    """Frozen parameters get no gradient, and layers before all trained ones pass none on."""
+    model, data = tiny(dtype=torch.float32, tie_embeddings=tied), batch(2, 23)
     model.requires_grad_(False).get_submodule(trained).requires_grad_(True)
     with FlopCounterMode(display=False) as counter:
-        model.token_losses(given).sum().backward()
+        model.token_losses(data).sum().backward()
     assert step_flops(model, 46, [23, 23]) == counter.get_total_flops()
 
 
 def test_documents_and_windows_of_heads():
-    pattern = DilatedPattern([Branch(4, 1, heads=[0]), (16, 2)])  # windows of heads have unlike numbers of pairs
-    model, given = tiny(pattern, dtype=torch.float32), batch(1, 23)
-    given["cu_seqlens"] = torch.tensor([0, 5, 5, 23], dtype=torch.int32)
+    pattern = DilatedPattern([Branch(4, 1, heads=[0]), (16, 2)])  # windows of heads have unequal numbers of pairs
+    model, data = tiny(pattern, dtype=torch.float32), batch(1, 23)
+    data["cu_seqlens"] = torch.tensor([0, 5, 5, 23], dtype=torch.int32)
     want = step_flops(model, 23, [5, 0, 18])
     assert want < step_flops(model, 23, [23])
     for chunks, again in ((1, 0), (2, 1)):
         model.transformer.memory = MemorySettings(head_chunks=chunks)
         with FlopCounterMode(display=False) as counter:
-            model.token_losses(given).sum().backward()
+            model.token_losses(data).sum().backward()
         projections = 2 * sum(b.attention.in_proj_weight.numel() for b in model.transformer.blocks) * 23
         assert counter.get_total_flops() == want + again * projections  # q, k and v are projected twice
 
 
 def carried_pairs(pattern, heads, documents):
-    """(query, key) pairs across the starts of parts, by the pattern's definition."""
+    """Count (query, key) pairs across the starts of parts, by the pattern's definition."""
     counts = [(part, pattern.counts(part.stop, heads, True)) for part in documents]
     return sum(int(x[:, part.start :, : part.start].sum()) for part, x in counts)
 
@@ -66,7 +66,7 @@ def carried_pairs(pattern, heads, documents):
 @pytest.mark.parametrize("chunk", [None, 6])
 @pytest.mark.parametrize("training", [True, False])
 def test_streams(training, chunk):
-    """Keys of earlier steps count forward, and backward for the query; their own gradients, which are made, do not."""
+    """Keys of earlier steps count in the forward, and for the query's gradient; their own gradients do not count."""
     pattern = DilatedPattern([(8, 1), (64, 2)])
     model = tiny(pattern, dtype=torch.float32).train(training)
     model.transformer.memory = MemorySettings(stream=chunk)
@@ -82,15 +82,15 @@ def test_streams(training, chunk):
         ],
     }[chunk]
     for step, at in enumerate(range(0, 60, 20)):
-        given = {
+        data = {
             "tokens": text[:, at : at + 20], "labels": text[:, at + 1 : at + 21], "starts": starts[:, at : at + 20],
             "stream": torch.arange(2), "position": torch.tensor([at, at]),
         }  # fmt: skip
         with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
-            total, _ = model.loss_terms(given)
+            total, _ = model.loss_terms(data)
             if training:
                 total.backward()
-        parts = model.truncated_parts(given)
+        parts = model.truncated_parts(data)
         assert parts == [range(*x) for x in want[step]]
         carried = len(model.transformer.blocks) * 4 * carried_pairs(pattern, model.num_heads, parts)
         most = max(most, carried)
@@ -100,7 +100,7 @@ def test_streams(training, chunk):
 
 
 def test_truncated_chunks():
-    """Gradients end at chunks, of documents and padded samples; without truncation they do not."""
+    """With truncation, gradients end at chunks of documents and of padded samples."""
     model = tiny(DilatedPattern([(8, 1), (64, 2)]), dtype=torch.float32)
     packed = {**batch(1, 23), "cu_seqlens": torch.tensor([0, 5, 5, 23], dtype=torch.int32)}
     padded = {**batch(2, 23), "lengths": torch.tensor([4, 20])}

@@ -1,4 +1,4 @@
-"""What is not trained costs no products in the backward, in tiles and windows of heads too; the rest stays as it is."""
+"""Frozen parameters cost no products in the backward, also in tiles and windows of heads; other gradients stay."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ WAYS = [
     MemorySettings("block", tile=5, head_chunks=2),
     MemorySettings("attention-kept", tile=5, head_chunks=2),
 ]
-#: what is frozen, and the numbers of its weights
+#: frozen parts, and their numbers of weights
 PARTS = {
     "ffn": 3 * E * HIDDEN,
     "attention.in_proj_weight": PROJECTED * E,
@@ -31,20 +31,20 @@ PARTS = {
 def block(memory):
     torch.manual_seed(0)
     options = BlockOptions(bias=True)
-    made = TransformerBlock(E, HEADS, HIDDEN, PATTERN, causal=True, num_kv_heads=KV, options=options).double()
-    made.memory = memory
-    return made
+    module = TransformerBlock(E, HEADS, HIDDEN, PATTERN, causal=True, num_kv_heads=KV, options=options).double()
+    module.memory = memory
+    return module
 
 
 def frozen(module, names):
-    """The module with parts of it not trained."""
+    """Freeze the named parts of a module and return it."""
     for name, p in module.named_parameters():
         p.requires_grad_(not any(name == x or name.startswith(f"{x}.") for x in names))
     return module
 
 
 def backward(module, loss):
-    """(FLOPs of a backward, {name: gradient})."""
+    """Return (FLOPs of a backward, {name: gradient})."""
     module.zero_grad()
     with FlopCounterMode(display=False) as counter:
         loss.backward()
@@ -52,17 +52,17 @@ def backward(module, loss):
 
 
 def of_block(memory, names, x):
-    """The same of a block and its input."""
-    made = frozen(block(memory), names)
+    """Return the same for a block and its input."""
+    module = frozen(block(memory), names)
     x = x.clone().requires_grad_(x.requires_grad)
-    flops, grads = backward(made, made(x).square().sum())
+    flops, grads = backward(module, module(x).square().sum())
     return flops, grads | ({} if x.grad is None else {"x": x.grad})
 
 
 def cheaper(memory, names, x, products):
-    """Asserts that freezing saves products with so many weights, and changes no gradient of the rest by a bit.
+    """Assert that freezing saves products with this number of weights, and leaves the other gradients bit by bit.
 
-    Of several samples torch's linear takes rows of a tile together or not, by whether its weight is trained.
+    With several samples, torch's linear merges the rows of a tile or not, depending on whether its weight is trained.
     """
     (all_of, want), (some, got) = of_block(memory, [], x), of_block(memory, names, x)
     assert all_of - some == 2 * TOKENS * products
@@ -72,7 +72,7 @@ def cheaper(memory, names, x, products):
         torch.testing.assert_close(grad, want[name], rtol=near, atol=near)
 
 
-#: of two samples torch's linear takes another way; test_what_nothing_before_needs has both numbers in CI
+#: with two samples torch's linear takes another path; test_what_nothing_before_needs has both numbers in CI
 SAMPLES = [1, pytest.param(2, marks=pytest.mark.slow)]
 
 
@@ -87,7 +87,7 @@ def test_a_part_of_a_block(memory, part, samples):
 @pytest.mark.parametrize("memory", WAYS, ids=str)
 @pytest.mark.parametrize("samples", [1, 2])
 def test_what_nothing_before_needs(memory, samples):
-    """The first block behind frozen embeddings: q, k and v's gradients end at their weight, or at the norm's."""
+    """The first block after frozen embeddings: gradients of q, k and v end at their weight, or at the norm's."""
     x = torch.randn(samples, TOKENS // samples, E, dtype=torch.float64)
     cheaper(memory, ["attention_norm"], x, PROJECTED * E)
     cheaper(memory, ["attention.in_proj_weight"], x, PROJECTED * E)
@@ -97,12 +97,12 @@ def test_what_nothing_before_needs(memory, samples):
 
 @pytest.mark.parametrize("memory", [MemorySettings(), MemorySettings("block", tile=5)], ids=str)
 def test_a_head(memory):
-    found = []
+    results = []
     for names in ([], ["head"]):
         torch.manual_seed(0)
         model = frozen(tiny(PATTERN, tie_embeddings=False), names)
         model.transformer.memory = memory
-        found.append(backward(model, model.token_losses(batch(1, TOKENS)).sum()))
-    (all_of, want), (some, got) = found
+        results.append(backward(model, model.token_losses(batch(1, TOKENS)).sum()))
+    (all_of, want), (some, got) = results
     assert all_of - some == 2 * TOKENS * want["head.weight"].numel()
     assert want.keys() - got.keys() == {"head.weight"} and all(torch.equal(g, want[n]) for n, g in got.items())

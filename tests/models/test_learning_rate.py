@@ -1,4 +1,4 @@
-"""`model.lr`: read and set in Python, found by Lightning's finder, and what it suggests takes effect."""
+"""`model.lr` can be read and set in Python, Lightning's finder finds it, and its suggestion takes effect."""
 
 import lightning.pytorch as pl
 import pytest
@@ -34,7 +34,7 @@ def loader():
 
 
 class Rates(pl.Callback):
-    """The rates of all groups at each step."""
+    """Records the rates of all groups at each step."""
 
     def __init__(self):
         self.seen = []

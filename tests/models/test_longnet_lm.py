@@ -1,4 +1,4 @@
-"""LongNetLM: causal, exact with padding and packing, honest in its loss, and whole again from a checkpoint."""
+"""LongNetLM: causal, exact with padding and packing, with a correct loss, and complete after loading a checkpoint."""
 
 import math
 from collections import OrderedDict
@@ -28,7 +28,7 @@ def gradients(model, loss):
 
 
 def same(got, want, tol=1e-6):
-    """Equal as far as a loss in fp32 can say."""
+    """Compare within the precision of a loss in fp32."""
     torch.testing.assert_close(got, want, rtol=tol, atol=tol)
 
 
@@ -64,7 +64,7 @@ def test_padded_batch_equals_single_samples(name):
 @pytest.mark.parametrize("position_encoding", ["none", "rotary", "xpos"])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_packed_documents_equal_separate_ones(name, position_encoding, num_kv_heads):
-    """Rotary and xPos see distances only, so a document's place in the pack does not matter."""
+    """Rotary and xPos depend only on distances, so a document's position in the pack does not matter."""
     model = tiny(
         PATTERNS[name], position_encoding=position_encoding, num_kv_heads=num_kv_heads, **OPTIONS.get(name, {})
     )
@@ -78,7 +78,7 @@ def test_packed_documents_equal_separate_ones(name, position_encoding, num_kv_he
 
 
 def test_shifted_layers_carry_over_the_wall():
-    """Past the last segment of 16, tokens 0..15 reach a prediction only where odd layers are shifted."""
+    """Behind the last segment of 16, tokens 0..15 reach a prediction only if odd layers are shifted."""
     tokens = torch.randint(10, (1, 32))
     changed = tokens.clone()
     changed[0, 15] = 10
@@ -140,7 +140,8 @@ def test_predict_step():
     got = model.predict_step({**data, "index": torch.tensor([4, 9, 2])}, 0)
     assert got["tokens"].tolist() == [20, 5, 0] and got["index"].tolist() == [4, 9, 2]
     alone = [model.loss_terms({k: v[i : i + 1] for k, v in data.items()})[0].item() for i in range(3)]
-    want = [alone[0] / 20 / math.log(4), alone[1] / 5 / math.log(4), math.nan]  # nothing predicted is not perfect
+    # without predictions the metric is nan, not perfect
+    want = [alone[0] / 20 / math.log(4), alone[1] / 5 / math.log(4), math.nan]
     assert got["bits_per_byte"].tolist() == pytest.approx(want, nan_ok=True)
     assert "index" not in model.predict_step(data, 0)
 
@@ -182,13 +183,13 @@ def test_compiled_blocks_train_as_eager_ones():
 )
 @pytest.mark.full
 def test_compile_blocks(options, backend):
-    """The option trains and generates as without, leaves names alone, and is no property of the weights."""
+    """The model trains and generates as without the option, which changes no name and is not saved with the weights."""
     with torch.compiler.set_stance("default", force_backend=backend):
         check_compiled(options, 6 if backend else 2)  # Inductor compiles each new shape for seconds
 
 
 def check_compiled(options, new_tokens):
-    """Gradients, generated tokens and names of a compiled model are those of a plain one."""
+    """Check that gradients, generated tokens and names of a compiled model equal the plain one."""
     plain, compiled = tiny(dtype=torch.float32, **options), tiny(dtype=torch.float32, compile_blocks=True, **options)
     compiled.load_state_dict(plain.state_dict())
     data = batch(2, 20)
@@ -206,7 +207,7 @@ def check_compiled(options, new_tokens):
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 class Wide(LongNetLM):
-    """A user's subclass that has its own words for things."""
+    """A user's subclass with its own argument names."""
 
     def __init__(self, width: int = 4, segments: tuple = (4, 16)) -> None:
         pattern = DilatedPattern.longnet(list(segments), [1, 2])
@@ -214,7 +215,7 @@ class Wide(LongNetLM):
 
 
 class Fixed(LongNetLM):
-    """One that settles the pattern and passes the rest on."""
+    """A subclass that sets the pattern and passes the other arguments on."""
 
     def __init__(self, label: str = "", **options) -> None:
         super().__init__(PATTERN, **options)
@@ -222,14 +223,14 @@ class Fixed(LongNetLM):
 
 
 class Renamed(LongNetLM):
-    """One that calls the pattern something else."""
+    """A subclass with another name for the pattern."""
 
     def __init__(self, attention_pattern: DilatedPattern, dim: int = 16) -> None:
         super().__init__(attention_pattern, **{**SIZES, "dim": dim})
 
 
 class Saver(LongNetLM):
-    """One with the line that Lightning's documentation puts into every module."""
+    """A subclass with the line that Lightning's documentation puts into every module."""
 
     def __init__(self, pattern: DilatedPattern, extra: int = 1) -> None:
         super().__init__(pattern, **SIZES)

@@ -1,4 +1,4 @@
-"""LongNetLM: what it refuses when it is made or called, and what it warns of."""
+"""LongNetLM's errors in the constructor and in calls, and its warnings."""
 
 import lightning.pytorch as pl
 import pytest
@@ -38,7 +38,7 @@ REFUSED = {
     "dropout nan": (make(dropout=float("nan")), ValueError, "dropout must be a number in"),
     "attention_dropout": (make(attention_dropout=True), TypeError, "attention_dropout must be a number"),
     "bytes_per_token": (make(bytes_per_token=0), ValueError, r"bytes_per_token must be a number in \(0, inf\), got 0"),
-    # the docstring promises these too when the model is made, not when Lightning builds it
+    # the docstring promises these errors from the constructor, too, not only when Lightning builds the model
     "ffn_dim": (make(ffn_dim=0), ValueError, "ffn_dim must be at least 1"),
     "position_encoding": (
         make(position_encoding="alibi"),
@@ -83,8 +83,8 @@ class Vocabulary(pl.LightningDataModule):
 
 @pytest.mark.parametrize("tokens, bytes_per_token, told", [(513, 1.0, True), (512, 1.0, False), (513, 3.7, False)])
 def test_bits_of_a_token_are_not_taken_for_those_of_a_byte(recwarn, tokens, bytes_per_token, told):
-    """Tokens of text with `bytes_per_token` left out: bits per byte would be several times too many."""
+    """Tokens of text without `bytes_per_token`: bits per byte would be several times too many."""
     model = tiny(dtype=torch.float32, vocab_size=1000, bytes_per_token=bytes_per_token)
     trainer(max_steps=1).fit(model, Vocabulary(tokens))
-    found = [str(x.message) for x in recwarn if "bytes_per_token is 1" in str(x.message)]
-    assert bool(found) == told and all(f"but {tokens} different tokens" in x for x in found)
+    messages = [str(x.message) for x in recwarn if "bytes_per_token is 1" in str(x.message)]
+    assert bool(messages) == told and all(f"but {tokens} different tokens" in x for x in messages)

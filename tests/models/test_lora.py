@@ -1,4 +1,4 @@
-"""LoRA: only updates and head are trained, they begin at nothing, and merged they are plain weights again."""
+"""LoRA: only updates and head are trained, the updates start at zero, and merging gives plain weights again."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_trains_updates_only(start, tmp_path, recompute):
 
 
 class _Around(nn.Module):
-    """What peft puts around a layer: only its call changes the weight, and other attributes are not passed on."""
+    """Like peft's wrapper of a layer: only its call changes the weight, and other attributes are not passed on."""
 
     def __init__(self, base_layer: nn.Module, name: str) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ class _Around(nn.Module):
         self.lora = nn.Parameter(torch.randn_like(getattr(base_layer, name)) / 4)
 
     def forward(self, *args, **kwargs):
-        more = {self.name: getattr(self.base_layer, self.name) + self.lora}
-        return torch.func.functional_call(self.base_layer, more, args, kwargs)
+        attributes = {self.name: getattr(self.base_layer, self.name) + self.lora}
+        return torch.func.functional_call(self.base_layer, attributes, args, kwargs)
 
 
 def wrapped() -> DilatedTransformer:
@@ -102,14 +102,14 @@ def wrapped() -> DilatedTransformer:
     ids=str,
 )
 def test_memory_settings(chosen):
-    stack, x, found = wrapped(), torch.randn(2, 23, 16, dtype=torch.float64), []
+    stack, x, results = wrapped(), torch.randn(2, 23, 16, dtype=torch.float64), []
     trained = [p for p in stack.parameters() if p.requires_grad]
     for settings in (None, chosen):
         if settings is not None:
             stack.memory = settings
         out = stack(x)
-        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), trained)])
-    for a, b in zip(*found, strict=True):
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), trained)])
+    for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
     assert step_flops(stack, 46, [23, 23]) > 0
 

@@ -1,4 +1,4 @@
-"""Memory settings under torch.compile: a whole stack that is traced, and pieces that meet many lengths."""
+"""Memory settings under torch.compile: a whole traced stack, and pieces of many lengths."""
 
 import pytest
 import torch
@@ -13,23 +13,23 @@ pytestmark = pytest.mark.full
 
 @pytest.mark.parametrize("offload", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_groups_within_a_compiled_stack(offload):
-    """torch.compile traces the checkpoints; it knows neither their contexts nor hooks on what is in between."""
-    found = []
+    """torch.compile traces the checkpoints, but supports neither their contexts nor hooks on intermediate results."""
+    results = []
     for compiled in (False, True):
         torch.manual_seed(0)
         stack = DilatedTransformer(16, [PATTERN] * 4, 4, causal=True).double()
         stack.memory = MemorySettings("block", every=2, offload=offload)
         run = torch.compile(stack, backend="aot_eager") if compiled else stack
         x = torch.randn(2, 21, 16, dtype=torch.float64, requires_grad=True)
-        found.append([*torch.autograd.grad(run(x).square().sum(), [x, *stack.parameters()])])
-    same(*found)
+        results.append([*torch.autograd.grad(run(x).square().sum(), [x, *stack.parameters()])])
+    same(*results)
 
 
 @pytest.mark.slow
 def test_compiled_pieces_of_many_lengths():
-    """Each length has a last tile of its own, and validation runs without gradients."""
+    """Each length has its own last tile, and validation runs without gradients."""
     torch._dynamo.reset()
-    found = []
+    results = []
     for compiled in (False, True):
         torch.manual_seed(0)
         stack = DilatedTransformer(16, [PATTERN] * 3, 4, causal=True).double()
@@ -41,5 +41,5 @@ def test_compiled_pieces_of_many_lengths():
             stack.train()(x).square().sum().backward()
             with torch.no_grad():
                 stack.eval()(x[:, : max(1, length - 3)])
-        found.append([p.grad for p in stack.parameters()])
-    same(*found)
+        results.append([p.grad for p in stack.parameters()])
+    same(*results)

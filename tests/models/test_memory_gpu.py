@@ -1,4 +1,4 @@
-"""Memory settings on a GPU: gradients as without, and less memory, step after step."""
+"""Memory settings on a GPU: the same gradients, and less memory, step after step."""
 
 import functools
 import gc
@@ -32,11 +32,11 @@ def tokens_of(length):
     return {"tokens": text[:, :-1], "labels": text[:, 1:]}
 
 
-def distance(found, want):
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, want, strict=True))
+def distance(got, want):
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(got, want, strict=True))
 
 
-#: a tile of one token compiles what the others do, 16,384 times called
+#: a tile of one token compiles the same code, called 16,384 times
 WAYS = [
     (name, compiled) for name, x in SETTINGS.items() for compiled in (False, True) if not (compiled and x.tile == 1)
 ]
@@ -45,20 +45,20 @@ WAYS = [
 @pytest.mark.parametrize("name, compiled", WAYS)
 def test_float32(name, compiled):
     chosen = SETTINGS[name]
-    model, given = model_of(engine="triton"), tokens_of(1000 if chosen.tile == 1 else 16384)
-    want = gradients(model, MemorySettings(), given)
+    model, data = model_of(engine="triton"), tokens_of(1000 if chosen.tile == 1 else 16384)
+    want = gradients(model, MemorySettings(), data)
     if compiled:
         torch._dynamo.reset()
         model.transformer.compile_blocks()
     if chosen.tile and chosen.tile > 1:
         chosen = MemorySettings(**{**vars(chosen), "tile": 3000})
-    for _ in range(3):  # later steps take memory that earlier ones gave back
-        assert distance(gradients(model, chosen, given), want) < 1e-4
+    for _ in range(3):  # later steps reuse memory that earlier ones freed
+        assert distance(gradients(model, chosen, data), want) < 1e-4
 
 
 def test_offloaded_inputs_are_counted_as_pinned():
-    model, given, before = model_of(), tokens_of(16384), pinned_bytes()
-    gradients(model, MemorySettings("block", offload=1.0), given)
+    model, data, before = model_of(), tokens_of(16384), pinned_bytes()
+    gradients(model, MemorySettings("block", offload=1.0), data)
     inputs = 16384 * SIZES["dim"] * 4
     assert pinned_bytes() - before == model.transformer._host.bytes >= 2 * inputs
     del model
@@ -68,38 +68,38 @@ def test_offloaded_inputs_are_counted_as_pinned():
 
 @pytest.mark.parametrize("residual", [None, "bfloat16"])
 def test_bfloat16(residual):
-    model, given = model_of(residual_dtype=residual), tokens_of(16384)
-    exact = gradients(model, MemorySettings(), given)
+    model, data = model_of(residual_dtype=residual), tokens_of(16384)
+    exact = gradients(model, MemorySettings(), data)
     with torch.autocast("cuda", torch.bfloat16):
-        plain = distance(gradients(model, MemorySettings(), given), exact)
+        plain = distance(gradients(model, MemorySettings(), data), exact)
         for chosen in SETTINGS.values():
             if chosen.tile != 1:
-                assert distance(gradients(model, chosen, given), exact) < 1.5 * plain + 1e-3
+                assert distance(gradients(model, chosen, data), exact) < 1.5 * plain + 1e-3
 
 
-def peak(model, chosen, given):
-    """(bytes at most, and after the forward) above what the model holds, of the second step."""
+def peak(model, chosen, data):
+    """Return (peak bytes, bytes after the forward) of the second step, beyond the model's own."""
     model.transformer.memory = chosen
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with torch.autocast("cuda", torch.bfloat16):
-            loss = model.token_losses(given).mean()
-        kept = torch.cuda.memory_allocated() - before
+            loss = model.token_losses(data).mean()
+        saved = torch.cuda.memory_allocated() - before
         torch.autograd.grad(loss, list(model.parameters()))
         del loss
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before, kept
+    return torch.cuda.max_memory_allocated() - before, saved
 
 
 def test_memory():
     length = 262144
-    model, given = model_of(residual_dtype="bfloat16"), tokens_of(length)
+    model, data = model_of(residual_dtype="bfloat16"), tokens_of(length)
     model.transformer.compile_blocks()
     row = length * SIZES["dim"] * 2  # bytes of a block's input
-    found = {
-        name: peak(model, chosen, given)
+    by_setting = {
+        name: peak(model, chosen, data)
         for name, chosen in {
             "none": MemorySettings(),
             "block": MemorySettings("block"),
@@ -109,19 +109,19 @@ def test_memory():
             "offload": MemorySettings("block", offload=1, tile=16384, head_chunks=2),
         }.items()
     }
-    told = {name: (p / row, k / row) for name, (p, k) in found.items()}
-    print(told)
-    assert told["none"][0] > told["block"][0] > told["tile"][0] > told["heads"][0], told
-    assert told["every"][1] < told["heads"][1] - 3.5, told  # two of six inputs stay
-    assert told["offload"][1] < told["heads"][1] - 3.5, told  # at most two are still on their way
-    assert told["offload"][0] < told["heads"][0] - 2.5, told
+    relative = {name: (p / row, k / row) for name, (p, k) in by_setting.items()}
+    print(relative)
+    assert relative["none"][0] > relative["block"][0] > relative["tile"][0] > relative["heads"][0], relative
+    assert relative["every"][1] < relative["heads"][1] - 3.5, relative  # two of six inputs stay
+    assert relative["offload"][1] < relative["heads"][1] - 3.5, relative  # at most two copies are in flight
+    assert relative["offload"][0] < relative["heads"][0] - 2.5, relative
 
 
 EVERYTHING = {"policy": "block", "every": 2, "offload": 1, "tile": 3000, "head_chunks": 2}
 
 
 def losses_of_twenty_steps(precision, engine, memory):
-    """Through the Trainer, on true bytes; a step's update decides the next one's loss."""
+    """Train with the Trainer on real bytes; each step's update affects the next loss."""
     pl.seed_everything(0)
     torch._dynamo.reset()
     optimizer = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
@@ -141,10 +141,10 @@ def losses_of_twenty_steps(precision, engine, memory):
 
 @pytest.mark.parametrize(("precision", "engine", "tol"), [("32-true", "triton", 1e-6), ("bf16-mixed", "auto", 1e-2)])
 def test_twenty_steps(precision, engine, tol):
-    """Every exact setting at once, against none."""
+    """All exact settings together, compared with none."""
     want = losses_of_twenty_steps(precision, engine, None)
     again = losses_of_twenty_steps(precision, engine, None)
-    found = losses_of_twenty_steps(precision, engine, EVERYTHING)
-    off, noise = (float(((x - want) / want).abs().max()) for x in (found, again))
-    print(f"| {precision} | {engine} | {want[0]:.6f} | {want[-1]:.6f} | {found[-1]:.6f} | {off:.1e} | {noise:.1e} |")
+    losses = losses_of_twenty_steps(precision, engine, EVERYTHING)
+    off, noise = (float(((x - want) / want).abs().max()) for x in (losses, again))
+    print(f"| {precision} | {engine} | {want[0]:.6f} | {want[-1]:.6f} | {losses[-1]:.6f} | {off:.1e} | {noise:.1e} |")
     assert len(want) == 20 and want[-1] < want[0] - 0.5 and off < tol

@@ -1,4 +1,4 @@
-"""Memory settings: the same loss and the same gradients with any of them, and what they are for."""
+"""Memory settings: each keeps the loss and the gradients, and saves what it promises."""
 
 import pytest
 import torch
@@ -34,17 +34,17 @@ SETTINGS = {
 }
 
 
-def gradients(model: torch.nn.Module, settings: MemorySettings, given: dict, seed: int = 0) -> list[Tensor]:
-    """[per-token losses, gradients of all parameters]."""
+def gradients(model: torch.nn.Module, settings: MemorySettings, data: dict, seed: int = 0) -> list[Tensor]:
+    """Return [per-token losses, gradients of all parameters]."""
     model.transformer.memory = settings
     torch.manual_seed(seed)
-    losses = model.token_losses(given)
+    losses = model.token_losses(data)
     weights = torch.linspace(0.5, 1.5, losses.numel(), dtype=losses.dtype, device=losses.device).view_as(losses)
     return [losses.detach(), *torch.autograd.grad((losses * weights).sum(), list(model.parameters()))]
 
 
-def same(found: list[Tensor], want: list[Tensor], tol: float = 1e-11) -> None:
-    for a, b in zip(found, want, strict=True):
+def same(got: list[Tensor], want: list[Tensor], tol: float = 1e-11) -> None:
+    for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=tol, atol=tol)
 
 
@@ -60,10 +60,10 @@ MODELS = {
 @pytest.mark.parametrize("chosen", SETTINGS.values(), ids=SETTINGS)
 def test_gradients_are_the_plain_ones(chosen, options):
     pattern = DilatedPattern.longnet([5, 12], [1, 3]) if "shift_layers" in options else PATTERN
-    model, given = tiny(pattern, **options), batch(2, 23)
-    given["labels"][0, 3:9] = -100
-    given["lengths"] = torch.tensor([23, 17])
-    same(gradients(model, chosen, given), gradients(model, MemorySettings(), given))
+    model, data = tiny(pattern, **options), batch(2, 23)
+    data["labels"][0, 3:9] = -100
+    data["lengths"] = torch.tensor([23, 17])
+    same(gradients(model, chosen, data), gradients(model, MemorySettings(), data))
 
 
 @pytest.mark.parametrize("chosen", SETTINGS.values(), ids=SETTINGS)
@@ -91,25 +91,25 @@ def test_any_of_them(policy, every, offload, tile, chunks, tokens, samples, seed
     chosen = MemorySettings(policy, every if policy == "block" else 1, offload if policy != "none" else 0, tile, chunks)
     torch.manual_seed(seed)
     model = tiny(PATTERN, dim=24, num_heads=6, num_kv_heads=3, depth=2, attention_dropout=0.3).train()
-    given = batch(samples, tokens)
-    # masks of attention are keyed by heads and positions, so they are the same however it is cut
-    same(gradients(model, chosen, given, seed), gradients(model, MemorySettings(), given, seed))
+    data = batch(samples, tokens)
+    # attention masks are keyed by heads and positions, so the cut does not matter
+    same(gradients(model, chosen, data, seed), gradients(model, MemorySettings(), data, seed))
 
 
 @pytest.mark.parametrize("chosen", SETTINGS.values(), ids=SETTINGS)
 def test_dropout_is_drawn_again_alike(chosen):
-    """Where hidden features are dropped the masks of tiles are others, so the gradient is held against differences."""
+    """Tiles draw other masks for hidden features, so the gradient is compared with finite differences."""
     model = tiny(PATTERN, dropout=0.4, num_kv_heads=2, depth=3).train()
     model.transformer.drop_path = 0.3
     model.transformer.memory = chosen
-    given, parameters = batch(2, 23), list(model.parameters())
+    data, parameters = batch(2, 23), list(model.parameters())
     steps = [torch.randn_like(p) * 1e-6 for p in parameters]
 
     def loss() -> Tensor:
         torch.manual_seed(5)
-        return model.token_losses(given).sum()
+        return model.token_losses(data).sum()
 
-    found = torch.autograd.grad(loss(), parameters)
+    grads = torch.autograd.grad(loss(), parameters)
     want = []
     for sign in (1, -1):
         with torch.no_grad():
@@ -118,22 +118,22 @@ def test_dropout_is_drawn_again_alike(chosen):
             want.append(loss())
             for p, step in zip(parameters, steps, strict=True):
                 p -= sign * step
-    slope = sum((g * s).sum() for g, s in zip(found, steps, strict=True))
+    slope = sum((g * s).sum() for g, s in zip(grads, steps, strict=True))
     torch.testing.assert_close(slope, (want[0] - want[1]) / 2, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mixed_precision(dtype):
-    """In tiles a gradient is summed in float32, so that it is no rounder than without."""
-    model, given = tiny(PATTERN, torch.float32, num_kv_heads=2), batch(2, 40)
-    exact = gradients(model.double(), MemorySettings(), given)[1:]
+    """In tiles a gradient is summed in float32, so it is not less exact than without tiles."""
+    model, data = tiny(PATTERN, torch.float32, num_kv_heads=2), batch(2, 40)
+    exact = gradients(model.double(), MemorySettings(), data)[1:]
     model.to(dtype)
     errors = []
     for chosen in (MemorySettings(), MemorySettings("block", tile=4, head_chunks=2)):
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
-            losses, *found = gradients(model, chosen, given)
-        assert losses.dtype == torch.float32 and {g.dtype for g in found} == {dtype}
-        distance = sum((a.double() - b).square().sum() for a, b in zip(found, exact, strict=True))
+            losses, *grads = gradients(model, chosen, data)
+        assert losses.dtype == torch.float32 and {g.dtype for g in grads} == {dtype}
+        distance = sum((a.double() - b).square().sum() for a, b in zip(grads, exact, strict=True))
         errors.append((distance / sum(b.square().sum() for b in exact)).sqrt())
     assert errors[1] < 1.3 * errors[0] < 0.2
 
@@ -141,7 +141,7 @@ def test_mixed_precision(dtype):
 @pytest.mark.parametrize("tile, chunks", [(5, 1), (None, 2), (5, 2)])
 def test_casts_of_autocast_are_not_taken_without_gradients(tile, chunks):
     """A long and a short sequence, and the backward, all within one autocast."""
-    found = []
+    results = []
     for chosen in (MemorySettings(), MemorySettings(tile=tile, head_chunks=chunks)):
         torch.manual_seed(0)
         model = tiny(PATTERN, torch.float32, num_kv_heads=2)
@@ -151,13 +151,13 @@ def test_casts_of_autocast_are_not_taken_without_gradients(tile, chunks):
             model.transformer.memory = MemorySettings()
             losses.append(model.token_losses(batch(1, 9)).sum())
             sum(losses).backward()
-        found.append([p.grad for p in model.parameters()])
-    for a, b in zip(*found, strict=True):
+        results.append([p.grad for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
         assert (a - b).norm() < 0.05 * b.norm()
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any result, and the shapes that have so many."""
+    """Records the most elements of any result, and the shapes that have them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,21 +172,21 @@ class Largest(TorchDispatchMode):
 
 
 def test_nothing_wide_exists():
-    """Neither tokens x hidden features nor tokens x vocabulary, nor q, k and v of all heads."""
+    """No tensor of tokens x hidden features, tokens x vocabulary, or q, k and v of all heads."""
     tokens, dim, options = 256, 16, {"ffn_dim": 96, "vocab_size": 80, "num_heads": 8, "depth": 2}
-    model, given = tiny(PATTERN, dim=dim, **options), batch(1, tokens, vocab_size=80)
+    model, data = tiny(PATTERN, dim=dim, **options), batch(1, tokens, vocab_size=80)
     for chosen, most in [
         (MemorySettings(), 96 * tokens),
         (MemorySettings(tile=32), 2 * dim * tokens),  # the joint projection of q and k
         (MemorySettings("block", tile=32, head_chunks=4), dim * tokens),
     ]:
-        with Largest() as seen:
-            gradients(model, chosen, given)
-        assert seen.most == most, chosen
+        with Largest() as largest:
+            gradients(model, chosen, data)
+        assert largest.most == most, chosen
 
 
 class _Kept(torch.autograd.graph.saved_tensors_hooks):
-    """Counts what is saved outside of checkpointed pieces, of so many elements."""
+    """Counts saved tensors of `elements` elements outside of checkpointed pieces."""
 
     def __init__(self, elements: int) -> None:
         self.found: set[int] = set()
@@ -197,10 +197,10 @@ class _Kept(torch.autograd.graph.saved_tensors_hooks):
 def test_every_so_many_th_input_is_kept(every, inputs):
     stack = DilatedTransformer(16, [PATTERN] * 6, 4, causal=True)
     stack.memory = MemorySettings("block", every=every)
-    kept = _Kept(2 * 21 * 16)
-    with kept:
+    saved = _Kept(2 * 21 * 16)
+    with saved:
         out = stack(torch.randn(2, 21, 16, requires_grad=True), normed=False)
-    assert len(kept.found) == inputs
+    assert len(saved.found) == inputs
     out.sum().backward()
 
 
@@ -216,7 +216,7 @@ def test_the_feed_forward_runs_once_forward_and_once_backward(monkeypatch):
     assert ran == [8, 8, 5] * 2
 
 
-#: the others take what these have, too
+#: the others cover these, too
 TWICE = [SETTINGS[name] for name in ("tile 1", "heads", "kept, heads")]
 PIECES = [pytest.param(s, marks=[pytest.mark.slow] * (s in TWICE)) for s in SETTINGS.values() if s.in_pieces]
 
@@ -225,25 +225,25 @@ PIECES = [pytest.param(s, marks=[pytest.mark.slow] * (s in TWICE)) for s in SETT
 @pytest.mark.full
 def test_compiled_in_pieces(chosen, monkeypatch):
     torch._dynamo.reset()
-    model, given = tiny(PATTERN, num_kv_heads=2, depth=2), batch(1, 21)
-    want = gradients(model, MemorySettings(), given)
+    model, data = tiny(PATTERN, num_kv_heads=2, depth=2), batch(1, 21)
+    want = gradients(model, MemorySettings(), data)
     compiled, real = [], torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **kwargs: compiled.append(f) or real(f, **kwargs))
     for block in model.transformer.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
-    same(gradients(model, chosen, given), want)
+    same(gradients(model, chosen, data), want)
     assert compiled and not any(b._compiled_call_impl for b in model.transformer.blocks)
-    same(gradients(model, MemorySettings("block"), given), want)  # whole blocks again
+    same(gradients(model, MemorySettings("block"), data), want)  # whole blocks again
     assert all(b._compiled_call_impl for b in model.transformer.blocks)
 
 
 def test_compiled_whole_with_offload():
     torch._dynamo.reset()
-    model, given = tiny(PATTERN, num_kv_heads=2, depth=3), batch(1, 21)
-    want = gradients(model, MemorySettings(), given)
+    model, data = tiny(PATTERN, num_kv_heads=2, depth=3), batch(1, 21)
+    want = gradients(model, MemorySettings(), data)
     for block in model.transformer.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
-    same(gradients(model, MemorySettings("block", offload=1), given), want)
+    same(gradients(model, MemorySettings("block", offload=1), data), want)
     assert model.transformer._host.bytes == 3 * 21 * 16 * 8
 
 
@@ -277,10 +277,10 @@ def test_more_chunks_than_kv_heads():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
 def test_residual_dtype(dtype):
     model = tiny(PATTERN, torch.float32, residual_dtype=dtype)
-    seen = []
+    dtypes = []
     with torch.autocast("cpu", torch.bfloat16):
-        model.transformer(model.embedding(batch(1, 9)["tokens"]), watch=lambda x: seen.append(x.dtype))
-    assert set(seen) == {getattr(torch, dtype or "float32")} and len(seen) == 3
+        model.transformer(model.embedding(batch(1, 9)["tokens"]), watch=lambda x: dtypes.append(x.dtype))
+    assert set(dtypes) == {getattr(torch, dtype or "float32")} and len(dtypes) == 3
 
 
 @pytest.mark.parametrize("chosen", [MemorySettings(), SETTINGS["all"]], ids=["plain", "all"])
@@ -288,9 +288,9 @@ def test_residual_dtype_without_autocast(chosen):
     """Weights and their gradients stay float32; the hidden states in between are rounded."""
     exact, rounded = (tiny(PATTERN, torch.float32, num_kv_heads=2, residual_dtype=x) for x in (None, "bfloat16"))
     rounded.load_state_dict(exact.state_dict())
-    given = batch(2, 23)
-    want, found = gradients(exact, chosen, given), gradients(rounded, chosen, given)
-    for a, b in zip(found, want, strict=True):
+    data = batch(2, 23)
+    want, got = gradients(exact, chosen, data), gradients(rounded, chosen, data)
+    for a, b in zip(got, want, strict=True):
         assert a.dtype == torch.float32 and 0 < (a - b).norm() < 0.05 * b.norm()
 
 

@@ -1,4 +1,4 @@
-"""DilatedModule under a real Trainer: exact means, whole optimizers, subclasses of two methods, exact resumption."""
+"""DilatedModule under a real Trainer: exact means, complete optimizers, subclasses of two methods, exact resumption."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ from . import PATTERN, SIZES, batch, loader, text, tiny, trainer
 
 
 class Line(DilatedModule):
-    """A user's module: two methods, and not a word about anything else."""
+    """A user's module that defines two methods and nothing else."""
 
     def build(self):
         self.layer = nn.Linear(3, 1)
@@ -55,13 +55,13 @@ def test_is_built_once():
 
 
 class NoBuild(DilatedModule):
-    """Forgot one method."""
+    """Lacks one method."""
 
     loss_terms = Line.loss_terms
 
 
 class NoLoss(DilatedModule):
-    """Forgot the other."""
+    """Lacks the other."""
 
     build = Line.build
 
@@ -90,7 +90,7 @@ def test_parameter_groups(tied, frozen):
 
 
 class Look(Callback):
-    """Compares, once training has begun, what is optimised with what there is."""
+    """Compares the optimizer's parameters with the model's once training has begun."""
 
     held, there, moved = None, None, None
 
@@ -128,7 +128,7 @@ def test_scheduler_steps_every_batch():
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
 def uneven():
-    """Two batches with 3 and 37 tokens that count, and one with none."""
+    """Return two batches with 3 and 37 counted tokens, and one with none."""
     batches = [batch(2, 20), batch(2, 20), batch(1, 20)]
     for data, counting in zip(batches, (3, 37, 0), strict=True):
         data["labels"].view(-1)[counting:] = -100
@@ -158,7 +158,7 @@ def test_batch_without_tokens():
 
 
 def test_a_diverged_batch_shows_in_the_mean():
-    """A mean that leaves nan out would keep a broken model's checkpoint as the best."""
+    """A mean that skips nan would keep a broken model's checkpoint as the best."""
     x, y = torch.randn(32, 3), torch.zeros(32)
     y[20] = torch.nan
     data = DataLoader(list(zip(x, y, strict=True)), batch_size=16)
@@ -194,7 +194,7 @@ def test_half_precision(precision, dtype):
 
 @pytest.mark.parametrize("algorithm", [None, "norm", "value"])
 def test_a_fused_optimizer_is_clipped(algorithm):
-    """Lightning refuses that under bf16-mixed, where no scaler is."""
+    """Lightning refuses to clip for fused optimizers under bf16-mixed, which has no scaler."""
     weights = {}
     for fused, clip in ((True, 0.02), (False, 0.02), (False, None)):
         torch.manual_seed(0)
@@ -209,7 +209,7 @@ def test_a_fused_optimizer_is_clipped(algorithm):
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
 class Stop(Callback):
-    """Breaks a run off in the middle of an epoch."""
+    """Interrupts a run in the middle of an epoch."""
 
     def __init__(self, step):
         self.step = step
@@ -232,7 +232,7 @@ def train(folder, stop=None, resume=None):
 
 
 def test_resumed_run_ends_at_the_same_bits(tmp_path):
-    """Epochs have 41 steps, so the run breaks off in the second; its last checkpoint is of step 49."""
+    """Epochs have 41 steps, so the run is interrupted in the second; its last checkpoint is of step 49."""
     whole, run = train(tmp_path)
     broken, _ = train(tmp_path, stop=52)
     resumed, again = train(tmp_path, resume=tmp_path / "True" / "step=49.ckpt")

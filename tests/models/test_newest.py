@@ -1,4 +1,4 @@
-"""The loss that a progress bar shows, without a wait for it."""
+"""The loss of the progress bar, shown without waiting for it."""
 
 import copy
 import os
@@ -28,13 +28,13 @@ def test_copies_begin_anew():
     newest = Newest()
     assert newest.last() is None
     newest.of(torch.tensor(1.5))
-    newest._free = [lambda: None]  # as events, which cannot be pickled
-    for made in (copy.deepcopy(newest), pickle.loads(pickle.dumps(newest))):
-        assert isinstance(made, Newest) and made.last() is None and newest.last() == 1.5
+    newest._free = [lambda: None]  # like events, it cannot be pickled
+    for copied in (copy.deepcopy(newest), pickle.loads(pickle.dumps(newest))):
+        assert isinstance(copied, Newest) and copied.last() is None and newest.last() == 1.5
 
 
 class Shown(pl.callbacks.TQDMProgressBar):
-    """What a bar reads after each batch, and what was to be shown."""
+    """Records the bar's value after each batch, and the true loss."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ def test_on_a_gpu_what_has_arrived():
     newest.of(x)
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
-    assert newest.of(x * 2) == 1.5  # the second waits behind the sleep
+    assert newest.of(x * 2) == 1.5  # the second value waits behind the sleep
     torch.cuda.synchronize()
     assert newest.of(x * 6) == 3.0
 
@@ -74,7 +74,7 @@ def test_many_under_way():
     newest.of(x[0])
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
-    assert [newest.of(y) for y in x[1:]] == [0.0] * 19  # those that find no slot are not shown
+    assert [newest.of(y) for y in x[1:]] == [0.0] * 19  # values without a free slot are not shown
     assert newest.last() == 19.0
     assert newest.of(x[0]) == SLOTS
     torch.cuda.synchronize()

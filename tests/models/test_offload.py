@@ -1,4 +1,4 @@
-"""Saved block inputs in host memory: how many, how much of it, and that it is given back."""
+"""Saved block inputs in host memory: their number, their bytes, and that the memory is freed."""
 
 import functools
 import gc
@@ -35,7 +35,7 @@ def test_host_memory(offload, every, inputs):
     chosen = MemorySettings("block", every=every, offload=offload)
     model.transformer.memory = chosen
     host = model.transformer._host
-    for _ in range(3):  # later steps take no more
+    for _ in range(3):  # later steps allocate nothing
         losses = model.token_losses(batch(2, 21))
         assert len([a for a in host._order if a() is not None]) == inputs
         losses.sum().backward()
@@ -45,12 +45,12 @@ def test_host_memory(offload, every, inputs):
 def test_a_budget_in_gib(monkeypatch):
     monkeypatch.setattr(offload, "GIB", INPUT)
     model = tiny(PATTERN, depth=5)
-    want = gradients(model, MemorySettings(), given := batch(2, 21))
-    same(gradients(model, MemorySettings("block", offload=3.5), given), want)
+    want = gradients(model, MemorySettings(), data := batch(2, 21))
+    same(gradients(model, MemorySettings("block", offload=3.5), data), want)
     host = model.transformer._host
     assert host.bytes == 3 * INPUT
     torch.autograd.grad(model.token_losses(batch(2, 11)).sum(), list(model.parameters()))
-    assert host.bytes <= 3.5 * INPUT  # memory for other lengths was given back
+    assert host.bytes <= 3.5 * INPUT  # memory for other lengths was freed
 
 
 def test_a_forward_without_backward():
@@ -60,20 +60,20 @@ def test_a_forward_without_backward():
     del losses
     gc.collect()
     host = model.transformer._host
-    assert sum(b.size for b in host._free) >= 2 * INPUT  # the last that left is held until another leaves
-    want = gradients(model, MemorySettings(), given := batch(2, 21))
-    same(gradients(model, MemorySettings("block", offload=1), given), want)
+    assert sum(b.size for b in host._free) >= 2 * INPUT  # the last input sent is held until another is sent
+    want = gradients(model, MemorySettings(), data := batch(2, 21))
+    same(gradients(model, MemorySettings("block", offload=1), data), want)
 
 
 def test_two_forwards_before_the_backward():
     model = tiny(PATTERN, depth=3)
     first, second = batch(2, 21), batch(2, 21)
-    found = []
+    results = []
     for chosen in (MemorySettings(), MemorySettings("block", offload=1)):
         model.transformer.memory = chosen
         loss = model.token_losses(first).sum() + 2 * model.token_losses(second).sum()
-        found.append(torch.autograd.grad(loss, list(model.parameters())))
-    same(list(found[1]), list(found[0]))
+        results.append(torch.autograd.grad(loss, list(model.parameters())))
+    same(list(results[1]), list(results[0]))
 
 
 def test_an_empty_shard_sends_nothing():
@@ -85,7 +85,7 @@ def test_an_empty_shard_sends_nothing():
 
 
 def events_of(stack, monkeypatch):
-    """Events from now on: the number of each block that attends, and each group whose input comes back."""
+    """Record events from now on: the number of each block that attends, and each group's input that is fetched."""
     events, fetch, attend = [], offload._Offloaded.fetch, TransformerBlock._attend
     names = {block: number for number, block in enumerate(stack.blocks)}
 
@@ -101,7 +101,7 @@ def events_of(stack, monkeypatch):
 
 @pytest.mark.parametrize("offload_part", [1, 0.5])
 def test_the_next_group_comes_beside_a_groups_first_block(offload_part, monkeypatch):
-    """While its last block is computed again and goes back, all inputs of the group are there already."""
+    """When the group's last block is recomputed and runs backward, all inputs of the group are on the GPU."""
     model = tiny(PATTERN, depth=6)
     model.transformer.memory = MemorySettings("block", every=2, offload=offload_part)
     events = events_of(model.transformer, monkeypatch)
@@ -109,7 +109,7 @@ def test_the_next_group_comes_beside_a_groups_first_block(offload_part, monkeypa
     assert events == [0, 1, 2, 3, 4, 5]
     events.clear()
     losses.sum().backward()
-    # where all left, the last that did is there still; the last group's stays in the other case
+    # offload 1: the last input sent is still on the GPU; offload 0.5: the last group's input was never sent
     assert [x for x in events if isinstance(x, str)] == ["group 1", "group 0"]
     assert [x for x in events if not isinstance(x, str)] == [4, 5, 4, 2, 3, 2, 0, 1, 0]
     for group, first in (("group 1", 4), ("group 0", 2)):
@@ -118,7 +118,7 @@ def test_the_next_group_comes_beside_a_groups_first_block(offload_part, monkeypa
 
 
 def test_what_comes_back_in_vain_is_waited_for(monkeypatch):
-    """Its memory must not be another's while the copy still writes it."""
+    """Its memory must not be reused while the copy still writes it."""
     waits = []
     monkeypatch.setattr(offload._Offloaded, "_wait", lambda self: waits.append(self.number))
     host = offload.Host(1)
@@ -130,7 +130,7 @@ def test_what_comes_back_in_vain_is_waited_for(monkeypatch):
 
 
 def test_the_first_input_has_no_gradient(monkeypatch):
-    """As behind a frozen embedding: it stays, and what comes back beside a group's first block is the one before it."""
+    """As after a frozen embedding: the input stays, and each group's first block fetches the group before it."""
     stack = DilatedTransformer(16, [PATTERN] * 6, 4, causal=True)
     stack.memory = MemorySettings("block", every=2, offload=1)
     events = events_of(stack, monkeypatch)
@@ -141,7 +141,7 @@ def test_the_first_input_has_no_gradient(monkeypatch):
 
 
 def test_longer_and_longer_sequences():
-    """Buffers of all the lengths before would fill the host."""
+    """Buffers of all earlier lengths would fill the host."""
     stack = DilatedTransformer(16, [PATTERN] * 3, 4, causal=True)
     stack.memory = MemorySettings("block", offload=1)
     for tokens in range(10, 60):
@@ -162,22 +162,24 @@ def test_memory_is_given_back_when_copies_are_done(monkeypatch):
 
 @functools.cache
 def counted(settings):
-    """The footprint that both parts have: of which inputs are away nothing is counted."""
+    """Return the footprint of both cases; it does not depend on which inputs are offloaded."""
     model = tiny(PATTERN, torch.float32, depth=8, residual_dtype="bfloat16")
     return footprint(subject_of(model, "bf16-mixed", settings), (42, 63))
 
 
 @pytest.mark.parametrize("offload_part", [1, 0.5])
 def test_what_is_on_the_gpu_beside(offload_part, monkeypatch):
-    """Of group inputs that wait on the host, as the plan counts them: the first, which who called the blocks holds, and the
-    last that left, until another leaves or stays. And the embedding's wider output is gone."""
-    inputs, seen, init = [], [], offload._Offloaded.__init__
+    """The plan counts the group inputs that are still on the GPU: the first, which the caller of the blocks holds, and
+    the last
+    one sent, until another is sent or stays. The embedding's wider output is freed.
+    """
+    inputs, counts, init = [], [], offload._Offloaded.__init__
     keep = lambda x: inputs.append(StorageWeakRef(x.untyped_storage()))  # noqa: E731
-    monkeypatch.setattr(offload._Offloaded, "__init__", lambda a, host, x, *rest: keep(x) or init(a, host, x, *rest))
+    monkeypatch.setattr(offload._Offloaded, "__init__", lambda a, host, x, *args: keep(x) or init(a, host, x, *args))
     there = lambda: sum(not x.expired() for x in inputs)  # noqa: E731
-    monkeypatch.setattr(chunks, "products", lambda *given, f=chunks.products: seen.append(there()) or f(*given))
+    monkeypatch.setattr(chunks, "products", lambda *given, f=chunks.products: counts.append(there()) or f(*given))
     nats = longnet_lm.token_nats
-    monkeypatch.setattr(longnet_lm, "token_nats", lambda *given: seen.append(there()) or nats(*given))
+    monkeypatch.setattr(longnet_lm, "token_nats", lambda *given: counts.append(there()) or nats(*given))
     model = tiny(PATTERN, torch.float32, depth=8, residual_dtype="bfloat16")
     model.embedding.register_forward_hook(lambda module, given, out: keep(out))
     chosen = MemorySettings("block", every=2, offload=offload_part, tile=21, head_chunks=2)
@@ -186,22 +188,22 @@ def test_what_is_on_the_gpu_beside(offload_part, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = model.loss_terms(batch(1, 21))
     assert inputs[0].expired()
-    windows, in_loss = seen[:-1], seen[-1]
+    windows, in_loss = counts[:-1], counts[-1]
     groups = [windows[i : i + 4] for i in range(0, 16, 4)]  # two blocks of two windows each
-    found = counted(MemorySettings("block", every=2, tile=21, head_chunks=2))
-    found = replace(found, subject=replace(found.subject, memory=chosen))
+    plan = counted(MemorySettings("block", every=2, tile=21, head_chunks=2))
+    plan = replace(plan, subject=replace(plan.subject, memory=chosen))
     away = round(4 * offload_part)
-    moments = {moment.part: moment for moment in reversed(found.moments)}
-    planned = lambda *part: away - _on_host_only(found, moments[part], away)  # noqa: E731
+    moments = {moment.part: moment for moment in reversed(plan.moments)}
+    planned = lambda *part: away - _on_host_only(plan, moments[part], away)  # noqa: E731
     assert groups == [[1] * 4] + [[2] * 4] * (away - 1) + [[1] * 4] * (4 - away)
     assert groups[-1][0] == planned("forward", 6) and in_loss == planned("behind", 7)
-    seen.clear()
+    counts.clear()
     loss.backward()
-    assert seen[0] == planned("backward", 7)
+    assert counts[0] == planned("backward", 7)
 
 
 def test_closed_with_forwards_that_wait():
-    """Of two, and of one whose graph is gone while its last input is still on its way; one without gradients came after."""
+    """Two forwards wait; a third has lost its graph with its last input in flight; one ran without gradients."""
     stack = DilatedTransformer(16, [PATTERN] * 3, 4, causal=True)
     stack.memory = MemorySettings("block", offload=1)
     x = torch.randn(1, 10, 16, requires_grad=True)
@@ -225,7 +227,7 @@ def test_closed_with_forwards_that_wait():
 
 
 def test_closed_where_the_gpu_failed(monkeypatch):
-    """Copies are waited for; a GPU that failed says so there."""
+    """Copies are waited for, which raises the GPU's error."""
     host, waits = offload.Host(1), []
 
     def synchronize():

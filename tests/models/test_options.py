@@ -1,4 +1,4 @@
-"""Options that models share: every one on the command line, with its text, and refused where a class settles it."""
+"""Options that models share: each is on the command line with its help, and refused if a class sets it itself."""
 
 import pytest
 import torch
@@ -43,17 +43,17 @@ def test_a_checkpoint_keeps_defaults_and_no_settled_option():
 
 
 def test_private_apis_that_models_use():
-    """One that fails names the function of `_compat` to mend."""
+    """A failing one names the function of `_compat` to mend."""
     layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
     assert ext_torch.compiled_call(layer) is None and not compat_torch.has_hooks(layer)
     compat_torch.set_compiled_call(layer, lambda *unused: "compiled")
     assert layer(x) == "compiled"
     compat_torch.set_compiled_call(layer, None)
-    seen = []
-    layer.weight.register_hook(seen.append)
+    calls = []
+    layer.weight.register_hook(calls.append)
     with compat_torch.hooks_paused([layer.weight]):
         torch.autograd.grad(layer(x).sum(), layer.weight)
-    assert not seen and len(torch.autograd.grad(layer(x).sum(), layer.weight)) == len(seen) == 1
+    assert not calls and len(torch.autograd.grad(layer(x).sum(), layer.weight)) == len(calls) == 1
     layer.register_full_backward_hook(lambda *unused: None)
     assert compat_torch.has_hooks(layer) and compat_torch.has_backward_hooks(layer)
     before = ext_torch.version_of(x)
@@ -67,11 +67,11 @@ def test_private_apis_that_models_use():
 
 @pytest.mark.parametrize("retain", [False, True])
 def test_a_backward_knows_whether_its_graph_is_retained(retain):
-    seen, x = [], torch.ones(1, requires_grad=True)
+    needs, x = [], torch.ones(1, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda grad: seen.append(compat_torch.backward_is_retained()))
+    y.register_hook(lambda grad: needs.append(compat_torch.backward_is_retained()))
     y.backward(retain_graph=retain)
-    assert seen == [retain]
+    assert needs == [retain]
 
 
 class SetsItsSizes(LongNetLM):

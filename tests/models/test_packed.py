@@ -1,4 +1,4 @@
-"""Samples packed into one row: loss, every gradient and every prediction are those of the samples one by one, in float64."""
+"""Samples packed into one row: loss, gradients and predictions equal the separate samples, in float64."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def built(cls, *args, **options):
 
 
 def gradients(model, terms):
-    """(mean loss, {name: gradient}) of (sum, count) pairs."""
+    """Return (mean loss, {name: gradient}) of (sum, count) pairs."""
     loss = sum(total for total, _ in terms) / sum(int(count) for _, count in terms)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
@@ -79,9 +79,9 @@ def test_a_row_is_its_samples_one_by_one(name):
     model, samples = CASES[name]()
     row = packed(samples)
     if name != "slides, embeddings":
-        wanted, want = gradients(model, [model.loss_terms(s) for s in samples])
+        want_loss, want = gradients(model, [model.loss_terms(s) for s in samples])
         loss, grads = gradients(model, [model.loss_terms(row)])
-        torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+        torch.testing.assert_close(loss, want_loss, rtol=1e-12, atol=0)
         assert any(g is not None and g.any() for g in grads.values())
         for key, g in want.items():
             torch.testing.assert_close(grads[key], g, rtol=0, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}")
@@ -118,7 +118,7 @@ def files_of_bytes(folder):
 @pytest.mark.parametrize("cls", [LongNetLM, LongNetMLM])
 @pytest.mark.parametrize("make", [genome, files_of_bytes])
 def test_metrics_of_a_data_modules_packs(tmp_path, make, cls):
-    """Validation by a Trainer: loss and metrics of packed genomes and bytes are those of the samples one by one."""
+    """Validation by a Trainer: loss and metrics of packed genomes and bytes equal the separate samples."""
     module = make(tmp_path)
     model, data = built(cls, PATTERN, module.vocab_size), module.dataset("val")
     alone = [
@@ -142,16 +142,16 @@ def test_stochastic_depth_drops_documents_as_samples():
     for memory in (MemorySettings(), MemorySettings(policy="block", tile=8), MemorySettings(head_chunks=2, tile=16)):
         set_memory(model, memory)
         torch.manual_seed(4)
-        wanted, want = gradients(model, [model.loss_terms(whole)])
+        want_loss, want = gradients(model, [model.loss_terms(whole)])
         torch.manual_seed(4)
         loss, grads = gradients(model, [model.loss_terms(packed(slides(10, 23, 4, 17)))])
-        torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+        torch.testing.assert_close(loss, want_loss, rtol=1e-12, atol=0)
         for key, g in want.items():
             torch.testing.assert_close(grads[key], g, rtol=0, atol=1e-11)
 
 
 def test_what_does_not_count_may_be_nan():
-    """The class token's hidden state is no part of the mean over tiles."""
+    """The class token's hidden state is not part of the mean over tiles."""
     model, row = encoder(pool="mean"), packed(slides(5, 3))
     documents = model._documents(row)
     x = torch.ones(1, 10, 4)

@@ -1,4 +1,4 @@
-"""Folders of config.json and model.safetensors: what is saved comes back, plain to read; what does not fit says so."""
+"""Folders of config.json and model.safetensors: a saved model loads again, the files are readable, misfits raise."""
 
 import json
 import sys
@@ -19,12 +19,12 @@ TOKENS = torch.randint(11, (2, 20))
 
 
 class Own(DilatedModule):
-    """A user's module that keeps everything by itself."""
+    """A user's module that saves its own hyperparameters."""
 
     def __init__(
-        self, width: int = 3, pattern: DilatedPattern | None = None, kinds: tuple = ("a", "b"), **more
+        self, width: int = 3, pattern: DilatedPattern | None = None, kinds: tuple = ("a", "b"), **extra
     ) -> None:
-        super().__init__(**more)
+        super().__init__(**extra)
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
         self.width = width
 
@@ -69,7 +69,7 @@ def test_config_is_readable(tmp_path):
 
 
 def test_any_module(tmp_path):
-    """A module of one's own, with a shared layer, a buffer and a tuple among its arguments."""
+    """A custom module with a shared layer, a buffer and a tuple among its arguments."""
     model = Own(4, pattern=PATTERN)
     model.save_pretrained(tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == {"layer.weight", "layer.bias", "steps"}
@@ -81,12 +81,12 @@ def test_any_module(tmp_path):
 
 def test_changes(tmp_path):
     tiny(dropout=0.25).save_pretrained(tmp_path)
-    made = []
+    created = []
     twin = LongNetLM.from_pretrained(
-        tmp_path, dropout=0.5, optimizer=lambda p: made.append(p) or torch.optim.SGD(p, 0.1)
+        tmp_path, dropout=0.5, optimizer=lambda p: created.append(p) or torch.optim.SGD(p, 0.1)
     )
     twin.configure_optimizers()
-    assert twin.dropout.p == 0.5 and made
+    assert twin.dropout.p == 0.5 and created
     with pytest.raises(TypeError, match="LongNetLM has no argument 'widht'"):
         LongNetLM.from_pretrained(tmp_path, widht=3)
 
@@ -104,7 +104,7 @@ def test_from_a_checkpoint_of_training(tmp_path):
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
 def edit(**changes):
-    """Change config.json."""
+    """Return a change of config.json."""
 
     def act(folder):
         config = json.loads((folder / "config.json").read_text())
@@ -185,21 +185,21 @@ def test_what_json_cannot_hold(value, tmp_path):
 
 # -- the hub, without a network ----------------------------------------------------------------------------------------
 def test_from_the_hub(tmp_path, monkeypatch):
-    model, asked = tiny(), []
+    model, calls = tiny(), []
     model.save_pretrained(tmp_path)
     monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda repo, **o: asked.append((repo, o)) or str(tmp_path)
+        huggingface_hub, "snapshot_download", lambda repo, **o: calls.append((repo, o)) or str(tmp_path)
     )
     twin = LongNetLM.from_pretrained("some-one/longnet.v1", revision="main", token="t")
     assert torch.equal(twin.eval()(TOKENS), model(TOKENS))
     files = ["config.json", "model.safetensors", *tokenizer_files.PATTERNS]
-    assert asked == [
+    assert calls == [
         ("some-one/longnet.v1", {"allow_patterns": files, "revision": "main", "token": "t", "cache_dir": None})
     ]
 
 
 def test_not_on_the_hub(monkeypatch):
-    def offline(*given, **options):
+    def offline(*args, **options):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no outgoing traffic\nand more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
@@ -235,7 +235,7 @@ def test_push_to_hub(monkeypatch):
 
 @pytest.mark.parametrize("library", ["safetensors.torch", "huggingface_hub"])
 def test_without_the_extra(library, tmp_path, monkeypatch):
-    """That `import lightning_dilated` needs neither is in tests/test_package.py."""
+    """tests/test_package.py shows that `import lightning_dilated` needs neither library."""
     model = tiny()
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ImportError, match=rf"{library} is missing: pip install 'lightning-dilated\[hub\]'"):

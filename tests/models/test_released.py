@@ -1,4 +1,4 @@
-"""Files of weights that are incomplete, damaged or made up: each is an error at once, which names the file."""
+"""Weight files that are incomplete, damaged or forged: each raises an error that names the file."""
 
 import json
 
@@ -42,7 +42,7 @@ def from_torchscale(path, **options):
     return LongNetLM.from_torchscale(path, [4, 8], [1, 2], num_heads=2, **options)
 
 
-#: how a file is loaded, what it holds, how the names of its layers begin, one of its matrices
+#: how a file is loaded, its contents, the prefix of its layers' names, one of its matrices
 LOADERS = {
     "gigapath": (from_gigapath, slide_state, "encoder.layers", "patch_embed.proj.weight"),
     "torchscale": (from_torchscale, decoder_state, "layers", "embed_tokens.weight"),
@@ -51,7 +51,7 @@ each = pytest.mark.parametrize("name", LOADERS)
 
 
 def loading(folder, name, change, **options):
-    """Load what a change makes of good weights; the change returns None where it changes them in place."""
+    """Load good weights after a change; the change returns None if it works in place."""
     load, make, layers, matrix = LOADERS[name]
     state = {k: x.clone() for k, x in make().items()}
     changed = change(state, layers, matrix)
@@ -75,7 +75,7 @@ def only(value):
 
 
 def cut(state, layers, matrix):
-    """Without its last layer."""
+    """Remove the last layer."""
     return {k: x for k, x in state.items() if not k.startswith(f"{layers}.1.")}
 
 
@@ -107,7 +107,7 @@ def test_refused(tmp_path, name, what):
 
 @each
 def test_layers_that_were_asked_for(tmp_path, name):
-    """Nothing in the file tells that its last layer is missing, but the caller may know."""
+    """The file does not show that its last layer is missing, but the caller may know the number."""
     loading(tmp_path, name, cut)
     with pytest.raises(ValueError, match=r"x\.pth has 1 layers, and depth=2 was asked for"):
         loading(tmp_path, name, cut, depth=2)
@@ -116,7 +116,7 @@ def test_layers_that_were_asked_for(tmp_path, name):
 
 
 def test_layers_of_gigapath(tmp_path):
-    """A width that was published tells the number of layers."""
+    """A published width implies the number of layers."""
     model = SlideEncoder(feature_dim=384, dim=384, ffn_dim=8, depth=11)
     torch.save(to_released(model.state_dict()), tmp_path / "x.pth")
     with pytest.raises(ValueError, match=r"x\.pth has 11 layers, and GigaPath's encoder of its width has 12.*depth=11"):
@@ -125,7 +125,6 @@ def test_layers_of_gigapath(tmp_path):
 
 
 def test_own_weights_too(tmp_path):
-    """In this package's names."""
     good = encoder(dtype=torch.float32).state_dict()
     for key, x, says in (
         ("transformer.blocks.99999999999.x", torch.ones(1), "names layer 99999999999"),
@@ -157,7 +156,7 @@ def test_names_of_the_hub(name):
 
 
 def test_state_dicts_in_memory():
-    """Are not compared with a file."""
+    """They are not compared with a file."""
     state = decoder_state()
     state["layers.1.ffn.fc1.bias"] = torch.ones(1).expand(16)
     sizes, _ = torchscale.convert(state, num_heads=2)

@@ -1,4 +1,4 @@
-"""The rotary base of each layer: by length, by layer, none; what is said where it serves too few tokens."""
+"""The rotary base of each layer: by length, by layer, none; the warning about a base for too few tokens."""
 
 import warnings
 
@@ -36,9 +36,9 @@ BASES = {
 
 @pytest.mark.parametrize("name", BASES)
 def test_layers(name):
-    given, want = BASES[name]
-    assert layer_bases(*given, 4) == want
-    assert layer_bases(*given, 4, "none") == (None,) * 4
+    value, want = BASES[name]
+    assert layer_bases(*value, 4) == want
+    assert layer_bases(*value, 4, "none") == (None,) * 4
 
 
 def test_xpos_keeps_its_base():
@@ -60,9 +60,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
-    given, error, text = REFUSED[name]
+    value, error, text = REFUSED[name]
     with pytest.raises(error, match=text):
-        layer_bases(*given, 4)
+        layer_bases(*value, 4)
 
 
 HINTS = {
@@ -88,15 +88,15 @@ def test_hint(name):
     import re
 
     bases, patterns, tokens, made_for, says = HINTS[name]
-    found = rotary_hint(bases * len(patterns), patterns, tokens, made_for)
-    assert found is None if says is None else re.search(says, found), found
+    hint = rotary_hint(bases * len(patterns), patterns, tokens, made_for)
+    assert hint is None if says is None else re.search(says, hint), hint
 
 
 def said(make):
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make()
-    return [str(w.message) for w in found if "rotary_base" in str(w.message)]
+    return [str(w.message) for w in caught if "rotary_base" in str(w.message)]
 
 
 def test_a_model_warns_as_it_is_made():
@@ -109,21 +109,21 @@ def test_a_model_warns_as_it_is_made():
 
 def test_a_fit_on_longer_sequences_warns():
     model = LongNetLM(DilatedPattern.dense(), **SIZES, max_seq_len=32, rotary_base=1.5)
-    found = said(lambda: trainer(max_epochs=1).fit(model, loader(batch(1, 40), batch(1, 40))))
-    (rotary,) = (x for x in found if "LongNetLM at 40 tokens" in x)
-    assert "layer 0 attends over 40 tokens" in rotary and len(found) == 2
-    assert any("LongNetLM is made for max_seq_len=32, and trains on a sequence of 40 tokens" in x for x in found)
+    messages = said(lambda: trainer(max_epochs=1).fit(model, loader(batch(1, 40), batch(1, 40))))
+    (rotary,) = (x for x in messages if "LongNetLM at 40 tokens" in x)
+    assert "layer 0 attends over 40 tokens" in rotary and len(messages) == 2
+    assert any("LongNetLM is made for max_seq_len=32, and trains on a sequence of 40 tokens" in x for x in messages)
 
 
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetClassifier])
 def test_layers_have_their_own(kind):
-    """A layer turns q and k by its base, and one without positions does not."""
+    """Each layer rotates q and k by its base; a layer without positions does not."""
     sizes = {"dim": 16, "depth": 4, "num_heads": 2}
-    more = {"vocab_size": 11, **({} if kind is LongNetLM else {"num_classes": 2})}
-    model = kind(NARROW, **sizes, **more, rotary_base=[1e4, "none", 5e5, "length"], max_seq_len=65536)
+    options = {"vocab_size": 11, **({} if kind is LongNetLM else {"num_classes": 2})}
+    model = kind(NARROW, **sizes, **options, rotary_base=[1e4, "none", 5e5, "length"], max_seq_len=65536)
     model.configure_model()
-    found = [x and x.base for x in model.transformer.rotaries]
-    assert found == [1e4, None, 5e5, 1e7] == list(model.rotary_bases)
+    bases = [x and x.base for x in model.transformer.rotaries]
+    assert bases == [1e4, None, 5e5, 1e7] == list(model.rotary_bases)
     x = torch.randn(1, 12, 16)
     want = x
     for block in model.transformer.blocks:
@@ -132,13 +132,13 @@ def test_layers_have_their_own(kind):
 
 
 def test_checkpoints_keep_it(tmp_path):
-    """A file keeps what it was made for; one of a version without max_seq_len keeps its 10,000."""
+    """A file keeps its base; one of a version without max_seq_len keeps 10,000."""
     model = LongNetLM([NARROW, WIDE], **{**SIZES, "depth": 2}, max_seq_len=65536)
     twin = LongNetLM.from_pretrained(model.save_pretrained(tmp_path))
     assert twin.rotary_bases == (1e7, 1e7) and twin.max_seq_len == 65536 and twin.patterns == (NARROW, WIDE)
     assert LongNetLM.from_pretrained(tmp_path, max_seq_len=1 << 20).rotary_bases == (1e7, 1e7)  # as it was trained
     for kind in (LongNetLM, LongNetMLM):
-        assert kind(NARROW, **SIZES).hparams.rotary_base == 1e4  # a number, which no later length changes
+        assert kind(NARROW, **SIZES).hparams.rotary_base == 1e4  # a fixed number, whatever the later length
     assert LongNetClassifier(NARROW, vocab_size=11, num_classes=2, dim=16, num_heads=2).hparams.rotary_base == 1e4
     old = {**dict(model.hparams), "rotary_base": 10000.0}
     del old["max_seq_len"]
@@ -147,7 +147,7 @@ def test_checkpoints_keep_it(tmp_path):
 
 @pytest.mark.parametrize("folder", [False, True], ids=["file", "sharded"])
 def test_a_run_refuses_other_bases_than_were_trained(tmp_path, folder):
-    """Weights have the same shapes whatever the base: nothing else would show it."""
+    """Weights have the same shapes for every base, so nothing else would reveal it."""
     strategy = {"strategy": "ring_dilated"} if folder else {}
     saver = [ShardedCheckpoint(str(tmp_path / "sharded"), every_n_train_steps=1)] if folder else []
     run = trainer(max_steps=1, callbacks=saver, default_root_dir=tmp_path, enable_checkpointing=folder, **strategy)

@@ -1,4 +1,4 @@
-"""WarmupCosine step by step against its formula, and what it refuses."""
+"""WarmupCosine step by step against its formula, and its errors."""
 
 import math
 
@@ -13,14 +13,14 @@ def optimizer(*rates):
 
 
 def factors(steps, **options):
-    """The learning rate of each step as a share of the peak."""
+    """Return the learning rate of each step as a share of the peak."""
     opt = optimizer(2.0)
-    schedule, seen = WarmupCosine(opt, **options), []
+    schedule, rates = WarmupCosine(opt, **options), []
     for _ in range(steps):
-        seen.append(opt.param_groups[0]["lr"] / 2.0)
+        rates.append(opt.param_groups[0]["lr"] / 2.0)
         opt.step()
         schedule.step()
-    return seen
+    return rates
 
 
 HALF = 0.5 * (1 + math.cos(math.pi / 4))
@@ -78,7 +78,7 @@ def test_refused(name):
 
 def test_a_run_without_total_steps_lends_its_own():
     schedule = WarmupCosine(optimizer(1.0), warmup_steps=2, final_fraction=0)
-    assert [schedule.factor(s) for s in (0, 2, 50)] == [1 / 3, 1, 1]  # nothing to end at yet
+    assert [schedule.factor(s) for s in (0, 2, 50)] == [1 / 3, 1, 1]  # no end is set yet
     schedule.end_at(4)
     assert [schedule.factor(s) for s in (2, 3, 4, 9)] == pytest.approx([1, 0.5, 0, 0])
     schedule.end_at(1)  # a trial run shorter than its warm-up

@@ -1,4 +1,4 @@
-"""A loss that a subclass defines is not reported as bits per byte or perplexity, and does not change likelihoods."""
+"""A subclass's own loss is not reported as bits per byte or perplexity, and does not change likelihoods."""
 
 import types
 
@@ -31,14 +31,14 @@ class Mean(LongNetLM):
 
 
 class Named(Weighted):
-    """Says itself what its loss means."""
+    """Defines metrics of its own loss."""
 
     def derived_metrics(self, loss):
         return super().derived_metrics(loss / 3)
 
 
 class Same(LongNetLM):
-    """Redefines nothing of the loss."""
+    """Does not redefine the loss."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx)
@@ -54,7 +54,7 @@ def batches():
 
 
 def run(model, tmp_path):
-    """The metrics of a step and of a validation."""
+    """Return the metrics of a step and of a validation."""
     one = trainer(max_steps=1, default_root_dir=tmp_path)
     one.fit(model, batches(), batches())
     trained = dict(one.callback_metrics)
@@ -63,19 +63,19 @@ def run(model, tmp_path):
 
 @pytest.mark.parametrize("kind", [Weighted, Smoothed, Mean, Below])
 def test_a_loss_of_ones_own_has_no_other_name(tmp_path, kind):
-    seen = run(kind(PATTERN, **SIZES), tmp_path)
-    assert {"train_loss", "val_loss"} <= seen.keys()
-    assert not [x for x in seen if "bits" in x or "perplexity" in x]
+    metrics = run(kind(PATTERN, **SIZES), tmp_path)
+    assert {"train_loss", "val_loss"} <= metrics.keys()
+    assert not [x for x in metrics if "bits" in x or "perplexity" in x]
 
 
 @pytest.mark.parametrize("kind", [LongNetLM, Named, Same])
 def test_other_models_keep_them(tmp_path, kind):
-    seen, scale = run(kind(PATTERN, **SIZES), tmp_path), 3 if kind is Named else 1
+    metrics, scale = run(kind(PATTERN, **SIZES), tmp_path), 3 if kind is Named else 1
     for stage in ("train", "val"):
-        assert float(seen[f"{stage}_bits_per_byte"]) == pytest.approx(
-            float(seen[f"{stage}_loss"]) / scale / 0.6931472, rel=1e-5
+        assert float(metrics[f"{stage}_bits_per_byte"]) == pytest.approx(
+            float(metrics[f"{stage}_loss"]) / scale / 0.6931472, rel=1e-5
         )
-        assert f"{stage}_perplexity" in seen
+        assert f"{stage}_perplexity" in metrics
 
 
 def test_a_method_put_into_an_object_counts_as_well(tmp_path):

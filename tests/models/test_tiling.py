@@ -1,4 +1,4 @@
-"""Layers in tiles: explicit gradients that come once, and errors where they would be wrong."""
+"""Layers in tiles: explicit gradients that arrive once, and errors if they would be wrong."""
 
 import warnings
 
@@ -18,12 +18,12 @@ from .test_memory_settings import PATTERN, Largest, same
 
 def test_hooks_on_a_parameter_run_once():
     """DDP and FSDP reduce a gradient when it is accumulated, so that must happen once."""
-    block, seen = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
+    block, names = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
     block.memory = MemorySettings("block", tile=4, head_chunks=2)
     for name, p in block.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
+        p.register_post_accumulate_grad_hook(lambda p, name=name: names.append(name))
     block(torch.randn(1, 21, 16, requires_grad=True)).sum().backward()
-    assert sorted(seen) == sorted(name for name, _ in block.named_parameters())
+    assert sorted(names) == sorted(name for name, _ in block.named_parameters())
 
 
 def test_frozen_parameters():
@@ -31,25 +31,25 @@ def test_frozen_parameters():
     block.ffn.requires_grad_(False)
     block.attention.in_proj_weight.requires_grad_(False)
     x = torch.randn(1, 21, 16, requires_grad=True)
-    found = []
+    results = []
     for chosen in (MemorySettings(), MemorySettings("block", tile=4, head_chunks=2)):
         block.memory = chosen
         block.zero_grad()
         block(x).square().sum().backward()
-        found.append({n: p.grad for n, p in block.named_parameters()})
-        assert [n for n, g in found[-1].items() if g is None] == [
+        results.append({n: p.grad for n, p in block.named_parameters()})
+        assert [n for n, g in results[-1].items() if g is None] == [
             "attention.in_proj_weight", "ffn.gate.weight", "ffn.fc1.weight", "ffn.fc2.weight",
         ]  # fmt: skip
-    same([g for g in found[1].values() if g is not None], [g for g in found[0].values() if g is not None], 1e-5)
+    same([g for g in results[1].values() if g is not None], [g for g in results[0].values() if g is not None], 1e-5)
 
 
 def test_hooks_on_attention_that_windows_of_heads_pass_by():
-    block, seen = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
+    block, calls = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
     block.memory = MemorySettings("block", head_chunks=2)
-    handle = block.attention.register_forward_hook(lambda *given: seen.append(given))
+    handle = block.attention.register_forward_hook(lambda *args: calls.append(args))
     with pytest.warns(UserWarning, match="hooks on the attention layer do not run with head_chunks=2"):
         block(torch.randn(1, 21, 16))
-    assert not seen
+    assert not calls
     handle.remove()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -74,17 +74,17 @@ def test_a_parameter_changed_before_the_backward():
 
 
 def test_evaluation_in_tiles():
-    model, given = tiny(PATTERN, ffn_dim=96), batch(1, 64)
-    want = model.token_losses(given)
+    model, data = tiny(PATTERN, ffn_dim=96), batch(1, 64)
+    want = model.token_losses(data)
     model.transformer.memory = MemorySettings("block", tile=8)
-    with torch.no_grad(), Largest() as seen:
-        torch.testing.assert_close(model.token_losses(given), want)
-    assert seen.most < 64 * 96
+    with torch.no_grad(), Largest() as largest:
+        torch.testing.assert_close(model.token_losses(data), want)
+    assert largest.most < 64 * 96
 
 
 @pytest.mark.parametrize("part", ["ffn", "ffn.fc1", "attention_norm"])
 def test_layers_that_are_sharded_by_themselves(part, tmp_path):
-    """Their gradients would be lost without a word."""
+    """Their gradients would be lost silently."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -125,7 +125,7 @@ def test_parameters_frozen_between_forward_and_backward(chosen):
 
 @pytest.mark.parametrize("chosen", [MemorySettings(tile=5), MemorySettings("block", tile=5, head_chunks=2)], ids=str)
 def test_as_many_others_trained_in_the_backward(chosen):
-    """One would get the other's gradient where only their number is looked at."""
+    """A check of their number alone would give one parameter the other's gradient."""
     block = TransformerBlock(16, 4, 24, PATTERN, causal=True)
     block.memory = chosen
     block.ffn.gate.requires_grad_(False)
@@ -139,57 +139,57 @@ def test_as_many_others_trained_in_the_backward(chosen):
 @pytest.mark.parametrize("chosen", [MemorySettings(tile=5), MemorySettings(head_chunks=2)], ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_parameters_of_a_functional_call(chosen, frozen):
-    """Inside it gradients are right; after it the modules hold their own parameters again, not those of the forward."""
+    """Gradients are right inside the call; afterwards the modules hold their own parameters again."""
     block, x = TransformerBlock(16, 4, 24, PATTERN, causal=True), torch.randn(1, 21, 16, requires_grad=True)
-    given = {n: torch.nn.Parameter(torch.randn_like(p) / 4, not frozen) for n, p in block.named_parameters()}
-    wanted = [x, *(() if frozen else given.values())]
-    call = lambda: torch.func.functional_call(block, given, (x,)).square().sum()  # noqa: E731
-    want = torch.autograd.grad(call(), wanted)
+    replacements = {n: torch.nn.Parameter(torch.randn_like(p) / 4, not frozen) for n, p in block.named_parameters()}
+    leaves = [x, *(() if frozen else replacements.values())]
+    call = lambda: torch.func.functional_call(block, replacements, (x,)).square().sum()  # noqa: E731
+    want = torch.autograd.grad(call(), leaves)
     block.requires_grad_(not frozen)
     block.memory = chosen
     with pytest.raises(RuntimeError, match="hold other parameters by now"):
         call().backward()
-    inside = lambda m, x: torch.autograd.grad(m(x).square().sum(), wanted)  # noqa: E731
+    inside = lambda m, x: torch.autograd.grad(m(x).square().sum(), leaves)  # noqa: E731
     runner = torch.nn.Module()
     runner.block = block
     runner.forward = lambda x: inside(block, x)
-    same(torch.func.functional_call(runner, {f"block.{n}": p for n, p in given.items()}, (x,)), want, 1e-5)
+    same(torch.func.functional_call(runner, {f"block.{n}": p for n, p in replacements.items()}, (x,)), want, 1e-5)
 
 
 @pytest.mark.parametrize("chosen", [MemorySettings(tile=2), MemorySettings(head_chunks=2, tile=2)], ids=str)
 def test_many_tiles_are_summed_in_float32(chosen):
-    """1,024 parts of one sign: a sum in bfloat16 would stand still long before the last."""
+    """1,024 terms of one sign: a sum in bfloat16 would stop growing early."""
     block = TransformerBlock(16, 4, 24, DilatedPattern.longnet([8], [1]), causal=True).bfloat16()
-    x, found = torch.randn(1, 16, 16).repeat(1, 128, 1).bfloat16(), []
+    x, results = torch.randn(1, 16, 16).repeat(1, 128, 1).bfloat16(), []
     for settings in (MemorySettings(), chosen):
         block.memory = settings
-        found.append(torch.autograd.grad(block(x.requires_grad_()).float().sum(), list(block.parameters())))
-    for a, b in zip(*found, strict=True):
+        results.append(torch.autograd.grad(block(x.requires_grad_()).float().sum(), list(block.parameters())))
+    for a, b in zip(*results, strict=True):
         assert (a.float() - b.float()).norm() < 0.03 * b.float().norm()
 
 
 @pytest.mark.parametrize("chosen", [MemorySettings("block", tile=8), MemorySettings(head_chunks=2, tile=8)], ids=str)
 def test_the_backward_runs_under_the_autocast_of_the_forward(chosen):
-    """It comes after the context has ended, as in a Trainer."""
-    block, seen = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
+    """The backward runs after the context has ended, as in a Trainer."""
+    block, dtypes = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
     block.memory = chosen
     for layer in (block.ffn.fc1, block.attention.out_proj):
-        layer.register_forward_hook(lambda layer, given, out: seen.append(out.dtype))
+        layer.register_forward_hook(lambda layer, inputs, out: dtypes.append(out.dtype))
     norm = block._normed
-    block._normed = lambda x, dtype: seen.append(dtype) or norm(x, dtype)
+    block._normed = lambda x, dtype: dtypes.append(dtype) or norm(x, dtype)
     with torch.autocast("cpu", torch.bfloat16):
         out = block(torch.randn(1, 21, 16, requires_grad=True))
-    before = len(seen)
+    before = len(dtypes)
     out.sum().backward()
-    assert len(seen) >= before + 3 and set(seen) == {torch.bfloat16}
+    assert len(dtypes) >= before + 3 and set(dtypes) == {torch.bfloat16}
 
 
 def test_windows_of_heads_are_projected_in_tiles():
-    """Two windows of three tiles: forward, in the backward again, and for the weights; then back through the norm, once."""
-    block, seen = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
+    """Two windows of three tiles run forward, again in the backward, and for the weights; once through the norm."""
+    block, row_sizes = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
     block.memory = MemorySettings(tile=1, head_chunks=2)
     assert block.memory.narrow_tile == 8
     norm = block._normed
-    block._normed = lambda x, *given: seen.append(x.shape[1]) or norm(x, *given)
+    block._normed = lambda x, *args: row_sizes.append(x.shape[1]) or norm(x, *args)
     block(torch.randn(1, 21, 16, requires_grad=True)).sum().backward()
-    assert seen == [8, 8, 5] * 7
+    assert row_sizes == [8, 8, 5] * 7

@@ -1,4 +1,4 @@
-"""The loss of all tokens: its sum in tiles, with gradients that are made with it."""
+"""The loss of all tokens: summed in tiles, with gradients computed in the same pass."""
 
 import pytest
 import torch
@@ -21,19 +21,19 @@ def test_tiles_of_wide_vocabularies_are_shorter(monkeypatch):
     assert loss_tile(32768, 2**21) == 1024
     monkeypatch.setattr(chunked_loss, "MOST", 2**14)
     monkeypatch.setattr(chunked_loss, "LEAST", 8)
-    model, given = tiny(vocab_size=1024, dim=8), batch(1, 100, vocab_size=1024)
+    model, data = tiny(vocab_size=1024, dim=8), batch(1, 100, vocab_size=1024)
     for kind in (model, LongNetMLM(PATTERN, mask_fraction=0.9, **{**SIZES, "vocab_size": 1024, "dim": 8})):
         kind.configure_model()
         kind.transformer.memory = MemorySettings(tile=50)
-        with Largest() as seen:
-            kind.loss_terms({**given, "index": torch.zeros(1, dtype=torch.int64)})[0].backward()
-        assert seen.most == 16 * 1024
+        with Largest() as largest:
+            kind.loss_terms({**data, "index": torch.zeros(1, dtype=torch.int64)})[0].backward()
+        assert largest.most == 16 * 1024
 
 
-def sums(model, given, memory):
-    """[the mean loss, gradients of all that is trained]."""
+def sums(model, data, memory):
+    """Return [the mean loss, gradients of all trained parameters]."""
     model.transformer.memory = memory
-    total, count = model.loss_terms(given)
+    total, count = model.loss_terms(data)
     return [
         total.detach() / count,
         *torch.autograd.grad(total / count, [p for p in model.parameters() if p.requires_grad]),
@@ -50,28 +50,28 @@ OPTIONS = {
 @pytest.mark.parametrize("frozen", [None, "transformer.norm", "head", "transformer.blocks"])
 @pytest.mark.parametrize("tile", [7, 1, 64])
 def test_gradients_that_are_made_with_the_sum(options, frozen, tile):
-    model, given = tiny(PATTERN, **options), batch(2, 23)
-    given["labels"][:, 3:9] = -100
+    model, data = tiny(PATTERN, **options), batch(2, 23)
+    data["labels"][:, 3:9] = -100
     if frozen:
         model.get_submodule(frozen).requires_grad_(False)
-    same(sums(model, given, MemorySettings(tile=tile)), sums(model, given, MemorySettings()))
+    same(sums(model, data, MemorySettings(tile=tile)), sums(model, data, MemorySettings()))
 
 
 def test_each_tile_runs_once_and_a_graph_that_is_kept_gives_the_same_again():
-    layer, seen = nn.Linear(4, 1), []
+    layer, calls = nn.Linear(4, 1), []
 
     def run(x):
-        seen.append(x.shape[1])
+        calls.append(x.shape[1])
         return layer(x)[..., 0].square()
 
     x = torch.randn(2, 8, 4, requires_grad=True)
-    total, wanted = tiled_sum(run, (layer,), 6, x), [x, *layer.parameters()]
-    assert seen == [3, 3, 2]
-    twice = [torch.autograd.grad(3 * total, wanted, retain_graph=True) for _ in range(2)]
-    assert seen == [3, 3, 2]
-    want = torch.autograd.grad(3 * run(x).sum(), wanted)
-    for found in twice:
-        same(found, want, 1e-5)
+    total, leaves = tiled_sum(run, (layer,), 6, x), [x, *layer.parameters()]
+    assert calls == [3, 3, 2]
+    twice = [torch.autograd.grad(3 * total, leaves, retain_graph=True) for _ in range(2)]
+    assert calls == [3, 3, 2]
+    want = torch.autograd.grad(3 * run(x).sum(), leaves)
+    for grads in twice:
+        same(grads, want, 1e-5)
     with torch.no_grad():
         torch.testing.assert_close(tiled_sum(run, (layer,), 6, x), total.detach())
 
@@ -88,42 +88,42 @@ def test_a_number_that_gradients_are_multiplied_with_is_not_rounded():
 
 
 def test_a_double_backward_is_refused():
-    """It would leave out all that lies before, without a word."""
-    model, given = tiny(PATTERN), batch(1, 23)
+    """It would silently leave out all earlier layers."""
+    model, data = tiny(PATTERN), batch(1, 23)
     for tile in (None, 5):
         model.transformer.memory = MemorySettings(tile=tile)
         with pytest.raises(RuntimeError, match="no double backward"):
-            torch.autograd.grad(model.loss_terms(given)[0], model.head.weight, create_graph=True)
+            torch.autograd.grad(model.loss_terms(data)[0], model.head.weight, create_graph=True)
 
 
 def test_within_a_checkpoint():
-    """Its hooks would keep the logits of each tile, and see them used before the backward."""
-    model, given = tiny(PATTERN), batch(1, 64)
-    want = sums(model, given, MemorySettings())
+    """A checkpoint's hooks would keep the logits of each tile, and see them used before the backward."""
+    model, data = tiny(PATTERN), batch(1, 64)
+    want = sums(model, data, MemorySettings())
     model.transformer.memory = MemorySettings(tile=8)
-    total = checkpoint(lambda: model.loss_terms(given)[0], use_reentrant=False)
+    total = checkpoint(lambda: model.loss_terms(data)[0], use_reentrant=False)
     same([total / 64, *torch.autograd.grad(total / 64, list(model.parameters()))], want)
 
 
 def test_hooks_see_gradients_of_the_loss():
-    seen, model, given = {}, tiny(PATTERN), batch(1, 64)
-    model.head.register_full_backward_hook(lambda m, to, of: seen.setdefault(tile, []).append(of[0].abs().max()))
+    norms, model, data = {}, tiny(PATTERN), batch(1, 64)
+    model.head.register_full_backward_hook(lambda m, to, grads: norms.setdefault(tile, []).append(grads[0].abs().max()))
     for tile in (None, 8):
         model.transformer.memory = MemorySettings(tile=tile)
-        (model.loss_terms(given)[0] / 1000).backward()
-    torch.testing.assert_close(max(seen[8]), max(seen[None]))
+        (model.loss_terms(data)[0] / 1000).backward()
+    torch.testing.assert_close(max(norms[8]), max(norms[None]))
 
 
 def test_logits_are_made_once(monkeypatch):
-    """Where nobody has put another loss in place."""
-    model, given = tiny(PATTERN), batch(1, 64)
+    """Unless another loss is put in place."""
+    model, data = tiny(PATTERN), batch(1, 64)
     model.transformer.memory = MemorySettings(tile=8)
-    seen = []
-    model.head.register_forward_hook(lambda *given: seen.append(1))
-    model.loss_terms(given)[0].backward()
-    assert len(seen) == 8
+    calls = []
+    model.head.register_forward_hook(lambda *args: calls.append(1))
+    model.loss_terms(data)[0].backward()
+    assert len(calls) == 8
     monkeypatch.setattr(LongNetLM, "token_losses", lambda self, batch: torch.ones(1, 64))
-    assert model.loss_terms(given)[0] == 64
+    assert model.loss_terms(data)[0] == 64
 
 
 def test_the_loss_of_a_subclass_is_its_own():
@@ -131,30 +131,30 @@ def test_the_loss_of_a_subclass_is_its_own():
         def token_losses(self, batch):
             return super().token_losses(batch) / 2
 
-    given, of = batch(1, 23), {}
+    data, loss_by = batch(1, 23), {}
     for kind in (LongNetLM, Half):
         torch.manual_seed(0)
         model = kind(PATTERN, dim=16, depth=1, num_heads=4)
         model.configure_model()
         model.transformer.memory = MemorySettings(tile=5)
-        of[kind] = model.loss_terms(given)[0]
-    torch.testing.assert_close(of[Half], of[LongNetLM] / 2)
+        loss_by[kind] = model.loss_terms(data)[0]
+    torch.testing.assert_close(loss_by[Half], loss_by[LongNetLM] / 2)
 
 
 def test_states_in_fp16_have_no_gradients_without_a_loss_scale(monkeypatch):
     monkeypatch.setattr(longnet_lm, "tiled_sum", None)
-    model, given = tiny(PATTERN, torch.float32, residual_dtype="float16"), batch(1, 64)
+    model, data = tiny(PATTERN, torch.float32, residual_dtype="float16"), batch(1, 64)
     model.transformer.memory = MemorySettings(tile=8)
-    model.loss_terms(given)[0].backward()
+    model.loss_terms(data)[0].backward()
     with torch.autocast("cpu", torch.float16):
-        tiny(PATTERN, torch.float32).loss_terms(given)[0].backward()
+        tiny(PATTERN, torch.float32).loss_terms(data)[0].backward()
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 def test_under_autocast(precision):
-    model, given = tiny(PATTERN, torch.float32, vocab_size=300), batch(1, 64)
-    exact = sums(model, given, MemorySettings())
+    model, data = tiny(PATTERN, torch.float32, vocab_size=300), batch(1, 64)
+    exact = sums(model, data, MemorySettings())
     with torch.autocast("cpu", precision):
-        plain, found = (sums(model, given, MemorySettings(tile=tile)) for tile in (None, 8))
-    off = lambda of: max(float((a.float() - b).norm() / b.norm()) for a, b in zip(of, exact, strict=True))  # noqa: E731
-    assert off(found) < 1.5 * off(plain) + 1e-4
+        plain, tiled = (sums(model, data, MemorySettings(tile=tile)) for tile in (None, 8))
+    off = lambda tensors: max(float((a.float() - b).norm() / b.norm()) for a, b in zip(tensors, exact, strict=True))  # noqa: E731
+    assert off(tiled) < 1.5 * off(plain) + 1e-4

@@ -1,4 +1,4 @@
-"""Cross-entropy of each token and its gradient, by torch's own passes and by those that a GPU has compiled."""
+"""Cross-entropy of each token and its gradient, by torch's own passes and by the passes that a GPU compiles."""
 
 import contextlib
 import functools
@@ -24,9 +24,9 @@ from .test_token_loss import sums
 
 @contextlib.contextmanager
 def way(fused, compiled=lambda run: run):
-    """As on a GPU, where passes are compiled, or as elsewhere."""
+    """Use compiled passes, as on a GPU, or torch's, as elsewhere."""
     with (
-        mock.patch.object(chunked_loss, "_fuses", lambda logits, wanted: fused and wanted),
+        mock.patch.object(chunked_loss, "_fuses", lambda logits, requested: fused and requested),
         mock.patch.object(chunked_loss, "_compiled", compiled),
     ):
         yield
@@ -35,31 +35,31 @@ def way(fused, compiled=lambda run: run):
 @given(st.integers(0, 9), st.integers(1, 40), st.integers(0, 2**32), st.sampled_from([1.0, 30.0]), st.booleans())
 @settings(max_examples=examples(60), deadline=None)
 def test_nats_are_cross_entropy(tokens, vocab, seed, scale, fused):
-    """Labels left out among them, likely tokens, and a weight for each."""
-    made = torch.Generator().manual_seed(seed)
-    logits = (scale * torch.randn(tokens, vocab, dtype=torch.float64, generator=made)).requires_grad_()
-    labels = torch.randint(0, vocab, (tokens,), generator=made)
-    labels = labels.masked_fill(torch.rand(tokens, generator=made) < 0.3, -100)
-    weights = torch.randn(tokens, dtype=torch.float64, generator=made)
+    """With ignored labels, likely tokens, and a weight for each."""
+    nats_grad = torch.Generator().manual_seed(seed)
+    logits = (scale * torch.randn(tokens, vocab, dtype=torch.float64, generator=nats_grad)).requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), generator=nats_grad)
+    labels = labels.masked_fill(torch.rand(tokens, generator=nats_grad) < 0.3, -100)
+    weights = torch.randn(tokens, dtype=torch.float64, generator=nats_grad)
     want = nn.functional.cross_entropy(logits, labels, reduction="none")
     with way(fused):
-        found = token_nats(logits, labels, compiled=True)
-        made = torch.autograd.grad((found * weights).sum(), logits)
-    same([found, *made], [want, *torch.autograd.grad((want * weights).sum(), logits)])
+        losses = token_nats(logits, labels, compiled=True)
+        nats_grad = torch.autograd.grad((losses * weights).sum(), logits)
+    same([losses, *nats_grad], [want, *torch.autograd.grad((want * weights).sum(), logits)])
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype, tol", [(torch.bfloat16, 2**-7), (torch.float16, 2**-10.5)])
 def test_narrow_logits(dtype, tol, fused):
-    """Loss in fp32; each entry of the gradient as fp32's, rounded: also 1 - p of a token that is all but certain."""
+    """The loss is fp32; each gradient entry is fp32's, rounded, even 1 - p of a nearly certain token."""
     logits = (8 * torch.randn(64, 300)).to(dtype).requires_grad_()
     labels = logits.detach().argmax(-1)
     wide = logits.detach().float().requires_grad_()
-    scale = 20000.0  # a loss scale, without which fp16 has no such gradients
+    scale = 20000.0  # a loss scale, without which such gradients vanish in fp16
     with way(fused):
-        found, want = token_nats(logits, labels, True), nn.functional.cross_entropy(wide, labels, reduction="none")
-        torch.testing.assert_close(found, want)
-        (a,), (b,) = (torch.autograd.grad(scale * x.sum(), y) for x, y in ((found, logits), (want, wide)))
+        losses, want = token_nats(logits, labels, True), nn.functional.cross_entropy(wide, labels, reduction="none")
+        torch.testing.assert_close(losses, want)
+        (a,), (b,) = (torch.autograd.grad(scale * x.sum(), y) for x, y in ((losses, logits), (want, wide)))
     assert a.dtype == dtype
     last = scale * 2**-22 if fused else 1e-7  # of a sum in fp32, in another order
     torch.testing.assert_close(a.float(), b, rtol=tol, atol=last)
@@ -80,7 +80,7 @@ def test_large_logits_keep_their_digits(fused):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_words_that_are_ruled_out(fused):
-    """By logits of minus infinity: at the beginning, at the end, every other one."""
+    """Logits of minus infinity: at the beginning, at the end, every other one."""
     masks = [range(9), range(20, 30), range(0, 30, 2), range(29)]
     logits, labels = torch.randn(4, 30, dtype=torch.float64), torch.tensor([12, 3, 5, 29])
     for row, out in zip(logits, masks, strict=True):
@@ -88,29 +88,30 @@ def test_words_that_are_ruled_out(fused):
     logits.requires_grad_()
     want = nn.functional.cross_entropy(logits, labels, reduction="none")
     with way(fused):
-        found = token_nats(logits, labels, True)
-        (a,), (b,) = (torch.autograd.grad(x.sum(), logits) for x in (found, want))
-    same([found, a], [want, b])
+        losses = token_nats(logits, labels, True)
+        (a,), (b,) = (torch.autograd.grad(x.sum(), logits) for x in (losses, want))
+    same([losses, a], [want, b])
 
 
 def test_where_passes_are_compiled():
     gpu = lambda words, on_gpu=True: SimpleNamespace(shape=(8, words), is_cuda=on_gpu)  # noqa: E731
     assert chunked_loss._fuses(gpu(1024), True)
     assert not any(chunked_loss._fuses(*x) for x in ((gpu(1024), False), (gpu(1023), True), (gpu(1024, False), True)))
-    with mock.patch.object(torch.compiler, "is_compiling", lambda: True):  # of a user's own, who has more to fuse
+    # a user's compiled function can fuse more
+    with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
         assert not chunked_loss._fuses(gpu(1024), True)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_models_say_whether_they_are_compiled(compiled, monkeypatch):
-    seen, given = [], {**batch(1, 20), "index": torch.zeros(1, dtype=torch.int64)}
-    monkeypatch.setattr(chunked_loss, "_fuses", lambda logits, wanted: seen.append(wanted))
+    requests, data = [], {**batch(1, 20), "index": torch.zeros(1, dtype=torch.int64)}
+    monkeypatch.setattr(chunked_loss, "_fuses", lambda logits, requested: requests.append(requested))
     for kind in (LongNetLM, LongNetMLM):
         model = kind(PATTERN, **SIZES, **({"mask_fraction": 0.5} if kind is LongNetMLM else {}))
         model.configure_model()
         model.compile_blocks = compiled
-        model.loss_terms(given)
-    assert set(seen) == {compiled}
+        model.loss_terms(data)
+    assert set(requests) == {compiled}
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -122,25 +123,25 @@ def test_labels_out_of_range(label, fused):
 
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
 def test_models_whose_blocks_are_compiled(kind, monkeypatch):
-    """Their loss is, too; of every tile, under autocast, and the same as without."""
+    """Their loss is compiled, too, for every tile, under autocast, with equal results."""
     torch._dynamo.reset()
     model = kind(PATTERN, **{**SIZES, "vocab_size": 300}, **({"mask_fraction": 0.5} if kind is LongNetMLM else {}))
     model.configure_model()
-    given, runs = {**batch(1, 64, vocab_size=300), "index": torch.zeros(1, dtype=torch.int64)}, []
+    data, runs = {**batch(1, 64, vocab_size=300), "index": torch.zeros(1, dtype=torch.int64)}, []
 
     @functools.cache
     def compiled(run):
-        made = torch.compile(run, fullgraph=True, backend="aot_eager")
-        return lambda *of: runs.append(run) or made(*of)
+        function = torch.compile(run, fullgraph=True, backend="aot_eager")
+        return lambda *args: runs.append(run) or function(*args)
 
     for dtype, tol in ((None, 1e-6), (torch.bfloat16, 0.02)):
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
-            want = sums(model, given, MemorySettings(tile=20))
+            want = sums(model, data, MemorySettings(tile=20))
             monkeypatch.setattr(model, "compile_blocks", True)
             with way(True, compiled):
-                found = sums(model, given, MemorySettings(tile=20))
+                got = sums(model, data, MemorySettings(tile=20))
             monkeypatch.setattr(model, "compile_blocks", False)
-        for a, b in zip(found, want, strict=True):
+        for a, b in zip(got, want, strict=True):
             assert (a - b).norm() <= tol * b.norm()
     assert {chunked_loss._sums, chunked_loss._softmax_times} == set(runs) and len(runs) % 2 == 0 and len(runs) >= 8
 
@@ -148,29 +149,30 @@ def test_models_whose_blocks_are_compiled(kind, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-5), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
 def test_on_a_gpu(dtype, tol):
-    """Rows of many blocks, lengths that come anew, labels left out."""
-    made = torch.Generator("cuda").manual_seed(0)
+    """Rows of many blocks, new lengths, ignored labels."""
+    rng = torch.Generator("cuda").manual_seed(0)
     for tokens in (1, 64, 517, 4185):
-        logits = (8 * torch.randn(tokens, 50304, device="cuda", generator=made)).to(dtype).requires_grad_()
-        labels = logits.detach().float().add(8 * torch.randn(50304, device="cuda", generator=made)).argmax(-1)
+        logits = (8 * torch.randn(tokens, 50304, device="cuda", generator=rng)).to(dtype).requires_grad_()
+        labels = logits.detach().float().add(8 * torch.randn(50304, device="cuda", generator=rng)).argmax(-1)
         labels[::5] = -100
-        with torch.no_grad():  # words that are ruled out: at the beginning, at the end, every other one
+        with torch.no_grad():  # excluded words: at the beginning, at the end, every other one
             for i, out in enumerate((slice(9000), slice(40000, None), slice(None, None, 2))):
                 logits[7 + i :: 11, out] = -torch.inf
             labels = labels.where((labels < 0) | logits.gather(1, labels.clamp(min=0)[:, None])[:, 0].isfinite(), -100)
         wide = logits.detach().float().requires_grad_()
         want = nn.functional.cross_entropy(wide, labels, reduction="none")
-        torch.autograd.grad(token_nats(logits, labels, True).sum(), logits)  # compiling measures with memory of its own
+        # compiling allocates memory for its measurements
+        torch.autograd.grad(token_nats(logits, labels, True).sum(), logits)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        found = token_nats(logits, labels, True)
-        torch.testing.assert_close(found, want, rtol=1e-6, atol=2e-6)
-        (a,) = torch.autograd.grad(20000 * found.sum(), logits)
+        losses = token_nats(logits, labels, True)
+        torch.testing.assert_close(losses, want, rtol=1e-6, atol=2e-6)
+        (a,) = torch.autograd.grad(20000 * losses.sum(), logits)
         taken = torch.cuda.max_memory_allocated() - before
         (b,) = torch.autograd.grad(20000 * want.sum(), wide)
         torch.testing.assert_close(a.float(), b, rtol=tol, atol=20000 * 2**-21)  # of sums in fp32, in another order
         print(f"{dtype}, {tokens} tokens: {taken / logits.nbytes:.3f} of the logits' bytes")
-        assert taken < 1.02 * logits.nbytes + 2**22  # the gradient, and nothing else so wide
+        assert taken < 1.02 * logits.nbytes + 2**22  # the gradient, and no other tensor of this size
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -45,7 +45,7 @@ def test_compiled_batches(pool):
 
 
 def test_compiled_slide_encoder_checks_coordinates():
-    """A check of values is a node of the graph: a compiled model refuses what the model refuses."""
+    """A check of values is a node of the graph, so a compiled model refuses what the eager model refuses."""
     model = encoder(depth=1).eval()
     call = torch.compile(model, fullgraph=True, backend="eager")
     features, coords, _ = slides(23)
@@ -69,7 +69,7 @@ def test_exported_slide_encoder(dynamic):
 
 
 def test_one_node():
-    """The op is one node of a graph, compiled or exported: only `export` takes it apart."""
+    """The op is one node of a compiled or exported graph; only `export` takes it apart."""
     model = LongNetLM(PATTERN, dim=16, depth=2, num_heads=2).eval()
     model.configure_model()
     graph = torch.export.export(model, (torch.zeros(1, 40, dtype=torch.int64),)).graph

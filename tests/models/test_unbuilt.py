@@ -1,4 +1,4 @@
-"""A model used before any Trainer: its layers appear when they are asked for, and take what was said before."""
+"""A model used before any Trainer: the first use builds its layers, which follow earlier calls such as `eval()`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Hooks on weights: called once, with the gradient of all tiles and windows of heads, as without these."""
+"""Hooks on weights: called once, with the gradient of all tiles and windows of heads."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from . import batch, tiny
 from .test_memory_settings import PATTERN, SETTINGS, same
 
 
-def hooked(model, given, chosen, factor):
-    """(gradients of the mean loss, calls of each weight's hook), where hooks multiply by a number."""
+def hooked(model, data, chosen, factor):
+    """Return (gradients of the mean loss, calls of each weight's hook) with hooks that multiply by a factor."""
     model.transformer.memory = chosen
     model.zero_grad()
     calls = dict.fromkeys(dict(model.named_parameters()), 0)
@@ -23,7 +23,7 @@ def hooked(model, given, chosen, factor):
         return p.register_hook(hook)
 
     handles = [add(name, p) for name, p in model.named_parameters()]
-    total, count = model.loss_terms(given)
+    total, count = model.loss_terms(data)
     (total / count).backward()
     for handle in handles:
         handle.remove()
@@ -33,28 +33,28 @@ def hooked(model, given, chosen, factor):
 @pytest.mark.parametrize("options", [{}, {"tie_embeddings": False}], ids=["tied", "untied"])
 @pytest.mark.parametrize("chosen", SETTINGS.values(), ids=SETTINGS)
 def test_a_hook_sees_the_whole_gradient_once(chosen, options):
-    model, given = tiny(PATTERN, num_kv_heads=2, depth=3, **options), batch(1, 21)
-    want, _ = hooked(model, given, MemorySettings(), 1.0)
-    for factor in (3.0, 1.0):  # the hooks of the first time are removed
-        found, calls = hooked(model, given, chosen, factor)
-        same(found, [factor * x for x in want])
+    model, data = tiny(PATTERN, num_kv_heads=2, depth=3, **options), batch(1, 21)
+    want, _ = hooked(model, data, MemorySettings(), 1.0)
+    for factor in (3.0, 1.0):  # the first hooks are removed
+        grads, calls = hooked(model, data, chosen, factor)
+        same(grads, [factor * x for x in want])
         assert set(calls.values()) == {1}
 
 
 def test_hooks_are_there_after_a_failed_backward():
-    model, given, seen = tiny(PATTERN, torch.float64, depth=1), batch(1, 21), []
+    model, data, grads = tiny(PATTERN, torch.float64, depth=1), batch(1, 21), []
     model.transformer.memory = MemorySettings(tile=7)
     weight = model.transformer.blocks[0].ffn.fc2.weight
-    weight.register_hook(seen.append)
+    weight.register_hook(grads.append)
 
-    def fail(module, given, out):
+    def fail(module, inputs, out):
         if out.requires_grad:  # in the backward
             out.register_hook(lambda grad: 1 / 0)
 
     failing = model.transformer.blocks[0].ffn.register_forward_hook(fail)
     with pytest.raises(ZeroDivisionError):
-        model.token_losses(given).sum().backward()
+        model.token_losses(data).sum().backward()
     failing.remove()
-    assert not seen
-    model.token_losses(given).sum().backward()
-    assert len(seen) == 1
+    assert not grads
+    model.token_losses(data).sum().backward()
+    assert len(grads) == 1

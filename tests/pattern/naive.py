@@ -7,7 +7,7 @@ from lightning_dilated.pattern.branch import AnyBranch
 
 
 def offset(pattern: DilatedPattern, branch: Branch, head: int, heads: int, kv_heads: int) -> int:
-    """The residue that `head` uses."""
+    """Return the residue that `head` uses."""
     if branch.offset is not None:
         return branch.offset
     if pattern.offset_heads == "kv":
@@ -21,7 +21,7 @@ def offset(pattern: DilatedPattern, branch: Branch, head: int, heads: int, kv_he
 def segment_of(
     pattern: DilatedPattern, branch: Branch, head: int, position: int, seq_len: int, heads: int, kv_heads: int
 ) -> int | None:
-    """The segment in which `head` uses `position`, None where it does not."""
+    """Return the segment in which `head` uses `position`, or None."""
     if branch.heads is not None and head not in branch.heads:
         return None
     if branch.segment_length is None:
@@ -32,7 +32,7 @@ def segment_of(
 
 
 def global_pair(branch: AnyBranch, p: int, j: int) -> bool:
-    """Whether one of two positions is a global token, where the branch has some."""
+    """Return whether one of two positions is a global token of the branch."""
     return branch.tokens is None or p < branch.tokens or j < branch.tokens
 
 
@@ -55,7 +55,7 @@ def counts(pattern: DilatedPattern, bounds: list[int], heads: int, kv_heads: int
 
 
 def pads(pattern: DilatedPattern, seq_len: int, heads: int, kv_heads: int, branch_index: int | None = None) -> list:
-    """n_pad[h][p] of the not causal case, over all branches or one."""
+    """Return n_pad[h][p] without a causal mask, over all branches or one."""
     out = [[0] * seq_len for _ in range(heads)]
     for i, branch in enumerate(pattern.branches):
         if branch_index not in (None, i):

@@ -7,14 +7,14 @@ from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 
 @st.composite
 def head_counts(draw, largest: int = 13):
-    """(query heads, kv heads): primes too, and every grouping."""
+    """Draw (query heads, kv heads): primes too, and every grouping."""
     kv = draw(st.integers(1, largest))
     return draw(st.integers(1, largest // kv)) * kv, kv
 
 
 @st.composite
 def subsets(draw, heads: int, group: int, whole_groups: bool):
-    """Heads that a branch serves, or None for all."""
+    """Draw the heads of a branch, or None for all."""
     if not draw(st.booleans()):
         return None
     size = group if whole_groups else 1
@@ -33,8 +33,7 @@ def branches(
     windows: bool = True,
     global_tokens: bool | None = None,
 ):
-    """One branch, or a window or global tokens (None: where windows may be, too); `whole_groups` where a kv head's query
-    heads must stay together."""
+    """Draw a branch, a window or global tokens. `whole_groups`: a kv head's query heads stay together."""
     kinds = (
         ["segments"] * 3 + ["window"] * 2 * windows + ["global"] * (windows if global_tokens is None else global_tokens)
     )
@@ -63,7 +62,7 @@ def patterns(
     windows: bool = True,
     global_tokens: bool | None = None,
 ):
-    """A pattern for these heads."""
+    """Draw a pattern for these heads."""
     offset_heads = draw(st.sampled_from(["query", "kv"]))
     masked = padding == "masked"
     kinds = {"windows": masked and windows, "global_tokens": global_tokens if masked else False}
@@ -78,5 +77,5 @@ def patterns(
 
 @st.composite
 def documents(draw, seq_len: int):
-    """Bounds of packed documents, empty ones too."""
+    """Draw bounds of packed documents, some of them empty."""
     return (0, *sorted(draw(st.lists(st.integers(0, seq_len), max_size=3))), seq_len)

@@ -12,7 +12,7 @@ from ..examples import examples
 from . import naive
 from .strategies import documents, head_counts, patterns
 
-# (pattern, seq_len, heads, kv_heads): the corners that random patterns meet seldom
+# (pattern, seq_len, heads, kv_heads): corner cases that random patterns rarely meet
 CORNERS = {
     "no tokens": (DilatedPattern.dense(), 0, 2, 2),
     "one token, rate beyond it": (DilatedPattern([(1, 9)]), 1, 3, 3),
@@ -43,8 +43,8 @@ CORNERS = {
 def test_a_window_says_what_its_docstring_does(width, rate, causal):
     c = DilatedPattern([Window(width, rate, heads=[1])]).counts(17, 2, causal)
     for p in range(17):
-        seen = {j for j in range(17) if (p - j) % rate == 0 and abs(p - j) < width * rate and (j <= p or not causal)}
-        assert c[1, p].tolist() == [int(j in seen) for j in range(17)] and p in seen
+        visible = {j for j in range(17) if (p - j) % rate == 0 and abs(p - j) < width * rate and (j <= p or not causal)}
+        assert c[1, p].tolist() == [int(j in visible) for j in range(17)] and p in visible
     assert not c[0].any()
 
 

@@ -90,7 +90,7 @@ def test_refused(name):
 @pytest.mark.parametrize("global_every, global_first", [(1, None), (3, None), (4, None), (4, 0), (2, 3), (9, 5)])
 @pytest.mark.parametrize("shifted", [True, False])
 def test_hybrid(num_heads, num_kv_heads, global_heads, global_every, global_first, shifted):
-    """Layer i is dense in its last kv groups where (i + 1) % global_every == 0, or from `global_first` on; else local."""
+    """Layer i has dense last kv groups if (i + 1) % global_every == 0, or from `global_first` on; others are local."""
     kv_heads = num_kv_heads or num_heads
     far = DilatedPattern([(16, 2)], offsets="blocked")
     layers = DilatedPattern.hybrid(
@@ -117,13 +117,13 @@ def test_hybrid(num_heads, num_kv_heads, global_heads, global_every, global_firs
 
 
 def test_hybrid_with_windows():
-    """Windows stand where segments would: for the same heads of the same layers, and without a shift."""
+    """Windows replace segments for the same heads of the same layers, without a shift."""
     segments = DilatedPattern.hybrid(6, 4, 2, 8, far=DilatedPattern([(16, 2)]), shifted=False)
     for with_windows, pattern in zip(
         DilatedPattern.hybrid(6, 4, 2, 8, far=DilatedPattern([(16, 2)]), window=True), segments, strict=True
     ):
-        first, *rest = pattern.branches
-        assert with_windows.branches == (Window(8, heads=first.heads), *rest)
+        first, *windows = pattern.branches
+        assert with_windows.branches == (Window(8, heads=first.heads), *windows)
     assert read_patterns({"hybrid": {"window": True}}, 4, 2)[0] == DilatedPattern([Window(2048)])
 
 

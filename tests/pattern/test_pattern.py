@@ -23,7 +23,7 @@ def any_pattern(draw):
 
 
 def plain(value) -> bool:
-    """Whether YAML and JSON hold the value without tags."""
+    """Return whether YAML and JSON represent the value without tags."""
     if type(value) is dict:
         return all(type(k) is str and plain(v) for k, v in value.items())
     if type(value) is list:
@@ -152,7 +152,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_not_equal(name):
-    # `code` keys the compiled op, and `repr` the messages: both must tell what equality tells
+    # `code` keys the compiled op, and `repr` the messages: both must distinguish what equality does
     other = DIFFERENT[name]
     assert other != BASE and other.code != BASE.code and repr(other) != repr(BASE)
 

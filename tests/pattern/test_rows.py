@@ -16,7 +16,7 @@ from .strategies import head_counts, patterns
 
 
 def cells(block: Block):
-    """(head, kv head, [positions]) of every segment of a block, as its docstring says."""
+    """Return (head, kv head, [positions]) of every segment of a block, by its docstring."""
     for s in range(block.segments):
         for j in range(block.heads):
             first = block.first + s * block.segment_stride + j * block.position_step
@@ -33,7 +33,7 @@ def test_blocks_cover_the_definition_once(data):
     heads, kv = data.draw(head_counts())
     pattern = data.draw(patterns(heads, kv))
     n = data.draw(st.integers(0, 64))
-    seen = Counter()
+    cell_counts = Counter()
     for block in blocks(pattern, n, heads, kv):
         branch = pattern.branches[block.branch]
         if branch.tokens is not None:  # rows of several blocks: see the pairs below
@@ -45,9 +45,9 @@ def test_blocks_cover_the_definition_once(data):
             assert len(places) == 1 and None not in places  # one segment, and the head's residue
             for p in positions:
                 assert 0 <= p < n
-                seen[block.branch, head, p] += 1
-    assert set(seen.values()) <= {1}
-    assert set(seen) == {
+                cell_counts[block.branch, head, p] += 1
+    assert set(cell_counts.values()) <= {1}
+    assert set(cell_counts) == {
         (i, h, p)
         for i, branch in enumerate(pattern.branches)
         for h in range(heads)
@@ -131,12 +131,12 @@ def test_pairs_of_a_part_are_the_counts(data):
 
 
 def ladder(first: int, branches: int):
-    """Segment lengths and rates that both double."""
+    """Return segment lengths and rates that both double."""
     return [first << i for i in range(branches)], [1 << i for i in range(branches)]
 
 
-# A block is one kernel call: these few calls are what makes strided views fast. A branch needs min(r, H / r) of them
-# where r divides H, since one view holds heads of equal offsets, or heads whose offsets rise by one.
+# A block is one kernel call, and strided views are fast only in few calls. A branch needs min(r, H / r) of them if r
+# divides H, since one view holds heads with equal offsets, or with offsets that rise by one.
 CALLS = {
     "one branch": (DilatedPattern.dense(2048), 12, 1),
     "12 heads": (DilatedPattern.longnet(*ladder(2048, 5)), 12, 9),
@@ -155,7 +155,7 @@ def test_number_of_calls(name):
 
 
 def test_kv_offsets_take_few_calls():
-    # 12 query heads over 4 kv heads need no more calls than the three query heads of each group would need apart
+    # 12 query heads over 4 kv heads need no more calls than the three query heads of one group
     pattern = DilatedPattern.longnet(*ladder(2048, 5), offset_heads="kv")
     assert len(blocks(pattern, 1 << 20, 12, 4)) <= 3 * len(blocks(pattern, 1 << 20, 4, 4))
 

@@ -1,4 +1,4 @@
-"""Programs of all ranks played round by round with Python sets: a row is (document, sample, kv head, position)."""
+"""Programs of all ranks, executed round by round with Python sets: a row is (document, sample, kv head, position)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .cases import Case, member_of
 
 
 def rows_of(message: Message) -> list[tuple]:
-    """The rows of a message in the order in which they travel: piece after piece, sample after sample."""
+    """Return the rows of a message in the order in which they are sent: piece after piece, sample after sample."""
     return [(x.document, sample, x.head, p) for x in message for sample in range(x.document.samples) for p in x.rows]
 
 
 def rows_in(messages: Iterable[Message]) -> list[tuple]:
-    """The rows of several messages."""
+    """Return the rows of several messages."""
     return [row for message in messages for row in rows_of(message)]
 
 
 def held_rows(problem: Problem, rank: int, heads: tuple[int, int] | None = None) -> set[tuple]:
-    """The rows that a rank holds at first, of the kv heads of the problem or of `heads`."""
+    """Return the rows that a rank holds at first, of the kv heads of the problem or of `heads`."""
     return {
         (d, sample, head, p)
         for d in problem.documents
@@ -39,7 +39,7 @@ def held_rows(problem: Problem, rank: int, heads: tuple[int, int] | None = None)
 
 
 def requested_rows(problem: Problem, rank: int) -> set[tuple]:
-    """The rows that a rank's requests read."""
+    """Return the rows that a rank's requests read."""
     return {
         (request.document, sample, request.head // problem.group, p)
         for request in row_requests(problem, rank)
@@ -50,12 +50,12 @@ def requested_rows(problem: Problem, rank: int) -> set[tuple]:
 
 
 def all_programs(problem: Problem, program: Callable, per_node: int = 1) -> list:
-    """The program of every rank."""
+    """Return the program of every rank."""
     return [program(problem, rank, per_node) for rank in range(problem.shard.ranks)]
 
 
 def check_agreed(rounds: list[Round]) -> None:
-    """One round of all ranks: every message is expected by its receiver, with the same rows in the same order."""
+    """Check one round of all ranks: its receiver expects every message, with the same rows in the same order."""
     for rank, step in enumerate(rounds):
         for peer, message in step.sends.items():
             assert message and rounds[peer].receives.get(rank) == message, (rank, peer)
@@ -64,7 +64,7 @@ def check_agreed(rounds: list[Round]) -> None:
 
 
 def play(problem: Problem, programs: list[Program]) -> list[list[list[tuple]]]:
-    """What each rank received, round by round; a message may only contain what its sender holds by then."""
+    """Return the rows that each rank received, round by round; a message may only have rows that its sender holds."""
     assert len({len(program.rounds) for program in programs}) == 1
     own = [held_rows(problem, rank) for rank in range(problem.shard.ranks)]
     arrived: list[list[list[tuple]]] = [[] for _ in programs]
@@ -72,9 +72,9 @@ def play(problem: Problem, programs: list[Program]) -> list[list[list[tuple]]]:
         steps = [program.rounds[number] for program in programs]
         check_agreed(steps)
         for rank, step in enumerate(steps):
-            # without `keep`, only the last round's rows are still there
-            kept = arrived[rank] if programs[rank].keep else arrived[rank][-1:]
-            have = own[rank].union(*kept)
+            # without `keep`, only the last round's rows still exist
+            remaining = arrived[rank] if programs[rank].keep else arrived[rank][-1:]
+            have = own[rank].union(*remaining)
             for message in step.sends.values():
                 assert have.issuperset(rows_of(message)), f"rank {rank} sends in round {number} what it does not hold"
         for rank, step in enumerate(steps):
@@ -83,7 +83,7 @@ def play(problem: Problem, programs: list[Program]) -> list[list[list[tuple]]]:
 
 
 def check_kept(problem: Problem, arrived: list[list[list[tuple]]]) -> None:
-    """At the end every rank has received the rows of its requests, and no row twice."""
+    """Check that every rank has received the rows of its requests at the end, and no row twice."""
     for rank, rounds in enumerate(arrived):
         rows = Counter(row for rows in rounds for row in rows)
         assert not rows or max(rows.values()) == 1
@@ -91,26 +91,26 @@ def check_kept(problem: Problem, arrived: list[list[list[tuple]]]) -> None:
 
 
 def from_others(step: Round, rank: int) -> list[tuple]:
-    """The rows that a rank receives in a round from other ranks."""
+    """Return the rows that a rank receives in a round from other ranks."""
     return rows_in(message for peer, message in step.receives.items() if peer != rank)
 
 
 def needed_by_definition(case: Case, problem: Problem) -> list[set[tuple]]:
-    """For each rank the rows on other ranks that its queries see, by the definition."""
+    """Return, for each rank, the rows on other ranks that its queries see, by the definition."""
     group = problem.shard.members
     return [
         {
             (document, sample, kv_head, p)
-            for document, kv_head, p in seen
+            for document, kv_head, p in visible
             for sample in range(document.samples)
             if member_of(problem.shard, p) // group != rank
         }
-        for rank, seen in enumerate(case.rows_seen(problem))
+        for rank, visible in enumerate(case.rows_seen(problem))
     ]
 
 
 def check_enters_once(problem: Problem, programs: list[Program], per_node: int, needs: list[set]) -> None:
-    """The rows that enter a node are those that one of its ranks needs and none holds, each carried by one rank."""
+    """Check that exactly the rows that a node needs and does not hold enter it, each on one rank."""
     for node in range(len(programs) // per_node):
         mates = range(node * per_node, (node + 1) * per_node)
         entered = Counter()
@@ -125,7 +125,7 @@ def check_enters_once(problem: Problem, programs: list[Program], per_node: int, 
 def geometric(
     keys: int, local: int, ranks: int, heads: int, causal: bool = False, kv_heads: int | None = None
 ) -> Problem:
-    """Segments of `keys` rows, as wide as the sequence at most, over shards of `local` tokens."""
+    """Segments of `keys` rows, at most as wide as the sequence, over shards of `local` tokens."""
     n = ranks * local
     pattern = DilatedPattern.geometric(keys, n)
     return Problem(pattern, heads, kv_heads or heads, causal, Shard(n, ranks), (Document(0, 1, 0, n),), (0, heads))
@@ -133,7 +133,7 @@ def geometric(
 
 @st.composite
 def nested_cases(draw, ranks: tuple[int, ...] = (2, 4, 8, 16)):
-    """Cases that the butterfly serves: wide branches at doublings of the shard, rates that divide the next."""
+    """Draw cases that the butterfly serves: wide branches at doublings of the shard, rates that divide the next."""
     count, local = draw(st.sampled_from(ranks)), draw(st.sampled_from([2, 3, 4, 6, 8]))
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1), (6, 3)]))
     n, levels = count * local, count.bit_length() - 1

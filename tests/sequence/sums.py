@@ -1,4 +1,4 @@
-"""The pairs and pads that all ranks compute together, against those of the definition."""
+"""The pairs and pads that all ranks compute together equal the definition."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ Requests = Callable[[Problem, int], Iterable[RowRequest]]
 
 
 def local_cells(case: Case, problem: Problem, rank: int, whole: bool = False):
-    """(document, branch, head, positions, those of the keys, pads) of every segment, or part of one, that a rank computes
-    alone."""
+    """Yield (document, branch, head, positions, key positions, pads) of every segment that a rank computes alone."""
     for span in local_spans(list(case.documents), problem.shard.ranges(rank)):
         start = span.origin + span.start - span.offset
         document = Document(span.batch, span.batches, start, start + span.document)
         assert document in case.documents
-        for i in range(span.length):  # the tokens lie where the rank's tensor has them
+        for i in range(span.length):  # the tokens are in the rank's tensor at their positions
             assert problem.shard.owner(start + span.offset + i) == (rank, span.start + i)
         arguments = (case.pattern, span.document, case.heads, case.kv_heads, span.part, problem.heads, whole)
         for block in blocks(*arguments):
@@ -39,19 +38,20 @@ def local_cells(case: Case, problem: Problem, rank: int, whole: bool = False):
 
 
 def triangle(queries: list[int], keys: list[int], causal: bool, band: tuple[int, int] | None = None):
-    """(query, key) pairs as the backends take them: causal means that query i sees the keys up to the i-th; in a band it
-    sees the keys from i + lower to i + upper."""
+    """Return (query, key) pairs as the backends define them: causal, query i sees keys up to i; in a band, the keys
+    from i + lower to i + upper.
+    """
     if band is not None:
         lower, upper = band
-        seen = [keys[max(0, n + lower) : max(0, n + upper + 1)] for n in range(len(queries))]
-        assert all(seen)
-        return [(p, j) for p, some in zip(queries, seen, strict=True) for j in some]
+        visible = [keys[max(0, n + lower) : max(0, n + upper + 1)] for n in range(len(queries))]
+        assert all(visible)
+        return [(p, j) for p, some in zip(queries, visible, strict=True) for j in some]
     assert not causal or len(queries) == len(keys)
     return [(p, j) for n, p in enumerate(queries) for j in (keys[: n + 1] if causal else keys)]
 
 
 def computed(case: Case, requests: Requests, whole: bool) -> tuple[Counter, Counter]:
-    """How often each pair is computed, and the pads that each (document, branch, head, query) attends, over all ranks."""
+    """Return how often each pair is computed, and the pads of each (document, branch, head, query), over all ranks."""
     pairs, pads = Counter(), Counter()
     for problem in case.problems():
         for rank in range(case.shard.ranks):
@@ -65,14 +65,14 @@ def computed(case: Case, requests: Requests, whole: bool) -> tuple[Counter, Coun
             for request in requests(problem, rank):
                 keys = [j for piece in request.keys for j in piece]
                 which = request.document, request.branch, request.head
-                of = list(request.queries), keys, request.causal, request.band
-                pairs.update((*which, p, j) for p, j in triangle(*of))
+                arguments = list(request.queries), keys, request.causal, request.band
+                pairs.update((*which, p, j) for p, j in triangle(*arguments))
                 pads.update({(*which, p): request.pads for p in request.queries})
     return pairs, pads
 
 
 def check_pairs(case: Case, requests: Requests = row_requests, whole: bool = False) -> Counter:
-    """Every pair of the definition once, each branch apart, and nothing else; returns the pads."""
+    """Check that every pair of the definition is computed once for each branch, and nothing else. Return the pads."""
     pairs, pads = computed(case, requests, whole)
     assert set(pairs) == case.pairs
     assert all(n == 1 for n in pairs.values())
@@ -80,7 +80,7 @@ def check_pairs(case: Case, requests: Requests = row_requests, whole: bool = Fal
 
 
 def check_pads(case: Case, requests: Requests = row_requests, whole: bool = False) -> None:
-    """`check_pairs`, and the pads of every (branch, head, query) are those of the definition, none twice."""
+    """Run `check_pairs`, and check that the pads of every (branch, head, query) equal the definition, none twice."""
     pads = check_pairs(case, requests, whole)
     for document in case.documents:
         n = document.stop - document.start

@@ -22,13 +22,13 @@ def test_parts_make_the_whole(n, ranks, layout, stream):
     for name, dim in (("tokens", 1), ("features", 1)):
         assert torch.equal(torch.cat([p[name] for p in parts], dim)[:, order.argsort()], batch[name])
     assert all(p["index"] == [4, 5] for p in parts)
-    for part in parts:  # storage of its own: otherwise a worker would send the whole sequence
+    for part in parts:  # a separate storage: otherwise a worker would send the whole sequence
         assert part["tokens"].untyped_storage().nbytes() == part["tokens"].numel() * 8
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_part_is_a_copy(ranks):
-    """A loader may use its memory again, and a step may change its batch, on one rank as on many."""
+    """A loader may reuse its memory, and a step may change its batch, on one rank as on many."""
     signs = torch.view_as_complex(torch.ones(2, 4, 2)).conj()
     entries = [torch.ones(2, 4), torch.ones(4, 2).t(), torch.arange(4.0)[:2, None].expand(2, 4), signs, signs.imag]
     for x in entries:
@@ -40,7 +40,7 @@ def test_a_part_is_a_copy(ranks):
 
 @pytest.mark.gpu
 def test_what_is_page_locked_is_not_copied():
-    """But what lies in a larger storage, and whatever two ranks share."""
+    """Except parts of a larger storage, and entries that two ranks share."""
     whole = torch.arange(8).view(2, 4).pin_memory()
     for layout in LAYOUTS:
         place = Place(1, 0, layout, 4 if layout == "chunked" else None)
@@ -64,8 +64,8 @@ def test_shift_is_global(ranks):
     tokens = torch.arange(1, 9).view(1, 8)
     spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["lengths", "cu_seqlens"], shift={"labels": -100})
 
-    def labels(**more):
-        batch = {"tokens": tokens, "labels": tokens, **more}
+    def labels(**options):
+        batch = {"tokens": tokens, "labels": tokens, **options}
         return torch.cat([spec.cut(batch, Place(ranks, r))["labels"] for r in range(ranks)], 1)[0].tolist()
 
     assert labels() == [2, 3, 4, 5, 6, 7, 8, -100]

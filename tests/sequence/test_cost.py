@@ -1,6 +1,6 @@
 """The cost of planning a new batch of packed documents: integers only, a few milliseconds of one core.
 
-Every training step brings new documents, so nothing is cached from the step before.
+Every training step brings new documents, so nothing can be cached.
 """
 
 import itertools
@@ -17,12 +17,12 @@ from lightning_dilated.sequence.shard import Shard
 
 N, HEADS = 1 << 20, 12
 PATTERN = DilatedPattern.longnet([2048 << i for i in range(5)], [1 << i for i in range(5)])
-#: calls of Python and C functions: the most that a case takes and a tenth; 9 ms of a core at 3 GHz
+#: calls of Python and C functions: the largest case plus a tenth; 9 ms of a core at 3 GHz
 LIMIT = 66_000
 
 
 def packed(count: int) -> list[Document]:
-    """`count` documents that fill N tokens."""
+    """Return `count` documents that fill N tokens."""
     bounds = [0, *sorted(random.Random(0).sample(range(1, N), count - 1)), N]
     return [Document(0, 1, a, b) for a, b in itertools.pairwise(bounds)]
 
@@ -34,7 +34,7 @@ def forget() -> None:
 
 
 def calls(call) -> int:
-    """How many functions a fresh call enters: unlike time, the same on every machine and beside every process."""
+    """Count the functions that a fresh call enters: unlike time, it is the same on every busy or idle machine."""
     entered = 0
 
     def count(frame, event, function):
@@ -68,6 +68,6 @@ def test_ten_thousand_documents(ranks, layout, causal):
 
 @pytest.mark.parametrize("ranks", [8, 64, 512])
 def test_only_documents_at_cuts_are_left(ranks):
-    # what follows is paid for each document that straddles, so there may be at most one a cut
+    # the work below is proportional to the straddling documents, so there may be at most one a cut
     assert len(straddling(packed(10_000), Shard(N, ranks))) < ranks
     assert len(straddling(packed(10_000), Shard(N, ranks, "zigzag"))) < 2 * ranks

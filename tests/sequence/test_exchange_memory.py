@@ -1,4 +1,4 @@
-"""exchange_memory: "auto" takes what keeps to it, and errors say what each exchange holds."""
+"""exchange_memory: "auto" chooses an exchange that respects it, and errors list the memory of each exchange."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_gather_holds_what_arrives_and_its_gradients():
 
 
 def test_a_ring_holds_two_rounds_of_rows_and_the_gradients_of_one():
-    """Whatever the number of ranks, where a gather holds the whole sequence."""
+    """For any number of ranks, while a gather holds the whole sequence."""
     for ranks in (4, 8, 16):
         problem = make_problem(DilatedPattern.dense(), 1024 * ranks, 8, ranks=ranks)
         row = 1024 * 8 * 2 * 16
@@ -53,7 +53,7 @@ def test_auto_keeps_to_it():
         if sizes[free.exchange] <= sizes[name] and not over:
             assert bounded.exchange == free.exchange
     assert bounded.exchange == min(sizes, key=sizes.get)
-    assert all(p.held is None for p in free.prices)  # nothing is listed where nothing is bounded
+    assert all(p.held is None for p in free.prices)  # nothing is listed without a limit
 
 
 def test_errors_say_the_least():
@@ -72,7 +72,7 @@ def test_errors_say_the_least():
 
 
 def test_packed_documents():
-    """Their exchange is not priced: it is gather, or the first that keeps to the bound."""
+    """Their exchange is not priced: it is gather, or the first that respects the limit."""
     problem = make_problem(DilatedPattern.dense(), 4096, 8, ranks=4, cu_seqlens=[0, 3000, 4096])
     assert plan(problem, **SIZES, exchange_memory=most("gather", problem)).exchange == "gather"
     below = plan(problem, **SIZES, exchange_memory=most("gather", problem) - 1)
@@ -81,7 +81,7 @@ def test_packed_documents():
 
 
 def test_head_groups_hold_less():
-    """Groups of two hold the rows of half the heads: sizes whose exchange holds too much are left out."""
+    """Groups of two hold the rows of half the heads: sizes with a too large exchange are left out."""
     problem = make_problem(DilatedPattern.dense(), 4096, 8, ranks=4, layout="zigzag")
     bound = most("gather", problem) * 2 // 3
     prices, reasons = head_prices(problem, "gather", **SIZES, exchange_memory=bound)
@@ -92,9 +92,9 @@ def test_head_groups_hold_less():
 def test_planned_memory_is_that_of_the_exchange_taken():
     heads = 8, 8, 16
     setup = lambda bound: Setup("ring_dilated", 4, 4, exchange_memory=bound)  # noqa: E731
-    of = lambda bound: exchanged(DilatedPattern.dense(), 4096, heads, False, 2, setup(bound))  # noqa: E731
-    assert of(most("ring")).name == "ring" and of(most("ring")).kept == 0
-    assert of(None).name == plan(DENSE, **SIZES).exchange
+    exchange_of = lambda bound: exchanged(DilatedPattern.dense(), 4096, heads, False, 2, setup(bound))  # noqa: E731
+    assert exchange_of(most("ring")).name == "ring" and exchange_of(most("ring")).kept == 0
+    assert exchange_of(None).name == plan(DENSE, **SIZES).exchange
 
 
 @pytest.mark.parametrize("value", [0, -1.0, "1", float("inf")])

@@ -1,4 +1,4 @@
-"""head_size="auto": the sizes that are priced, the choices pinned, and one choice for all ranks."""
+"""head_size="auto": the sizes that are priced, the expected choices, and one choice for all ranks."""
 
 import pytest
 from hypothesis import given, settings
@@ -62,7 +62,7 @@ def test_what_is_not_priced():
 
 def test_a_named_exchange_limits_the_sizes():
     prices, reasons = head_prices(make_problem(DilatedPattern.geometric(96, 768), 768, 6, ranks=6), "butterfly")
-    # 3 groups are no power of two; of one, the pattern has nothing to exchange
+    # 3 groups are no power of two; a single group has nothing to exchange
     assert [(x.head_size, x.exchange) for x in prices] == [(3, "butterfly"), (6, None)]
     assert "exchange='butterfly' cannot serve this call: needs a power of two of ranks, not 6" in dict(reasons)[1]
     with pytest.raises(ValueError, match="exchange='butterfly' cannot serve this call"):
@@ -96,7 +96,7 @@ def test_every_rank_chooses_alike(case, per_node, exchange):
 
 
 def test_traded_bytes_of_an_even_trade():
-    """Ulysses: of 4 ranks each receives 3/4 of its share of q, k, v and outputs."""
+    """Ulysses: each of 4 ranks receives 3/4 of its share of q, k, v and outputs."""
     problem = make_problem(DENSE, 64, 8, ranks=4)
     x = traded(problem, 4, 0, samples=2, head_dim=16, element_size=2)
     tokens, heads = 2 * 48, 2

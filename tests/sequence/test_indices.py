@@ -1,4 +1,4 @@
-"""From ranges to numbers of rows: every number decoded back to (sample, position, head) and compared with the request."""
+"""From ranges to row numbers: every number, decoded back to (sample, position, head), equals the request."""
 
 from dataclasses import replace
 
@@ -21,19 +21,19 @@ CPU = torch.device("cpu")
 
 
 def own_rows(case: Case, rank: int, heads: tuple[int, int]) -> list[tuple]:
-    """(sample, position, head) of every row of a rank's contiguous (B, L, heads) tensor."""
+    """Return (sample, position, head) of every row of a rank's contiguous (B, L, heads) tensor."""
     samples = max((d.sample + d.samples for d in case.documents), default=0)
     positions = [p for piece in case.shard.ranges(rank) for p in piece]
     return [(b, p, h) for b in range(samples) for p in positions for h in range(*heads)]
 
 
 def named(rows: list[tuple]) -> list[tuple]:
-    """(sample, position, head) of rows (document, sample in the document, head, position)."""
+    """Return (sample, position, head) of rows (document, sample in the document, head, position)."""
     return [(document.sample + sample, p, head) for document, sample, head, p in rows]
 
 
 def requested_rows(document: Document, sample: int, head: int, rows) -> list[tuple]:
-    """(sample, position, head) of requested rows."""
+    """Return (sample, position, head) of requested rows."""
     return [(document.sample + sample, p, head) for p in rows]
 
 
@@ -45,12 +45,12 @@ def test_expand(runs):
 
 
 def test_expand_large_numbers():
-    # flat numbers of a long sequence times its heads pass 2^31 soon
+    # flat numbers of a long sequence times its heads soon exceed 2^31
     assert expand([(1 << 40, 1 << 35, 3)]).tolist() == [1 << 40, (1 << 40) + (1 << 35), (1 << 40) + (1 << 36)]
 
 
 def check_overlaps(overlaps, rows: range, have: list[tuple], expected: list[tuple]) -> None:
-    """`overlaps` gives for each of `rows` that is in `have` its indices in both, once."""
+    """Check that `overlaps` has, for each of `rows` that is in `have`, its indices in both, once."""
     places: dict[int, int] = {}
     for inside, there in overlaps:
         assert inside[2] == there[2] > 0
@@ -62,7 +62,7 @@ def check_overlaps(overlaps, rows: range, have: list[tuple], expected: list[tupl
 
 @st.composite
 def asks(draw, case: Case, heads: tuple[int, int]):
-    """(document, head, rows, sample): any rows of a document."""
+    """Draw (document, head, rows, sample): any rows of a document."""
     document = draw(st.sampled_from(case.documents))
     start = draw(st.integers(document.start, document.stop - 1))
     rows = range(start, draw(st.integers(start, document.stop)), draw(st.integers(1, 5)))
@@ -87,7 +87,7 @@ def test_own(case, data):
 @given(SOME, st.data())
 @settings(max_examples=examples(50))
 def test_store(case, data):
-    # pieces of all documents and heads, some positions left out, in two messages
+    # pieces of all documents and heads, without some positions, in two messages
     store, message = ReceivedRows(), []
     for document in case.documents:
         for head in range(case.kv_heads):
@@ -107,7 +107,7 @@ def test_store(case, data):
 
 
 def check_packing(packing: Packing, own: list[tuple], store: list[tuple], sent: list[tuple]) -> None:
-    """The buffer that is filled as `packing` says holds the rows that are sent, in their order."""
+    """Check that the buffer filled by `packing` holds the sent rows, in their order."""
     own_at = torch.arange(len(packing.own)) if packing.own_at is None else packing.own_at
     assert len(packing.own) == len(own_at) and len(packing.store) == len(packing.store_at)
     buffer: dict[int, tuple] = {}
@@ -119,7 +119,7 @@ def check_packing(packing: Packing, own: list[tuple], store: list[tuple], sent: 
 
 
 def check_packings(case: Case, problem: Problem, exchange: str, per_node: int = 1) -> None:
-    """Every round's send buffer on every rank, as `run` fills it."""
+    """Check every round's send buffer on every rank, as `run` fills it."""
     for rank, program in enumerate(all_programs(problem, EXCHANGES[exchange].program, per_node)):
         own, store, arrived = LocalRows(case.shard.ranges(rank), problem.kv_heads), ReceivedRows(), []
         held = own_rows(case, rank, problem.kv_heads)
@@ -162,7 +162,7 @@ def test_packing_of_a_row_that_is_not_there():
 
 
 def check_batches(problem: Problem, joined, requests: list, query_rows: list[tuple], key_rows: list[tuple]) -> None:
-    """Each request is in one batch, and a batch has the numbers and positions of its requests."""
+    """Check that each request is in one batch, and that a batch has the numbers and positions of its requests."""
     assert sorted(map(repr, (x for batch in joined for x in batch.requests))) == sorted(map(repr, requests))
     for batch in joined:
         each = [(want, sample) for want in batch.requests for sample in range(want.document.samples)]
@@ -183,7 +183,7 @@ def check_batches(problem: Problem, joined, requests: list, query_rows: list[tup
 
 
 def store_of(messages) -> tuple[ReceivedRows, list[tuple]]:
-    """A store with these messages, and its rows."""
+    """Return a store with these messages, and its rows."""
     store = ReceivedRows()
     for message in messages:
         store.add(message)

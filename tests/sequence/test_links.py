@@ -1,4 +1,4 @@
-"""Links: what they refuse, their file and where it is looked for, and that the choice of "auto" follows them."""
+"""Links: refused values, their file and its locations, and their effect on the choice of "auto"."""
 
 import json
 
@@ -83,7 +83,7 @@ def test_no_file(tmp_path):
 # -- where it is looked for --------------------------------------------------------------------------------------------
 @pytest.fixture
 def home_folder(tmp_path, monkeypatch):
-    """A machine on which nothing was measured."""
+    """A machine without measurements."""
     monkeypatch.delenv(VARIABLE)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -122,13 +122,13 @@ PROBLEMS = {
     "64 on nodes of 8": (make_problem(DilatedPattern.geometric(2048, 1 << 21), 1 << 21, 12, ranks=64), 8),
     "GigaPath": (make_problem(GIGAPATH, 1 << 20, 16, ranks=8), 8),
 }
-#: {problem: what is taken with the defaults, with slow rounds, with slow messages, with little bandwidth}
+#: {problem: the choices with the defaults, with slow rounds, with slow messages, with little bandwidth}
 TAKEN = {
     "4 GPUs": ("gather", "gather", "butterfly", "switch"),
     "64 on nodes of 8": ("hierarchical_gather", "gather", "butterfly", "switch"),
     "GigaPath": ("gather", "gather", "gather", "switch"),
 }
-#: what is dear, and so has to be least in what is taken
+#: the expensive quantity, which the choice must minimize
 DEAR = {
     "rounds": (Links(round=1.0), lambda p: p.rounds),
     "messages": (Links(message=1.0), lambda p: p.messages),
@@ -141,9 +141,9 @@ def test_auto_follows_the_links(name):
     problem, per_node = PROBLEMS[name]
     plans = [plan(problem, ranks_per_node=per_node, links=x) for x in (Links(), *(x for x, _ in DEAR.values()))]
     assert tuple(x.exchange for x in plans) == TAKEN[name]
-    for chosen, (links, of) in zip(plans[1:], DEAR.values(), strict=True):
+    for chosen, (links, expensive) in zip(plans[1:], DEAR.values(), strict=True):
         taken = next(p for p in chosen.prices if p.exchange == chosen.exchange)
-        assert of(taken) == min(of(p) for p in chosen.prices)
+        assert expensive(taken) == min(expensive(p) for p in chosen.prices)
         assert chosen.links == links
 
 

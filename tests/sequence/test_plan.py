@@ -1,4 +1,4 @@
-"""The plan: the published table of bytes, exact counts, the choices of "auto" pinned for ten cases, and scale."""
+"""The plan: the published table of bytes, exact counts, the choices of "auto" for ten cases, and scale."""
 
 import pytest
 
@@ -16,7 +16,8 @@ def geometric(seq_len, ranks, **options):
     return make_problem(DilatedPattern.geometric(2048, seq_len), seq_len, 12, ranks=ranks, **options)
 
 
-# research/sequence_parallel.md 4b, width 768: megabytes received in the forward of a layer, and those from other nodes
+# research/sequence_parallel.md 4b, width 768: megabytes received in the forward of a layer, and the part from other
+# nodes
 TABLE = [(8, 9.4, 0.0), (64, 18.9, 1.2), (512, 28.3, 2.4), (4096, 37.7, 3.5)]
 
 
@@ -111,7 +112,7 @@ BILLION_CASES = {
 )
 @pytest.mark.full
 def test_a_billion_tokens_on_4096_ranks(tmp_path, name, causal):
-    """In a process of its own: the plan and a rank's program, CPU seconds and GiB, torch's own 0.4 among them."""
+    """In a new process: the plan and a rank's program, CPU seconds and GiB, including torch's own 0.4."""
     pattern, want = BILLION_CASES[name]
     script = tmp_path / "billion.py"
     script.write_text(BILLION.format(pattern=pattern, causal=causal))
@@ -137,7 +138,7 @@ WINDOWED = [(name, ranks, size) for name, (_, heads, _) in UNLIKE.items() for ra
 
 @pytest.mark.parametrize("name, ranks, size", WINDOWED)
 def test_one_choice_for_all_windows(name, ranks, size):
-    # the ranks of a head-parallel group share the collectives of the whole sequence, so they have to choose alike
+    # the ranks of a head-parallel group share the collectives of the whole sequence, so they must choose alike
     pattern, heads, n = UNLIKE[name]
 
     def chosen(exchange, window):
@@ -191,7 +192,7 @@ def test_one_rank_that_owns_a_dense_head_is_waited_for(ranks):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("width, rate", [(7, 1), (3, 4), (1, 1), (65, 1)])
 def test_a_window_takes_a_halo(width, rate, causal):
-    """A rank receives the (width - 1) * rate rows before its tokens, and as many after them where not causal."""
+    """A rank receives the (width - 1) * rate rows before its tokens and, if not causal, the same number after them."""
     problem = make_problem(DilatedPattern([Window(width, rate)]), 256, 4, 2, ranks=4, causal=causal)
     halo = (width - 1) * rate
     for rank in range(4):

@@ -1,6 +1,6 @@
-"""gather (flat and hierarchical) and ring on all ranks of any case, played with sets.
+"""gather (flat and hierarchical) and ring on all ranks of any case, executed with sets.
 
-Every message is expected, no rank sends what it does not hold, everything needed arrives; with every layout, packed
+Every message is expected, no rank sends rows that it does not hold, all needed rows arrive; with every layout, packed
 documents, samples, windows of heads and empty ranks.
 """
 
@@ -46,18 +46,18 @@ def test_gather(case):
         for rank, want in enumerate(needed_by_definition(case, problem)):
             (step,) = programs[rank].rounds
             got = Counter(from_others(step, rank))
-            assert got.keys() == want  # not a row more than the definition asks for
+            assert got.keys() == want  # not a row more than the definition needs
             assert not got or max(got.values()) == 1
             assert step.receives.get(rank, []) == step.sends.get(rank, [])
 
 
 def check_ring(problem, programs, needs: list[set]) -> None:
-    """Round t brings rows of the rank t back: those that this rank or one after it needs, and no others."""
+    """Check that round t brings the rows of the rank t back that this rank or a later one needs, and no others."""
     ranks = problem.shard.ranks
     own = [held_rows(problem, rank) for rank in range(ranks)]
     arrived = play(problem, programs)
     for rank in range(ranks):
-        wanted = requested_rows(problem, rank)
+        needed = requested_rows(problem, rank)
         for t, rows in enumerate(arrived[rank]):
             source = (rank - t) % ranks
             step = programs[rank].rounds[t]
@@ -65,15 +65,15 @@ def check_ring(problem, programs, needs: list[set]) -> None:
             assert set(step.sends) <= {(rank + 1) % ranks if t else rank}
             assert len(set(rows)) == len(rows)
             if t == 0:
-                assert set(rows) == wanted & own[rank]
+                assert set(rows) == needed & own[rank]
                 continue
             users = [(source + hops) % ranks for hops in range(t, ranks)]
             assert set(rows) == own[source].intersection(set().union(*(needs[user] for user in users)))
-            assert set(rows) >= wanted & own[source]  # the round's rows serve the requests cut down to their source
+            assert set(rows) >= needed & own[source]  # the round's rows serve the requests cut down to their source
 
 
 def check_returns(problem, programs) -> None:
-    """The gradient of every used row goes straight to the owner of the row, once."""
+    """Check that the gradient of every used row goes directly to the row's owner, once."""
     ranks = problem.shard.ranks
     own = [held_rows(problem, rank) for rank in range(ranks)]
     for t in range(ranks):

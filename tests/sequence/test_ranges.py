@@ -1,4 +1,4 @@
-"""Ranges of integers as sets: every function against Python sets, and by residues where sets would be too large."""
+"""Ranges of integers as sets: every function against Python sets, or against residues if sets would be too large."""
 
 import math
 from itertools import combinations, pairwise
@@ -16,26 +16,26 @@ HUGE = 1 << 40
 
 @st.composite
 def ranges(draw, reach: int = 40, step: int = 12):
-    """A range, empty ones too; its stop need not continue its step."""
+    """Draw a range, possibly empty; its stop need not continue its step."""
     start = draw(st.integers(-reach, reach))
     return range(start, start + draw(st.integers(-3, 3 * reach)), draw(st.integers(1, step)))
 
 
 @st.composite
 def huge_ranges(draw):
-    """A range around 2^40 whose step is near 2^20, coprime steps among them."""
+    """Draw a range around 2^40 with a step near 2^20; some steps are coprime."""
     start = draw(st.integers(-HUGE, HUGE))
     step = (1 << draw(st.integers(18, 20))) + draw(st.sampled_from([0, 0, 1, -1, 7]))
     return range(start, start + draw(st.integers(0, 2 * HUGE)), step)
 
 
 def elements(pieces) -> list[int]:
-    """All elements, in order."""
+    """Return all elements, in order."""
     return [x for piece in pieces for x in piece]
 
 
 def disjoint(pieces) -> bool:
-    """Whether no element occurs twice."""
+    """Return whether no element occurs twice."""
     return len(set(elements(pieces))) == len(elements(pieces))
 
 
@@ -62,15 +62,15 @@ def test_subtract(a, b):
     assert sorted(elements(pieces)) == sorted(set(a) - set(b))
     assert all(pieces)
     # a billion rows must not become a million pieces
-    both = intersect(a, b)
-    period = both.step // a.step if both else 1
-    assert len(pieces) <= min(period, len(both)) + 2
+    shared = intersect(a, b)
+    period = shared.step // a.step if shared else 1
+    assert len(pieces) <= min(period, len(shared)) + 2
 
 
 @given(st.lists(ranges(), max_size=4), st.lists(ranges(), max_size=4))
 @settings(max_examples=examples(75))
 def test_remove(pieces, taken):
-    whole = union(pieces)  # disjoint, as `remove` asks for
+    whole = union(pieces)  # disjoint, as `remove` requires
     left = remove(whole, taken)
     assert sorted(elements(left)) == sorted(set(elements(pieces)) - set(elements(taken)))
 
@@ -82,14 +82,14 @@ def test_union(pieces):
     assert disjoint(out) and all(out)
     assert set(elements(out)) == set(elements(pieces))
     assert size(out) == len(set(elements(pieces)))
-    # senders and receivers may meet the pieces in other orders, and each piece more than once
+    # senders and receivers may have the pieces in other orders, and pieces may repeat
     assert union(reversed(pieces + pieces)) == out
 
 
 @given(st.lists(ranges(), max_size=8), st.lists(ranges(), max_size=8))
 @settings(max_examples=200)
 def test_remove_keeps_what_others_take(pieces, taken):
-    """As removing one after the other, whatever their order."""
+    """Equals removing one after the other, in any order."""
     whole, left = union(pieces), set(elements(pieces)) - set(elements(taken))
     for order in (taken, taken[::-1]):
         got = remove(whole, order)
@@ -111,13 +111,13 @@ def test_holed(parts):
 
 
 def test_union_joins_what_continues():
-    """The segments of a long sequence are one range, and sparse ones vanish in it."""
+    """The segments of a long sequence become one range, and sparse ones vanish in it."""
     segments = [range(first, first + 64, 2) for first in range(0, 64 << 10, 64)]
     assert union([*segments, *(x[::4] for x in segments)]) == [range(0, (64 << 10) - 1, 2)]
 
 
 def rewritten(a: range, step: int, beyond: int) -> range:
-    """The same elements with another stop and, where there is one element, another step."""
+    """Return the same elements with another stop and, for a single element, another step."""
     if len(a) == 1:
         return range(a.start, a.start + 1 + beyond % step, step)
     return range(a.start, a[-1] + 1 + beyond % a.step, a.step) if a else a
@@ -126,7 +126,7 @@ def rewritten(a: range, step: int, beyond: int) -> range:
 @given(st.lists(ranges(reach=6, step=20), max_size=5), st.data())
 @settings(max_examples=examples(125))
 def test_union_depends_on_elements_only(pieces, data):
-    # a sender finds range(5, 6, 3) where the receiver finds range(5, 9, 4): the rows must travel in one order
+    # a sender has range(5, 6, 3) where the receiver has range(5, 9, 4): the order of rows must be the same
     other = [rewritten(x, data.draw(st.integers(1, 20)), data.draw(st.integers(0, 20))) for x in pieces]
     assert other == pieces
     assert elements(union(data.draw(st.permutations(other)))) == elements(union(pieces))
@@ -135,7 +135,7 @@ def test_union_depends_on_elements_only(pieces, data):
 @given(st.lists(ranges(reach=6), max_size=8), st.data())
 @settings(max_examples=examples(75))
 def test_join(pieces, data):
-    # cut some ranges into neighbours, so that there is something to join
+    # cut some ranges into adjacent ones, so that there is something to join
     cut = []
     for piece in pieces:
         at = data.draw(st.integers(0, len(piece)))
@@ -157,11 +157,11 @@ def test_size(pieces):
 
 
 def crt_count(a: range, b: range) -> int:
-    """How many elements two ranges share: the residues agree modulo the gcd, then one in lcm numbers between the ends."""
+    """Count the elements that two ranges share: if residues agree modulo the gcd, one in lcm numbers in between."""
     if not a or not b or (a.start - b.start) % math.gcd(a.step, b.step):
         return 0
     common = math.lcm(a.step, b.step)
-    # one number with both residues: step through the residues of the larger step
+    # find one number with both residues by stepping through the residues of the larger step
     big, small = (a, b) if a.step >= b.step else (b, a)
     k = (small.start - big.start) // math.gcd(a.step, b.step)
     n = small.step // math.gcd(a.step, b.step)
@@ -182,11 +182,11 @@ def test_intersect_huge(a, b):
 @given(huge_ranges(), huge_ranges())
 @settings(max_examples=examples(50))
 def test_subtract_huge(a, b):
-    both, pieces = intersect(a, b), subtract(a, b)
-    assert size(pieces) == len(a) - len(both)
-    period = both.step // a.step if both else 1
-    assert len(pieces) <= min(period, len(both)) + 2
-    if len(pieces) < 30:  # else this check is quadratic, and its elements were counted already
+    shared, pieces = intersect(a, b), subtract(a, b)
+    assert size(pieces) == len(a) - len(shared)
+    period = shared.step // a.step if shared else 1
+    assert len(pieces) <= min(period, len(shared)) + 2
+    if len(pieces) < 30:  # otherwise this check is quadratic, and the elements were counted already
         assert not any(intersect(x, y) for x, y in combinations(pieces, 2))
     for piece in pieces[:20]:
         assert piece[0] in a and piece[-1] in a and not intersect(piece, b)

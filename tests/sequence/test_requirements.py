@@ -46,7 +46,7 @@ def test_pads_of_a_short_last_segment():
 def test_row_requests(case):
     for problem in case.problems():
         for rank, held in enumerate(case.held()):
-            seen = set()
+            requested_rows_ = set()
             for request in row_requests(problem, rank):
                 assert request.document in problem.documents and problem.heads[0] <= request.head < problem.heads[1]
                 assert request.queries and request.keys and all(request.keys)
@@ -55,10 +55,10 @@ def test_row_requests(case):
                 assert request.pairs == request.document.samples * len(
                     triangle(list(request.queries), keys, request.causal, request.band)
                 )
-                # a backend call takes all requests of a (branch, slot) of equal sizes, so no row may occur twice
+                # a backend call joins all requests of a (branch, slot) with equal sizes, so no row may occur twice
                 rows = {(request.branch, request.slot, request.document, request.head, p) for p in request.queries}
-                assert not rows & seen
-                seen |= rows
+                assert not rows & requested_rows_
+                requested_rows_ |= rows
 
 
 @given(cases())
@@ -71,9 +71,9 @@ def test_needed_rows(case):
             got = {(*key, p) for key, pieces in rows.items() for piece in pieces for p in piece}
             assert sum(size(pieces) for pieces in rows.values()) == len(got)  # none twice
             assert all(problem.kv_heads[0] <= kv_head < problem.kv_heads[1] for _, kv_head in rows)
-            # what the rank holds itself may be among them, where it interleaves with the queries
-            others = {row for row in rows_seen[rank] if row[2] not in held}
-            assert {row for row in got if row[2] not in held} == others
+            # the rank's own rows may be among them if they interleave with the queries
+            remote = {row for row in rows_seen[rank] if row[2] not in held}
+            assert {row for row in got if row[2] not in held} == remote
             assert got <= rows_seen[rank]
 
 

@@ -1,7 +1,7 @@
 """Programs of 64, 512 and 4096 ranks (32 of the ring), set-exact with small segments: S = 16 rows, 32 tokens, 4 heads.
 
-What a rank needs is computed here by loops, sharing no code with the package. The largest runs are marked slow; samples
-of their ranks, with the ranks that they talk to, are not.
+Loops compute the rows that a rank needs, sharing no code with the package. The largest runs are marked slow; samples of
+their ranks, with their peers, are not.
 """
 
 import random
@@ -25,7 +25,7 @@ def problem_of(ranks: int, causal: bool) -> Problem:
 
 
 def needs(problem: Problem, rank: int) -> set[tuple]:
-    """The rows on other ranks that the queries of a rank see."""
+    """Return the rows on other ranks that the queries of a rank see."""
     (document,) = problem.documents
     start, stop = rank * LOCAL, (rank + 1) * LOCAL
     out, width = set(), KEYS
@@ -44,7 +44,7 @@ def needs(problem: Problem, rank: int) -> set[tuple]:
 
 
 def check_all(exchange: str, ranks: int, causal: bool) -> None:
-    """Every rank's program played; gather brings nothing beyond the needs, the others at least those."""
+    """Execute every rank's program; gather brings exactly the needed rows, the others at least those."""
     problem = problem_of(ranks, causal)
     programs = all_programs(problem, EXCHANGES[exchange].program, PER_NODE)
     arrived = play(problem, programs)
@@ -79,12 +79,12 @@ def test_512_ranks_full(exchange):
 
 
 def rounds_of(program) -> list[Round]:
-    """All rounds of a program or a switch."""
+    """Return all rounds of a program or a switch."""
     return program.rounds if isinstance(program, Program) else [program.keys, program.queries]
 
 
 class Sample:
-    """Some ranks of an exchange, and the programs of the ranks that they exchange messages with, built on demand."""
+    """Some ranks of an exchange, and the programs of their peers, built on demand."""
 
     def __init__(self, exchange: str, ranks: int, causal: bool, seed: int = 0):
         self.problem, self.exchange, self.programs = problem_of(ranks, causal), exchange, {}
@@ -93,13 +93,12 @@ class Sample:
         self.ranks = [0, ranks // 2 - 1, ranks - 1, self.random.randrange(ranks)]
 
     def program(self, rank: int):
-        """A rank's program, built once."""
         if rank not in self.programs:
             self.programs[rank] = EXCHANGES[self.exchange].program(self.problem, rank, PER_NODE)
         return self.programs[rank]
 
     def check_messages(self, rank: int, peers: int) -> None:
-        """Messages with some peers agree on both sides, and hold what their senders have by then."""
+        """Check that messages with some peers agree on both sides, and hold only rows that their senders have."""
         rounds = rounds_of(self.program(rank))
         for number, step in enumerate(rounds):
             for peer in self.random.sample(
@@ -179,7 +178,7 @@ def test_ranks_of_the_ring(ranks):
         assert want <= {row for rows in arrived[rank] for row in rows}
 
 
-@pytest.mark.slow  # half a minute for two ranks: each asks every rank's needs of every other
+@pytest.mark.slow  # half a minute for two ranks: each computes every rank's needs of every other
 def test_512_ranks_of_the_ring():
     problem = problem_of(512, causal=True)
     make = EXCHANGES["ring"].program

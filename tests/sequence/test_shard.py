@@ -1,4 +1,4 @@
-"""Shards: every layout gives each position to exactly one rank, as its docstring says."""
+"""Shards: every layout assigns each position to exactly one rank, by its docstring."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ from .cases import member_of, shards
 
 
 def positions(shard: Shard, rank: int) -> list[int]:
-    """The positions of a rank in local order, by brute force: member after member, each rising."""
+    """Return the positions of a rank in local order, by brute force: member after member, each rising."""
     members = range(rank * shard.members, (rank + 1) * shard.members)
     return [p for m in members for p in range(shard.seq_len) if member_of(shard, p) == m]
 
@@ -22,21 +22,21 @@ def positions(shard: Shard, rank: int) -> list[int]:
 @given(shards(longest=60, ranks=9))
 @settings(max_examples=examples(100))
 def test_ranges_are_the_layout(shard):
-    seen = []
+    covered = []
     for rank in range(shard.ranks):
         held = shard.ranges(rank)
         assert all(held)  # no empty range
         assert [p for piece in held for p in piece] == positions(shard, rank)
         assert shard.length(rank) == len(positions(shard, rank))
-        seen += positions(shard, rank)
-    assert sorted(seen) == list(range(shard.seq_len))
+        covered += positions(shard, rank)
+    assert sorted(covered) == list(range(shard.seq_len))
     assert shard.longest == max(shard.length(rank) for rank in range(shard.ranks))
 
 
 @given(shards(longest=60, ranks=9))
 @settings(max_examples=examples(50))
 def test_pieces_are_runs(shard):
-    # neighbours that continue each other are one piece: contiguous shards have one, the middle of a zigzag too
+    # adjacent ranges are one piece: contiguous shards have one, the middle of a zigzag too
     for rank in range(shard.ranks):
         held = shard.ranges(rank)
         if shard.layout == "contiguous":
@@ -69,11 +69,11 @@ def test_holders(shard, data):
 @given(st.integers(0, 9), st.integers(1, 40), st.integers(1, 20), st.integers(1, 5))
 @settings(max_examples=examples(100))
 def test_pieces_of_chunks(start, seq_len, stream, ranks):
-    """A rank's pieces are its positions in the chunked layout; what a chunk exchanges is named by its own pieces."""
+    """A rank's pieces are its positions in the chunked layout; a chunk's exchange uses its own pieces."""
     chunks, whole = ChunkShard(start, start + seq_len, stream, ranks), Shard(seq_len, ranks, "chunked", stream=stream)
     held = [positions(whole, rank) for rank in range(ranks)]
     assert chunks.ranks == ranks * chunks.chunks
-    made = [[] for _ in range(ranks)]
+    rank_pieces = [[] for _ in range(ranks)]
     for number in range(chunks.ranks):
         chunk, rank = divmod(number, ranks)
         piece = chunks.piece(number)
@@ -81,14 +81,14 @@ def test_pieces_of_chunks(start, seq_len, stream, ranks):
         assert held[rank][chunks.local(number)] == [p - start for p in piece]
         assert list(chunks.peers(number)) == [chunk * ranks + r for r in range(ranks)]
         assert chunks.ranges(number) == ((piece,) if piece else ())
-        made[rank] += piece
-        assert [p for x in chunks.held(number) for p in x] == made[rank]
+        rank_pieces[rank] += piece
+        assert [p for x in chunks.held(number) for p in x] == rank_pieces[rank]
         for position in range(start, chunks.positions(chunk).stop):
             owner, _ = whole.owner(position - start)
             peer, index = chunks.carrier(number, position)
             assert peer == chunk * ranks + owner
             assert held[owner][chunks.local(peer).start + index] == position - start
-    assert [[p - start for p in x] for x in made] == held
+    assert [[p - start for p in x] for x in rank_pieces] == held
     numbers = [u for u in range(chunks.ranks) for _ in chunks.piece(u)]
     around = range(start - 2, start + seq_len + 2)
     assert [chunks.number(p) for p in around] == [-1, -1, *numbers, chunks.ranks, chunks.ranks]
@@ -116,7 +116,7 @@ def test_the_first_position_is_on_rank_0(layout, want):
 
 
 def test_a_long_sequence_costs_nothing():
-    # ranges, not lists: a thousand billion tokens
+    # ranges, not lists: 10^12 tokens
     shard = Shard(10**12, 4096, "zigzag")
     assert sum(shard.length(rank) for rank in range(4096)) == 10**12
     rank, index = shard.owner(10**12 - 1)

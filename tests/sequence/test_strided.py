@@ -1,5 +1,4 @@
-"""The closed forms of the strided layout against the definition and the programs, and that neither plan nor route grows
-with the square of the tokens."""
+"""The closed forms of the strided layout equal the definition and the programs, and cost less than N^2."""
 
 import sys
 import time
@@ -30,7 +29,7 @@ ODD = DilatedPattern([(1000, 3), (2047, 1), (37, 2)]), FIVE.shifted(), DilatedPa
 
 
 def rows_of(held: strided.HeldRows) -> Counter:
-    """{(document, head, position): how often}."""
+    """Return {(document, head, position): how often}."""
     return Counter((*key, p) for key, parts in held.items() for x in parts for piece in x.ranges() for p in piece)
 
 
@@ -40,8 +39,8 @@ def test_rows_that_readers_need(case: Case, data):
     readers = data.draw(st.sets(st.integers(0, case.shard.ranks - 1), min_size=1))
     held = case.held()
     for problem in case.problems():
-        seen = case.rows_seen(problem)
-        needed = set().union(*(seen[r] for r in readers))
+        visible = case.rows_seen(problem)
+        needed = set().union(*(visible[r] for r in readers))
         for source in range(case.shard.ranks):
             read = strided.rows_read(problem, frozenset(readers), source)
             rows = rows_of(read)
@@ -83,9 +82,9 @@ def test_messages_are_those_of_the_program(case: Case):
     for problem in case.problems():
         for rank in range(case.shard.ranks):
             (step,) = EXCHANGES["gather"].program(problem, rank, 1).rounds
-            others = step.receives.keys() - {rank}
-            assert EXCHANGES["gather"].volume(problem, rank, 1).messages == 2 * len(others)
-            assert origins(problem, [rank]).ranks - {rank} == others
+            senders = step.receives.keys() - {rank}
+            assert EXCHANGES["gather"].volume(problem, rank, 1).messages == 2 * len(senders)
+            assert origins(problem, [rank]).ranks - {rank} == senders
             program = EXCHANGES["switch"].program(problem, rank, 1)
             owners, sources = (x.keys() - {rank} for x in (program.queries.sends, program.queries.receives))
             assert program.keys.receives.keys() - {rank} == sources
@@ -98,7 +97,7 @@ LATER = [pytest.param(*x, marks=pytest.mark.slow) for x in ((6, False), (8, True
 @pytest.mark.parametrize("ranks, causal", [(6, True), (8, False), *LATER])
 @pytest.mark.parametrize("pattern", ODD, ids=str)
 def test_long_sequences_of_any_pattern(pattern, ranks, causal):
-    """Rows and pairs of a sequence that reaches over many segments, against those of the wants one by one."""
+    """Rows and pairs of a sequence of many segments equal the requests taken one by one."""
     problem = make_problem(pattern, 12_345, 3, ranks=ranks, layout="strided", causal=causal)
     for rank in (0, ranks - 1):
         want: Counter = Counter()
@@ -113,7 +112,7 @@ def test_long_sequences_of_any_pattern(pattern, ranks, causal):
 
 
 def forget() -> None:
-    """Clear what earlier tests left in caches."""
+    """Clear the caches of earlier tests."""
     for cached in (
         strided.rows_read,
         strided.rows_owned,
@@ -126,7 +125,7 @@ def forget() -> None:
 
 
 def calls(work) -> int:
-    """How many Python functions are called."""
+    """Count the Python functions that are called."""
     forget()
     total = 0
 
@@ -169,21 +168,21 @@ def test_a_route_grows_with_the_tokens_only(exchange, causal):
 def test_seconds_of_a_million_tokens(pattern, ranks, per_node, seconds, causal):
     forget()
     problem = make_problem(pattern, 1 << 20, 12, ranks=ranks, layout="strided", causal=causal)
-    begin = time.process_time()  # that of other processes does not count
+    begin = time.process_time()  # excludes the time of other processes
     chosen = plan(problem, ranks_per_node=per_node)
     assert time.process_time() - begin < seconds
-    # what a rank receives is of the order of all rows: nobody may call this layout cheap
+    # a rank receives almost all rows: this layout must not look cheap
     gathered = next(x for x in chosen.prices if x.exchange == "gather")
     assert gathered.forward > (1 << 20) * 12 * 2 * 64 * 2 * 0.8
 
 
 def test_a_price_by_hand():
-    """Dense, 64 tokens on 4 ranks, one head: a rank needs the 48 rows of the others, and later queries those before."""
+    """Dense, 64 tokens on 4 ranks, one head: a rank needs the 48 rows of the others; causal, only earlier ones."""
     full, causal = (
         make_problem(DilatedPattern.dense(), 64, 1, ranks=4, layout="strided", causal=x) for x in (False, True)
     )
     assert price(full, "gather", 4, 64, 2, Links()).forward == 48 * 2 * 64 * 2
-    # the last query of rank 0 is 60: 61, 62 and 63 are read by nobody there
+    # the last query of rank 0 is 60: it reads none of 61, 62 and 63
     assert origins(causal, [0]).total == 61 and origins(causal, [3]).total == 64
     assert [origins(causal, [0]).held_by([r]) for r in range(4)] == [16, 15, 15, 15]
     assert origins(causal, [0, 1, 2]).total == 63

@@ -1,4 +1,4 @@
-"""Sums of what a log recorded: times by hand, and bytes and seconds against those of the plan."""
+"""Sums of a log's records: times by hand, and bytes and seconds against the plan."""
 
 import pytest
 
@@ -16,7 +16,7 @@ RANKS, PER_NODE, SIZES = 4, 2, (8, 2)
 
 
 def recorded(flights, waits):
-    """A log of (pass, what, begin, end); a flight brings 10 bytes and takes 3."""
+    """Return a log of (pass, what, begin, end); a flight brings 10 bytes and takes 3."""
     return TrafficLog([Flight(run, what, 3, 10, *x) for run, what, *x in flights], [Wait(*x) for x in waits])
 
 
@@ -66,7 +66,7 @@ def test_the_plan(exchange, causal):
             assert sum(y.planned_received for y in planned(call, LINKS)) == x.received
         took.append(total.planned)
     estimated = price(problem, exchange, PER_NODE, *SIZES, LINKS).seconds
-    if causal:  # gradients go the other way: the priced rank, which receives most rows, receives fewest of them
+    if causal:  # gradients are sent back: the priced rank receives most rows, and fewest gradients
         assert 0.9 * estimated < max(took) <= estimated
     else:
         assert max(took) == pytest.approx(estimated, rel=1e-12)

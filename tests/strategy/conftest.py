@@ -1,6 +1,6 @@
-"""Pools of one, two and four ranks: a Trainer takes all ranks of its process group.
+"""Pools of one, two and four ranks: a Trainer needs all ranks of its process group.
 
-They last for the session: under xdist files of this folder are run between others.
+The pools live for the whole session, because xdist mixes files of this folder with others.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,14 +12,14 @@ from ..distributed.pool import Pool
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], Pool]]:
-    """pools(4) are four ranks, started when first asked for."""
-    made: dict[int, Pool] = {}
+    """Return a function: `pools(4)` is a pool of four ranks, started on first use."""
+    started: dict[int, Pool] = {}
 
     def get(ranks: int) -> Pool:
-        if ranks not in made:
-            made[ranks] = Pool(ranks)
-        return made[ranks]
+        if ranks not in started:
+            started[ranks] = Pool(ranks)
+        return started[ranks]
 
     yield get
-    for pool in made.values():
+    for pool in started.values():
         pool.close()

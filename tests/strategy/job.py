@@ -1,7 +1,7 @@
-"""A training script as users write it, with trouble at its third step: job.py HOW RANK[+RANK...] DEVICES [STRATEGY].
+"""A user's training script that fails at its third step: job.py HOW RANK[+RANK...] DEVICES [STRATEGY].
 
-HOW: kill, node (as kill, and the agent that started the rank dies, too), term, raise, config, nothing; or notebook, as if
-its lines had been typed in. STRATEGY: a name, "regions" (each node is one) or "two regions".
+HOW: kill, node (kill the rank and the agent that started it), term, raise, config, nothing, or notebook (run as in a
+notebook). STRATEGY: a name, "regions" (each node is a region) or "two regions".
 """
 
 import os
@@ -21,14 +21,14 @@ REGIONS = {"regions": "auto", "two regions": 2}
 
 
 def strategy(name=None):
-    """That of the command line."""
+    """Return the strategy that the command line names."""
     if name in REGIONS:
         return ld.RingDilatedStrategy(timeout=20, regions=REGIONS[name], outer=ld.OuterSteps(every=2))
     return name or ld.RingDilatedStrategy(timeout=20)
 
 
 class Trouble(pl.Callback):
-    """Happens to each rank once."""
+    """Fails once on each rank."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         once = Path("once" if trainer.global_rank == WHO[0] else f"once.{trainer.global_rank}")
@@ -65,7 +65,7 @@ def main():
     last = "ckpt/last.ckpt" if Path("ckpt/last.ckpt").exists() else None
     trainer.fit(model, ld.data.ByteDataModule(seq_len=256), ckpt_path=last)
     ranks, restarts = trainer.world_size, os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    # in one piece: ranks write to one pipe
+    # in one write: the ranks share a pipe
     sys.stdout.write(f"ranks {ranks} restarts {restarts}\nloss {float(trainer.callback_metrics['train_loss'])}\n")
     sys.stdout.flush()
 

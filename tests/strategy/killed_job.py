@@ -1,9 +1,10 @@
-"""A training script whose ranks die at planned moments: killed_job.py.
+"""A training script with ranks killed at planned moments: killed_job.py.
 
-Reads `kills.json` of its folder: a list of {"moment", "step", "rank", "node", "delay"}. Each happens once: `delay` seconds
-after the rank gets to that moment of that step (step: a batch begins; checkpoint: its files are written, and the manifest is
-not; validation: a batch begins) it ends itself with SIGKILL, and with "node" the agent that started it.
-Writes what each rank did to `log/`.
+Reads `kills.json` in its folder: a list of {"moment", "step", "rank", "node", "delay"}. Each kill happens once: the
+rank
+sends itself SIGKILL `delay` seconds after that moment of that step. With "node" it also kills its agent.
+Moments: step (a batch begins), checkpoint (files are written, the manifest is not), validation (a batch begins).
+Each rank records its progress in `log/`.
 """
 
 import json
@@ -20,12 +21,12 @@ import lightning_dilated as ld
 from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.checkpoint import folder as checkpoint_folder
 
-STEPS, GLOBAL_BATCH, BATCHES = 44, 6, 24  # of optimizer steps, sequences of one, sequences of an epoch
+STEPS, GLOBAL_BATCH, BATCHES = 44, 6, 24  # optimizer steps, sequences a step, sequences an epoch
 SEQ_LEN = 128
 
 
 def end(number: int, node: bool) -> None:
-    """The end of this process, and of its agent."""
+    """Kill this process; with `node` also its agent."""
     note = Path(f"killed_{number}")
     note.with_suffix(".part").write_text(json.dumps({"time": time.time(), "agent": os.getppid()}))
     note.with_suffix(".part").rename(note)
@@ -35,7 +36,7 @@ def end(number: int, node: bool) -> None:
 
 
 class Log(pl.Callback):
-    """Notes what is done, and does what `kills.json` plans."""
+    """Records progress and carries out the kills of `kills.json`."""
 
     def on_fit_start(self, trainer, pl_module):
         Path("log").mkdir(exist_ok=True)
@@ -52,13 +53,13 @@ class Log(pl.Callback):
 
         checkpoint_folder._write_files = write_and_die
 
-    def note(self, trainer, what, **more):
+    def note(self, trainer, what, **details):
         place = {"attempt": self.attempt, "rank": trainer.global_rank, "step": trainer.global_step}
         with self.file.open("a") as file:
-            file.write(json.dumps({"what": what, "time": time.time(), **place, **more}) + "\n")
+            file.write(json.dumps({"what": what, "time": time.time(), **place, **details}) + "\n")
 
     def die(self, trainer, moment, now=False):
-        """At a moment: what is planned for it."""
+        """Carry out the kill that is planned for this moment, if any."""
         for number, kill in enumerate(self.kills):
             here = kill["rank"] % trainer.world_size == trainer.global_rank
             due = (kill["moment"], kill["step"]) == (moment, trainer.global_step)
@@ -82,13 +83,13 @@ class Log(pl.Callback):
 
 
 class Model(ld.LongNetLM):
-    """Notes the loss and the samples of every batch."""
+    """Records the loss and the samples of every batch."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        more = {"share": float(loss), "index": batch["index"].tolist(), "data_rank": self.trainer.strategy.data_rank}
+        details = {"share": float(loss), "index": batch["index"].tolist(), "data_rank": self.trainer.strategy.data_rank}
         log = next(x for x in self.trainer.callbacks if isinstance(x, Log))
-        log.note(self.trainer, "batch", batch=batch_idx, epoch=self.trainer.current_epoch, **more)
+        log.note(self.trainer, "batch", batch=batch_idx, epoch=self.trainer.current_epoch, **details)
         return loss
 
 

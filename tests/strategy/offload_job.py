@@ -1,6 +1,6 @@
-"""A training script on two ranks of ring_dilated_fsdp that tells where things lie: offload_job.py SETTINGS, as JSON.
+"""A training script on two ranks of ring_dilated_fsdp that reports where tensors are: offload_job.py SETTINGS, as JSON.
 
-SETTINGS: accelerator, precision, strategy and model (options), fused (AdamW), steps, memory (of
+SETTINGS: accelerator, precision, strategy and model (options), fused (AdamW), steps, memory (options of
 ActivationRecompute), resume and save (paths).
 """
 
@@ -18,12 +18,12 @@ from lightning_dilated.callbacks import ActivationRecompute
 
 
 def local(x):
-    """What this rank holds of a tensor."""
+    """Return this rank's part of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def places(tensors):
-    """Kinds of devices, and whether all of the memory is page-locked."""
+    """Return device types, and "pinned" if all memory is page-locked."""
     parts = [local(t) for t in tensors]
     kinds = sorted({t.device.type for t in parts})
     return [
@@ -33,7 +33,7 @@ def places(tensors):
 
 
 class Look(pl.Callback):
-    """Losses of the steps, norms that gradients are clipped from, and where parameters, gradients and states are."""
+    """Records losses, gradient norms before clipping, and the devices of parameters, gradients and states."""
 
     def __init__(self):
         self.told = {"losses": [], "norms": []}
@@ -43,7 +43,7 @@ class Look(pl.Callback):
         self.told["gradients"] = places(grads)
         self.told["norms"].append(float(torch.nn.utils.get_total_norm(grads).full_tensor()))
         weight = local(next(pl_module.parameters()).detach())
-        pl_module.log("size", weight.norm(), sync_dist=True)  # a mean over ranks of what lies on the host
+        pl_module.log("size", weight.norm(), sync_dist=True)  # a mean over ranks of a tensor on the host
 
     def on_train_batch_end(self, trainer, pl_module, *args):
         self.told["losses"].append(float(trainer.callback_metrics["train_loss"]))
@@ -58,11 +58,11 @@ def main(settings):
     adamw = functools.partial(torch.optim.AdamW, lr=3e-4, fused=settings["fused"])
     model = ld.LongNetLM(pattern, optimizer=adamw, **{"dim": 64, "depth": 3, "num_heads": 4, **settings["model"]})
     look, memory = Look(), settings["memory"]
-    given = settings["strategy"]
-    if isinstance(given.get("cpu_offload"), dict):
-        given["cpu_offload"] = CPUOffloadPolicy(**given["cpu_offload"])
+    strategy_options = settings["strategy"]
+    if isinstance(strategy_options.get("cpu_offload"), dict):
+        strategy_options["cpu_offload"] = CPUOffloadPolicy(**strategy_options["cpu_offload"])
     trainer = pl.Trainer(
-        strategy=ld.RingDilatedFSDPStrategy(timeout=60, **given),
+        strategy=ld.RingDilatedFSDPStrategy(timeout=60, **strategy_options),
         accelerator=settings["accelerator"],
         devices=2,
         precision=settings["precision"],
@@ -84,8 +84,8 @@ def main(settings):
     trainer.validate(model, data, verbose=False)
     if trainer.is_global_zero:
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        told = {**look.told, "val_loss": float(trainer.callback_metrics["val_loss"]), "peak": peak}
-        print("told", json.dumps(told), flush=True)
+        report = {**look.told, "val_loss": float(trainer.callback_metrics["val_loss"]), "peak": peak}
+        print("told", json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

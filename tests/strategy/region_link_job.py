@@ -1,4 +1,4 @@
-"""One rank of training over a link: region_link_job.py alone|regions|data NAME. Writes the mean seconds of its steps.
+"""One rank that trains over a link: region_link_job.py alone|regions|data NAME. Writes its mean seconds a step.
 
 "alone" trains without the other rank; "regions" takes an outer step after every EVERY steps; "data" averages gradients.
 """
@@ -14,7 +14,7 @@ import torch
 
 import lightning_dilated as ld
 
-#: steps before the measured ones, and those: whole rounds of outer steps
+#: steps before the measured ones, and rounds of outer steps that are measured
 EVERY, ROUNDS = 20, 2
 WAYS = {
     "alone": {},
@@ -24,7 +24,7 @@ WAYS = {
 
 
 class Clock(pl.Callback):
-    """When each step ended."""
+    """Records the time at the end of each step."""
 
     def __init__(self):
         self.ends = []
@@ -40,7 +40,7 @@ def main():
         for variable in [x for x in os.environ if x.startswith("TORCHELASTIC_")]:
             del os.environ[variable]
         os.environ.update(RANK="0", WORLD_SIZE="1", NODE_RANK="0", GROUP_RANK="0", LOCAL_RANK="0")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29777")  # of its own namespace
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29777")  # the address of its own namespace
     torch.set_num_threads(1)
     pl.seed_everything(0)
     clock = Clock()

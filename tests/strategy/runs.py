@@ -1,6 +1,6 @@
-"""Training runs that workers make, and what they leave: losses, gradient norms, validation, parameters.
+"""Training runs for workers, and their results: losses, gradient norms, validation, parameters.
 
-A `Run` says everything, so the same one on one rank and on many has to leave the same.
+A `Run` is a complete description, so equal runs must have equal results on any number of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VOCAB = 11
 
 @dataclass(frozen=True)
 class Run:
-    """A small LongNet on random tokens. `batch_size` is that of all data ranks together."""
+    """A small LongNet on random tokens. `batch_size` counts all data ranks together."""
 
     seq_len: int = 40
     batch_size: int = 1
@@ -46,12 +46,12 @@ class Run:
     double: bool = False  # float64 without Lightning's plugin, which it refuses for sharded parameters
 
     def but(self, **changes: Any) -> Run:
-        """The same with changes."""
+        """Return a copy with changes."""
         return replace(self, **changes)
 
 
 class Tokens(Dataset):
-    """12 random samples that cannot read ranges: batches are cut when they are collated."""
+    """Twelve random samples that cannot read ranges, so batches are cut after they are collated."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -60,17 +60,17 @@ class Tokens(Dataset):
         return 12
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        made, n = torch.Generator().manual_seed(index), self.run.seq_len
-        values = torch.randint(0, VOCAB, (n + 1,), generator=made)
+        rng, n = torch.Generator().manual_seed(index), self.run.seq_len
+        values = torch.randint(0, VOCAB, (n + 1,), generator=rng)
         if self.run.kind == "unshifted":
             return {"tokens": values[:-1], "labels": values[:-1].clone(), "index": index}
         labels = values[1:].clone()
-        labels[torch.rand(n, generator=made) < self.run.masked * (index % 3)] = -100
+        labels[torch.rand(n, generator=rng) < self.run.masked * (index % 3)] = -100
         return {"tokens": values[:-1], "labels": labels, "index": index}
 
 
 def collate(run: Run, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Samples stacked, with documents or lengths where the run has them."""
+    """Stack samples, with documents or lengths if the run has them."""
     batch = torch.utils.data.default_collate(samples)
     n = run.seq_len
     if run.kind == "documents":
@@ -83,7 +83,7 @@ def collate(run: Run, samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Collate:
-    """`collate` of a run, for workers to unpickle."""
+    """`collate` of a run, as a class that workers can unpickle."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -93,7 +93,7 @@ class Collate:
 
 
 class Data(pl.LightningDataModule):
-    """Loaders whose samplers ask the strategy for its data ranks."""
+    """Loaders with samplers that ask the strategy for its data ranks."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -115,12 +115,12 @@ class Data(pl.LightningDataModule):
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
-    """A tensor that ranks hold parts of, whole."""
+    """Gather a sharded tensor."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 class Record(pl.Callback):
-    """What a run shows step by step."""
+    """Records losses, norms and metrics step by step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -135,7 +135,7 @@ class Record(pl.Callback):
 
 
 def launched(rank: int) -> int:
-    """Let Trainers find this worker's process group, as under torchrun; the number of ranks."""
+    """Let Trainers find this worker's process group, as under torchrun. Return the number of ranks."""
     world = dist.get_world_size()
     names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     names |= {"TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
@@ -146,16 +146,16 @@ def launched(rank: int) -> int:
 
 
 def trainer(strategy: Any, world: int, **options: Any) -> pl.Trainer:
-    """A quiet Trainer, on the CPU unless told otherwise."""
+    """Return a quiet Trainer, on the CPU by default."""
     quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
     return pl.Trainer(**{"accelerator": "cpu", "devices": world, "strategy": strategy, **quiet, **options})
 
 
 def make(run: Run, world: int, **options: Any) -> tuple[pl.Trainer, LongNetLM, Data, Record]:
-    """(trainer, model, data, record) of a run, with seeds set."""
+    """Set seeds, and return (trainer, model, data, record) of a run."""
     pl.seed_everything(4, verbose=False)
     record = Record()
-    told = [] if run.memory is None else [ActivationRecompute(**run.memory)]
+    recompute = [] if run.memory is None else [ActivationRecompute(**run.memory)]
     built = trainer(
         (RingDilatedFSDPStrategy if run.fsdp else RingDilatedStrategy)(**run.strategy),
         world,
@@ -164,7 +164,7 @@ def make(run: Run, world: int, **options: Any) -> tuple[pl.Trainer, LongNetLM, D
         gradient_clip_val=run.clip,
         precision="32-true" if run.double else run.precision,
         num_sanity_val_steps=0,
-        callbacks=[record, *told, *options.pop("callbacks", [])],
+        callbacks=[record, *recompute, *options.pop("callbacks", [])],
         **options,
     )
     model = run.cls(**{"pattern": PATTERN, "vocab_size": VOCAB, "dim": 16, "depth": 2, **run.model})
@@ -173,7 +173,7 @@ def make(run: Run, world: int, **options: Any) -> tuple[pl.Trainer, LongNetLM, D
 
 
 def fit(rank: int, group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
-    """What a run leaves on this rank. It validates three batches, which have all kinds of samples."""
+    """Return this rank's results of a run. It validates three batches, which contain all kinds of samples."""
     built, model, data, record = make(run, launched(rank), limit_val_batches=3)
     built.fit(model, data)
     built.validate(model, data, verbose=False)

@@ -1,4 +1,4 @@
-"""AccuracyByDepth on several ranks: the rows of one rank, also where ranks share the tokens of an answer."""
+"""AccuracyByDepth on several ranks has the rows of one rank, even if ranks share the tokens of an answer."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.full
 
 
 class Erring(LongNetLM):
-    """Right but for one token of some answers: a sample's last label, its third last, or none, by its number."""
+    """Predicts all labels but one: by its number, a sample has an error in its last label, its third last, or none."""
 
     def loss_terms(self, batch):
         labels = batch["labels"]
@@ -33,7 +33,7 @@ DATA = (34, 29)
 
 
 def rows(rank, group, kind, strategy, batch_size, folder):
-    """What a rank has after a test: answers of 12 tokens, which the ends of shards cut."""
+    """Return this rank's rows after a test. Answers have 12 tokens, so shards cut them."""
     world = launched(rank)
     task = LongContextDataModule(
         "needle", list(DATA), [0, 100], 3, "tokens", vocabulary=3, fillers=1, distractors=0, value_tokens=12,
@@ -42,12 +42,12 @@ def rows(rank, group, kind, strategy, batch_size, folder):
     torch.manual_seed(7)
     pattern = DilatedPattern.longnet([8, 16, 64], [1, 2, 4])
     model = kind(pattern, vocab_size=task.vocab_size, dim=16, depth=2, num_heads=4, tie_embeddings=False)
-    model.configure_model()  # or sharded layers would have weights of their own
+    model.configure_model()  # or sharded layers would draw other weights
     callback = AccuracyByDepth(folder, table=False, picture=False)
     fsdp = strategy.pop("fsdp", False)
-    made = (RingDilatedFSDPStrategy if fsdp else RingDilatedStrategy)(**strategy)
+    plugin = (RingDilatedFSDPStrategy if fsdp else RingDilatedStrategy)(**strategy)
     precision = "32-true" if fsdp else "64-true"
-    trainer(made, world, callbacks=[callback], precision=precision).test(model, task, verbose=False)
+    trainer(plugin, world, callbacks=[callback], precision=precision).test(model, task, verbose=False)
     return callback.rows
 
 

@@ -1,4 +1,4 @@
-"""The line about a pattern's walls on many ranks: rank zero says it, at the length of the whole sequence."""
+"""The warning about a pattern's walls on many ranks: rank zero prints it, for the length of the whole sequence."""
 
 import warnings
 
@@ -14,16 +14,16 @@ pytestmark = pytest.mark.full
 RUN = Run(steps=1, model={"pattern": DilatedPattern.longnet([10, 20], [1, 2])})
 
 
-def told(rank, group):
-    with warnings.catch_warnings(record=True) as found:
+def warned(rank, group):
+    with warnings.catch_warnings(record=True) as caught:
         built, model, data, _ = make(RUN, launched(rank))
         warnings.simplefilter("always")
         built.fit(model, data)
     assert dist.get_world_size() == 2
-    return [str(w.message) for w in found if "wall(s)" in str(w.message)]
+    return [str(w.message) for w in caught if "wall(s)" in str(w.message)]
 
 
 def test_rank_zero_speaks_of_the_whole_sequence(pools):
-    """No rank's own 20 tokens cross a wall; the 40 do."""
-    found = pools(2).run(2, told)
-    assert len(found[0]) == 1 and "at 40 tokens: 1 wall(s)" in found[0][0] and found[1] == []
+    """A shard of 20 tokens crosses no wall; the sequence of 40 does."""
+    results = pools(2).run(2, warned)
+    assert len(results[0]) == 1 and "at 40 tokens: 1 wall(s)" in results[0][0] and results[1] == []

@@ -1,4 +1,4 @@
-"""Ranks that differ in settings, data, numbers of batches or parameters are told so before a wrong number or a wait."""
+"""Ranks that differ in settings, data, numbers of batches or parameters get an error, no wrong number and no hang."""
 
 import copy
 import enum
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.full
 
 
 class Other(Numbers):
-    """Samples with something that all ranks hold whole."""
+    """Samples with a key that every rank holds whole."""
 
     def __init__(self, size=8, first=0, fingerprint=None):
         self.size, self.first = size, first
@@ -81,7 +81,7 @@ def test_other_data_on_a_rank(pools, name):
 
 
 class Broken(Numbers):
-    """Its fingerprint cannot be taken on rank 1; on rank 3 it is short."""
+    """Data with a failing fingerprint on rank 1, or with fewer samples on rank 3."""
 
     def __init__(self, rank, how):
         self.rank, self.how = rank, how
@@ -112,7 +112,7 @@ def test_ranks_of_other_sequences_do_not_wait(pools, how, words):
 
 
 def two_loaders(rank, group, kind, other):
-    """Batches of two training loaders, of which one differs on rank 1 with `other`."""
+    """Train on two loaders, one of them different on rank 1 if `other` is nonzero. Return the steps or the error."""
     loaders = [DataLoader(Other(first=100)), DataLoader(Other(first=other * rank))]
     model = Whole()
     step = model.training_step
@@ -150,7 +150,7 @@ class Switch(enum.Flag):
 
 @dataclass
 class Settings:
-    """Its repr names addresses of objects, which differ between processes."""
+    """A class with a memory address in its repr, which differs between processes."""
 
     size: object = 1
     inner: object = field(default_factory=Odd)
@@ -195,7 +195,7 @@ def test_other_files_on_a_rank(pools, tmp_path):
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
-#: what rank 1 of two has otherwise, and the words for it: options of the Trainer, the strategy, the model
+#: different settings of rank 1 of two, and words of the error: options of the Trainer, the strategy, the model
 SETTINGS = {
     "learning rate": (
         {"model": {"optimizer": partial(torch.optim.SGD, lr=0.2)}},
@@ -236,7 +236,7 @@ SETTINGS = {
 
 
 class Configured(LongNetLM):
-    """A model whose parameters may be of another dtype, or frozen, once they are made."""
+    """A model that can change its parameters' dtype, or freeze some, after it built them."""
 
     change = None
 
@@ -249,7 +249,7 @@ class Configured(LongNetLM):
 
 
 def set_up(rank, group, names, fsdp=False):
-    """The error of a fit for each of some settings that rank 1 has otherwise; "" where it has none."""
+    """Fit once for each named setting, with its different value on rank 1. Return the errors, "" for none."""
     messages, world = [], launched(rank)
     for name in names:
         own = SETTINGS[name][0] if rank == 1 and name else {}
@@ -259,13 +259,13 @@ def set_up(rank, group, names, fsdp=False):
         model.change = next((x for x in ("double", "frozen") if x in own), None)
         arguments = dict(own.get("strategy", {}))
         strategy = arguments.pop("cls", RingDilatedFSDPStrategy if fsdp else RingDilatedStrategy)(**arguments)
-        more = {k: v for k, v in own.items() if k not in ("model", "strategy", "double", "frozen", "every")}
+        trainer_options = {k: v for k, v in own.items() if k not in ("model", "strategy", "double", "frozen", "every")}
         if name == "saving":
-            more |= {
+            trainer_options |= {
                 "enable_checkpointing": True,
                 "callbacks": [ModelCheckpoint(every_n_train_steps=own.get("every", 1))],
             }
-        built = trainer(strategy, world, **{"max_steps": 2, **more})
+        built = trainer(strategy, world, **{"max_steps": 2, **trainer_options})
         try:
             built.fit(model, Data(Run()))
             messages.append("")
@@ -298,7 +298,7 @@ class Unreadable:
 
 
 def unreadable(rank, group):
-    """What a rank raises whose settings cannot be read, and what the other one does."""
+    """Return the error of both ranks if rank 1's settings raise when they are read."""
     try:
         compare_settings(lambda: {"a": Unreadable().b} if rank else {"a": "1"})
     except ValueError as error:
@@ -323,7 +323,7 @@ def test_settings_that_no_rank_can_read_and_other_orders(monkeypatch):
 
 # -- parameters --------------------------------------------------------------------------------------------------------
 class Drift(pl.Callback):
-    """Changes something on rank 1 after a step: the last bit of a weight, a state of the optimizer, a buffer."""
+    """Changes rank 1 after a step: the last bit of a weight, an optimizer state, or a buffer."""
 
     def __init__(self, what, step=2):
         self.what, self.step = what, step
@@ -348,7 +348,7 @@ class Counting(LongNetLM):
 
 
 def drifting(rank, group, what, options, folder=None, steps=6, own=()):
-    """(the error of a fit in which rank 1 drifts, its step), and the checkpoints in the folder."""
+    """Return (error of a fit in which rank 1 drifts, its step), and the checkpoints in the folder."""
     model = Counting(
         PATTERN,
         vocab_size=VOCAB,
@@ -359,12 +359,12 @@ def drifting(rank, group, what, options, folder=None, steps=6, own=()):
     )
     model._ddp_params_and_buffers_to_ignore = set(own)
     savers = [] if folder is None else [ShardedCheckpoint(folder, every_n_train_steps=3, at_end=False)]
-    more = {
+    trainer_options = {
         "max_steps": steps,
         "callbacks": [Drift(what, 3 if what == "state" else 2), *savers],
         "enable_checkpointing": bool(savers),
     }
-    built = trainer(RingDilatedStrategy(**options), launched(rank), **more)
+    built = trainer(RingDilatedStrategy(**options), launched(rank), **trainer_options)
     try:
         built.fit(model, Data(Run(batch_size=options.get("regions", 1))))
     except RuntimeError as error:
@@ -424,7 +424,7 @@ def test_no_checkpoint_is_a_mixture(pools, tmp_path, what):
 
 
 def saved(rank, group, folder):
-    """The error of Lightning's own checkpoint."""
+    """Return the error of a fit that saves a checkpoint of Lightning."""
     saver = ModelCheckpoint(folder, every_n_train_steps=3)
     built = trainer(
         RingDilatedStrategy(check_replicas=None),
@@ -465,7 +465,7 @@ HYBRID = DilatedPattern.hybrid(2, 4, local=8, global_every=2)
 
 
 def warned(rank, group, pattern, options, kind):
-    """What a fit says of layouts, with the steps that were done by then."""
+    """Return the warnings of a fit about layouts, with the step at which each came."""
     hints, world = [], launched(rank)
     model = (LongNetMLM if kind == "mlm" else LongNetLM)(pattern, vocab_size=VOCAB, dim=16, depth=2, num_heads=4)
     built = trainer(RingDilatedStrategy(**options), world, max_steps=2)
@@ -493,8 +493,8 @@ UNEVEN = "the busiest of 2 ranks with layout='contiguous' computes "
     ids=str,
 )
 def test_the_layout_that_balances_is_named_once(pools, pattern, options, kind, times):
-    first, *others = pools(2).run(2, warned, pattern, options, kind)
-    assert others == [[]]
+    first, *other_ranks = pools(2).run(2, warned, pattern, options, kind)
+    assert other_ranks == [[]]
     if times is None:
         assert not first
         return
@@ -503,7 +503,7 @@ def test_the_layout_that_balances_is_named_once(pools, pattern, options, kind, t
 
 
 class Validated(Plain):
-    """Logs a loss of all ranks in validation."""
+    """Logs a validation loss, averaged over ranks."""
 
     def validation_step(self, batch, batch_idx):
         self.log("val", loss_share(batch["x"].sum(), batch["x"].numel()), sync_dist=True)
@@ -521,7 +521,7 @@ def validated(rank, group, size, batches):
 
 
 def test_losses_of_unlike_numbers_of_batches(pools):
-    """Without a word, the rank with more batches would wait for the other until the timeout."""
+    """Without the error, the rank with more batches would wait for the other until the timeout."""
     for error in pools(2).run(2, validated, 3, None):
         assert "the ranks have [4, 3] batches of the stage 'val'" in error and "torchmetrics" in error
     assert pools(2).run(2, validated, 3, 3) == [True, True]
@@ -529,7 +529,7 @@ def test_losses_of_unlike_numbers_of_batches(pools):
 
 
 def test_a_rank_without_any_validation_batch(pools):
-    """Lightning skips its loop, with the metric that the others then wait to add up."""
+    """Lightning skips the validation loop of this rank, and the others would wait to average their metric."""
     for error in pools(2).run(2, validated, 0, None):
         assert "the ranks have [4, 0] batches of the stage 'val'" in error and "limit_val_batches=0" in error
     assert pools(2).run(2, validated, 0, 0) == [False, False]

@@ -1,4 +1,4 @@
-"""Blocks under DDP are compiled as they are elsewhere: whole."""
+"""Blocks are compiled whole under DDP, as without it."""
 
 import lightning.pytorch as pl
 import pytest
@@ -12,16 +12,16 @@ pytestmark = pytest.mark.full
 
 
 class Compiled(ld.LongNetLM):
-    """With blocks compiled by a backend that notes its graphs and generates no code."""
+    """A model with blocks compiled by a backend that records its graphs and generates no code."""
 
     def __init__(self, graphs):
         super().__init__(ld.DilatedPattern.dense(), dim=256, depth=2, num_heads=4, compile_blocks=False)
         self.graphs = graphs
 
     def configure_model(self):
-        made = hasattr(self, "transformer")
+        existed = hasattr(self, "transformer")
         super().configure_model()
-        for block in () if made else self.transformer.blocks:
+        for block in () if existed else self.transformer.blocks:
             block.compile(fullgraph=True, backend=self.note)
 
     def note(self, graph, inputs):
@@ -43,11 +43,11 @@ def train(strategy, memory):
 
 @pytest.mark.parametrize("settings", [None, {"policy": "block", "tile": 8, "head_chunks": 4}])
 def test_blocks_stay_whole(settings, monkeypatch):
-    """A block's parameters are more than DDP's first bucket, by which torch.compile would cut it."""
-    asked = []
-    monkeypatch.setattr(DDPOptimizer, "compile_fn", lambda self, graph, inputs: asked.append(graph) or graph)
+    """A block has more parameters than DDP's first bucket, at which torch.compile would split it."""
+    calls = []
+    monkeypatch.setattr(DDPOptimizer, "compile_fn", lambda self, graph, inputs: calls.append(graph) or graph)
     memory = lambda: [ld.callbacks.ActivationRecompute(**settings)] if settings else []  # noqa: E731
     alone = train("auto", memory())
     assert train(ld.RingDilatedStrategy(), memory()) == alone > 0
-    assert not asked
+    assert not calls
     assert torch._dynamo.config.optimize_ddp

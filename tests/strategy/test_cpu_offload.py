@@ -1,4 +1,4 @@
-"""ring_dilated_fsdp with cpu_offload: what it trains is what it trains without, and what cannot be is refused in time."""
+"""ring_dilated_fsdp with cpu_offload trains the same numbers as without, and refuses early what it cannot do."""
 
 import functools
 import json
@@ -33,7 +33,7 @@ GPU = torch.device("cuda", 0)
 
 # -- the same numbers --------------------------------------------------------------------------------------------------
 class Gradients(Record):
-    """The gradients of every step beside."""
+    """Also records the gradients of every step."""
 
     def __init__(self):
         super().__init__()
@@ -45,16 +45,16 @@ class Gradients(Record):
 
 
 def fit(rank, group, run, options=None):
-    """(losses, norms, gradients of all steps, validation loss, parameters, what is offloaded)."""
-    seen = Gradients()
-    built, model, data, record = make(run, launched(rank), callbacks=[seen], limit_val_batches=3, **(options or {}))
+    """Return (losses, norms, gradients of all steps, validation loss, parameters, offloaded kinds)."""
+    recorder = Gradients()
+    built, model, data, record = make(run, launched(rank), callbacks=[recorder], limit_val_batches=3, **(options or {}))
     built.fit(model, data)
     built.validate(model, data, verbose=False)
     groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
     return {
         "losses": record.losses,
         "norms": record.norms,
-        "gradients": seen.grads,
+        "gradients": recorder.grads,
         "val_loss": float(built.callback_metrics["val_loss"]),
         "parameters": [full(p).detach().clone() for p in model.parameters()],
         "offloaded": {isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups if g is not None},
@@ -77,13 +77,13 @@ WAYS = {
 }
 
 
-#: others have what these have, and more
+#: others cover these cases and more
 SLOW = ("plain", "clipped", "data 2", "attention kept, tiles", "32-true")
 
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in SLOW else w for w in WAYS])
 def test_nothing_changes(pools, way):
-    """Bit by bit: on a CPU the arithmetic is the same."""
+    """Results are equal bit by bit: on a CPU the arithmetic is the same."""
     ranks, run, *options = WAYS[way]
     want = pools(ranks).run(ranks, fit, run, *options)[0]
     for got in pools(ranks).run(ranks, fit, run.but(strategy={**run.strategy, **HOST}), *options):
@@ -94,15 +94,15 @@ def test_nothing_changes(pools, way):
 
 
 def reductions(rank, group, run):
-    """(reduce-scatters of a run, what it leaves)."""
+    """Return (reduce-scatters of a run, its results)."""
     real, calls = param_group.foreach_reduce, []
     with mock.patch.object(param_group, "foreach_reduce", lambda *a, **k: calls.append(1) or real(*a, **k)):
-        found = fit(rank, group, run)
-    return len(calls), found
+        results = fit(rank, group, run)
+    return len(calls), results
 
 
 def test_accumulation_keeps_no_whole_gradients(pools):
-    """They are reduced after each micro-batch, and sum to the same but for rounding."""
+    """Gradients are reduced after each micro-batch, with the same sum up to rounding."""
     run = RUN.but(accumulate=2, clip=0.05)
     once, want = pools(2).run(2, reductions, run)[0]
     twice, got = pools(2).run(2, reductions, run.but(strategy=HOST))[0]
@@ -113,11 +113,11 @@ def test_accumulation_keeps_no_whole_gradients(pools):
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 def part(rank, group, folder, stop, ckpt, options, how):
-    """(parameters, path) of a run up to step `stop`, from a checkpoint; leaves one."""
-    sharded, told = how == "sharded", {} if how != "file" or options is None else {"save_distributed_checkpoint": False}
+    """Train up to step `stop`, from a checkpoint if there is one. Return parameters, new checkpoint, steps, states."""
+    sharded, save = how == "sharded", {} if how != "file" or options is None else {"save_distributed_checkpoint": False}
     path = str(Path(folder) / f"{stop}.ckpt")
     saver = {"callbacks": [ShardedCheckpoint(path)], "enable_checkpointing": True} if sharded else {}
-    run = RUN.but(steps=stop, strategy={**(options or {}), **told}, fsdp=options is not None, clip=0.05)
+    run = RUN.but(steps=stop, strategy={**(options or {}), **save}, fsdp=options is not None, clip=0.05)
     built, model, data, record = make(run, launched(rank), **saver)
     built.fit(model, data, ckpt_path=ckpt)
     if not sharded:
@@ -127,22 +127,22 @@ def part(rank, group, folder, stop, ckpt, options, how):
 
 
 def first_half(pools, folder, before, how):
-    """The checkpoint of two steps with `before`."""
+    """Return the checkpoint of two steps with options `before`."""
     _, path, _, states = pools(2).run(2, part, str(folder / "a"), 2, None, before, how)[0]
     assert Path(path).is_file() == (how == "file") and states > 0
     return path
 
 
 def second_half(pools, folder, path, after, how):
-    """Parameters of two more steps with `after`; None are whole parameters."""
-    found, _, steps, _ = pools(2).run(2, part, str(folder / "b"), 4, path, after, how)[0]
+    """Return the parameters after two more steps with options `after`; None means whole parameters."""
+    parameters, _, steps, _ = pools(2).run(2, part, str(folder / "b"), 4, path, after, how)[0]
     assert steps == 2
-    return found
+    return parameters
 
 
 @pytest.mark.parametrize("how", ["folder", *(pytest.param(x, marks=pytest.mark.slow) for x in ("file", "sharded"))])
 def test_checkpoints_are_the_same(pools, tmp_path, how):
-    """Saved with it, loaded without, and the other way round."""
+    """A checkpoint saved with offloading loads without it, and vice versa."""
     within, without = (first_half(pools, tmp_path / name, x, how) for name, x in (("in", HOST), ("out", {})))
     want = second_half(pools, tmp_path / "neither", without, {}, how)
     for name, path, after in (("before", within, {}), ("after", without, HOST), ("both", within, HOST)):
@@ -150,7 +150,7 @@ def test_checkpoints_are_the_same(pools, tmp_path, how):
 
 
 def test_goes_on_with_whole_parameters(pools, tmp_path):
-    """With ring_dilated: checkpoints of whole and of sharded parameters are one."""
+    """ring_dilated and ring_dilated_fsdp share one format of checkpoints."""
     path = first_half(pools, tmp_path / "in", HOST, "folder")
     want = second_half(pools, tmp_path / "sharded", path, {}, "folder")
     got = second_half(pools, tmp_path / "whole", path, None, "folder")
@@ -159,7 +159,7 @@ def test_goes_on_with_whole_parameters(pools, tmp_path):
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 class Lists(LongNetLM):
-    """Its optimizer is the run's."""
+    """A model that receives its optimizer from the run."""
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), capturable=True)
@@ -175,8 +175,8 @@ def capturable(rank, group):
 
 
 def test_optimizers_that_need_a_gpu(pools):
-    for found in pools(2).run(2, capturable):
-        assert found and found[1] == 0 and "Adam(capturable=True) steps on tensors of a GPU only" in found[0]
+    for message in pools(2).run(2, capturable):
+        assert message and message[1] == 0 and "Adam(capturable=True) steps on tensors of a GPU only" in message[0]
     theirs = type("Adam8bit", (torch.optim.Adam,), {"__module__": "bitsandbytes.optim.adam"})
     with pytest.raises(ValueError, match=r"bitsandbytes's Adam8bit .*take torch.optim.AdamW"):
         parallelize.keep_optimizers([theirs([torch.nn.Parameter(torch.ones(2))])])
@@ -187,7 +187,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def job(folder, **settings):
-    """What offload_job.py tells of a run on two ranks."""
+    """Return the report of offload_job.py on two ranks."""
     usual = {
         "precision": "32-true",
         "strategy": {},
@@ -207,17 +207,17 @@ def job(folder, **settings):
 
 @pytest.mark.slow
 def test_as_users_start_it(tmp_path):
-    """The script of the tests on GPUs."""
+    """Run the script that the GPU tests use."""
     run = {"accelerator": "cpu", "memory": {"policy": "block", "tile": 512}}
     plain, host = (job(tmp_path, strategy=x, **run) for x in ({}, HOST))
     assert len(host["norms"]) == 4 and len(host["losses"]) == 8
     for name in ("losses", "norms"):
-        assert host[name] == pytest.approx(plain[name], rel=1e-4)  # micro-batches are added up in another order
+        assert host[name] == pytest.approx(plain[name], rel=1e-4)  # micro-batches are summed in another order
 
 
 # -- what only a GPU shows, taken apart --------------------------------------------------------------------------------
 def test_backends():
-    """NCCL does not add up norms on the host."""
+    """NCCL cannot reduce norms on the host."""
     strategy = RingDilatedFSDPStrategy(**HOST)
     strategy.parallel_devices, strategy.cluster_environment = [GPU], types.SimpleNamespace(local_rank=lambda: 0)
     for _ in range(2):
@@ -256,7 +256,7 @@ def test_memory_is_page_locked_beside_a_gpu():
 
 
 class Elsewhere(torch.nn.Module):
-    """Its parameter is on a GPU."""
+    """A module with its parameter on a GPU."""
 
     def named_parameters(self, *args, **kwargs):
         yield "x", types.SimpleNamespace(device=GPU, is_meta=False)
@@ -271,14 +271,14 @@ def test_modules_that_were_sharded_otherwise():
 
 
 def test_parameters_without_memory_get_the_hosts():
-    """Lightning would give them the GPU's."""
+    """Lightning would allocate them on the GPU."""
     layer = torch.nn.Linear(2, 2, device="meta")
     parallelize.place_parameters(layer, GPU, offload=True)
     assert layer.weight.device.type == "cpu" and layer.weight.abs().max() > 0
 
 
 def moved(rank, group):
-    """Where what is, after all but sharded parameters were moved to a device that is told apart from the CPU."""
+    """Return each tensor's device after the module, except sharded parameters, moved to a fake device."""
     built, model, data, _ = make(RUN.but(strategy=HOST, steps=1), launched(rank))
     model.register_buffer("seen", torch.zeros(3))
     built.fit(model, data)

@@ -1,4 +1,4 @@
-"""How cpu_offload is asked for: in Python and in recipes, of both strategies."""
+"""Ways to request cpu_offload of both strategies: in Python and in recipes."""
 
 import pytest
 import yaml
@@ -8,24 +8,24 @@ import lightning_dilated
 from lightning_dilated import RingDilatedStrategy
 
 
-def from_yaml(name, given):
-    """A strategy whose cpu_offload a recipe gives."""
+def from_yaml(name, value):
+    """Return a strategy with the `cpu_offload` of a recipe."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--strategy", type=getattr(lightning_dilated, name))
-    config = {"class_path": f"lightning_dilated.{name}", "init_args": {"cpu_offload": yaml.safe_load(given)}}
+    config = {"class_path": f"lightning_dilated.{name}", "init_args": {"cpu_offload": yaml.safe_load(value)}}
     return parser.instantiate_classes(parser.parse_object({"strategy": config})).strategy
 
 
 @pytest.mark.parametrize("given, pinned", [("true", True), ("{pin_memory: false}", False), ("false", None)])
 def test_from_yaml(given, pinned):
-    made = from_yaml("RingDilatedFSDPStrategy", given)
-    assert (made._offload and made._offload.pin_memory) is pinned
+    strategy = from_yaml("RingDilatedFSDPStrategy", given)
+    assert (strategy._offload and strategy._offload.pin_memory) is pinned
 
 
 def test_whole_parameters_without_asking():
-    """As a recipe says that switches between the strategies."""
-    made = RingDilatedStrategy(cpu_offload=False)
-    assert made._ddp_kwargs.keys() == RingDilatedStrategy()._ddp_kwargs.keys()
-    assert from_yaml("RingDilatedStrategy", "false")._ddp_kwargs.keys() == made._ddp_kwargs.keys()
+    """`cpu_offload=False` is allowed, so that a recipe can switch strategies."""
+    strategy = RingDilatedStrategy(cpu_offload=False)
+    assert strategy._ddp_kwargs.keys() == RingDilatedStrategy()._ddp_kwargs.keys()
+    assert from_yaml("RingDilatedStrategy", "false")._ddp_kwargs.keys() == strategy._ddp_kwargs.keys()
     with pytest.raises(TypeError, match=r"RingDilatedStrategy holds all parameters.*use RingDilatedFSDPStrategy"):
         from_yaml("RingDilatedStrategy", "true")

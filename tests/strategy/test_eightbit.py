@@ -1,4 +1,4 @@
-"""AdamW with states of 8 bits, from torchao, on several ranks: on the host as beside it, in a second start, and resumed."""
+"""torchao's AdamW with 8-bit states on several ranks: offloaded or not, in a second start, and resumed."""
 
 import functools
 from pathlib import Path
@@ -18,30 +18,30 @@ pytestmark = pytest.mark.full
 
 optim = pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
 
-#: the 11 rows of the table of tokens do not divide evenly; half a table of 512 x 128 keeps states of 8 bits
+#: the 11 rows of the token table do not divide evenly; half a table of 512 x 128 still gets 8-bit states
 MODEL = {"dim": 128, "depth": 1, "optimizer": functools.partial(optim.AdamW8bit, lr=3e-3)}
 RUN = Run(fsdp=True, precision="32-true", steps=3, batch_size=2, clip=0.5, model=MODEL)
 
 
 def fit(rank, group, run, cache):
-    """(losses, parameters, kinds of states, where they are, whether the forward found torch's cache of graphs on)."""
+    """Return (losses, parameters, kinds of states, their devices, whether torch's graph cache was enabled)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
-        torch._dynamo.reset()  # as in a process that was just started
+        torch._dynamo.reset()  # as in a new process
         built, model, data, record = make(run, launched(rank))
-        step, seen = model.training_step, []
-        model.training_step = lambda *x: seen.append(functorch_config.enable_autograd_cache) or step(*x)
+        step, caches = model.training_step, []
+        model.training_step = lambda *x: caches.append(functorch_config.enable_autograd_cache) or step(*x)
         with functorch_config.patch(enable_autograd_cache=True):
             built.fit(model, data)
     states = [t for s in built.optimizers[0].state.values() for t in s.values()]
     kinds = {type(t.to_local() if hasattr(t, "to_local") else t).__name__ for t in states}
     parameters = [full(p).detach().clone() for p in model.parameters()]
-    return record.losses, parameters, kinds, {t.device.type for t in states}, set(seen)
+    return record.losses, parameters, kinds, {t.device.type for t in states}, set(caches)
 
 
 @pytest.mark.slow
 def test_sharded_parameters(pools, tmp_path):
-    """Bit by bit, with cpu_offload and without; the second start finds what the first compiled."""
+    """Equal bit by bit, with cpu_offload and without; the second start loads the first's compiled code."""
     losses, want, *_ = pools(2).run(2, fit, RUN, str(tmp_path))[0]
     for run in (RUN, RUN.but(strategy={"cpu_offload": True})):
         for got, parameters, kinds, places, cached in pools(2).run(2, fit, run, str(tmp_path)):
@@ -51,7 +51,7 @@ def test_sharded_parameters(pools, tmp_path):
 
 
 class Telling(optim.AdamW8bit):
-    """Keeps whether it found torch's cache of graphs on."""
+    """Records whether torch's graph cache was enabled."""
 
     def step(self, closure=None):
         self.cached = {functorch_config.enable_autograd_cache, *getattr(self, "cached", ())}
@@ -59,15 +59,15 @@ class Telling(optim.AdamW8bit):
 
 
 def part_of_run(rank, group, folder, strategy, stop, ckpt, compiled=False, saved=None):
-    """(losses, kinds of states, path, caches found on) of a run up to step `stop`, which is saved at its end."""
+    """Train up to step `stop` and save. Return (losses, kinds of states, path, whether the graph cache was enabled)."""
     pl.seed_everything(1, verbose=False)
-    torch._dynamo.reset()  # as in a process that was just started
+    torch._dynamo.reset()  # as in a new process
     world, record = launched(rank), Record()
     data = ByteDataModule(folder, seq_len=40, batch_size=1, val_fraction=0, test_fraction=0)
     model = LongNetLM(PATTERN, dim=128, depth=1, vocab_size=263, optimizer=functools.partial(Telling, lr=3e-3))
-    more = [] if saved is None else [ShardedCheckpoint(saved, resume="auto")]
-    built = trainer(strategy, world, max_steps=stop, callbacks=[record, *more], enable_checkpointing=bool(more))
-    stance = torch.compiler.set_stance("default" if compiled else "force_eager")  # to compile takes long
+    savers = [] if saved is None else [ShardedCheckpoint(saved, resume="auto")]
+    built = trainer(strategy, world, max_steps=stop, callbacks=[record, *savers], enable_checkpointing=bool(savers))
+    stance = torch.compiler.set_stance("default" if compiled else "force_eager")  # compiling takes long
     with pytest.MonkeyPatch.context() as patch, functorch_config.patch(enable_autograd_cache=True), stance:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{folder}.cache")
         built.fit(model, data, ckpt_path=ckpt)
@@ -88,12 +88,12 @@ def text(tmp_path):
 
 @pytest.mark.parametrize("made", [RingDilatedStrategy, RingDilatedFSDPStrategy])
 def test_resumed(pools, text, made):
-    """From one file, or from a folder of sharded parameters whose rows do not divide evenly: bit by bit as not stopped."""
+    """A resumed run equals an uninterrupted one bit by bit, from one file or from a folder with uneven shards."""
     want, *_ = pools(2).run(2, part_of_run, text, made(), 4, None)[0]
     first, _, path, _ = pools(2).run(2, part_of_run, text, made(), 2, None)[0]
     assert Path(path).is_file() == (made is RingDilatedStrategy)
-    for rest, kinds, _, cached in pools(2).run(2, part_of_run, text, made(), 4, path):
-        assert first + rest == want and "OptimState8bit" in kinds
+    for resumed, kinds, _, cached in pools(2).run(2, part_of_run, text, made(), 4, path):
+        assert first + resumed == want and "OptimState8bit" in kinds
         assert cached == {made is RingDilatedStrategy}
 
 
@@ -102,12 +102,12 @@ def test_resumed_from_a_sharded_checkpoint(pools, text, made):
     want, *_ = pools(2).run(2, part_of_run, text, made(), 4, None)[0]
     run = lambda stop: pools(2).run(2, part_of_run, text, made(), stop, None, False, f"{text}.saved")  # noqa: E731
     first = run(2)[0][0]
-    for rest, kinds, *_ in run(4):
-        assert first + rest == want and "OptimState8bit" in kinds
+    for resumed, kinds, *_ in run(4):
+        assert first + resumed == want and "OptimState8bit" in kinds
 
 
 def validated(rank, group, folder, ckpt):
-    """The loss of a folder's weights, sharded over ranks."""
+    """Return the validation loss of a folder's weights, sharded over ranks."""
     data = ByteDataModule(folder, seq_len=40, batch_size=1, val_fraction=0.2, test_fraction=0)
     model = LongNetLM(PATTERN, dim=128, depth=1, vocab_size=263, optimizer=functools.partial(Telling, lr=3e-3))
     built = trainer(RingDilatedFSDPStrategy(), launched(rank), max_steps=1)
@@ -115,7 +115,7 @@ def validated(rank, group, folder, ckpt):
 
 
 def test_whole_states_are_not_sharded(pools, text):
-    """Refused before training; the other way round they are numbers of 32 bits. Weights alone are read."""
+    """Resuming 8-bit states of whole parameters with sharded ones is refused before training; weights alone load."""
     saved = f"{text}.saved"
     pools(2).run(2, part_of_run, text, RingDilatedStrategy(), 1, None, False, saved)
     for answer in pools(2).answers(2, part_of_run, text, RingDilatedFSDPStrategy(), 2, None, False, saved):
@@ -126,14 +126,14 @@ def test_whole_states_are_not_sharded(pools, text):
 
 @pytest.mark.slow
 def test_sharded_parameters_resumed_twice(pools, text):
-    """The second start finds what the first compiled before its first step, to have states to load into."""
+    """The optimizer compiles before the first step, to have states to load into; the second start reuses that code."""
     _, _, path, _ = pools(2).run(2, part_of_run, text, RingDilatedFSDPStrategy(), 1, None)[0]
     runs = [pools(2).run(2, part_of_run, text, RingDilatedFSDPStrategy(), 2, path, True)[0][0] for _ in range(2)]
     assert len(runs[0]) == 1 and runs[0] == runs[1]
 
 
 def test_sharded_parameters_and_one_file(pools, text):
-    """Refused before training, where it would be written as where it would be read."""
+    """Refused before training, both to write and to read one file."""
     _, _, path, _ = pools(2).run(2, part_of_run, text, RingDilatedStrategy(), 1, None)[0]
     whole = RingDilatedFSDPStrategy(save_distributed_checkpoint=False)
     for strategy, ckpt, says in (

@@ -1,4 +1,4 @@
-"""Jobs on several nodes, each an agent of torchrun on this machine: a worker or a node dies, and the others go on."""
+"""Jobs on several nodes, each an agent of torchrun on this machine: a worker or a node dies, the others continue."""
 
 import os
 import signal
@@ -15,12 +15,12 @@ from .test_failures import JOB, LIMIT, alive, losses
 
 pytestmark = pytest.mark.full
 
-#: a node counts as lost after three seconds without a word
+#: a node counts as lost after three seconds without a heartbeat
 CONF = "is_host=0,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 def start_nodes(folder: Path, how: str, who: int, nodes: int, fewest: int, strategy: str = "", **env: str):
-    """(exit status, text) of each node's agent. The agents' store is of this process, so that any of them may die."""
+    """Return (exit status, output) of each node's agent. This process holds the agents' store, so any agent may die."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={fewest}:{nodes}", "--nproc-per-node=1"]
     command += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}"]
@@ -40,7 +40,7 @@ def start_nodes(folder: Path, how: str, who: int, nodes: int, fewest: int, strat
     finally:
         for agent in agents:
             if agent.poll() is None:
-                agent.terminate()  # and its worker with it
+                agent.terminate()  # and its worker
                 agent.wait(LIMIT)
     while time.monotonic() < end and alive(folder):
         time.sleep(0.1)
@@ -55,20 +55,20 @@ def undisturbed(tmp_path_factory):
     return losses(ended.stdout)[0]
 
 
-def went_on(folder: Path, found, undisturbed: float, ranks: int) -> list[str]:
-    """That `ranks` nodes ended well, with the loss of a run in which nothing happened; their restarts, as they count."""
+def went_on(folder: Path, outcomes, undisturbed: float, ranks: int) -> list[str]:
+    """Check that `ranks` nodes finished with the loss of an undisturbed run. Return the restart counts they report."""
     assert (folder / "once").exists(), "nothing happened"
-    text = "\n".join(text for _, text in found)
-    well = [text for status, text in found if status == 0]
+    text = "\n".join(text for _, text in outcomes)
+    well = [text for status, text in outcomes if status == 0]
     assert len(well) == ranks, text[-6000:]
     assert losses("\n".join(well)) == pytest.approx([undisturbed] * ranks, rel=1e-5)
-    told = [line.split() for line in text.splitlines() if line.startswith("ranks ")]
-    assert [words[1] for words in told] == [str(ranks)] * ranks
-    return sorted(words[3] for words in told)
+    reports = [line.split() for line in text.splitlines() if line.startswith("ranks ")]
+    assert [words[1] for words in reports] == [str(ranks)] * ranks
+    return sorted(words[3] for words in reports)
 
 
 def test_goes_on_when_ranks_start_anew(tmp_path, undisturbed):
-    """As where a worker of two nodes dies: around one store, and only the agent of the dead worker counts a restart."""
+    """Same store, but only the agent of the dead worker counts a restart, as when a worker of two nodes dies."""
     store = agent_store()
     died = run_ranks(2, Path(JOB), "kill", "1", "2", cwd=tmp_path, store=store)
     assert died.codes == [1, -signal.SIGKILL], died.stderr[-3000:]
@@ -90,15 +90,15 @@ def test_goes_on_when_ranks_start_anew(tmp_path, undisturbed):
     ],
 )
 def test_a_worker_of_two_nodes_dies(tmp_path, undisturbed, who, env):
-    """The agent of the dead worker counts a restart, the other none: no number of torchrun's is common to both."""
-    found = start_nodes(tmp_path, "kill", who, 2, 2, **env)
-    assert went_on(tmp_path, found, undisturbed, 2) == ["0", "1"]
+    """The agent of the dead worker counts a restart, the other none, so ranks cannot use torchrun's count as a name."""
+    outcomes = start_nodes(tmp_path, "kill", who, 2, 2, **env)
+    assert went_on(tmp_path, outcomes, undisturbed, 2) == ["0", "1"]
 
 
 @pytest.mark.slow
 def test_a_worker_of_two_nodes_dies_with_sharded_parameters(tmp_path, undisturbed):
-    found = start_nodes(tmp_path, "kill", 1, 2, 2, "ring_dilated_fsdp")
-    assert went_on(tmp_path, found, undisturbed, 2) == ["0", "1"]
+    outcomes = start_nodes(tmp_path, "kill", 1, 2, 2, "ring_dilated_fsdp")
+    assert went_on(tmp_path, outcomes, undisturbed, 2) == ["0", "1"]
 
 
 @pytest.mark.slow
@@ -110,24 +110,24 @@ def test_a_worker_of_two_nodes_dies_with_sharded_parameters(tmp_path, undisturbe
         (
             0,
             {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        ),  # without it torch's other agents look for the store of the dead
+        ),  # without it the agents look for the dead agent's store
     ],
 )
 def test_a_node_of_three_dies(tmp_path, undisturbed, who, env):
-    found = start_nodes(tmp_path, "node", who, 3, 2, **env)
-    went_on(tmp_path, found, undisturbed, 2)
+    outcomes = start_nodes(tmp_path, "node", who, 3, 2, **env)
+    went_on(tmp_path, outcomes, undisturbed, 2)
 
 
 @pytest.mark.slow
 def test_a_worker_of_three_nodes_dies(tmp_path, undisturbed):
-    found = start_nodes(tmp_path, "kill", 2, 3, 3)
-    assert went_on(tmp_path, found, undisturbed, 3) == ["0", "0", "1"]
+    outcomes = start_nodes(tmp_path, "kill", 2, 3, 3)
+    assert went_on(tmp_path, outcomes, undisturbed, 3) == ["0", "0", "1"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_a_region_dies_and_the_others_go_on(tmp_path, nodes):
-    """Each node is a region: those that are left load the checkpoint of all, and say so."""
+    """Each node is a region. The remaining regions load the common checkpoint, and say so."""
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     ended = start_nodes(tmp_path, "node", nodes - 1, nodes, 1, "regions", **env)
     text = "\n".join(text for _, text in ended)

@@ -1,4 +1,4 @@
-"""A rank is told to end (SIGTERM): all of them do, after the same batch."""
+"""One rank receives SIGTERM: all ranks end after the same batch."""
 
 import os
 import signal
@@ -17,12 +17,12 @@ from .test_failures import losses, start
 
 pytestmark = pytest.mark.full
 
-#: validated after every second batch
+#: validation after every second batch
 RUN, CHECKED = Run(steps=6), {"val_check_interval": 2, "limit_val_batches": 2}
 
 
 class Told(pl.Callback):
-    """Ranks get the signal at the third batch, or the last, or in the validation before it, where `at` says."""
+    """Sends the signal to ranks `who`: at the third batch, at the last, or in the validation before the third."""
 
     def __init__(self, who, at):
         self.who, self.at, self.validated = who, at, 0
@@ -49,18 +49,18 @@ class Told(pl.Callback):
 
 
 def ended(rank, group, who, at, options):
-    """Why a fit ended, its steps, batches of validation, what GPUs would have been asked, and the handler afterwards."""
-    asked, real, told = [], torch.distributed.broadcast, Told(who, at)
-    built, model, data, _ = make(RUN, launched(rank), callbacks=[told], **options)
+    """Return a fit's error, steps, validation batches and broadcasts, and whether the signal handler is restored."""
+    broadcasts, real, sender = [], torch.distributed.broadcast, Told(who, at)
+    built, model, data, _ = make(RUN, launched(rank), callbacks=[sender], **options)
     usual, why = signal.getsignal(signal.SIGTERM), ""
-    torch.distributed.broadcast = lambda *a, **k: (asked.append(a), real(*a, **k))[1]
+    torch.distributed.broadcast = lambda *a, **k: (broadcasts.append(a), real(*a, **k))[1]
     try:
         built.fit(model, data)
     except BaseException as error:
         why = type(error).__name__
     finally:
         torch.distributed.broadcast = real
-    return why, built.global_step, told.validated, len(asked), signal.getsignal(signal.SIGTERM) is usual
+    return why, built.global_step, sender.validated, len(broadcasts), signal.getsignal(signal.SIGTERM) is usual
 
 
 @pytest.mark.parametrize("at", ["begin", "backward"])
@@ -79,7 +79,7 @@ def test_a_validation_is_finished_or_not_begun(pools, who):
 
 
 def test_told_in_the_last_batch(pools):
-    """The fit is over, but what comes after it must not begin."""
+    """The fit is complete, but nothing after it may begin."""
     assert pools(2).run(2, ended, [1], "last", {"limit_val_batches": 0}) == [("SIGTERMException", 6, 0, 0, True)] * 2
 
 
@@ -88,14 +88,14 @@ def test_one_rank(pools):
 
 
 def test_nobody_is_told(pools):
-    """And no tensor of the device is broadcast before a batch."""
+    """And no device tensor is broadcast before a batch."""
     assert pools(2).run(2, ended, [], "begin", {"limit_val_batches": 0}) == [("", 6, 0, 0, True)] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 def test_goes_on_after_it(tmp_path: Path, who):
-    """A job that was told to end, and is started again."""
+    """A job that was told to end continues when it is started again."""
     (alone := tmp_path / "alone").mkdir()
     status, text = start(alone, "nothing", 0, 1)
     assert status == 0
@@ -109,7 +109,7 @@ def test_goes_on_after_it(tmp_path: Path, who):
 
 # -- interrupted twice -------------------------------------------------------------------------------------------------
 def test_the_second_interrupt_is_seen_while_the_main_thread_waits():
-    """And one that a fork gets does not count."""
+    """And an interrupt in a forked process does not count."""
     acted, handler = threading.Event(), signal.signal(signal.SIGINT, lambda *args: None)
     second = preemption.OnSecondInterrupt(acted.set)
     try:
@@ -145,7 +145,7 @@ def test_workers_leave_signals_to_the_process_that_started_them(signum):
     loader = iter(torch.utils.data.DataLoader(Slowly(), **options))
     assert int(next(loader)) == 0
     (worker,) = loader._workers
-    # from another process, as a scheduler's
+    # sent by another process, as by a scheduler
     assert os.system(f"kill -{int(signum)} {worker.pid}") == 0
     assert [int(x) for x in loader] == [1, 2, 3]
     worker.join(10)

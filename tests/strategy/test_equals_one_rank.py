@@ -1,4 +1,4 @@
-"""A training run on many ranks leaves what it leaves on one: losses, gradient norms, validation, every parameter."""
+"""A training run on many ranks equals one rank: losses, gradient norms, validation, every parameter."""
 
 import pytest
 import torch
@@ -41,20 +41,20 @@ PLAIN = ("2", "4", "4, data 2")
 
 @pytest.fixture(scope="module")
 def alone(pools):
-    """What a run leaves on one rank, made once for equal runs."""
-    made = {}
+    """Results of a run on one rank, cached for equal runs."""
+    cache = {}
 
     def get(run):
-        if repr(run) not in made:
-            made[repr(run)] = pools(1).run(1, fit, run)[0]
-        return made[repr(run)]
+        if repr(run) not in cache:
+            cache[repr(run)] = pools(1).run(1, fit, run)[0]
+        return cache[repr(run)]
 
     return get
 
 
-def check(found, want, tol, logged=None):
-    """Everything within `tol`; what went through Lightning's logging within `logged`, which is fp32 where the default is."""
-    for rank, got in enumerate(found):
+def check(results, want, tol, logged=None):
+    """Compare within `tol`; logged values within `logged`, because Lightning logs fp32 by default."""
+    for rank, got in enumerate(results):
         for name in ("losses", "norms", "val_loss"):
             within = tol if name == "norms" else logged or tol
             a, b = torch.tensor(got[name], dtype=torch.float64), torch.tensor(want[name], dtype=torch.float64)
@@ -65,12 +65,12 @@ def check(found, want, tol, logged=None):
             )
 
 
-#: four ranks of one sequence take what only they can show, and two pairs of ranks the rest
+#: four ranks of one sequence for cases that need them, and two pairs of ranks for the rest
 CASES = [("plain", way) for way in (*PLAIN, "4, head 2", "4, head 4", "2, head auto")]
 CASES += [(run, "4, data 2") for run in ("accumulate and clip", "masked labels", "lengths")]
 CASES += [(run, "4") for run in ("ragged", "documents", "fewer tokens than ranks", "hybrid")]
 CASES += [("recurrence", "2, zigzag")]
-#: each layout and exchange is in test_every_exchange_and_layout, too
+#: test_every_exchange_and_layout covers each layout and exchange, too
 SLOW = [("plain", way) for way in ("2, zigzag", "2, strided", "2, ring", "2, switch", "4, nodes of 2")]
 SLOW += [("workers", "2"), ("compiled", "2")]
 SLOW += [
@@ -131,8 +131,8 @@ def test_float32(pools, alone, way):
 
 LAYOUTS = ("contiguous", "zigzag", "strided")
 EXCHANGES = {name: LAYOUTS for name in ("gather", "ring", "switch", "hierarchical_gather")}
-EXCHANGES |= {"butterfly": LAYOUTS[:1], "hierarchical_butterfly": LAYOUTS[:1]}  # these refuse others by name
-#: one that the butterflies take: segments and rates double above a shard of ten tokens
+EXCHANGES |= {"butterfly": LAYOUTS[:1], "hierarchical_butterfly": LAYOUTS[:1]}  # the butterflies refuse other layouts
+#: a pattern that the butterflies accept: segments and rates double above a shard of ten tokens
 DOUBLING = {"pattern": DilatedPattern.longnet([10, 20, 40], [1, 2, 4]), "num_heads": 4}
 
 
@@ -160,7 +160,7 @@ def test_every_exchange_and_layout(pools, alone, exchange, layout):
     "precision, fsdp", [("bf16-mixed", False), ("bf16-mixed", True), ("bf16-true", False), ("bf16-true", True)]
 )
 def test_bfloat16(pools, alone, precision, fsdp, way):
-    """Ranks differ from one rank by no more than that differs from float32, twice over: it is rounding."""
+    """The difference between ranks is rounding: at most twice the difference between bfloat16 and float32."""
     ranks, settings = WAYS[way]
     run = Run(steps=5, precision=precision, batch_size=2, clip=1.0, masked=0.2)
     want = alone(run.but(precision=precision))
@@ -173,7 +173,7 @@ def test_bfloat16(pools, alone, precision, fsdp, way):
 
 
 def draws_alike():
-    """Whether weights drawn in bfloat16 are those drawn in float32, rounded: in torch 2.11 they are others."""
+    """Return whether bfloat16 draws are rounded float32 draws; in torch 2.11 they are not."""
     drawn = [
         torch.empty(64, dtype=d).normal_(generator=torch.Generator().manual_seed(0))
         for d in (torch.bfloat16, torch.float)
@@ -182,7 +182,7 @@ def draws_alike():
 
 
 def distance(a, b):
-    """The largest relative difference of losses."""
+    """Return the largest relative difference of losses."""
     return max(
         abs(x - y) / y for x, y in zip(a["losses"] + [a["val_loss"]], b["losses"] + [b["val_loss"]], strict=True)
     )

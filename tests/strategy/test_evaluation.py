@@ -1,4 +1,4 @@
-"""Test, predict, and the callbacks that decide by what was logged: the same on many ranks as on one."""
+"""Test, predict, and callbacks that decide by logged values: the same on many ranks as on one."""
 
 import csv
 from pathlib import Path
@@ -19,7 +19,7 @@ RUN = Run(seq_len=37, masked=0.3, model={"depth": 1})
 
 
 class Everything(Data):
-    """The validation loader for testing and predicting, too."""
+    """Tests and predicts on the validation loader, too."""
 
     def test_dataloader(self):
         return self._loader(False)
@@ -28,15 +28,15 @@ class Everything(Data):
 
 
 def evaluated(rank, group, settings, samples, folder):
-    """(test_loss, whether predictions.csv exists under each name) of an untrained model."""
+    """Return (test_loss, whether predictions.csv exists under each name) of an untrained model."""
     run = RUN.but(strategy=settings, batch_size=4, memory={"stream": 11} if settings == CHUNKS else None)
     writer = PredictionWriter(f"{folder}/predictions.csv")
     built, model, _, _ = make(run, launched(rank), callbacks=[writer])
     with mock.patch("tests.strategy.runs.Tokens.__len__", lambda self: samples):
         data = Everything(run)
-        found = built.test(model, data, verbose=False)[0]["test_loss"]
+        loss = built.test(model, data, verbose=False)[0]["test_loss"]
         built.predict(model, data, return_predictions=False)
-    return found
+    return loss
 
 
 def predictions(folder):
@@ -49,12 +49,12 @@ def predictions(folder):
 @pytest.mark.parametrize("samples", [12, 5])
 @pytest.mark.parametrize("way", WAYS)
 def test_and_predict(pools, tmp_path, way, samples):
-    """Trap 18: no sample is repeated to make data ranks alike; and trap 17: of a sequence one rank writes."""
+    """Trap 18: no sample is repeated to even out data ranks. Trap 17: one rank writes for each sequence."""
     folders = [tmp_path / "one", tmp_path / "many"]
     want = pools(1).run(1, evaluated, {}, samples, str(folders[0]))
     ranks, settings = WAYS[way]
-    found = pools(ranks).run(ranks, evaluated, settings, samples, str(folders[1]))
-    assert found == pytest.approx(want * ranks, rel=1e-9)
+    results = pools(ranks).run(ranks, evaluated, settings, samples, str(folders[1]))
+    assert results == pytest.approx(want * ranks, rel=1e-9)
     one, many = map(predictions, folders)
     assert one.keys() == many.keys() == set(range(samples))
     for index, (tokens, bits) in one.items():
@@ -62,7 +62,7 @@ def test_and_predict(pools, tmp_path, way, samples):
 
 
 def decided(rank, group, settings, folder):
-    """(epochs until EarlyStopping, name of the best checkpoint, its score)."""
+    """Return (epochs until EarlyStopping, name of the best checkpoint, its score)."""
     stop = pl.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.002)
     best = pl.callbacks.ModelCheckpoint(f"{folder}", monitor="val_loss", save_top_k=1)
     run = RUN.but(strategy=settings, batch_size=4, steps=60)
@@ -75,6 +75,6 @@ def decided(rank, group, settings, folder):
 def test_decisions(pools, tmp_path, way):
     ((epochs, name, score, stopped),) = pools(1).run(1, decided, {}, str(tmp_path / "one"))
     ranks, settings = WAYS[way]
-    for found in pools(ranks).run(ranks, decided, settings, str(tmp_path / "many")):
-        assert found == (epochs, name, pytest.approx(score, rel=1e-9), stopped)
+    for outcome in pools(ranks).run(ranks, decided, settings, str(tmp_path / "many")):
+        assert outcome == (epochs, name, pytest.approx(score, rel=1e-9), stopped)
     assert (tmp_path / "many" / name).is_file()

@@ -1,4 +1,4 @@
-"""check_first_batch: silent for modules that are right on many ranks, and an error on every rank for those that are not."""
+"""check_first_batch: silent for modules that are correct on many ranks, an error on every rank for the others."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.full
 
 
 class Pooled(Plain):
-    """Adds the mean over tokens to each of them: of all tokens of the sequence, or (wrong) of the tokens of this rank."""
+    """Adds a mean over tokens to each token: over the whole sequence, or (wrong) over this rank's tokens."""
 
     whole = True
 
@@ -43,7 +43,7 @@ CLASSES = {c.__name__: c for c in (Plain, Pooled, PooledHere, Placed)}
 
 
 def checked(rank, group, name, dropout, kind=RingDilatedStrategy, settings=None):
-    """The error of one step with the check, and whether the model still trains."""
+    """Return the error of one checked step, and whether the model is still in training mode."""
     model = CLASSES[name](hidden_dropout=dropout, attention_dropout=dropout)
     sharded = kind is RingDilatedFSDPStrategy  # Lightning refuses 64-true for these
     strategy = kind(check_first_batch=True, **(settings or {}))
@@ -74,22 +74,22 @@ def test_wrong_modules(pools, name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_ranks(pools, kind):
-    """Every sequence is checked by itself, and all ranks of the job raise where one of them is wrong."""
+    """Each sequence is checked separately, and all ranks of the job raise if one is wrong."""
     assert pools(4).run(4, checked, "Pooled", 0.0, kind, {"sequence_size": 2}) == [(None, True)] * 4
     for error, _ in pools(4).run(4, checked, "Placed", 0.0, kind, {"sequence_size": 2}):
         assert error and "Placed" in error
 
 
 def language_model(rank, group, kind, fsdp, accumulate):
-    """Losses of a run with and without the check: it must leave no trace."""
-    found = []
+    """Return the losses of a run with and without the check, which must leave no trace."""
+    results = []
     for check in (False, True):
         run = Run(kind=kind, steps=2, batch_size=2 if kind == "lengths" else 1, strategy={"check_first_batch": check})
         run = run.but(fsdp=fsdp, double=fsdp, accumulate=accumulate)
         built, model, data, record = make(run, launched(rank))
         built.fit(model, data)
-        found.append((record.losses, record.norms))
-    return found
+        results.append((record.losses, record.norms))
+    return results
 
 
 TRACES = [("whole", 2, False), ("whole", 2, True), ("documents", 1, True), ("lengths", 1, False)]
@@ -103,7 +103,7 @@ def test_leaves_no_trace(pools, kind, accumulate, fsdp):
 
 
 class Counted(Plain):
-    """Counts its steps in a metric; its training_step takes no number."""
+    """Counts its steps in a metric; its training_step takes no index."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -131,7 +131,7 @@ def of_class(rank, group, name):
 
 
 def test_metrics_do_not_count_the_check(pools):
-    """compute() adds the two ranks."""
+    """compute() adds up the two ranks."""
     assert pools(2).run(2, of_class, "Counted") == [(2.0, 1)] * 2
 
 
@@ -140,14 +140,14 @@ def test_manual_optimization_is_refused(pools):
 
 
 def heads(rank, group, layout, tokens, first):
-    """Whether the head of a batch is what the whole batch begins with; bytes that were made for it, beside the batch."""
-    made = torch.Generator().manual_seed(0)
+    """Return whether the head equals the beginning of the whole batch, and the extra bytes allocated for it."""
+    rng = torch.Generator().manual_seed(0)
     whole = {
-        "x": torch.randn(2, tokens, 3, generator=made),
-        "ids": torch.randint(0, 256, (2, tokens), generator=made),
-        "keep": torch.rand(2, tokens, generator=made) < 0.5,
-        "kind": torch.randint(0, 256, (2, tokens), generator=made).to(torch.uint16),
-        "last": torch.randn(2, 3, tokens, generator=made),
+        "x": torch.randn(2, tokens, 3, generator=rng),
+        "ids": torch.randint(0, 256, (2, tokens), generator=rng),
+        "keep": torch.rand(2, tokens, generator=rng) < 0.5,
+        "kind": torch.randint(0, 256, (2, tokens), generator=rng).to(torch.uint16),
+        "last": torch.randn(2, 3, tokens, generator=rng),
     }
     spec, ours = SequenceSpec({**dict.fromkeys(whole, 1), "last": -1}), SequenceGroup(group, layout=layout)
     with pytest.MonkeyPatch.context() as patch, Meter() as meter:
@@ -155,12 +155,12 @@ def heads(rank, group, layout, tokens, first):
         batch = spec.cut(whole, Place(ours.ranks, ours.rank, layout))
         meter.reset_peak()
         before = meter.live
-        found = first_batch._head(batch, spec, ours)
-        more = meter.peak - before
+        head = first_batch._head(batch, spec, ours)
+        extra = meter.peak - before
     ours.close()
     want = {name: x[..., :first] if name == "last" else x[:, :first] for name, x in whole.items()}
-    same = all(torch.equal(found[name], x) and found[name].dtype == x.dtype for name, x in want.items())
-    return same, more
+    same = all(torch.equal(head[name], x) and head[name].dtype == x.dtype for name, x in want.items())
+    return same, extra
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "strided", "zigzag"])
@@ -170,6 +170,6 @@ def test_head(pools, layout, tokens, first):
 
 
 def test_head_of_a_long_sequence(pools):
-    """A head's bytes do not follow from the sequence's."""
-    for _, more in pools(4).run(4, heads, "zigzag", 1 << 20, 64):
-        assert more < 1 << 16
+    """The memory for a head does not depend on the sequence's length."""
+    for _, extra in pools(4).run(4, heads, "zigzag", 1 << 20, 64):
+        assert extra < 1 << 16

@@ -1,4 +1,4 @@
-"""ring_dilated_fsdp: what is special about parameters that ranks hold parts of."""
+"""ring_dilated_fsdp: behaviour that is special to sharded parameters."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ RUN = Run(fsdp=True, double=True, steps=2)
 
 
 def test_16_mixed_is_refused():
-    """Lightning overlooks it where the strategy comes by name; on a CPU it takes bf16, so the plugin is made by hand."""
+    """Lightning does not check a strategy given by name, and uses bf16 on a CPU, so the test builds the plugin."""
     strategy = RingDilatedFSDPStrategy()
     strategy.precision_plugin = mock.Mock(precision="16-mixed")
     with pytest.raises(ValueError, match="takes no precision='16-mixed'"):
@@ -30,7 +30,7 @@ def test_16_mixed_is_refused():
 
 
 def reductions(rank, group, accumulate):
-    """(reduce-scatters of a run of two optimizer steps, whether every parameter was sharded)."""
+    """Return (reduce-scatters of two optimizer steps, whether every parameter was sharded)."""
     built, model, data, _ = make(RUN.but(accumulate=accumulate), launched(rank))
     real, calls = param_group.foreach_reduce, []
     with mock.patch.object(param_group, "foreach_reduce", lambda *a, **k: calls.append(1) or real(*a, **k)):
@@ -46,7 +46,7 @@ def test_accumulation_reduces_once(pools):
 
 
 class HalfSharded(LongNetLM):
-    """Shards its blocks and forgets the rest."""
+    """Shards its blocks and forgets the other modules."""
 
     def configure_model(self):
         super().configure_model()
@@ -71,7 +71,7 @@ def test_parameters_that_were_forgotten(pools):
 
 
 def with_decays(rank, group):
-    """Of a run in bf16-true with recurrences: dtypes of sharded decays and of all else, and whether the decays moved."""
+    """Train recurrences in bf16-true. Return dtypes of decays, other dtypes, whether the decays moved, and losses."""
     pl.seed_everything(4, verbose=False)
     model = LongNetLM(pattern=PATTERN, vocab_size=11, dim=16, depth=2, recurrence={"gate_init": 1.0})
     record, starts = Record(), {}
@@ -84,14 +84,14 @@ def with_decays(rank, group):
 
 
 def test_decays_of_recurrences_stay_in_fp32(pools):
-    """`fully_shard` takes parameters of one dtype: those are sharded by themselves."""
+    """`fully_shard` needs parameters of one dtype, so decays are sharded separately."""
     for wide, narrow, moved, losses in pools(2).run(2, with_decays):
         assert wide == {torch.float32} and narrow == {torch.bfloat16} and moved
         assert len(losses) == 3 and all(torch.isfinite(torch.as_tensor(x)).all() for x in losses)
 
 
 def unlike(rank, group):
-    """Validation of five samples on two data ranks."""
+    """Validate five samples on two data ranks."""
     built, model, data, _ = make(RUN.but(strategy={"sequence_size": 1}, batch_size=2), launched(rank))
     with mock.patch("tests.strategy.runs.Tokens.__len__", lambda self: 5):
         try:
@@ -110,7 +110,7 @@ FOLDER, WHOLE_FILE = RingDilatedFSDPStrategy(), RingDilatedFSDPStrategy(save_dis
 
 
 def part(rank, group, folder, strategy, stop, ckpt, recurrence=None):
-    """Parameters of a run up to step `stop`, the path of the checkpoint that it leaves, its number of steps."""
+    """Train up to step `stop`. Return the parameters, the path of the new checkpoint, and the number of steps."""
     pl.seed_everything(4, verbose=False)
     world, record = launched(rank), Record()
     built = trainer(strategy, world, max_steps=stop, callbacks=[record])
@@ -131,7 +131,8 @@ def part(rank, group, folder, strategy, stop, ckpt, recurrence=None):
     ],
 )
 def test_resumes_on_other_ranks(pools, tmp_path, after, strategy):
-    """Weights and optimizer states, also on one rank (trap 10: Lightning refuses models without sharded parameters).
+    """Weights and optimizer states resume, also on one rank (trap 10: Lightning refuses models without sharded
+    parameters).
 
     The position in the data is the loader's (see test_resume).
     """
@@ -149,7 +150,7 @@ def test_resumes_on_other_ranks(pools, tmp_path, after, strategy):
 )
 @pytest.mark.parametrize("before, after", [(RingDilatedStrategy(), FOLDER), (WHOLE_FILE, RingDilatedStrategy())])
 def test_one_file_of_another_strategy(pools, tmp_path, before, after, recurrence):
-    """Optimizer states find their parameters, though groups of parameters have another order than the module."""
+    """Optimizer states find their parameters, even if the parameter groups are not in the module's order."""
     _, path, _ = pools(2).run(2, part, str(tmp_path), before, 2, None, recurrence)[0]
     assert Path(path).is_file()
     want, *_ = pools(2).run(2, part, str(tmp_path), before, 4, path, recurrence)[0]
@@ -159,7 +160,7 @@ def test_one_file_of_another_strategy(pools, tmp_path, before, after, recurrence
 
 
 def replacing(rank, group, path):
-    """What is at `path` after a file, a folder and a file were written there, and how often this rank removed one."""
+    """Write a file, a folder and a file to `path`. Return the kind after each, and this rank's number of removals."""
     model = LongNetLM(pattern=PATTERN, vocab_size=11, dim=16, depth=2).double()
     kinds, removed = [], []
     unlink, rmtree = Path.unlink, shutil.rmtree
@@ -178,14 +179,14 @@ def replacing(rank, group, path):
 
 
 def test_one_form_replaces_the_other(pools, tmp_path):
-    """One rank removes what was there: Lightning lets each do so, and the one that comes late would fail."""
-    (kinds, first), (others, second) = pools(2).run(2, replacing, str(tmp_path / "last.ckpt"))
-    assert kinds == others == ["file", "folder", "file"]
+    """Only one rank removes the old form. Lightning lets each rank remove it, and the later one would fail."""
+    (kinds, first), (other_kinds, second) = pools(2).run(2, replacing, str(tmp_path / "last.ckpt"))
+    assert kinds == other_kinds == ["file", "folder", "file"]
     assert first == 2 and second == 0
 
 
 def with_frozen_embedding(rank, group, path):
-    """The error of a run from a checkpoint in one file whose optimizer had more parameters."""
+    """Return the error of a run from one file that was saved with more trained parameters."""
     model = LongNetLM(pattern=PATTERN, vocab_size=11, dim=16, depth=2).double()
     model.embedding.requires_grad_(False)
     try:

@@ -1,4 +1,4 @@
-"""Generation in `predict_step`: ranks that share sequences gather the prompts, and draw what one rank draws."""
+"""Generation in `predict_step`: ranks that share sequences gather the prompts, and draw the tokens of one rank."""
 
 import lightning.pytorch as pl
 import pytest
@@ -21,7 +21,7 @@ WAYS = {
 
 
 class Continues(LongNetLM):
-    """As users would write it."""
+    """A model as users would write it."""
 
     def predict_step(self, batch, batch_idx):
         tokens = sequence_gather(batch["tokens"])
@@ -41,7 +41,7 @@ class Prompts(torch.utils.data.Dataset):
 
 
 def predicted(rank, group, strategy, settings):
-    """{sample: its prompt and what continues it}, as a Trainer's predict gives it on this rank."""
+    """Return {sample: its prompt and continuation}, as a Trainer's predict gives it on this rank."""
     run = trainer(strategy(**settings), launched(rank))
     pl.seed_everything(4, verbose=False)
     model = Continues({"hybrid": {"local": 5, "global_every": 2}}, vocab_size=VOCAB, dim=16, depth=2, kv_conv=3)
@@ -53,11 +53,11 @@ def predicted(rank, group, strategy, settings):
 def test_predict_draws_as_one_rank(pools, way):
     ranks, strategy, settings = WAYS[way]
     (want,) = pools(1).run(1, predicted, RingDilatedStrategy, {})
-    found = pools(ranks).run(ranks, predicted, strategy, settings)
-    assert want.keys() == set(range(4)) == {i for rows in found for i in rows}
-    for rows in found:
+    results = pools(ranks).run(ranks, predicted, strategy, settings)
+    assert want.keys() == set(range(4)) == {i for rows in results for i in rows}
+    for rows in results:
         for i, row in rows.items():
-            n = 27 - 4 * i  # the rest is the last token again, up to the longest of its batch
+            n = 27 - 4 * i  # padding: the last token again, up to the longest prompt of its batch
             assert torch.equal(row[:n], want[i][:n])
 
 

@@ -1,4 +1,4 @@
-"""The quickstart on two GPUs against one, in every precision, strategy and launcher: within the noise of 16-bit sums."""
+"""The quickstart on two GPUs against one, in every precision, strategy and launcher: equal within 16-bit rounding."""
 
 import csv
 import functools
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 ROOT = Path(__file__).parents[2]
 SIZES = ["--trainer.max_steps=20", "--trainer.val_check_interval=20", "--data.seq_len=16384", "--data.val_limit=4"]
-#: a loss scale at which nothing overflows: from 65,536 on the first steps are skipped, and how many hangs on single sums
+#: a loss scale without overflow: from 65,536 the first steps are skipped, and how many depends on single sums
 SCALED = json.dumps(
     {
         "class_path": "lightning.pytorch.plugins.MixedPrecision",
@@ -32,7 +32,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def fit(folder, gpus, strategy, precision, launcher=(), options=()):
-    """(train_loss, val_loss) after 20 steps."""
+    """Return (train_loss, val_loss) after 20 steps."""
     command = [
         sys.executable,
         *launcher,
@@ -75,7 +75,7 @@ def test_two_gpus(tmp_path, alone, way):
     strategy, precision, launcher, options = WAYS[way]
     got, want = fit(tmp_path, 2, strategy, precision, launcher, options), alone(strategy, precision)
     print(f"| {strategy} | {precision} | {way} | {want[0]:.6f} | {got[0]:.6f} | {want[1]:.6f} | {got[1]:.6f} |")
-    # parameters of bf16 round away most of an update, and which of them follows from the last bit of a sum
+    # bf16 parameters round away most of an update; the last bit of a sum decides which updates
     assert got == pytest.approx(want, rel=5e-3 if precision == "bf16-true" else 5e-4)
 
 
@@ -86,12 +86,12 @@ def test_first_batch_is_checked(tmp_path, name):
 
 
 # -- parameters on the host --------------------------------------------------------------------------------------------
-#: tolerances: AdamW rounds otherwise on a CPU, and of bf16 parameters most of an update is rounded away
+#: tolerances: AdamW rounds differently on a CPU, and bf16 parameters round away most of an update
 WITHIN = {"32-true": 1e-4, "bf16-mixed": 1e-3, "bf16-true": 1e-2}
 BIG = {"dim": 512, "depth": 6, "num_heads": 8}
 TILES = {"policy": "block", "tile": 512, "offload": 1, "head_chunks": 2}
 PAGED = {"cpu_offload": {"pin_memory": False}}
-#: (precision, strategy, model, memory settings, how it is offloaded)
+#: (precision, strategy, model, memory settings, cpu_offload)
 OFFLOADED = {
     "tiles": ("bf16-mixed", {"check_first_batch": True}, BIG, TILES, HOST),
     "32-true": ("32-true", {}, {}, None, HOST),
@@ -103,7 +103,7 @@ OFFLOADED = {
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """What a way leaves without, made once for those that differ in how they offload."""
+    """Results without offloading, cached for ways that differ only in how they offload."""
 
     @functools.cache
     def make(run):
@@ -114,7 +114,7 @@ def plain(tmp_path_factory):
 
 @pytest.mark.parametrize("way", OFFLOADED)
 def test_offloaded(tmp_path, plain, way):
-    """Losses and clipped norms of plain sharded parameters; all that is trained lies on the host, the rest on the GPU."""
+    """Losses and clipped norms equal plain sharding. All trained tensors are on the host, the others on the GPU."""
     precision, strategy, model, memory, how = OFFLOADED[way]
     run, within = {"precision": precision, "model": model, "memory": memory, "fused": model == BIG}, WITHIN[precision]
     want = plain(strategy=strategy, **run)
@@ -125,12 +125,12 @@ def test_offloaded(tmp_path, plain, way):
     assert {want[x][0] for x in ("parameters", "gradients", "states")} == {"cuda"} and want["module"] == "cuda"
     assert got["parameters"] == (["cpu"] if how == PAGED else ["cpu", "pinned"])
     assert (got["gradients"][0], got["states"], got["module"]) == ("cpu", ["cpu"], "cuda")
-    if model == BIG:  # 19M parameters: of fp32 parameters, gradients and AdamW's states a rank has 145 MiB
+    if model == BIG:  # 19M parameters: 145 MiB of fp32 parameters, gradients and AdamW states a rank
         assert want["peak"] - got["peak"] > 100 * 2**20
 
 
 def test_offloaded_checkpoints(tmp_path):
-    """Saved with it, loaded without, and the other way round; as folders and as files."""
+    """Checkpoints saved with offloading load without it, and vice versa, as folders and as files."""
     host, folder = {**HOST, "save_distributed_checkpoint": False}, {}
     losses = {}
     for name, before in (("file", host), ("folder", folder)):
@@ -140,5 +140,5 @@ def test_offloaded_checkpoints(tmp_path):
         for after in (host, folder):
             losses[name, str(after)] = job(tmp_path, accelerator="gpu", resume=path, strategy=after)["losses"]
     want = losses["folder", str(folder)]
-    for name, found in losses.items():
-        assert found == pytest.approx(want, rel=1e-4), name
+    for name, after_losses in losses.items():
+        assert after_losses == pytest.approx(want, rel=1e-4), name

@@ -1,4 +1,4 @@
-"""What goes wrong without the strategy's hooks: each trap of running one sequence on several ranks, by name."""
+"""The strategy's hooks prevent the traps of running one sequence on several ranks; a test names each trap."""
 
 import copy
 import os
@@ -23,7 +23,7 @@ N = 40
 
 
 class Numbers(Dataset):
-    """Samples of noise drawn when asked for: augmentation."""
+    """Samples with noise drawn on access, as augmentation does."""
 
     def __len__(self):
         return 8
@@ -33,7 +33,7 @@ class Numbers(Dataset):
 
 
 class Plain(pl.LightningModule):
-    """A LightningModule that knows nothing of DilatedModule; it keeps what it sees."""
+    """A LightningModule that does not use DilatedModule, and records its batches."""
 
     sequence_spec = SequenceSpec({"x": 1, "noise": 1})
 
@@ -56,7 +56,7 @@ class Plain(pl.LightningModule):
 
 
 def seeded(rank, seed):
-    """The number of ranks, each in a random state of its own unless `seed` gives all of them one."""
+    """Return the number of ranks. Ranks have different random states, or the same one with `seed`."""
     os.environ.pop("PL_GLOBAL_SEED", None)
     os.environ["PL_SEED_WORKERS"] = "1"
     torch.manual_seed(100 + rank)
@@ -66,7 +66,7 @@ def seeded(rank, seed):
 
 
 def plain(rank, group, options, settings, workers=0, seed=True):
-    """What the module saw on this rank, and the logged constant."""
+    """Return the module's records on this rank, and the logged constant."""
     world = seeded(rank, seed)
     model = Plain(**options)
     built = trainer(RingDilatedStrategy(**settings), world, max_steps=2)
@@ -75,14 +75,14 @@ def plain(rank, group, options, settings, workers=0, seed=True):
 
 
 def whole(parts, name, step=0, dim=1):
-    return torch.cat([seen[step][name] for seen, *_ in parts], dim)
+    return torch.cat([batches[step][name] for batches, *_ in parts], dim)
 
 
 @pytest.mark.parametrize(
     "workers, seed", [(0, True), (0, False), *(pytest.param(1, x, marks=pytest.mark.slow) for x in (True, False))]
 )
 def test_augmentation_is_that_of_the_sample(pools, workers, seed):
-    """Trap 3: the ranks of a sequence augment it alike, in the main process and in workers, also where nobody set a seed."""
+    """Trap 3: the ranks of a sequence augment it alike, in the main process and in workers, even without a seed."""
     parts = pools(2).run(2, plain, {}, {"layout": "contiguous"}, workers, seed)
     again = pools(2).run(2, noise_of_whole, workers, seed)
     assert torch.equal(*again[:2])
@@ -91,7 +91,7 @@ def test_augmentation_is_that_of_the_sample(pools, workers, seed):
 
 
 def noise_of_whole(rank, group, workers, seed):
-    """The first batch's noise, uncut: this rank's own sample drawn as `plain` draws it."""
+    """Return the first batch's noise as this rank drew it, for the whole sequence."""
     world = seeded(rank, seed)
 
     class Whole(Plain):
@@ -113,11 +113,11 @@ def test_hidden_dropout_differs_between_ranks(pools):
 
 
 def test_attention_dropout_does_not_depend_on_the_ranks(pools):
-    found = [whole(pools(r).run(r, plain, {"attention_dropout": 0.5}, {}), "out") for r in (1, 2, 4)]
+    results = [whole(pools(r).run(r, plain, {"attention_dropout": 0.5}, {}), "out") for r in (1, 2, 4)]
     none = whole(pools(1).run(1, plain, {}, {}), "out")
-    assert not torch.allclose(found[0], none)
-    for got in found[1:]:
-        torch.testing.assert_close(got, found[0], rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(results[0], none)
+    for got in results[1:]:
+        torch.testing.assert_close(got, results[0], rtol=1e-5, atol=1e-6)
 
 
 def test_a_logged_constant_stays_itself(pools):
@@ -144,25 +144,25 @@ def test_a_loss_that_is_no_share(pools, ranks):
 
 
 def groups_after(rank, group):
-    """Process groups before and after fit and three validations; whether loaders and the active sequence are as before."""
+    """Return process groups before and after validations, whether loaders are unchanged, and the active sequence."""
     built, model, data, _ = make(Run(steps=1), launched(rank))
     built.fit(model, data)
     before = len(dist.distributed_c10d._world.pg_map)
     for _ in range(3):
         built.validate(model, data, verbose=False)
     loader = DataLoader(Numbers())
-    kept = copy.copy(vars(loader))
+    attributes = copy.copy(vars(loader))
     plain_model = Plain()
     again = trainer(RingDilatedStrategy(), dist.get_world_size(), max_steps=1)
     again.fit(plain_model, loader)
-    same = loader.dataset is kept["dataset"] and loader.collate_fn is kept["collate_fn"]
+    same = loader.dataset is attributes["dataset"] and loader.collate_fn is attributes["collate_fn"]
     return before, len(dist.distributed_c10d._world.pg_map), same, active_sequence()
 
 
 def test_groups_are_made_once(pools):
     """Trap 6: `setup_environment` runs at every fit, validate, test and predict."""
     for before, after, same, active in pools(2).run(2, groups_after):
-        assert after - before <= 4  # those of the second Trainer only
+        assert after - before <= 4  # the groups of the second Trainer
         assert same and active is None
 
 
@@ -211,29 +211,29 @@ def test_modules_that_may_mix(pools):
 
 
 def bytes_read(rank, group, folder, layout):
-    """Bytes of a fit of two steps, by this rank, and the tokens that it was given."""
+    """Return the bytes that this rank read in a fit of two steps, and its number of tokens."""
     data = ByteDataModule(folder, seq_len=1000, val_fraction=0, test_fraction=0)
-    seen = []
+    lengths = []
 
     class Count(pl.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            seen.append(batch["tokens"].shape[1])
+            lengths.append(batch["tokens"].shape[1])
 
     built, model, _, _ = make(
         Run(steps=2, strategy={"layout": layout}, model={"vocab_size": 256}), launched(rank), callbacks=[Count()]
     )
     built.fit(model, data)
-    return data.stream.bytes_read, sum(seen)
+    return data.stream.bytes_read, sum(lengths)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_nobody_reads_the_whole_sequence(pools, tmp_path, layout):
     (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
-    found = pools(4).run(4, bytes_read, str(tmp_path), layout)
-    for rank, (read, tokens) in enumerate(found):
-        # one byte for the label of the last token of each stretch; rank 3's two chunks are neighbours
+    results = pools(4).run(4, bytes_read, str(tmp_path), layout)
+    for rank, (read, tokens) in enumerate(results):
+        # one byte for the label of the last token of each stretch; rank 3's two chunks are adjacent
         halo = 2 if layout == "zigzag" and rank < 3 else 1
-        fetched = read // (250 + halo)  # Lightning may ask for one batch more than it uses
+        fetched = read // (250 + halo)  # Lightning may prefetch one batch
         assert tokens == 500 and read == fetched * (250 + halo) and fetched in (2, 3)
 
 

@@ -1,4 +1,4 @@
-"""A job of three nodes, agents of torchrun on this machine, whose workers and nodes are killed at ten random moments."""
+"""A job of three nodes, agents of torchrun on this machine, with workers and nodes killed at ten random moments."""
 
 import json
 import os
@@ -18,21 +18,21 @@ from .test_failures import alive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 JOB = str(Path(__file__).with_name("killed_job.py"))
-#: a node counts as lost after six seconds without a word
+#: a node counts as lost after six seconds without a heartbeat
 CONF = "is_host=0,last_call_timeout=4,keep_alive_interval=2,keep_alive_max_attempt=3"
-#: seconds from a kill to the end of the next optimizer step, on two cores that nothing else uses
+#: seconds from a kill to the end of the next optimizer step, on two idle cores
 WORKER, NODE = 15, 20
 EPOCH = BATCHES // GLOBAL_BATCH
 NODES = 3
 
 
 def planned(seed: int, moments: list[str], node: bool) -> list[dict]:
-    """A kill for each moment, in random order and at random steps, at a random time after a batch begins."""
+    """Plan a kill for each moment, in random order, at random steps, at a random time after a batch begins."""
     draw = random.Random(seed)
     draw.shuffle(moments)
     kills = []
     for number, moment in enumerate(moments):
-        first = 4 + 4 * number  # a kill in four steps
+        first = 4 + 4 * number  # one kill in four steps
         step = draw.randrange(first, first + 4) if moment == "step" else first
         place = {"moment": moment, "step": step, "rank": draw.randrange(NODES), "node": node}
         kills.append({**place, "delay": round(draw.uniform(0, 0.3), 3)})
@@ -48,20 +48,19 @@ def prepare(folder: Path, kills: list[dict]) -> Path:
 
 
 def entries(folder: Path) -> list[dict]:
-    """What ranks noted so far, in the order of time."""
+    """Return the ranks' records so far, in the order of time."""
     lines = (line for file in folder.glob("log/*.jsonl") for line in file.read_text().split("\n") if line.endswith("}"))
     return sorted(map(json.loads, lines), key=lambda x: x["time"])
 
 
 class Job:
-    """The agents of a job. Their store is of this process, so that any of them may die."""
+    """The agents of a job. This process holds their store, so any agent may die."""
 
     def __init__(self, folder: Path, fewest: int):
         self.folder, self.fewest, self.agents = folder, fewest, []
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def start(self) -> None:
-        """One more node."""
         command = [
             sys.executable,
             "-m",
@@ -80,7 +79,7 @@ class Job:
         return any(x["what"] == "done" and x["step"] == STEPS for x in entries(self.folder))
 
     def run(self, kills: list[dict], limit: float) -> list[dict]:
-        """Start the nodes, let each lost one come back once the others went on, and return what ranks noted."""
+        """Start the nodes, restart each lost one after the others continued, and return the ranks' records."""
         for _ in range(NODES):
             self.start()
         end, replaced = time.monotonic() + limit, set()
@@ -101,7 +100,7 @@ class Job:
         return entries(self.folder)
 
     def wait(self, seconds: float = 20) -> None:
-        """Until the agents of the finished job ended; one that came last of all may find nobody to join."""
+        """Wait until the agents of the finished job ended; an agent that joined last may find no peer."""
         end = time.monotonic() + seconds
         while any(x.poll() is None for x in self.agents) and time.monotonic() < end:
             time.sleep(0.2)
@@ -109,7 +108,7 @@ class Job:
     def stop(self) -> None:
         for agent in self.agents:
             if agent.poll() is None:
-                agent.send_signal(signal.SIGTERM)  # and its worker with it
+                agent.send_signal(signal.SIGTERM)  # and its worker
         time.sleep(3)
         for agent in self.agents:
             agent.kill()
@@ -120,17 +119,17 @@ class Job:
 
 
 def steps_of(noted: list[dict]) -> dict[str, dict[int, tuple[float, list[int]]]]:
-    """{attempt: {step: (loss, samples in rising order)}} of the steps that an attempt completed on all ranks."""
+    """Return {attempt: {step: (loss, sorted samples)}} for the steps that an attempt completed on all ranks."""
     attempts: dict[str, dict[int, tuple[float, list[int]]]] = {}
     ranks = {x["attempt"]: x["ranks"] for x in noted if x["what"] == "begin"}
     for attempt, count in ranks.items():
-        mine = [x for x in noted if x["attempt"] == attempt]
-        done = {x["step"] for x in mine if x["what"] == "done"}
+        attempt_entries = [x for x in noted if x["attempt"] == attempt]
+        done = {x["step"] for x in attempt_entries if x["what"] == "done"}
         for step in done:
-            batches = [x for x in mine if x["what"] == "batch" and x["step"] == step - 1]
+            batches = [x for x in attempt_entries if x["what"] == "batch" and x["step"] == step - 1]
             numbers = {x["batch"] for x in batches}
             if len(batches) < count * len(numbers):
-                continue  # a rank died before it noted the last
+                continue  # a rank died before it recorded the last
             loss = sum(x["share"] for x in batches) / len(numbers)
             dealt = {(x["batch"], x["data_rank"]): x["index"] for x in batches}
             attempts.setdefault(attempt, {})[step] = loss, sorted(i for index in dealt.values() for i in index)
@@ -138,7 +137,7 @@ def steps_of(noted: list[dict]) -> dict[str, dict[int, tuple[float, list[int]]]]
 
 
 def report(kills: list[dict], noted: list[dict], folder: Path) -> list[dict]:
-    """Each kill with its seconds until the next step was done."""
+    """Return each kill with the seconds until the next step ended."""
     rows = []
     for number, kill in enumerate(kills):
         when = json.loads((folder / f"killed_{number}").read_text())["time"]
@@ -152,7 +151,7 @@ def report(kills: list[dict], noted: list[dict], folder: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """{step: (loss, samples)} of one rank to which nothing happens."""
+    """Return {step: (loss, samples)} of an undisturbed run on one rank."""
     quiet = prepare(tmp_path_factory.mktemp("quiet") / "job", [])
     ended = run_ranks(1, Path(JOB), cwd=quiet)
     assert ended.codes == [0], ended.stderr[-3000:]
@@ -165,7 +164,7 @@ def undisturbed(tmp_path_factory):
 
 
 def check(kills: list[dict], fewest: int, folder: Path, undisturbed: dict, capsys) -> list[dict]:
-    """Run the job; every step that any attempt completed has the loss and the samples of the undisturbed run."""
+    """Run the job. Every step that any attempt completed must have the loss and the samples of the undisturbed run."""
     job = Job(prepare(folder, kills), fewest)
     noted = job.run(kills, 900)
     assert len(list(folder.glob("killed_?"))) == len(kills), job.texts()
@@ -174,9 +173,9 @@ def check(kills: list[dict], fewest: int, folder: Path, undisturbed: dict, capsy
         print()
         for row in rows:
             print(json.dumps({**row, "load": os.getloadavg()[0]}))
-    found = steps_of(noted)
-    assert set().union(*found.values()) == set(undisturbed)
-    for steps in found.values():
+    completed = steps_of(noted)
+    assert set().union(*completed.values()) == set(undisturbed)
+    for steps in completed.values():
         for step, (loss, samples) in steps.items():
             assert samples == undisturbed[step][1]
             assert loss == pytest.approx(undisturbed[step][0], rel=1e-6)
@@ -188,7 +187,7 @@ def check(kills: list[dict], fewest: int, folder: Path, undisturbed: dict, capsy
 
 
 def check_seconds(rows: list[dict], limit: float) -> None:
-    """Where the cores have nothing else to do, that the job went on in time."""
+    """Check that the job continued in time, if the cores are otherwise idle."""
     if os.getloadavg()[1] > 4:
         pytest.skip(f"the machine is busy (load {os.getloadavg()[1]:.1f}): only losses and samples were compared")
     assert all(row["seconds"] <= limit for row in rows), rows

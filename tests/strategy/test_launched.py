@@ -1,4 +1,4 @@
-"""What the launcher started, and steps of so many sequences: errors before anything is trained."""
+"""Errors before training: a launcher's environment that does not fit, and impossible numbers of sequences a step."""
 
 import lightning.pytorch as pl
 import pytest
@@ -18,7 +18,7 @@ SLURM = {"SLURM_NTASKS": "8", "SLURM_NNODES": "4", "SLURM_JOB_NAME": "train", "S
 
 @pytest.fixture
 def launcher(monkeypatch):
-    """Sets the variables of a launcher."""
+    """Return a function that sets the variables of a launcher."""
 
     def set_all(variables):
         for name, value in variables.items():
@@ -35,8 +35,8 @@ def test_nodes(launcher, variables, nodes):
 
 def test_a_trainer_of_as_many_ranks_as_torchrun_started(launcher):
     launcher(TORCHRUN)
-    made = trainer(RingDilatedStrategy(sequence_size=[4, 2]), 2, num_nodes=launched_nodes()).strategy
-    assert made.sizes.shape == (3, 2, 1)
+    strategy = trainer(RingDilatedStrategy(sequence_size=[4, 2]), 2, num_nodes=launched_nodes()).strategy
+    assert strategy.sizes.shape == (3, 2, 1)
 
 
 @pytest.mark.parametrize("devices, nodes", [(2, 1), (4, 3), (6, 2)])
@@ -55,21 +55,21 @@ class Numbers(IterableDataset):
 
 
 def fit(strategy, batch_size=1, loader=None, kind=LongNetLM, ckpt=None, **options):
-    """A fit of one step, where options do not say how long."""
+    """Fit one step, unless the options set a length."""
     model = kind(DilatedPattern.longnet([8], [1]), dim=8, depth=1, num_heads=1)
     data = ByteDataModule(seq_len=16, batch_size=batch_size) if loader is None else loader
     long = {} if {"max_epochs", "max_steps"} & {*options} else {"max_steps": 1}
-    made = trainer(strategy, 1, limit_val_batches=0, **long, **options)
-    made.fit(model, data, ckpt_path=ckpt)
-    return made
+    run = trainer(strategy, 1, limit_val_batches=0, **long, **options)
+    run.fit(model, data, ckpt_path=ckpt)
+    return run
 
 
 def test_batches_of_a_step():
-    made = fit(RingDilatedStrategy(global_batch=6), batch_size=2)
-    assert made.accumulate_grad_batches == 3 and made.fit_loop.total_batch_idx == 2
-    made.fit_loop.epoch_loop.max_steps = 2  # the same Trainer goes on, with an accumulation that it was given before
-    made.fit(made.lightning_module, ByteDataModule(seq_len=16, batch_size=3))
-    assert made.accumulate_grad_batches == 2
+    run = fit(RingDilatedStrategy(global_batch=6), batch_size=2)
+    assert run.accumulate_grad_batches == 3 and run.fit_loop.total_batch_idx == 2
+    run.fit_loop.epoch_loop.max_steps = 2  # the same Trainer continues, with the accumulation of its first fit
+    run.fit(run.lightning_module, ByteDataModule(seq_len=16, batch_size=3))
+    assert run.accumulate_grad_batches == 2
 
 
 def samples(count):
@@ -104,10 +104,10 @@ def test_steps_that_cannot_be(sequences, options, words):
 
 
 def test_an_epoch_ends_with_a_whole_step():
-    """Five batches of two: of steps of two batches the fifth would be a step by itself, of half a gradient."""
-    made = fit(RingDilatedStrategy(global_batch=4), loader=DataLoader(samples(10), batch_size=2), max_epochs=3)
-    assert made.global_step == 6 and made.fit_loop.total_batch_idx == 11
-    assert made.limit_train_batches == 1.0, "the Trainer has its own limit again"
+    """Five batches, two a step: the fifth would be a step with half a gradient."""
+    run = fit(RingDilatedStrategy(global_batch=4), loader=DataLoader(samples(10), batch_size=2), max_epochs=3)
+    assert run.global_step == 6 and run.fit_loop.total_batch_idx == 11
+    assert run.limit_train_batches == 1.0, "the Trainer has its own limit again"
 
 
 def test_a_reloaded_loader_of_another_length():
@@ -115,24 +115,24 @@ def test_a_reloaded_loader_of_another_length():
         def train_dataloader(self):
             return DataLoader(samples(7 + 4 * self.trainer.current_epoch))
 
-    made = fit(RingDilatedStrategy(global_batch=4), loader=Data(), max_epochs=3, reload_dataloaders_every_n_epochs=1)
-    assert made.global_step == 1 + 2 + 3
+    run = fit(RingDilatedStrategy(global_batch=4), loader=Data(), max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    assert run.global_step == 1 + 2 + 3
 
 
 def test_packed_epochs_end_with_a_whole_step(tmp_path):
-    """Their numbers of packs differ, and are known as each begins."""
+    """Epochs of packed data differ in their numbers of packs, known when each epoch begins."""
     for i in range(30):
         (tmp_path / f"{i}.bin").write_bytes(b"a" * (3 + 7 * i % 23))
     data = ByteDataModule(str(tmp_path), seq_len=32, pack_tokens=32, val_fraction=0, test_fraction=0)
-    seen = []
+    ends = []
 
     class Count(pl.Callback):
         def on_train_epoch_end(self, trainer, module):
-            seen.append((trainer.num_training_batches, len(trainer.train_dataloader)))
+            ends.append((trainer.num_training_batches, len(trainer.train_dataloader)))
 
-    made = fit(RingDilatedStrategy(global_batch=4), loader=data, max_epochs=4, callbacks=[Count()])
-    assert [batches for batches, _ in seen] == [packs // 4 * 4 for _, packs in seen]
-    assert any(packs % 4 for _, packs in seen) and 4 * made.global_step == sum(batches for batches, _ in seen)
+    run = fit(RingDilatedStrategy(global_batch=4), loader=data, max_epochs=4, callbacks=[Count()])
+    assert [batches for batches, _ in ends] == [packs // 4 * 4 for _, packs in ends]
+    assert any(packs % 4 for _, packs in ends) and 4 * run.global_step == sum(batches for batches, _ in ends)
 
 
 def test_less_than_a_step(tmp_path):
@@ -147,9 +147,9 @@ def test_less_than_a_step(tmp_path):
 
 
 def test_a_checkpoint_within_a_step(tmp_path):
-    """A loader that does not resume: the count of batches goes on, of other batches."""
-    made = fit(RingDilatedStrategy(), loader=DataLoader(samples(8)))
-    made.save_checkpoint(tmp_path / "a.ckpt")
+    """With a loader that does not resume, the count of batches continues, over other batches."""
+    run = fit(RingDilatedStrategy(), loader=DataLoader(samples(8)))
+    run.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.warns(UserWarning, match="the first step has 1 of the 4 batches that global_batch=4 takes"):
         fit(RingDilatedStrategy(global_batch=4), loader=DataLoader(samples(8)), max_steps=2, ckpt=tmp_path / "a.ckpt")
 
@@ -164,7 +164,7 @@ def test_the_command_line_takes_the_launchers_nodes(launcher, monkeypatch):
     from lightning_dilated.cli.lightning_cli import Trainer
 
     launcher(SLURM)
-    seen = []
-    monkeypatch.setattr(pl.Trainer, "__init__", lambda self, **options: seen.append(options["num_nodes"]))
+    calls = []
+    monkeypatch.setattr(pl.Trainer, "__init__", lambda self, **options: calls.append(options["num_nodes"]))
     Trainer(num_nodes="auto"), Trainer(num_nodes=2), Trainer()
-    assert seen == [4, 2, 1]
+    assert calls == [4, 2, 1]

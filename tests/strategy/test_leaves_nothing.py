@@ -1,4 +1,4 @@
-"""Runs leave nothing: open files, threads, process groups and signal handlers are as many as before."""
+"""Runs leave nothing behind: the numbers of open files, threads, process groups and signal handlers stay the same."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.full
 
 
 def held():
-    """Numbers of what a process holds, by kind, and its signal handlers."""
+    """Count this process's resources by kind, and list its signal handlers."""
     gc.collect()
     handlers = [signal.getsignal(x) for x in sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})]
     return {
@@ -34,11 +34,11 @@ def held():
 
 
 class Wrong(Exception):
-    """What a training step raises."""
+    """The error of a training step."""
 
 
 def one_fit(run, world, callbacks=(), fails=False):
-    """A fit, with what may follow it; the Trainer, its model and its data."""
+    """Fit, and validate, test or predict as the run allows. Return the Trainer, its model and its data."""
     trainer, model, data, _ = make(
         run, world, limit_val_batches=2, limit_test_batches=2, callbacks=[x() for x in callbacks]
     )
@@ -52,12 +52,12 @@ def one_fit(run, world, callbacks=(), fails=False):
 
 
 def fits(rank, group, run, count, callbacks=(), fails=False):
-    """What this process holds after a first fit, and after `count` more whose Trainers are still there."""
-    world, kept = launched(rank), []
+    """Return this process's resources after a first fit, and after `count` more, with all Trainers still alive."""
+    world, alive = launched(rank), []
     one_fit(run, world)
     before = held()
     for _ in range(count):
-        kept.append(one_fit(run, world, callbacks, fails))
+        alive.append(one_fit(run, world, callbacks, fails))
     return before == held(), before, held()
 
 
@@ -90,18 +90,18 @@ def test_callbacks_that_talk_to_other_ranks(pools, tmp_path):
 
 
 def saving_fits(rank, group, folder):
-    """As `fits`, with checkpoints."""
+    """Like `fits`, with checkpoints."""
     world = launched(rank)
     one_fit(SMALL, world)
-    before, kept = held(), []
+    before, alive = held(), []
     for number in range(2):
         saving = ShardedCheckpoint(str(Path(folder) / str(number)))
         trainer, model, data, _ = make(SMALL, world, callbacks=[saving], enable_checkpointing=True)
         trainer.fit(model, data)
         trainer.fit_loop.epoch_loop.max_steps = 2
-        trainer.fit(model, data)  # goes on writing to the same folder
-        kept.append((trainer, len(list((Path(folder) / str(number)).glob("step*")))))
-    return before == held(), before, held(), [count for _, count in kept]
+        trainer.fit(model, data)  # continues to write to the same folder
+        alive.append((trainer, len(list((Path(folder) / str(number)).glob("step*")))))
+    return before == held(), before, held(), [count for _, count in alive]
 
 
 def test_callbacks_that_save(pools, tmp_path):
@@ -117,7 +117,7 @@ def test_fifty_fits(pools):
 
 
 def after_a_fit(rank, group, run, folder):
-    """All that may follow a fit with the same Trainer, and whether nothing stays of it."""
+    """Do everything that may follow a fit with the same Trainer. Return whether any of it is still alive."""
     world = launched(rank)
     trainer, model, data = one_fit(run, world)
     data.test_dataloader = data.predict_dataloader = data.val_dataloader
@@ -147,7 +147,7 @@ def test_a_trainer_runs_again(pools, kind, tmp_path):
 
 
 def one_rank_fails(rank, group):
-    """How a fit ends in which one rank raises, and the other waits for it."""
+    """Fit with one rank that raises while the other waits for it. Return how it ended."""
     trainer, model, data, _ = make(SMALL.but(steps=2, strategy={"timeout": 5}), launched(rank))
     if rank == 1:
         model.on_train_batch_end = lambda *args: (_ for _ in ()).throw(Wrong("in a hook"))
@@ -159,6 +159,6 @@ def one_rank_fails(rank, group):
 
 
 def test_a_rank_that_fails_alone(pools):
-    """Its groups are left to the end of the process, as ending them would wait for the other rank."""
+    """Its groups stay until the process ends: destroying them would wait for the other rank."""
     (first, _), (second, _) = pools(2).run(2, one_rank_fails)
     assert (first, second) == ("RuntimeError", "Wrong")

@@ -1,4 +1,4 @@
-"""links= of the strategies: a file reaches the group of the sequence; a missing one is an error before anything starts."""
+"""links= of the strategies: the file reaches the sequence's group; a missing file is an error before training."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_the_machine_s_missing_file(monkeypatch, tmp_path):
 
 
 def links_of(rank, group, run):
-    """The links of the group, and what the plan of a step said."""
+    """Return the group's links, and the plan's text about a step."""
     built, model, data, _ = make(run, launched(rank))
     built.fit(model, data)
     return built.strategy.sequence.links, built.strategy.sequence.plan.links

@@ -1,4 +1,4 @@
-"""LossByPosition on several ranks: the rows of one rank, for every layout and kind of batch."""
+"""LossByPosition on several ranks has the rows of one rank, for every layout and kind of batch."""
 
 import pytest
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.full
 
 
 def rows(rank, group, run, folder):
-    """What a rank has after a validation."""
+    """Return this rank's rows after a validation."""
     built, model, data, _ = make(run, launched(rank))
     callback = LossByPosition(table=False, picture=False)
     built.callbacks.append(callback)
@@ -42,8 +42,8 @@ def test_ranks_equal_one(pools, tmp_path, way, kind):
     run = Run(kind=kind, batch_size=2 if "sequence_size" in strategy else 1, masked=0.3)
     want = pools(1).run(1, rows, run, str(tmp_path / "one"))[0]
     memory = {"stream": 11} if strategy.get("layout") == "chunked" else None
-    found = pools(ranks).run(ranks, rows, run.but(strategy=strategy, memory=memory), str(tmp_path / "many"))
-    for got in found:
+    results = pools(ranks).run(ranks, rows, run.but(strategy=strategy, memory=memory), str(tmp_path / "many"))
+    for got in results:
         assert [{k: v for k, v in r.items() if k != "bits"} for r in got] == [
             {k: v for k, v in r.items() if k != "bits"} for r in want
         ]

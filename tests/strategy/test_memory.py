@@ -1,4 +1,4 @@
-"""Memory settings on many ranks: a run with all of them leaves what a plain run on one rank leaves."""
+"""Memory settings on many ranks: a run with all of them equals a plain run on one rank."""
 
 import pytest
 import torch
@@ -37,26 +37,26 @@ STREAMS = {
 }
 
 
-#: in CI only those that show what tests/distributed/test_streamed_model.py cannot
+#: in CI only cases that tests/distributed/test_streamed_model.py does not cover
 QUICK = ("one rank", "ddp, documents", "shared, data 2", "shared, one chunk")
 RUNS = [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in STREAMS]
 
 
 @pytest.mark.parametrize("way", RUNS)
 def test_streams(pools, way):
-    """Ranks stream sequences of their own, or share chunks: validation, too; hooks of DDP run once a micro-batch."""
+    """Ranks stream their own sequences, or share chunks, in validation, too; DDP's hooks run once a micro-batch."""
     ranks, run = STREAMS[way]
     # packed documents are one sample, and one rank would have to hold two
-    plain, of = run.but(memory=None, strategy={}, workers=0), 1
+    plain, ranks_alone = run.but(memory=None, strategy={}, workers=0), 1
     if run.kind == "documents" and run.strategy.get("sequence_size") == 1:
-        plain, of = run.but(memory=None), 2
-    want = pools(of).run(of, fit, plain)[0]
+        plain, ranks_alone = run.but(memory=None), 2
+    want = pools(ranks_alone).run(ranks_alone, fit, plain)[0]
     assert min(want["norms"]) > 0
     check(pools(ranks).run(ranks, fit, run), want, 1e-9)
 
 
 def refused(rank, group, changes):
-    """The message of a fit that is refused."""
+    """Return the message of a refused fit."""
     try:
         fit(rank, group, RUN.but(**{"memory": {"stream": 16}, **changes}))
     except ValueError as error:
@@ -83,7 +83,7 @@ def test_streams_are_refused_where_ranks_share(pools):
         assert "not offered with RingDilatedFSDPStrategy" in got
 
 
-SLOW = ("ddp, head 2", "ddp, ring")  # their exchanges in windows of heads are in tests/distributed
+SLOW = ("ddp, head 2", "ddp, ring")  # tests/distributed covers their exchanges in windows of heads
 
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in SLOW else w for w in WAYS])
@@ -119,7 +119,7 @@ def test_twenty_steps(pools, alone, ranks, precision, tol):  # noqa: F811
 
 
 def routes(rank, group):
-    """How many routes the sequence's group remembers in a fit, after it, and after a validation that follows."""
+    """Return the number of routes that the sequence's group caches during a fit, after it, and after a validation."""
     built, model, data, _ = make(Run(steps=1), launched(rank))
     counts = []
     model.on_train_end = lambda: counts.append(len(built.strategy.sequence._remembered))
@@ -130,6 +130,6 @@ def routes(rank, group):
 
 
 def test_routes_do_not_outlive_a_run(pools):
-    """They are on the device, and the group lives as long as the process."""
+    """Routes are on the device, and the group lives as long as the process."""
     for (within, *after), loss in pools(2).run(2, routes):
         assert within > 0 and after == [0, 0] and loss > 0

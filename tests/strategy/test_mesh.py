@@ -1,4 +1,4 @@
-"""Sizes of the mesh, and wrong options of the strategies: errors in Trainer(...) before anything starts."""
+"""Mesh sizes and wrong options of the strategies: errors in Trainer(...) before anything starts."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def test_shape(world, sequence, head, want):
 
 
 OUTER = {"outer": OuterSteps()}
-#: options of RingDilatedStrategy, and what is said of them, by the constructor or in Trainer(...)
+#: options of RingDilatedStrategy, and words of the error that the constructor or Trainer(...) raises
 WRONG = [
     ({"sequence_size": 3}, r"sequence_size=3 must divide the 4 ranks .*\[1, 2, 4\]"),
     ({"head_size": 3}, r"head_size=3 must divide sequence_size=4; allowed: \[1, 2, 4\]"),
@@ -74,7 +74,7 @@ WRONG = [
         r"use RingDilatedFSDPStrategy\(cpu_offload=CPUOffloadPolicy\(pin_memory=False",
     ),
 ]
-#: of RingDilatedFSDPStrategy
+#: options of RingDilatedFSDPStrategy
 WRONG_SHARDED = [
     ({"regions": 2}, "checkpoints hold one sharded model and optimizer"),
     (OUTER, "Take RingDilatedStrategy"),
@@ -101,20 +101,20 @@ def test_wrong_options(strategy, options, words):
 
 @pytest.mark.parametrize("name", ["ring_dilated", "ring_dilated_notebook"])
 def test_by_name(name):
-    made = trainer(name, 2).strategy
-    assert isinstance(made, RingDilatedStrategy) and made.sizes.shape == (1, 2, 1)
-    assert made._start_method == ("fork" if "notebook" in name else "popen")
+    strategy = trainer(name, 2).strategy
+    assert isinstance(strategy, RingDilatedStrategy) and strategy.sizes.shape == (1, 2, 1)
+    assert strategy._start_method == ("fork" if "notebook" in name else "popen")
 
 
 def test_asked_too_early():
-    made = trainer("ring_dilated", 1).strategy
+    strategy = trainer("ring_dilated", 1).strategy
     for name in ("sequence", "device_mesh"):
         with pytest.raises(RuntimeError, match="when the Trainer runs"):
-            getattr(made, name)
+            getattr(strategy, name)
 
 
 def test_the_other_lightning_does_not_know_the_name():
-    # `pytorch_lightning` is another copy with a registry of its own: nothing of ours may pretend to be there
+    # `pytorch_lightning` is another copy with its own registry; this package registers nothing there
     assert pl.strategies.StrategyRegistry["ring_dilated"]["strategy"] is RingDilatedStrategy
 
 
@@ -129,9 +129,9 @@ def test_the_other_lightning_does_not_know_the_name():
     ],
 )
 def test_buckets_of_gradients(monkeypatch, backend, nodes, given, bucket, beside):
-    """All at once after the backward on GPUs of one node; in buckets beside it over a communicator of few thread blocks."""
-    made = []
-    monkeypatch.setattr(parallelize, "gradient_group", lambda timeout, overlapped: made.append(overlapped) or "a group")
+    """GPUs of one node: one bucket, after the backward. Several nodes: buckets during it, and few thread blocks."""
+    runs = []
+    monkeypatch.setattr(parallelize, "gradient_group", lambda timeout, overlapped: runs.append(overlapped) or "a group")
     monkeypatch.setattr(RingDilatedStrategy, "sizes", SimpleNamespace(region_size=2))
     monkeypatch.setattr(
         DDPStrategy, "configure_ddp", lambda self: setattr(self, "model", SimpleNamespace(**self._ddp_kwargs))
@@ -142,4 +142,4 @@ def test_buckets_of_gradients(monkeypatch, backend, nodes, given, bucket, beside
     strategy.configure_ddp()
     settings = vars(strategy.model)
     assert settings.get("bucket_cap_mb") == bucket
-    assert made == ([] if beside is None else [beside]) and ("process_group" in settings) == (beside is not None)
+    assert runs == ([] if beside is None else [beside]) and ("process_group" in settings) == (beside is not None)

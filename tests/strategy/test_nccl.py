@@ -1,4 +1,4 @@
-"""Fits over NCCL: they leave nothing, and ranks that drift are named."""
+"""Fits over NCCL leave nothing behind, and name ranks that drift."""
 
 import os
 from functools import partial
@@ -19,20 +19,20 @@ DEVICE = {"accelerator": "gpu"}
 
 
 def join(rank, ranks):
-    """What a launcher tells its processes: Trainers make their own process groups."""
-    told = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ.update({name: str(x) for name, x in told.items()}, TORCHELASTIC_RUN_ID="tests")
+    """Set a launcher's variables; Trainers make the process groups."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(x) for name, x in variables.items()}, TORCHELASTIC_RUN_ID="tests")
 
 
 def many_fits(rank, ranks, fsdp):
-    """Raise where this process holds more after the 53rd fit than after the third."""
+    """Raise if this process holds more resources after the 53rd fit than after the third."""
     join(rank, ranks)
-    kept = []
+    counts = []
 
     def fit():
         built, model, data, _ = make(SMALL.but(fsdp=fsdp), ranks, **DEVICE)
         built.fit(model, data)
-        kept.append((built, model))
+        counts.append((built, model))
 
     for _ in range(3):  # the first ones load kernels
         fit()
@@ -51,9 +51,9 @@ def test_fifty_fits(ranks, fsdp):
 
 
 def drifting(rank, ranks):
-    """(the error of a fit in which rank 1 drifts, its step) for a weight, a learning rate, and nothing."""
+    """Return (error of a fit in which rank 1 drifts, its step) for a weight, a learning rate, and nothing."""
     join(rank, ranks)
-    found = []
+    results = []
     for what in ("weight", "learning rate", "nothing"):
         model = LongNetLM(PATTERN, vocab_size=VOCAB, dim=16, depth=1, num_heads=2)
         strategy = RingDilatedStrategy(check_replicas=1)
@@ -61,10 +61,10 @@ def drifting(rank, ranks):
         try:
             built.fit(model, Data(SMALL))
         except RuntimeError as error:
-            found.append((str(error), built.global_step))
+            results.append((str(error), built.global_step))
         else:
-            found.append(("", built.global_step))
-    return found
+            results.append(("", built.global_step))
+    return results
 
 
 def test_parameters_that_drift():

@@ -1,4 +1,4 @@
-"""Regions that train apart between outer steps, against a simulation of all of them in one process."""
+"""Regions that train apart between outer steps, compared with a simulation of all regions in one process."""
 
 import functools
 import warnings
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.full
 
 
 def simulated(run, regions, outer, data_ranks):
-    """What regions leave, one after the other in one process: the oracle.
+    """Train all regions one after the other in one process: the oracle.
 
     Args:
         run: with the batch size of all data ranks together.
-        outer: OuterSteps, of which only the numbers are used.
+        outer: OuterSteps; only its numbers are used.
         data_ranks: sequences that a region trains at a time.
 
     Returns:
@@ -76,7 +76,7 @@ def simulated(run, regions, outer, data_ranks):
 
 
 def start(run):
-    """The run's model as its Trainer makes it: drawn in float64."""
+    """Return the run's model as its Trainer makes it: drawn in float64."""
     model = make(run, 1)[1]
     pl.seed_everything(4, verbose=False)
     torch.set_default_dtype(torch.float64)
@@ -86,7 +86,7 @@ def start(run):
 
 
 def batches_of(run, region, regions, data_ranks):
-    """The batches of a region's steps: those of its data ranks together."""
+    """Return the batches of a region's steps, joined over its data ranks."""
     data, count = Tokens(run), regions * data_ranks
     loaders = []
     for rank in range(region * data_ranks, (region + 1) * data_ranks):
@@ -103,7 +103,7 @@ def batches_of(run, region, regions, data_ranks):
 
 
 def part_of(names, name, fragments):
-    """The fragment of a parameter: blocks and the modules around them in turn."""
+    """Return the fragment of a parameter: blocks are consecutive, and the modules around them alternate."""
     units = list(dict.fromkeys(unit(x) for x in names))
     return units.index(unit(name)) % fragments
 
@@ -115,7 +115,7 @@ def unit(name):
 
 
 class Own(pl.Callback):
-    """A region's own parameters before the first step and after the last."""
+    """Records a region's own parameters before the first step and after the last."""
 
     def on_train_start(self, trainer, pl_module):
         self.before = {name: full(p).detach().clone() for name, p in pl_module.named_parameters()}
@@ -125,7 +125,7 @@ class Own(pl.Callback):
 
 
 def trained(rank, group, run, outer, **options):
-    """(losses, own parameters, parameters after the fit) of this rank."""
+    """Return (losses, own parameters, parameters after the fit) of this rank."""
     own = Own()
     settings = {"regions": 2, "outer": outer, **run.strategy}
     built, model, data, record = make(
@@ -150,7 +150,7 @@ WAYS = {"sequences of two": {}, "data parallel": {"sequence_size": 1}}
 
 
 CASES = [(name, way) for name in SETTINGS for way in WAYS]
-#: of these each part is in another, too
+#: each part of these is in another case, too
 SLOW = ("plain", "mix", "many fragments")
 CI = {(name, "sequences of two") for name in SETTINGS if name not in SLOW} | {("streaming", "data parallel")}
 
@@ -162,10 +162,10 @@ def test_equals_a_simulation(pools, name, way):
     data_ranks = 2 if WAYS[way] else 1
     run = Run(steps=10, batch_size=2 * data_ranks, clip=0.5, masked=0.3)
     losses, own, mean = simulated(run, 2, SETTINGS[name], data_ranks)
-    found = pools(4).run(4, trained, run.but(strategy=WAYS[way]), SETTINGS[name])
+    results = pools(4).run(4, trained, run.but(strategy=WAYS[way]), SETTINGS[name])
     apart = max((own[0][n] - own[1][n]).abs().max() for n in mean)
     assert apart > 1e-4 if name not in ("every step", "no momentum") else apart == 0
-    for rank, (got_losses, got_own, got_mean) in enumerate(found):
+    for rank, (got_losses, got_own, got_mean) in enumerate(results):
         same(got_losses, losses[rank // 2], 1e-6)  # logged in fp32
         same(got_own, own[rank // 2])
         same(got_mean, mean)
@@ -216,7 +216,7 @@ BYTES = 4000
 
 
 def part_of_run(rank, group, folder, settings, stop, ckpt, how, validate=None):
-    """What a run up to step `stop` leaves, and where it saves a checkpoint at its end."""
+    """Return this rank's results of a run up to step `stop`, and the path of a checkpoint at its end."""
     pl.seed_everything(1, verbose=False)
     world, record, own = launched(rank), Record(), Own()
     data = ByteDataModule(folder, seq_len=64, batch_size=1, val_fraction=0.2, test_fraction=0)
@@ -277,7 +277,7 @@ def undisturbed(pools, text):
 
 @pytest.fixture(scope="module")
 def begun(pools, text):
-    """begun(how, stop): what the first steps of the undisturbed run leave."""
+    """`begun(how, stop)` returns the results of the undisturbed run's first steps."""
 
     @functools.cache
     def get(how, stop):
@@ -289,10 +289,10 @@ def begun(pools, text):
 @pytest.mark.parametrize("how", ["file", "folder", pytest.param("validation", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stop", [6, pytest.param(8, marks=pytest.mark.slow)])
 def test_goes_on_exactly(pools, text, undisturbed, begun, how, stop):
-    """With a fragment under way: after step 6 that of steps 6 to 9, after step 8 also that of steps 8 to 11."""
+    """Fragments are in flight: after step 6 the one of steps 6 to 9, after step 8 also the one of steps 8 to 11."""
     first = begun(how, stop)
-    rest = pools(4).run(4, part_of_run, text, STREAMING, 11, first[0]["saved"], None)
-    for one, two, whole in zip(first, rest, undisturbed, strict=True):
+    resumed = pools(4).run(4, part_of_run, text, STREAMING, 11, first[0]["saved"], None)
+    for one, two, whole in zip(first, resumed, undisturbed, strict=True):
         assert one["losses"] + two["losses"] == whole["losses"] and len(whole["losses"]) == 11
         same(two["before"], one["own"])
         same(two["own"], whole["own"])
@@ -338,7 +338,7 @@ def test_goes_on_with_sharded_parameters(pools, text, begun):
 
 
 def test_goes_on_with_another_schedule(pools, text, begun):
-    """Shared parameters and momentum are kept, and a fragment that was under way is not."""
+    """Shared parameters and momentum are kept; a fragment in flight is dropped."""
     other = {**STREAMING, "outer": OuterSteps(every=4, fragments=2, delay=1, mix=0.5)}
     first = begun("file", 6)
     for one, got in zip(first, pools(4).run(4, part_of_run, text, other, 8, first[0]["saved"], None), strict=True):
@@ -364,7 +364,7 @@ def test_files_and_folders_hold_the_same(begun):
 
 
 def alike(got, want):
-    """Equal nested values."""
+    """Check that nested values are equal."""
     if isinstance(want, dict):
         assert got.keys() == want.keys()
         for key in want:

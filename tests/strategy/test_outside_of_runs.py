@@ -1,4 +1,4 @@
-"""The Trainer outside of fit, validate, test and predict: it can be pickled, and says that its loops cannot be called."""
+"""The Trainer outside of fit, validate, test and predict can be pickled, and its loops raise clear errors."""
 
 import pickle
 from functools import partial
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.full
 
 
 class Bigram(pl.LightningModule):
-    """The smallest module that trains on ranks of one sequence."""
+    """The smallest module that trains with a shared sequence."""
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index"])
 
@@ -42,7 +42,7 @@ OWN = [callbacks.ThroughputMonitor, partial(callbacks.MemoryProfiler, timeline=F
 
 
 def pickled(rank, group, classes):
-    """Steps of a copy of the Trainer after a fit, its progress bars, and whether it validates as the first does."""
+    """Return the steps of a copy of the Trainer after a fit, its progress bars, and whether it validates equally."""
     options = {
         "max_steps": 2,
         "enable_progress_bar": True,
@@ -66,7 +66,7 @@ def test_the_trainer_can_be_pickled_after_a_fit(pools, classes, tmp_path):
 
 
 def outside(rank, group, run, ran):
-    """Errors of calls on a Trainer that never ran, or of one that did."""
+    """Return the errors of calls on a Trainer that never ran, or on one that did."""
     built, model, data, _ = make(run, launched(rank))
     data.trainer = built
     if ran:
@@ -93,8 +93,8 @@ WITHIN, ASK = "within trainer.fit, validate, test or predict only", "configure_o
 
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_loops_of_a_trainer_that_never_ran(pools, fsdp):
-    (found,) = pools(1).run(1, outside, Run(steps=2, fsdp=fsdp, double=fsdp), False)
-    loader, training, validation, batches = found
+    (loop_errors,) = pools(1).run(1, outside, Run(steps=2, fsdp=fsdp, double=fsdp), False)
+    loader, training, validation, batches = loop_errors
     for words in (loader, batches):
         assert WITHIN in words and ASK in words
     for words in (training, validation):
@@ -103,7 +103,7 @@ def test_loops_of_a_trainer_that_never_ran(pools, fsdp):
 
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_loops_after_a_run(pools, fsdp):
-    (found,) = pools(1).run(1, outside, Run(steps=2, fsdp=fsdp, double=fsdp), True)
-    *steps, batches = found
+    (loop_errors,) = pools(1).run(1, outside, Run(steps=2, fsdp=fsdp, double=fsdp), True)
+    *steps, batches = loop_errors
     assert all(WITHIN in words and ASK in words for words in steps)
-    assert batches == 2  # the loaders are there still
+    assert batches == 2  # the loaders still exist

@@ -1,4 +1,4 @@
-"""Packed batches under the strategies: training and validation on two ranks, sharing a sequence or not, are those of one."""
+"""Packed batches under the strategies: training and validation on two ranks equal one rank."""
 
 import functools
 import itertools
@@ -23,8 +23,8 @@ SPLITS = {"val_fraction": 0.4, "test_fraction": 0}
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
-def made(kind, folder, **packing):
-    """(model, data); equal weights at every call."""
+def setup(kind, folder, **packing):
+    """Return (model, data), with equal weights at every call."""
     pl.seed_everything(4, verbose=False)
     if kind == "slides":
         sizes = {**SIZES, "feature_dim": 4, "grid": 32, "task": "classification", "num_classes": 3, "optimizer": SGD}
@@ -38,8 +38,8 @@ def made(kind, folder, **packing):
 
 
 def fit(rank, group, kind, folder, packing, sequence_size):
-    """(losses, weights, metrics of validation) of two epochs."""
-    model, data = made(kind, folder, **packing)
+    """Return (losses, weights, validation metrics) of two epochs."""
+    model, data = setup(kind, folder, **packing)
     record, strategy = Record(), RingDilatedStrategy(sequence_size=sequence_size, check_first_batch=True)
     built = trainer(
         strategy, launched(rank), max_epochs=2, precision="64-true", callbacks=[record], num_sanity_val_steps=0
@@ -59,9 +59,9 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def same(found, want):
+def same(results, want):
     losses, weights, metrics = want
-    for got in found:
+    for got in results:
         torch.testing.assert_close(got[0], losses, rtol=1e-6, atol=1e-6)  # logged in fp32
         for name, value in weights.items():
             torch.testing.assert_close(got[1][name], value, rtol=0, atol=1e-10)
@@ -77,9 +77,9 @@ def test_ranks_that_share_a_row(pools, folder, kind):
 
 
 def test_two_data_ranks_are_one_padded_batch(pools, folder):
-    """Each step: the mean over all slides of both ranks' packs; validation: each slide once."""
-    found = pools(2).run(2, fit, "slides", folder, {"pack_tokens": 64}, 1)
-    model, data = made("slides", folder)
+    """Each step is the mean over all slides of both ranks' packs; validation counts each slide once."""
+    results = pools(2).run(2, fit, "slides", folder, {"pack_tokens": 64}, 1)
+    model, data = setup("slides", folder)
     model.double()
     optimizer, losses = SGD(model.parameters()), []
     dataset = data.dataset("train")
@@ -102,25 +102,25 @@ def test_two_data_ranks_are_one_padded_batch(pools, folder):
             for b in map(collate_slides, zip(samples, strict=True))
         ]
     val_loss = float(sum(x for x, _ in val) / len(val))
-    for seen, weights, metrics in found:
-        assert seen == pytest.approx(losses, rel=1e-6)
+    for all_losses, weights, metrics in results:
+        assert all_losses == pytest.approx(losses, rel=1e-6)
         assert metrics["val_loss"] == pytest.approx(val_loss, rel=1e-6)
         for name, p in model.named_parameters():
             torch.testing.assert_close(weights[name], p.detach(), rtol=0, atol=1e-10)
 
 
 def validated(rank, group, folder, packing):
-    model, data = made("slides", folder, **packing)
+    model, data = setup("slides", folder, **packing)
     built = trainer(RingDilatedStrategy(sequence_size=1), launched(rank), precision="64-true")
     built.validate(model, data, verbose=False)
     return {name: float(x) for name, x in built.callback_metrics.items()}
 
 
 def test_metrics_of_an_epoch(pools, folder):
-    """AUROC and the like, with ranks that have unlike numbers of packs."""
+    """AUROC and the like, with unequal numbers of packs on the ranks."""
     (want,) = pools(1).run(1, validated, folder, {"batch_size": 3})
-    for found in pools(2).run(2, validated, folder, {"pack_tokens": 40}):
-        assert found == pytest.approx(want, rel=1e-6)
+    for metrics in pools(2).run(2, validated, folder, {"pack_tokens": 40}):
+        assert metrics == pytest.approx(want, rel=1e-6)
     assert "val_auroc" in want
 
 

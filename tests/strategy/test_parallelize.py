@@ -16,7 +16,7 @@ from .runs import Run, launched, make
 
 
 def hooks(rank, group, fsdp):
-    """The hooks of a fit, in the order of their first calls."""
+    """Return the hooks of a fit, in the order of their first calls."""
     calls = []
 
     def record(strategy, hook, *args):
@@ -38,7 +38,7 @@ def test_order_of_hooks(pools, fsdp):
 
 
 def moved_to(rank, group):
-    """The devices to which DDP moves what it is called with, where Lightning names one, as it does on GPUs."""
+    """Return the devices to which DDP moves its inputs if Lightning names one, as it does on GPUs."""
     devices, configure, forward = [], DDPStrategy.configure_ddp, DistributedDataParallel._pre_forward
 
     def on_gpu(strategy):
@@ -65,7 +65,7 @@ def test_ddp_leaves_batches_where_they_are(pools):
 
 
 def wrapped(rank, group, strategy):
-    """Whether each step's module is within DDP."""
+    """Return for each step whether DDP wraps the module."""
     built, model, data, _ = make(Run(steps=2, batch_size=2, strategy=strategy), launched(rank))
     kinds = []
     model.on_train_batch_start = lambda *_: kinds.append(isinstance(built.strategy.model, DistributedDataParallel))
@@ -76,14 +76,14 @@ def wrapped(rank, group, strategy):
 
 @pytest.mark.parametrize("ranks, regions, want", [(1, 1, False), (2, 2, False), (2, 1, True)])
 def test_a_rank_that_averages_with_no_other_is_not_wrapped(pools, ranks, regions, want):
-    """DDP would copy each gradient twice and hold all of them once more."""
+    """DDP would copy each gradient twice and hold all gradients again."""
     strategy = {"regions": regions, "outer": OuterSteps(every=1)} if regions > 1 else {}
     for kinds in pools(ranks).run(ranks, wrapped, strategy):
         assert kinds == [want, want]
 
 
 def alone(rank, group):
-    """A step of one rank in which no message to other ranks can be sent."""
+    """Train one rank with all messages to other ranks forbidden."""
     built, model, data, record = make(Run(steps=2), launched(rank))
     refused = mock.Mock(side_effect=AssertionError("a rank alone waits for nobody"))
     model.on_train_start = lambda: [patch.start() for patch in patches]

@@ -1,4 +1,4 @@
-"""Slides under the strategies: training, and AUROC, accuracy and kappa of an epoch, are those of one rank on any ranks."""
+"""Slides under the strategies: training and the epoch's AUROC, accuracy and kappa equal one rank on any ranks."""
 
 import functools
 
@@ -15,12 +15,12 @@ from .runs import Record, full, launched, trainer
 
 pytestmark = pytest.mark.full
 
-#: 7 slides to validate on: two data ranks get unlike numbers of them
+#: 7 slides for validation: two data ranks get unequal numbers
 TILES = (40, 23, 9, 31, 12, 5, 17)
 
 
 class Slides(Dataset):
-    """Slides of ragged lengths, with a blank row each."""
+    """Slides of different lengths, with a blank row each."""
 
     def __init__(self, count):
         self.count = count
@@ -29,8 +29,8 @@ class Slides(Dataset):
         return self.count
 
     def __getitem__(self, i):
-        found = {name: x[0] for name, x in batch(TILES[i], seed=i).items()}
-        return {**found, "label": torch.tensor(i % 3), "index": torch.tensor(i)}
+        sample = {name: x[0] for name, x in batch(TILES[i], seed=i).items()}
+        return {**sample, "label": torch.tensor(i % 3), "index": torch.tensor(i)}
 
 
 def padded(samples):
@@ -59,7 +59,7 @@ class Data(pl.LightningDataModule):
 
 
 def fitted(rank, group, settings, options, fsdp=False):
-    """What training and validation leave on this rank."""
+    """Return this rank's results of training and validation."""
     pl.seed_everything(4, verbose=False)
     strategy = (RingDilatedFSDPStrategy if fsdp else RingDilatedStrategy)(**settings)
     record = Record()
@@ -84,8 +84,8 @@ WAYS = {
 }
 
 
-def compare(found, want):
-    for losses, metrics, parameters in found:
+def compare(got, want):
+    for losses, metrics, parameters in got:
         assert losses == pytest.approx(want[0], rel=1e-6)
         assert metrics == pytest.approx(want[1], rel=1e-6, nan_ok=True)
         for name, p in want[2].items():

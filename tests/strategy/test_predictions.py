@@ -1,4 +1,4 @@
-"""Maps of attention on many ranks equal one rank's, if ranks have slides of their own."""
+"""Attention maps on many ranks equal one rank's, if ranks have their own slides."""
 
 import numpy as np
 import pytest
@@ -16,25 +16,25 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Five slides, so that two data ranks have unlike numbers of them."""
+    """Five slides, so two data ranks have unequal numbers."""
     path = tmp_path_factory.mktemp("slides")
     write_synthetic_slides(path, slides=5, tiles=(6, 40), features=12)
     return str(path)
 
 
 def predicted(rank, group, settings, folder, out):
-    """The names that this rank's predictions carry, or why there are none; its maps are in `out`."""
+    """Return the keys of this rank's predictions, or the error; maps are written to `out`."""
     data = SlideDataModule(folder, f"{folder}/labels.csv", val_fraction=0, test_fraction=1, batch_size=2)
     run = trainer(RingDilatedStrategy(**settings), launched(rank), callbacks=[AttentionWriter(path=f"{out}/maps")])
     try:
-        found = run.predict(encoder(grid=100), data)
+        outputs = run.predict(encoder(grid=100), data)
     except ValueError as error:
         return str(error)
-    return [name for batch in found for name in batch["slide_id"]]
+    return [name for batch in outputs for name in batch["slide_id"]]
 
 
 def test_attention_of_data_ranks(pools, tmp_path, folder):
-    """Ranks with slides of their own write them all; ranks that share slides are told so, each of them, beforehand."""
+    """Ranks with their own slides write all maps; ranks that share slides all get an error beforehand."""
     pools(1).run(1, predicted, {}, folder, str(tmp_path / "one"))
     pools(2).run(2, predicted, {"sequence_size": 1}, folder, str(tmp_path / "many"))
     written = [sorted(x.name for x in (tmp_path / name / "maps").iterdir()) for name in ("one", "many")]
@@ -44,6 +44,6 @@ def test_attention_of_data_ranks(pools, tmp_path, folder):
     for path in files:
         with np.load(path) as one, np.load(tmp_path / "many" / "maps" / path.name) as other:
             torch.testing.assert_close(torch.tensor(other["attention"]), torch.tensor(one["attention"]))
-    told = pools(2).run(2, predicted, {}, folder, str(tmp_path / "shared"))
-    assert all(isinstance(text, str) and "2 ranks share each slide" in text for text in told)
+    messages = pools(2).run(2, predicted, {}, folder, str(tmp_path / "shared"))
+    assert all(isinstance(text, str) and "2 ranks share each slide" in text for text in messages)
     assert not (tmp_path / "shared").exists()

@@ -1,4 +1,4 @@
-"""RecallByDistance on several ranks: the rows and metrics of one rank, for every layout, and where ranks have no token."""
+"""RecallByDistance on several ranks has one rank's rows and metrics, for every layout, even if a rank has no token."""
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.full
 
 
 def recalled(rank, group, seq_len, strategy):
-    """What a rank has after a validation and a test."""
+    """Return this rank's rows and metrics after a validation and a test."""
     world = launched(rank)
     pl.seed_everything(5, verbose=False)
     pairs = 3 if seq_len > 8 else 1
@@ -24,11 +24,11 @@ def recalled(rank, group, seq_len, strategy):
     model = LongNetLM(PATTERN, vocab_size=data.vocab_size, dim=16, depth=2, tie_embeddings=False)
     callback = RecallByDistance()
     run = trainer(RingDilatedStrategy(**strategy), world, precision="64-true", callbacks=[callback])
-    found = []
+    results = []
     for evaluate in (run.validate, run.test):
         evaluate(model, data, verbose=False)
-        found.append((callback.rows, {k: float(x) for k, x in run.callback_metrics.items() if "accuracy" in k}))
-    return found
+        results.append((callback.rows, {k: float(x) for k, x in run.callback_metrics.items() if "accuracy" in k}))
+    return results
 
 
 CASES = {
@@ -49,5 +49,5 @@ def test_ranks_equal_one(pools, case):
         assert rows and len(metrics) == 1 + len(rows)
     if seq_len >= 40:
         assert any(row["accuracy"] > 0 for row in want[0][0]), "all wrong would say nothing of who is right"
-    for found in pools(ranks).run(ranks, recalled, seq_len, strategy):
-        assert found == want
+    for outcome in pools(ranks).run(ranks, recalled, seq_len, strategy):
+        assert outcome == want

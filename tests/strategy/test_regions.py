@@ -1,4 +1,4 @@
-"""Regions of a job: errors before anything is trained, where all of them begin, what they wait for, metrics and samples."""
+"""Regions of a job: errors before training, their common start, waiting, metrics and samples."""
 
 import functools
 import os
@@ -45,7 +45,7 @@ def test_settings_of_outer_steps(options, error, words):
 
 
 def test_a_state_that_lacks_a_setting_of_later_versions():
-    """It has the default's, so that what is under way is gone on from."""
+    """The state gets the default of that setting, so fragments in flight are kept."""
     named = {"0.weight": torch.nn.Parameter(torch.ones(3))}
     outer = OuterOptimizer(named.items(), OuterSteps(every=3, delay=2))
     for _ in range(3):
@@ -144,7 +144,7 @@ def test_lost_regions_are_named():
 
 # -- on ranks ----------------------------------------------------------------------------------------------------------
 class Ahead(pl.Callback):
-    """The second region goes on from its first step when the first region has done four."""
+    """The second region waits after its first step until the first region has done four."""
 
     def __init__(self, rank, folder):
         self.rank, self.done, self.seen = rank, folder / "four steps", False
@@ -174,7 +174,7 @@ def test_regions_do_not_wait_for_each_other_between_outer_steps(pools, tmp_path)
 
 
 class Sent(pl.Callback):
-    """What goes between regions from the second step on: (the function of torch.distributed, numbers)."""
+    """Records messages between regions from the second step on: (function of torch.distributed, numbers)."""
 
     names = (
         "all_reduce",
@@ -224,7 +224,7 @@ def test_only_fragments_go_between_regions(pools):
 
 
 def begun(rank, group):
-    """Each rank makes a model of its own; the parameters that regions begin with."""
+    """Return the parameters of this rank's model, and the parameters with which its region begins."""
 
     class Begin(pl.Callback):
         def on_train_start(self, trainer, pl_module):
@@ -249,7 +249,7 @@ def test_all_regions_begin_with_the_first_ones_parameters(pools):
 
 
 def validated(rank, group, run):
-    """(validation loss within a fit, that of one rank's model with the mean of the parameters over all samples)."""
+    """Return (validation loss within a fit, loss of `validate` afterwards, parameters)."""
     built, model, data, _ = make(run, launched(rank), val_check_interval=3, check_val_every_n_epoch=None)
     built.fit(model, data)
     within = float(built.callback_metrics["val_loss"])
@@ -279,8 +279,8 @@ def validation_batch(run, index):
     return collate(run, [Tokens(run)[index]])
 
 
-def seen(rank, group, settings, text):
-    """The bytes of every batch of this rank, and how many a step takes."""
+def batch_bytes(rank, group, settings, text):
+    """Return the bytes of every batch of this rank, and the batches of a step."""
 
     class See(pl.Callback):
         def __init__(self):
@@ -302,7 +302,7 @@ def test_global_batch_counts_all_regions_and_no_sample_comes_twice(pools, tmp_pa
     """40 different sequences in steps of 8: two regions of two data ranks take four at a time."""
     (tmp_path / "a").write_bytes(bytes(x for i in range(41) for x in [i] * 8))
     settings = {"regions": 2, "outer": OuterSteps(every=2), "sequence_size": 1, "global_batch": 8}
-    results = pools(4).run(4, seen, settings, str(tmp_path))
+    results = pools(4).run(4, batch_bytes, settings, str(tmp_path))
     assert [steps for _, steps in results] == [5] * 4
     samples = [tuple(batch) for batches, _ in results for batch in batches]
     assert len(samples) == 40 == len({*samples})
@@ -317,7 +317,7 @@ class Signalled(pl.Callback):
 
 
 def ended(rank, group, run, folder):
-    """(how a fit ended, after how many steps)."""
+    """Return (how a fit ended, its number of steps)."""
     saver = ShardedCheckpoint(folder, every_n_train_steps=None)
     callbacks = [Signalled(), saver]
     built, model, data, _ = make(

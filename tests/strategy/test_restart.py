@@ -1,4 +1,4 @@
-"""How the ranks of one attempt under torchrun find a name that no other attempt has: threads around one store."""
+"""The ranks of one attempt under torchrun agree on a name that no other attempt has: threads around one store."""
 
 import threading
 import time
@@ -15,25 +15,25 @@ LONG, SHORT = timedelta(seconds=20), timedelta(seconds=0.5)
 
 @pytest.fixture(params=["hash", "tcp"])
 def stores(request):
-    """stores() is one more client of one store."""
+    """`stores()` returns another client of one store."""
     if request.param == "hash":
         shared = dist.HashStore()
         return lambda: shared
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    request.addfinalizer(lambda: server)  # keeps it to the end
+    request.addfinalizer(lambda: server)  # keeps it alive
     return lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
 
 
 def attempt(stores, world, ranks=None, timeout=LONG, late=()):
-    """What each of these ranks gets: a token, or the words of an error. `late` ranks come after the others."""
-    found = {}
+    """Return each rank's token, or its error message. `late` ranks start after the others."""
+    rank_tokens = {}
 
     def one(rank):
         time.sleep(0.3 * (rank in late))
         try:
-            found[rank] = agree_on_token(stores(), rank, world, timeout)
+            rank_tokens[rank] = agree_on_token(stores(), rank, world, timeout)
         except RuntimeError as error:
-            found[rank] = str(error)
+            rank_tokens[rank] = str(error)
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks or range(world)]
     for thread in threads:
@@ -41,7 +41,7 @@ def attempt(stores, world, ranks=None, timeout=LONG, late=()):
     for thread in threads:
         thread.join(30)
     assert not any(thread.is_alive() for thread in threads), "a rank still waits"
-    return found
+    return rank_tokens
 
 
 @pytest.mark.parametrize("late", [(), (0,), (1, 2)])
@@ -53,7 +53,7 @@ def test_all_ranks_get_one_token(stores, late):
 
 
 def test_restart_counts_do_not_matter(stores, monkeypatch):
-    """Each node counts its own restarts; a thread cannot have an environment of its own, so nothing may read this one."""
+    """Each node counts its own restarts. Threads share one environment, so ranks must not read it."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "not a number")
     assert len(set(attempt(stores, 2).values())) == 1
 
@@ -61,9 +61,9 @@ def test_restart_counts_do_not_matter(stores, monkeypatch):
 @pytest.mark.parametrize("missing", [[2], [1, 3]])
 def test_every_rank_names_those_that_never_came(stores, missing):
     came = [rank for rank in range(4) if rank not in missing]
-    found = attempt(stores, 4, came, SHORT)
-    assert sorted(found) == came
-    for rank, words in found.items():
+    outcomes = attempt(stores, 4, came, SHORT)
+    assert sorted(outcomes) == came
+    for rank, words in outcomes.items():
         assert words.startswith(f"rank {rank} of the job waited 0.5 seconds in vain for ranks {missing} of the job"), (
             words
         )
@@ -71,12 +71,12 @@ def test_every_rank_names_those_that_never_came(stores, missing):
 
 
 def test_rank_0_never_comes(stores):
-    found = attempt(stores, 3, [1, 2], SHORT)
-    assert all("in vain for ranks [0] of the job" in words for words in found.values()) and len(found) == 2
+    outcomes = attempt(stores, 3, [1, 2], SHORT)
+    assert all("in vain for ranks [0] of the job" in words for words in outcomes.values()) and len(outcomes) == 2
 
 
 def test_an_attempt_that_died_in_the_middle_does_no_harm(stores):
-    """Ranks 1 and 2 said hello, and rank 1 took its token, before all of them were killed."""
+    """Ranks 1 and 2 registered, and rank 1 took its token, before all of them were killed."""
     died = attempt(stores, 4, [0, 1, 2], SHORT)
     assert all("[3]" in words for words in died.values())
     keys = dist.PrefixStore("lightning-dilated/token/4", stores())
@@ -91,7 +91,7 @@ def test_a_dead_ranks_hello_does_not_count(stores):
 
 
 def test_one_node_fewer(stores):
-    """The ranks that are left have other numbers, and find keys of the larger job."""
+    """The remaining ranks have other numbers, and find keys of the larger job."""
     before = attempt(stores, 3)
     after = attempt(stores, 2, late=(1,))
     assert len(set(after.values())) == 1 and after[0] != before[0]
@@ -110,7 +110,7 @@ def test_error_names_the_store(monkeypatch):
 
 
 def test_only_under_torchrun(monkeypatch):
-    """Other launchers have a store of their own for each start."""
+    """Other launchers have a new store for each start."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     mesh.join_under_torchrun("gloo", SHORT, mesh.torch.device("cpu"))
     assert not dist.is_initialized()

@@ -1,4 +1,4 @@
-"""A checkpoint of R ranks goes on with any other number: same samples, same losses, same parameters."""
+"""A checkpoint of R ranks resumes on any other number: same samples, same losses, same parameters."""
 
 import lightning.pytorch as pl
 import numpy as np
@@ -16,7 +16,7 @@ STEPS = 6
 
 
 def part_of_run(rank, group, folder, settings, stop, ckpt, dropout):
-    """Losses and parameters of a run up to step `stop`, from a checkpoint if there is one; saves a checkpoint at its end."""
+    """Train up to step `stop`, from a checkpoint if there is one, and save. Return losses and parameters."""
     pl.seed_everything(1, verbose=False)
     world, record = launched(rank), Record()
     size = settings.get("sequence_size", world)
@@ -40,20 +40,20 @@ CI = {("2", "4"), ("4", "1"), ("4", "4, data 2"), ("4, data 2", "2")}
     [pytest.param(x, y, marks=[] if (x, y) in CI else pytest.mark.slow) for x in WAYS if x != "1" for y in WAYS],
 )
 def test_another_number_of_ranks(pools, tmp_path, before, after):
-    """Trap 8: an ordinary loader would start at sample 0 again while batch numbers go on."""
+    """Trap 8: an ordinary loader would restart at sample 0 while batch numbers continue."""
     folder = tmp_path / "text"
     folder.mkdir()
-    made = torch.Generator().manual_seed(0)
-    (folder / "a").write_bytes(bytes(torch.randint(0, 256, (4000,), generator=made).tolist()))
+    rng = torch.Generator().manual_seed(0)
+    (folder / "a").write_bytes(bytes(torch.randint(0, 256, (4000,), generator=rng).tolist()))
     before, after = WAYS[before], WAYS[after]
-    # each row of sequences has attention dropout of its own, so with two rows it stays off
+    # attention dropout differs between rows of sequences, so with two rows it is off
     dropout = 0.0 if before[1] or after[1] else 0.1
     whole, parameters, _ = pools(1).run(1, part_of_run, str(folder), {}, STEPS, None, dropout)[0]
     ranks, settings = before
     first, _, path = pools(ranks).run(ranks, part_of_run, str(folder), settings, STEPS // 2, None, dropout)[0]
     ranks, settings = after
-    rest, got, _ = pools(ranks).run(ranks, part_of_run, str(folder), settings, STEPS, path, dropout)[0]
-    torch.testing.assert_close(torch.tensor(first + rest), torch.tensor(whole), rtol=1e-9, atol=0)
+    resumed, got, _ = pools(ranks).run(ranks, part_of_run, str(folder), settings, STEPS, path, dropout)[0]
+    torch.testing.assert_close(torch.tensor(first + resumed), torch.tensor(whole), rtol=1e-9, atol=0)
     torch.testing.assert_close(got, parameters, rtol=1e-9, atol=1e-12)
 
 
@@ -69,8 +69,8 @@ def test_as_many_sequences_a_step_as_before(pools, tmp_path, ways):
     """With `global_batch` a step takes the same samples on any number of ranks."""
     folder = tmp_path / "text"
     folder.mkdir()
-    made = torch.Generator().manual_seed(0)
-    (folder / "a").write_bytes(bytes(torch.randint(0, 256, (4000,), generator=made).tolist()))
+    rng = torch.Generator().manual_seed(0)
+    (folder / "a").write_bytes(bytes(torch.randint(0, 256, (4000,), generator=rng).tolist()))
     _, parameters, _ = pools(1).run(1, part_of_run, str(folder), {"global_batch": 4}, STEPS, None, 0.0)[0]
     path, each = None, STEPS // len(ways)
     for number, (ranks, settings) in enumerate(ways, 1):
@@ -82,14 +82,14 @@ def test_as_many_sequences_a_step_as_before(pools, tmp_path, ways):
 
 
 def test_epochs_of_whole_steps(pools, tmp_path):
-    """Ten sequences in steps of four, over the ends of epochs: two steps an epoch on any number of ranks."""
+    """Ten sequences in steps of four, across epochs: two steps an epoch on any number of ranks."""
     folder = tmp_path / "text"
     folder.mkdir()
-    made = torch.Generator().manual_seed(0)
-    (folder / "a").write_bytes(bytes(torch.randint(0, 256, (641,), generator=made).tolist()))
+    rng = torch.Generator().manual_seed(0)
+    (folder / "a").write_bytes(bytes(torch.randint(0, 256, (641,), generator=rng).tolist()))
     settings = {"global_batch": 4, "sequence_size": 1}
     _, parameters, _ = pools(1).run(1, part_of_run, str(folder), settings, STEPS, None, 0.0)[0]
     first, _, path = pools(4).run(4, part_of_run, str(folder), settings, 3, None, 0.0)[0]
-    rest, got, _ = pools(2).run(2, part_of_run, str(folder), settings, STEPS, path, 0.0)[0]
-    assert len(first) == 3 and len(rest) == 6, "batches of a rank"
+    resumed, got, _ = pools(2).run(2, part_of_run, str(folder), settings, STEPS, path, 0.0)[0]
+    assert len(first) == 3 and len(resumed) == 6, "batches of a rank"
     torch.testing.assert_close(got, parameters, rtol=1e-9, atol=1e-12)

@@ -1,4 +1,4 @@
-"""A rank is lost: the errors of the others name it, and say what it raised."""
+"""A rank is lost: the errors of the others name it, and quote its error."""
 
 import time
 
@@ -35,7 +35,7 @@ def test_does_not_wait_once_all_have_spoken():
 
 
 def test_does_not_wait_long_once_it_is_told_to_end():
-    """torchrun's agents tell the ranks that live to end, and start all of them again when these have ended."""
+    """torchrun's agents tell the living ranks to end, and restart all of them afterwards."""
     begin = time.monotonic()
     words = report_lost_ranks(dist.HashStore(), 0, 2, patience=1e9, is_ending=lambda: time.monotonic() > begin + 0.3)
     assert 0.9 < time.monotonic() - begin < 60 and "Ranks [1] of the job gave no sign within" in words
@@ -57,8 +57,8 @@ class Breaks(pl.Callback):
         raise ValueError("trouble of its own") if trainer.global_rank == 1 else RuntimeError(str(GLOO))
 
 
-def told(rank, group, run):
-    """The errors of two fits in which rank 1 raises, and of one in which nobody does."""
+def errors(rank, group, run):
+    """Return the errors of two fits in which rank 1 raises, and of one without an error."""
     words = []
     for callbacks in ([Breaks()], [Breaks()], []):
         built, model, data, _ = make(run, launched(rank), callbacks=callbacks)
@@ -71,7 +71,7 @@ def told(rank, group, run):
 
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_a_fit_says_who_raised(pools, fsdp):
-    (lost, initialized), (own, _) = pools(2).run(2, told, Run(fsdp=fsdp, steps=1, double=fsdp))
+    (lost, initialized), (own, _) = pools(2).run(2, errors, Run(fsdp=fsdp, steps=1, double=fsdp))
     assert own == ["trouble of its own"] * 2 and len(lost) == 2 and initialized
     for words in lost:
         assert words.startswith(
@@ -87,6 +87,6 @@ def test_a_killed_rank_is_named(tmp_path, strategy, who):
     launcher = [
         *TORCHRUN,
         "--nproc-per-node=3",
-    ]  # whose store outlives rank 0; Lightning's own may end it before it speaks
+    ]  # the store outlives rank 0; Lightning's own may close before rank 0 has read it
     status, text = start(tmp_path, "kill", who, 3, launcher, strategy)
     assert status != 0 and f"Ranks [{who}] of the job gave no sign" in text, text[-3000:]

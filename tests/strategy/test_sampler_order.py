@@ -1,4 +1,4 @@
-"""Loaders without a sampler for several ranks, into which Lightning puts its own: samples come in the loader's order."""
+"""Loaders without a distributed sampler, into which Lightning inserts its own: samples keep the loader's order."""
 
 import lightning.pytorch as pl
 import pytest
@@ -13,7 +13,7 @@ from .runs import PATTERN, VOCAB, Run, Tokens, launched, trainer
 
 pytestmark = pytest.mark.full
 
-#: an order of a sampler's own
+#: the order of a custom sampler
 BACKWARDS = list(range(11, -1, -1))
 
 
@@ -29,7 +29,7 @@ class Backwards(Sampler):
 
 
 class Plain(pl.LightningDataModule):
-    """A loader as users write it; what a step read, in its order."""
+    """A loader as users write it; records the samples of each step."""
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index"])
 
@@ -54,17 +54,17 @@ class Read(pl.Callback):
 
 
 def read(rank, group, strategy, options, direct):
-    """Samples of each batch of two epochs on this rank; strategy None is one device without any."""
-    world, found, data = launched(rank), Read(), Plain(options)
+    """Return the samples of each batch of two epochs on this rank; strategy None is one device without a strategy."""
+    world, reader, data = launched(rank), Read(), Plain(options)
     pl.seed_everything(3, verbose=False)
-    built = trainer("auto" if strategy is None else strategy, world, max_epochs=2, callbacks=[found])
+    built = trainer("auto" if strategy is None else strategy, world, max_epochs=2, callbacks=[reader])
     model = LongNetLM(pattern=PATTERN, vocab_size=VOCAB, dim=8, depth=1)
     if direct:
         model.sequence_spec = Plain.sequence_spec
         built.fit(model, data.loader())
     else:
         built.fit(model, datamodule=data)
-    return found.read
+    return reader.read
 
 
 @pytest.mark.parametrize(
@@ -77,27 +77,27 @@ def read(rank, group, strategy, options, direct):
     ],
 )
 def test_one_data_rank_reads_as_one_device_does(pools, options, direct):
-    """One sequence on two ranks: what one device without a strategy reads."""
+    """One sequence on two ranks reads what one device without a strategy reads."""
     (alone,) = pools(1).run(1, read, None, options, direct)
     assert pools(2).run(2, read, RingDilatedStrategy(), options, direct) == [alone] * 2
     assert sorted(x for batch in alone for x in batch) == sorted([*range(12), *range(12)])
 
 
 def test_sharded_parameters(pools):
-    found = pools(2).run(2, read, RingDilatedFSDPStrategy(), {"shuffle": False}, False)
-    assert found == [[[x] for x in (*range(12), *range(12))]] * 2
+    results = pools(2).run(2, read, RingDilatedFSDPStrategy(), {"shuffle": False}, False)
+    assert results == [[[x] for x in (*range(12), *range(12))]] * 2
 
 
 def test_two_data_ranks_share_the_order(pools):
-    found = pools(2).run(2, read, RingDilatedStrategy(sequence_size=1), {"shuffle": False}, False)
-    assert found == [[[x] for x in (*range(r, 12, 2), *range(r, 12, 2))] for r in range(2)]
+    results = pools(2).run(2, read, RingDilatedStrategy(sequence_size=1), {"shuffle": False}, False)
+    assert results == [[[x] for x in (*range(r, 12, 2), *range(r, 12, 2))] for r in range(2)]
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_loader_that_shuffles_is_shuffled(pools, size):
-    """Anew in each epoch, and alike on all ranks of a sequence."""
-    found = pools(2).run(2, read, RingDilatedStrategy(sequence_size=size), {"shuffle": True}, False)
-    orders = [[x for batch in rank for x in batch] for rank in found]
+    """The order is new in each epoch, and the same on all ranks of a sequence."""
+    results = pools(2).run(2, read, RingDilatedStrategy(sequence_size=size), {"shuffle": True}, False)
+    orders = [[x for batch in rank for x in batch] for rank in results]
     half = len(orders[0]) // 2
     for order in orders:
         assert order[:half] != sorted(order[:half]) and order[:half] != order[half:]
@@ -112,7 +112,7 @@ def test_what_shuffles():
     assert shuffles(DataLoader(data, shuffle=True)) and shuffles(DataLoader(data, sampler=RandomSampler(data)))
     assert shuffles(DataLoader(data, batch_size=None, shuffle=True))
     assert shuffles(DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False)))
-    assert shuffles(DataLoader(data, batch_sampler=[[1, 2], [3]]))  # not known
+    assert shuffles(DataLoader(data, batch_sampler=[[1, 2], [3]]))  # the sampler is unknown
     assert not shuffles(DataLoader(data)) and not shuffles(DataLoader(data, batch_size=None))
     assert not shuffles(DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 2, False)))
     assert not shuffles(DataLoader(data, sampler=WeightedRandomSampler([1.0] * 12, 12)))

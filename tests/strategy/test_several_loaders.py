@@ -32,7 +32,7 @@ class Labelled(Tokens):
 
 
 def evaluated(rank, group, kind):
-    """Metrics of two loaders in validate and in test, each loader's alone, and of a fit that validates on them."""
+    """Return metrics of two loaders in validate and in test, of each loader alone, and of a fit that validates on both."""
     data = Labelled if kind == "classifier" else Tokens
     first, second = lambda: DataLoader(data(TEXTS), batch_size=2), lambda: DataLoader(data(MORE), batch_size=3)
     world, net = launched(rank), model(kind)
@@ -73,7 +73,7 @@ class Losses(pl.Callback):
 
 
 def fitted(rank, group, loaders, strategy, validates=False):
-    """Training losses of steps over these loaders, and the parameters after them."""
+    """Return training losses of steps over these loaders, and the final parameters."""
     net, losses = model(), Losses()
     run = trainer(strategy, launched(rank), max_epochs=1, precision="64-true", callbacks=[losses])
     run.fit(net, loaders(), [loader(TEXTS), loader(MORE)] if validates else None)
@@ -95,7 +95,7 @@ def nested():
 
 @pytest.mark.parametrize("loaders", [mapping, ended, nested])
 def test_training_on_several_loaders(pools, loaders):
-    """On one rank alone, with the strategy, and on two ranks: the same losses and parameters."""
+    """Losses and parameters are equal on one rank without the strategy, with it, and on two ranks."""
     usual = pools(1).run(1, fitted, loaders, "auto", True)[0]
     assert usual[0] and sorted(usual[2])[-1].endswith("/dataloader_idx_1")
     for ranks in (1, 2):
@@ -106,7 +106,7 @@ def test_training_on_several_loaders(pools, loaders):
 
 
 def sum_of_parts(rank, group):
-    """The loss of two batches together, and that of all their tokens."""
+    """Return the logged loss of two batches together, and the mean over all their tokens."""
     launched(rank)
     net, parts = model().double(), [next(iter(loader(run))) for run in (TEXTS, MORE)]
     terms = [net.loss_terms(part) for part in parts]
@@ -130,14 +130,14 @@ def dropping():
 
 
 class Module(pl.LightningDataModule):
-    """Lightning notes the arguments of loaders that a hook makes, and makes them anew from these."""
+    """Lightning records the arguments of loaders made in a hook, and rebuilds the loaders from them."""
 
     def train_dataloader(self):
         return in_order()
 
 
-def seen(rank, group, make, strategy, sequence_size="auto"):
-    """The samples that this rank's steps read."""
+def samples(rank, group, make, strategy, sequence_size="auto"):
+    """Return the samples that this rank's steps read."""
     taken = []
 
     class Watch(pl.Callback):
@@ -162,21 +162,21 @@ def shuffled():
 
 @pytest.mark.parametrize("make", [in_order, dropping, Module])
 def test_a_batch_sampler_keeps_its_batches(pools, make):
-    usual = pools(1).run(1, seen, make, "auto")[0]
+    usual = pools(1).run(1, samples, make, "auto")[0]
     assert len(usual) >= 2 and len(usual[0]) in (4, 5)
-    assert pools(1).run(1, seen, make, "ring_dilated") == [usual]
-    assert pools(2).run(2, seen, make, "ring_dilated") == [usual] * 2
+    assert pools(1).run(1, samples, make, "ring_dilated") == [usual]
+    assert pools(2).run(2, samples, make, "ring_dilated") == [usual] * 2
 
 
 def test_a_batch_sampler_is_shared_by_data_ranks(pools):
-    first, second = pools(2).run(2, seen, in_order, "ring_dilated", 1)
+    first, second = pools(2).run(2, samples, in_order, "ring_dilated", 1)
     assert first == [[0, 2, 4, 6], [8, 10]] and second == [[1, 3, 5, 7], [9, 11]]
 
 
 def test_a_batch_sampler_s_own_sampler(pools):
-    """Its order is kept: random, and of the samples that it draws."""
-    (drawn,) = pools(1).run(1, seen, weighted, "ring_dilated")
+    """Its order is kept: random, over the samples that it draws."""
+    (drawn,) = pools(1).run(1, samples, weighted, "ring_dilated")
     assert {i for batch in drawn for i in batch} <= set(range(6, 12)) and [len(x) for x in drawn] == [4, 4, 4]
-    (order,) = pools(1).run(1, seen, shuffled, "ring_dilated")
+    (order,) = pools(1).run(1, samples, shuffled, "ring_dilated")
     flat = [i for batch in order for i in batch]
     assert sorted(flat) == list(range(12)) != flat

@@ -1,4 +1,4 @@
-"""Slides under the strategy: a rank reads its slice of the file and no more, and the parts make up the whole batch."""
+"""Slides under the strategy: a rank reads only its slice of the file, and the slices make up the whole batch."""
 
 from pathlib import Path
 
@@ -18,13 +18,13 @@ from .runs import launched, trainer
 
 pytestmark = pytest.mark.full
 
-#: bytes that opening a file costs, and looking at its head and the index of its chunks
+#: bytes to open a file and to read its head and the index of its chunks
 HEAD = 300_000
 COORDS = 16
 
 
 def bytes_read() -> int:
-    """Bytes that this process has asked the system for."""
+    """Return the bytes that this process has read, counted by the system."""
     words = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(words["rchar"])
 
@@ -33,7 +33,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="need
 
 
 def large(folder: Path, tiles: int, width: int, chunked: bool) -> int:
-    """A slide of some megabytes; bytes of one tile."""
+    """Write a slide of some megabytes. Return the bytes of one tile."""
     x = np.random.default_rng(0).standard_normal((tiles, width)).astype(np.float32)
     coords = np.stack([np.arange(tiles) % 64, np.arange(tiles) // 64], 1) * 256
     with h5py.File(folder / "large.h5", "w") as file:
@@ -53,15 +53,15 @@ def test_a_slice_is_read_and_no_more(tmp_path, layout, chunked):
     for rank in range(2):
         dataset, before = RankDataset(data, Place(2, rank, layout)), bytes_read()
         ranks.append(dataset.__getitems__([0])[0])
-        read, mine = bytes_read() - before, len(ranks[-1]["features"]) - (rank == 0)
-        assert mine in range(1999, 2003) and mine * tile <= read <= mine * tile + HEAD
+        read, own_tiles = bytes_read() - before, len(ranks[-1]["features"]) - (rank == 0)
+        assert own_tiles in range(1999, 2003) and own_tiles * tile <= read <= own_tiles * tile + HEAD
     order = [p for rank in range(2) for r in Place(2, rank, layout).ranges(tiles + 1) for p in r]
     for name in ("features", "coords"):
         assert torch.equal(torch.cat([x[name] for x in ranks]), whole[name][order])
 
 
 class Mean(pl.LightningModule):
-    """Fits each slide's label by its tiles; keeps its batches."""
+    """Fits each slide's label by its tiles; records its batches."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Mean(pl.LightningModule):
 
 
 def fit(rank, group, folder, batch_size, options):
-    """(batches, weights) of a fit of four steps."""
+    """Return (batches, weights) of a fit of four steps."""
     pl.seed_everything(1, verbose=False)
     data = SlideDataModule(folder, f"{folder}/labels.csv", batch_size=batch_size, **options)
     data.check()
@@ -111,20 +111,20 @@ RUNS = {
 def test_the_parts_make_up_the_batch(pools, folder, name):
     batch_size, options = RUNS[name]
     ((whole, want),) = pools(1).run(1, fit, folder, batch_size, options)
-    found = pools(2).run(2, fit, folder, batch_size, options)
+    results = pools(2).run(2, fit, folder, batch_size, options)
     for step, batch in enumerate(whole):
-        parts = [seen[step] for seen, _ in found]
+        parts = [batches[step] for batches, _ in results]
         for entry in ("features", "coords"):
             assert torch.equal(torch.cat([part[entry] for part in parts], 1), batch[entry])
         for entry in ("lengths", "label", "index"):
             assert all(torch.equal(part[entry], batch[entry]) for part in parts)
         assert all(part["slide_id"] == batch["slide_id"] and len(batch["slide_id"]) == batch_size for part in parts)
-    for _, weights in found:
+    for _, weights in results:
         torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-6)
 
 
 class Batched(torch.utils.data.Dataset):
-    """Reads by ranges and, whole, by batches: the ranges win."""
+    """Can read ranges, and whole batches; ranges take precedence."""
 
     seq_len = 10
 

@@ -1,4 +1,4 @@
-"""recipes/slurm.sbatch under a SLURM on this machine: preempted jobs, and those whose time is up, go on where they were."""
+"""recipes/slurm.sbatch under a SLURM on this machine: jobs that are preempted or out of time are continued."""
 
 import csv
 import re
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 CHECKOUT = Path(__file__).resolve().parents[2]
 SCRIPT, STEPS = CHECKOUT / "recipes" / "slurm.sbatch", 240
-#: of one node with two ranks on two CPUs
+#: one node with two ranks on two CPUs
 SIZES = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1"]
 SMALL = {
     "trainer.accelerator": "cpu", "trainer.precision": "32-true", "trainer.strategy.global_batch": "2",
@@ -30,9 +30,9 @@ OPTIONS = [word for name, value in SMALL.items() for word in (f"--{name}", value
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    made = slurm.Slurm(tmp_path_factory.mktemp("slurm"))
-    yield made
-    made.close()
+    daemons = slurm.Slurm(tmp_path_factory.mktemp("slurm"))
+    yield daemons
+    daemons.close()
 
 
 def prepare(folder: Path) -> Path:
@@ -42,14 +42,14 @@ def prepare(folder: Path) -> Path:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """{step: training loss} of all attempts, which have to agree where they repeat a step."""
-    found: dict[int, float] = {}
+    """Return {step: training loss} over all attempts. Attempts that repeat a step must agree."""
+    by_step: dict[int, float] = {}
     for file in sorted(folder.glob("runs/elastic/version_*/metrics.csv")):
         for row in csv.DictReader(file.read_text().splitlines()):
             if row.get("train_loss"):
                 step, loss = int(row["step"]), float(row["train_loss"])
-                assert found.setdefault(step, loss) == pytest.approx(loss, rel=1e-5)
-    return found
+                assert by_step.setdefault(step, loss) == pytest.approx(loss, rel=1e-5)
+    return by_step
 
 
 @pytest.fixture(scope="module")
@@ -68,27 +68,29 @@ def text(folder: Path) -> str:
 
 
 def started(folder: Path) -> bool:
-    """Whether a first checkpoint is complete."""
+    """Return whether a first checkpoint is complete."""
     return any(folder.glob("runs/elastic/checkpoints/step-*/manifest.json"))
 
 
 def begin(cluster, folder: Path) -> str:
-    """A job that trains; its number."""
+    """Submit a job that trains. Return its number."""
     number = cluster.submit(*SIZES, str(SCRIPT), *OPTIONS, cwd=prepare(folder))
     cluster.until(lambda: started(folder) or "COMPLETED" in cluster.job(number)["JobState"], "it trains", 300)
     return number
 
 
 def ended_well(cluster, number: str, folder: Path, undisturbed: dict[int, float], status: str) -> None:
-    """That the job was requeued once, after all ranks ended with `status`, and then did all steps, with the same losses."""
+    """Check that all ranks ended with `status`, that the job was requeued once, and that all steps have the same
+    losses.
+    """
     states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
     cluster.until(lambda: cluster.job(number).get("JobState") in states, "the job ends", 400)
     job, output = cluster.job(number), text(folder)
     assert (job["JobState"], job["Restarts"], job["ExitCode"]) == ("COMPLETED", "1", "0:0"), output[-5000:]
     assert re.search(rf"Exited with exit code {status}\b", output), output[-5000:]
-    found = losses(folder)
-    assert sorted(found) == list(range(STEPS)) == sorted(undisturbed)
-    assert [found[i] for i in range(STEPS)] == pytest.approx([undisturbed[i] for i in range(STEPS)], rel=1e-5)
+    by_step = losses(folder)
+    assert sorted(by_step) == list(range(STEPS)) == sorted(undisturbed)
+    assert [by_step[i] for i in range(STEPS)] == pytest.approx([undisturbed[i] for i in range(STEPS)], rel=1e-5)
 
 
 def test_preempted(cluster, undisturbed, tmp_path):
@@ -100,7 +102,7 @@ def test_preempted(cluster, undisturbed, tmp_path):
 
 
 def test_time_is_up(cluster, undisturbed, tmp_path):
-    """SLURM's USR1, as `--signal` of the script has it sent: rank 0 requeues the job."""
+    """SLURM sends USR1, as the script's `--signal` requests: rank 0 requeues the job."""
     number = begin(cluster, tmp_path)
     cluster.ask("scancel", "--signal=USR1", number)
     ended_well(cluster, number, tmp_path, undisturbed, "138")

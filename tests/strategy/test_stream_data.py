@@ -1,4 +1,4 @@
-"""Streams on data-parallel ranks: losses of one rank, and checkpoints that go on with another number."""
+"""Streams on data-parallel ranks: losses of one rank, and checkpoints that resume on another number."""
 
 from pathlib import Path
 
@@ -19,14 +19,14 @@ ALONE = {"sequence_size": 1}
 
 
 def written(folder):
-    made = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     text = Path(folder) / "text"
-    text.write_bytes(bytes(torch.randint(0, 30, (560,), generator=made).tolist()))
+    text.write_bytes(bytes(torch.randint(0, 30, (560,), generator=rng).tolist()))
     return str(text)
 
 
 def part_of_run(rank, group, text, stop, ckpt=None, sharded=None, settings=ALONE, strategy=None, separator=7):
-    """Losses, validation loss and parameters of a run up to step `stop`, from a checkpoint if there is one; saves one."""
+    """Train up to step `stop`, from `ckpt` if given. Return losses, validation loss, parameters, new checkpoint."""
     pl.seed_everything(1, verbose=False)
     world, record = launched(rank), Record()
     data = StreamDataModule(text, 16, 4, separator=separator, val_fraction=0.2, test_fraction=0)
@@ -44,7 +44,7 @@ def part_of_run(rank, group, text, stop, ckpt=None, sharded=None, settings=ALONE
 
 
 def same(got, want):
-    """Validation losses are summed in float32."""
+    """Compare results; validation losses are summed in float32."""
     for a, b, rtol in zip(got[:3], want[:3], (1e-9, 1e-6, 1e-9), strict=True):
         a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
         torch.testing.assert_close(a, b, rtol=rtol, atol=1e-12)
@@ -62,11 +62,11 @@ def test_two_ranks_are_one(pools, tmp_path, whole):
 
 
 def test_ddp(pools, tmp_path):
-    """It shows a rank's own loss, and averages ranks: without documents each has as many labels."""
-    text, more = written(tmp_path), (STEPS, None, None, ALONE, "ddp", None)
-    got = pools(2).run(2, part_of_run, text, *more)
+    """DDP logs each rank's own loss and averages gradients: without documents, ranks have equal numbers of labels."""
+    text, arguments = written(tmp_path), (STEPS, None, None, ALONE, "ddp", None)
+    got = pools(2).run(2, part_of_run, text, *arguments)
     losses = torch.tensor([x[0] for x in got], dtype=torch.float64).mean(0)
-    same((losses, *got[0][1:]), pools(1).run(1, part_of_run, text, *more[:4], None, None)[0])
+    same((losses, *got[0][1:]), pools(1).run(1, part_of_run, text, *arguments[:4], None, None)[0])
 
 
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
@@ -76,19 +76,19 @@ def test_another_number_of_ranks(pools, tmp_path, whole, before, after, stop):
     first = pools(before).run(before, part_of_run, text, stop)[0]
     states = torch.load(first[3], weights_only=True)["streams"]
     assert {n: x["position"] for n, x in states.items()} == dict.fromkeys(range(4), 16 * stop)
-    rest = pools(after).run(after, part_of_run, text, STEPS, first[3])[0]
-    same((first[0] + rest[0], *rest[1:]), whole)
-    again = torch.load(rest[3], weights_only=True)["streams"]
+    resumed = pools(after).run(after, part_of_run, text, STEPS, first[3])[0]
+    same((first[0] + resumed[0], *resumed[1:]), whole)
+    again = torch.load(resumed[3], weights_only=True)["streams"]
     assert {n: x["position"] for n, x in again.items()} == dict.fromkeys(range(4), 16 * (STEPS - EPOCH))
 
 
 def test_folders(pools, tmp_path, whole):
-    """`ShardedCheckpoint` holds the states, too."""
+    """`ShardedCheckpoint` holds the streams' states, too."""
     text = written(tmp_path)
     first = pools(2).run(2, part_of_run, text, 4, None, str(tmp_path / "folders"))[0]
-    rest = pools(1).run(1, part_of_run, text, STEPS, str(tmp_path / "folders"))[0]
-    assert len(rest[0]) == STEPS - 4
-    same((first[0] + rest[0], *rest[1:]), whole)
+    resumed = pools(1).run(1, part_of_run, text, STEPS, str(tmp_path / "folders"))[0]
+    assert len(resumed[0]) == STEPS - 4
+    same((first[0] + resumed[0], *resumed[1:]), whole)
 
 
 def test_ranks_that_share_a_sequence(pools, tmp_path):
@@ -100,7 +100,7 @@ def test_ranks_that_share_a_sequence(pools, tmp_path):
 
 
 def sharded_weights(rank, group, text):
-    """The message of a fit that is refused."""
+    """Return the message of a refused fit."""
     data = StreamDataModule(text, 16, 4, val_fraction=0, test_fraction=0)
     built = trainer(RingDilatedFSDPStrategy(**ALONE), launched(rank), max_steps=1, precision="32-true")
     try:
@@ -110,5 +110,5 @@ def sharded_weights(rank, group, text):
 
 
 def test_sharded_weights_are_refused(pools, tmp_path):
-    for found in pools(2).run(2, sharded_weights, written(tmp_path)):
-        assert "stream=16 is not offered with FSDP" in found
+    for message in pools(2).run(2, sharded_weights, written(tmp_path)):
+        assert "stream=16 is not offered with FSDP" in message

@@ -1,6 +1,6 @@
-"""What a user writes against the public API, for the type checker only: pytest does not collect this file.
+"""A user's code against the public API, for the type checker only: pytest does not collect this file.
 
-The checker fails where a result's type degrades, and where the wrong call is no longer seen to be wrong.
+The checker fails if a result's type degrades, or if a wrong call is no longer reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_dilated.sequence import Place, Shard
 
 
 def patterns() -> ld.DilatedPattern:
-    """Every way to make a pattern."""
+    """Make patterns in every way."""
     assert_type(ld.DilatedPattern([(2048, 1), (None, 4)]), ld.DilatedPattern)
     assert_type(
         ld.DilatedPattern((ld.Branch(2048, 1, shift=8), {"segment_length": 64, "dilation_rate": 2})), ld.DilatedPattern
@@ -33,21 +33,21 @@ def patterns() -> ld.DilatedPattern:
     assert_type(pattern, ld.DilatedPattern)
     assert_type(pattern.shifted(0.5), ld.DilatedPattern)
     assert_type(pattern.branches, tuple[ld.Branch | ld.Window | ld.Global, ...])
-    found = pattern.explain(65536, num_heads=8, depth=12, causal=True)
-    assert_type(found, Explanation)
-    assert_type(found.reach, float | None)
-    assert_type(found.hints, tuple[str, ...])
-    assert_type(found.flops(64), int)
+    explanation = pattern.explain(65536, num_heads=8, depth=12, causal=True)
+    assert_type(explanation, Explanation)
+    assert_type(explanation.reach, float | None)
+    assert_type(explanation.hints, tuple[str, ...])
+    assert_type(explanation.flops(64), int)
     return pattern
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, pattern: ld.DilatedPattern, asked: bool) -> None:
-    """The result of the op follows `return_lse`."""
+def attention(q: Tensor, k: Tensor, v: Tensor, pattern: ld.DilatedPattern, flag: bool) -> None:
+    """Call the op, with a result that depends on `return_lse`."""
     assert_type(ld.dilated_attention(q, k, v, pattern, causal=True, lengths=[3, 4]), Tensor)
     assert_type(ld.dilated_attention(q, k, v, pattern, return_lse=False), Tensor)
     assert_type(ld.dilated_attention(q, k, v, pattern, return_lse=True), tuple[Tensor, Tensor])
-    assert_type(ld.dilated_attention(q, k, v, pattern, return_lse=asked), Tensor | tuple[Tensor, Tensor])
-    # wrong calls: were one not seen, its comment would be reported as one without use
+    assert_type(ld.dilated_attention(q, k, v, pattern, return_lse=flag), Tensor | tuple[Tensor, Tensor])
+    # wrong calls: if one were accepted, its comment would be reported as unused
     ld.dilated_attention(q, k, v, [(2048, 1)])  # type: ignore[call-overload]
     ld.DilatedPattern.longnet(2048, 1)  # type: ignore[arg-type]
     layer = ld.MultiheadDilatedAttention(256, 8, pattern, position_encoding="rotary")
@@ -56,7 +56,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, pattern: ld.DilatedPattern, asked
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> None:
-    """The result of the op follows `return_state`."""
+    """Call the op, with a result that depends on `return_state`."""
     assert_type(ld.recurrent_attention(q, k, v, gate, gate), Tensor)
     out, state = ld.recurrent_attention(q, k, v, kind="linear", segment=64, return_state=True)
     assert_type(out, Tensor)
@@ -70,17 +70,17 @@ class OwnModel(ld.DilatedModule):
     sequence_spec = ld.SequenceSpec({"x": 1})
 
     def build(self) -> None:
-        """One layer."""
+        """Build one layer."""
         self.layer = ld.DilatedAttention(ld.DilatedPattern.dense())
 
     def loss_terms(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The sum of losses, and their number."""
+        """Return the sum of losses, and their number."""
         out = self.layer(batch["x"], batch["x"], batch["x"])
         return out.square().sum(), torch.tensor(out.shape[1])
 
 
 def models(pattern: ld.DilatedPattern, tokens: Tensor) -> LightningModule:
-    """Models, from patterns and from mappings."""
+    """Build models from patterns and from mappings."""
     model = ld.LongNetLM(pattern, dim=64, depth=2, num_heads=4)
     assert_type(model, ld.LongNetLM)
     assert_type(model.forward(tokens), Tensor)
@@ -93,7 +93,7 @@ def models(pattern: ld.DilatedPattern, tokens: Tensor) -> LightningModule:
 
 
 def training(model: LightningModule) -> None:
-    """A run with strategy, callbacks and data."""
+    """Make a run with strategy, callbacks and data."""
     strategy = ld.RingDilatedStrategy(sequence_size=4, exchange="ring", layout="strided", bucket_cap_mb=25)
     plain: DDPStrategy = strategy
     sharded: ModelParallelStrategy = ld.RingDilatedFSDPStrategy(cpu_offload=True)
@@ -109,7 +109,7 @@ def training(model: LightningModule) -> None:
 
 
 def sequences(loss: Tensor, batch: dict[str, Tensor]) -> None:
-    """Shares of a loss, and where tokens lie."""
+    """Use shares of a loss, and positions of tokens."""
     assert_type(ld.loss_share(loss, 3), Tensor)
     assert_type(ld.sequence.active_sequence(), ld.sequence.SequenceGroup | None)
     assert_type(Shard(1024, 4, "strided").ranges(0), tuple[range, ...])

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_dilated.ext.convolution import convolution
 from lightning_dilated.ext.convolution.convolution import ShortConvolution
 
-#: relative to the largest number of each result: rounding of it, and for fp32 of its sum
+#: relative to the largest number of each result: its rounding, and for fp32 the rounding of its sum
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -24,8 +24,7 @@ class Case:
         channels: of each part.
         cuts: bounds of documents.
         lengths: of padded samples.
-        layout: "joint": parts are slices of one tensor; "apart": they have tensors of their own; "turned": their channels
-            are not adjacent.
+        layout: "joint": parts are slices of one tensor; "apart": separate tensors; "turned": channels are not adjacent.
     """
 
     tokens: int
@@ -42,7 +41,7 @@ class Case:
         return {"lengths": as_tensor(self.lengths), "cu_seqlens": as_tensor(self.cuts)}
 
     def module(self, dtype: torch.dtype, device: str = "cpu") -> ShortConvolution:
-        """With random weights that all dtypes can hold."""
+        """Build a module with random weights that all dtypes can represent."""
         generator = torch.Generator().manual_seed(self.tokens)
         module = ShortConvolution(sum(self.channels), self.taps, self.causal, device=device, dtype=dtype)
         weight = torch.randn(module.weight.shape, generator=generator).to(torch.bfloat16)
@@ -51,7 +50,7 @@ class Case:
         return module
 
     def parts(self, dtype: torch.dtype, device: str = "cpu", seed: int = 1) -> list[Tensor]:
-        """Numbers that all dtypes can hold; one joint tensor has more channels than the parts."""
+        """Draw numbers that all dtypes can represent; one joint tensor has more channels than the parts."""
         generator = torch.Generator().manual_seed(seed)
         joint = torch.randn(self.batch, self.tokens, sum(self.channels) + 3, generator=generator)
         joint = joint.to(torch.bfloat16).clamp(-4, 4).to(device, dtype)
@@ -63,7 +62,7 @@ class Case:
     def results(
         self, dtype: torch.dtype, device: str = "cpu", weights: torch.dtype | None = None, kernels: bool = True
     ) -> dict[str, Tensor]:
-        """Outputs and gradients by name. `kernels`: whether they are expected to serve the call."""
+        """Return outputs and gradients by name. `kernels`: whether they are expected to serve the call."""
         module = self.module(weights or dtype, device)
         assert convolution.serves(torch.device(device), dtype, self.taps) is kernels
         parts = [x.detach().requires_grad_() for x in self.parts(dtype, device)]
@@ -74,7 +73,7 @@ class Case:
         return {name: x.detach() for name, x in every.items()}
 
     def by_torch(self, device: str = "cpu") -> dict[str, Tensor]:
-        """`results` by torch's operations in float64."""
+        """Return `results` of torch's operations in float64."""
         return self.results(torch.float64, device, kernels=False)
 
 
@@ -83,7 +82,7 @@ def _numbered(name: str, tensors) -> dict[str, Tensor]:
 
 
 def compare(got: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """The gradient of the weight is a sum in fp32, whatever the dtype of the rows."""
+    """The gradient of the weight is a sum in fp32, in any dtype of the rows."""
     for name, x in want.items():
         tolerance = TOLERANCES[dtype if dtype == got[name].dtype else torch.float32]
         off = float((got[name].to(x) - x).abs().max()) if x.numel() else 0.0
@@ -92,7 +91,7 @@ def compare(got: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype)
 
 
 def without_kernels():
-    """Within, torch computes every call."""
+    """Let torch compute every call."""
     return mock.patch.object(convolution, "serves", lambda *_: False)
 
 
@@ -115,7 +114,6 @@ CASES = {
 
 
 def drawn(chosen: random.Random) -> Case:
-    """A random call."""
     tokens = chosen.choice([1, 2, 5, 31, 32, 64, 255, 257, 310])
     channels = tuple(chosen.choice([1, 3, 7, 17, 64, 70]) for _ in range(chosen.randint(1, 3)))
     options = {"taps": chosen.randint(2, 8), "causal": chosen.random() < 0.5}

@@ -1,4 +1,4 @@
-"""ShortConvolution and the layers that have one: equal to a loop over tokens, in documents, in decoding and compiled."""
+"""ShortConvolution and layers with one equal a loop over tokens: in documents, in decoding and compiled."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ PATTERN = DilatedPattern.longnet([8, 32], [1, 2])
 
 
 def looped(x, weight, causal, documents):
-    """y_p = x_p + the sum of weight_i x_(p - left + i) over neighbours in p's document, one number at a time.
+    """Return y_p = x_p + the sum of weight_i x_(p - left + i) over neighbours in p's document, one number at a time.
 
     `documents`: (sample, first, stop) of each.
     """
@@ -154,7 +154,7 @@ def test_refusals():
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 def test_hybrid_on_a_gpu(compiled):
-    """Loss and gradients in float32 are those of the CPU in float64, where local and dense heads take turns."""
+    """Loss and gradients in float32 equal the CPU in float64; local and dense heads alternate."""
     tokens = torch.randint(64, (2, 1000), generator=torch.Generator().manual_seed(1))
 
     def loss_and_gradients(device, dtype, compiled):

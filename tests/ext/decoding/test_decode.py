@@ -1,4 +1,4 @@
-"""Decoding equals the full sequence, row by row, reads only the keys that a row may see, and keeps no others for long."""
+"""Decoding equals the full sequence, row by row, reads only visible keys, and keeps no others for long."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def qkv(heads, kv_heads, length=LONGEST, batch=1):
 
 
 def run(q, k, v, pattern, chunks, check=None, **options):
-    """The outputs of decoding chunk by chunk; `check(cache)` after each."""
+    """Return the outputs of decoding chunk by chunk; call `check(cache)` after each."""
     cache, out = KVCache(pattern, q.shape[2], k.shape[2]), []
     for parts in zip(*(x.split(chunks, 1) for x in (q, k, v)), strict=True):
         out.append(decode_attention(*parts, cache, **options))
@@ -42,7 +42,7 @@ def run(q, k, v, pattern, chunks, check=None, **options):
 
 
 def last(q, k, v, pattern, length, **options):
-    """decode_attention of the last of `length` tokens, after all others at once."""
+    """Return decode_attention of the last of `length` tokens, after all others at once."""
     q, k, v = (x[:, :length] for x in (q, k, v))
     return run(q, k, v, pattern, [length - 1, 1], **options)[:, -1:]
 
@@ -50,25 +50,25 @@ def last(q, k, v, pattern, length, **options):
 def bounded(pattern, heads, kv_heads, row):
     """Assert that a cache holds at most ceil(w / r) rows for every residue that a kv head keeps, in each branch.
 
-    Its buffers are no larger either: `row` bytes a row, with room to double where the whole sequence is one segment.
+    Its buffers are no larger either: `row` bytes a row, or twice that for a segment of the whole sequence.
     """
-    kept = []
+    held = []
     for branch in pattern.branches:
-        of = {}
+        row_counts = {}
         for h in range(heads) if branch.heads is None else branch.heads:
-            of.setdefault(h // (heads // kv_heads), set()).add(pattern.offset(branch, h, heads, kv_heads))
-        kept.append({kv: len(residues) for kv, residues in of.items()})
+            row_counts.setdefault(h // (heads // kv_heads), set()).add(pattern.offset(branch, h, heads, kv_heads))
+        held.append({kv: len(residues) for kv, residues in row_counts.items()})
     sizes = [(b.segment_length, b.dilation_rate) for b in pattern.branches]
 
     def check(cache):
-        for branch, residues, rows in zip(pattern.branches, kept, cache.rows(), strict=True):
+        for branch, residues, rows in zip(pattern.branches, held, cache.rows(), strict=True):
             reach = cache.length if branch.segment_length is None else min(branch.segment_length, cache.length)
             most = -(-reach // branch.dilation_rate)
             assert rows.keys() == residues.keys()
             assert all(rows[kv] <= most * count for kv, count in residues.items()), (branch, cache.length, rows)
         assert cache.nbytes <= row * sum(
             sum(residues.values()) * (max(64, 2 * -(-cache.length // r)) if w is None else -(-w // r))
-            for (w, r), residues in zip(sizes, kept, strict=True)
+            for (w, r), residues in zip(sizes, held, strict=True)
         )
 
     return check
@@ -82,7 +82,7 @@ def shaped_patterns(draw):
 
 @st.composite
 def chunkings(draw):
-    """A prompt, then tokens one by one, with chunks between."""
+    """Draw a prompt, then single tokens, with chunks between."""
     cuts = draw(st.sets(st.integers(1, LONGEST - 1), max_size=4))
     bounds = [0, *sorted(cuts), LONGEST]
     sizes = [b - a for a, b in itertools.pairwise(bounds)]
@@ -92,7 +92,7 @@ def chunkings(draw):
 @given(shaped_patterns(), chunkings())
 @settings(max_examples=examples(100))
 def test_every_row_and_the_bound(case, chunks):
-    """Whatever the chunks, the rows are those of the full sequence, and the cache keeps no more than it says."""
+    """For any chunks the rows equal the full sequence, and the cache holds no more than it reports."""
     heads, kv_heads, pattern = case
     q, k, v = qkv(heads, kv_heads)
     want = dilated_attention(q, k, v, pattern, causal=True)
@@ -123,7 +123,7 @@ NAMED = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_last_row_of_each_length(name):
-    """Against a full run of that very length, where a segment of the whole sequence is shorter too."""
+    """Compare with a full run of that length, in which a segment of the whole sequence is shorter, too."""
     q, k, v = qkv(4, 2, batch=2)
     for n in range(1, LONGEST + 1):
         want = dilated_attention(q[:, :n], k[:, :n], v[:, :n], NAMED[name], causal=True, scale=0.7)[:, -1:]
@@ -133,11 +133,11 @@ def test_last_row_of_each_length(name):
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 64, 65, 80])
 def test_reads_only_what_it_sees(name, length):
-    """The work of a step is the sum of w / r keys: poison everywhere else must not reach the result."""
+    """A step reads w / r keys of each branch: NaN everywhere else must not reach the result."""
     q, k, v = qkv(4, 2)
-    seen = NAMED[name].counts(length, 4, True, 2)[:, -1].unflatten(0, (2, 2)).sum(1) > 0  # (kv head, key)
+    visible = NAMED[name].counts(length, 4, True, 2)[:, -1].unflatten(0, (2, 2)).sum(1) > 0  # (kv head, key)
     for x in (k, v):
-        x[0, :length][~seen.T] = torch.nan
+        x[0, :length][~visible.T] = torch.nan
     assert last(q, k, v, NAMED[name], length).isfinite().all()
 
 
@@ -151,7 +151,7 @@ def test_dtype_and_uncovered_heads(dtype):
 
 
 def test_rows_of_a_cache_by_hand():
-    """Heads 0..3 over kv heads 0, 0, 1, 1 with offsets 0, 1, 2, 0 in a rate of 3: kv head 0 keeps two residues of three."""
+    """Heads 0..3 over kv heads 0, 0, 1, 1, offsets 0, 1, 2, 0, rate 3: kv head 0 keeps two residues of three."""
     pattern = DilatedPattern([(9, 3), Branch(4, 1, shift=3, heads=[2]), Branch(None, 2, offset=1)])
     q, k, v = qkv(4, 2, 11)
     cache, held = KVCache(pattern, 4, 2), []
@@ -166,7 +166,7 @@ def test_rows_of_a_cache_by_hand():
 
 
 def test_buffers_stop_growing():
-    """Doubling up to ceil(w / r) rows, and not a byte more however long the sequence."""
+    """They double up to ceil(w / r) rows, and not a byte more for any length."""
     pattern, n = DilatedPattern.longnet([32, 600], [1, 4]), 3000
     q, k, v = qkv(4, 2, n, batch=2)
     sizes = []
@@ -205,7 +205,7 @@ def test_no_tokens_change_nothing():
 
 
 def test_attended_padding_is_checked_at_each_length():
-    """The release has no right answer where r does not divide w and a second segment begins."""
+    """The release has no right result if r does not divide w and a second segment begins."""
     pattern, (q, k, v) = DilatedPattern([(8, 3)], padding="attended"), qkv(4, 4, 9)
     with pytest.raises(ValueError, match="not a multiple of"):
         run(q, k, v, pattern, [8, 1])
@@ -214,7 +214,7 @@ def test_attended_padding_is_checked_at_each_length():
 @given(shaped_patterns(), st.lists(st.integers(1, LONGEST - 10), min_size=2, max_size=3), st.integers(1, LONGEST))
 @settings(max_examples=examples(40))
 def test_prompts_of_different_lengths(case, lengths, chunk):
-    """Padded on the right, in chunks; then each sample goes on where its prompt ended, as if it were alone."""
+    """Prompts are padded on the right, in chunks; then each sample continues as if alone."""
     heads, kv_heads, pattern = case
     longest, rows = max(lengths), torch.arange(len(lengths))
     q, k, v = qkv(heads, kv_heads, batch=len(lengths))
@@ -233,7 +233,7 @@ def test_prompts_of_different_lengths(case, lengths, chunk):
 
 
 def test_buffers_of_a_fixed_length_stay():
-    """`max_length` bounds the rows of the whole sequence, and gives all buffers their final size and place."""
+    """`max_length` bounds the rows of the whole sequence, and allocates all buffers once."""
     pattern = DilatedPattern([(32, 1), (600, 4), (None, 2)])
     q, k, v = qkv(4, 2, 100)
     cache = KVCache(pattern, 4, 2, max_length=100)
@@ -320,7 +320,7 @@ REFUSED = {
 @torch.no_grad()
 @pytest.mark.parametrize("name", REFUSED)
 def test_layer_refuses(name):
-    """A layer of shifted segments would read the rows of an unshifted one without any complaint of shapes."""
+    """A layer of shifted segments would silently read the rows of an unshifted one."""
     options, text = REFUSED[name]
     call = {"is_causal": True, "cache": LAYER.new_cache(), **options}
     with pytest.raises(TypeError if text is NO_CACHE else ValueError, match=text):

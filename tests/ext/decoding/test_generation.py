@@ -1,4 +1,4 @@
-"""Generation: greedy equals running the whole sequence anew at each length; sampling draws what its options say."""
+"""Generation: greedy equals running the whole sequence again for each token; sampling follows its options."""
 
 import gc
 import math
@@ -39,7 +39,7 @@ MODELS = {
 
 
 def lively(**options):
-    """Weights so large that what a token says depends on all that it sees; at the start it would repeat itself."""
+    """Build a model with large weights, so that predictions depend on all visible tokens and do not repeat one."""
     model = tiny(**{"tie_embeddings": False, **options})
     with torch.no_grad():
         for p in model.parameters():
@@ -99,21 +99,21 @@ STREAMS = {"greedy": {"temperature": 0}, "drawn": {"top_k": 5, "top_p": 0.9, "te
 @pytest.mark.parametrize("name", STREAMS)
 def test_stream_yields_what_generate_returns(name):
     model, options = lively(), STREAMS[name]
-    made = torch.Generator().manual_seed(3)
-    stream = model.generate_stream(PROMPT, 20, generator=made, **options)
+    rng = torch.Generator().manual_seed(3)
+    stream = model.generate_stream(PROMPT, 20, generator=rng, **options)
     steps = torch.stack(list(stream), 1)
     assert torch.equal(torch.cat([PROMPT, steps], 1), generate(model, 3, **options))
 
 
 def test_stream_draws_one_at_a_time():
-    """A step is computed when it is asked for, and the model is left as it was between two."""
+    """A step is computed on request, and the model is unchanged between two."""
     model, calls = lively(dropout=0.5).train(), []
-    model.register_forward_hook(lambda *given: calls.append(model.training))
+    model.register_forward_hook(lambda *args: calls.append(model.training))
     stream = model.generate_stream(PROMPT, 20)
     assert calls == []
     first = next(stream)
     assert first.shape == (2,) and calls == [False] and model.training and model.dropout.training
-    loss = model(PROMPT).sum()  # whoever draws as the training goes on has gradients in between
+    loss = model(PROMPT).sum()  # a caller who samples during training has gradients in between
     assert loss.requires_grad and calls == [False, True]
     next(stream)
     assert calls == [False, True, False] and model.training
@@ -134,7 +134,7 @@ def test_last_only():
 
 @pytest.mark.parametrize("many", [False, True], ids=["a token", "a list"])
 def test_stop(many):
-    """A row ends with its stop token and repeats it; the others go on as without, and all ends with the last of them."""
+    """A row ends with its stop token and repeats it; other rows continue until the last one ends."""
     model = lively()
     free = generate(model, temperature=0)
     for token in free[:, 3:].unique().tolist():
@@ -164,7 +164,7 @@ def test_stop_leaves_the_draws_alone():
     ],
 )
 def test_prompts_of_different_lengths(name, chunk):
-    """Each row as if it were alone: its prompt, what continues it, and its last token again."""
+    """Each row equals the row alone: its prompt, its continuation, and its last token again."""
     model = lively(**MODELS.get(name, {"kv_conv": 3}))
     prompts, lengths = torch.randint(11, (3, 17)), [17, 3, 9]
     got = model.generate(prompts, 20, temperature=0, lengths=torch.tensor(lengths), prompt_chunk=chunk)
@@ -177,7 +177,7 @@ def test_prompts_of_different_lengths(name, chunk):
 # -- captured steps ----------------------------------------------------------------------------------------------------
 @pytest.fixture
 def captured(monkeypatch):
-    """Steps as on a GPU, but for what a replay is: the same Python once more. The list of all that were captured."""
+    """Capture steps as on a GPU, with replays that run the same Python again. Return all captured steps."""
     steps, real = [], token_step.TokenStep._captured
     monkeypatch.setattr(token_step, "why_not", lambda model, device: token_step.why_not_captured(model))
     monkeypatch.setattr(token_step, "capture", lambda run, generator, device: torch.no_grad()(run))
@@ -186,13 +186,13 @@ def captured(monkeypatch):
 
 
 def both_ways(model, *args, **options):
-    """(by captured steps, one by one) with equal seeds, each with the state of its generator afterwards."""
+    """Return (result of captured steps, of plain steps) with equal seeds, each with the generator's final state."""
     results = []
     for why_not in (token_step.why_not, lambda model, device: "told"):
-        made = torch.Generator().manual_seed(4)
+        rng = torch.Generator().manual_seed(4)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(token_step, "why_not", why_not)
-            results.append((model.generate(*args, generator=made, **options), made.get_state()))
+            results.append((model.generate(*args, generator=rng, **options), rng.get_state()))
     return results
 
 
@@ -210,19 +210,19 @@ CAPTURED = {
 def test_captured_steps_are_the_plain_ones(captured, name):
     build, options = CAPTURED[name]
     model = lively(**build)
-    for new in (30, 25):  # the second call finds the step, and leaves nothing of the first
+    for new in (30, 25):  # the second call reuses the step, without traces of the first
         (got, state), (want, plain_state) = both_ways(model, PROMPT, new, **options)
         assert torch.equal(got, want) and torch.equal(state, plain_state)
     assert len(captured) == 1
 
 
 def test_stream_of_captured_steps(captured):
-    """What was started ahead is taken back where the stream ends, and a step in use serves no other stream."""
+    """Work started ahead is undone when the stream ends, and a step in use serves no other stream."""
     model = lively()
     for stop in (0, 5):
         (got, _), _ = both_ways(model, PROMPT, 30, stop=stop, temperature=2.0)
-        made = torch.Generator().manual_seed(4)
-        stream = model.generate_stream(PROMPT, 30, stop=stop, temperature=2.0, generator=made)
+        rng = torch.Generator().manual_seed(4)
+        stream = model.generate_stream(PROMPT, 30, stop=stop, temperature=2.0, generator=rng)
         other = model.generate_stream(PROMPT, 30, temperature=2.0, generator=torch.Generator().manual_seed(5))
         pairs = [(x, next(other)) for x in stream]
         assert torch.equal(torch.stack([x for x, _ in pairs], 1), got[:, 3:])
@@ -296,14 +296,14 @@ def test_a_model_is_not_kept(captured):
     model = lively()
     generate(model)
     step, alive = weakref.ref(captured.pop()), weakref.ref(model)
-    step()._replay = None  # of this test, and holds the model
+    step()._replay = None  # it belongs to this test, and holds the model
     del model
     gc.collect()
     assert alive() is None and step() is None
 
 
 def between(model, own):
-    """(tokens, numbers that the caller draws in between, one more) of a stream that is left after 12 tokens."""
+    """Return (tokens, numbers that the caller draws in between, one more) of a stream that is left after 12 tokens."""
     torch.manual_seed(3)
     tokens, drawn, generator = [], [], torch.Generator().manual_seed(4) if own else None
     for token in model.generate_stream(PROMPT, 30, stop=[9], generator=generator):
@@ -318,7 +318,7 @@ def between(model, own):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_what_a_caller_does_between_tokens(captured, own):
-    """Draws of its own, a change of the tokens, leaving early: neither side takes anything from the other."""
+    """The caller draws numbers, changes the tokens and leaves early: neither side affects the other."""
     model = lively()
     got = between(model, own)
     with pytest.MonkeyPatch.context() as patch:
@@ -328,12 +328,12 @@ def test_what_a_caller_does_between_tokens(captured, own):
 
 
 def test_a_step_that_is_not_kept_is_freed(captured, monkeypatch):
-    """Before the next call takes its own caches."""
+    """It is freed before the next call allocates its caches."""
     monkeypatch.setattr(token_step, "KEPT_BYTES", 1)
     model = lively()
     generate(model)
     first = weakref.ref(captured.pop())
-    first()._replay = None  # of this test, and holds the step
+    first()._replay = None  # it belongs to this test, and holds the step
     gc.collect()
     stream = model.generate_stream(PROMPT, 20, top_k=3)
     next(stream)
@@ -367,27 +367,27 @@ def test_kept_steps_are_few(captured, monkeypatch):
 
 @pytest.mark.full
 def test_nothing_stays_while_a_trainer_fits(captured):
-    """Steps of before are freed, and those of a validation are not kept."""
-    model, data, kept = tiny(dtype=torch.float32), loader(batch(2, 8)), []
+    """Earlier steps are freed, and a validation's steps are not kept."""
+    model, data, alive = tiny(dtype=torch.float32), loader(batch(2, 8)), []
     generate(model)
     assert model in token_step._steps
 
     class Draws(pl.Callback):
         def on_train_batch_start(self, *unused):
-            kept.append(model in token_step._steps)
+            alive.append(model in token_step._steps)
 
         def on_validation_epoch_end(self, trainer, pl_module):
             pl_module.generate(PROMPT, 3)
 
     trainer(max_epochs=1, callbacks=[Draws()]).fit(model, data, data)
-    assert kept and not any(kept)
+    assert alive and not any(alive)
     assert len(captured) == 2 and model not in token_step._steps
     generate(model)
     assert len(token_step._steps[model]) == 1
 
 
 class Other(LongNetLM):
-    """A forward of its own."""
+    """A model with its own forward."""
 
     def forward(self, tokens, **options):
         return super().forward(tokens, **options) * 2
@@ -395,7 +395,7 @@ class Other(LongNetLM):
 
 def test_what_cannot_be_captured(captured):
     hooked, other, xpos = tiny(), Other(PATTERN, vocab_size=11, dim=16, depth=1, num_heads=4), tiny(**MODELS["xpos"])
-    hooked.transformer.blocks[1].ffn.register_forward_hook(lambda *given: None)
+    hooked.transformer.blocks[1].ffn.register_forward_hook(lambda *args: None)
     attended = tiny(DilatedPattern.longnet([4, 16], [1, 2], padding="attended"))
     reasons = [token_step.why_not_captured(x) for x in (hooked, other, xpos, attended)]
     for model, text in zip((hooked, other, xpos, attended), ("hooks", "Other has", "xPos", "attended"), strict=True):
@@ -444,7 +444,7 @@ def test_modes_come_back_and_dropout_sleeps(training):
     before = [m.training for m in model.modules()]
     out = generate(model, temperature=0)
     assert torch.equal(generate(model, temperature=0), out)
-    model.head.register_forward_hook(lambda *given: 1 / 0)
+    model.head.register_forward_hook(lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         generate(model)
     assert [m.training for m in model.modules()] == before
@@ -504,8 +504,7 @@ def test_refused(options, error, text):
 
 @pytest.mark.full
 def test_compiled_blocks(captured):
-    """What follows attention is compiled: for a token, for the first length of a prompt, and for all others; hooks run as
-    ever."""
+    """Modules after attention are compiled for a token, for the first length of a prompt and others; hooks still run."""
     torch._dynamo.reset()
     model, want = lively(kv_conv=3), []
     counter = CompileCounterWithBackend("aot_eager")
@@ -522,7 +521,7 @@ def test_compiled_blocks(captured):
     with pytest.raises(ValueError, match="no lengths, no cu_seqlens"):
         model(PROMPT, caches=model.transformer.new_caches(), lengths=torch.tensor([3, 2]))
     calls = []
-    model.transformer.blocks[0].ffn.register_forward_hook(lambda *given: calls.append(1))
+    model.transformer.blocks[0].ffn.register_forward_hook(lambda *args: calls.append(1))
     assert torch.equal(model.generate(PROMPT, 30, temperature=0), want[0]) and len(calls) == 30
 
 

@@ -1,4 +1,4 @@
-"""AccuracyByDepth against answers counted one by one, and by readers that see all of the text or its end only."""
+"""AccuracyByDepth against answers counted one by one, and with readers of the whole text or of its end."""
 
 import csv
 import random
@@ -23,7 +23,7 @@ def task(name="needle", **options):
 
 def model_of(data):
     torch.manual_seed(3)
-    return tiny(vocab_size=data.vocab_size, tie_embeddings=False)  # tied it would repeat what it reads
+    return tiny(vocab_size=data.vocab_size, tie_embeddings=False)  # tied weights would repeat the input
 
 
 def quiet(tmp_path, *callbacks, **options):
@@ -31,7 +31,7 @@ def quiet(tmp_path, *callbacks, **options):
 
 
 def by_hand(model, data, split):
-    """{(length, depth): [samples, right, tokens, right tokens]}, one sample after another."""
+    """Return {(length, depth): [samples, right, tokens, right tokens]}, one sample after another."""
     counts = defaultdict(lambda: [0, 0, 0, 0])
     for sample in data.dataset(split):
         with torch.no_grad():
@@ -39,8 +39,8 @@ def by_hand(model, data, split):
         size = data.task.num_values * data.form.value_tokens
         n = len(sample["tokens"])
         right = [likeliest[p] == sample["tokens"].tolist()[p + 1] for p in range(n - size - 1, n - 1)]
-        for i, more in enumerate((1, all(right), size, sum(right))):
-            counts[tuple(data.cell(split, sample["index"]))][i] += more
+        for i, amount in enumerate((1, all(right), size, sum(right))):
+            counts[tuple(data.cell(split, sample["index"]))][i] += amount
     return dict(counts)
 
 
@@ -52,8 +52,8 @@ def test_equals_answers_counted_by_hand(tmp_path, capsys, split, name):
     (run.validate if split == "val" else run.test)(model, data, verbose=False)
     want = by_hand(model, data, split)
     assert len(want) == 6 and sum(x[3] for x in want.values()) > 0
-    found = {(r["length"], r["depth"]): [r[k] for k in ("samples", "right", "tokens")] for r in callback.rows}
-    assert found == {cell: x[:3] for cell, x in want.items()}
+    rows = {(r["length"], r["depth"]): [r[k] for k in ("samples", "right", "tokens")] for r in callback.rows}
+    assert rows == {cell: x[:3] for cell, x in want.items()}
     for row in callback.rows:
         samples, right, tokens, good = want[row["length"], row["depth"]]
         assert row["accuracy"] == right / samples and row["token_accuracy"] == good / tokens
@@ -72,15 +72,15 @@ def test_equals_answers_counted_by_hand(tmp_path, capsys, split, name):
 
 
 class Reader(LongNetLM):
-    """Answers the needle by reading the last `reach` tokens; guesses among all values where its key is not there.
+    """Answers the needle from the last `reach` tokens; guesses among all values if its key is not there.
 
-    A model may only look at tokens, so it is given no labels: those in the batch say no more than where to answer.
+    A model may look only at tokens, so it gets no labels; here they only mark the positions of answers.
     """
 
     reach = 10**6
 
     def _read(self, tokens, at):
-        """The token after position `at` of a sample."""
+        """Return the token after position `at` of a sample."""
         draw, question = random.Random(sum(tokens)), tokens.index(1)
         key, said = tokens[question + 1 : question + 4], tokens[question + 4 : at + 1]
         for i in range(max(0, at + 1 - self.reach), question - 3):
@@ -100,7 +100,7 @@ class Reader(LongNetLM):
 
 @pytest.mark.parametrize("reach", [None, 45])
 def test_a_reader_is_right_within_its_reach_and_guesses_beyond(tmp_path, reach):
-    """With 16 values a guess is right once in 16; beyond the reach that is all that is left."""
+    """With 16 values a guess is right once in 16, which is all that is possible beyond the reach."""
     data = task(lengths=[40, 120], depths=[0, 50, 90], samples_per_cell=60, vocabulary=16, value_tokens=1)
     model = Reader(PATTERN, **{**SIZES, "vocab_size": data.vocab_size})
     model.first_value = 2 + data.form.fillers + 16

@@ -1,4 +1,4 @@
-"""LongContextDataModule: every sample is answered by reading it, stands where its cell says, and cannot be guessed."""
+"""LongContextDataModule: every sample can be answered by reading it, is where its cell says, and cannot be guessed."""
 
 import math
 import re
@@ -30,24 +30,24 @@ def text_of(sample):
 
 
 def read_text(sample):
-    """(what a reader of the text answers, all values in it, place of the asked statement among characters)."""
+    """Return (the answer of a reader of the text, all values in it, character position of the asked statement)."""
     *lines, question = text_of(sample).split("\n")
     values, first, place = {}, {}, 0
     for line in lines:
         if (
-            found := re.fullmatch(r"(?:The code|A code|Variable) (?:of )?([a-z]+-[a-z]+) is (\d+)\.", line)
+            match := re.fullmatch(r"(?:The code|A code|Variable) (?:of )?([a-z]+-[a-z]+) is (\d+)\.", line)
         ) is not None:
-            values.setdefault(found[1], []).append(found[2])
-            first.setdefault(found[1], place)
-        elif (found := re.fullmatch(r"Variable ([a-z]+-[a-z]+) is equal to ([a-z]+-[a-z]+)\.", line)) is not None:
-            values[found[1]], first[found[1]] = values[found[2]], first[found[2]]  # KeyError before its variable
+            values.setdefault(match[1], []).append(match[2])
+            first.setdefault(match[1], place)
+        elif (match := re.fullmatch(r"Variable ([a-z]+-[a-z]+) is equal to ([a-z]+-[a-z]+)\.", line)) is not None:
+            values[match[1]], first[match[1]] = values[match[2]], first[match[2]]  # KeyError before its variable
         place += len(line) + 1
-    asked = re.findall(r"[a-z]+-[a-z]+", question)[-1]
-    return " " + ", ".join(values[asked]), sorted({x for group in values.values() for x in group}), first[asked]
+    asked_key = re.findall(r"[a-z]+-[a-z]+", question)[-1]
+    return " " + ", ".join(values[asked_key]), sorted({x for group in values.values() for x in group}), first[asked_key]
 
 
 def read_tokens(sample, module):
-    """The same of the token form, by what its documentation says; values are tuples of tokens."""
+    """Return the same for the token form, by its documentation; values are tuples of tokens."""
     form, tokens = module.form, sample["tokens"].tolist()
     keys, values = range(2 + form.fillers, 2 + form.fillers + 7), range(2 + form.fillers + 7, module.vocab_size)
     question = tokens.index(1)
@@ -64,9 +64,9 @@ def read_tokens(sample, module):
         else:
             assert 2 <= tokens[at] < 2 + form.fillers
             at += 1
-    asked = tuple(tokens[question + 1 : question + 3])
+    asked_key = tuple(tokens[question + 1 : question + 3])
     everything = sorted({x for group in values_of.values() for x in group})
-    return [x for value in values_of[asked] for x in value], everything, first[asked]
+    return [x for value in values_of[asked_key] for x in value], everything, first[asked_key]
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -90,7 +90,7 @@ def test_a_reader_answers_every_sample(task, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("task", TASKS)
 def test_depth_is_where_the_needle_stands(task, form):
-    """All statements are known, so the filler before the first that is asked for can be counted."""
+    """All statements are known, so the filler before the first asked one can be counted."""
     module = data(task, form, depths=[0, 30, 50, 100])
     for sample in module.dataset("val"):
         length, depth = module.cell("val", sample["index"])
@@ -98,7 +98,7 @@ def test_depth_is_where_the_needle_stands(task, form):
         parts = module._parts(rng)
         room = length - parts.size
         place = (read_text(sample) if form == "text" else read_tokens(sample, module))[2]
-        # further statements before it: all that start there
+        # other statements before it
         if form == "text":
             before = sum(
                 len(x) + 1 for x in text_of(sample)[:place].split("\n") if "code" in x or "Var" in x or "var" in x
@@ -157,7 +157,7 @@ def test_batches_are_padded_where_lengths_differ():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_what_guessing_gives(task):
-    """Answers drawn blindly, drawn among the values of the text, and by the frequency or place of values."""
+    """Guesses: blind, among the values of the text, and by the frequency or position of values."""
     options = {"vocabulary": 10, "key_tokens": 2, "value_tokens": 1, "distractors": 3, "num_values": 2, "lengths": 90}
     module = data(task, **options, depths=list(range(0, 101, 10)), samples_per_cell=150)
     rng, count = np.random.default_rng(1), Counter()
@@ -176,13 +176,13 @@ def test_what_guessing_gives(task):
     assert module.guess["unbound"] == 1 / math.comb(4 * size, size)
     for name, chance in module.guess.items():
         assert abs(count[name] / samples - chance) < 4 * math.sqrt(chance / samples), name
-    if size == 1:  # over all depths the place of a value tells nothing
+    if size == 1:  # averaged over all depths, the position of a value tells nothing
         for name in ("first", "last"):
             assert abs(count[name] / samples - module.guess["unbound"]) < 0.07, name
 
 
 def test_a_tokenizer(tmp_path):
-    """Tokens of a byte-level BPE that begins texts with a special token: the text is as in bytes, the answer as alone."""
+    """With a byte-level BPE that begins texts with a special token, the text and the answer are as in bytes."""
     tokenizers = pytest.importorskip("tokenizers")
     from tokenizers.processors import TemplateProcessing
 

@@ -17,7 +17,7 @@ BOUNDS = [0, 9, 10, 23, N]
 
 
 def batch(kind):
-    """Two rows, or one packed row; some labels do not count."""
+    """Return two rows, or one packed row; some labels do not count."""
     rows = 1 if kind == "documents" else 2
     tokens, labels = (torch.randint(11, (rows, N)) for _ in range(2))
     labels[:, [3, 17]] = -100
@@ -30,8 +30,8 @@ def batch(kind):
 
 
 def by_hand(model, batches):
-    """{(part, first): [nats, labels]}, one label after another."""
-    found = defaultdict(lambda: [0.0, 0])
+    """Return {(part, first): [nats, labels]}, one label after another."""
+    sums = defaultdict(lambda: [0.0, 0])
     for data in batches:
         losses = model.token_losses(data)
         for row, position in (data["labels"] != -100).nonzero().tolist():
@@ -41,9 +41,9 @@ def by_hand(model, batches):
                 stop = min(b for b in BOUNDS if b > position)
             at, size = position - start, stop - start
             for key in (("octave", 2 ** int(math.log2(at + 1)) - 1), ("eighth", at * 8 // size)):
-                found[key][0] += float(losses[row, position])
-                found[key][1] += 1
-    return found
+                sums[key][0] += float(losses[row, position])
+                sums[key][1] += 1
+    return sums
 
 
 @pytest.mark.parametrize("kind", ["whole", "lengths", "documents"])

@@ -1,4 +1,4 @@
-"""attention_weights: summed against v it is the oracle's output at those rows, in any pattern."""
+"""attention_weights: applied to v they give the oracle's output at those rows, in any pattern."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ PATTERN = DilatedPattern.longnet([8, 32], [1, 2])
 
 
 def rows(case: Case, queries: list[int]) -> None:
-    """The weights of a case against the oracle, and how much the real keys get against the log of the denominator."""
+    """Compare the weights of a case with the oracle, and the real keys' share with the log of the denominator."""
     q, k, v, _ = (x.detach() for x in case.tensors())
     weights = attention_weights(q, k, case.pattern, queries, **case.options())
     assert weights.shape == (case.batch, case.heads, len(queries), case.seq_len) and weights.dtype == torch.float64
@@ -31,8 +31,8 @@ def rows(case: Case, queries: list[int]) -> None:
 
 
 @st.composite
-def asked(draw, padding: str):
-    """A call and the queries asked for: any, in any order, twice too."""
+def calls(draw, padding: str):
+    """Draw a call and its queries: any, in any order, with repetitions."""
     case = draw(cases(padding=padding, longest=48))
     queries = draw(st.lists(st.integers(0, case.seq_len - 1), max_size=6)) if case.seq_len else []
     return case, queries
@@ -40,22 +40,22 @@ def asked(draw, padding: str):
 
 @pytest.mark.parametrize("padding", ["masked", "attended"])
 def test_random(padding):
-    seen = []
+    covered = []
 
     @settings(max_examples=examples(150))
-    @given(asked(padding))
-    def random(given):
-        case, queries = given
+    @given(calls(padding))
+    def random(drawn):
+        case, queries = drawn
         if case.refused():
             with pytest.raises(ValueError, match="not a multiple of dilation_rate"):
                 q, k, _, _ = case.tensors()
                 attention_weights(q, k, case.pattern, queries, **case.options())
             return
         rows(case, queries)
-        seen.append(len(queries) * case.batch)
+        covered.append(len(queries) * case.batch)
 
     random()
-    assert sum(seen) > 200 * scale()
+    assert sum(covered) > 200 * scale()
 
 
 SLIDE = DilatedPattern.longnet([8, 24, 64], [1, 2, 4], offsets="blocked", padding="attended")

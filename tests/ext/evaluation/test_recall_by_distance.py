@@ -1,4 +1,4 @@
-"""RecallByDistance against answers counted one by one, and that nothing else of a run changes."""
+"""RecallByDistance against answers counted one by one, without any effect on the run."""
 
 from collections import Counter
 
@@ -20,11 +20,11 @@ def task(pair_tokens=2, **options):
 
 def model_of(data):
     torch.manual_seed(3)
-    return tiny(vocab_size=data.vocab_size, tie_embeddings=False)  # tied it would repeat what it reads
+    return tiny(vocab_size=data.vocab_size, tie_embeddings=False)  # tied weights would repeat the input
 
 
 def by_hand(model, data, split):
-    """{first distance of an octave: (right, labels)}, one label after another."""
+    """Return {first distance of an octave: (right, labels)}, one label after another."""
     vocabulary, half, right, labels = data.vocabulary, data.seq_len // 2, Counter(), Counter()
     for sample in data.dataset(split):
         tokens = sample["tokens"].tolist()
@@ -64,10 +64,10 @@ def test_equals_answers_counted_by_hand(tmp_path, split, pair_tokens):
     assert callback.rows == [
         {"first": first, "last": 2 * first - 1, "labels": n, "accuracy": k / n} for first, (k, n) in want.items()
     ]
-    found = {name: float(x) for name, x in run.callback_metrics.items() if "accuracy" in name}
+    metrics = {name: float(x) for name, x in run.callback_metrics.items() if "accuracy" in name}
     expected = {f"{split}_accuracy": right / labels}
     expected |= {f"{split}_accuracy_{first}": k / n for first, (k, n) in want.items()}
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert metrics == pytest.approx(expected, rel=1e-6)
     assert model.watch_predictions is None
 
 
@@ -86,16 +86,16 @@ def test_fit_logs_it_at_each_validation(tmp_path):
 
 @pytest.mark.parametrize("tile", [None, 7])
 def test_logits_are_made_at_labels_only(tmp_path, tile):
-    """Of all tokens for the loss, in tiles where it has tiles, and again of those with labels; without the callback not."""
+    """Logits of all tokens for the loss, in its tiles, and once more at labels; not without the callback."""
     data, rows = task(val_size=3), {}
     for callbacks in ((), (RecallByDistance(),)):
-        model, seen = model_of(data), []
+        model, sizes = model_of(data), []
         model.transformer.memory = MemorySettings(tile=tile)
-        model.head.register_forward_hook(lambda _, given, __, seen=seen: seen.append(given[0].shape[:-1].numel()))
+        model.head.register_forward_hook(lambda _, given, __, seen=sizes: seen.append(given[0].shape[:-1].numel()))
         run = quiet(tmp_path, *callbacks)
         run.validate(model, data, verbose=False)
-        assert tile is None or max(seen) <= tile
-        rows[len(callbacks)] = sum(seen), float(run.callback_metrics["val_loss"])
+        assert tile is None or max(sizes) <= tile
+        rows[len(callbacks)] = sum(sizes), float(run.callback_metrics["val_loss"])
     labels = sum(int((sample["labels"] != -100).sum()) for sample in data.dataset("val"))
     assert rows == {0: (3 * 40, rows[0][1]), 1: (3 * 40 + labels, rows[0][1])}
 
@@ -105,16 +105,16 @@ def test_beside_losses_by_position_and_a_loss_of_a_subclass(tmp_path):
         def token_losses(self, batch):
             return super().token_losses(batch) / 2
 
-    data, found = task(), {}
+    data, by_callback = task(), {}
     for kind in (LongNetLM, Half):
         torch.manual_seed(3)
         model = kind(PATTERN, **{**SIZES, "vocab_size": data.vocab_size})
         recall, losses = RecallByDistance(), LossByPosition(table=False, picture=False)
         run = quiet(tmp_path, recall, losses)
         run.validate(model, data, verbose=False)
-        found[kind] = recall.rows, float(run.callback_metrics["val_loss"]), losses.rows[0]["bits"]
-    assert found[Half][0] == found[LongNetLM][0] != []
-    assert found[Half][1:] == pytest.approx([x / 2 for x in found[LongNetLM][1:]])
+        by_callback[kind] = recall.rows, float(run.callback_metrics["val_loss"]), losses.rows[0]["bits"]
+    assert by_callback[Half][0] == by_callback[LongNetLM][0] != []
+    assert by_callback[Half][1:] == pytest.approx([x / 2 for x in by_callback[LongNetLM][1:]])
 
 
 def test_labels_without_a_distance_do_not_count(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Tasks made by rule: that samples obey the rule and depend on (seed, split, index) alone, and wrong values."""
+"""Tasks made by rule: samples obey the rule and depend on (seed, split, index) alone; wrong values are refused."""
 
 import itertools
 
@@ -28,8 +28,8 @@ def test_a_sample_is_a_function_of_seed_split_and_index() -> None:
         torch.manual_seed(seed)
         np.random.seed(seed + 5)
         for index in (5, 0, 5):
-            found = flat({name: value for name, value in data[index].items() if name != "index"})
-            assert samples.setdefault((seed, split, index), found) == found
+            values = flat({name: value for name, value in data[index].items() if name != "index"})
+            assert samples.setdefault((seed, split, index), values) == values
     assert len(set(samples.values())) == len(samples) == 12
 
 
@@ -79,11 +79,11 @@ def test_far_recall_obeys_its_rule(seq_len: int, pairs: int, vocabulary: int, qu
         tokens, labels = sample["tokens"].tolist(), sample["labels"].tolist()
         keys = [p for p, token in enumerate(tokens) if 1 <= token <= vocabulary]
         known = {tokens[p]: tokens[p + 1] for p in keys if p < half}
-        asked = [p for p in keys if p >= half]
-        assert len(known) == pairs and len(asked) == (queries or pairs) and {tokens[p] for p in asked} == set(known)
-        assert all(p + 1 < half for p in keys if p < half)  # a pair does not reach over the middle
+        asks = [p for p in keys if p >= half]
+        assert len(known) == pairs and len(asks) == (queries or pairs) and {tokens[p] for p in asks} == set(known)
+        assert all(p + 1 < half for p in keys if p < half)  # no pair crosses the middle
         expected = [-100] * seq_len
-        for p in asked:
+        for p in asks:
             assert tokens[p + 1] == known[tokens[p]] > vocabulary
             if split == "train" or tokens[p] not in tokens[half:p]:
                 expected[p] = tokens[p + 1]
@@ -106,9 +106,9 @@ def test_far_recall_of_pairs_in_one_token(seq_len, pairs, vocabulary, queries, s
     for sample in (data.dataset(split)[i] for i in range(200)):
         tokens, labels = sample["tokens"].tolist(), sample["labels"].tolist()
         known = {1 + (token - 1 - vocabulary) // vocabulary: token for token in tokens[:half] if token}
-        asked = [p for p in range(half, seq_len) if tokens[p]]
-        assert len(known) == pairs and len(asked) == (queries or pairs) and {tokens[p] for p in asked} == set(known)
-        assert labels == [known[tokens[p]] if p in asked else -100 for p in range(seq_len)]
+        asks = [p for p in range(half, seq_len) if tokens[p]]
+        assert len(known) == pairs and len(asks) == (queries or pairs) and {tokens[p] for p in asks} == set(known)
+        assert labels == [known[tokens[p]] if p in asks else -100 for p in range(seq_len)]
         places |= {p for p in range(seq_len) if tokens[p]}
         drawn += list(known.values())
     assert places == set(range(seq_len))
@@ -123,13 +123,13 @@ def test_distances_are_those_from_each_query_to_its_pair(pair_tokens, split) -> 
     for sample in (data.dataset(split)[i] for i in range(20)):
         tokens = sample["tokens"].tolist()
         expected = [0] * 65
-        # the key that each pair begins with, or that its one token stands for
+        # the first key of each pair, or the key that its single token encodes
         keys = [token if pair_tokens == 2 else (token - 6) // 5 + 1 if token else 0 for token in tokens[:32]]
         for p in (p for p in range(32, 65) if 1 <= tokens[p] <= 5):
             expected[p] = p - keys.index(tokens[p])
-        found = data.distances(split, sample["index"])
-        assert found.dtype == torch.int64 and found.tolist() == expected
-        assert bool((found[sample["labels"] != -100] > 0).all())
+        distances = data.distances(split, sample["index"])
+        assert distances.dtype == torch.int64 and distances.tolist() == expected
+        assert bool((distances[sample["labels"] != -100] > 0).all())
 
 
 def test_distances_of_no_sample() -> None:

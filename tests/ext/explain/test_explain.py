@@ -19,19 +19,19 @@ GEOMETRIC = DilatedPattern.geometric(4, 16)
 
 
 def sees(pattern, n, heads, causal, kv_heads=None):
-    """(N, N) bool: does some head of query p see key j."""
+    """Return (N, N) bool: some head of query p sees key j."""
     return (pattern.counts(n, heads, causal, kv_heads) > 0).any(0)
 
 
 def crossing(pairs):
-    """The positions that nothing before them reaches: walls, by definition."""
+    """Return the positions that no later query reaches across: walls, by definition."""
     return tuple(x for x in range(1, len(pairs)) if not pairs[x:, :x].any())
 
 
 def brute_reach(layers, depth):
-    """(share of positions in reach of the last after `depth` layers, layers until all are or None); layers keep x.
+    """Return (share of positions within the last one's reach after `depth` layers, layers until all are or None).
 
-    `layers` are the pairs of layers 0, 1, ... in turns, and the way goes down from the last one.
+    `layers` are the pairs of alternating layers 0, 1, ...; information flows down from the last. Layers keep x.
     """
     n = len(layers[0])
     steps = [(pairs | torch.eye(n, dtype=torch.bool)).double() for pairs in layers]
@@ -70,7 +70,7 @@ def test_equals_brute_force(case, depth):
 @example((DilatedPattern([(4, 1), (8, 8)]), 8, 8, 8, False))  # every residue is used, but by one position a segment
 @settings(max_examples=examples(75))
 def test_hints_speak_where_something_is_lost(case):
-    """A hint wherever the last token never sees everything, and none where nothing is wrong."""
+    """A hint whenever the last token never sees everything, and none if nothing is wrong."""
     pattern, n, heads, kv, causal = case
     got = pattern.explain(n, heads, 1, causal, kv)
     if got.layers_to_full_reach is None or got.uncovered:
@@ -131,7 +131,7 @@ def test_shifted_layers_have_no_wall(pattern, causal):
 @given(st.integers(1, 5), cases())
 @settings(max_examples=examples(50))
 def test_layers_take_turns(depth, case):
-    """Layers take turns: reach, walls, cost and coverage are those of both patterns."""
+    """With alternating layers, reach, walls, cost and coverage follow from both patterns."""
     pattern, n, heads, kv, causal = case
     odd = pattern.shifted(0.5, 16)
     got = explain_module.explain([pattern, odd], n, heads, depth, causal, kv)
@@ -195,7 +195,7 @@ REMEDIES = {
 def test_hints_name_a_remedy_that_works(name):
     pattern, remedy = REMEDIES[name]
     before, after = (p.explain(64, 4, 2, causal=False) for p in (pattern, remedy(64)))
-    lost = lambda seen: [hint for hint in seen.hints if hint not in sight_hints(seen.sight)]  # noqa: E731
+    lost = lambda explained: [hint for hint in explained.hints if hint not in sight_hints(explained.sight)]  # noqa: E731
     assert lost(before) and not lost(after)
     assert re.search(r"Add a branch|Use a dilation rate|a branch of rate 1", before.hints[0])
 
@@ -249,12 +249,12 @@ def test_messages_name_branches_as_they_were_listed():
 
 
 def test_advice_for_windows():
-    """Nothing is said of segments and shifts where there are none, and of a window's sight what is true."""
+    """Hints name no segments and shifts if there are none, and describe a window's sight correctly."""
     (walls, *_) = DilatedPattern([Window(1)]).explain(16, 2, 2, causal=True).hints
     assert "or a wider window" in walls and "shifted" not in walls
-    seen = DilatedPattern([Window(4, 3)]).explain(64, 4, 4, causal=True)
-    (reach, sight) = seen.hints
+    explained = DilatedPattern([Window(4, 3)]).explain(64, 4, 4, causal=True)
+    (reach, sight) = explained.hints
     assert "no branch joins their residues. Use a lower dilation rate." in reach
     assert "from a distance of 1 tokens on, one layer shows a query at most 50%" in sight
-    shares = [line.split("%")[0].split()[-1] for line in str(seen).splitlines() if "tokens back" in line]
+    shares = [line.split("%")[0].split()[-1] for line in str(explained).splitlines() if "tokens back" in line]
     assert shares[:3] == ["0", "50", "25"]

@@ -15,13 +15,13 @@ PAPER = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768, 65536], [1, 2, 4
 
 
 def brute(patterns, n, heads, kv):
-    """[(first, share, heads)] of all pairs."""
-    seen = torch.stack([(p.counts(n, heads, False, kv) > 0).sum(0) for p in patterns]).sum(0)
+    """Return [(first, share, heads)] of all pairs."""
+    visible = torch.stack([(p.counts(n, heads, False, kv) > 0).sum(0) for p in patterns]).sum(0)
     distance = torch.arange(n)[:, None] - torch.arange(n)
     octaves, first = [], 1
     while first < n:
-        of = seen[(distance >= first) & (distance < 2 * first)].double()
-        octaves.append((first, (of > 0).double().mean().item(), of.mean().item()))
+        octave = visible[(distance >= first) & (distance < 2 * first)].double()
+        octaves.append((first, (octave > 0).double().mean().item(), octave.mean().item()))
         first *= 2
     return octaves
 

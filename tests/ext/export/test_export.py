@@ -30,7 +30,7 @@ MODELS = {
 #: tracing takes seconds: the others run with the slow tests
 QUICK = ("slide, attended",)
 EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
-#: run in a process of its own: the outputs of a file for inputs in an .npz, without this package
+#: prints the outputs of a file for inputs in an .npz, in a new process without this package
 ONNX = """
 import sys, numpy as np, onnxruntime
 inputs = dict(np.load(sys.argv[2]))
@@ -52,7 +52,7 @@ def slide_encoder(**options):
 
 
 def built(make):
-    """A model with random weights in eval mode."""
+    """Build a model with random weights in eval mode."""
     torch.manual_seed(0)
     model = make().eval()
     with torch.no_grad():
@@ -67,7 +67,7 @@ def close(got, want, tol=1e-5):
 
 
 def elsewhere(script, file, inputs, folder):
-    """The outputs of a file in a process that does not have this package."""
+    """Return the outputs of a file in a process that does not have this package."""
     np.savez(folder / "in.npz", **{name: x.numpy() for name, x in inputs.items()})
     argv = [sys.executable, "-c", script, str(file), str(folder / "in.npz"), str(folder / "out.npz")]
     subprocess.run(argv, check=True, cwd=folder, timeout=300)
@@ -99,7 +99,7 @@ def test_batches_and_double():
 
 @pytest.mark.slow
 def test_own_decomposition():
-    """What torch.export made of a model can be decomposed by itself."""
+    """A torch.export of a model can be decomposed afterwards."""
     model, tokens = built(MODELS["masked, kv_conv"]), torch.randint(256, (1, 40))
     with torch.no_grad():
         graph = torch.export.export(model, (tokens,)).run_decompositions(decompositions(40))
@@ -112,35 +112,35 @@ def test_onnx_elsewhere(name, tmp_path):
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
     model = built(MODELS[name])
-    made = export(model, tmp_path / "model.onnx", MAX_LEN)
-    assert made.error <= 1e-5 and made.checked == (2, 40, MAX_LEN)
+    exported = export(model, tmp_path / "model.onnx", MAX_LEN)
+    assert exported.error <= 1e-5 and exported.checked == (2, 40, MAX_LEN)
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
     inputs = model.export_inputs(33, 1)
-    assert {n: tuple(33 if s == "length" else s for s in shape) for n, (_, shape) in made.inputs.items()} == {
+    assert {n: tuple(33 if s == "length" else s for s in shape) for n, (_, shape) in exported.inputs.items()} == {
         n: tuple(x.shape) for n, x in inputs.items()
     }
     with torch.no_grad():
-        wanted = model.export_outputs(**inputs)
-    assert list(made.outputs) == list(wanted)
-    for got, want in zip(elsewhere(ONNX, made.path, inputs, tmp_path), wanted.values(), strict=True):
+        expected = model.export_outputs(**inputs)
+    assert list(exported.outputs) == list(expected)
+    for got, want in zip(elsewhere(ONNX, exported.path, inputs, tmp_path), expected.values(), strict=True):
         close(got, want)
     with pytest.raises(subprocess.CalledProcessError):
-        elsewhere(ONNX, made.path, model.export_inputs(MAX_LEN + 1, 1), tmp_path)
+        elsewhere(ONNX, exported.path, model.export_inputs(MAX_LEN + 1, 1), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal, gqa, kv_conv", "masked, kv_conv", "tokens", "slide"])
 def test_package_elsewhere(name, tmp_path):
     model = built(MODELS[name])
-    made = export(model, tmp_path / "model.pt2", MAX_LEN)
-    assert made.error <= 1e-5
+    exported = export(model, tmp_path / "model.pt2", MAX_LEN)
+    assert exported.error <= 1e-5
     inputs = model.export_inputs(33, 1)
     with torch.no_grad():
-        wanted = model.export_outputs(**inputs)
-    for got, want in zip(elsewhere(PACKAGE, made.path, inputs, tmp_path), wanted.values(), strict=True):
+        expected = model.export_outputs(**inputs)
+    for got, want in zip(elsewhere(PACKAGE, exported.path, inputs, tmp_path), expected.values(), strict=True):
         close(got, want)
     with pytest.raises(subprocess.CalledProcessError):
-        elsewhere(PACKAGE, made.path, model.export_inputs(MAX_LEN + 1, 1), tmp_path)
+        elsewhere(PACKAGE, exported.path, model.export_inputs(MAX_LEN + 1, 1), tmp_path)
 
 
 @pytest.mark.slow
@@ -150,13 +150,13 @@ def test_released_size(suffix, tmp_path):
     if suffix == ".onnx":
         pytest.importorskip("onnxruntime")
     model = built(lambda: ld.SlideEncoder(padding="attended"))
-    made = export(model, tmp_path / f"model{suffix}", 3000)
-    assert made.error <= 1e-4
+    exported = export(model, tmp_path / f"model{suffix}", 3000)
+    assert exported.error <= 1e-4
     inputs = model.export_inputs(1500, 1)
     with torch.no_grad():
         want = model.export_outputs(**inputs)["embeddings"]
     script = ONNX if suffix == ".onnx" else PACKAGE
-    close(elsewhere(script, made.path, inputs, tmp_path)[0], want, 1e-4)
+    close(elsewhere(script, exported.path, inputs, tmp_path)[0], want, 1e-4)
 
 
 @pytest.mark.slow

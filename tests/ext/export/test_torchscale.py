@@ -1,4 +1,4 @@
-"""Decoders of torchscale: recorded logits come out of their state dicts, and what a LongNetLM does not have is refused."""
+"""Decoders of torchscale: their state dicts give the recorded logits; features that a LongNetLM lacks are refused."""
 
 import warnings
 from pathlib import Path
@@ -18,10 +18,10 @@ def state(name):
 
 def load(name, source=None, **options):
     case = CASES[name]
-    told = {"scale_embedding": not case["options"].get("no_scale_embedding", True)}
-    told |= {"num_heads": case["num_heads"], "xpos_scale_base": case["options"].get("xpos_scale_base", 512)}
+    extra = {"scale_embedding": not case["options"].get("no_scale_embedding", True)}
+    extra |= {"num_heads": case["num_heads"], "xpos_scale_base": case["options"].get("xpos_scale_base", 512)}
     source = state(name) if source is None else source
-    return LongNetLM.from_torchscale(source, case["segment_lengths"], case["dilation_rates"], **{**told, **options})
+    return LongNetLM.from_torchscale(source, case["segment_lengths"], case["dilation_rates"], **{**extra, **options})
 
 
 def equal(model, name):
@@ -85,22 +85,22 @@ def test_generates_as_it_computes():
 
 
 def test_unused_tensors_are_reported():
-    more = {
+    extra_tensors = {
         **state("plain"),
         "version": torch.tensor(3),
         "layers.0.self_attn.extra": torch.zeros(1),
         "other": torch.zeros(1),
     }
     with pytest.warns(UserWarning, match="does not use 2 tensors: layers.0.self_attn.extra, other"):
-        equal(load("plain", more), "plain")
+        equal(load("plain", extra_tensors), "plain")
 
 
 def without(*names):
     return {k: v for k, v in state("subln_scaled").items() if not any(n in k for n in names)}
 
 
-def having(**more):
-    return {**state("plain"), **{k.replace("__", "."): v for k, v in more.items()}}
+def having(**changes):
+    return {**state("plain"), **{k.replace("__", "."): v for k, v in changes.items()}}
 
 
 BAD = {

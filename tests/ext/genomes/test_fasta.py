@@ -1,4 +1,4 @@
-"""GenomeDataModule on phage lambda and on made records: windows, splits, N, short records, and errors before any work."""
+"""GenomeDataModule on phage lambda and on made records: windows, splits, N, short records, and early errors."""
 
 import gzip
 from pathlib import Path
@@ -85,9 +85,9 @@ def test_letters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         data = GenomeDataModule(path, 4, val_fraction=0, test_fraction=0, reverse_complement=0, n_policy="token")
         tokens = torch.cat([data.dataset("train")[i]["tokens"] for i in range(8)])
     assert tokens.tolist() == [0, 1, 2, 3, 4] * 2 + [3, 3] + [4] * 20
-    told = [record.message for record in caplog.records]
+    messages = [record.message for record in caplog.records]
     assert any(
-        "21 IUPAC letters other than A C G T U N were read as N in 2 records, most in one (20)" in x for x in told
+        "21 IUPAC letters other than A C G T U N were read as N in 2 records, most in one (20)" in x for x in messages
     )
 
 
@@ -122,13 +122,13 @@ def test_unknown_bases(tmp_path: Path, options: dict, kept: list[int]) -> None:
 def test_n_counts_do_not_depend_on_the_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bases = "".join(np.random.default_rng(2).choice(list("ACGTN"), 300))
     path = write(tmp_path, 7, one=bases)
-    found = []
+    counts = []
     for chunk in (1, 5, 64, 1 << 22):
         monkeypatch.setattr("lightning_dilated.ext.genomes.files._CHUNK", chunk)
         (record,) = GenomeDataModule(path, 10, n_policy="token").genome.records
-        found.append((record.checksum, record.unknown_before(np.arange(301)).tolist()))
-    assert all(x == found[0] for x in found)
-    assert found[0][1] == [bases[:stop].count("N") for stop in range(301)]
+        counts.append((record.checksum, record.unknown_before(np.arange(301)).tolist()))
+    assert all(x == counts[0] for x in counts)
+    assert counts[0][1] == [bases[:stop].count("N") for stop in range(301)]
 
 
 def test_records_of_their_own_splits(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""FASTA files on disk: index and cache, and files that hold no genome, named with a remedy."""
+"""FASTA files on disk: index and cache; the error about a file without a genome names it and a remedy."""
 
 import gzip
 import os
@@ -35,11 +35,11 @@ def test_an_index_is_made_beside_the_file_once(lambda_virus: str, tmp_path: Path
 def test_an_index_of_a_read_only_folder_lies_in_the_cache(
     lambda_virus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the tests may run as root, whom permissions do not bind
+    # the tests may run as root, who ignores permissions
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     cache = tmp_path / "cache"
-    found = [read_index(lambda_virus, "given", cache) for _ in range(2)]
-    assert found[0] == found[1] and found[0][0][1] == 48502
+    indexes = [read_index(lambda_virus, "given", cache) for _ in range(2)]
+    assert indexes[0] == indexes[1] and indexes[0][0][1] == 48502
     (name,) = names(cache)
     assert name.startswith("lambda_virus.fa.") and name.endswith(".fai")
     Path(lambda_virus).write_text(">other\nACGT\n")
@@ -185,7 +185,7 @@ def test_bad_files(tmp_path: Path, case: str) -> None:
     make, message = BAD[case]
     (tmp_path / "data").mkdir()
     data = GenomeDataModule(str(make(tmp_path / "data")), seq_len=10, cache_dir=str(tmp_path / "cache"))
-    for _ in range(2):  # each time again: nothing half made may be left and then be taken
+    for _ in range(2):  # each time again: no half-made file may be left and then be used
         with pytest.raises((ValueError, OSError), match=message):
             data.check()
     assert not [name for name in names(tmp_path) if "part" in name]
@@ -200,7 +200,7 @@ def test_without_pyfaidx(lambda_virus: str, monkeypatch: pytest.MonkeyPatch) -> 
 # -- what a file may do to this machine --------------------------------------------------------------------------------
 def test_a_gzip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fasta_files, "SMALL", 1 << 16)
-    text = ">one\n" + ("A" * 99 + "\n") * 20_000  # 2 MB of 2 kB
+    text = ">one\n" + ("A" * 99 + "\n") * 20_000  # 2 MB in 2 kB
     bomb = tmp_path / "a.fa.gz"
     bomb.write_bytes(gzip.compress(text.encode()))
     cache = tmp_path / "cache"
@@ -215,7 +215,7 @@ def test_folders_of_the_cache_are_of_this_user_alone(tmp_path: Path) -> None:
     old, shared = os.umask(0), tmp_path / "shared"
     shared.mkdir(mode=0o777)
     try:
-        found = Path(plain_file(PACKED, shared / "a" / "b"))
+        file = Path(plain_file(PACKED, shared / "a" / "b"))
     finally:
         os.umask(old)
     assert [folder.stat().st_mode & 0o777 for folder in (shared, shared / "a", shared / "a" / "b")] == [
@@ -223,15 +223,15 @@ def test_folders_of_the_cache_are_of_this_user_alone(tmp_path: Path) -> None:
         0o700,
         0o700,
     ]
-    assert found.is_file() and not any(path.suffix != ".lock" for path in found.parent.iterdir() if path != found)
+    assert file.is_file() and not any(path.suffix != ".lock" for path in file.parent.iterdir() if path != file)
 
 
 def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("kept")
-    found = Path(plain_file(PACKED, tmp_path / "cache"))
-    found.unlink()
-    lock = Path(f"{found}.lock")
+    file = Path(plain_file(PACKED, tmp_path / "cache"))
+    file.unlink()
+    lock = Path(f"{file}.lock")
     lock.unlink()
     lock.symlink_to(precious)
     with pytest.raises(OSError, match=r"\.lock"):

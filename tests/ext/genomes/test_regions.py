@@ -1,4 +1,4 @@
-"""Regions of a BED file as data, the place of each window that predict gives, and data that is for testing only."""
+"""Regions of a BED file as data, the position of each window in predictions, and data for testing only."""
 
 import csv
 import gzip
@@ -87,9 +87,9 @@ def test_what_is_left_is_packed(folder: Path) -> None:
 def test_regions_lie_in_the_splits_of_their_bases(folder: Path) -> None:
     module = data(folder, seq_len=5, val_fraction=0.25, test_fraction=0.25)
     starts = {
-        split: [(found.where(i)[1], found.where(i)[2]) for i in range(len(found))]
+        split: [(dataset.where(i)[1], dataset.where(i)[2]) for i in range(len(dataset))]
         for split in ("train", "val", "test")
-        for found in [module.dataset(split)]
+        for dataset in [module.dataset(split)]
     }
     assert starts["train"] == [("one", x) for x in range(5, 30, 5)] + [("two", x) for x in (22, 17, 12, 7)]
     assert starts["val"] == [("one", 60), ("one", 65), ("one", 70), ("two", 40)]
@@ -154,7 +154,7 @@ def test_predictions_say_where_windows_lie(folder: Path) -> None:
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packs"])
 def test_predictions_of_both_strands(folder: Path, kind, packed: bool) -> None:
-    """A row for each strand, equal to the score of the window there; of regions with a strand, theirs is the first."""
+    """A row for each strand, equal to the window's score there; for a region with a strand, that one comes first."""
     options = {"pack_tokens": 30} if packed else {"batch_size": 3}
     rows = predicted(folder, data(folder, test_fraction=1, predict_strands="both", **options), kind)
     assert [row["index"] for row in rows] == [str(i) for i in range(len(rows))]
@@ -174,7 +174,7 @@ def test_predictions_of_both_strands(folder: Path, kind, packed: bool) -> None:
 
 
 def test_equal_windows_have_equal_masks(tmp_path: Path) -> None:
-    """Whatever their number in the file: predictions of equal bases are equal."""
+    """Predictions of equal bases are equal, at any place in the file."""
     write(tmp_path, one=ONE[:40], two=ONE[20:40] + ONE[:20])
     rows = predicted(tmp_path, GenomeDataModule(str(tmp_path), 20, test_fraction=1, batch_size=3), LongNetMLM)
     values = [(row["masked"], float(row["bits_per_token"])) for row in rows]

@@ -1,4 +1,4 @@
-"""Scores and embeddings of sequences: equal to what logits say by hand, on either strand; and equivariance of both."""
+"""Scores and embeddings of sequences: equal to hand-made sums of logits, on either strand, and equivariant."""
 
 import math
 
@@ -16,7 +16,7 @@ SIZES = {"vocab_size": 5, "dim": 16, "depth": 2, "num_heads": 4}
 TEXTS = ["ACGTTAGGCATNACG", "TTGAC", "GATTACAGATTACAG", "C"]
 
 
-def made(kind, seed=0, dtype=torch.float64, **options):
+def build(kind, seed=0, dtype=torch.float64, **options):
     torch.manual_seed(seed)
     model = kind(PATTERN, **{**SIZES, **options})
     model.configure_model()
@@ -26,7 +26,7 @@ def made(kind, seed=0, dtype=torch.float64, **options):
 
 
 def by_hand(model, text):
-    """(nats, tokens) of a sequence, one token at a time."""
+    """Return (nats, tokens) of a sequence, one token at a time."""
     tokens, nats, count = encode_bases(text), 0.0, 0
     model = model.eval()
     for i, token in enumerate(tokens.tolist()):
@@ -35,9 +35,9 @@ def by_hand(model, text):
         if model.causal:
             logits = model(tokens[None, :i])[0, -1]
         else:
-            seen = tokens.clone()
-            seen[i] = model.mask_token
-            logits = model(seen[None])[0, i]
+            masked = tokens.clone()
+            masked[i] = model.mask_token
+            logits = model(masked[None])[0, i]
         nats, count = nats + float(logits.log_softmax(-1)[token]), count + 1
     return nats, count
 
@@ -71,21 +71,21 @@ def test_letters():
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
 @pytest.mark.parametrize("strands", ["forward", "reverse", "both"])
 def test_scores_are_those_of_the_logits(kind, strands):
-    model = made(kind, dropout=0.5).train()
+    model = build(kind, dropout=0.5).train()
     got = model.score(TEXTS, strands=strands, batch_size=3)
     assert model.training and all(m.training for m in model.modules())
     other = [backwards(text) for text in TEXTS]
     readings = {"forward": [TEXTS], "reverse": [other], "both": [TEXTS, other]}[strands]
-    wanted = torch.tensor([[by_hand(model, x) for x in texts] for texts in readings], dtype=torch.float64).mean(0)
-    torch.testing.assert_close(got.log_likelihood, wanted[:, 0], rtol=1e-12, atol=1e-12)
-    assert got.bases.tolist() == wanted[:, 1].tolist()
+    expected = torch.tensor([[by_hand(model, x) for x in texts] for texts in readings], dtype=torch.float64).mean(0)
+    torch.testing.assert_close(got.log_likelihood, expected[:, 0], rtol=1e-12, atol=1e-12)
+    assert got.bases.tolist() == expected[:, 1].tolist()
     assert torch.equal(got.per_base.isnan(), got.bases == 0)
     assert got.per_base[0] == got.log_likelihood[0] / got.bases[0]
 
 
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
 def test_the_same_in_any_batch(kind):
-    model = made(kind)
+    model = build(kind)
     whole = model.score(TEXTS, batch_size=8)
     for i, text in enumerate(TEXTS):
         alone = model.score([text], batch_size=1)
@@ -95,31 +95,31 @@ def test_the_same_in_any_batch(kind):
 
 
 def test_fewer_passes():
-    """Pass j masks tokens j, j + K, ...; as many passes as tokens are one token a pass."""
-    model, text = made(LongNetMLM), TEXTS[0]
+    """Pass j masks tokens j, j + K, ...; with a pass for each token, one token a pass."""
+    model, text = build(LongNetMLM), TEXTS[0]
     tokens = encode_bases(text)
     want = 0.0
     for j in range(4):
         sites = torch.arange(j, len(tokens), 4)
         sites = sites[tokens[sites] != 4]
-        seen = tokens.clone()
-        seen[sites] = model.mask_token
-        want += float(model.eval()(seen[None])[0, sites].log_softmax(-1).gather(1, tokens[sites, None]).sum())
+        masked = tokens.clone()
+        masked[sites] = model.mask_token
+        want += float(model.eval()(masked[None])[0, sites].log_softmax(-1).gather(1, tokens[sites, None]).sum())
     assert float(model.score([text], passes=4).log_likelihood) == pytest.approx(want, rel=1e-12)
     one = [model.score([text], passes=n).log_likelihood for n in (None, len(text), 99)]
     assert one[0] == one[1] == one[2]
 
 
 def test_what_is_not_scored():
-    model = made(LongNetLM)
+    model = build(LongNetLM)
     assert model.score(["ANNNA", "ACGTA"]).bases.tolist() == [1, 4]
     assert model.score(["ANNNA", "ACGTA"], ignore_tokens=[]).bases.tolist() == [4, 4]
     assert model.score(torch.tensor([[0, 1, 2]]), ignore_tokens=[1]).bases.tolist() == [1]
-    own = made(LongNetMLM, vocab_size=6, mask_token=5)
+    own = build(LongNetMLM, vocab_size=6, mask_token=5)
     assert own.score([torch.tensor([0, 5, 4, 1])]).bases.tolist() == [2]
-    extra = made(LongNetMLM)  # its mask token has an embedding, and no probability
+    extra = build(LongNetMLM)  # its mask token has an embedding, and no probability
     assert extra.score([torch.tensor([0, 5, 1])], ignore_tokens=[]).bases.tolist() == [2]
-    text = made(LongNetLM, vocab_size=256)
+    text = build(LongNetLM, vocab_size=256)
     assert text.score([torch.tensor([4, 4, 4])]).bases.tolist() == [2]
 
 
@@ -139,11 +139,11 @@ def test_what_is_not_scored():
 )
 def test_wrong_sequences(sequences, options, error, message):
     with pytest.raises(error, match=message):
-        made(LongNetLM).score(sequences, **options)
+        build(LongNetLM).score(sequences, **options)
 
 
 def test_models_of_texts_take_no_bases():
-    model = made(LongNetLM, vocab_size=256)
+    model = build(LongNetLM, vocab_size=256)
     with pytest.raises(
         ValueError, match=r"strings are bases, and this model's vocab_size=256 is no genome's \(5 to 16\)"
     ):
@@ -165,7 +165,7 @@ DELETION = alleles("ACGTTAGGCATTACG", "ACGTTAGATTACGTA", 7, 9, False)
 
 @pytest.mark.parametrize("strands", ["forward", "reverse", "both"])
 def test_alleles_by_a_causal_model(strands):
-    model = made(LongNetLM)
+    model = build(LongNetLM)
     got = model.score_alleles([SUBSTITUTION, DELETION], strands=strands)
     for i, pair in enumerate((SUBSTITUTION, DELETION)):
         want = model.score([pair.reference, pair.alternative], strands=strands)
@@ -175,14 +175,14 @@ def test_alleles_by_a_causal_model(strands):
 
 @pytest.mark.parametrize("other", [False, True])
 def test_a_substitution_by_a_masked_model(other):
-    model = made(LongNetMLM)
+    model = build(LongNetMLM)
     got = model.score_alleles([SUBSTITUTION], strands="reverse" if other else "forward")
-    seen, sites = SUBSTITUTION.reference.clone(), torch.tensor([7, 9])
-    seen[sites] = model.mask_token
+    masked, sites = SUBSTITUTION.reference.clone(), torch.tensor([7, 9])
+    masked[sites] = model.mask_token
     letters = SUBSTITUTION.reference[sites], SUBSTITUTION.alternative[sites]
     if other:
-        seen, sites, letters = reverse_complement(seen), 14 - sites, tuple(3 - x for x in letters)
-    log = model.eval()(seen[None])[0, sites].log_softmax(-1)
+        masked, sites, letters = reverse_complement(masked), 14 - sites, tuple(3 - x for x in letters)
+    log = model.eval()(masked[None])[0, sites].log_softmax(-1)
     reference, alternative = (float(log.gather(1, x[:, None]).sum()) for x in letters)
     assert got.reference[0] == pytest.approx(reference, rel=1e-12) and got.reference_bases[0] == 2
     assert got.alternative[0] == pytest.approx(alternative, rel=1e-12) and got.alternative_bases[0] == 2
@@ -191,8 +191,8 @@ def test_a_substitution_by_a_masked_model(other):
 
 @pytest.mark.parametrize("flank", [0, 3, 50])
 def test_a_deletion_by_a_masked_model(flank):
-    """As many sites in both windows, each masked by itself."""
-    model = made(LongNetMLM)
+    """Both windows have equal numbers of sites, each masked separately."""
+    model = build(LongNetMLM)
     for strands in ("forward", "reverse"):
         got = model.score_alleles([DELETION], strands=strands, flank=flank, batch_size=5)
         sites = range(max(0, 7 - flank), min(15, 9 + flank))
@@ -202,12 +202,12 @@ def test_a_deletion_by_a_masked_model(flank):
         ):
             want = 0.0
             for site in sites:
-                seen, at = tokens.clone(), site
-                seen[site] = model.mask_token
+                masked, at = tokens.clone(), site
+                masked[site] = model.mask_token
                 right = tokens[site]
                 if strands == "reverse":
-                    seen, at, right = reverse_complement(seen), 14 - site, 3 - right
-                want += float(model.eval()(seen[None])[0, at].log_softmax(-1)[right])
+                    masked, at, right = reverse_complement(masked), 14 - site, 3 - right
+                want += float(model.eval()(masked[None])[0, at].log_softmax(-1)[right])
             assert nats[0] == pytest.approx(want, rel=1e-12) and count[0] == len(sites)
 
 
@@ -215,7 +215,7 @@ def test_a_deletion_by_a_masked_model(flank):
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
 @pytest.mark.parametrize("layer", [None, 0, -1])
 def test_embeddings(kind, layer):
-    model = made(kind).eval()
+    model = build(kind).eval()
     got = model.embed(TEXTS, pool="none", layer=layer, batch_size=3)
     mean = model.embed(TEXTS, layer=layer)
     assert got.shape == (4, 15, 16) and mean.shape == (4, 16) and not got.requires_grad
@@ -234,15 +234,15 @@ def test_embeddings(kind, layer):
 
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
 def test_embeddings_of_both_strands(kind):
-    model, other = made(kind), [backwards(text) for text in TEXTS]
-    both = model.embed(TEXTS, pool="none", strands="both")
+    model, other = build(kind), [backwards(text) for text in TEXTS]
+    both_strands = model.embed(TEXTS, pool="none", strands="both")
     for name, texts in (("forward", TEXTS), ("reverse", other)):
         parts = model.embed(texts, pool="none", strands=name)
-        assert not torch.allclose(parts, both)
+        assert not torch.allclose(parts, both_strands)
     mean = (model.embed(TEXTS, pool="none") + model.embed(TEXTS, pool="none", strands="reverse")) / 2
-    torch.testing.assert_close(both, mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(both_strands, mean, rtol=1e-12, atol=1e-12)
     flipped = model.embed(other, pool="none", strands="both")
-    for row, back, text in zip(both, flipped, TEXTS, strict=True):
+    for row, back, text in zip(both_strands, flipped, TEXTS, strict=True):
         torch.testing.assert_close(back[: len(text)].flip(0), row[: len(text)], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(
         model.embed(TEXTS, strands="both"), model.embed(other, strands="both"), rtol=1e-12, atol=1e-12
@@ -255,19 +255,19 @@ COMPLEMENT = [3, 2, 1, 0, 4]
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_logits_of_the_other_strand(dtype):
-    """output(rc(x)) is flip(output(x)), to the last bit; of the same weights on one strand it is not."""
-    model, x = made(LongNetMLM, strands="both", dtype=dtype).eval(), torch.randint(0, 5, (2, 37))
+    """output(rc(x)) is flip(output(x)), to the last bit; without both strands it is not."""
+    model, x = build(LongNetMLM, strands="both", dtype=dtype).eval(), torch.randint(0, 5, (2, 37))
     want = model(x).flip(1)[..., COMPLEMENT]
     assert torch.equal(model(reverse_complement(x)), want)
-    one = made(LongNetMLM, dtype=dtype).eval()
+    one = build(LongNetMLM, dtype=dtype).eval()
     assert not torch.allclose(one(reverse_complement(x)), one(x).flip(1)[..., COMPLEMENT], atol=1e-2)
     by_hand = (one(x) + one(reverse_complement(x)).flip(1)[..., COMPLEMENT]) / 2
     torch.testing.assert_close(model(x), by_hand)
 
 
 def test_lengths_and_documents():
-    """Each sample is read backwards by itself."""
-    model = made(LongNetMLM, strands="both").eval()
+    """Each sample is reversed separately."""
+    model = build(LongNetMLM, strands="both").eval()
     rows = [torch.randint(0, 5, (n,)) for n in (37, 20, 1)]
     alone = [model(row[None])[0] for row in rows]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -280,11 +280,11 @@ def test_lengths_and_documents():
 
 
 def test_the_equivariant_model_trains_scores_and_is_saved(tmp_path):
-    model = made(LongNetMLM, strands="both", ignore_tokens=[4])
+    model = build(LongNetMLM, strands="both", ignore_tokens=[4])
     batch = {"tokens": torch.randint(0, 5, (2, 40)), "index": torch.arange(2)}
     total, count = model.loss_terms(batch)
-    seen, chosen = model.masked(batch)
-    want = torch.nn.functional.cross_entropy(model(seen)[chosen], batch["tokens"][chosen], reduction="sum")
+    masked, chosen = model.masked(batch)
+    want = torch.nn.functional.cross_entropy(model(masked)[chosen], batch["tokens"][chosen], reduction="sum")
     torch.testing.assert_close(total, want, rtol=1e-12, atol=0)
     total.backward()
     assert all(p.grad is not None for p in model.parameters()) and count == chosen.sum()
@@ -298,12 +298,12 @@ def test_the_equivariant_model_trains_scores_and_is_saved(tmp_path):
 
 
 def test_twice_the_work():
-    one, both = made(LongNetMLM), made(LongNetMLM, strands="both")
-    assert step_flops(both, 40, [40]) == 2 * step_flops(one, 40, [40])
+    one, two_strands = build(LongNetMLM), build(LongNetMLM, strands="both")
+    assert step_flops(two_strands, 40, [40]) == 2 * step_flops(one, 40, [40])
 
 
 def test_ranks_that_share_a_sequence_are_refused(monkeypatch):
-    model = made(LongNetMLM, strands="both").eval()
+    model = build(LongNetMLM, strands="both").eval()
     shared = type("Group", (), {"ranks": 2})()
     monkeypatch.setattr("lightning_dilated.ext.genomes.strands.active_sequence", lambda: shared)
     with pytest.raises(ValueError, match="strands='both' reads sequences backwards, which 2 ranks"):
@@ -311,17 +311,17 @@ def test_ranks_that_share_a_sequence_are_refused(monkeypatch):
 
 
 def test_words_of_predictions(tmp_path):
-    """With `predict_embeddings` a prediction is the mean of the last states, with both strands of both."""
+    """With `predict_embeddings` a prediction is the mean of the last states, over both strands if enabled."""
     batch = {"tokens": torch.randint(0, 4, (2, 24)), "labels": torch.zeros(2, 24, dtype=torch.int64)}
     batch |= {"index": torch.arange(2), "record": ["a", "b"], "start": torch.tensor([0, 24])}
     for kind, options in ((LongNetLM, {}), (LongNetMLM, {}), (LongNetMLM, {"strands": "both"})):
-        model = made(kind, predict_embeddings=True, **options).eval()
+        model = build(kind, predict_embeddings=True, **options).eval()
         with torch.no_grad():
             got = model.predict_step(batch, 0)
         assert list(got) == ["index", "record", "start", "embedding"]
         torch.testing.assert_close(got["embedding"], model.embed(batch["tokens"]), rtol=1e-12, atol=1e-12)
         assert "predict_embeddings" not in model.hparams
-        plain = made(kind, **options).eval().predict_step(batch, 0)
+        plain = build(kind, **options).eval().predict_step(batch, 0)
         assert list(plain)[:3] == ["index", "record", "start"] and "embedding" not in plain
         assert math.isfinite(float(plain["bits_per_byte" if kind is LongNetLM else "bits_per_token"][0]))
 

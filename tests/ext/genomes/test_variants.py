@@ -1,4 +1,4 @@
-"""Variants of VCF files: what is read, what is refused with its line, and windows that hold exactly the alleles."""
+"""Variants of VCF files: accepted records, refused ones with their line, and windows that hold exactly the alleles."""
 
 import gzip
 from pathlib import Path
@@ -120,15 +120,15 @@ def test_a_window_in_the_middle(tmp_path: Path) -> None:
     st.integers(2, 18),
 )
 def test_windows_are_parts_of_the_two_genomes(bases: str, start: int, size: int, alt: str, length: int) -> None:
-    """Each window is cut out of the record with its allele; both are equal outside of [start, stop) on one side at least."""
+    """Each window is cut from the record with its allele; outside [start, stop) both are equal on at least one side."""
     ref = bases[start : start + size]
     if not ref or ref == alt:
         return
     got = allele_windows(FakeGenome(bases), 0, start, ref, alt, length)  # type: ignore[arg-type]
     changed = bases[:start] + alt + bases[start + len(ref) :]
     if got is None:
-        sides, more = (start, len(bases) - start - len(ref)), abs(len(ref) - len(alt))
-        assert min(len(bases), len(changed), length) < max(len(ref), len(alt)) or max(sides) < more
+        sides, growth = (start, len(bases) - start - len(ref)), abs(len(ref) - len(alt))
+        assert min(len(bases), len(changed), length) < max(len(ref), len(alt)) or max(sides) < growth
         return
     reference, alternative = decode_bases(got.reference), decode_bases(got.alternative)
     assert len(reference) == len(alternative) == min(length, len(bases), len(changed))
@@ -140,7 +140,7 @@ def test_windows_are_parts_of_the_two_genomes(bases: str, start: int, size: int,
 
 
 class FakeGenome:
-    """A record in memory."""
+    """A genome of one record in memory."""
 
     def __init__(self, bases: str) -> None:
         self.bases = bases
@@ -168,7 +168,7 @@ def row(position: int, ref: str, alt: str = "G", info: bytes = b".") -> bytes:
 
 
 def lenient(folder: Path, content: bytes, bases: str = "ACGTRACGTA") -> list[Variant]:
-    """The variants of a VCF file, checked against a record `a`."""
+    """Return the variants of a VCF file, checked against a record `a`."""
     (folder / "ref.fa").write_text(f">a\n{bases}\n")
     (folder / "v.vcf").write_bytes(content)
     variants = read_variants(folder / "v.vcf")

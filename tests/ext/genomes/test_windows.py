@@ -1,4 +1,4 @@
-"""Windows of a genome: both strands, ranges, what a rank reads, and that augmentation is that of sample and epoch."""
+"""Windows of a genome: both strands, ranges, a rank's reads, and augmentation that depends on sample and epoch."""
 
 import pickle
 from pathlib import Path
@@ -36,12 +36,12 @@ def windows(path: str, share: float, **options) -> GenomeWindows:
 
 
 def test_the_other_strand_of_a_window(lambda_virus: str) -> None:
-    """The same bases, and as labels what comes next on that strand: to the left in the file."""
+    """The same bases, and as labels the next bases on that strand: to the left in the file."""
     text, data = bases(lambda_virus), windows(lambda_virus, 1.0, seq_len=50)
     for index in (0, 1, 17, len(data) - 1):
         start = index * 50
         expected = codes(other_strand(text[start : start + 50]))
-        before = codes(other_strand(text[start - 1])) if start else [-100]  # nothing comes before the record
+        before = codes(other_strand(text[start - 1])) if start else [-100]  # nothing precedes the record
         assert data[index]["tokens"].tolist() == expected
         assert data[index]["labels"].tolist() == expected[1:] + before
 
@@ -61,10 +61,10 @@ def test_which_windows_are_reversed(lambda_virus: str) -> None:
     count = len(data)
 
     def drawn(epoch: int, **options) -> np.ndarray:
-        found = windows(lambda_virus, **{"share": 0.3, **options})
-        found.set_epoch(epoch)
-        torch.manual_seed(epoch)  # no generator has a say
-        return np.array([found.reversed(i) for i in range(count)])
+        module = windows(lambda_virus, **{"share": 0.3, **options})
+        module.set_epoch(epoch)
+        torch.manual_seed(epoch)  # generators have no effect
+        return np.array([module.reversed(i) for i in range(count)])
 
     first = drawn(0)
     assert (first == drawn(0)).all() and abs(first.mean() - 0.3) < 4 * np.sqrt(0.21 / count)
@@ -76,8 +76,8 @@ def test_which_windows_are_reversed(lambda_virus: str) -> None:
 def test_evaluation_is_not_augmented(lambda_virus: str) -> None:
     data = GenomeDataModule(lambda_virus, seq_len=100, reverse_complement=1.0)
     for split in ("val", "test"):
-        found = data.dataset(split)
-        assert not any(found.reversed(i) for i in range(len(found))) and len(found) == 24
+        dataset = data.dataset(split)
+        assert not any(dataset.reversed(i) for i in range(len(dataset))) and len(dataset) == 24
 
 
 RANGES = [(range(0, 30),), (range(20, 40), range(60, 100)), (range(1, 100, 4),), (range(99, 100),), (range(5, 5),), ()]
@@ -97,7 +97,7 @@ def test_range_reads_equal_whole_ones(lambda_virus: str, ranges: tuple[range, ..
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_reads_its_slice(lambda_virus: str, touched, ranks: int, layout: str, share: float) -> None:
-    """Bytes of the file, line ends included, counted where they leave the memory map."""
+    """Count bytes of the file, line ends included, when they leave the memory map."""
     data = windows(lambda_virus, share, seq_len=4200)
     touched.take()
     whole, parts = data[3], []
@@ -105,9 +105,9 @@ def test_a_rank_reads_its_slice(lambda_virus: str, touched, ranks: int, layout: 
     for rank in range(ranks):
         place = Place(ranks, rank, layout)
         parts.append(RankDataset(data, place)[3])
-        stretches, asked = touched.take(), place.ranges(4200)
-        assert len(stretches) == len(asked)
-        for (_, start, stop), positions in zip(stretches, asked, strict=True):
+        stretches, ranges = touched.take(), place.ranges(4200)
+        assert len(stretches) == len(ranges)
+        for (_, start, stop), positions in zip(stretches, ranges, strict=True):
             assert len(positions) + 1 <= stop - start <= (len(positions) + 1) * 71 / 70 + 1
     at = [p for rank in range(ranks) for r in Place(ranks, rank, layout).ranges(4200) for p in r]
     for name in ("tokens", "labels"):
@@ -116,14 +116,14 @@ def test_a_rank_reads_its_slice(lambda_virus: str, touched, ranks: int, layout: 
 
 def test_the_epoch_reaches_the_windows_of_a_rank(lambda_virus: str) -> None:
     data = windows(lambda_virus, 0.5, seq_len=1000)
-    sharded, found = RankDataset(data, Place(2, 1)), []
+    sharded, samples = RankDataset(data, Place(2, 1)), []
     for epoch in (0, 1):
         loader = ResumableLoader(sharded, sampler=ResumableSampler(sharded, shuffle=False))
         loader.sampler.set_epoch(epoch)
-        found.append([batch["tokens"].tolist() for batch in loader])
+        samples.append([batch["tokens"].tolist() for batch in loader])
         expected = [[RankDataset(data, Place(2, 1))[i]["tokens"].tolist()] for i in range(len(data))]
-        assert data.epoch == epoch and found[-1] == expected
-    assert found[0] != found[1]
+        assert data.epoch == epoch and samples[-1] == expected
+    assert samples[0] != samples[1]
 
 
 def test_windows_outside(lambda_virus: str) -> None:
@@ -138,13 +138,13 @@ def test_windows_outside(lambda_virus: str) -> None:
 def test_a_changed_file_is_noticed(lambda_virus: str) -> None:
     data = windows(lambda_virus, 0.0)
     path = Path(lambda_virus)
-    path.write_text(path.read_text().replace("GGGCGGCGACCT", "GGGCGG\nGACCT"))  # as many bytes
+    path.write_text(path.read_text().replace("GGGCGGCGACCT", "GGGCGG\nGACCT"))  # the same number of bytes
     with pytest.raises(ValueError, match="changed since it was indexed"):
         data[0]
 
 
 def test_workers_read_the_same(lambda_virus: str) -> None:
-    """Also the epoch reaches them, forked or from a pickle."""
+    """The epoch reaches them, too, whether forked or unpickled."""
     data = windows(lambda_virus, 0.5, seq_len=1000)
     data.set_epoch(5)
     alone = list(DataLoader(data, batch_size=8))
@@ -156,7 +156,7 @@ def test_workers_read_the_same(lambda_virus: str) -> None:
 
 # -- epochs, in a Trainer ----------------------------------------------------------------------------------------------
 class MarkReversed:
-    """Collates samples; each index becomes 2 index + (whether its window came reversed)."""
+    """Collates samples; each index becomes 2 index + (whether its window is reversed)."""
 
     def __init__(self, forward: set[tuple[int, ...]]) -> None:
         self.forward = forward
@@ -168,7 +168,7 @@ class MarkReversed:
 
 
 def strands(path: str, workers: int = 0, **options) -> list[tuple[int, bool]]:
-    """(window, reversed) in the order of a run over 11 windows, of which each epoch serves 10."""
+    """Return (window, reversed) in the order of a run over 11 windows; each epoch serves 10."""
     settings = {"seq_len": 4400, "val_fraction": 0, "test_fraction": 0, "batch_size": 2, "seed": 3}
     module = GenomeDataModule(path, num_workers=workers, **settings)
     forward = GenomeDataModule(path, reverse_complement=0, **settings).dataset("train")

@@ -1,4 +1,4 @@
-"""Replayed training steps of a stack against plain ones: here by functions in place of CUDA graphs, on a GPU by these."""
+"""Replayed training steps of a stack against plain ones; on the CPU functions replace CUDA graphs."""
 
 import copy
 import logging
@@ -22,11 +22,11 @@ PATTERN = ld.DilatedPattern([(16, 1), (40, 3)])
 
 
 def rerun(compute, inputs, parameters, shared):
-    """A record whose replays compute anew, and write to the same tensors, as CUDA graphs do."""
+    """Return a record with replays that compute anew and write to the same tensors, like CUDA graphs."""
     x = inputs.x
 
     def computed():
-        """On the CPU bounds end with the row, so there the padding is a document."""
+        """On the CPU bounds end with the row, so the padding is a document."""
         copies = [None if value is None else value.clone() for value in inputs[1:]]
         if copies[1] is not None:
             copies[1] = torch.cat([copies[1], torch.tensor([x.shape[1]], dtype=torch.int32)])
@@ -35,41 +35,41 @@ def rerun(compute, inputs, parameters, shared):
     trained = [*([x] if x.requires_grad else []), *parameters]
     out = torch.full_like(x, torch.nan)
     grad, x_grad = torch.zeros_like(out), torch.full_like(out, torch.nan) if x.requires_grad else None
-    kept, found = [], torch.autograd.grad(computed().sum(), trained, allow_unused=True)
-    used = tuple(g is not None for g in found[len(found) - len(parameters) :])
+    outputs, grads = [], torch.autograd.grad(computed().sum(), trained, allow_unused=True)
+    used = tuple(g is not None for g in grads[len(grads) - len(parameters) :])
 
     def forward():
         with torch.enable_grad():
-            kept[:] = [computed()]
-        out.copy_(kept[0].detach())
+            outputs[:] = [computed()]
+        out.copy_(outputs[0].detach())
 
     def backward():
-        found = torch.autograd.grad(kept[0], trained, grad, allow_unused=True)
+        got_grads = torch.autograd.grad(outputs[0], trained, grad, allow_unused=True)
         if x_grad is not None:
-            x_grad.copy_(found[0])
-        for to, value in zip(shared.grads, found[len(found) - len(parameters) :], strict=True):
+            x_grad.copy_(got_grads[0])
+        for to, value in zip(shared.grads, got_grads[len(got_grads) - len(parameters) :], strict=True):
             to.copy_(torch.nan if value is None else value)
 
     return Recorded(inputs, out, grad, x_grad, used, forward, backward)
 
 
 def shape_of(inputs):
-    """Of the hidden states; and how many documents a record may have."""
+    """Return the shape of the hidden states and, for packed rows, the record's number of documents."""
     return (*inputs.x.shape, *([] if inputs.cu_seqlens is None else [len(inputs.cu_seqlens) - 1]))
 
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """Records are made on the CPU, too; their shapes."""
+    """Make records on the CPU, too. Return their shapes."""
     shapes = []
     monkeypatch.setattr(
         cuda_graphs,
         "record",
-        lambda compute, inputs, *rest: shapes.append(shape_of(inputs)) or rerun(compute, inputs, *rest),
+        lambda compute, inputs, *args: shapes.append(shape_of(inputs)) or rerun(compute, inputs, *args),
     )
     real = CudaGraphs.why_not
     monkeypatch.setattr(
-        CudaGraphs, "why_not", lambda *given: None if (why := real(*given)) == "it runs on cpu" else why
+        CudaGraphs, "why_not", lambda *call_args: None if (why := real(*call_args)) == "it runs on cpu" else why
     )
     return shapes
 
@@ -77,27 +77,27 @@ def replayed(monkeypatch):
 def stack(causal=False, **options):
     torch.manual_seed(0)
     options = ld.models.blocks.BlockOptions(**options)
-    made = DilatedTransformer(16, [PATTERN, PATTERN.shifted()], 2, causal=causal, options=options).double()
-    for p in made.parameters():
+    model = DilatedTransformer(16, [PATTERN, PATTERN.shifted()], 2, causal=causal, options=options).double()
+    for p in model.parameters():
         nn.init.normal_(p, std=0.2)
-    return made
+    return model
 
 
-def both(made, lengths, tokens, batch=2, **how):
-    """The results and all gradients of a plain and of a replayed step."""
+def pair(model, lengths, tokens, batch=2, **how):
+    """Return the results and all gradients of a plain and of a replayed step."""
     x = torch.randn(batch, tokens, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(tokens))
-    lengths, found, options = None if lengths is None else torch.tensor(lengths), [], how.get("options", {})
-    for graphs in (None, made.__dict__.setdefault("_kept", CudaGraphs(0.125))):
-        made.graphs = graphs
-        made.zero_grad()
+    lengths, results, options = None if lengths is None else torch.tensor(lengths), [], how.get("options", {})
+    for graphs in (None, model.__dict__.setdefault("_kept", CudaGraphs(0.125))):
+        model.graphs = graphs
+        model.zero_grad()
         leaf = x.clone().requires_grad_(how.get("input_grad", True))
         torch.manual_seed(1)
-        out = made(leaf, lengths=lengths, **options)
+        out = model(leaf, lengths=lengths, **options)
         out.square().sum().backward()
-        found.append(
-            [out.detach(), *([leaf.grad] if leaf.requires_grad else []), *(p.grad.clone() for p in made.parameters())]
+        results.append(
+            [out.detach(), *([leaf.grad] if leaf.requires_grad else []), *(p.grad.clone() for p in model.parameters())]
         )
-    return found
+    return results
 
 
 def same(want, got, tol=1e-12):
@@ -106,7 +106,7 @@ def same(want, got, tol=1e-12):
 
 
 def messages(caplog):
-    """Of cuda_graphs."""
+    """Return the messages of cuda_graphs."""
     return [r.getMessage() for r in caplog.records if r.name == cuda_graphs.__name__]
 
 
@@ -120,13 +120,13 @@ def test_padded_lengths():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_ragged_batches(replayed, causal, caplog):
-    """Many lengths by few records, in any order; the log says how much they were padded."""
-    made, sizes = stack(causal), (50, 64, 33, 90, 17, 100, 64, 128, 70)
+    """Few records serve many lengths, in any order; the log shows the padding."""
+    model, sizes = stack(causal), (50, 64, 33, 90, 17, 100, 64, 128, 70)
     with caplog.at_level(logging.INFO, cuda_graphs.__name__):
         for tokens in sizes:
-            same(*both(made, (tokens, tokens // 2 + 1), tokens))
+            same(*pair(model, (tokens, tokens // 2 + 1), tokens))
     assert replayed == [(2, 64, 16), (2, 128, 16)]
-    assert (made.graphs.tokens, made.graphs.padded) == (2 * sum(sizes), 2 * (5 * 64 + 4 * 128))
+    assert (model.graphs.tokens, model.graphs.padded) == (2 * sum(sizes), 2 * (5 * 64 + 4 * 128))
     # 64 / 50, and (3 * 64 + 128) / (50 + 64 + 33 + 90)
     assert messages(caplog) == [
         "recorded CUDA graphs of 2 x 64 tokens (1 of them); padding so far is 28.0 % of the tokens",
@@ -135,15 +135,15 @@ def test_ragged_batches(replayed, causal, caplog):
 
 
 def test_sequences_without_lengths_are_not_padded(replayed):
-    made = stack(True, kv_conv=4)
-    same(*both(made, None, 50))
-    same(*both(made, None, 50, input_grad=False))
-    same(*both(made, None, 51, batch=1))
+    model = stack(True, kv_conv=4)
+    same(*pair(model, None, 50))
+    same(*pair(model, None, 50, input_grad=False))
+    same(*pair(model, None, 51, batch=1))
     assert replayed == [(2, 50, 16), (2, 50, 16), (1, 51, 16)]
 
 
 def test_stochastic_depth(replayed):
-    same(*both(stack(drop_path=0.5), (40, 30), 40))
+    same(*pair(stack(drop_path=0.5), (40, 30), 40))
 
 
 PACKED = [(50, (0, 20, 50)), (64, (0, 0, 9, 30, 64)), (33, (0, 33)), (61, (0, 1, 2, 3, 61)), (90, (0, 5, 6, 7, 40, 90))]
@@ -151,63 +151,63 @@ PACKED = [(50, (0, 20, 50)), (64, (0, 0, 9, 30, 64)), (33, (0, 33)), (61, (0, 1,
 
 @pytest.mark.parametrize("options", [{"kv_conv": 3}, {"drop_path": 0.5}])
 def test_packed_rows(replayed, options):
-    """Rows of any documents by few records: with positions that begin anew, and documents dropped each by itself."""
-    made = stack(True, **options)
+    """Few records serve rows of any documents: with restarting positions, and documents dropped separately."""
+    model = stack(True, **options)
     for tokens, bounds in PACKED:
         bounds = torch.tensor(bounds, dtype=torch.int32)
         packed = {"cu_seqlens": bounds, "positions": Documents.of(bounds, tokens).position}
-        same(*both(made, None, tokens, batch=1, options=packed))
+        same(*pair(model, None, tokens, batch=1, options=packed))
     assert replayed == [(1, 64, 16, 4), (1, 128, 16, 8)]
 
 
 def test_bounds_are_checked_before_a_replay(replayed):
-    made = stack()
-    made.graphs = CudaGraphs(0.1)
+    model = stack()
+    model.graphs = CudaGraphs(0.1)
     x = torch.ones(1, 20, 16, dtype=torch.float64)
-    made(x, cu_seqlens=torch.tensor([0, 7, 20], dtype=torch.int32)).sum().backward()
+    model(x, cu_seqlens=torch.tensor([0, 7, 20], dtype=torch.int32)).sum().backward()
     for bounds, what in (
         ([0, 21], "rise from 0 to the number of tokens"),
         ([0, 9, 8, 20], "rise from 0"),
         ([0], r"\(documents \+ 1,\)"),
     ):
         with pytest.raises(ValueError, match=what):
-            made(x, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+            model(x, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
     with pytest.raises(ValueError, match="a batch of 1, got B=2"):
-        made(x.expand(2, -1, -1), cu_seqlens=torch.tensor([0, 20], dtype=torch.int32))
+        model(x.expand(2, -1, -1), cu_seqlens=torch.tensor([0, 20], dtype=torch.int32))
     assert replayed == [(1, 64, 16, 4)]
 
 
 def test_what_the_device_holds_counts_up_to_the_tokens():
-    """A record has more of them: what it reads beyond N, or below 0, is what eager kernels read."""
-    x, more = torch.ones(1, 20, 4), 2**32 + 3
-    assert padded_to(Inputs(x, torch.tensor([more])), 64).lengths.tolist() == [20]
-    assert padded_to(Inputs(x, torch.tensor([-more])), 64).lengths.tolist() == [0]
+    """A record is longer: lengths beyond N, or below 0, read what eager kernels read."""
+    x, beyond = torch.ones(1, 20, 4), 2**32 + 3
+    assert padded_to(Inputs(x, torch.tensor([beyond])), 64).lengths.tolist() == [20]
+    assert padded_to(Inputs(x, torch.tensor([-beyond])), 64).lengths.tolist() == [0]
     bounds = torch.tensor([-1, 7, 30], dtype=torch.int32)
     assert padded_to(Inputs(x, cu_seqlens=bounds), 64).cu_seqlens.tolist() == [0, 7, 20, 20, 20]
 
 
 def test_bounds_in_a_list(replayed):
-    made, x = stack(), torch.randn(1, 20, 16, dtype=torch.float64)
-    want = made(x, cu_seqlens=[0, 7, 20])
-    made.graphs = CudaGraphs(0.1)
-    same([want], [made(x, cu_seqlens=[0, 7, 20])])
+    model, x = stack(), torch.randn(1, 20, 16, dtype=torch.float64)
+    want = model(x, cu_seqlens=[0, 7, 20])
+    model.graphs = CudaGraphs(0.1)
+    same([want], [model(x, cu_seqlens=[0, 7, 20])])
     assert replayed == [(1, 64, 16, 4)]
 
 
 def test_wrong_positions(replayed):
-    """Those of another shape are not replayed in the memory of others."""
-    made, x = stack(True), torch.randn(2, 20, 16, dtype=torch.float64)
-    made.graphs = CudaGraphs(0.1)
-    made(x, positions=torch.arange(20).expand(2, -1)).sum().backward()
+    """A wrong shape must not be copied into a record's memory."""
+    model, x = stack(True), torch.randn(2, 20, 16, dtype=torch.float64)
+    model.graphs = CudaGraphs(0.1)
+    model(x, positions=torch.arange(20).expand(2, -1)).sum().backward()
     for wrong in (torch.arange(20)[None], torch.arange(21).expand(2, -1), torch.arange(19)):
         with pytest.raises(ValueError, match="positions must be"):
-            made(x, positions=wrong)
+            model(x, positions=wrong)
 
 
 def test_positions_of_each_sample(replayed):
-    made, places = stack(True), torch.arange(40).expand(2, -1) + torch.tensor([[0], [3]])
-    same(*both(made, None, 40, options={"positions": places}))
-    same(*both(made, (40, 7), 40, options={"positions": places}))
+    model, places = stack(True), torch.arange(40).expand(2, -1) + torch.tensor([[0], [3]])
+    same(*pair(model, None, 40, options={"positions": places}))
+    same(*pair(model, (40, 7), 40, options={"positions": places}))
     assert replayed == [(2, 40, 16), (2, 64, 16)]
     xpos = stack(True, position_encoding="xpos")
     xpos.graphs = CudaGraphs(0.1)
@@ -216,99 +216,99 @@ def test_positions_of_each_sample(replayed):
 
 
 def test_gradients_accumulate(replayed):
-    """Gradients that an optimizer holds are not overwritten by the next replay."""
-    made = stack()
+    """The next replay does not overwrite gradients that an optimizer holds."""
+    model = stack()
     totals = []
     for graphs in (None, CudaGraphs(0.1)):
-        made.graphs = graphs
-        made.zero_grad()
+        model.graphs = graphs
+        model.zero_grad()
         for tokens in (40, 30, 90):
             x = torch.ones(1, tokens, 16, dtype=torch.float64) * tokens / 50
-            made(x, lengths=torch.tensor([tokens - 3])).sum().backward()
-        totals.append([p.grad.clone() for p in made.parameters()])
+            model(x, lengths=torch.tensor([tokens - 3])).sum().backward()
+        totals.append([p.grad.clone() for p in model.parameters()])
     same(*totals)
 
 
 def test_a_parameter_without_a_gradient(replayed):
-    """It has none here, too, so that an optimizer leaves it alone."""
-    made = stack()
-    made.blocks[0].extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    made.graphs = CudaGraphs(0.1)
-    made(torch.ones(1, 20, 16, dtype=torch.float64)).sum().backward()
-    assert made.blocks[0].extra.grad is None and made.blocks[0].ffn.fc1.weight.grad is not None
+    """It stays without one, so that an optimizer skips it."""
+    model = stack()
+    model.blocks[0].extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    model.graphs = CudaGraphs(0.1)
+    model(torch.ones(1, 20, 16, dtype=torch.float64)).sum().backward()
+    assert model.blocks[0].extra.grad is None and model.blocks[0].ffn.fc1.weight.grad is not None
 
 
 def test_a_second_forward_before_the_backward_is_computed_plainly(replayed):
-    made = stack()
-    made.graphs = CudaGraphs(0.1)
+    model = stack()
+    model.graphs = CudaGraphs(0.1)
     x = torch.randn(1, 20, 16, dtype=torch.float64)
-    first, second = made(x), made(2 * x)
+    first, second = model(x), model(2 * x)
     assert "Replay" in first.grad_fn.next_functions[0][0].name() or len(replayed) == 1
     (first.sum() + second.sum()).backward()
-    got = [p.grad.clone() for p in made.parameters()]
-    made.zero_grad()
-    made.graphs = None
-    (made(x).sum() + made(2 * x).sum()).backward()
-    same([p.grad for p in made.parameters()], got)
-    made.graphs = graphs = CudaGraphs(0.1)
+    got = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.graphs = None
+    (model(x).sum() + model(2 * x).sum()).backward()
+    same([p.grad for p in model.parameters()], got)
+    model.graphs = graphs = CudaGraphs(0.1)
     del first, second
     for _ in range(3):  # graphs that are dropped without a backward
-        made(x)
+        model(x)
     assert graphs._turn == 3
 
 
 def test_a_late_backward_is_an_error(replayed):
-    made = stack()
-    made.graphs = CudaGraphs(0.1)
+    model = stack()
+    model.graphs = CudaGraphs(0.1)
     x = torch.randn(1, 20, 16, dtype=torch.float64)
-    first = made(x).sum()
+    first = model(x).sum()
     first.backward(retain_graph=True)
-    made(x).sum().backward()
+    model(x).sum().backward()
     with pytest.raises(RuntimeError, match=r"after another forward of the same stack.*or set cuda_graphs=False"):
         first.backward()
 
 
 def test_changed_weights_are_recorded_again(replayed):
-    made = stack()
-    same(*both(made, (20,), 20, batch=1))
-    next(made.parameters()).requires_grad_(False)
-    made.blocks[1].ffn.fc1.weight = nn.Parameter(made.blocks[1].ffn.fc1.weight.detach() * 2)
+    model = stack()
+    same(*pair(model, (20,), 20, batch=1))
+    next(model.parameters()).requires_grad_(False)
+    model.blocks[1].ffn.fc1.weight = nn.Parameter(model.blocks[1].ffn.fc1.weight.detach() * 2)
     x = torch.randn(1, 20, 16, dtype=torch.float64)
-    out = made(x)
-    made.graphs = None
-    same([made(x)], [out])
+    out = model(x)
+    model.graphs = None
+    same([model(x)], [out])
     assert len(replayed) == 2
 
 
 def test_a_shared_parameter(replayed):
-    """Its gradient is that of both uses."""
-    made = stack()
-    made.blocks[1].ffn.fc1.weight = made.blocks[0].ffn.fc1.weight
-    same(*both(made, None, 20))
+    """Its gradient is the sum of both uses."""
+    model = stack()
+    model.blocks[1].ffn.fc1.weight = model.blocks[0].ffn.fc1.weight
+    same(*pair(model, None, 20))
 
 
 @pytest.mark.parametrize("name", ["mode", "p", "pattern", "deterministic"])
 def test_what_a_replay_would_not_see(replayed, monkeypatch, name):
-    """A module's mode or settings, and torch's: the step is recorded again."""
-    made = stack(dropout=0.5)
-    made.graphs, x = CudaGraphs(0.1), torch.randn(1, 20, 16, dtype=torch.float64)
-    made(x).sum().backward()
+    """The step is recorded again after a change of a module's mode or settings, or of torch's."""
+    model = stack(dropout=0.5)
+    model.graphs, x = CudaGraphs(0.1), torch.randn(1, 20, 16, dtype=torch.float64)
+    model(x).sum().backward()
     if name == "mode":
-        made.blocks[0].eval()
+        model.blocks[0].eval()
     elif name == "p":
-        made.blocks[0].dropout.p = 0.0
+        model.blocks[0].dropout.p = 0.0
     elif name == "pattern":
-        made.blocks[0].attention.attention.pattern = PATTERN.shifted()
+        model.blocks[0].attention.attention.pattern = PATTERN.shifted()
     else:
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    made(x).sum().backward()
+    model(x).sum().backward()
     assert len(replayed) == 2
 
 
 def test_a_second_backward_is_an_error(replayed):
-    made = stack()
-    made.graphs = CudaGraphs(0.1)
-    loss = made(torch.randn(1, 20, 16, dtype=torch.float64)).sum()
+    model = stack()
+    model.graphs = CudaGraphs(0.1)
+    loss = model(torch.randn(1, 20, 16, dtype=torch.float64)).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"comes a second time.*set cuda_graphs=False"):
         loss.backward()
@@ -317,25 +317,25 @@ def test_a_second_backward_is_an_error(replayed):
 @pytest.mark.parametrize("by", ["torch.autograd.grad", ".grad", "a view"])
 def test_gradients_that_users_hold(replayed, by):
     """The next backward leaves them, and its own are right."""
-    made, kept = stack(), []
-    x, weights = torch.randn(1, 20, 16, dtype=torch.float64), list(made.blocks.parameters())
+    model, held = stack(), []
+    x, weights = torch.randn(1, 20, 16, dtype=torch.float64), list(model.blocks.parameters())
     for graphs in (None, CudaGraphs(0.1)):
-        made.graphs = graphs
-        found = []
+        model.graphs = graphs
+        grads = []
         for factor in (1, 3, 5):
-            loss = made(factor * x).square().sum()
+            loss = model(factor * x).square().sum()
             if by == "torch.autograd.grad":
-                found += torch.autograd.grad(loss, weights)
+                grads += torch.autograd.grad(loss, weights)
             else:
-                made.zero_grad()
+                model.zero_grad()
                 loss.backward()
-                found += [p.grad if by == ".grad" else p.grad.view(-1) for p in weights]
-        kept.append(found)
-    same(*kept)
+                grads += [p.grad if by == ".grad" else p.grad.view(-1) for p in weights]
+        held.append(grads)
+    same(*held)
 
 
 def test_a_fit_frees_them(replayed, caplog):
-    """Their memory is there for what comes after it; the log says once how much the fit padded."""
+    """Their memory is available afterwards; the log shows the fit's padding once."""
     model = ld.LongNetLM(PATTERN, 16, 16, 1, 2, max_seq_len=64, cuda_graphs=True)
     tokens = torch.arange(40)[None] % 16
     trainer = pl.Trainer(
@@ -359,46 +359,46 @@ def test_a_fit_frees_them(replayed, caplog):
 
 def test_lengths_are_checked(replayed):
     """As without graphs, though a recorded sequence has more tokens."""
-    made, x = stack(), torch.randn(2, 20, 16, dtype=torch.float64)
-    want = made(x, lengths=[20, 7])
-    made.graphs = CudaGraphs(0.1)
-    same([want], [made(x, lengths=[20, 7])])
+    model, x = stack(), torch.randn(2, 20, 16, dtype=torch.float64)
+    want = model(x, lengths=[20, 7])
+    model.graphs = CudaGraphs(0.1)
+    same([want], [model(x, lengths=[20, 7])])
     for wrong, message in (
         ([21, 3], r"0\.\.20 .* from 3 to 21"),
         ([-1, 3], "from -1 to 3"),
         ([20], "one entry a sample"),
     ):
         with pytest.raises(ValueError, match=message):
-            made(x, lengths=torch.tensor(wrong))
+            model(x, lengths=torch.tensor(wrong))
 
 
 def test_within_a_checkpoint(replayed, caplog):
-    """Hooks that pack saved tensors would be recorded: nothing is, forward or recomputed."""
-    made, x = stack(), torch.randn(1, 20, 16, dtype=torch.float64, requires_grad=True)
-    checkpoint(made, x, use_reentrant=False).sum().backward()
-    want = [p.grad.clone() for p in made.parameters()]
-    made.zero_grad()
-    made.graphs = CudaGraphs(0.1)
+    """Hooks that pack saved tensors would be recorded, so nothing is, forward or recomputed."""
+    model, x = stack(), torch.randn(1, 20, 16, dtype=torch.float64, requires_grad=True)
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.graphs = CudaGraphs(0.1)
     with caplog.at_level(logging.WARNING):
-        checkpoint(made, x, use_reentrant=False).sum().backward()
-    same(want, [p.grad for p in made.parameters()])
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+    same(want, [p.grad for p in model.parameters()])
     assert replayed == [] and "a checkpoint or an offload" in caplog.text
 
 
 def test_where_nothing_is_replayed(replayed, caplog):
-    """It says why, once, and computes plainly."""
-    made, x = stack(), torch.randn(1, 20, 16, dtype=torch.float64)
-    made.graphs = CudaGraphs(0.1)
+    """The reason is logged once, and the step is computed without graphs."""
+    model, x = stack(), torch.randn(1, 20, 16, dtype=torch.float64)
+    model.graphs = CudaGraphs(0.1)
     with torch.no_grad():
-        want = made(x)
+        want = model(x)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            same([want], [made(x, watch=lambda x: None)])
-        made.memory = MemorySettings("block")
-        same([want], [made(x)])
-        made.memory = MemorySettings()
-        hook = made.blocks[0].register_forward_hook(lambda *given: None)
-        same([want], [made(x)])
+            same([want], [model(x, watch=lambda x: None)])
+        model.memory = MemorySettings("block")
+        same([want], [model(x)])
+        model.memory = MemorySettings()
+        hook = model.blocks[0].register_forward_hook(lambda *args: None)
+        same([want], [model(x)])
         hook.remove()
     assert replayed == []
     said = [record.getMessage() for record in caplog.records]
@@ -407,19 +407,19 @@ def test_where_nothing_is_replayed(replayed, caplog):
 
 
 def test_a_shape_that_cannot_be_recorded(replayed, monkeypatch, caplog):
-    """It is computed plainly, and said once; others are recorded."""
+    """It is computed without graphs, with one message; other shapes are recorded."""
     recording = cuda_graphs.record
 
-    def record(compute, inputs, *rest):
+    def record(compute, inputs, *args):
         if inputs.x.shape[1] == 128:
             raise ValueError("no kernel reads these lengths")
-        return recording(compute, inputs, *rest)
+        return recording(compute, inputs, *args)
 
     monkeypatch.setattr(cuda_graphs, "record", record)
-    made = stack()
+    model = stack()
     with caplog.at_level(logging.WARNING):
         for tokens in (100, 40, 101):
-            same(*both(made, (tokens, tokens - 1), tokens))
+            same(*pair(model, (tokens, tokens - 1), tokens))
     assert replayed == [(2, 64, 16)]
     assert [r.getMessage() for r in caplog.records] == [
         "CUDA graphs are not used for a stack, since 2 x 128 tokens cannot be recorded: no kernel reads these lengths."
@@ -445,7 +445,7 @@ def test_options_of_models():
 
 # -- a GPU -------------------------------------------------------------------------------------------------------------
 def gradients_of(model, batches, autocast=True):
-    """All gradients of each batch by itself, at the weights as they are, as one vector."""
+    """Return all gradients of each batch, at the current weights, as one vector."""
     vectors = []
     for batch in batches:
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -457,7 +457,7 @@ def gradients_of(model, batches, autocast=True):
 
 
 def losses_of(model, batches, steps=2, lr=1e-3, autocast=True):
-    """Losses and parameters after a few steps of AdamW."""
+    """Return losses and parameters after a few steps of AdamW."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=lr, fused=True), []
     for batch in batches * steps:
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -474,8 +474,8 @@ def losses_of(model, batches, steps=2, lr=1e-3, autocast=True):
 def test_slides_on_a_gpu(compiled):
     """Twenty lengths, GigaPath's pattern with attended padding: gradients and losses as without graphs.
 
-    Blocks compiled for one length round at other places than those for any length, so both are compared with fp32: with
-    graphs errors are at most twice those without.
+    Blocks compiled for one length round differently from blocks for any length, so both are compared with fp32: with
+    graphs, errors are at most twice those without.
     """
     lengths = [200, 1000, 777, 345, 512, 903, 640, 288, 430, 555, 801, 210, 666, 999, 321, 456, 789, 222, 611, 940]
     batches = []
@@ -487,7 +487,7 @@ def test_slides_on_a_gpu(compiled):
         batches.append(
             {"features": features.cuda(), "coords": coords.cuda(), "lengths": torch.tensor([tiles + 1]), "label": label}
         )
-    found = []
+    results = []
     for precision, graphs in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
         torch.manual_seed(0)
         half = precision == "bfloat16"
@@ -496,16 +496,16 @@ def test_slides_on_a_gpu(compiled):
             segment_lengths=[128, 256, 512], dilation_rates=[1, 2, 4], compile_blocks=compiled and half, cuda_graphs=graphs,
         )  # fmt: skip
         model.configure_model()
-        # one slide a step and a rate of 1e-3 drive the loss up, and bfloat16's differences with it
+        # with one slide a step and a rate of 1e-3 the loss rises, and bfloat16's differences with it
         gradients = gradients_of(model.cuda(), batches, autocast=half)
-        found.append((gradients, losses_of(model, batches, lr=1e-4, autocast=half)[0]))
+        results.append((gradients, losses_of(model, batches, lr=1e-4, autocast=half)[0]))
     assert len(model.transformer.graphs._records) > 5 and not model.transformer.graphs._said
     distance = [lambda a, b: float((a - b).norm() / b.norm()), lambda a, b: abs(a - b)]  # of gradients, of losses
-    for far, tolerance, runs in zip(distance, (2e-2, 5e-3), zip(*found, strict=True), strict=True):
+    for far, tolerance, runs in zip(distance, (2e-2, 5e-3), zip(*results, strict=True), strict=True):
         exact, plain, replayed = runs
-        errors, others = ([far(a, b) for a, b in zip(x, exact, strict=True)] for x in (plain, replayed))
+        errors, replay_errors = ([far(a, b) for a, b in zip(x, exact, strict=True)] for x in (plain, replayed))
         assert all(x < 3e-2 for x in errors)
-        assert all(x < max(2 * max(errors), tolerance) for x in others)
+        assert all(x < max(2 * max(errors), tolerance) for x in replay_errors)
         assert compiled or all(far(a, b) < tolerance for a, b in zip(replayed, plain, strict=True))
 
 
@@ -516,7 +516,7 @@ def test_text_on_a_gpu(compiled):
     for i in range(3):
         text = torch.randint(0, 256, (2, 1000), generator=torch.Generator().manual_seed(i)).cuda()
         batches.append({"tokens": text, "labels": text.roll(-1, 1)})
-    found = []
+    results = []
     for graphs in (False, True):
         torch.manual_seed(0)
         model = ld.LongNetLM(
@@ -524,9 +524,9 @@ def test_text_on_a_gpu(compiled):
             compile_blocks=compiled, cuda_graphs=graphs,
         )  # fmt: skip
         model.configure_model()
-        found.append(losses_of(model.cuda(), batches, 5))
+        results.append(losses_of(model.cuda(), batches, 5))
     assert len(model.transformer.graphs._records) == 1
-    assert found[0][0] == pytest.approx(found[1][0], abs=1e-2) and found[0][0][-1] < found[0][0][0] - 0.05
+    assert results[0][0] == pytest.approx(results[1][0], abs=1e-2) and results[0][0][-1] < results[0][0][0] - 0.05
 
 
 @pytest.mark.gpu
@@ -564,19 +564,19 @@ def test_a_fit_on_a_gpu_with_dropout_and_accumulation():
 
 @pytest.mark.gpu
 def test_held_gradients_and_shared_weights_on_a_gpu():
-    made, kept = stack(), []
-    made.blocks[1].ffn.fc1.weight = made.blocks[0].ffn.fc1.weight
-    made.float().cuda()
-    x, weights = torch.randn(1, 64, 16, device="cuda"), list(made.blocks.parameters())
+    model, held = stack(), []
+    model.blocks[1].ffn.fc1.weight = model.blocks[0].ffn.fc1.weight
+    model.float().cuda()
+    x, weights = torch.randn(1, 64, 16, device="cuda"), list(model.blocks.parameters())
     for graphs in (None, CudaGraphs(0.1)):
-        made.graphs, found = graphs, []
+        model.graphs, grads = graphs, []
         for factor in (1.0, 3.0, 5.0):
-            found += torch.autograd.grad(made(factor * x).square().sum(), weights)
-        kept.append(found)
-    assert len(made.graphs._records) == 1 and made.graphs._turn == 3
-    for a, b in zip(*kept, strict=True):
+            grads += torch.autograd.grad(model(factor * x).square().sum(), weights)
+        held.append(grads)
+    assert len(model.graphs._records) == 1 and model.graphs._turn == 3
+    for a, b in zip(*held, strict=True):
         assert (a - b).norm() <= 1e-3 * a.norm()
-    loss = made(x).square().sum()
+    loss = model(x).square().sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="comes a second time"):
         loss.backward()
@@ -601,19 +601,19 @@ def test_the_op_is_captured_with_lengths():
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
-        *found, out = run()
+        *grads, out = run()
     for i in range(20):
         lengths.copy_(torch.tensor([15 * i + 5, 300 - 14 * i]))
         graph.replay()
         exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
         want, _ = oracle(*exact, pattern, lengths=lengths.cpu())
-        wanted = torch.autograd.grad(want, exact, grad.double())
-        for a, b in zip((want, *wanted), (out, *found), strict=True):
+        want_grads = torch.autograd.grad(want, exact, grad.double())
+        for a, b in zip((want, *want_grads), (out, *grads), strict=True):
             assert (a - b).abs().max() < 2e-2 * a.abs().max().clamp(min=1)
 
 
 def packings(tokens, most, number):
-    """Bounds of up to `most` documents within so many tokens; some are empty, and some rows end before the tokens do."""
+    """Draw bounds of up to `most` documents; some are empty, and some rows end before `tokens`."""
     generator = torch.Generator().manual_seed(number)
     stop = tokens if number % 2 else int(torch.randint(tokens // 2, tokens, (), generator=generator))
     cuts = torch.randint(0, stop + 1, (int(torch.randint(0, most, (), generator=generator)),), generator=generator)
@@ -632,8 +632,7 @@ def packings(tokens, most, number):
     ],
 )
 def test_the_op_is_captured_with_documents(pattern, causal):
-    """One recorded forward and backward of the op, replayed with twenty packings, against the oracle and against the host's
-    bounds."""
+    """One recorded forward and backward of the op, replayed with twenty packings, against oracle and host's bounds."""
     from lightning_dilated.attention.oracle import oracle
 
     tokens, heads = 500, (6, 2)
@@ -651,20 +650,20 @@ def test_the_op_is_captured_with_documents(pattern, causal):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
-        *found, out = run()
+        *grads, out = run()
     for i in range(20):
         some = packings(tokens, 16, i)
         n = int(some[-1])
         bounds.copy_(torch.cat([some, some[-1:].expand(17 - len(some))]))
         graph.replay()
-        got = [x.clone() for x in (out, *found)]
+        got = [x.clone() for x in (out, *grads)]
         plain = [x.detach()[:, :n].requires_grad_() for x in (q, k, v)]
         eager = ld.dilated_attention(*plain, pattern, causal=causal, cu_seqlens=some, engine="triton")
         eager = (eager, *torch.autograd.grad(eager, plain, grad[:, :n]))
         exact = [x.detach()[:, :n].double().requires_grad_() for x in (q, k, v)]
         want, _ = oracle(*exact, pattern, causal=causal, cu_seqlens=some)
-        wanted = (want, *torch.autograd.grad(want, exact, grad[:, :n].double()))
-        for a, b, c in zip(wanted, eager, got, strict=True):
+        expected = (want, *torch.autograd.grad(want, exact, grad[:, :n].double()))
+        for a, b, c in zip(expected, eager, got, strict=True):
             assert (a - c[:, :n]).abs().max() < 1e-4 * a.abs().max().clamp(min=1)
             assert (b - c[:, :n]).abs().max() < 1e-4 * a.abs().max().clamp(min=1)
             assert (c[:, n:] == 0).all()
@@ -679,7 +678,7 @@ def test_packed_rows_on_a_gpu(compiled):
         bounds = packings(900 - 20 * i, 12, i)
         text = torch.randint(0, 256, (1, int(bounds[-1])), generator=torch.Generator().manual_seed(i)).cuda()
         batches.append({"tokens": text, "labels": text.roll(-1, 1), "cu_seqlens": bounds})
-    found = []
+    results = []
     for graphs in (False, True):
         torch.manual_seed(0)
         model = ld.LongNetLM(
@@ -688,18 +687,18 @@ def test_packed_rows_on_a_gpu(compiled):
         )  # fmt: skip
         model.configure_model()
         torch.manual_seed(1)
-        found.append(losses_of(model.cuda(), batches))
+        results.append(losses_of(model.cuda(), batches))
     records = model.transformer.graphs._records
     assert 1 < len(records) < 20 and not model.transformer.graphs._said
-    assert found[0][0] == pytest.approx(found[1][0], abs=2e-2)
-    for a, b in zip(*(x[1] for x in found), strict=True):
+    assert results[0][0] == pytest.approx(results[1][0], abs=2e-2)
+    for a, b in zip(*(x[1] for x in results), strict=True):
         assert (a - b).abs().max() < 2e-2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("whole", [False, True])
 def test_reduce_overhead(whole):
-    """torch.compile's own CUDA graphs take blocks, and a whole model; Inductor leaves none out."""
+    """torch.compile's own CUDA graphs work on blocks, and on a whole model; Inductor skips none."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
@@ -708,7 +707,7 @@ def test_reduce_overhead(whole):
     model.cuda()
     text = torch.randint(0, 256, (2, 512), device="cuda")
     want = model(text)
-    wanted = torch.autograd.grad(want.square().mean(), list(model.parameters()))
+    grads = torch.autograd.grad(want.square().mean(), list(model.parameters()))
     if whole:
         call = torch.compile(lambda x: model(x), mode="reduce-overhead")
     else:
@@ -719,9 +718,9 @@ def test_reduce_overhead(whole):
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
         out = call(text)
-        found = [x.clone() for x in torch.autograd.grad(out.square().mean(), list(model.parameters()))]
+        got_grads = [x.clone() for x in torch.autograd.grad(out.square().mean(), list(model.parameters()))]
     assert (out - want).abs().max() < 1e-3 * want.abs().max()
-    for a, b in zip(wanted, found, strict=True):
+    for a, b in zip(grads, got_grads, strict=True):
         assert (a - b).norm() <= 1e-3 * a.norm()
     inductor = torch._dynamo.utils.counters["inductor"]
     assert inductor and not inductor["cudagraph_skips"]
@@ -730,10 +729,10 @@ def test_reduce_overhead(whole):
 @pytest.mark.gpu
 @pytest.mark.parametrize("own", [False, True])
 def test_graphs_keep_their_workspaces(own):
-    """Lightning's Trainer frees cuBLAS's workspaces at its start: no replay of ours writes to what lies there then.
+    """Lightning's Trainer frees cuBLAS's workspaces at its start: later replays must not write to that memory.
 
-    Replays of graphs that torch alone records do, which shows that these products have workspaces. Where that fails, torch
-    keeps them elsewhere: then see whether `recording` still has to clear them.
+    Replays of graphs that torch alone records do write there, which shows that these products have workspaces. If that
+    fails, torch keeps them elsewhere: then check whether `recording` still has to clear them.
     """
     torch._C._cuda_clearCublasWorkspaces()
     pairs = [
@@ -749,14 +748,14 @@ def test_graphs_keep_their_workspaces(own):
         out = run()
     before = torch.cuda.memory_allocated()
     with torch.cuda.stream(stream):
-        run()  # as anything else on that stream would, it has a workspace: one of its own
+        run()  # like any other work on that stream, it has its own workspace
         assert (torch.cuda.memory_allocated() > before) == own
         before = torch.cuda.memory_allocated()
         torch._C._cuda_clearCublasWorkspaces()
         size = before - torch.cuda.memory_allocated()
-        others = [torch.full((size,), 77, dtype=torch.uint8, device="cuda") for _ in range(4)]
+        fillers = [torch.full((size,), 77, dtype=torch.uint8, device="cuda") for _ in range(4)]
     torch.cuda.synchronize()
     graph.replay()
     torch.cuda.synchronize()
     assert size > 0 and all(map(torch.equal, out, want))
-    assert all(bool((x == 77).all()) for x in others) == own
+    assert all(bool((x == 77).all()) for x in fillers) == own

@@ -1,4 +1,4 @@
-"""LongNetMLM: sees both sides, counts masked tokens only, learns a rule, and is whole again from a checkpoint."""
+"""LongNetMLM: sees both sides, counts masked tokens only, learns a rule, and is complete after loading."""
 
 import functools
 import math
@@ -21,8 +21,8 @@ def tiny(pattern=PATTERN, dtype=torch.float64, **options):
 
 
 def batch(rows=2, length=40, first=0, vocab_size=11):
-    made = torch.Generator().manual_seed(first)
-    tokens = torch.randint(vocab_size, (rows, length), generator=made)
+    rng = torch.Generator().manual_seed(first)
+    tokens = torch.randint(vocab_size, (rows, length), generator=rng)
     return {"tokens": tokens, "labels": tokens.roll(-1, 1), "index": torch.arange(first, first + rows)}
 
 
@@ -39,13 +39,13 @@ def test_every_token_sees_both_sides():
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("mask_token, rows", [(None, 12), (3, 11)])
 def test_mask_token(mask_token, rows, tied):
-    """One of its own is embedded, learns, and is no answer; one of the data's is an ordinary token."""
+    """A new mask token is embedded and trained, and is never an answer; a token of the data stays an ordinary one."""
     model, data = tiny(mask_token=mask_token, tie_embeddings=tied, keep_fraction=0.0, random_fraction=0.0), batch()
-    seen, chosen = model.masked(data)
-    assert model.embedding.weight.shape[0] == rows and (seen[chosen] == (3 if mask_token else 11)).all()
+    inputs, chosen = model.masked(data)
+    assert model.embedding.weight.shape[0] == rows and (inputs[chosen] == (3 if mask_token else 11)).all()
     assert not (chosen & (data["tokens"] == mask_token)).any()
-    assert model(seen).shape == (2, 40, 11) and model(seen, at=chosen).shape == (int(chosen.sum()), 11)
-    torch.testing.assert_close(model(seen, at=chosen), model(seen)[chosen], rtol=0, atol=1e-12)
+    assert model(inputs).shape == (2, 40, 11) and model(inputs, at=chosen).shape == (int(chosen.sum()), 11)
+    torch.testing.assert_close(model(inputs, at=chosen), model(inputs)[chosen], rtol=0, atol=1e-12)
     model.loss_terms(data)[0].backward()
     assert model.embedding.weight.grad[model.mask_token].any()
     assert (model.head.weight is model.embedding.weight) == tied
@@ -54,9 +54,9 @@ def test_mask_token(mask_token, rows, tied):
 # -- the loss ----------------------------------------------------------------------------------------------------------
 def test_loss_is_cross_entropy_of_masked_tokens():
     model, data = tiny(), batch()
-    seen, chosen = model.masked(data)
+    inputs, chosen = model.masked(data)
     total, count = model.loss_terms(data)
-    want = nn.functional.cross_entropy(model(seen)[chosen], data["tokens"][chosen], reduction="sum")
+    want = nn.functional.cross_entropy(model(inputs)[chosen], data["tokens"][chosen], reduction="sum")
     torch.testing.assert_close(total, want, rtol=1e-12, atol=0)
     assert count == chosen.sum() > 0
     torch.testing.assert_close(model.training_step(data, 0).double(), want / count, rtol=1e-6, atol=0)
@@ -82,7 +82,7 @@ def test_padded_batch_equals_single_samples():
 
 
 def test_packed_documents_do_not_see_each_other():
-    """Where only the first document has masks, the tokens of the second leave its loss alone."""
+    """With masks only in the first document, the tokens of the second do not change its loss."""
     model, data = tiny(), {**batch(1), "cu_seqlens": torch.tensor([0, 17, 40], dtype=torch.int32)}
     losses, _, _ = model.masked_terms(data)
     first = int(model.masked(data)[1][0, :17].sum())
@@ -101,12 +101,12 @@ def test_nothing_masked_is_a_loss_of_zero():
 
 # -- masks in training and evaluation ----------------------------------------------------------------------------------
 class Watched(LongNetMLM):
-    """Keeps which tokens it had to find."""
+    """Records the tokens that it has to predict."""
 
     def masked(self, batch):
-        seen, chosen = super().masked(batch)
+        inputs, chosen = super().masked(batch)
         self.__dict__.setdefault("kept", []).append((self.training, int(batch["index"][0]), chosen.clone()))
-        return seen, chosen
+        return inputs, chosen
 
 
 def test_new_masks_every_step_and_fixed_ones_in_validation():
@@ -119,16 +119,16 @@ def test_new_masks_every_step_and_fixed_ones_in_validation():
 
 
 def test_epoch_metrics_are_exact():
-    """The mean over all masked tokens of batches that have unlike numbers of them."""
+    """The mean over all masked tokens of batches with unequal numbers of them."""
     model, batches = tiny(dtype=torch.float32), [batch(2), batch(1, 7, first=2), batch(3, 33, first=3)]
     with torch.no_grad():
         losses, right, _ = (torch.cat(x) for x in zip(*(model.masked_terms(b) for b in batches), strict=True))
     for _ in range(2):
-        (found,) = trainer().validate(model, loader(*batches), verbose=False)
-        assert found["val_loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
-        assert found["val_accuracy"] == pytest.approx(right.float().mean().item(), rel=1e-6)
-        assert found["val_bits_per_token"] == pytest.approx(losses.mean().item() / math.log(2), rel=1e-6)
-        assert "val_bits_per_byte" not in found
+        (metrics,) = trainer().validate(model, loader(*batches), verbose=False)
+        assert metrics["val_loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
+        assert metrics["val_accuracy"] == pytest.approx(right.float().mean().item(), rel=1e-6)
+        assert metrics["val_bits_per_token"] == pytest.approx(losses.mean().item() / math.log(2), rel=1e-6)
+        assert "val_bits_per_byte" not in metrics
 
 
 def test_predict_step():
@@ -150,7 +150,7 @@ def test_predict_step():
 
 @pytest.mark.parametrize("span", [1, 3])
 def test_predict_gives_a_sequence_the_same_numbers_everywhere(span):
-    """In another row, another batch, and padded; beside one that differs in a token, equal positions are asked for."""
+    """The row, the batch, padding and a neighbour that differs in one token do not change the masked positions."""
     model, data = tiny(mask_span=span), batch(3, 60)
     tokens, short = data["tokens"], data["tokens"][1, :33]
     padded = tokens.clone()
@@ -161,25 +161,25 @@ def test_predict_gives_a_sequence_the_same_numbers_everywhere(span):
         ({"tokens": padded, "index": torch.arange(3), "lengths": torch.tensor([60, 41, 33])}, 2),
     ]
     with torch.no_grad():
-        found = [model.predict_step(x, 0) for x, _ in batches]
+        predicted = [model.predict_step(x, 0) for x, _ in batches]
         for name in ("masked", "bits_per_token", "accuracy"):
-            same = [got[name][row].item() for got, (_, row) in zip(found, batches, strict=True)]
+            same = [got[name][row].item() for got, (_, row) in zip(predicted, batches, strict=True)]
             assert same == pytest.approx([same[0]] * 3, rel=1e-9)
-        assert found[1]["bits_per_token"][0] == pytest.approx(found[1]["bits_per_token"][2].item(), rel=1e-9)
+        assert predicted[1]["bits_per_token"][0] == pytest.approx(predicted[1]["bits_per_token"][2].item(), rel=1e-9)
         other = short.clone()
         other[16] = (other[16] + 1) % 11
         near = model.predict_step({"tokens": other[None], "index": torch.tensor([3])}, 0)
-        assert near["masked"] == found[0]["masked"] > 0
+        assert near["masked"] == predicted[0]["masked"] > 0
 
 
 def turns(first):
-    """Three letters in turn, from one or another."""
+    """Return three alternating letters, from different first ones."""
     index = torch.arange(first, first + 4)
     return {"tokens": (torch.arange(32) + index[:, None]) % 3, "index": index}
 
 
 def test_learns_a_rule():
-    """A masked letter follows from those on either side; guessing costs log 3 = 1.1 and finds one in three."""
+    """A masked letter follows from its neighbours; guessing costs log 3 = 1.1 and is right in one of three cases."""
     torch.manual_seed(0)
     make = functools.partial(torch.optim.AdamW, lr=0.003)
     model, run = LongNetMLM(PATTERN, 3, dim=32, depth=2, mask_fraction=0.3, optimizer=make), trainer(max_epochs=1)
@@ -189,7 +189,7 @@ def test_learns_a_rule():
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 class Short(LongNetMLM):
-    """A user's subclass that has its own words for things."""
+    """A user's subclass with its own argument names."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__(PATTERN, 11, mask_span=3, dim=4 * width, depth=1, num_heads=4)
@@ -251,34 +251,34 @@ def test_refused(name):
 @pytest.mark.parametrize("vocab_size", [8, 40])  # below dim: logits of all tokens; above: of the masked ones
 @pytest.mark.parametrize("tile", [None, 5])
 def test_the_loss_is_that_of_the_masked_terms(vocab_size, tile):
-    """In value, count and gradients."""
+    """Value, count and gradients are equal."""
     torch.manual_seed(0)
     model = LongNetMLM(
         {"segment_lengths": [16], "dilation_rates": [1]}, vocab_size, dim=16, depth=1, num_heads=2
     ).double()
     model.transformer.memory = MemorySettings(tile=tile)
-    given = {
+    data = {
         "tokens": torch.randint(0, vocab_size, (2, 30)),
         "index": torch.arange(2),
         "lengths": torch.tensor([30, 17]),
     }
-    losses, right, _ = model.masked_terms(given)
-    total, count = model.loss_terms(given)
+    losses, right, _ = model.masked_terms(data)
+    total, count = model.loss_terms(data)
     assert count == len(right) > 0 and count.dtype == torch.int64
-    of = lambda x: [x, *torch.autograd.grad(x, list(model.parameters()))]  # noqa: E731
-    for a, b in zip(of(total), of(losses.sum()), strict=True):
+    with_grads = lambda x: [x, *torch.autograd.grad(x, list(model.parameters()))]  # noqa: E731
+    for a, b in zip(with_grads(total), with_grads(losses.sum()), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
 def test_the_loss_of_a_subclass_is_its_own():
     class Half(LongNetMLM):
         def masked_terms(self, batch):
-            losses, *others = super().masked_terms(batch)
-            return losses / 2, *others
+            losses, *terms = super().masked_terms(batch)
+            return losses / 2, *terms
 
-    given, found = {"tokens": torch.randint(0, 8, (2, 30)), "index": torch.arange(2)}, []
+    data, loss_results = {"tokens": torch.randint(0, 8, (2, 30)), "index": torch.arange(2)}, []
     for kind in (LongNetMLM, Half):
         torch.manual_seed(0)
         model = kind({"segment_lengths": [16], "dilation_rates": [1]}, 8, dim=16, depth=1, num_heads=2)
-        found.append(model.loss_terms(given)[0])
-    torch.testing.assert_close(found[1], found[0] / 2)
+        loss_results.append(model.loss_terms(data)[0])
+    torch.testing.assert_close(loss_results[1], loss_results[0] / 2)

@@ -1,4 +1,4 @@
-"""Masking: the shares it promises, whole spans, nothing that depends on how the sequence is cut, and what it refuses."""
+"""Masking: the promised shares, whole spans, no dependence on how the sequence is cut, and errors."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ def masking(**changes):
     return Masking(**{**plain, **changes})
 
 
-def apply(made, tokens=TOKENS, stream=(1, 7), index=INDEX, positions=None, lengths=None):
+def apply(masker, tokens=TOKENS, stream=(1, 7), index=INDEX, positions=None, lengths=None):
     positions = torch.arange(tokens.shape[1]) if positions is None else positions
-    return made.apply(tokens, stream, index, positions, lengths)
+    return masker.apply(tokens, stream, index, positions, lengths)
 
 
 def runs(chosen):
-    """Lengths of the masked runs of a row."""
+    """Return the lengths of the masked runs of a row."""
     edges = torch.diff(
         chosen.int(), prepend=torch.zeros(1, dtype=torch.int32), append=torch.zeros(1, dtype=torch.int32)
     )
@@ -31,48 +31,48 @@ def runs(chosen):
 @pytest.mark.parametrize("span", [1, 2.5, 8])
 @pytest.mark.parametrize("fraction", [0.15, 0.5])
 def test_shares(fraction, span):
-    """Within 5 standard deviations, as if only whole spans were independent."""
-    seen, chosen = apply(masking(fraction=fraction, span=span))
+    """The shares are exact up to 5 standard deviations, counting whole spans as the independent draws."""
+    inputs, chosen = apply(masking(fraction=fraction, span=span))
     within = lambda p, n: pytest.approx(p, abs=5 * (p * (1 - p) * 2 * span / n) ** 0.5)  # noqa: E731
     assert chosen.float().mean().item() == within(fraction, B * N)
     n = int(chosen.sum())
-    hidden, kept = seen == V, chosen & (seen == TOKENS)
-    assert not (hidden & ~chosen).any() and torch.equal(seen[~chosen], TOKENS[~chosen])
+    hidden, unchanged = inputs == V, chosen & (inputs == TOKENS)
+    assert not (hidden & ~chosen).any() and torch.equal(inputs[~chosen], TOKENS[~chosen])
     assert hidden.sum().item() / n == within(0.8, n)
-    assert kept.sum().item() / n == within(0.1 + 0.1 / V, n)  # a random token may be the true one
+    assert unchanged.sum().item() / n == within(0.1 + 0.1 / V, n)  # a random token may be the true one
     lengths = torch.cat([runs(row) for row in chosen]).double()
     assert lengths.mean().item() == pytest.approx(span / (1 - fraction), rel=0.1)
 
 
 def test_random_tokens_are_uniform():
-    seen, chosen = apply(masking(random=1.0, keep=0.0, fraction=0.9, never=(4,)))
-    assert not (chosen & (TOKENS == 4)).any() and not (seen[chosen] == 4).any()
-    share = torch.bincount(seen[chosen], minlength=V).double() / int(chosen.sum())
+    inputs, chosen = apply(masking(random=1.0, keep=0.0, fraction=0.9, never=(4,)))
+    assert not (chosen & (TOKENS == 4)).any() and not (inputs[chosen] == 4).any()
+    share = torch.bincount(inputs[chosen], minlength=V).double() / int(chosen.sum())
     assert share[4] == 0 and ((share[torch.arange(V) != 4] - 1 / (V - 1)).abs() < 0.01).all()
 
 
 @pytest.mark.parametrize("span", [1, 3])
 @pytest.mark.parametrize("cut", ["contiguous", "strided", "backwards"])
 def test_any_part_of_a_sequence_knows_its_own_masks(span, cut):
-    made = masking(span=span, never=(2,))
-    whole = apply(made)
+    masker = masking(span=span, never=(2,))
+    whole = apply(masker)
     at = {
         "contiguous": torch.arange(7001, 12345),
         "strided": torch.arange(3, N, 4),
         "backwards": torch.arange(N).flip(0),
     }
-    part = apply(made, TOKENS[1:2, at[cut]], index=INDEX[1:2], positions=at[cut])
+    part = apply(masker, TOKENS[1:2, at[cut]], index=INDEX[1:2], positions=at[cut])
     for got, want in zip(part, whole, strict=True):
         assert torch.equal(got, want[1:2, at[cut]])
 
 
 @pytest.mark.parametrize("span", [1, 3])
 def test_uses_differ(span):
-    """Another step, seed or sample: overlap as of independent masks."""
+    """Masks of another step, seed or sample overlap like independent masks."""
     _, want = apply(masking(span=span))
-    others = [apply(masking(span=span), stream=(1, 8)), apply(masking(span=span), stream=(0, 7))]
-    others += [apply(masking(span=span, seed=1)), apply(masking(span=span), index=INDEX + 1)]
-    for _, chosen in others:
+    masks = [apply(masking(span=span), stream=(1, 8)), apply(masking(span=span), stream=(0, 7))]
+    masks += [apply(masking(span=span, seed=1)), apply(masking(span=span), index=INDEX + 1)]
+    for _, chosen in masks:
         assert (chosen & want).float().mean().item() == pytest.approx(0.15**2, rel=0.2)
     rows = apply(masking(span=span))[1]
     assert (rows[0] & rows[1]).float().mean().item() == pytest.approx(0.15**2, rel=0.3)

@@ -1,4 +1,4 @@
-"""A made-up device with round numbers: milliseconds that can be added up by hand."""
+"""An invented device with round numbers: milliseconds that can be added up by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MS = 1e-3
 
 
 def parts(tokens: int, **other: float) -> Parts:
-    """Milliseconds, proportional to the tokens: at 64 of them as written here."""
+    """Return milliseconds proportional to the tokens; 64 tokens take the values written here."""
     names = {
         **{"attention_forward": 10.0, "attention_backward": 20.0, "wide_forward": 1.0, "wide_backward": 2.0},
         **{"rest_forward": 6.0, "rest_backward": 14.0, "edge_forward": 3.0, "edge_backward": 5.0},
@@ -19,8 +19,8 @@ def parts(tokens: int, **other: float) -> Parts:
 
 
 def machine(**other: Any) -> Machine:
-    """Two blocks of two heads of 8, segments from 16 tokens on; arrivals 1 + 2 ms a batch, packing 0.5, summing 0.25 ms."""
-    given: dict[str, Any] = {
+    """Two blocks of two heads of 8, segments from 16 tokens; arrivals 1 + 2 ms a batch, packing 0.5, sums 0.25 ms."""
+    defaults: dict[str, Any] = {
         **{
             "name": "made up",
             "dim": 16,
@@ -37,4 +37,4 @@ def machine(**other: Any) -> Machine:
         **{"pack": Line(0.5 * MS, 0.0), "add": Line(0.25 * MS, 0.0)},
         **{"few_forward": Line(0.125 * MS, 0.0), "few_backward": Line(0.375 * MS, 0.0)},
     }
-    return Machine(**{**given, **other})
+    return Machine(**{**defaults, **other})

@@ -1,4 +1,4 @@
-"""What operators read and write."""
+"""Counts the bytes that operators read and write."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Passes(TorchDispatchMode):
-    """Adds up the bytes of tensors with a size among theirs that operators read and write; views are none."""
+    """Sums the bytes of tensors with a dimension of `size` that operators read and write, without views."""
 
     def __init__(self, size):
         super().__init__()
@@ -16,6 +16,6 @@ class Passes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         view = any(r.alias_info is not None for r in func._schema.returns) and not func._schema.is_mutable
         if func._schema.name != "aten::_unsafe_view" and not view:
-            both = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
-            self.seen += sum(x.nbytes for x in both if self.size in x.shape)
+            tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+            self.seen += sum(x.nbytes for x in tensors if self.size in x.shape)
         return out

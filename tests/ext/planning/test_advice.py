@@ -1,4 +1,4 @@
-"""Advice where memory ran out: what it says, and that the process which trains is left alone."""
+"""Advice after running out of memory: its text, and that the training process is not touched."""
 
 import re
 import sys
@@ -34,31 +34,31 @@ TWO = DilatedPattern.longnet([2048, 32768], [1, 4])
 H200, ONE = GPUS["H200"], Setup()
 
 
-def told(run, model, tokens=None):
-    """`advise`, in this process."""
+def advice_of(run, model, tokens=None):
+    """Return the advice, computed in this process."""
     question = question_of(run, model, tokens)
     return None if question is None else answer(question)
 
 
 def trainer(**options):
-    made = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, **options}
-    return pl.Trainer(enable_progress_bar=False, enable_model_summary=False, **made)
+    settings = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, **options}
+    return pl.Trainer(enable_progress_bar=False, enable_model_summary=False, **settings)
 
 
 def test_advice():
     model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
     run = trainer(precision="bf16-mixed")
-    assert told(run, model, 1 << 16) is None  # it fits as it is
-    said = told(run, model, 1 << 20)
+    assert advice_of(run, model, 1 << 16) is None  # it fits as it is
+    said = advice_of(run, model, 1 << 20)
     assert "1,048,576 tokens on 1 GPU(s) take 4" in said and "with all kept" in said
     assert "ActivationRecompute('attention-kept')" in said
 
 
 @pytest.mark.slow
 def test_advice_of_block_inputs_on_the_host():
-    """Where nothing fits without."""
+    """Without offloading nothing fits."""
     model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
-    said = told(trainer(precision="bf16-mixed"), model, 5 << 20)
+    said = advice_of(trainer(precision="bf16-mixed"), model, 5 << 20)
     assert (
         "Take about 2 GPUs or ActivationRecompute('block', every=2, tile=16384, head_chunks=6, offload=1.0), for"
         in said
@@ -67,7 +67,7 @@ def test_advice_of_block_inputs_on_the_host():
 
 
 def test_block_inputs_on_the_host():
-    """Six of them stay there, of 5M tokens of 768 numbers in fp32."""
+    """Six inputs are offloaded, of 5M tokens of 768 numbers in fp32."""
     model = ld.LongNetLM(TWO, dim=768, depth=12, num_heads=12)
     subject = subject_of(model)
     case, able = Case(subject, Facts.of(model, subject), ONE, H200), [MemorySettings("block", 2, 0, 1 << 14, 2)]
@@ -75,7 +75,7 @@ def test_block_inputs_on_the_host():
     assert said.startswith("ActivationRecompute('block', every=2, tile=16384, head_chunks=2, offload=1.0), for which")
     assert "the host keeps 90.0 GiB of each rank's block inputs" in said and case.host == 0
     assert _by_host(case, able, 1 << 30) == [] == _by_host(case, [MemorySettings()], 4096)
-    now = replace(able[0], offload=1.0)  # what is advised is in use
+    now = replace(able[0], offload=1.0)  # the advice is already in use
     assert _otherwise(case, able, now, 5 << 20, model) == (
         " By the plan that fits, if the host has room for the block inputs."
     )
@@ -84,10 +84,10 @@ def test_block_inputs_on_the_host():
 def test_advice_takes_the_datas_length_and_the_strategy():
     model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
     run = trainer(precision="bf16-mixed", strategy="ring_dilated")
-    assert told(run, model) is None
+    assert advice_of(run, model) is None
     run._data_connector._datahook_selector = None
     run.datamodule = SimpleNamespace(seq_len=1 << 20)
-    assert "1,048,576 tokens" in told(run, model)
+    assert "1,048,576 tokens" in advice_of(run, model)
 
 
 LONG = DilatedPattern.longnet([2048, 1 << 17], [1, 16])
@@ -117,7 +117,7 @@ LONG = DilatedPattern.longnet([2048, 1 << 17], [1, 16])
     ids=["fits", "recompute", "shorter chunks", "fewer streams"],
 )
 def test_advice_for_steps_of_streams(tmp_path, step, streams, now, says):
-    """A step is no sequence of its own: all streams' tokens, and what is carried of those before."""
+    """A step counts the tokens of all streams, and the state that earlier steps carried over."""
     with (tmp_path / "text").open("wb") as file:
         file.truncate(1 << 30)  # sparse: it is not read
     model = ld.LongNetLM(LONG, dim=768, depth=12, num_heads=12)
@@ -130,24 +130,24 @@ def test_advice_for_steps_of_streams(tmp_path, step, streams, now, says):
 
 @pytest.mark.slow
 def test_advice_of_parameters_on_the_host():
-    """They no longer count against the GPU."""
+    """Offloaded parameters no longer count against the GPU."""
     model = ld.LongNetLM(FIVE, dim=8192, depth=64, num_heads=64)
     strategies = (ld.RingDilatedFSDPStrategy(cpu_offload=x) for x in (False, True))
-    said = [told(trainer(precision="bf16-mixed", strategy=x), model, 1 << 14) for x in strategies]
+    said = [advice_of(trainer(precision="bf16-mixed", strategy=x), model, 1 << 14) for x in strategies]
     assert "do not fit: take RingDilatedFSDPStrategy(cpu_offload=True), or more GPUs" in said[0]
     assert "GiB" in said[1] and "do not fit" not in said[1]
 
 
 def test_advice_amid_a_step():
-    """As the profiler asks for it: while ranks share a sequence, without gradients."""
+    """The profiler asks during a step: ranks share a sequence, and gradients are off."""
     model = ld.LongNetLM(FIVE, dim=64, depth=2, num_heads=4)
-    wanted = told(trainer(precision="bf16-mixed"), model, 1 << 24)
+    expected = advice_of(trainer(precision="bf16-mixed"), model, 1 << 24)
     with group._active.with_top(SimpleNamespace(ranks=2, name="other")), torch.no_grad():
-        assert told(trainer(precision="bf16-mixed"), model, 1 << 24) == wanted != None  # noqa: E711
+        assert advice_of(trainer(precision="bf16-mixed"), model, 1 << 24) == expected != None  # noqa: E711
 
 
 def test_the_gpu_of_a_run(monkeypatch):
-    """Its own memory and name; speeds of the data sheet."""
+    """Memory and name are the GPU's own; speeds are from the data sheet."""
     here = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", total_memory=39 << 30, major=8, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
     gpu = advice._gpu(SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda"))))
@@ -156,9 +156,9 @@ def test_the_gpu_of_a_run(monkeypatch):
 
 
 def test_no_advice():
-    assert told(trainer(precision="64-true"), ld.LongNetLM(FIVE, dim=64, depth=1, num_heads=4), 4096) is None
-    assert told(trainer(), pl.LightningModule(), 4096) is None
-    assert told(trainer(), ld.SlideEncoder(), 4096) is None  # nothing to train
+    assert advice_of(trainer(precision="64-true"), ld.LongNetLM(FIVE, dim=64, depth=1, num_heads=4), 4096) is None
+    assert advice_of(trainer(), pl.LightningModule(), 4096) is None
+    assert advice_of(trainer(), ld.SlideEncoder(), 4096) is None  # nothing to train
 
 
 # -- in a process of its own -------------------------------------------------------------------------------------------
@@ -170,22 +170,22 @@ def small(**options):
 
 
 def test_nothing_is_replaced_in_the_process_that_trains(monkeypatch):
-    """The model is built and trains, and holds what no other process could get; the answer is that of this process."""
+    """The model is built, trained, and holds objects that cannot be pickled. The advice is as if computed here."""
     run, model = trainer(precision="bf16-mixed"), small(optimizer=lambda parameters: torch.optim.SGD(parameters, 1.0))
     model.configure_model()
     model.note, model.held = (lambda: None), torch.zeros(3)
-    wanted = told(run, small(), 1 << 24)
+    expected = advice_of(run, small(), 1 << 24)
 
     def never(*unused):
         raise AssertionError("this process counted")
 
     for owner, name in ((dry_run, "step"), (dry_run.compat, "replaced"), (dry_run, "as_on_gpu")):
         monkeypatch.setattr(owner, name, never)
-    before, others, done = {x: getattr(*x) for x in REPLACED}, set(), threading.Event()
+    before, replaced, done = {x: getattr(*x) for x in REPLACED}, set(), threading.Event()
 
     def look():
         while not done.wait(0.001):
-            others.update(x for x in REPLACED if getattr(*x) is not before[x])
+            replaced.update(x for x in REPLACED if getattr(*x) is not before[x])
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -194,7 +194,7 @@ def test_nothing_is_replaced_in_the_process_that_trains(monkeypatch):
     finally:
         done.set()
         thread.join()
-    assert not others and said == wanted and "ActivationRecompute('attention-kept')" in said
+    assert not replaced and said == expected and "ActivationRecompute('attention-kept')" in said
     assert model.held is not None and model.transformer.memory == MemorySettings()
 
 
@@ -232,7 +232,7 @@ class Full(ld.LongNetLM):
 
 
 def test_the_runs_own_error_goes_on(monkeypatch, tmp_path):
-    """Where the process hangs while a fit that ran out of memory is ending."""
+    """The planning process hangs while a fit that ran out of memory is ending."""
     monkeypatch.setattr(advice, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
     monkeypatch.setattr(advice, "TIMEOUT", 1.0)
     monkeypatch.setattr(advice, "_tokens", lambda trainer: 4096)

@@ -1,4 +1,4 @@
-"""Seconds of a step, scaled from the measured machine: beside measured steps, and what has to follow from what."""
+"""Seconds of a step, scaled from the measured machine: compared with measured steps, and consistent in themselves."""
 
 from dataclasses import replace
 
@@ -40,22 +40,22 @@ def facts(**sizes):
 MINE = facts()
 
 
-def seconds(of=MINE, tokens=1 << 18, gpu=H200, setup=ONE, away=0, **settings):
-    return estimate(of, MemorySettings(**settings), tokens, setup, gpu, away).seconds
+def seconds(model=MINE, tokens=1 << 18, gpu=H200, setup=ONE, away=0, **settings):
+    return estimate(model, MemorySettings(**settings), tokens, setup, gpu, away).seconds
 
 
 def test_the_measured_model_is_not_scaled():
-    base, found = measured_machine(), scaled(MINE, H200)
-    assert (found.block_parameters, found.edge_parameters) == (base.block_parameters, base.edge_parameters)
-    for mine, theirs in zip(found.parts, base.parts, strict=True):
+    base, rescaled = measured_machine(), scaled(MINE, H200)
+    assert (rescaled.block_parameters, rescaled.edge_parameters) == (base.block_parameters, base.edge_parameters)
+    for actual, theirs in zip(rescaled.parts, base.parts, strict=True):
         for name in vars(theirs):
-            assert getattr(mine, name) == pytest.approx(getattr(theirs, name), rel=1e-12), name
-    assert found.optimizer == pytest.approx(base.optimizer)
-    assert found.arrive_backward == base.arrive_backward and found.pack == base.pack
+            assert getattr(actual, name) == pytest.approx(getattr(theirs, name), rel=1e-12), name
+    assert rescaled.optimizer == pytest.approx(base.optimizer)
+    assert rescaled.arrive_backward == base.arrive_backward and rescaled.pack == base.pack
 
 
 def test_a_machine_without_long_rows_prices_attention():
-    """As `Machine` has them unless they were measured: all of attention is the pairs' then."""
+    """The fields are zero unless measured; then pairs account for all of the attention."""
     base = replace(measured_machine(), long_forward=0.0, long_backward=0.0)
     for same, parts in zip(scaled(MINE, H200, base).parts, base.parts, strict=True):
         assert same.attention_forward == pytest.approx(parts.attention_forward)
@@ -63,18 +63,18 @@ def test_a_machine_without_long_rows_prices_attention():
 
 
 def test_scales():
-    """Twice the blocks, twice the width, no mask, another GPU: each part by what it follows from."""
+    """Double the depth or the width, drop the mask, or take another GPU: each part scales with its own quantity."""
     base, wide = measured_machine(), facts(dim=1536, num_heads=24)
-    found = scaled(wide, H200)
+    rescaled = scaled(wide, H200)
     products = wide.block_parameters / MINE.block_parameters
     assert 3.9 < products < 4.1
     linear = (1 - PASSES) * products + PASSES * 2
-    assert found.parts[0].rest_forward == pytest.approx(linear * base.parts[0].rest_forward)
-    assert found.parts[0].attention_backward == pytest.approx(2 * base.parts[0].attention_backward)
-    assert found.parts[0].edge_forward == pytest.approx(2 * base.parts[0].edge_forward)
+    assert rescaled.parts[0].rest_forward == pytest.approx(linear * base.parts[0].rest_forward)
+    assert rescaled.parts[0].attention_backward == pytest.approx(2 * base.parts[0].attention_backward)
+    assert rescaled.parts[0].edge_forward == pytest.approx(2 * base.parts[0].edge_forward)
     open_ = scaled(replace(MINE, call=replace(MINE.call, causal=False)), H200)
-    more = [getattr(open_.parts[1], x) / getattr(base.parts[1], x) for x in ("attention_forward", "attention_backward")]
-    assert 1.8 < more[0] < 1.9 and 1.7 < more[1] < 1.8  # twice the pairs, as many rows
+    rise = [getattr(open_.parts[1], x) / getattr(base.parts[1], x) for x in ("attention_forward", "attention_backward")]
+    assert 1.8 < rise[0] < 1.9 and 1.7 < rise[1] < 1.8  # twice the pairs, equal rows
     slow = scaled(MINE, GPUS["A100-80GB"])
     by_passes = (1 - PASSES) * 989.4 / 312 + PASSES * 4.8 / 2.039
     assert slow.parts[0].rest_backward == pytest.approx(by_passes * base.parts[0].rest_backward)
@@ -83,23 +83,23 @@ def test_scales():
 
 
 def test_a_wide_vocabulary_costs_its_products_and_its_loss():
-    more = scaled(facts(vocab_size=1 << 17), H200).parts[1]
+    wide_part = scaled(facts(vocab_size=1 << 17), H200).parts[1]
     base = measured_machine()
     rate = base.block_parameters / ((1 - PASSES) * base.parts[1].rest_forward)
     wide = (1 << 17) - 256
     loss = wide * base.parts[1].tokens * 2 * LOSS_FORWARD / BANDWIDTH
-    assert more.edge_forward == pytest.approx(base.parts[1].edge_forward + wide * 768 / rate + loss)
+    assert wide_part.edge_forward == pytest.approx(base.parts[1].edge_forward + wide * 768 / rate + loss)
 
 
 @pytest.mark.parametrize("dim, passes", [(768, False), (2048, True), (4096, True), (4096, False)])
 @pytest.mark.parametrize("tokens", [1 << 16, 1 << 18, 1 << 20])
 def test_a_head_takes_no_less_than_its_flops(dim, passes, tokens):
-    """And at most 2.5 times as long: its products, and with those of the loss where they are much of it."""
-    more = 1 << 17
-    of = facts(dim=dim, num_heads=dim // 64)
-    wide, small = (replace(of, vocab=256 + x, logits=passes) for x in (more, 0))
+    """And at most 2.5 times as long: its products, plus the loss if that is large."""
+    words = 1 << 17
+    model = facts(dim=dim, num_heads=dim // 64)
+    wide, small = (replace(model, vocab=256 + x, logits=passes) for x in (words, 0))
     seconds = [estimate(x, MemorySettings(), tokens, ONE, H200).step.compute["edge"] for x in (wide, small)]
-    least = 6 * dim * more * tokens / H200.flops
+    least = 6 * dim * words * tokens / H200.flops
     assert least < seconds[0] - seconds[1] < least / 0.4
 
 
@@ -116,23 +116,25 @@ LOSSES = [
 
 @pytest.mark.parametrize("dim, vocab, tile, ms", LOSSES)
 def test_measured_losses(dim, vocab, tile, ms):
-    """Of 65,536 tokens: what words add to a step of bytes."""
-    of = facts(dim=dim, num_heads=dim // 64)
-    wide, small = (estimate(replace(of, vocab=x), MemorySettings(tile=tile), 1 << 16, ONE, H200) for x in (vocab, 256))
+    """Milliseconds that a vocabulary of words adds to a step of 65,536 bytes."""
+    model = facts(dim=dim, num_heads=dim // 64)
+    wide, small = (
+        estimate(replace(model, vocab=x), MemorySettings(tile=tile), 1 << 16, ONE, H200) for x in (vocab, 256)
+    )
     assert (wide.seconds - small.seconds) * 1e3 == pytest.approx(ms, rel=0.12)
 
 
 def test_settings_cost():
     base = seconds()
-    kept, block = seconds(policy="attention-kept"), seconds(policy="block")
-    assert base < kept < block < seconds(policy="block", every=2) < base + 2 * (block - base)
-    # 0.25 of 2.40 s were measured at 1,048,576 tokens; without recomputation the feed-forward is computed once more, too
+    kept_op, block = seconds(policy="attention-kept"), seconds(policy="block")
+    assert base < kept_op < block < seconds(policy="block", every=2) < base + 2 * (block - base)
+    # measured: 0.25 of 2.40 s at 1,048,576 tokens; without recomputation, tiles compute the feed-forward once more
     tiles = seconds(policy="block", tile=4096) - block
     assert 0.05 * block < tiles < 0.12 * block and base + tiles < seconds(tile=4096) < block
     assert block < seconds(policy="block", head_chunks=4) < seconds(policy="block", every=2, head_chunks=4)
 
 
-#: (sizes, settings, tokens, seconds) that the estimate was fitted to, benchmarks/results/2026-11-22_h200_longest.md
+#: (sizes, settings, tokens, seconds) to which the estimate was fitted, benchmarks/results/2026-11-22_h200_longest.md
 BLOCK = MemorySettings("block")
 FITTED = [
     ({}, BLOCK, 1048576, 2.47),
@@ -158,9 +160,9 @@ def test_each_window_costs():
 
 
 def test_kept_attention_projects_windows_as_often_as_blocks():
-    """Forward, recomputation and backward; only the op itself is not done again."""
-    kept, block = (seconds(policy=p, head_chunks=4) - seconds(policy=p) for p in ("attention-kept", "block"))
-    assert kept == pytest.approx(block) and kept > seconds(head_chunks=4) - seconds()
+    """Forward, recomputation and backward project again; only the op itself is not repeated."""
+    kept_op, block = (seconds(policy=p, head_chunks=4) - seconds(policy=p) for p in ("attention-kept", "block"))
+    assert kept_op == pytest.approx(block) and kept_op > seconds(head_chunks=4) - seconds()
 
 
 def test_offloading_waits_for_the_link():
@@ -187,7 +189,7 @@ def test_cpu_offload_takes_copies_and_an_optimizer_on_the_host(tokens):
     assert host.optimizer == pytest.approx(7 * 4 * big.parameters / HOST_MEMORY) and plain.optimizer == 0
     added = host.seconds - plain.seconds - host.optimizer + plain.step.compute["optimizer"]
     copies = 3 * 4 * big.parameters / 8 / HOST_LINK
-    if tokens == 1 << 20:  # beside the computation, but for the first block's
+    if tokens == 1 << 20:  # hidden by the computation, except for the first block's
         assert host.hidden == pytest.approx(copies) and 0 < added < 0.1 * copies
     else:
         assert 0.8 * copies < added < 1.4 * copies
@@ -195,23 +197,24 @@ def test_cpu_offload_takes_copies_and_an_optimizer_on_the_host(tokens):
 
 
 def test_buckets_of_gradients_are_the_setups():
-    """On one node one bucket waits for the whole backward; smaller ones pass beside it, but for the first block's two."""
-    of = replace(MINE, call=replace(MINE.call, pattern=DilatedPattern.dense(2048)))  # nothing else is exchanged
+    """A single bucket waits for the whole backward; smaller ones overlap with it, except for the first block's two."""
+    model = replace(MINE, call=replace(MINE.call, pattern=DilatedPattern.dense(2048)))  # nothing else is exchanged
     whole, parts = (
-        estimate(of, MemorySettings(), 1 << 18, Setup("ring_dilated", 2, 2, bucket_cap_mb=x), H200) for x in (None, 25)
+        estimate(model, MemorySettings(), 1 << 18, Setup("ring_dilated", 2, 2, bucket_cap_mb=x), H200)
+        for x in (None, 25)
     )
     sums = lambda size: size / DEFAULTS.near + DEFAULTS.round + 2 * DEFAULTS.message  # noqa: E731
-    assert whole.step.bytes("gradients") == parts.step.bytes("gradients") == (4 * of.parameters, 0)
-    assert whole.exposed == pytest.approx(sums(4 * of.parameters))
+    assert whole.step.bytes("gradients") == parts.step.bytes("gradients") == (4 * model.parameters, 0)
+    assert whole.exposed == pytest.approx(sums(4 * model.parameters))
     assert sums(25 * 2**20) < parts.exposed < 2 * sums(25 * 2**20)
     assert whole.seconds - parts.seconds == pytest.approx(whole.exposed - parts.exposed)
 
 
 def test_many_ranks():
-    """Up to 4,096, in seconds; heads are joined where there are many, to as many bytes."""
+    """Up to 4,096 ranks take seconds to plan; many heads are merged into fewer wide ones, with equal bytes."""
     pattern = DilatedPattern.geometric(2048, 1 << 24)
-    of = replace(MINE, call=replace(MINE.call, pattern=pattern))
-    t = estimate(of, MemorySettings("block"), 1 << 24, Setup("ring_dilated", 64), H200)
+    model = replace(MINE, call=replace(MINE.call, pattern=pattern))
+    t = estimate(model, MemorySettings("block"), 1 << 24, Setup("ring_dilated", 64), H200)
     assert t.step.exchange in ("gather", "butterfly", "hierarchical_gather", "hierarchical_butterfly")
     call = OpCall(pattern, 64, 8, 128, True, 1)
     less = lighter(call, 64)
@@ -220,10 +223,10 @@ def test_many_ranks():
 
 
 def test_both_stacks_step_on_the_host():
-    """A decoder's parameters, too, are copied and stepped there."""
+    """A decoder's parameters are copied and stepped there, too."""
     model = ld.SlidePretrainer(depth=1, dim=96, num_heads=4, decoder_dim=192, decoder_depth=3)
-    of = Facts.of(model, subject_of(model, "32-true"))
+    facts_of_model = Facts.of(model, subject_of(model, "32-true"))
     setup = Setup("ring_dilated_fsdp", cpu_offload=True)
-    found = estimate(of, MemorySettings(), 4096, setup, H200).optimizer
-    assert found == pytest.approx(ADAMW_PASSES * of.parameters * 4 / HOST_MEMORY)
-    assert of.parameters > 3 * of.depth * of.block_parameters
+    optimizer = estimate(facts_of_model, MemorySettings(), 4096, setup, H200).optimizer
+    assert optimizer == pytest.approx(ADAMW_PASSES * facts_of_model.parameters * 4 / HOST_MEMORY)
+    assert facts_of_model.parameters > 3 * facts_of_model.depth * facts_of_model.block_parameters

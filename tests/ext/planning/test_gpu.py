@@ -1,4 +1,4 @@
-"""The plan's peak beside the allocator's, of true steps on the GPUs that are here."""
+"""The planned peak, compared with the allocator's peak in real steps on this machine's GPUs."""
 
 import json
 
@@ -16,9 +16,9 @@ from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 
 pytestmark = pytest.mark.gpu
-TOKENS = 1 << 20  # enough that what DDP lets go 0.1 s after its first step is gone at the peak
+TOKENS = 1 << 20  # so long that memory that DDP frees 0.1 s after its first step is free at the peak
 PATTERN = {"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}
-#: and a branch over the shards of two ranks, for which rows are exchanged
+#: with a branch across the shards of two ranks, which exchanges rows
 WIDE = {"segment_lengths": [2048, 8192, 2 * TOKENS], "dilation_rates": [1, 4, 64]}
 SIZES = {"dim": 512, "depth": 12, "num_heads": 8, "residual_dtype": "bfloat16"}
 SETTINGS = MemorySettings("block", every=2, offload=1, tile=16384, head_chunks=4)
@@ -30,29 +30,29 @@ WAYS = [
 ]
 
 
-def planned(strategy, ranks, pattern, precision="bf16-mixed", optimizer="adamw", **more):
-    """Memory of a rank."""
-    model = LongNetLM(DilatedPattern.from_dict(pattern), **SIZES, **more)
+def planned(strategy, ranks, pattern, precision="bf16-mixed", optimizer="adamw", **options):
+    """Return the planned memory of a rank."""
+    model = LongNetLM(DilatedPattern.from_dict(pattern), **SIZES, **options)
     gpu = find_gpu("H200")
     subject = subject_of(model, precision, None, None, gpu.capability)
     case = Case(subject, Facts.of(model, subject), Setup(strategy, ranks, optimizer=optimizer), gpu, host=64.0)
-    found = case.memory(SETTINGS, TOKENS * ranks)
-    assert (found.exchange.name is not None) == (pattern == WIDE)
-    return found
+    plan = case.memory(SETTINGS, TOKENS * ranks)
+    assert (plan.exchange.name is not None) == (pattern == WIDE)
+    return plan
 
 
 FUSED = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-4, "fused": True}}
 EIGHT = {"class_path": "torchao.optim.AdamW8bit", "init_args": {"lr": 1e-4}}
 
 
-def measured(folder, strategy, ranks, pattern, precision="bf16-mixed", optimizer=FUSED, **more):
-    """What two steps took of the rank with most."""
-    told = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": vars(SETTINGS)}
+def measured(folder, strategy, ranks, pattern, precision="bf16-mixed", optimizer=FUSED, **options):
+    """Measure two steps. Return the result of the rank with the highest peak."""
+    recompute = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": vars(SETTINGS)}
     settings = {
-        "trainer": {"precision": precision, "callbacks": [told]},
+        "trainer": {"precision": precision, "callbacks": [recompute]},
         "model": {
             "class_path": "LongNetLM",
-            "init_args": {"pattern": pattern, **SIZES, **more, "optimizer": optimizer},
+            "init_args": {"pattern": pattern, **SIZES, **options, "optimizer": optimizer},
         },
         "data": {"class_path": "lightning_dilated.data.ByteDataModule", "init_args": {"seq_len": 4096}},
     }
@@ -60,13 +60,13 @@ def measured(folder, strategy, ranks, pattern, precision="bf16-mixed", optimizer
         settings["trainer"]["strategy"] = strategy
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(json.loads(json.dumps(settings))))
-    found = Trials(["--config", str(path)], ranks, 200)(TOKENS * ranks)
-    assert found.fits, found.message
-    return found
+    trial = Trials(["--config", str(path)], ranks, 200)(TOKENS * ranks)
+    assert trial.fits, trial.message
+    return trial
 
 
 def alone(ranks):
-    """Skip where this machine is another than the plan's."""
+    """Skip if this machine is not the one that was planned for."""
     pytest.importorskip("jsonargparse")
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the plan is that of a GPU of capability 9.0")
@@ -74,31 +74,31 @@ def alone(ranks):
         pytest.skip(f"needs {ranks} GPUs")
 
 
-#: bytes of tokens and labels of a rank, and of small tables, in page-locked memory
+#: bytes of a rank's tokens, labels and small tables in page-locked memory
 BATCH = 2 * 8 * TOKENS + 4096
 
 
-def agrees(found, want):
-    """On the GPU; and on the host, where up to four batches wait as well, and beside which libraries have up to 5 GiB."""
-    print(f"{found}; planned {want.peak / GIB:.1f} GiB, {want.host / GIB:.1f} of the host")
-    assert found.allocated == pytest.approx(want.peak, rel=0.03)
-    assert 0.99 * want.host <= found.pinned <= want.host + 4 * BATCH and found.host < want.host + 5 * GIB
+def agrees(trial, want):
+    """Compare the GPU's peak and the host's memory; the host may hold four more batches, and 5 GiB of libraries."""
+    print(f"{trial}; planned {want.peak / GIB:.1f} GiB, {want.host / GIB:.1f} of the host")
+    assert trial.allocated == pytest.approx(want.peak, rel=0.03)
+    assert 0.99 * want.host <= trial.pinned <= want.host + 4 * BATCH and trial.host < want.host + 5 * GIB
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "pattern"), WAYS, ids=["one", "ddp", "fsdp", "ddp, rows"])
 def test_peak(tmp_path, strategy, ranks, pattern):
-    """On two GPUs block inputs once stayed that were done with."""
+    """On two GPUs, block inputs that were no longer needed once stayed allocated."""
     alone(ranks)
     agrees(measured(tmp_path, strategy, ranks, pattern), planned(strategy, ranks, pattern))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_peak_of_a_model_in_16_bits(tmp_path, compiled):
-    """0.2 billion parameters, most of them of words; the host has none of them."""
+    """0.2 billion parameters, most of them in the embedding; nothing is on the host."""
     pytest.importorskip("torchao")
     alone(1)
-    more = {"vocab_size": 1 << 17, "tie_embeddings": False, "precision": "bf16-true", "compile_blocks": compiled}
+    options = {"vocab_size": 1 << 17, "tie_embeddings": False, "precision": "bf16-true", "compile_blocks": compiled}
     agrees(
-        measured(tmp_path, "single", 1, PATTERN, optimizer=EIGHT, **more),
-        planned("single", 1, PATTERN, optimizer="adamw8bit", **more),
+        measured(tmp_path, "single", 1, PATTERN, optimizer=EIGHT, **options),
+        planned("single", 1, PATTERN, optimizer="adamw8bit", **options),
     )

@@ -1,4 +1,4 @@
-"""GPUs by name: their links are their own, and what is guessed says so."""
+"""GPUs by name: each has its own links, and guesses are marked as such."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_links_are_those_of_the_gpu(name):
 
 
 def test_numbers_by_hand():
-    """16 lanes of 16 GT/s with 128 of 130 bits; 259 of the 450 GB/s of an H200 were reached; GeForce cards stage."""
+    """16 lanes of 16 GT/s with 128 of 130 bits; an H200 reached 259 of its 450 GB/s; GeForce cards stage copies."""
     assert pytest.approx(16 * 16e9 / 8 * 128 / 130, rel=0.001) == PCIE4
     assert GPUS["L40S"].links.near == GPUS["A10"].links.near == pytest.approx(PCIE4 * 259e9 / NVLINK4, abs=0.5e9)
     assert GPUS["RTX4090"].links.near == GPUS["RTX3090"].links.near == pytest.approx(9e9, abs=0.5e9)

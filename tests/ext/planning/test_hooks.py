@@ -1,4 +1,4 @@
-"""Models are planned by their own hooks: a user's, one with an __init__ of its own, and layers without positions."""
+"""Models are planned by their own hooks: a user's model, one with its own __init__, layers without positions."""
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.full
 PATTERN = ld.DilatedPattern.longnet([64, 128], [1, 2])
 
 
-def kept(model, batch):
-    """Bytes that live when the forward has ended, beside the parameters."""
+def saved(model, batch):
+    """Return the bytes alive after the forward, without the parameters."""
     model.train().configure_model()
     with Meter() as meter:
         parameters = meter.track(model.parameters(), PARAMETERS)
@@ -32,40 +32,40 @@ def kept(model, batch):
 
 
 def planned(model, tokens):
-    found = footprint(subject_of(model, "32-true", compile_blocks=False), (1024, 2048))
-    (between,) = (m for m in found.moments if m.part == ("between",))
-    return found.held(between, tokens)
+    plan = footprint(subject_of(model, "32-true", compile_blocks=False), (1024, 2048))
+    (between,) = (m for m in plan.moments if m.part == ("between",))
+    return plan.held(between, tokens)
 
 
 @pytest.mark.parametrize("make", [Signals, OwnInit])
 def test_a_users_model(make):
-    """Its parameters, what a real step of it saves, and the longest sequence."""
+    """Its parameters, the bytes that a real step saves, and the longest sequence."""
     model = make()
     subject = subject_of(model, "32-true", compile_blocks=False)
     facts = Facts.of(model, subject)
     assert facts.parameters == sum(p.numel() for p in make().parameters()) and facts.depth == 3
-    assert planned(model, 4096) == pytest.approx(kept(make(), example_of(model, 4096)), rel=0.002)
+    assert planned(model, 4096) == pytest.approx(saved(make(), example_of(model, 4096)), rel=0.002)
     case = Case(subject, facts, Setup("ring_dilated", 2, 2), GPUS["H200"])
     assert case.longest(MemorySettings("block")) > case.longest(MemorySettings()) > 1 << 20
     assert case.time(MemorySettings(), 1 << 20).seconds > 0
-    assert not model._built  # it stays as it was
+    assert not model._built  # it is unchanged
 
 
 def test_a_built_model_stays_as_it_is():
-    """As the advice after an error finds it; the copy shares none of its weights."""
+    """The advice after an error finds a built model; the copy shares none of its weights."""
     model = OwnInit()
     model.configure_model()
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
-    made = model.planning_copy(5)
-    made.configure_model()
-    assert len(made.transformer.blocks) == 5 and len(model.transformer.blocks) == 3
+    planned_copy = model.planning_copy(5)
+    planned_copy.configure_model()
+    assert len(planned_copy.transformer.blocks) == 5 and len(model.transformer.blocks) == 3
     assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
-    assert not set(before.values()) & {p.data_ptr() for p in made.parameters()}
+    assert not set(before.values()) & {p.data_ptr() for p in planned_copy.parameters()}
 
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Of the user's model, which lies in a module."""
+    """Return a recipe of the user's model, defined in a module."""
     path = tmp_path / "users.yaml"
     path.write_text(yaml.safe_dump({
         "model": {"class_path": f"{Signals.__module__}.Signals", "init_args": {"channels": 5}},
@@ -81,7 +81,7 @@ def test_the_command_plans_a_users_model(capsys, recipe):
 
 
 class Other(ld.DilatedModule):
-    """Whatever is missing of what planning asks."""
+    """A model without the attributes that planning needs."""
 
     depth = 2
 

@@ -1,4 +1,4 @@
-"""Memory of compiled graphs, counted by hand; and that what is kept is what torch's partitioner keeps of real tensors."""
+"""Memory of compiled graphs, counted by hand; torch's partitioner saves the same tensors in a real run."""
 
 import pytest
 import torch
@@ -17,29 +17,29 @@ H, OUT = 64 * 128 * 4, 64 * 32 * 4
 
 
 def one(x, w, u, v):
-    """An elementwise step between two products: it takes the memory of its input."""
+    """An elementwise step between two products reuses the memory of its input."""
     return ((x @ w) * 2) @ u
 
 
 def kept(x, w, u, v):
-    """As before, but the input is asked for, too."""
+    """As before, but the input is also a result."""
     h = x @ w
     return (h * 2) @ u, h
 
 
 def chain(x, w, u, v):
-    """Three steps are one kernel: nothing in between is written."""
+    """Three steps are one kernel: no intermediate is written."""
     return ((x @ w).sin().exp() * 2) @ u
 
 
 def fork(x, w, u, v):
-    """Two steps over one tensor are one kernel, which cannot write over what both read."""
+    """Two steps over one tensor are one kernel, which cannot overwrite their common input."""
     h = x @ w
     return h.sin() @ u + h.cos() @ v
 
 
 def wait(x, w, u, v):
-    """The second reads what is made of the first by a product: two kernels, the second over its input."""
+    """The second step needs a product of the first's result: two kernels, the second overwrites its input."""
     h = x @ w
     a = h.sin()
     return a @ u, (h * (a @ u).sum()) @ v
@@ -64,13 +64,13 @@ PEAKS = {
 @pytest.mark.parametrize("run", PEAKS, ids=lambda run: run.__name__)
 def test_by_hand(run):
     with FakeTensorMode():
-        given = [torch.zeros(*size) for size in ((64, 32), (32, 128), (128, 32), (128, 32))]
-        graph = make_fx(run)(*given)
+        inputs = [torch.zeros(*size) for size in ((64, 32), (32, 128), (128, 32), (128, 32))]
+        graph = make_fx(run)(*inputs)
         tape = Tape()
-        made = Kernels(graph, Graphs(tape))
+        kernels = Kernels(graph, Graphs(tape))
         with tape:
-            results = made(given)
-        assert not given  # the list is emptied, as compiled code does
+            results = kernels(inputs)
+        assert not inputs  # the list is emptied, as compiled code does
         assert tape.peak == pytest.approx(PEAKS[run], abs=64)  # sums are a few bytes
         want = sum(x.untyped_storage().nbytes() for x in (results if isinstance(results, tuple) else [results]))
         assert tape.live == want
@@ -79,12 +79,12 @@ def test_by_hand(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("ffn, norm", [("swiglu", "rmsnorm"), ("gelu", "layernorm")])
 def test_kept_is_what_the_partitioner_keeps(ffn, norm):
-    """Beside torch.compile's own cut of a block, run on real tensors."""
+    """Compared with torch.compile's own partition of a block, run on real tensors."""
     pattern, tokens = DilatedPattern.longnet([64], [1]), 2048
     sizes = {"dim": 64, "num_heads": 4, "position_encoding": "none", "ffn": ffn, "norm": norm}
     subject = subject_of(ld.LongNetLM(pattern, depth=2, **sizes), "32-true", compile_blocks=True)
-    found = footprint(subject, (tokens, 2 * tokens))
-    moment = next(m for m in found.moments if m.part == ("behind", 0))
+    plan = footprint(subject, (tokens, 2 * tokens))
+    moment = next(m for m in plan.moments if m.part == ("behind", 0))
 
     model = ld.LongNetLM(pattern, depth=1, **sizes)
     model.configure_model()
@@ -101,4 +101,4 @@ def test_kept_is_what_the_partitioner_keeps(ffn, norm):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         block(x)
-    assert found.saved(moment, tokens) == pytest.approx(sum(saved.values()), rel=0.02)
+    assert plan.saved(moment, tokens) == pytest.approx(sum(saved.values()), rel=0.02)

@@ -1,4 +1,4 @@
-"""Low-rank updates in the plan: exact against full steps, beside real steps on the CPU, and what they cost."""
+"""Low-rank updates in the plan: exact for full steps, equal to real steps on the CPU, and their cost."""
 
 from dataclasses import replace
 
@@ -58,39 +58,38 @@ def test_length_is_exact(make, name, depth, precision):
 
 @pytest.mark.parametrize("policy", ["none", "attention-kept", "block"])
 def test_a_real_step_keeps_what_was_planned(policy):
-    """Bytes that live when the forward has ended, and of the gradients when the backward has, by a meter over real
-    tensors."""
+    """Compare the bytes alive after the forward, and gradients after the backward, with a meter of real tensors."""
     settings = MemorySettings(policy)
-    found = footprint(subject_of(encoder(), "32-true", settings), (3072, 5120))
-    between, last = (next(m for m in found.moments if m.part == part) for part in (("between",), ("backward", 3)))
+    plan = footprint(subject_of(encoder(), "32-true", settings), (3072, 5120))
+    between, last = (next(m for m in plan.moments if m.part == part) for part in (("between",), ("backward", 3)))
     model, data = built(encoder(), settings), labelled(3999)
     with Meter() as meter:
         parameters = meter.track(model.parameters(), PARAMETERS)
         loss, _ = model.token_mean(data)
-        kept = meter.live - parameters
+        saved = meter.live - parameters
     loss.backward()
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    assert parameters == found.parameters and gradients == found.trained < 0.1 * parameters
-    assert kept == pytest.approx(found.held(between, 4000), rel=0.002)
-    assert found.held(last, 4000) > 0 and last.static - parameters < gradients
+    assert parameters == plan.parameters and gradients == plan.trained < 0.1 * parameters
+    assert saved == pytest.approx(plan.held(between, 4000), rel=0.002)
+    assert plan.held(last, 4000) > 0 and last.static - parameters < gradients
 
 
 def test_states_and_buckets_are_of_what_is_trained():
-    found = footprint(subject_of(encoder(), "32-true", MemorySettings("block")), (1024, 2048))
+    plan = footprint(subject_of(encoder(), "32-true", MemorySettings("block")), (1024, 2048))
     own = 4 * numbers(built(encoder()), True)
-    one, two = (memory(found, 4096, x) for x in (Setup(), Setup("ring_dilated", data_ranks=2)))
+    one, two = (memory(plan, 4096, x) for x in (Setup(), Setup("ring_dilated", data_ranks=2)))
     assert one.kinds[OPTIMIZER] == 2 * own
     assert two.kinds[GRADIENTS] - one.kinds.get(GRADIENTS, 0) == own
-    dealt = memory(found, 4096, Setup("ring_dilated_fsdp", 4, 4))
+    dealt = memory(plan, 4096, Setup("ring_dilated_fsdp", 4, 4))
     assert dealt.kinds[OPTIMIZER] == -(-2 * own // 4)
 
 
 def test_states_on_the_host_are_of_what_is_trained():
-    found = footprint(subject_of(encoder(), "32-true"), (1024, 2048))
+    plan = footprint(subject_of(encoder(), "32-true"), (1024, 2048))
     model = built(encoder())
     locked = lambda p: 1 << (p.numel() * 4 - 1).bit_length()  # noqa: E731
     want = sum(locked(p) * (1 + p.requires_grad) for p in model.parameters()) + 8 * numbers(model, True)
-    assert memory(found, 4096, Setup("ring_dilated_fsdp", cpu_offload=True)).states == want
+    assert memory(plan, 4096, Setup("ring_dilated_fsdp", cpu_offload=True)).states == want
 
 
 @pytest.mark.parametrize("offload, every", [(0.5, 1), (1.0, 1), (1.0, 2), (0.25, 1)])
@@ -104,7 +103,7 @@ def test_host_memory_is_what_training_takes(offload, every):
     assert memory(away, 256).host == model.transformer._host.bytes
     at = [memory(x, 1 << 16).kinds[ACTIVATIONS] for x in (here, away)]
     left = max(0, round(offload * 4 / every) - 1)
-    flying = 2 if left == 4 // every - 1 else 1  # on their way back, or still leaving
+    flying = 2 if left == 4 // every - 1 else 1  # copies in flight, in either direction
     assert at[0] - at[1] == max(0, left - flying) * (here.hidden << 16)
 
 
@@ -115,16 +114,16 @@ def facts(**sizes):
 
 
 def test_flops_are_what_torch_counts():
-    """But for norms, biases and the head, which the plan does not tell apart, and for the update of a weight itself."""
+    """Not counted: norms, biases and the head, which the plan does not separate, and updates' weight products."""
     sizes = {"dim": 256, "depth": 3}
     model, data = built(encoder(**sizes)), labelled(2047)
     with FlopCounterMode(display=False) as counter:
         model.token_mean(data)[0].backward()
-    found, whole = (
+    low_rank, whole = (
         estimate(facts(**sizes, **x), MemorySettings(), 2048, Setup(), H200) for x in ({}, {"lora_rank": None})
     )
-    assert found.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
-    assert found.flops < 0.8 * whole.flops
+    assert low_rank.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert low_rank.flops < 0.8 * whole.flops
 
 
 def test_trained_numbers():
@@ -132,15 +131,15 @@ def test_trained_numbers():
     assert (of.parameters, of.trained_parameters) == (numbers(model, False), numbers(model, True)) and not of.whole
     block = model.transformer.blocks[0]
     assert of.trained.block == numbers(block, True) and of.depth == 4
-    update = 3 * (64 + 192)  # of the joint projection, whose own gradient is summed over tokens instead
+    update = 3 * (64 + 192)  # of the joint projection, for which the gradient of the sum is computed instead
     assert of.trained.gradients == of.trained.block - update + 192 * 64
     assert of.trained.weights == numbers(block, False) - update
 
 
 @pytest.mark.filterwarnings("ignore:target_parameters=")
 def test_passes_of_an_update():
-    """Beside those of the layer alone."""
-    tokens, seen = 10007, []
+    """Passes in addition to the layer's own."""
+    tokens, counts = 10007, []
     for lora in (False, True):
         layer = nn.ModuleDict({"fc1": nn.Linear(96, 160)}).requires_grad_(False)
         if lora:
@@ -150,13 +149,13 @@ def test_passes_of_an_update():
             y = layer["fc1"](x)
         with Passes(tokens) as backward:
             y.backward(torch.ones_like(y))
-        seen.append((forward.seen / tokens / 4, backward.seen / tokens / 4))
+        counts.append((forward.seen / tokens / 4, backward.seen / tokens / 4))
     for i, (into, out) in enumerate((UPDATE_FORWARD, UPDATE_BACKWARD)):
-        assert seen[1][i] - seen[0][i] == pytest.approx(into * 96 + out * 160, rel=0.05)
+        assert counts[1][i] - counts[0][i] == pytest.approx(into * 96 + out * 160, rel=0.05)
 
 
 def test_less_than_training_all():
-    """Of the linear layers' time where they are wide, of gradients and states; the op takes as long."""
+    """The linear layers take less time if they are wide, gradients and states take less; the op takes the same."""
     settings, setup = MemorySettings(), Setup("ring_dilated", 2, 2)
     sizes = {"dim": 2048, "num_heads": 16}
     own, whole = (estimate(facts(**sizes, **x), settings, 1 << 18, setup, H200) for x in ({}, {"lora_rank": None}))

@@ -1,4 +1,4 @@
-"""What was measured on one device: between and beyond the measured lengths, as a file, and refused for another model."""
+"""Measurements of one device: interpolated, extrapolated, saved to a file, and refused for another model."""
 
 import dataclasses
 import json
@@ -22,17 +22,17 @@ PARTS = Path(__file__).parents[3] / "benchmarks" / "step_parts.py"
         ([(0, 2.0), (10, 7.0)], Line(2.0, 0.5)),
         ([(10, 7.0), (20, 12.0), (40, 22.0)], Line(2.0, 0.5)),
         ([(10, 3.0), (20, 3.0)], Line(3.0, 0.0)),
-        ([(10, 1.0), (20, 3.0)], None),  # through a negative start
+        ([(10, 1.0), (20, 3.0)], None),  # the line starts below zero
         ([(10, 3.0), (20, 1.0)], None),  # falling
     ],
 )
 def test_fit(points, want):
-    found = fit_line(points)
+    line = fit_line(points)
     if want is not None:
-        assert (found.fixed, found.each) == pytest.approx((want.fixed, want.each))
-    assert found.fixed >= 0 and found.each >= 0
+        assert (line.fixed, line.each) == pytest.approx((want.fixed, want.each))
+    assert line.fixed >= 0 and line.each >= 0
     low, high = sorted(y for _, y in points)[0], sorted(y for _, y in points)[-1]
-    assert all(low / 2 <= found.of(x) <= 2 * high for x, _ in points)
+    assert all(low / 2 <= line.of(x) <= 2 * high for x, _ in points)
 
 
 def test_line():
@@ -41,10 +41,10 @@ def test_line():
 
 @pytest.mark.parametrize("tokens, want", [(64, 1.0), (96, 3.0), (128, 5.0), (32, 0.5), (256, 10.0)])
 def test_between_and_beyond(tokens, want):
-    """6 ms at 64 tokens, 30 at 128: a line between them; beyond the ends in proportion."""
+    """6 ms at 64 tokens, 30 at 128: linear in between, proportional outside."""
     steep = dataclasses.replace(parts(64), tokens=128, rest_forward=30 * MS)
-    found = machine(parts=(parts(64), steep)).at(tokens)
-    assert found.tokens == tokens and found.rest_forward == pytest.approx(want * 6 * MS)
+    part = machine(parts=(parts(64), steep)).at(tokens)
+    assert part.tokens == tokens and part.rest_forward == pytest.approx(want * 6 * MS)
 
 
 def test_file(tmp_path):
@@ -68,11 +68,11 @@ def test_file(tmp_path):
     ],
 )
 def test_damaged_file(tmp_path, change, message):
-    found = dataclasses.asdict(machine())
-    found["parts"] = list(found["parts"])
-    change(found)
+    fields = dataclasses.asdict(machine())
+    fields["parts"] = list(fields["parts"])
+    change(fields)
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=message):
         Machine.load(path)
     path.write_text("nothing")
@@ -97,20 +97,20 @@ def test_numbers_are_checked():
 
 @pytest.mark.slow
 def test_measured_on_this_machine(tmp_path, monkeypatch):
-    """The whole script, with the package's own layers, at sizes of a moment."""
+    """Run the whole script on the package's own layers, at tiny sizes."""
     path = tmp_path / "cpu.json"
     sizes = "--tokens 64 128 --first 32 --dim 16 --depth 2 --heads 2 --repeats 1 --precision 32-true --no-compile"
     sizes += " --long 128"
     monkeypatch.setattr(sys, "argv", ["step_parts.py", "--output", str(path), "--device", "cpu", *sizes.split()])
     runpy.run_path(str(PARTS), run_name="__main__")
-    found = Machine.load(path)
-    assert found.require(dim=16, depth=2, heads=2, causal=True, first=32) and [p.tokens for p in found.parts] == [
+    read = Machine.load(path)
+    assert read.require(dim=16, depth=2, heads=2, causal=True, first=32) and [p.tokens for p in read.parts] == [
         64,
         128,
     ]
     # in_proj, out_proj, gate, fc1, fc2 (hidden 64), two norms; tied embedding and the last norm
-    assert (found.block_parameters, found.edge_parameters) == (4 * 256 + 3 * 1024 + 32, 256 * 16 + 16)
-    assert min(found.optimizer, *(x for p in found.parts for x in (p.attention_forward, p.attention_backward))) > 0
-    lines = found.arrive_forward, found.arrive_backward, found.pack, found.add, found.few_forward, found.few_backward
+    assert (read.block_parameters, read.edge_parameters) == (4 * 256 + 3 * 1024 + 32, 256 * 16 + 16)
+    assert min(read.optimizer, *(x for p in read.parts for x in (p.attention_forward, p.attention_backward))) > 0
+    lines = read.arrive_forward, read.arrive_backward, read.pack, read.add, read.few_forward, read.few_backward
     assert all(line.of(1e6) > 0 for line in lines)
-    assert 0 < found.long_forward < found.long_backward
+    assert 0 < read.long_forward < read.long_backward

@@ -1,4 +1,4 @@
-"""Memory of a step: beside peaks that were measured, exact against full steps of other sizes, and by kind."""
+"""Memory of a step: compared with measured peaks, exact for full steps of other sizes, and by kind."""
 
 import itertools
 from dataclasses import replace
@@ -36,8 +36,8 @@ def lm(pattern=SMALL, **sizes):
 # -- measured ----------------------------------------------------------------------------------------------------------
 BYTES = {"pattern": FIVE, "dim": 768, "depth": 12, "num_heads": 12}
 SLIDES = {"task": "classification", "num_classes": 2, "dropout": 0.0, "drop_path": 0.0}
-#: (model, compiled, strategy, policy): (tokens, GPUs, GiB); benchmarks/results/2026-11-22_h200_speed.md, ..._slides.md, and
-#: for "attention-kept" 2026-11-21_h200_speed.md
+#: (model, compiled, strategy, policy): (tokens, GPUs, GiB); benchmarks/results/2026-11-22_h200_speed.md, ..._slides.md,
+#: and for "attention-kept" 2026-11-21_h200_speed.md
 MEASURED = {
     ("bytes", True, "single", "none"): [(131072, 1, 40.9), (262144, 1, 80.2)],
     ("bytes", True, "single", "block"): [
@@ -54,22 +54,22 @@ MEASURED = {
 
 @pytest.mark.parametrize("case", MEASURED, ids=lambda case: f"{case[0]}-{case[3]}")
 def test_measured(case):
-    """Wanted: within 10 %, and 5 % aimed at; seen: at most 1.7 %, of numbers with three digits."""
+    """Required: 10 % at most; aim: 5 %; observed: at most 1.7 %, of numbers with three digits."""
     kind, compiled, strategy, policy = case
     model = ld.LongNetLM(**BYTES) if kind == "bytes" else ld.SlideEncoder(**SLIDES)
-    found = footprint(subject_of(model, memory=MemorySettings(policy), compile_blocks=compiled))
+    plan = footprint(subject_of(model, memory=MemorySettings(policy), compile_blocks=compiled))
     for tokens, ranks, gib in MEASURED[case]:
-        beside = 2 if strategy == "ring_dilated" else 1  # in these runs DDP wrapped a GPU alone, too
-        peak = memory(found, tokens, Setup(strategy, ranks, data_ranks=beside)).peak / GIB
+        beside = 2 if strategy == "ring_dilated" else 1  # in these runs DDP wrapped a single GPU, too
+        peak = memory(plan, tokens, Setup(strategy, ranks, data_ranks=beside)).peak / GIB
         assert peak == pytest.approx(gib, rel=0.025), (tokens, ranks)
 
 
 @pytest.mark.parametrize("compiled, each", [(True, 2 + 2), (False, 2 + 4 + 4)])
 def test_bytes_of_a_logit(compiled, each):
-    """Compiled the loss holds logits and their gradient, in 16 bits; else logits, these in fp32 and their logarithms."""
+    """A compiled loss holds logits and their gradient in 16 bits; else logits, their fp32 copy and log-softmax."""
     words = 1 << 17
-    found = footprint(subject_of(lm(vocab_size=words), "bf16-mixed", MemorySettings("block"), compiled), (1024, 2048))
-    few, many = (memory(found, tokens).peak for tokens in (1 << 14, 1 << 15))
+    plan = footprint(subject_of(lm(vocab_size=words), "bf16-mixed", MemorySettings("block"), compiled), (1024, 2048))
+    few, many = (memory(plan, tokens).peak for tokens in (1 << 14, 1 << 15))
     assert (many - few) / (words << 14) == pytest.approx(each, rel=0.01)
 
 
@@ -87,7 +87,7 @@ SETTINGS = {
 
 
 def check(subject, depth, tokens):
-    """The footprint's integers beside a step's of another length."""
+    """Compare the footprint's integers with a step of another length."""
     subject = replace(subject, depth=depth)
     counted = footprint(subject, (3072, 4096))
     graphs = Graphs(Tape()) if subject.compile_blocks else None
@@ -143,7 +143,7 @@ WAYS = [*((x, False) for x in ("none", "block", "attention-kept", "groups")), ("
     for case in ((layers, *way) for layers in LAYERS for way in WAYS)
 ])  # fmt: skip
 def test_exact_where_layers_differ(layers, settings, compiled):
-    """In positions and recurrences."""
+    """Layers differ in positions and recurrences."""
     model = lm(depth=6, num_kv_heads=2, **LAYERS[layers])
     subject = subject_of(model, "bf16-mixed", SETTINGS[settings], compiled)
     check(subject, 6, 5120)
@@ -151,7 +151,7 @@ def test_exact_where_layers_differ(layers, settings, compiled):
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exact_with_kernels_of_convolutions(compiled, monkeypatch):
-    """The op is counted where GPUs take it: a layer saves what goes into it and comes out of it, and no padded copy."""
+    """The op is counted as GPUs run it: a layer saves the op's inputs and outputs, and no padded copy."""
     subject = subject_of(lm(kv_conv=4), "bf16-mixed", compile_blocks=compiled)
     with monkeypatch.context() as patch:
         patch.setattr(convolution, "unsupported", lambda *_: "serves nothing")
@@ -159,33 +159,33 @@ def test_exact_with_kernels_of_convolutions(compiled, monkeypatch):
     check(subject, 4, 5120)
     by_kernels, row = footprint(subject, (3072, 4096)), 64 * 2
     saved = [x.saved(next(m for m in x.moments if m.part == ("head",)), 1 << 20) >> 20 for x in (by_kernels, by_torch)]
-    # by kernels the projection of q, too, of which the rows are slices
+    # with kernels the projection of q is saved, too: q's rows are slices of it
     assert saved[0] - saved[1] == 3 * row
 
 
 def test_parameters_and_gradients_are_the_models():
     model = lm()
-    found = footprint(subject_of(model, "32-true"), (1024, 2048))
+    plan = footprint(subject_of(model, "32-true"), (1024, 2048))
     real = sum(p.nbytes for p in lm().parameters())
-    assert found.parameters == real
-    assert {m.static for m in found.moments if m.part[0] == "forward"} == {2 * real}
-    assert found.hidden == 64 * 4
+    assert plan.parameters == real
+    assert {m.static for m in plan.moments if m.part[0] == "forward"} == {2 * real}
+    assert plan.hidden == 64 * 4
 
 
 @pytest.mark.parametrize("precision, size", [("bf16-mixed", 4), ("bf16-true", 2), ("32-true", 4)])
 def test_states_by_precision(precision, size):
-    found = footprint(subject_of(lm(), precision, MemorySettings("block")), (1024, 2048))
-    kinds = memory(found, 4096).kinds
+    plan = footprint(subject_of(lm(), precision, MemorySettings("block")), (1024, 2048))
+    kinds = memory(plan, 4096).kinds
     assert kinds[OPTIMIZER] == 2 * kinds[PARAMETERS] == 2 * size * sum(p.numel() for p in lm().parameters())
 
 
 def test_settings_save_what_they_should():
-    """Each holds less than the one before, at a length where activations are most of it."""
+    """Each saves more than the one before, at a length with mostly activations."""
     order = ["attention-kept", "block", "groups"]
     peaks = []
     for name in order:
-        found = footprint(subject_of(lm(depth=12), "bf16-mixed", SETTINGS[name]), (2048, 4096))
-        peaks.append(memory(found, 1 << 20).peak)
+        plan = footprint(subject_of(lm(depth=12), "bf16-mixed", SETTINGS[name]), (2048, 4096))
+        peaks.append(memory(plan, 1 << 20).peak)
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3
 
 
@@ -211,7 +211,7 @@ def test_longest_fits_and_no_more():
 
 
 def test_longest_with_keys_of_all_ranks():
-    """Dense attention brings a rank the keys of all others: what fits is far from both first guesses."""
+    """Dense attention sends a rank all other keys: the longest that fits is far from both first guesses."""
     model = lm(DilatedPattern.dense(), depth=4)
     subject = subject_of(model, "bf16-mixed")
     case = Case(subject, Facts.of(model, subject), Setup("ring_dilated", 8, 8), find_gpu("rtx 4090"))
@@ -221,7 +221,7 @@ def test_longest_with_keys_of_all_ranks():
 
 
 def test_the_fastest_that_fits_is_recommended():
-    """Windows of heads may cost more than copies to the host, which cost nothing."""
+    """Windows of heads may cost more than copies to the host, which cost nothing here."""
     seconds = {MemorySettings(): 1, MemorySettings("block"): 3, MemorySettings("block", offload=1): 2, TILES: 2}
     case = SimpleNamespace(
         fits=lambda x, tokens: x.policy == "block", time=lambda x, tokens: SimpleNamespace(seconds=seconds[x])
@@ -230,9 +230,9 @@ def test_the_fastest_that_fits_is_recommended():
 
 
 def test_candidates():
-    found = candidates(kv_heads=2, host=64.0, depth=12)
-    assert found[0] == MemorySettings() and len(found) == len(set(found))
-    assert {x.head_chunks for x in found} == {1, 2} and {x.offload for x in found} == {0, 64.0}
+    settings = candidates(kv_heads=2, host=64.0, depth=12)
+    assert settings[0] == MemorySettings() and len(settings) == len(set(settings))
+    assert {x.head_chunks for x in settings} == {1, 2} and {x.offload for x in settings} == {0, 64.0}
     assert all(x.head_chunks == 1 and x.every == 1 and not x.offload for x in candidates(1, 0.0, 1))
 
 

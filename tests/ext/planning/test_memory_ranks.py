@@ -1,4 +1,4 @@
-"""What a rank holds of the step's memory: replicated and dealt parameters, parts on the host, rows of other ranks."""
+"""A rank's share of a step's memory: replicated and sharded parameters, offloaded parts, rows of other ranks."""
 
 import functools
 from dataclasses import replace
@@ -39,7 +39,7 @@ def counted():
 
 def test_ddp_has_buckets(counted):
     one, two = (memory(counted, 1 << 14, x) for x in (Setup(), Setup("ring_dilated", data_ranks=2)))
-    assert memory(counted, 1 << 14, Setup("ring_dilated")) == one  # alone it averages with no other
+    assert memory(counted, 1 << 14, Setup("ring_dilated")) == one  # a single rank averages with no other
     assert two.kinds[GRADIENTS] - one.kinds.get(GRADIENTS, 0) == one.kinds[PARAMETERS]
     assert {k: v for k, v in one.kinds.items() if k != GRADIENTS} == {
         k: v for k, v in two.kinds.items() if k != GRADIENTS
@@ -61,23 +61,23 @@ def test_fsdp_deals_parameters(counted):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_output_projection_has_its_whole_gradient(offload):
-    """From the head's backward until FSDP deals out what is in no block, after all blocks."""
+    """It lasts from the head's backward until FSDP reduces the parameters outside of blocks, after all blocks."""
     model = lm(vocab_size=4096, tie_embeddings=False)
-    found = footprint(subject_of(model, "bf16-mixed", MemorySettings("block")), (1024, 2048))
+    plan = footprint(subject_of(model, "bf16-mixed", MemorySettings("block")), (1024, 2048))
     setup, size = Setup("ring_dilated_fsdp", 4, 4, cpu_offload=offload), 4096 * 64 * 4
-    parts = {m.part: m for m in found.moments}
-    gradients = [_static(found, parts[part], setup)[GRADIENTS] for part in (("backward", 2), ("head",))]
+    parts = {m.part: m for m in plan.moments}
+    gradients = [_static(plan, parts[part], setup)[GRADIENTS] for part in (("backward", 2), ("head",))]
     assert gradients[0] >= size and gradients[1] == 0
 
 
 def test_cpu_offload_leaves_gathered_blocks(counted):
-    """On the GPU; on the host parameters and gradients are in buffers of powers of two, and states as they are."""
+    """The GPU keeps them; the host pads parameters and gradients to powers of two, but not the states."""
     whole, block = counted.parameters, counted.blocks[0][0]
     edge = whole - 8 * block
     plain = memory(counted, 1 << 14, Setup("ring_dilated_fsdp", 4, 4))
     x = memory(counted, 1 << 14, Setup("ring_dilated_fsdp", 4, 4, cpu_offload=True))
     assert x.kinds[PARAMETERS] == 2 * block + edge + -(-block // 4) and OPTIMIZER not in x.kinds
-    norm = 64 * 4  # the last norm's gradient is whole until the backward is done
+    norm = 64 * 4  # the last norm's gradient is whole until the backward ends
     assert x.kinds.get(GRADIENTS, 0) in (0, 2 * block + -(-block // 4) + norm)
     assert x.kinds[ACTIVATIONS] == plain.kinds[ACTIVATIONS]
     assert plain.states == 0 and x.host == plain.host == 0
@@ -91,7 +91,7 @@ def test_cpu_offload_leaves_gathered_blocks(counted):
 
 
 def test_host_memory_limits_cpu_offload():
-    """Where some is named: block inputs get what the states leave."""
+    """With a named limit, block inputs get the memory that the states leave."""
     model = lm(depth=8)
     subject = subject_of(model)
     setup = Setup("ring_dilated_fsdp", 2, 2, cpu_offload=True)
@@ -110,47 +110,47 @@ def test_eight_bit_states(counted):
 @pytest.mark.parametrize("exchange", ["gather", "butterfly"])
 def test_kept_rows_are_the_plans(exchange):
     pattern, n = DilatedPattern.geometric(64, 1 << 12), 1 << 12
-    found = exchanged(pattern, n, (4, 4, 16), True, 2, Setup("ring_dilated", 4, 4, exchange=exchange))
+    exchange_rows = exchanged(pattern, n, (4, 4, 16), True, 2, Setup("ring_dilated", 4, 4, exchange=exchange))
     problem = make_problem(pattern, n, 4, ranks=4, causal=True)
-    assert found.name == exchange
-    assert found.kept == max(EXCHANGES[exchange].volume(problem, r, 4).kept for r in range(4)) * 16 * 2 > 0
+    assert exchange_rows.name == exchange
+    assert exchange_rows.kept == max(EXCHANGES[exchange].volume(problem, r, 4).kept for r in range(4)) * 16 * 2 > 0
 
 
 def test_kept_rows_by_policy():
     pattern = DilatedPattern.geometric(64, 1 << 14)
     under_way = lambda x: {0, x.exchange.forward, x.exchange.backward}  # noqa: E731 - outside of the op, or in it
     for name, layers in (("attention-kept", 8), ("block", 1)):
-        found = footprint(subject_of(lm(pattern, depth=8), "bf16-mixed", MemorySettings(name)), (1024, 2048))
-        x = memory(found, 1 << 14, Setup("ring_dilated", 4, 4))
+        plan = footprint(subject_of(lm(pattern, depth=8), "bf16-mixed", MemorySettings(name)), (1024, 2048))
+        x = memory(plan, 1 << 14, Setup("ring_dilated", 4, 4))
         assert x.exchange.kept > 0 and x.kinds[EXCHANGE] - layers * x.exchange.kept in under_way(x)
 
 
 @pytest.mark.parametrize("offload, every", [(0.5, 1), (1.0, 1), (1.0, 2), (0.0, 1)])
 def test_host_memory_is_what_training_takes(offload, every):
-    """Beside the buffers that a real step has taken."""
+    """Compared with the buffers that a real step allocated."""
     settings = MemorySettings("block", every, offload)
     model = lm(depth=4)
     model.configure_model()
     model.transformer.memory = settings
     tokens = torch.zeros(1, 256, dtype=torch.int64)
     model.token_mean({"tokens": tokens, "labels": tokens})[0].backward()
-    found = footprint(subject_of(lm(depth=4), "32-true", settings), (1024, 2048))
-    assert memory(found, 256).host == model.transformer._host.bytes
+    plan = footprint(subject_of(lm(depth=4), "32-true", settings), (1024, 2048))
+    assert memory(plan, 256).host == model.transformer._host.bytes
 
 
 def test_what_lightning_moves_as_fit_ends():
-    """Beside what a step leaves."""
+    """Compared with the tensors that a step leaves."""
     model = lm()
     model.configure_model()
-    found = footprint(subject_of(model, "32-true", MemorySettings()), (1024, 2048))
+    plan = footprint(subject_of(model, "32-true", MemorySettings()), (1024, 2048))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.zeros(1, 256, dtype=torch.int64)
     model.token_mean({"tokens": tokens, "labels": tokens})[0].backward()
     optimizer.step()
     states = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
     whole = sum(x.nbytes for x in (*model.parameters(), *(p.grad for p in model.parameters()), *states))
-    assert moved_as_fit_ends(found, Setup()) == moved_as_fit_ends(found, Setup("ring_dilated", 4, 4)) == whole
-    assert moved_as_fit_ends(found, Setup("ring_dilated_fsdp", 4, 4)) == -(-whole // 4)
+    assert moved_as_fit_ends(plan, Setup()) == moved_as_fit_ends(plan, Setup("ring_dilated", 4, 4)) == whole
+    assert moved_as_fit_ends(plan, Setup("ring_dilated_fsdp", 4, 4)) == -(-whole // 4)
 
 
 def test_offloading_frees_the_gpu(counted):
@@ -158,12 +158,12 @@ def test_offloading_frees_the_gpu(counted):
     subject = replace(counted.subject, memory=MemorySettings("block", offload=0.5))
     away = memory(replace(counted, subject=subject), 1 << 18)
     one = counted.hidden << 18
-    assert away.host == 4 * one and here.peak - away.peak == 3 * one  # one is still on its way
+    assert away.host == 4 * one and here.peak - away.peak == 3 * one  # one copy is in flight
     assert here.kinds[ACTIVATIONS] == 8 * one and away.kinds[ACTIVATIONS] == 5 * one
     subject = replace(counted.subject, memory=MemorySettings("block", offload=1.0))
     all_away = memory(replace(counted, subject=subject), 1 << 18)
-    assert all_away.host == 8 * one and all_away.kinds[ACTIVATIONS] == 2 * one  # one is used, the next on its way back
-    # as much waits for the second block, which finds the gradients of six more
+    assert all_away.host == 8 * one and all_away.kinds[ACTIVATIONS] == 2 * one  # one is in use, the next in flight
+    # the peak moves to the second block, when the gradients of six more blocks exist
     gradients = 6 * counted.blocks[0][0]
     assert all_away.moment == ("backward", 1) and here.moment == ("backward", 7)
     assert all_away.kinds[GRADIENTS] - here.kinds[GRADIENTS] == gradients

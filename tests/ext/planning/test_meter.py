@@ -1,4 +1,4 @@
-"""Meter: bytes counted by hand, views, resizes, wrappers, fake tensors, kinds, and what happens inside the package's op."""
+"""Meter: bytes counted by hand, views, resizes, wrappers, fake tensors, kinds, and the inside of the package's op."""
 
 import gc
 
@@ -30,7 +30,7 @@ def test_by_hand():
         assert m.live == 0
         x = torch.ones(4, 8)
         assert m.live == 4 * 8 * 4
-        y = x @ w  # w is seen now
+        y = x @ w  # w is counted from here
         assert m.live == m.peak == 128 + 512 + 4 * 16 * 4
         del x
         assert (m.live, m.peak) == (768, 896)
@@ -57,7 +57,7 @@ def test_resized():
         x.resize_(100)
         assert m.live == 400
         x.untyped_storage().resize_(8)
-        assert m.live == 400  # nobody has looked
+        assert m.live == 400  # no operation has noticed
         assert len(x[:2]) == 2 and m.live == 8
         y = torch.empty(0)
         assert m.live == 8
@@ -67,9 +67,9 @@ def test_resized():
 
 def test_rounded():
     with Meter(round_to=512) as m:
-        kept = [torch.empty(1), torch.empty(128), torch.empty(129), torch.empty(0)]
+        tensors = [torch.empty(1), torch.empty(128), torch.empty(129), torch.empty(0)]
         assert m.live == 512 + 512 + 1024
-        kept.clear()
+        tensors.clear()
     assert m.live == 0
     with pytest.raises(ValueError, match="round_to must be at least 1, got 0"):
         Meter(round_to=0)
@@ -97,13 +97,13 @@ def step(model, x, again=False):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_training_step(again):
-    """(4, 8) floats are 128 bytes: of Linear its input is saved, of Tanh its output, so between two layers one tensor."""
+    """(4, 8) floats are 128 bytes. Linear saves its input, Tanh its output: one tensor between two layers."""
     model, x = mlp(), torch.ones(4, 8)
     with Meter(record=True) as m:
         assert m.track(model.parameters(), PARAMETERS) == 512 and m.track([x, None, x], "batch") == 128
         run = step(model, x, again)
         next(run)
-        # saved: x, tanh, tanh's input to the second Linear (the same), tanh; the loss; Tanh's own inputs are gone
+        # saved: x, tanh, tanh's input to the second Linear (the same), tanh; the loss. Tanh's own inputs are freed
         assert m.mark(ACTIVATIONS) == 4 + (0 if again else 2 * 128)
         assert m.by_kind() == {PARAMETERS: 512, "batch": 128, ACTIVATIONS: 4 + (0 if again else 256)}
         assert sum(m.by_kind().values()) == m.live
@@ -144,21 +144,21 @@ def test_mark_leaves_what_was_there():
         after = before + 1
         assert m.mark(ACTIVATIONS) == 20 and m.by_kind() == {TEMPORARY: 20, ACTIVATIONS: 20}
         assert m.mark(ACTIVATIONS) == 0 and len(after) == 5
-        literal = torch.tensor([1.0, 2.0])  # made within, though no operation says so
+        literal = torch.tensor([1.0, 2.0])  # created inside, although no operation reports it
         assert m.mark(ACTIVATIONS) == 8 and literal.sum() == 3
 
 
 def test_labels():
     products = ("aten::mul.Tensor", "aten::mul_.Tensor")
-    name = lambda func, given, made: [(t, EXCHANGE) for t in made] if func.name() in products else []  # noqa: E731
+    name = lambda func, inputs, outputs: [(t, EXCHANGE) for t in outputs] if func.name() in products else []  # noqa: E731
     with Meter(labels=name) as m:
         x = torch.ones(4)
         y = x * x
         assert m.by_kind() == {TEMPORARY: 16, EXCHANGE: 16} and len(y) == 4
         z = torch.zeros(8)
         assert m.mark(ACTIVATIONS) == 48 and m.by_kind() == {ACTIVATIONS: 48, EXCHANGE: 16}
-        z.mul_(z)  # labels go before marks
-        m.track([x], PARAMETERS)  # what is tracked before both
+        z.mul_(z)  # labels override marks
+        m.track([x], PARAMETERS)  # tracking overrides both
         x.mul_(x)
         assert m.by_kind() == {PARAMETERS: 16, EXCHANGE: 48}
 
@@ -179,9 +179,9 @@ def test_fake_tensors():
 
 
 def test_wrappers():
-    """The operations on what they hold are seen, not those on themselves."""
-    seen = []
-    with Meter(labels=lambda func, given, made: seen.extend(map(type, (*given, *made))) or []) as m:
+    """The operations on the inner tensors are seen, not those on the wrapper."""
+    types = []
+    with Meter(labels=lambda func, inputs, outputs: types.extend(map(type, (*inputs, *outputs))) or []) as m:
         x = TwoTensor(torch.ones(4), torch.ones(4))
         y = x + x
         assert m.live == 64
@@ -189,7 +189,7 @@ def test_wrappers():
         assert m.live == 32 and m.track([y], PARAMETERS) == 32
         y.add_(y)
         assert m.live == m.peak - 32 == 32
-    assert set(seen) == {torch.Tensor}
+    assert set(types) == {torch.Tensor}
 
 
 def test_sparse_gradients():
@@ -230,14 +230,14 @@ def test_closed():
 # -- inside the package's op -------------------------------------------------------------------------------------------
 @torch.library.custom_op("lightning_dilated::_metered", mutates_args=())
 def metered(x: torch.Tensor) -> torch.Tensor:
-    """Needs 4096 bytes for a while."""
+    """Allocates 4096 bytes temporarily."""
     room = x.new_zeros(1024)
     return x + room[:1]
 
 
 @torch.library.custom_op("lightning_dilated::_shrunk", mutates_args=("x",))
 def shrunk(x: torch.Tensor) -> None:
-    """Leaves 4 bytes."""
+    """Resizes a tensor to 4 bytes."""
     x.untyped_storage().resize_(4)
 
 
@@ -262,14 +262,14 @@ def test_inside(monkeypatch):
 
 
 def test_attention_saves_what_it_says():
-    """q, k, v, out (all (1, 32, 2, 8) floats: 2048 bytes), lse (1, 2, 32); no rows and no number on one rank."""
+    """q, k, v, out (all (1, 32, 2, 8) floats: 2048 bytes), lse (1, 2, 32); on one rank no rows and no call number."""
     q, k, v = (torch.randn(1, 32, 2, 8, requires_grad=True) for _ in range(3))
     pattern = DilatedPattern.longnet([8, 32], [1, 2])
     with Meter() as m:
         m.track([q, k, v], PARAMETERS)
         out, *_ = ATTENTION(q, k, v, None, None, None, encode(pattern, True, 0.3, needs_grad=True))
         assert m.mark(ACTIVATIONS) == 2048 + 256
-        assert m.peak > m.live  # what the engine needed for a while
+        assert m.peak > m.live  # the engine's temporary memory
         out.sum().backward()
         del out, _
         assert m.track([q.grad, k.grad, v.grad], GRADIENTS) == 3 * 2048
@@ -281,7 +281,7 @@ def test_attention_saves_what_it_says():
 def test_the_allocator_agrees():
     device = torch.device("cuda")
     model, x = mlp().to(device), torch.ones(4, 8, device=device)
-    list(step(model, x))  # libraries take their workspaces
+    list(step(model, x))  # libraries allocate their workspaces
     model.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -1,8 +1,8 @@
-"""Steps on many ranks: small ones added up by hand, work and bytes beside the definition and the planner.
+"""Steps on many ranks: small ones added up by hand; work and bytes equal the definition and the planner.
 
-The made-up device is of `machines`: 64 tokens of a rank take 6 + 14 ms of a block without its attention, 10 + 20 ms of its
-own attention and 1 + 2 ms more of each wide branch, 1 + 2 ms of a batch of arriving rows, 0.125 + 0.375 ms of the few rows
-that they reach. Packing (0.5 ms) and summing gradients (0.25 ms) go beside the own attention.
+`machines` describes the invented device: for 64 tokens of a rank, a block takes 6 + 14 ms without attention, 10 + 20 ms
+of its own attention, 1 + 2 ms more for each wide branch, 1 + 2 ms for a batch of arriving rows, and 0.125 + 0.375 ms
+for the few rows that they reach. Packing (0.5 ms) and summing gradients (0.25 ms) overlap with the own attention.
 """
 
 import time
@@ -41,7 +41,7 @@ def step(ranks, pattern=None, model=None, options=None, **how):
     return step_on_ranks(model or machine(), cycle, 64, setup_of(ranks, **how), **options or {})
 
 
-#: forward and backward of a block on two ranks: rest, own attention with one wide branch, a batch, few rows
+#: forward and backward of a block on two ranks: other layers, own attention with one wide branch, a batch, few rows
 TWO = 2 * (6 + 11 + 1 + 0.125 + 14 + 2 + 22 + 0.375) + OUTSIDE
 
 
@@ -64,23 +64,23 @@ def test_by_hand(ranks, how, options, want):
 
 
 def test_rows_that_travel_longer_than_the_own_attention():
-    """A round of 16 rows of K and V (32 bytes each in bf16) takes a second, that of their gradients two."""
-    found = step(2, exchange="gather", links=replace(FREE, near=512.0))
+    """A round of 16 rows of K and V (32 bytes each in bf16) takes a second, their gradients two."""
+    planned = step(2, exchange="gather", links=replace(FREE, near=512.0))
     late = 2 * (1000 + 0.5 - 11 + 2000 + 0.25 - 22)
     averaged = 4 * 2500 / 512 * 1e3
-    assert found.exposed / MS == pytest.approx(late + averaged)
-    assert found.seconds / MS == pytest.approx(TWO + late + averaged)
-    assert found.received["forward", "near"] == 2 * 16 * 32 and found.received["gradients", "near"] == 10_000
+    assert planned.exposed / MS == pytest.approx(late + averaged)
+    assert planned.seconds / MS == pytest.approx(TWO + late + averaged)
+    assert planned.received["forward", "near"] == 2 * 16 * 32 and planned.received["gradients", "near"] == 10_000
 
 
 def test_nothing_crosses():
-    found = step(4, geometric(1))
-    assert found.exchange is None and found.bytes() == (0, 0)
-    assert found.seconds / MS == pytest.approx(2 * 50 + OUTSIDE)
+    planned = step(4, geometric(1))
+    assert planned.exchange is None and planned.bytes() == (0, 0)
+    assert planned.seconds / MS == pytest.approx(2 * 50 + OUTSIDE)
 
 
 def test_gradients_in_buckets():
-    """All after the backward, or in buckets beside it, of which the last one is waited for."""
+    """One bucket is sent after the backward; of overlapping buckets, only the last one is waited for."""
     large = machine(block_parameters=1 << 20, edge_parameters=0, depth=2)
     at_once, beside = (
         step(2, geometric(1), large, links=replace(FREE, near=1e9), bucket_cap_mb=x).exposed for x in (None, 1)
@@ -96,15 +96,15 @@ def test_sharded_parameters_are_not_averaged():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_bytes_are_the_plans(exchange, causal):
-    """The mean over ranks of what `planned.moved` says, for each layer and pass."""
+    """The mean over ranks of `planned.moved`, for each layer and pass."""
     ranks, per_node, model = 4, 2, machine(causal=causal)
     pattern = geometric(ranks)
     problem = make_problem(pattern, 64 * ranks, 2, 2, ranks=ranks, causal=causal)
     assert EXCHANGES[exchange].why_not(problem, per_node) is None
-    found = step(ranks, pattern, model, exchange=exchange, per_node=per_node)
+    planned = step(ranks, pattern, model, exchange=exchange, per_node=per_node)
     each = [moved(problem, exchange, rank, per_node, 8, 2) for rank in range(ranks)]
     for i, run in enumerate(("forward", "backward")):
-        assert sum(found.bytes(run)) == pytest.approx(2 * sum(x[i].received for x in each) / ranks)
+        assert sum(planned.bytes(run)) == pytest.approx(2 * sum(x[i].received for x in each) / ranks)
 
 
 BRANCHES = st.one_of(
@@ -126,7 +126,7 @@ BRANCHES = st.one_of(
     exchange=st.sampled_from([None, "switch"]),
 )  # fmt: skip
 def test_work_is_the_definition(branches, ranks, tokens, causal, layout, group, exchange):
-    """The pairs of all ranks, their own and those with rows that arrived, are the pattern's."""
+    """The pairs of all ranks, with their own rows and with rows that arrived, are the pattern's."""
     pattern, length = DilatedPattern(tuple(branches)), tokens
     problem = make_problem(pattern, length, 4, 2, ranks=ranks * group, causal=causal, layout=layout, head_size=group)
     if exchange is not None and EXCHANGES[exchange].why_not(problem, ranks):
@@ -141,14 +141,14 @@ def test_work_is_the_definition(branches, ranks, tokens, causal, layout, group, 
 
 @pytest.mark.parametrize("exchange", [x for x in EXCHANGES if x != "auto"])
 def test_slower_links_never_help(exchange):
-    of = lambda links: step(8, exchange=exchange, per_node=4, links=links).seconds  # noqa: E731
+    seconds_of = lambda links: step(8, exchange=exchange, per_node=4, links=links).seconds  # noqa: E731
     base = Links(near=1e6, far=1e5, round=1e-4, message=1e-4)
     slower = ("near", 0.5), ("far", 0.5), ("round", 2), ("message", 2)
-    assert all(of(base) <= of(replace(base, **{name: getattr(base, name) * x})) for name, x in slower)
+    assert all(seconds_of(base) <= seconds_of(replace(base, **{name: getattr(base, name) * x})) for name, x in slower)
 
 
 def test_zigzag_gives_ranks_equal_work():
-    """Of a dense causal pattern the last of four contiguous ranks computes 1.75 times the mean."""
+    """With a dense causal pattern, the last of four contiguous ranks computes 1.75 times the mean."""
     dense, model = (
         DilatedPattern.dense(),
         machine(causal=True, arrive_forward=Line(0, 1e-5), arrive_backward=Line(0, 2e-5)),
@@ -159,10 +159,10 @@ def test_zigzag_gives_ranks_equal_work():
 
 
 def test_groups_trade_tokens_for_heads():
-    """Groups over all ranks exchange no rows, and the trade takes time by its bytes."""
-    of = lambda size, near: step(2, geometric(2), links=replace(FREE, near=near), head_size=size)  # noqa: E731
-    assert of(2, 1e30).exchange is None and of(1, 1e30).exchange is not None
-    assert of(2, 1e6).compute["tokens for heads"] > 1e3 * of(2, 1e12).compute["tokens for heads"] > 0
+    """Groups over all ranks exchange no rows, and the time of the trade follows from its bytes."""
+    step_of = lambda size, near: step(2, geometric(2), links=replace(FREE, near=near), head_size=size)  # noqa: E731
+    assert step_of(2, 1e30).exchange is None and step_of(1, 1e30).exchange is not None
+    assert step_of(2, 1e6).compute["tokens for heads"] > 1e3 * step_of(2, 1e12).compute["tokens for heads"] > 0
     layer = layer_on_ranks(machine(), geometric(2), "auto", 64, setup_of(2, head_size="auto"))
     assert layer.forward["attention"].shape == (2,)
 
@@ -172,13 +172,13 @@ def test_layers_of_other_groups(head_size):
     """Layers with rank groups of other sizes are added rank by rank."""
     cycle, setup = [DilatedPattern.dense(32), geometric(16)], setup_of(16, Links(), 4, head_size=head_size)
     model = machine(causal=True)
-    both = step_on_ranks(model, cycle, 64, setup)
+    joined = step_on_ranks(model, cycle, 64, setup)
     each = [step_on_ranks(model, [x], 64, setup) for x in cycle]
-    assert min(x.seconds for x in each) <= both.seconds <= max(x.seconds for x in each)
+    assert min(x.seconds for x in each) <= joined.seconds <= max(x.seconds for x in each)
 
 
 def test_a_pair_among_many_keys_and_its_row():
-    """Of a dense layer all pairs take `long_forward`; a row takes what the measured pattern took beyond its pairs."""
+    """In a dense layer the pairs take `long_forward`; a row takes the measured pattern's time beyond its pairs."""
     slow = machine(long_forward=1e-7, long_backward=2e-7)
     forward, backward = attention_seconds(slow, 64)
     assert (forward.pair, backward.pair) == (1e-7, 2e-7)
@@ -187,7 +187,7 @@ def test_a_pair_among_many_keys_and_its_row():
 
 def test_a_billion_tokens():
     begin = time.perf_counter()
-    found = step_on_ranks(
+    planned = step_on_ranks(
         machine(first=2048), [DilatedPattern.geometric(2048, 2**30)], 2**18, setup_of(4096, Links(), 8)
     )
-    assert time.perf_counter() - begin < 20 and found.seconds > 0 and found.exchange is not None
+    assert time.perf_counter() - begin < 20 and planned.seconds > 0 and planned.exchange is not None

@@ -1,4 +1,4 @@
-"""Steps whose equal layers are counted once hold, at every piece, what steps of all layers hold."""
+"""Steps that count equal layers once hold, at every piece, the bytes of steps that count all layers."""
 
 from dataclasses import replace
 
@@ -62,5 +62,5 @@ def test_repeats_are_found():
     assert find_repeats("xababababy") == [Repeat(3, 5, 1)]
     assert find_repeats("aaaaaaa", 2) == []  # three groups, and a shorter one
     assert find_repeats("aaaaaaaa", 2) == [Repeat(2, 4, 1)]
-    # runs first, then what repeats of what they left
+    # runs first, then repetitions among the others
     assert find_repeats("daaaaa" * 4) == [Repeat(i, i + 1, 2) for i in (2, 6, 10, 14)] + [Repeat(4, 8, 1)]

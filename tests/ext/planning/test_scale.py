@@ -30,7 +30,7 @@ def _table(setting, ranks):
 
 
 def test_table():
-    """One layer's bytes on the mean of the ranks: 16 rows of 32 bytes, gradients in fp32."""
+    """One layer's bytes, averaged over ranks: 16 rows of 32 bytes, gradients in fp32."""
     head, _, one, two = _table(Setting(machine(), 1, Links(round=1e-12)), [1, 2])
     assert one.split(" | ")[:4] == ["| 64", "1", "64", "none"] and one.endswith("| 115.0 | 0.6 | 100.0 % |")
     assert two.split(" | ")[4:6] == ["0.00 (0.00)", "0.00 (0.00)"] and head.count("|") == two.count("|")
@@ -56,7 +56,7 @@ def test_assumptions_name_the_links():
 
 
 def run_script(tmp_path, monkeypatch, options: str) -> list[str]:
-    """What the script records."""
+    """Return the lines that the script records."""
     machine().save(tmp_path / "m.json")
     files = ["--machine", str(tmp_path / "m.json"), "--record", str(tmp_path / "r.md")]
     monkeypatch.chdir(tmp_path)
@@ -66,7 +66,7 @@ def run_script(tmp_path, monkeypatch, options: str) -> list[str]:
 
 
 def test_script(tmp_path, monkeypatch, capsys):
-    """A step that took what is planned deviates by nothing, one that took half as long again by a third less."""
+    """The deviation is 0 for a step that took the planned time, and -1/3 for a step that took 1.5 times as long."""
     options = "--tokens 64 --ranks 1 2 --round 1e-12 --plot p.png"
     lines = run_script(tmp_path, monkeypatch, f"{options} --measured 1:64:115 1:64:172.5 2:64:500:gather")
     assert "| 1 | 64 | none | 115.0 | 115.0 | +0.0 % | 0.00 |" in lines
@@ -101,13 +101,13 @@ def test_links_of_a_file(tmp_path, monkeypatch):
     Links(near=3e9, source="measured here").save(tmp_path / "links.json")
     files = "--no-table --measured 1:64:115 --links links.json"
     (tmp_path / "r.md").touch()
-    assert "3 GB/s a GPU inside it" in (found := run_script(tmp_path, monkeypatch, files)[1])
-    assert "links: measured here" in found
+    assert "3 GB/s a GPU inside it" in (line := run_script(tmp_path, monkeypatch, files)[1])
+    assert "links: measured here" in line
     assert "5 GB/s a GPU inside it" in run_script(tmp_path, monkeypatch, f"{files} --near 5e9")[-6]
 
 
 def test_parts_longer_than_the_step(tmp_path, monkeypatch):
-    """No overhead is less than none."""
+    """An overhead is never negative."""
     lines = run_script(tmp_path, monkeypatch, "--no-table --calibrate --measured 1:64:100")
     assert "0.0 ms with 64 tokens" in lines[1]
     assert "| 1 | 64 | none | 100.0 | 115.0 | +15.0 % | 0.00 |" in lines

@@ -1,4 +1,4 @@
-"""Models whose odd layers are shifted: their calls exchange rows where those of even layers need none."""
+"""Models with shifted odd layers: these exchange rows, and even layers need none."""
 
 from collections import Counter
 from dataclasses import replace
@@ -23,7 +23,7 @@ from .machines import machine
 
 pytestmark = pytest.mark.full
 
-#: nested, so that shards of a multiple of 128 tokens cut no segment
+#: nested, so shards of a multiple of 128 tokens cut no segment
 EVEN = DilatedPattern.longnet([64, 128], [1, 2])
 ODD = EVEN.shifted(0.5)
 RANKS, TOKENS = 4, 2048
@@ -34,7 +34,7 @@ def lm(depth=4, kind=ld.LongNetLM, **options):
     return kind(EVEN, **{"dim": 64, "depth": depth, "num_heads": 4, "shift_layers": "odd", **options})
 
 
-def kept(pattern):
+def rows_of(pattern):
     return exchanged(pattern, TOKENS, (4, 4, 16), True, 2, Setup("ring_dilated", RANKS, RANKS)).kept
 
 
@@ -57,50 +57,50 @@ def test_layers(kind, depth):
     ],
 )
 def test_memory(policy, depth):
-    """Two of four or five layers keep rows; where blocks are computed again those of one are there at a time."""
-    found = footprint(subject_of(lm(depth), "bf16-mixed", MemorySettings(policy)), (1024, 2048))
-    x = memory(found, TOKENS, SETUP)
-    assert x.exchange.name is None and kept(EVEN) == 0 and x.exchange.others[0].kept == kept(ODD) > 0
+    """Two of four or five layers keep rows; recomputed blocks hold one layer's rows at a time."""
+    plan = footprint(subject_of(lm(depth), "bf16-mixed", MemorySettings(policy)), (1024, 2048))
+    x = memory(plan, TOKENS, SETUP)
+    assert x.exchange.name is None and rows_of(EVEN) == 0 and x.exchange.others[0].kept == rows_of(ODD) > 0
     under_way = {0, x.exchange.others[0].forward, x.exchange.others[0].backward}
-    assert x.kinds[EXCHANGE] - (2 if policy == "attention-kept" else 1) * kept(ODD) in under_way
+    assert x.kinds[EXCHANGE] - (2 if policy == "attention-kept" else 1) * rows_of(ODD) in under_way
 
 
 def test_room():
-    """The op's own, in each layer."""
+    """Each layer has the workspace of its own pattern."""
     subject = subject_of(lm())
-    found = footprint(replace(subject, memory=MemorySettings("block")), (1024, 2048))
-    last, first = (m for m in found.moments if m.piece.op == "backward" and m.part[1] in (0, 1))
+    plan = footprint(replace(subject, memory=MemorySettings("block")), (1024, 2048))
+    last, first = (m for m in plan.moments if m.piece.op == "backward" and m.part[1] in (0, 1))
     wide = DilatedPattern.longnet([64, 128, 256], [1, 1, 1])
     for pattern, odd in ((EVEN, wide), (wide, EVEN)):
         call = replace(subject.call, tokens=1 << 16, dtype=first.piece.dtype, pattern=pattern, others=(odd,))
         each = [workspace(one)[1] for one, _ in call.layers(2)]
-        assert [found.room(m, call) for m in (first, last)] == each and each[0] != each[1]
+        assert [plan.room(m, call) for m in (first, last)] == each and each[0] != each[1]
 
 
 @pytest.mark.parametrize("depth", [2, 3])
 def test_time(depth):
-    """Bytes and pairs are those of the layers by themselves."""
+    """Bytes and pairs are the sum over separate layers."""
     shifted, options = lm(depth), {"shift_layers": "none"}
-    of = lambda model: Facts.of(model, subject_of(model))  # noqa: E731
-    mixed, even = of(shifted), of(lm(depth, **options))
+    facts_of = lambda model: Facts.of(model, subject_of(model))  # noqa: E731
+    mixed, even = facts_of(shifted), facts_of(lm(depth, **options))
     odd = replace(even, call=replace(even.call, pattern=ODD))
-    told = lambda facts: estimate(facts, MemorySettings("block"), TOKENS, SETUP, H200)  # noqa: E731
-    found, low, high = told(mixed), told(even), told(odd)
+    estimated = lambda facts: estimate(facts, MemorySettings("block"), TOKENS, SETUP, H200)  # noqa: E731
+    mixed_estimate, low, high = estimated(mixed), estimated(even), estimated(odd)
     share = depth // 2 / depth
     for run in ("forward", "again", "backward"):
         assert low.step.bytes(run)[0] == 0
-        assert found.step.bytes(run)[0] == pytest.approx(share * high.step.bytes(run)[0])
-    assert found.flops == pytest.approx(low.flops + share * (high.flops - low.flops))
-    assert (found.step.exchange, low.step.exchange) == ("gather", None)
-    assert low.seconds < found.seconds < high.seconds
+        assert mixed_estimate.step.bytes(run)[0] == pytest.approx(share * high.step.bytes(run)[0])
+    assert mixed_estimate.flops == pytest.approx(low.flops + share * (high.flops - low.flops))
+    assert (mixed_estimate.step.exchange, low.step.exchange) == ("gather", None)
+    assert low.seconds < mixed_estimate.seconds < high.seconds
 
 
 def test_layers_take_turns():
-    """With links that cost nothing a step is the mean of steps of either pattern."""
+    """With free links a step is the mean of the steps with either pattern."""
     free = Links(near=1e30, far=1e30, round=1e-15, message=1e-15)
     setup = Setup("ring_dilated", RANKS, RANKS, links=free)
-    even, odd, both = (step_on_ranks(machine(), x, 512, setup) for x in ([EVEN], [ODD], [EVEN, ODD]))
-    assert both.seconds == pytest.approx((even.seconds + odd.seconds) / 2) and even.seconds != odd.seconds
+    even, odd, alternating = (step_on_ranks(machine(), x, 512, setup) for x in ([EVEN], [ODD], [EVEN, ODD]))
+    assert alternating.seconds == pytest.approx((even.seconds + odd.seconds) / 2) and even.seconds != odd.seconds
     assert step_on_ranks(machine(), [EVEN, EVEN], 512, setup) == even
 
 
@@ -112,12 +112,12 @@ def hybrid(depth=6, **options):
 
 
 def test_hybrid():
-    """Dense layers keep rows of other ranks, shifted local ones a few, the others none; FLOPs are those of each layer."""
+    """Dense layers keep rows of other ranks, shifted local ones a few, the others none; FLOPs add up over layers."""
     model = hybrid()
     subject = subject_of(model)
     assert {p: n for p, n in ((x.pattern, n) for x, n in subject.call.layers(6))} == Counter(model.patterns)
     x = memory(footprint(subject, (1024, 2048)), TOKENS, SETUP)
-    each = [kept(pattern) for pattern in model.patterns]
+    each = [rows_of(pattern) for pattern in model.patterns]
     assert x.exchange.kept_by(6) == sum(each) and each[0] == 0 < each[1] < each[2]
     time = estimate(Facts.of(model, subject), MemorySettings(), TOKENS, SETUP, H200)
     pairs = [p.explain(TOKENS, 4, 1, True).pairs for p in model.patterns]

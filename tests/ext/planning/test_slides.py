@@ -1,4 +1,4 @@
-"""Slide models in the plan: exact against full steps, beside real steps on the CPU, and in time."""
+"""Slide models in the plan: memory exact for full steps and equal to real steps on the CPU, and time."""
 
 import functools
 from dataclasses import replace
@@ -44,7 +44,7 @@ MODELS = {"mae": mae, "encoder": encoder}
 
 @functools.cache
 def counted(precision="32-true", settings=None, decoder_depth=3):
-    """The footprint of `mae`, made once for the tests that ask for it."""
+    """Return the footprint of `mae`, cached."""
     return footprint(
         subject_of(mae(decoder_depth=decoder_depth), precision, settings or SETTINGS["none"]), (1024, 2048)
     )
@@ -63,7 +63,7 @@ def counted(precision="32-true", settings=None, decoder_depth=3):
     pytest.param("encoder", "groups, tiles, heads", 8, "bf16-mixed", False, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_depth_and_length_are_exact(kind, name, depth, precision, compiled):
-    """Beside a direct count of the full model; the decoder has three blocks whatever the depth."""
+    """Compared with a direct count of the full model; the decoder has three blocks at any depth."""
     check(subject_of(MODELS[kind](), precision, SETTINGS[name], compile_blocks=compiled), depth, 5120)
 
 
@@ -85,26 +85,26 @@ def labelled(tiles):
 
 
 @pytest.mark.parametrize("model, batch, tokens, tolerance", [
-    (mae, lambda: slide(3999), 4000, 0.002),  # which tiles are hidden is drawn
+    (mae, lambda: slide(3999), 4000, 0.002),  # the hidden tiles are random
     (encoder, lambda: labelled(3999), 4000, 0.002),
 ])  # fmt: skip
 def test_a_real_step_keeps_what_was_planned(model, batch, tokens, tolerance):
-    """With true masks and grids: bytes that live when the forward has ended, by a meter over real tensors."""
-    found = footprint(subject_of(model(), "32-true"), (3072, 5120))
-    (between,) = (m for m in found.moments if m.part == ("between",))
-    made, data = model().train(), batch()
-    made.configure_model()
+    """Compare with a meter over real tensors, with true masks and grids: the bytes alive after the forward."""
+    plan = footprint(subject_of(model(), "32-true"), (3072, 5120))
+    (between,) = (m for m in plan.moments if m.part == ("between",))
+    net, data = model().train(), batch()
+    net.configure_model()
     with Meter() as meter:
-        parameters = meter.track(made.parameters(), PARAMETERS)
-        loss, _ = made.token_mean(data)
-        kept = meter.live - parameters
-    assert loss.requires_grad and parameters == found.parameters
-    assert kept == pytest.approx(found.held(between, tokens), rel=tolerance)
+        parameters = meter.track(net.parameters(), PARAMETERS)
+        loss, _ = net.token_mean(data)
+        saved = meter.live - parameters
+    assert loss.requires_grad and parameters == plan.parameters
+    assert saved == pytest.approx(plan.held(between, tokens), rel=tolerance)
 
 
 def test_hidden_states_by_stack():
-    found = counted("bf16-mixed")
-    assert (found.hidden, found.inner) == (64 * 4, 32 * 2)  # what the decoder's projection gives is autocast's
+    plan = counted("bf16-mixed")
+    assert (plan.hidden, plan.inner) == (64 * 4, 32 * 2)  # autocast sets the dtype of the decoder's projection
 
 
 @pytest.mark.parametrize("offload", [0.5, 1.0])
@@ -115,22 +115,22 @@ def test_host_memory_is_what_training_takes(offload):
     for stack in (model.transformer, model.decoder):
         stack.memory = settings
     model.token_mean(slide(255))[0].backward()
-    found = counted(settings=MemorySettings("block"))
-    found = replace(found, subject=replace(found.subject, memory=settings))
-    assert memory(found, 256).host == model.transformer._host.bytes + model.decoder._host.bytes
+    plan = counted(settings=MemorySettings("block"))
+    plan = replace(plan, subject=replace(plan.subject, memory=settings))
+    assert memory(plan, 256).host == model.transformer._host.bytes + model.decoder._host.bytes
 
 
 def lives(settings):
-    """Bytes beside host memory when each block of the decoder begins, in the forward and last in the backward."""
+    """Return bytes not on the host at the start of each decoder block, in the forward and the recomputation."""
     model = mae(decoder_depth=5)
     model.configure_model()
     for stack in (model.transformer, model.decoder):
         stack.memory = settings
-    found, meter, phase = {}, Meter(), ["forward"]
+    bytes_at, meter, phase = {}, Meter(), ["forward"]
 
-    def note(number, attention, given):
+    def note(number, attention, inputs):
         away = model.transformer._host.bytes + model.decoder._host.bytes
-        found[phase[0], number] = meter.live - away
+        bytes_at[phase[0], number] = meter.live - away
 
     for i, block in enumerate(model.decoder.blocks):
         block.attention.register_forward_pre_hook(partial(note, i))
@@ -142,7 +142,7 @@ def lives(settings):
         note(0, None, None)
         phase[0] = "backward"
         loss.backward()
-    return found
+    return bytes_at
 
 
 @pytest.mark.parametrize(
@@ -150,16 +150,15 @@ def lives(settings):
     [(1.0, 1), (0.6, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((0.2, 1), (0.4, 2), (1.0, 2)))],
 )
 def test_the_decoders_inputs_are_where_training_has_them(offload, every):
-    """On the host or on the device, block by block, beside a real step; the encoder's are away, and where all were sent the
-    last one is on both."""
+    """Compare their places, block by block, with a real step; if all encoder inputs were sent, the last is on both."""
     settings = MemorySettings("block", every, offload)
     here, away = lives(MemorySettings("block", every)), lives(settings)
-    found = counted(settings=MemorySettings("block", every), decoder_depth=5)
-    found = replace(found, subject=replace(found.subject, memory=settings))
+    plan = counted(settings=MemorySettings("block", every), decoder_depth=5)
+    plan = replace(plan, subject=replace(plan.subject, memory=settings))
     sizes, planned = (1000 * 64 * 4, 1000 * 32 * 4), {}
-    for m in found.moments:
+    for m in plan.moments:
         if (m.decoding and len(m.part) > 2) or m.part == ("between",):
-            planned[m.part[1:] or ("between", 0)] = _decoder_away(found, m, 1000)
+            planned[m.part[1:] or ("between", 0)] = _decoder_away(plan, m, 1000)
     groups = -(-4 // every)
     sent = round(offload * groups)
     encoder = (sent - (sent == groups)) * sizes[0]
@@ -181,7 +180,7 @@ def test_features_are_in_the_dtype_of_the_precision(kind, precision):
 
 def test_slides_are_counted_at_whole_tiles():
     subject = subject_of(encoder(), memory=MemorySettings("block", tile=1000))
-    low, high = _lengths(subject.memory)  # what `footprint` counts at
+    low, high = _lengths(subject.memory)  # the lengths at which `footprint` counts
     assert footprint(subject).sizes == (low, high)
     assert low % 1000 == high % 1000 == 0 and 4 * low == 3 * high
 
@@ -191,34 +190,34 @@ WIDE = {"segment_lengths": [64, 256, 1024, 4096], "dilation_rates": [1, 2, 4, 8]
 
 
 def test_exchanged_rows_of_both_stacks():
-    found = footprint(subject_of(mae(**WIDE), "32-true", MemorySettings("attention-kept")), (1024, 2048))
-    x = memory(found, 4096, Setup("ring_dilated", 4, 4))
+    plan = footprint(subject_of(mae(**WIDE), "32-true", MemorySettings("attention-kept")), (1024, 2048))
+    x = memory(plan, 4096, Setup("ring_dilated", 4, 4))
     rows, inner = x.exchange, x.exchange.decoder
     assert x.kinds[EXCHANGE] > 0 and 0 < inner.kept == rows.kept // 2  # heads are half as wide
-    taken = {(*m.part, m.piece.op): _exchange(found, m, rows) for m in found.moments}
-    both = 4 * rows.kept + 3 * inner.kept
-    assert taken["head", ""] == both
-    assert taken["decoder", "forward", 2, "forward"] == both + inner.forward
-    assert taken["decoder", "backward", 2, "backward"] == both + inner.backward
+    taken = {(*m.part, m.piece.op): _exchange(plan, m, rows) for m in plan.moments}
+    all_rows = 4 * rows.kept + 3 * inner.kept
+    assert taken["head", ""] == all_rows
+    assert taken["decoder", "forward", 2, "forward"] == all_rows + inner.forward
+    assert taken["decoder", "backward", 2, "backward"] == all_rows + inner.backward
     assert taken["backward", 3, "backward"] == 4 * rows.kept + rows.backward
     assert taken["forward", 0, "forward"] == rows.kept + rows.forward
 
 
 def test_the_ops_room_is_that_of_its_stack():
-    found = counted("bf16-mixed")
-    call, inner = replace(found.subject.call, tokens=4096), replace(found.subject.decoder.call, tokens=4096)
+    plan = counted("bf16-mixed")
+    call, inner = replace(plan.subject.call, tokens=4096), replace(plan.subject.decoder.call, tokens=4096)
     assert (call.head_dim, inner.head_dim) == (16, 8) and inner.heads == 4
-    backward = {m.decoding: m for m in found.moments if m.piece.op == "backward"}
-    assert found.room(backward[True], inner) == workspace(inner)[1] < found.room(backward[False], call)
+    backward = {m.decoding: m for m in plan.moments if m.piece.op == "backward"}
+    assert plan.room(backward[True], inner) == workspace(inner)[1] < plan.room(backward[False], call)
 
 
 def test_fsdp_deals_both_stacks():
-    found = counted()
-    real, built = found.parameters, mae()
+    plan = counted()
+    real, built = plan.parameters, mae()
     built.configure_model()
     block, inner = (sum(p.nbytes for p in s.blocks[0].parameters()) for s in (built.transformer, built.decoder))
-    assert found.subject.decoder.parameters * 4 == inner
-    x = memory(found, 4096, Setup("ring_dilated_fsdp", 4, 4))
+    assert plan.subject.decoder.parameters * 4 == inner
+    x = memory(plan, 4096, Setup("ring_dilated_fsdp", 4, 4))
     assert x.kinds[PARAMETERS] == -(-real // 4) + 2 * block + real - 4 * block - 3 * inner
     assert x.kinds[OPTIMIZER] == -(-2 * real // 4)
 
@@ -247,11 +246,11 @@ def test_parameters_are_the_models(kind):
 @pytest.mark.parametrize("policy", ["none", "block"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_time_counts_both_stacks(policy, ranks):
-    """A decoder like the encoder takes as long as so many blocks more, and exchanges as much."""
+    """A decoder like the encoder takes the time and the bytes of that number of additional blocks."""
     setup = Setup("ring_dilated", ranks, ranks)
-    both = facts(mae(**WIDE, decoder_dim=64))
+    two_stacks = facts(mae(**WIDE, decoder_dim=64))
     alone = facts(mae(**WIDE, depth=7, decoder_depth=1)).stacks[0]
-    two, one = (estimate(x, MemorySettings(policy), 4096, setup, GPUS["H200"]) for x in (both, alone))
+    two, one = (estimate(x, MemorySettings(policy), 4096, setup, GPUS["H200"]) for x in (two_stacks, alone))
     for kind in ("attention", "rest"):
         assert two.step.compute[kind] == pytest.approx(one.step.compute[kind]), kind
     assert two.step.bytes("forward", "again", "backward") == pytest.approx(
@@ -261,15 +260,15 @@ def test_time_counts_both_stacks(policy, ranks):
 
 
 def test_settings_cost_of_both_stacks():
-    of = facts(mae(decoder_dim=64, decoder_depth=4))
+    model = facts(mae(decoder_dim=64, decoder_depth=4))
     seconds = [
-        estimate(of, x, 1 << 18, Setup(), GPUS["H200"]).seconds
+        estimate(model, x, 1 << 18, Setup(), GPUS["H200"]).seconds
         for x in (SETTINGS["none"], SETTINGS["attention-kept"], SETTINGS["block"], SETTINGS["groups"])
     ]
     assert sorted(seconds) == seconds
-    again = seconds[2] - seconds[0]  # of all blocks once; of groups of two, half of them once more, as a whole forward
+    again = seconds[2] - seconds[0]  # all blocks once; with groups of two, half of them once more, as a whole forward
     whole = 0.0
-    for machine in (scaled(x, GPUS["H200"]) for x in of.stacks):
+    for machine in (scaled(x, GPUS["H200"]) for x in model.stacks):
         whole += (1 - machine.again) * machine.at(1 << 18).rest_forward * machine.depth / 2
     assert whole > 0 and seconds[3] - seconds[2] == pytest.approx(again / 2 + whole)
 

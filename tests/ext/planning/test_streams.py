@@ -1,4 +1,4 @@
-"""Plans of streams: carried rows as they are carried, memory flat in the length, and the command line."""
+"""Plans of streams: carried rows equal the real ones, memory is flat in the length, and the command line."""
 
 import pytest
 
@@ -29,7 +29,7 @@ PATTERNS = {
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize(("tokens", "chunk"), [(4096, 256), (4000, 192)])
 def test_one_head_stands_for_those_like_it(name, tokens, chunk):
-    """As many rows as the plan of all heads has, but for the ends of segments."""
+    """The count from one head equals the plan of all heads, except at the ends of segments."""
     problem = chunk_problem(PATTERNS[name], 4, 4, [Document(0, 1, 0, tokens)], ChunkShard(0, tokens, chunk), (0, 4))
     plan = CarryPlan(problem)
     stored, live = carried_rows(PATTERNS[name], 4, 4, tokens, chunk)
@@ -63,7 +63,7 @@ for tokens in (16384, 32768, 65536):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["DilatedPattern.dense(1024)", "DilatedPattern.geometric(1024, 65536)"])
 def test_peak_is_flat_in_the_length(name):
-    """Within 2 % after the closed form: stored rows, live ones, and their gradients, all in fp32."""
+    """Constant to 2 % after subtracting the closed form: stored rows, live ones, and their gradients, all in fp32."""
     peaks = printed(PEAKS.replace("PATTERN", name))
     pattern = eval(name, {"DilatedPattern": ld.DilatedPattern})
     rows = [carried_rows(pattern, 4, 4, n, 4096) for n in (16384, 32768, 65536)]
@@ -80,7 +80,7 @@ def plan_of(**options):
 
 
 def test_memory_and_time_of_a_case():
-    """Memory is that of a chunk and of carried rows; time grows with the chunks, and truncation saves a forward."""
+    """Memory is one chunk's and the carried rows'; time grows with the chunks, and truncation saves a forward."""
     case, settings = plan_of(), MemorySettings("block", stream=8192)
     whole = case.memory(MemorySettings("block"), 8192)
     assert case.memory(settings, 8192) == whole
@@ -89,9 +89,9 @@ def test_memory_and_time_of_a_case():
     sums = 4 * case.facts.trained_parameters
     assert rows[0].peak == rows[1].peak == whole.peak + sums
     wide = MemorySettings("block", stream=1024)
-    some, more = case.memory(wide, 1 << 16), case.memory(wide, 1 << 20)
+    some, long_stream = case.memory(wide, 1 << 16), case.memory(wide, 1 << 20)
     stored = [carried_rows(GEOMETRIC, 4, 4, n, 1024)[0] * 4 * 2 * 16 * 2 for n in (1 << 16, 1 << 20)]
-    assert more.peak - some.peak == stored[1] - stored[0] > 0 and some.host == more.host == 0
+    assert long_stream.peak - some.peak == stored[1] - stored[0] > 0 and some.host == long_stream.host == 0
     seconds = [case.time(settings, n).seconds for n in (1 << 14, 1 << 16, 1 << 18)]
     assert seconds[1] / seconds[0] == pytest.approx(4, rel=0.2) and seconds[2] / seconds[1] == pytest.approx(4, rel=0.1)
     short = MemorySettings("block", stream=8192, truncate=True)

@@ -1,4 +1,4 @@
-"""Work of blocks that are not compiled, by hand: what operators move, and which products take the time of their FLOPs."""
+"""Work of blocks that are not compiled, by hand: bytes of operators, and the products that are limited by FLOPs."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_passes(run, passes):
 
 
 def test_products():
-    """One of wide matrices takes its FLOPs, and one by an adapter's rank the bytes that it moves."""
+    """A product of wide matrices counts its FLOPs; one by an adapter's rank counts the bytes that it moves."""
     assert work_of(lambda x, w: x @ w, (TOKENS, 2048), (2048, 1024)) == Work(2 * 2048 * 1024, 0)
     narrow = work_of(lambda x, w: x @ w, (TOKENS, 2048), (2048, 16))
     assert narrow == Work(0, ELEMENT * (2048 + 16 + 2048 * 16 / TOKENS)) and RIDGE * narrow.moved > 2 * 2048 * 16

@@ -1,4 +1,4 @@
-"""What the op holds beside its inputs: beside peaks that were measured on an H200, and counted by hand."""
+"""Memory of the op in addition to its inputs: compared with peaks measured on an H200, and counted by hand."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ MEASURED = {
 
 
 def peak(call):
-    """Bytes beyond q, k, v and dO: the backward holds the forward's results, too."""
+    """Return the bytes beyond q, k, v and dO: the backward holds the forward's results, too."""
     forward, backward = workspace(call)
     return sum(call.results) + max(backward, forward - call.results[1])
 
@@ -37,13 +37,13 @@ def test_measured(name):
 
 
 def test_by_hand():
-    """One stretch: the first branch's part is the result, the second's is held beside it; then stretches one by one."""
+    """In one stretch: the first branch's part becomes the result, and the second's needs extra memory."""
     pattern, n = DilatedPattern.longnet([64, 128], [1, 2]), 1024
     call = OpCall(pattern, 2, 2, 64, False, n, engine="cudnn")
     rows, row = 2 * n, 64 * 2
-    # the second branch has half of the rows; its room is an fp32 dq, delta and the log-sum-exp
+    # the second branch has half of the rows; its workspace is an fp32 dq, delta and the log-sum-exp
     own = rows * (row + 4)
-    # forward: out is the first branch's part, whose log-sum-exp is held beside the one of all
+    # forward: out is the first branch's part; its log-sum-exp is held in addition to the merged one
     assert workspace(call)[0] == rows // 2 * (row + 4) + 0 * own
     assert workspace(call)[1] == rows // 2 * (3 * row + 4 * 64 + 8)
     assert call.results == (rows * (row + 4), 3 * rows * row)
@@ -51,28 +51,27 @@ def test_by_hand():
 
 @pytest.mark.parametrize("tokens", [1 << 10, 1 << 20])
 def test_a_block_of_everything_is_the_result(tokens):
-    """However long: dense attention needs the engine's room only."""
+    """At any length, dense attention needs only the engine's workspace."""
     call = OpCall(DilatedPattern.dense(), 16, 16, 128, True, tokens, engine="cudnn")
     assert workspace(call) == (0, call.rows * (4 * 128 + 2 * 4))
 
 
 @pytest.mark.parametrize("engine", ["triton", "cudnn"])
 def test_global_tokens(engine):
-    """fp32 results of the other branches and the blocks of global tokens, one at a time; the others' own room if that is
-    more."""
+    """fp32 results of the other branches, and the blocks of global tokens one at a time."""
     pattern, n = DilatedPattern([(64, 1), (128, 2), Global(4)]), 1024
     call = OpCall(pattern, 2, 2, 64, False, n, engine=engine)
-    others = replace(call, pattern=DilatedPattern([(64, 1), (128, 2)]), final=False)
+    without_global = replace(call, pattern=DilatedPattern([(64, 1), (128, 2)]), final=False)
     rows, row = 2 * n, 64 * 2
     crossing = (rows - 2 * 4) * (row + 2 * 4 * 64 + 4 * 4)  # the later tokens as queries, the four as keys
-    assert workspace(call)[0] == max(workspace(others)[0], rows * 2 * 64 + crossing)
+    assert workspace(call)[0] == max(workspace(without_global)[0], rows * 2 * 64 + crossing)
     part = (rows - 2 * 4) * (3 * row + 2 * 4 + (4 * 64 if engine == "cudnn" else 0))
-    assert workspace(call)[1] == 3 * rows * row + max(workspace(others)[1], part, 3 * rows * row)
+    assert workspace(call)[1] == 3 * rows * row + max(workspace(without_global)[1], part, 3 * rows * row)
 
 
 def test_stretches_bound_it(monkeypatch):
-    """Beyond the limits the room of the dense branch no longer grows."""
-    monkeypatch.setattr(fused, "HELD", 1)  # only the named limits below are read
+    """Beyond the limits the workspace of the dense branch stops growing."""
+    monkeypatch.setattr(fused, "HELD", 1)  # only the limits named below take effect
     for name, times in (("FORWARD", 4), ("DENSE", 1), ("THIN", 2), ("WHOLE", 2)):
         monkeypatch.setattr(fused, name, times * 4096 * 2 * 64)
     workspace.cache_clear()
@@ -92,7 +91,7 @@ def test_stretches_bound_it(monkeypatch):
     ({"tokens": 4096}, "triton"),  # small blocks are launched at once on this chip
     ({"tokens": 4096, "capability": (8, 0)}, "cudnn"),
     ({"tokens": 200_000}, "cudnn"),
-    ({"tokens": 200_001}, "triton"),  # no multiple of 64, which may be another in the next call
+    ({"tokens": 200_001}, "triton"),  # no multiple of 64, and the next call may have another one
     ({"tokens": 200_001, "whole": 400_064}, "cudnn"),
     ({"tokens": 200_000, "whole": 400_001}, "triton"),
     ({"dtype": torch.float32}, "triton"),
@@ -101,7 +100,7 @@ def test_stretches_bound_it(monkeypatch):
     ({"engine": "math"}, "math"),
 ])  # fmt: skip
 def test_engine_of_a_gpu(change, engine):
-    """Whatever this machine has."""
+    """Independent of this machine's GPU."""
     assert engine_of(replace(OpCall(FIVE, 12, 12, 64, True, 1 << 20), **change)).name == engine
 
 
@@ -113,10 +112,10 @@ def test_no_engine_of_a_family():
 def test_overlapping_branches_go_one_by_one():
     """Three dense branches: parts are merged one after another, into fp32 sums."""
     three = OpCall(DilatedPattern([Branch(w, 1) for w in (64, 128, 256)]), 2, 2, 64, False, 4096, engine="cudnn")
-    more = replace(three, pattern=DilatedPattern([Branch(64 + i, 1) for i in range(9)]))
+    nine = replace(three, pattern=DilatedPattern([Branch(64 + i, 1) for i in range(9)]))
     rows = 2 * 4096
     assert workspace(three)[1] >= 3 * rows * 64 * 4 - three.results[1]
-    assert workspace(more)[1] <= workspace(three)[1]
+    assert workspace(nine)[1] <= workspace(three)[1]
 
 
 def test_nothing_of_nothing():

@@ -1,4 +1,4 @@
-"""A DilatedModule of a user: its own __init__, its own batches, a head that this package does not have."""
+"""A user's DilatedModule: its own __init__, its own batches, and a head that this package does not have."""
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ class Signals(ld.DilatedModule):
 
     def build(self):
         self.enter = nn.Linear(self.channels, self.dim)
-        options = BlockOptions("layernorm", position_encoding="none")  # whose parts are the same on every device
+        options = BlockOptions("layernorm", position_encoding="none")  # its parts are the same on every device
         self.transformer = DilatedTransformer(self.dim, self.patterns, self.num_heads, causal=True, options=options)
         self.leave = nn.Linear(self.dim, self.channels)
 
@@ -36,7 +36,7 @@ class Signals(ld.DilatedModule):
 
 
 class OwnInit(ld.LongNetLM):
-    """A model of the package under an __init__ that names none of its arguments."""
+    """A model of the package with an __init__ that names none of its arguments."""
 
     def __init__(self, size: int = 1) -> None:
         pattern = {"segment_lengths": [64, 128], "dilation_rates": [1, 2]}

@@ -1,4 +1,4 @@
-"""The classes that a head was trained on: data that numbers them otherwise is refused, at every way into a run."""
+"""The classes of a trained head: data that numbers them differently is refused, at every entry into a run."""
 
 import lightning.pytorch as pl
 import pytest
@@ -20,8 +20,8 @@ class Data(pl.LightningDataModule):
         self.classes = classes
 
     def train_dataloader(self):
-        made = torch.Generator().manual_seed(0)
-        rows = [{"features": torch.randn(12, 3, generator=made), "label": torch.tensor(i % 3)} for i in range(6)]
+        rng = torch.Generator().manual_seed(0)
+        rows = [{"features": torch.randn(12, 3, generator=rng), "label": torch.tensor(i % 3)} for i in range(6)]
         return DataLoader(rows, batch_size=3)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
@@ -64,35 +64,35 @@ def test_the_same_or_unnamed_classes_are_taken(checkpoint, way, classes):
 
 
 def test_a_refused_resume_leaves_the_classes(checkpoint):
-    made = LongNetClassifier.load_from_checkpoint(checkpoint, weights_only=True)
+    model = LongNetClassifier.load_from_checkpoint(checkpoint, weights_only=True)
     with pytest.raises(ValueError, match="trained on the classes"):
-        trainer(max_steps=2).fit(made, Data(NAMES[::-1]), ckpt_path=checkpoint, weights_only=True)
-    assert made.classes == NAMES
+        trainer(max_steps=2).fit(model, Data(NAMES[::-1]), ckpt_path=checkpoint, weights_only=True)
+    assert model.classes == NAMES
 
 
 def test_saved_for_the_hub_and_predicted_by_name(checkpoint, tmp_path):
     pytest.importorskip("safetensors")
-    made = LongNetClassifier.load_from_checkpoint(checkpoint, weights_only=True)
-    twin = LongNetClassifier.from_pretrained(made.save_pretrained(tmp_path))
+    model = LongNetClassifier.load_from_checkpoint(checkpoint, weights_only=True)
+    twin = LongNetClassifier.from_pretrained(model.save_pretrained(tmp_path))
     assert twin.classes == NAMES
     with pytest.raises(ValueError, match="trained on the classes"):
         trainer().test(twin, Data(NAMES[::-1]), verbose=False)
-    for found in trainer().predict(twin, Data(NAMES)):
-        assert found["prediction_class"] == [NAMES[i] for i in found["prediction"]]
+    for predicted in trainer().predict(twin, Data(NAMES)):
+        assert predicted["prediction_class"] == [NAMES[i] for i in predicted["prediction"]]
 
 
 def test_rounded_labels_are_not_written(checkpoint):
-    made = model(task="regression", num_classes=1)
+    net = model(task="regression", num_classes=1)
     batch = {"features": torch.randn(2, 12, 3), "label": torch.tensor([1000.7, 1001.7])}
-    assert "label" in made.predict_step(batch, 0)
-    assert "label" not in made.predict_step({**batch, "label": batch["label"].bfloat16()}, 0)
+    assert "label" in net.predict_step(batch, 0)
+    assert "label" not in net.predict_step({**batch, "label": batch["label"].bfloat16()}, 0)
 
 
 def test_their_number_and_a_new_task(checkpoint):
     with pytest.raises(ValueError, match=r"num_classes=4, but the data has 3 classes \(ADI, STR, TUM\)"):
         trainer(max_steps=1).fit(model(num_classes=4), Data(NAMES))
-    made = LongNetClassifier.load_from_checkpoint(checkpoint, weights_only=True)
-    assert made.classes == NAMES
-    trainer(max_steps=1).fit(made, Data(NAMES[::-1]))  # weights are only a beginning
-    assert made.classes == NAMES[::-1]
+    loaded = LongNetClassifier.load_from_checkpoint(checkpoint, weights_only=True)
+    assert loaded.classes == NAMES
+    trainer(max_steps=1).fit(loaded, Data(NAMES[::-1]))  # weights are only a starting point
+    assert loaded.classes == NAMES[::-1]
     assert model(task="regression", num_classes=1).classes is None

@@ -1,4 +1,4 @@
-"""Weights of classes: losses of training times the class's weight, counted from the data or given; none in evaluation."""
+"""Weights of classes: training losses times the class's weight, counted from the data or given; none in evaluation."""
 
 import lightning.pytorch as pl
 import pytest
@@ -25,14 +25,14 @@ class Data(pl.LightningDataModule):
         self.class_counts, self.sampling = counts, sampling
 
     def train_dataloader(self):
-        made = torch.Generator().manual_seed(0)
-        rows = [{"features": torch.randn(12, 3, generator=made), "label": torch.tensor(int(i < 2))} for i in range(8)]
+        rng = torch.Generator().manual_seed(0)
+        rows = [{"features": torch.randn(12, 3, generator=rng), "label": torch.tensor(int(i < 2))} for i in range(8)]
         return DataLoader(rows, batch_size=4)
 
     val_dataloader = test_dataloader = train_dataloader
 
 
-def made(weights, task="classification", **options):
+def classifier(weights, task="classification", **options):
     torch.manual_seed(0)
     out = model(class_weights=weights, task=task, **options)
     out.configure_model()
@@ -41,7 +41,7 @@ def made(weights, task="classification", **options):
 
 @pytest.mark.parametrize("task", ["classification", "ordinal"])
 def test_a_list(task):
-    plain, weighted = made(None, task), made([0.5, 3.0], task)
+    plain, weighted = classifier(None, task), classifier([0.5, 3.0], task)
     (rows,) = DataLoader(Data().train_dataloader().dataset, batch_size=8)
     losses = plain.head.losses(plain(rows["features"]), rows["label"])
     total, count = weighted.loss_terms(rows)
@@ -59,7 +59,7 @@ def test_balanced_counts_the_training_samples(counts, weights):
 
 
 def test_validation_has_no_weights():
-    plain, weighted = (trainer().validate(made(w), Data(), verbose=False) for w in (None, [0.1, 9.0]))
+    plain, weighted = (trainer().validate(classifier(w), Data(), verbose=False) for w in (None, [0.1, 9.0]))
     assert plain == weighted and plain[0]["val_loss"] == pytest.approx(0.7, abs=0.3)
 
 
@@ -92,4 +92,4 @@ def test_refused_by_the_data():
     with pytest.raises(ValueError, match="correct for rare classes twice"):
         trainer(max_steps=1).fit(model(class_weights="balanced"), Data([6, 2], sampling="balanced"))
     with pytest.raises(ValueError, match=r"outside of Trainer\.fit give a list"):
-        made("balanced").loss_terms({"features": torch.randn(1, 12, 3), "label": torch.tensor([0])})
+        classifier("balanced").loss_terms({"features": torch.randn(1, 12, 3), "label": torch.tensor([0])})

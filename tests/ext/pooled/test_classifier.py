@@ -1,4 +1,4 @@
-"""LongNetClassifier and what pooled models share: every task learns, metrics are the epoch's, fine-tuning."""
+"""LongNetClassifier and the basics of pooled models: every task learns, metrics are the epoch's, fine-tuning."""
 
 import csv
 import functools
@@ -18,9 +18,9 @@ same = lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12)  # noqa
 
 
 def model(**options):
-    made = LongNetClassifier(PATTERN, **{**SIZES, **({} if "vocab_size" in options else {"feature_dim": 3}), **options})
-    made.configure_model()
-    return made
+    net = LongNetClassifier(PATTERN, **{**SIZES, **({} if "vocab_size" in options else {"feature_dim": 3}), **options})
+    net.configure_model()
+    return net
 
 
 TASKS = {
@@ -31,7 +31,7 @@ TASKS = {
 
 
 class Rows(torch.utils.data.Dataset):
-    """Sequences whose mean tells the label."""
+    """Sequences with labels that follow from their means."""
 
     def __init__(self, task, tokens=False, n=24):
         self.task, self.tokens, self.n = task, tokens, n
@@ -40,74 +40,74 @@ class Rows(torch.utils.data.Dataset):
         return self.n
 
     def __getitem__(self, i):
-        made, cls = torch.Generator().manual_seed(i), i % 3
+        rng, cls = torch.Generator().manual_seed(i), i % 3
         label = torch.tensor(cls) if "num_classes" in TASKS[self.task] else torch.tensor(float(cls))
-        x = {"tokens": torch.randint(3, (20,), generator=made) + 3 * cls}
+        x = {"tokens": torch.randint(3, (20,), generator=rng) + 3 * cls}
         if not self.tokens:
-            x = {"features": torch.randn(20, 3, generator=made) + cls - 1}
+            x = {"features": torch.randn(20, 3, generator=rng) + cls - 1}
         return {**x, "label": label, "index": i}
 
 
 @pytest.mark.parametrize("task, tokens", [*((task, False) for task in TASKS), ("classification", True)])
 def test_every_task_learns(task, tokens, tmp_path):
     options = {**TASKS[task], **({"vocab_size": 9} if tokens else {}), "pool": "mean"}
-    made = model(**options, optimizer=functools.partial(torch.optim.AdamW, lr=0.02))
+    net = model(**options, optimizer=functools.partial(torch.optim.AdamW, lr=0.02))
     data = DataLoader(Rows(task, tokens), batch_size=6)
     run = trainer(max_epochs=15, callbacks=[PredictionWriter(f"{tmp_path}/x.csv")])
-    run.fit(made, data, data)
+    run.fit(net, data, data)
     found = run.callback_metrics
-    if made.task == "regression":
+    if net.task == "regression":
         assert found["val_mse"] < 0.2 and found["val_r2"] > 0.7
     else:
         assert found["val_auroc"] > 0.95 and found["val_balanced_accuracy"] > 0.7 and found["val_quadratic_kappa"] > 0.7
     shown = {name for name in run.progress_bar_metrics if name.startswith("val_")}
-    assert shown == ({"val_mse"} if made.task == "regression" else {"val_auroc"})  # a bar has room for one
-    run.predict(made, data, return_predictions=False)
+    assert shown == ({"val_mse"} if net.task == "regression" else {"val_auroc"})  # a bar has room for one
+    run.predict(net, data, return_predictions=False)
     rows = list(csv.DictReader((tmp_path / "x.csv").open()))
     assert len(rows) == 24 and [int(r["index"]) for r in rows] == list(range(24))
     run.save_checkpoint(tmp_path / "x.ckpt")
     twin = LongNetClassifier.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True)
     batch = next(iter(data))
-    assert torch.equal(twin.eval().embed(batch), made.eval().embed(batch)) and twin.pattern == made.pattern
+    assert torch.equal(twin.eval().embed(batch), net.eval().embed(batch)) and twin.pattern == net.pattern
 
 
 @pytest.mark.parametrize("pool", ["mean", "first"])
 @pytest.mark.parametrize("options", [{}, {"vocab_size": 7}], ids=["features", "tokens"])
 def test_ragged_batch_equals_samples_alone(pool, options):
-    made = model(task=None, pool=pool, **options).double().eval()
+    net = model(task=None, pool=pool, **options).double().eval()
     x = torch.randint(7, (3, 30)) if options else torch.randn(3, 30, 3).double()
     lengths = torch.tensor([30, 13, 1])
-    got = made(x, lengths)
+    got = net(x, lengths)
     for i, n in enumerate(lengths):
-        same(got[i], made(x[i : i + 1, :n])[0])
+        same(got[i], net(x[i : i + 1, :n])[0])
     assert got.shape == (3, 16)
 
 
 def test_forward_gives_logits():
-    made = model(num_classes=3).eval()
+    net = model(num_classes=3).eval()
     x = torch.randn(2, 9, 3)
-    assert torch.equal(made(x), made.head(made.embed({"features": x}))) and made(x).shape == (2, 3)
+    assert torch.equal(net(x), net.head(net.embed({"features": x}))) and net(x).shape == (2, 3)
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_metrics_are_those_of_the_whole_epoch(stage):
-    """AUROC of an epoch is no mean over batches; and nothing is left over for the next one."""
-    made, rows = model(num_classes=3).eval(), Rows("classification")
+    """An epoch's AUROC is no mean over batches, and nothing is left over for the next epoch."""
+    net, rows = model(num_classes=3).eval(), Rows("classification")
     data = DataLoader(rows, batch_size=5)
     whole = next(iter(DataLoader(rows, batch_size=24)))
     with torch.no_grad():
-        want = class_metrics(made(whole["features"]).double().softmax(1), whole["label"], 3)
+        want = class_metrics(net(whole["features"]).double().softmax(1), whole["label"], 3)
     name = "val" if stage == "validate" else "test"
     for _ in range(2):
-        (found,) = getattr(trainer(), stage)(made, data, verbose=False)
+        (metrics,) = getattr(trainer(), stage)(net, data, verbose=False)
         for key, value in want.items():
-            assert found[f"{name}_{key}"] == pytest.approx(value.item(), abs=1e-6)
+            assert metrics[f"{name}_{key}"] == pytest.approx(value.item(), abs=1e-6)
 
 
 # -- fine-tuning -------------------------------------------------------------------------------------------------------
 def test_layer_decay():
-    made = model(num_classes=3, layer_decay=0.5, bias=True, optimizer=functools.partial(torch.optim.AdamW, lr=0.8))
-    groups = made.configure_optimizers().param_groups
+    net = model(num_classes=3, layer_decay=0.5, bias=True, optimizer=functools.partial(torch.optim.AdamW, lr=0.8))
+    groups = net.configure_optimizers().param_groups
     held = {id(p): g for g in groups for p in g["params"]}
     want = {
         "project": 0.1,
@@ -116,7 +116,7 @@ def test_layer_decay():
         "transformer.norm": 0.8,
         "head": 0.8,
     }
-    for name, p in made.named_parameters():
+    for name, p in net.named_parameters():
         group = held.pop(id(p))
         assert group["lr"] == pytest.approx(next(v for k, v in want.items() if name.startswith(k))), name
         assert (group["weight_decay"] == 0) == (p.ndim < 2) and "lr_scale" not in group
@@ -126,31 +126,31 @@ def test_layer_decay():
 def test_layer_decay_of_slides():
     from ..slides.slides import encoder
 
-    made = encoder(task="ordinal", num_classes=3, layer_decay=0.5)
-    layers = {name: made.layer_of(name) for name, _ in made.named_parameters()}
+    net = encoder(task="ordinal", num_classes=3, layer_decay=0.5)
+    layers = {name: net.layer_of(name) for name, _ in net.named_parameters()}
     assert {layers["cls_token"], layers["patch_embed.weight"], layers["patch_embed.bias"]} == {0}
     assert {v for k, v in layers.items() if k.startswith("transformer.blocks.1.")} == {2}
     assert {v for k, v in layers.items() if k.startswith(("norm.", "transformer.norm", "head."))} == {3}
 
 
 def test_scheduler_keeps_the_layers_rates():
-    made = model(
+    net = model(
         num_classes=3, layer_decay=0.5, lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda _: 0.5)
     )
-    rates = sorted({g["lr"] for g in made.configure_optimizers()["optimizer"].param_groups})
+    rates = sorted({g["lr"] for g in net.configure_optimizers()["optimizer"].param_groups})
     assert rates == pytest.approx([1e-3 * 0.5 * 0.5**i for i in (3, 2, 1, 0)])
 
 
 def test_frozen_encoder():
-    made = model(num_classes=3, freeze_encoder=True, dropout=0.5, drop_path=0.5)
-    before = {name: p.detach().clone() for name, p in made.named_parameters()}
-    trainer(max_epochs=2).fit(made, DataLoader(Rows("classification"), batch_size=6))
-    moved = {name for name, p in made.named_parameters() if not torch.equal(p, before[name])}
+    net = model(num_classes=3, freeze_encoder=True, dropout=0.5, drop_path=0.5)
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    trainer(max_epochs=2).fit(net, DataLoader(Rows("classification"), batch_size=6))
+    moved = {name for name, p in net.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {"head.linear.weight", "head.linear.bias"}
-    made.train()
-    assert made.head.training and not made.transformer.training and not made.dropout.training
+    net.train()
+    assert net.head.training and not net.transformer.training and not net.dropout.training
     data = next(iter(DataLoader(Rows("classification"), batch_size=6)))
-    assert torch.equal(made.embed(data), made.embed(data)) and not made.embed(data).requires_grad
+    assert torch.equal(net.embed(data), net.embed(data)) and not net.embed(data).requires_grad
 
 
 # -- what it refuses ---------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_no_task_cannot_be_evaluated():
 
 
 def test_a_blank_row_is_refused():
-    """SlideDataModule puts one in front for a class token, which this model does not have."""
+    """SlideDataModule puts a blank row first for a class token, which this model does not have."""
     model = LongNetClassifier(DilatedPattern.dense(), feature_dim=4, num_classes=2, dim=8, depth=1, num_heads=2)
     data = {
         "features": torch.zeros(1, 5, 4),
@@ -209,11 +209,11 @@ def test_a_blank_row_is_refused():
 
 @pytest.mark.parametrize("label, message", [([0, 3], "found 3"), ([0.5, 1.0], "must be integers"), ([0, 1], None)])
 def test_labels_are_read_before_they_are_moved(label, message):
-    """Once: on a GPU each read would wait. A bad one is said in the step, where the other ranks hear of it."""
+    """They are read once: on a GPU each read would wait. A bad one raises in the step, and other ranks learn of it."""
     model = LongNetClassifier(PATTERN, vocab_size=8, num_classes=3, **SIZES)
     model.configure_model()
-    seen, check = [], model.head.check
-    model.head.check = lambda label: seen.append(label) or check(label)
+    checked, check = [], model.head.check
+    model.head.check = lambda label: checked.append(label) or check(label)
     moved = model.transfer_batch_to_device(
         {"tokens": torch.zeros(2, 8, dtype=torch.int64), "label": torch.tensor(label)}, torch.device("cpu"), 0
     )
@@ -222,10 +222,10 @@ def test_labels_are_read_before_they_are_moved(label, message):
     else:
         with pytest.raises((TypeError, ValueError), match=message):
             model.loss_terms(moved)
-    assert len(seen) == 1
-    moved["label"].fill_(5)  # as a hook may, between
+    assert len(checked) == 1
+    moved["label"].fill_(5)  # as a hook may, in between
     with pytest.raises((TypeError, ValueError), match=r"found 5|must be integers"):
         model.loss_terms(moved)
     with pytest.raises(ValueError, match="found 7"):
         model.loss_terms({**moved, "label": torch.tensor([7, 0])})
-    assert len(seen) == 3
+    assert len(checked) == 3

@@ -73,16 +73,16 @@ def test_other_losses():
     (RegressionHead(5, 2), ["prediction_0", "prediction_1"]),
 ])  # fmt: skip
 def test_predictions(head, names):
-    found = head.predictions(head(torch.randn(4, 5)))
-    assert list(found) == names and all(x.shape == (4,) for x in found.values())
+    predicted = head.predictions(head(torch.randn(4, 5)))
+    assert list(predicted) == names and all(x.shape == (4,) for x in predicted.values())
 
 
 def by_definition(scores, labels, classes):
-    """AUROC by counting pairs, mean recall, quadratic kappa by its sums."""
+    """Compute AUROC by counting pairs, mean recall, and quadratic kappa by its sums."""
     areas, recalls, predicted = [], [], scores.argmax(1)
     for c in labels.unique():
-        mine, others = scores[labels == c, c], scores[labels != c, c]
-        pairs = mine[:, None] - others[None]
+        positive, negative = scores[labels == c, c], scores[labels != c, c]
+        pairs = positive[:, None] - negative[None]
         areas.append(((pairs > 0).double() + 0.5 * (pairs == 0)).mean())
         recalls.append((predicted[labels == c] == c).double().mean())
     weight = (torch.arange(classes)[:, None] - torch.arange(classes)[None]).double() ** 2
@@ -97,7 +97,7 @@ def by_definition(scores, labels, classes):
 
 @pytest.mark.parametrize("classes, occur", [(2, 2), (4, 4), (5, 3)], ids=["binary", "several", "some absent"])
 def test_class_metrics(classes, occur):
-    """A class that the epoch does not have takes no part in a mean."""
+    """A class that does not occur in the epoch is left out of the mean."""
     labels = torch.arange(40) % occur
     scores = (torch.randn(40, classes).double() + 2 * nn.functional.one_hot(labels, classes)).softmax(1)
     scores[7] = scores[8]  # a tie
@@ -110,17 +110,17 @@ def test_metrics_that_do_not_exist_are_nan():
     one = class_metrics(torch.tensor([[0.9, 0.1], [0.2, 0.8]]).double(), torch.tensor([0, 0]), 2)
     assert math.isnan(one["auroc"]) and one["balanced_accuracy"] == 0.5
     broken = torch.tensor([[0.9, 0.1], [torch.nan, 0.8]]).double()
-    for found in (class_metrics(broken, torch.tensor([0, 1]), 2), class_metrics(torch.empty(0, 2), torch.empty(0), 2)):
-        assert all(map(math.isnan, found.values()))
+    for epoch in (class_metrics(broken, torch.tensor([0, 1]), 2), class_metrics(torch.empty(0, 2), torch.empty(0), 2)):
+        assert all(map(math.isnan, epoch.values()))
     assert math.isnan(RegressionHead(5, 1).metrics(torch.ones(1, 1).double(), torch.ones(1, 1).double())["r2"])
 
 
 def test_regression_metrics():
     scores, labels = torch.randn(30, 2).double(), torch.randn(30, 2).double()
-    found = RegressionHead(5, 2).metrics(scores, labels)
+    metrics = RegressionHead(5, 2).metrics(scores, labels)
     residual, total = (scores - labels).square(), (labels - labels.mean(0)).square()
-    torch.testing.assert_close(found["mse"], residual.mean())
-    torch.testing.assert_close(found["r2"], (1 - residual.sum(0) / total.sum(0)).mean())
+    torch.testing.assert_close(metrics["mse"], residual.mean())
+    torch.testing.assert_close(metrics["r2"], (1 - residual.sum(0) / total.sum(0)).mean())
 
 
 # -- labels ------------------------------------------------------------------------------------------------------------

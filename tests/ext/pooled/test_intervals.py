@@ -23,18 +23,18 @@ def mean(scores, labels):
 
 def test_the_interval_of_a_mean_is_students():
     values = torch.from_numpy(np.random.default_rng(0).standard_normal((400, 1)))
-    found = bootstrap(mean, values, values, np.arange(400), 2000, 0.95, 0)["mean"]
+    interval = bootstrap(mean, values, values, np.arange(400), 2000, 0.95, 0)["mean"]
     error = 1.96 * float(values.std()) / 20
-    assert found["value"] == pytest.approx(float(values.mean()))
-    assert found["low"] == pytest.approx(found["value"] - error, abs=0.1 * error)
-    assert found["high"] == pytest.approx(found["value"] + error, abs=0.1 * error)
-    assert (found["samples"], found["groups"], found["undefined"]) == (400, 400, 0)
+    assert interval["value"] == pytest.approx(float(values.mean()))
+    assert interval["low"] == pytest.approx(interval["value"] - error, abs=0.1 * error)
+    assert interval["high"] == pytest.approx(interval["value"] + error, abs=0.1 * error)
+    assert (interval["samples"], interval["groups"], interval["undefined"]) == (400, 400, 0)
     narrow = bootstrap(mean, values, values, np.arange(400), 2000, 0.5, 0)["mean"]
     assert narrow["high"] - narrow["low"] == pytest.approx(2 * 0.674 / 1.96 * error, rel=0.1)
 
 
 def test_groups_are_drawn_whole():
-    """Ten equal samples of a patient say no more than one."""
+    """Ten equal samples of a patient carry no more information than one."""
     values = torch.from_numpy(np.random.default_rng(0).standard_normal((40, 1))).repeat_interleave(10, 0)
     apart, whole = (
         bootstrap(mean, values, values, x, 500, 0.95, 0)["mean"] for x in (np.arange(400), np.arange(400) // 10)
@@ -51,10 +51,10 @@ def test_the_seed_alone_decides():
 
 def test_resamples_without_a_value_are_counted():
     scores, labels = torch.tensor([[0.2, 0.8], [0.7, 0.3], [0.4, 0.6]]), torch.tensor([1, 0, 0])
-    found = bootstrap(ClassificationHead(3, 2).metrics, scores, labels, np.arange(3), 300, 0.95, 0)
+    drawn = bootstrap(ClassificationHead(3, 2).metrics, scores, labels, np.arange(3), 300, 0.95, 0)
     # all of one class: (2/3)^3 + (1/3)^3 of the draws
-    assert found["auroc"]["undefined"] / 300 == pytest.approx(1 / 3, abs=0.08)
-    assert found["auroc"]["value"] == found["auroc"]["high"] == 1 and found["balanced_accuracy"]["undefined"] == 0
+    assert drawn["auroc"]["undefined"] / 300 == pytest.approx(1 / 3, abs=0.08)
+    assert drawn["auroc"]["value"] == drawn["auroc"]["high"] == 1 and drawn["balanced_accuracy"]["undefined"] == 0
 
 
 def test_groups_of_the_data():
@@ -93,17 +93,17 @@ def rows(path):
 
 def run(folder, path, made=None, data_options=None, **options):
     writer = BootstrapIntervals(resamples=50, path=str(path))
-    found = trainer(callbacks=[writer], **options).test(
+    metrics = trainer(callbacks=[writer], **options).test(
         made or model(), data(folder, **(data_options or {})), verbose=False
     )
-    return found[0], writer
+    return metrics[0], writer
 
 
 def test_what_is_written_and_printed(folder, tmp_path, capsys):
     metrics, writer = run(folder, tmp_path / "a" / "m.csv")
-    found = rows(tmp_path / "a" / "m.csv")
-    assert list(found[0]) == list(COLUMNS) and [x["metric"] for x in found] == list(writer.intervals)
-    for row in found:
+    table = rows(tmp_path / "a" / "m.csv")
+    assert list(table[0]) == list(COLUMNS) and [x["metric"] for x in table] == list(writer.intervals)
+    for row in table:
         assert float(row["value"]) == pytest.approx(metrics[f"test_{row['metric']}"])
         assert float(row["low"]) <= float(row["value"]) <= float(row["high"])
         assert (row["samples"], row["groups"], row["level"], row["resamples"]) == ("12", "6", "0.95", "50")
@@ -118,11 +118,11 @@ def test_other_tasks(folder, tmp_path, task):
         lines = [f"slide_{i:03},{i + 1},{i % 3 > 0:d}" for i in range(12)]
         (tmp_path / "l.csv").write_text("\n".join(["slide_id,time,event", *lines]))
         module = SlideDataModule(folder, str(tmp_path / "l.csv"), labels="survival", val_fraction=0, test_fraction=1)
-        made = model(task="survival", num_classes=None, time_bins=[4.0])
+        net = model(task="survival", num_classes=None, time_bins=[4.0])
     else:
-        module, made = data(folder, labels="numbers", label_column="score"), model(task="regression", num_classes=1)
+        module, net = data(folder, labels="numbers", label_column="score"), model(task="regression", num_classes=1)
     writer = BootstrapIntervals(resamples=20, path=str(tmp_path / "m.csv"))
-    trainer(callbacks=[writer]).test(made, module, verbose=False)
+    trainer(callbacks=[writer]).test(net, module, verbose=False)
     assert set(writer.intervals) == ({"concordance"} if task == "survival" else {"mse", "r2"})
 
 

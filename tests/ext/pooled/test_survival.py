@@ -33,7 +33,7 @@ cohorts = st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 5), st.booleans(
 
 # -- Cox ---------------------------------------------------------------------------------------------------------------
 def efron(risk, time, event) -> float:
-    """Efron 1977, as it is written: over the distinct times of events."""
+    """Efron's formula (1977): over the distinct times of events."""
     total = 0.0
     for t in sorted({t for t, e in zip(time, event, strict=True) if e}):
         dead = [math.exp(r) for r, s, e in zip(risk, time, event, strict=True) if s == t and e]
@@ -47,7 +47,7 @@ def efron(risk, time, event) -> float:
 @given(cohorts, st.sampled_from([1, 3, 1024]))
 def test_the_partial_likelihood_is_efrons(cohort, rows):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(survival, "ROWS", rows)  # as of many samples
+        patch.setattr(survival, "ROWS", rows)  # as for many samples
         losses = cox_losses(*cohort)
     assert losses.sum().item() == pytest.approx(efron(*(x.tolist() for x in cohort)), abs=1e-9)
     assert (losses[cohort[2] == 0] == 0).all()
@@ -100,18 +100,18 @@ def test_hazards_recover_the_share_of_each_bin():
         return loss
 
     best.step(closure)
-    # the censored one of the last bin is at risk in the first two only
+    # the censored sample of the last bin is at risk in the first two only
     assert logits.sigmoid().tolist() == pytest.approx([2 / 8, 3 / 6, 1.0], abs=1e-3)
 
 
 def test_predictions():
     head, logits = HazardHead(4, 3, [30.0, 365.5]), torch.randn(2, 3)
-    found = head.predictions(logits)
+    predicted = head.predictions(logits)
     hazard = logits.double().sigmoid()
-    assert list(found) == ["risk", "survival_at_30", "survival_at_365.5"]
-    torch.testing.assert_close(found["survival_at_30"], 1 - hazard[:, 0])
-    torch.testing.assert_close(found["survival_at_365.5"], (1 - hazard[:, 0]) * (1 - hazard[:, 1]))
-    torch.testing.assert_close(found["risk"], -(1 - hazard).cumprod(1).sum(1))
+    assert list(predicted) == ["risk", "survival_at_30", "survival_at_365.5"]
+    torch.testing.assert_close(predicted["survival_at_30"], 1 - hazard[:, 0])
+    torch.testing.assert_close(predicted["survival_at_365.5"], (1 - hazard[:, 0]) * (1 - hazard[:, 1]))
+    torch.testing.assert_close(predicted["risk"], -(1 - hazard).cumprod(1).sum(1))
 
 
 def test_edges_are_quantiles_of_the_events():
@@ -136,8 +136,8 @@ def harrell(risk, time, event) -> float:
 def test_concordance_is_harrells(cohort, rows):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(survival, "ROWS", rows)
-        found = concordance_index(*cohort).item()
-    assert found == pytest.approx(harrell(*(x.tolist() for x in cohort)), nan_ok=True)
+        concordance = concordance_index(*cohort).item()
+    assert concordance == pytest.approx(harrell(*(x.tolist() for x in cohort)), nan_ok=True)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ SIZES |= {"dropout": 0.0, "drop_path": 0.0, "task": "survival"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Sixteen slides whose class says when the event comes; survival.csv beside them."""
+    """Sixteen slides with event times that depend on their class; survival.csv next to them."""
     path = tmp_path_factory.mktemp("survival")
     write_synthetic_slides(path, slides=16, tiles=(8, 16), features=8, signal=6.0)
     rng = np.random.default_rng(0)
@@ -170,15 +170,15 @@ def test_it_learns_and_comes_back(folder, tmp_path, loss):
     run.fit(model, data(folder))
     run.save_checkpoint(tmp_path / "x.ckpt")
     everyone = {"val_fraction": 0, "test_fraction": 1}
-    (found,) = trainer().test(model, data(folder, **everyone), verbose=False)
-    assert found["test_concordance"] > 0.7 and math.isfinite(found["test_loss"])
+    (metrics,) = trainer().test(model, data(folder, **everyone), verbose=False)
+    assert metrics["test_concordance"] > 0.7 and math.isfinite(metrics["test_loss"])
     loaded = SlideEncoder.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True)
     for model in (loaded, SlideEncoder(**SIZES, survival_loss=loss, **bins)):
         path = None if model is loaded else str(tmp_path / "x.ckpt")
         (again,) = trainer().test(
             model, data(folder, **everyone), ckpt_path=path, verbose=False, weights_only=True if path else None
         )
-        assert again == pytest.approx(found)
+        assert again == pytest.approx(metrics)
     if loss == "discrete":
         events = [t for t, e in data(folder).training_survival if e]
         assert loaded.time_bins == np.quantile(events, [1 / 3, 2 / 3]).tolist()
@@ -200,8 +200,8 @@ def test_coxs_loss_of_an_epoch_does_not_depend_on_batches(folder):
 
 def test_predictions_of_slides(folder):
     model = SlideEncoder(**SIZES, time_bins=[30, 60], predict_embeddings=True)
-    found = trainer().predict(model, data(folder, val_fraction=0, test_fraction=1))[0]
-    assert list(found) == [
+    predicted = trainer().predict(model, data(folder, val_fraction=0, test_fraction=1))[0]
+    assert list(predicted) == [
         "index",
         "slide_id",
         "time",
@@ -211,7 +211,7 @@ def test_predictions_of_slides(folder):
         "survival_at_60",
         "embedding",
     ]
-    assert found["embedding"].shape == (4, 16)
+    assert predicted["embedding"].shape == (4, 16)
 
 
 REFUSED = {
@@ -278,11 +278,11 @@ def test_tables(tmp_path, name):
 def test_columns_and_strata(folder, tmp_path):
     text = Path(f"{folder}/survival.csv").read_text().replace("time,event", "os_months,dead")
     (tmp_path / "s.csv").write_text(text)
-    found = SlideDataModule(
+    module = SlideDataModule(
         folder, str(tmp_path / "s.csv"), labels="survival", time_column="os_months", event_column="dead",
         val_fraction=0.25, test_fraction=0.25,
     )  # fmt: skip
-    events = [sum(event for _, event in found.dataset(split).labels) for split in ("val", "test")]
+    events = [sum(event for _, event in module.dataset(split).labels) for split in ("val", "test")]
     assert events == [3, 3]  # a quarter of those with an event, and of those without
     with pytest.raises(ValueError, match=r"has no column 'time'; its columns are .*set data.time_column"):
         SlideDataModule(folder, str(tmp_path / "s.csv"), labels="survival").check()

@@ -1,4 +1,4 @@
-"""Modules whose memory is known to the byte: blocks of a Linear of 8 without bias and a Tanh, on batches of (4, 8) floats.
+"""Modules with memory known to the byte: blocks of a Linear of 8 without bias and a Tanh, on batches of (4, 8) floats.
 
 A block's weight is 256 bytes, its input and output are 128 each, and Tanh keeps its output for the backward.
 """
@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 ROWS, WEIGHT, ACTIVATION = 4, 256, 128
-#: the loss, and what Lightning keeps of it, is no more than so many scalars
+#: upper bound of the loss, and of what Lightning keeps of it, in scalars
 SCALARS = 64
 
 
 class Block(nn.Module):
-    """tanh(W x); `fails` is called in the forward, with the block's output."""
+    """tanh(W x); the forward calls `fails` with the block's output."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Stack(pl.LightningModule):
         self(batch.repeat(1000, 1))
 
     def on_validation_model_zero_grad(self):
-        """Lightning's lets the gradients go."""
+        """Lightning's method frees the gradients."""
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
@@ -61,14 +61,12 @@ class Kept(DummyLogger):
         self.prefix, self.steps = prefix, {}
 
     def log_metrics(self, metrics, step=None):
-        mine = {name: x for name, x in metrics.items() if name.startswith(self.prefix)}
-        assert not (mine and step in self.steps)
-        self.steps.update({step: mine} if mine else {})
+        numbers = {name: x for name, x in metrics.items() if name.startswith(self.prefix)}
+        assert not (numbers and step in self.steps)
+        self.steps.update({step: numbers} if numbers else {})
 
 
 class Losses(pl.Callback):
-    """Keeps the losses."""
-
     def __init__(self):
         self.losses = []
 
@@ -77,5 +75,5 @@ class Losses(pl.Callback):
 
 
 def batches(n, rows=ROWS):
-    """n batches of ones, times 1, 2, ..."""
+    """Return n batches of ones, times 1, 2, ..."""
     return [torch.ones(rows, 8) * (i + 1) for i in range(n)]

@@ -1,4 +1,4 @@
-"""CommunicationProfiler on two ranks: what is logged, the table, bytes against plan and traffic, and its end."""
+"""CommunicationProfiler on two ranks: its logs, the table, bytes against plan and traffic, and its end."""
 
 import contextlib
 import io
@@ -33,7 +33,7 @@ NAMES = {
 
 
 class Spy(pl.Callback):
-    """The group's clock in and after training batches, and after the fit."""
+    """Records the group's clock during and after training batches, and after the fit."""
 
     def __init__(self, fails_at=None):
         self.fails_at, self.within, self.between = fails_at, [], []
@@ -50,10 +50,10 @@ class Spy(pl.Callback):
 
 
 def fit(rank, group, run, settings, options=None, unlike=False, fails_at=None):
-    """What a fit leaves on a rank. `unlike`: rank 1's last row has a byte too many."""
-    spy, kept, said = Spy(fails_at), Kept("comm/"), io.StringIO()
+    """Return a rank's results of a fit. `unlike`: rank 1's last row has a byte too many."""
+    spy, logger, said = Spy(fails_at), Kept("comm/"), io.StringIO()
     profiler = CommunicationProfiler(**settings)
-    built, model, data, _ = make(run, launched(rank), callbacks=[profiler, spy], logger=kept, **(options or {}))
+    built, model, data, _ = make(run, launched(rank), callbacks=[profiler, spy], logger=logger, **(options or {}))
     wrong = lambda *x: [replace(y, sent=y.sent + (rank == 1)) for y in summary(*x)]  # noqa: E731
     summary = communication.summary
     with contextlib.redirect_stdout(said), warnings.catch_warnings(record=True) as warned:
@@ -66,7 +66,7 @@ def fit(rank, group, run, settings, options=None, unlike=False, fails_at=None):
         "steps": profiler.steps,
         "unlike": profiler.unlike,
         "latest": profiler.latest,
-        "logged": kept.steps,
+        "logged": logger.steps,
         "said": " ".join(said.getvalue().split()),
         "warned": [str(x.message) for x in warned if "CommunicationProfiler" in str(x.message)],
         "traffic": [spy.group.forward_traffic.received, spy.group.backward_traffic.received],
@@ -94,36 +94,36 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_two_ranks(pool, tmp_path, name):
     run, path = RUNS[name], tmp_path / "folder" / "table.md"
-    found = pool.run(2, fit, run, {"warmup": 0, "path": str(path)})
-    batches, (*rows, total) = run.steps * run.accumulate, found[0]["rows"]
-    for x in found:
+    results = pool.run(2, fit, run, {"warmup": 0, "path": str(path)})
+    batches, (*rows, total) = run.steps * run.accumulate, results[0]["rows"]
+    for x in results:
         assert (
             x["steps"] == batches and list(x["logged"]) == list(range(run.steps)) and x["unlike"] == x["warned"] == []
         )
         assert all(set(step) == NAMES for step in x["logged"].values()) and set(x["latest"]) == NAMES
-        assert x["logged"] == found[0]["logged"] and x["rows"] == found[0]["rows"]
+        assert x["logged"] == results[0]["logged"] and x["rows"] == results[0]["rows"]
         assert x["after"] == [None, None] and x["left"] == [0, 0, None]
-    # what ranks received in all steps is in the rows: all of it on ranks that got the most of a kind
+    # the rows contain all bytes received, for ranks that got the most of a kind
     for i, way in enumerate(("forward", "backward")):
-        most = max(x["traffic"][i] for x in found) / batches
+        most = max(x["traffic"][i] for x in results) / batches
         assert 0 < most <= sums(rows, way)
         if name in ("auto", "ring", "dealt", "micro-batches") and len([x for x in rows if x.run == way]) == 1:
             assert most == sums(rows, way)
     assert all(x.received == x.planned_received and x.sent == x.planned_sent for x in rows)
     assert all(0 <= x.hidden <= x.in_flight and x.exposed > 0 and x.planned > 0 for x in (*rows, total))
     assert total.in_flight <= sum(x.in_flight for x in rows) + 1e-9
-    step = found[0]["latest"]
+    step = results[0]["latest"]
     received = step["comm/received_mb_forward"] + step["comm/received_mb_backward"]
     assert received == pytest.approx(step["comm/planned_mb"], rel=1e-12)
     assert 0 <= step["comm/hidden_fraction"] <= 1 and step["comm/in_flight_ms"] > 0 and step["comm/agreeing_ms"] > 0
-    said, written = found[0]["said"], path.read_text()
-    assert found[1]["said"] == "" and "Bytes are those of the plan" in said
+    said, written = results[0]["said"], path.read_text()
+    assert results[1]["said"] == "" and "Bytes are those of the plan" in said
     assert f"| both | all | {total.collectives:g} | {total.received / 1e6:.3f} |" in written
     assert f"2 ranks of a sequence; {batches} batches measured" in written
 
 
 def test_some_steps(pool):
-    """The second and the fifth of six; validation between them is not noted."""
+    """The second and the fifth of six; validation in between is not recorded."""
     run = Run(steps=6)
     options = {"val_check_interval": 1, "limit_val_batches": 1}
     every, some = (
@@ -133,42 +133,42 @@ def test_some_steps(pool):
     assert every["within"] == [True] * 6 and some["within"] == [False, True, False, False, True, False]
     assert every["between"] == some["between"] == [None] * 6
     assert list(every["logged"]) == [0, 1, 2, 3, 4, 5] and list(some["logged"]) == [1, 4] and some["steps"] == 2
-    of = lambda x: [(y.run, y.what, y.collectives, y.received) for y in x["rows"]]  # noqa: E731
-    assert of(every) == of(some) and every["said"] == some["said"] == ""
+    rows_of = lambda x: [(y.run, y.what, y.collectives, y.received) for y in x["rows"]]  # noqa: E731
+    assert rows_of(every) == rows_of(some) and every["said"] == some["said"] == ""
 
 
 def test_other_bytes_than_planned(pool):
     first, second = pool.run(2, fit, Run(steps=2), {}, None, True)
-    (told,) = first["warned"]
-    assert "Bytes are NOT those of the plan. rank 1, forward rows: sent" in told
+    (message,) = first["warned"]
+    assert "Bytes are NOT those of the plan. rank 1, forward rows: sent" in message
     assert "NOT those of the plan" in first["said"] and second["warned"] == []
     assert first["unlike"] == second["unlike"] and all(x.startswith("rank 1, ") for x in first["unlike"])
 
 
 def test_heads(pool):
-    """Two ranks that trade tokens for heads, which the plan does not count."""
-    found = pool.run(2, fit, Run(strategy={"head_size": 2}), {})[0]
-    assert {x.what for x in found["rows"]} == {"tokens for heads", "heads for tokens", "all"}
+    """Two ranks trade tokens for heads, which the plan does not count."""
+    ended = pool.run(2, fit, Run(strategy={"head_size": 2}), {})[0]
+    assert {x.what for x in ended["rows"]} == {"tokens for heads", "heads for tokens", "all"}
     assert (
-        found["unlike"] == [] and found["rows"][-1].received > 0 and "no exchange beside that of heads" in found["said"]
+        ended["unlike"] == [] and ended["rows"][-1].received > 0 and "no exchange beside that of heads" in ended["said"]
     )
-    assert "of the plan" not in found["said"] and found["latest"]["comm/planned_mb"] == 0
+    assert "of the plan" not in ended["said"] and ended["latest"]["comm/planned_mb"] == 0
 
 
 def test_nothing_crosses(pool):
-    found = pool.run(2, fit, Run(model={"pattern": DilatedPattern([(20, 1)])}), {})[0]
-    assert "Nothing was exchanged: no segment crosses a shard. 3 batches measured" in found["said"]
-    assert found["latest"]["comm/hidden_fraction"] == 1 and found["latest"]["comm/in_flight_ms"] == 0
+    ended = pool.run(2, fit, Run(model={"pattern": DilatedPattern([(20, 1)])}), {})[0]
+    assert "Nothing was exchanged: no segment crosses a shard. 3 batches measured" in ended["said"]
+    assert ended["latest"]["comm/hidden_fraction"] == 1 and ended["latest"]["comm/in_flight_ms"] == 0
 
 
 def test_an_exception(pool):
     for x in pool.run(2, fit, Run(), {}, None, False, 2):
         assert x["after"] == [None, None] and x["left"] == [0, 0, None] and x["rows"] == [] and x["said"] == ""
-    assert pool.run(2, fit, Run(), {})[0]["steps"] == 3  # and the next fit hears nothing of it
+    assert pool.run(2, fit, Run(), {})[0]["steps"] == 3  # and the next fit is not affected
 
 
 class Event:
-    """A GPU's, that it reaches when told to; nobody may wait for it before the end."""
+    """A GPU event that completes on demand; nobody may wait for it before the end."""
 
     reached, waited = False, 0
 
@@ -186,8 +186,8 @@ class Event:
 
 
 def test_events_are_read_once_they_are_reached():
-    profiler, kept = CommunicationProfiler(warmup=0), Kept("comm/")
-    trainer = SimpleNamespace(loggers=[kept], fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace()))
+    profiler, logger = CommunicationProfiler(warmup=0), Kept("comm/")
+    trainer = SimpleNamespace(loggers=[logger], fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace()))
     profiler._group = SimpleNamespace(links=Links(), watch=lambda clock: None)
     profiler._quiet, events = None, []
     for step in range(3):
@@ -200,13 +200,13 @@ def test_events_are_read_once_they_are_reached():
         for x in events[step - 1] if step else ():  # one step late
             x.reached = True
         profiler.on_train_batch_end(trainer)
-        assert list(kept.steps) == list(range(step)) and len(profiler._unread) == 1
+        assert list(logger.steps) == list(range(step)) and len(profiler._unread) == 1
     assert not any(x.waited for marks in events for x in marks)
     profiler.on_train_end(trainer, None)
-    assert all(x.waited for x in events[-1]) and list(kept.steps) == [0, 1, 2] and not profiler._unread
-    found = [(x["comm/in_flight_ms"], x["comm/exposed_ms"], x["comm/hidden_fraction"]) for x in kept.steps.values()]
-    assert found == [pytest.approx((5 + i, 2 + i, 3 / (5 + i))) for i in range(3)]
-    assert all(x["comm/received_mb_forward"] == 1 for x in kept.steps.values())
+    assert all(x.waited for x in events[-1]) and list(logger.steps) == [0, 1, 2] and not profiler._unread
+    rows = [(x["comm/in_flight_ms"], x["comm/exposed_ms"], x["comm/hidden_fraction"]) for x in logger.steps.values()]
+    assert rows == [pytest.approx((5 + i, 2 + i, 3 / (5 + i))) for i in range(3)]
+    assert all(x["comm/received_mb_forward"] == 1 for x in logger.steps.values())
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_arguments(settings, error, message):
 
 # -- two GPUs ----------------------------------------------------------------------------------------------------------
 def fit_on_gpu(rank, ranks):
-    """The same under NCCL."""
+    """Run the same under NCCL."""
     model = {"pattern": DilatedPattern.geometric(512, 8192), "dim": 128, "num_heads": 4}
     run = Run(seq_len=8192, steps=6, precision="bf16-mixed", model=model)
     return fit(rank, None, run, {}, {"accelerator": "gpu"})
@@ -276,13 +276,13 @@ def fit_on_gpu(rank, ranks):
 
 @pytest.mark.gpu
 def test_two_gpus():
-    found = on_gpus(2, fit_on_gpu)
-    assert found["steps"] == 5 and found["unlike"] == [] and found["left"] == [0, 0, None]
-    assert list(found["logged"]) == [1, 2, 3, 4, 5]
-    numbers = torch.tensor([list(x.values()) for x in found["logged"].values()])
+    results = on_gpus(2, fit_on_gpu)
+    assert results["steps"] == 5 and results["unlike"] == [] and results["left"] == [0, 0, None]
+    assert list(results["logged"]) == [1, 2, 3, 4, 5]
+    numbers = torch.tensor([list(x.values()) for x in results["logged"].values()])
     assert numbers.isfinite().all() and (numbers >= 0).all()
-    *rows, total = found["rows"]
+    *rows, total = results["rows"]
     assert {(x.run, x.what) for x in rows} == {("forward", "rows"), ("backward", "gradients")}
     assert all(x.received == x.planned_received > 0 and x.sent == x.planned_sent for x in rows)
     assert all(x.in_flight > 0 and 0 <= x.hidden <= x.in_flight for x in (*rows, total))
-    print(found["said"])
+    print(results["said"])

@@ -1,4 +1,4 @@
-"""CommunicationProfiler where a rank is long elsewhere: its words wait as long as the strategy, and for no validation."""
+"""CommunicationProfiler with a rank that is busy elsewhere: its messages wait as long as the strategy's."""
 
 import time
 from datetime import timedelta
@@ -23,9 +23,9 @@ class Slow(pl.Callback):
 
 
 def fit(rank, group, timeout):
-    """(timeout of the profiler's words, batches it logged, steps)."""
-    profiler, seen = CommunicationProfiler(warmup=0, table=False), []
-    start = lambda trainer, module: seen.append(profiler._quiet.backend.backend.options._timeout)  # noqa: E731
+    """Return (timeout of the profiler's messages, number of logged batches, steps)."""
+    profiler, logged = CommunicationProfiler(warmup=0, table=False), []
+    start = lambda trainer, module: logged.append(profiler._quiet.backend.backend.options._timeout)  # noqa: E731
     slow = Slow()
     slow.on_train_start = start
     run = Run(steps=2, strategy={"timeout": timeout})
@@ -34,11 +34,11 @@ def fit(rank, group, timeout):
     late = lambda clock: rank > 0  # noqa: E731 - the first rank's GPU is behind
     with mock.patch.object(communication, "reached", late):
         built.fit(model, data)
-    return seen, profiler.steps, built.global_step
+    return logged, profiler.steps, built.global_step
 
 
 @pytest.mark.slow
 def test_a_validation_longer_than_the_timeout(pool):
-    """Two of five seconds each, where what a rank said alone would be lost after four."""
-    for found in pool.run(2, fit, 4):
-        assert found == ([timedelta(seconds=4)], 2, 2)
+    """Two of five seconds each, longer than the four after which a lone message would time out."""
+    for outcome in pool.run(2, fit, 4):
+        assert outcome == ([timedelta(seconds=4)], 2, 2)

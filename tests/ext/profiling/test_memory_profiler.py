@@ -1,4 +1,4 @@
-"""MemoryProfiler in fits on the CPU: bytes known by hand, steps of several batches and optimizers, logs, table, pictures."""
+"""MemoryProfiler on the CPU: bytes known by hand, several batches and optimizers a step, logs, table, pictures."""
 
 import lightning.pytorch as pl
 import pytest
@@ -26,51 +26,52 @@ pytestmark = pytest.mark.full
 
 
 def fit(folder, module, steps=2, profiler=None, data=None, **options):
-    """(the profiler, what its logger got)."""
-    profiler, kept = profiler or MemoryProfiler(1), Kept()
+    """Return (the profiler, the logs of each step)."""
+    profiler, logger = profiler or MemoryProfiler(1), Kept()
     extra = options.pop("callbacks", [])
-    trainer = quiet(max_steps=steps, callbacks=[profiler, *extra], logger=kept, default_root_dir=folder, **options)
+    trainer = quiet(max_steps=steps, callbacks=[profiler, *extra], logger=logger, default_root_dir=folder, **options)
     trainer.fit(module, loader(*(data or batches(8))), loader(*batches(1)))
-    return profiler, kept.steps
+    return profiler, logger.steps
 
 
 def highest(measured):
-    """Each phase's highest span."""
-    found = {}
+    """Return each phase's highest span."""
+    spans = {}
     for x in measured.spans:
         assert sum(x.kinds.values()) == x.allocated and x.stop >= x.start
-        if x.phase not in found or x.allocated > found[x.phase].allocated:
-            found[x.phase] = x
-    return found
+        if x.phase not in spans or x.allocated > spans[x.phase].allocated:
+            spans[x.phase] = x
+    return spans
 
 
-def but_scalars(found):
-    """(kinds, their sum) without the loss's scalars, which count as activations or temporary."""
-    whole = {kind: n // 128 * 128 for kind, n in found.kinds.items() if n >= 128}
-    assert 0 <= found.allocated - sum(whole.values()) < SCALARS
+def but_scalars(span):
+    """Return (kinds, their sum) without the loss's scalars, which count as activations or temporary."""
+    whole = {kind: n // 128 * 128 for kind, n in span.kinds.items() if n >= 128}
+    assert 0 <= span.allocated - sum(whole.values()) < SCALARS
     return whole, sum(whole.values())
 
 
 def test_by_hand(tmp_path):
     """The second step of two blocks: weights, gradients and momenta are 512 bytes each, the batch 128."""
     profiler, steps = fit(tmp_path, Stack(), check_val_every_n_epoch=None)
-    found = highest(profiler.measured)
+    spans = highest(profiler.measured)
     always = {PARAMETERS: 512, GRADIENTS: 512, OPTIMIZER: 512, BATCH: 128}
-    # in a block the Linear's output lives beside the Tanh's, and is gone after it
-    first, second = found[Phase(FORWARD, 0)], found[Phase(FORWARD, 1)]
+    # in a block the Linear's output exists until Tanh's does
+    first, second = spans[Phase(FORWARD, 0)], spans[Phase(FORWARD, 1)]
     assert first.kinds == {**always, ACTIVATIONS: 128, TEMPORARY: 128} and first.allocated == 1920
     assert second.kinds == {**always, ACTIVATIONS: 256, TEMPORARY: 128} and second.allocated == 2048
-    assert but_scalars(found[Phase(FORWARD)]) == ({**always, ACTIVATIONS: 256}, 1920)
-    # the last step's gradients are gone; each block's arrive with its backward
-    rest = {PARAMETERS: 512, OPTIMIZER: 512, BATCH: 128}
-    assert but_scalars(found[Phase(BACKWARD)])[1] <= 1664
-    # of the second: what the first saved, its own weight's gradient, those before and behind its Linear
-    expected = {**rest, ACTIVATIONS: 128, GRADIENTS: 256, TEMPORARY: 256}
-    assert but_scalars(found[Phase(BACKWARD, 1)]) == (expected, 1792)
-    # of the first: what it saved, the gradients of its output and behind its Linear
-    assert but_scalars(found[Phase(BACKWARD, 0)]) == (expected, 1792)
-    assert but_scalars(found[Phase(OPTIMIZING)]) == (always, 1664)
-    assert but_scalars(found[Phase(REST)])[1] == 1664
+    assert but_scalars(spans[Phase(FORWARD)]) == ({**always, ACTIVATIONS: 256}, 1920)
+    # the last step's gradients are freed; each block's are allocated in its backward
+    fixed = {PARAMETERS: 512, OPTIMIZER: 512, BATCH: 128}
+    assert but_scalars(spans[Phase(BACKWARD)])[1] <= 1664
+    # of the second block: the first block's saved output, its own weight's gradient, and its Linear's input and output
+    # gradients
+    expected = {**fixed, ACTIVATIONS: 128, GRADIENTS: 256, TEMPORARY: 256}
+    assert but_scalars(spans[Phase(BACKWARD, 1)]) == (expected, 1792)
+    # of the first block: its saved output, and the gradients of its output and of its Linear's output
+    assert but_scalars(spans[Phase(BACKWARD, 0)]) == (expected, 1792)
+    assert but_scalars(spans[Phase(OPTIMIZING)]) == (always, 1664)
+    assert but_scalars(spans[Phase(REST)])[1] == 1664
     assert (
         profiler.measured.top.phase == Phase(FORWARD, 1) and profiler.top.allocated == profiler.peak_allocated == 2048
     )
@@ -88,38 +89,38 @@ def test_by_hand(tmp_path):
 
 @pytest.mark.parametrize("again", ["reentrant", "other"])
 def test_recomputed_by_the_module(tmp_path, again):
-    """Between passes a block's input lives alone; the backward of a block makes its activations again."""
+    """Between passes only the inputs of blocks exist; a block's backward recomputes its activations."""
     profiler, _ = fit(tmp_path, Stack(3, again))
-    found = highest(profiler.measured)
-    assert but_scalars(found[Phase(FORWARD)])[0][ACTIVATIONS] == 2 * ACTIVATION  # each input but the batch
+    spans = highest(profiler.measured)
+    assert but_scalars(spans[Phase(FORWARD)])[0][ACTIVATIONS] == 2 * ACTIVATION  # each input but the batch
     for i in range(3):
-        kinds = found[Phase(BACKWARD, i)].kinds
+        kinds = spans[Phase(BACKWARD, i)].kinds
         assert kinds[GRADIENTS] in ((2 - i) * WEIGHT, (3 - i) * WEIGHT)  # of later blocks; or its own, too
         assert kinds[ACTIVATIONS] // ACTIVATION == i  # the inputs of this one and those before it, but the batch
         assert kinds[TEMPORARY] >= 2 * ACTIVATION  # recomputed, and gradients
 
 
 def test_recomputed_blocks(tmp_path):
-    """ActivationRecompute keeps a block's input; its Linear outputs and the rest come again."""
-    found = {}
+    """ActivationRecompute keeps a block's input and recomputes the others."""
+    by_policy = {}
     for policy in ("none", "attention-kept", "block"):
         model = tiny(dtype=torch.float32, depth=3, dim=64).train()
         profiler, _ = fit(
             tmp_path, model, data=[batch(2, 64)] * 2, callbacks=[ActivationRecompute(policy)], limit_val_batches=0
         )
         peaks = highest(profiler.measured)
-        found[policy] = peaks[Phase(FORWARD)].kinds[ACTIVATIONS], peaks[Phase(BACKWARD, 0)].kinds[TEMPORARY]
+        by_policy[policy] = peaks[Phase(FORWARD)].kinds[ACTIVATIONS], peaks[Phase(BACKWARD, 0)].kinds[TEMPORARY]
     x = 2 * 64 * 64 * 4
-    assert found["none"][0] > found["attention-kept"][0] > found["block"][0]
+    assert by_policy["none"][0] > by_policy["attention-kept"][0] > by_policy["block"][0]
     # a block's op keeps q, k, v (not with this policy), out, lse; its input is kept either way
     lse = 2 * 4 * 64 * 4
-    assert found["attention-kept"][0] - found["block"][0] == 3 * (x + lse)
-    assert found["block"][1] > found["none"][1]
+    assert by_policy["attention-kept"][0] - by_policy["block"][0] == 3 * (x + lse)
+    assert by_policy["block"][1] > by_policy["none"][1]
 
 
 def test_losses_do_not_change(tmp_path):
-    """Bit for bit, also with recomputation and dropout."""
-    found = []
+    """Bit by bit, also with recomputation and dropout."""
+    results = []
     for profilers in ([], [MemoryProfiler(1)], [MemoryProfiler(2, timeline=False)]):
         for policy in ("none", "block"):
             pl.seed_everything(5)
@@ -128,8 +129,8 @@ def test_losses_do_not_change(tmp_path):
             data = [batch(2, 24) for _ in range(4)]
             quiet(max_steps=4, callbacks=callbacks, default_root_dir=tmp_path).fit(model, loader(*data))
             weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-            found.append((losses.losses, weights))
-    assert all(x[0] == y[0] and torch.equal(x[1], y[1]) for x, y in zip(found[2:], found[:2] * 2, strict=True))
+            results.append((losses.losses, weights))
+    assert all(x[0] == y[0] and torch.equal(x[1], y[1]) for x, y in zip(results[2:], results[:2] * 2, strict=True))
 
 
 def test_the_most_of_all_steps(tmp_path):
@@ -154,13 +155,13 @@ def test_some_steps(tmp_path):
 
 
 def test_several_batches_a_step(tmp_path):
-    """The gradients of the first are there in the forward of the second; the optimizer's phase belongs to both."""
+    """The gradients of the first batch exist in the forward of the second; both share the optimizer's phase."""
     profiler, steps = fit(tmp_path, Stack(), 2, accumulate_grad_batches=2)
     assert list(steps) == [0, 1] and profiler.steps == 2
     spans = [x for x in profiler.measured.spans if x.phase == Phase(FORWARD, 1)]
     kinds = {PARAMETERS: 512, GRADIENTS: 512, OPTIMIZER: 512, BATCH: 128, ACTIVATIONS: 256, TEMPORARY: 128}
     assert len(spans) == 2 and spans[0].kinds == kinds
-    # the first batch is alive too, as Lightning fetches ahead; it has the place of nothing else
+    # the first batch is alive too, as Lightning prefetches; it replaces nothing else
     assert spans[1].kinds[GRADIENTS] == 512 and spans[1].kinds[ACTIVATIONS] // 128 == 2
     assert [x.phase.stage for x in profiler.measured.spans].count(OPTIMIZING) == 1
     skipping = fit(tmp_path, Stack(), 4, MemoryProfiler(2), accumulate_grad_batches=2)[1]
@@ -201,7 +202,7 @@ def test_several_optimizers(tmp_path):
     ]
     assert names.count(Phase(OPTIMIZING)) == 2
     forward = next(x for x in profiler.measured.spans if x.phase == Phase(FORWARD, 1))
-    # both blocks' weights and Adam's moments and counts; only the first's gradient: the second's was just let go
+    # both blocks' weights and Adam's moments and counts; only the first's gradient: the second's was just freed
     expected = {PARAMETERS: 512, GRADIENTS: 256, OPTIMIZER: 4 * 256 + 8, BATCH: 128, ACTIVATIONS: 128}
     assert {k: n for k, n in forward.kinds.items() if k in expected and k != ACTIVATIONS} == {
         k: n for k, n in expected.items() if k != ACTIVATIONS
@@ -259,7 +260,7 @@ def test_a_second_fit_begins_anew(tmp_path):
 
 
 def test_a_language_model(tmp_path):
-    """On one rank nothing is exchanged, and gradients are there once."""
+    """On one rank nothing is exchanged, and gradients exist once."""
     profiler = MemoryProfiler(1, folder=tmp_path)
     trainer = quiet(max_steps=2, callbacks=[profiler], strategy="ring_dilated", devices=1)
     model = tiny(dtype=torch.float32, vocab_size=256).train()

@@ -1,4 +1,4 @@
-"""The profiler on GPUs: an allocator played by hand, and real ones."""
+"""The profiler on GPUs: a simulated allocator, and real ones."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ from .stacks import Stack, batches
 
 # -- CUDA's allocator, played ------------------------------------------------------------------------------------------
 class Allocator:
-    """Numbers as torch.cuda tells them."""
+    """Numbers in the format of torch.cuda."""
 
     def __init__(self, monkeypatch, current):
         self.current = self.peak = current
@@ -35,19 +35,19 @@ class Allocator:
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.current)
 
     def stats(self, device):
-        told = lambda n: {"all": {"current": self.current + n, "peak": self.peak + n}}  # noqa: E731
-        return {"allocated_bytes": told(0), "reserved_bytes": told(5000)}
+        entry = lambda n: {"all": {"current": self.current + n, "peak": self.peak + n}}  # noqa: E731
+        return {"allocated_bytes": entry(0), "reserved_bytes": entry(5000)}
 
     def reset(self, device):
         self.peak = self.current
 
     def go(self, current, peak):
-        """Up to a peak, then to what stays."""
+        """Rise to a peak, then fall to the current bytes."""
         self.current, self.peak = current, max(self.peak, peak)
 
 
 def played(monkeypatch, exchange="gather"):
-    """A step of two blocks: 512 bytes of weights and of momenta, 128 of the batch, 7000 that others hold, from 8152 on."""
+    """A step of two blocks: 512 bytes of weights and of momenta, 128 of the batch, 7000 of others, starting at 8152."""
     module, allocator, x = Stack(2), Allocator(monkeypatch, 8152), torch.ones(4, 8)
     optimizer = module.configure_optimizers()
     optimizer.state = {p: {"momentum_buffer": torch.zeros_like(p)} for p in module.parameters()}
@@ -58,12 +58,12 @@ def played(monkeypatch, exchange="gather"):
     probe = CudaProbe(torch.device("cpu"), module, watch, sequence)
     probe.start()
     watch.start()
-    allocator.go(8152, 9999)  # what was before is not this step's
+    allocator.go(8152, 9999)  # an earlier peak does not belong to this step
     probe.resume(x, [optimizer])
     watch.border = probe.border
 
     def then(phase, current, peak, received=0, sent=0):
-        """The present phase went so, and another begins."""
+        """End the present phase with these numbers, and begin another."""
         way = sequence.backward_traffic if watch.phase.stage == BACKWARD else sequence.forward_traffic
         way.received_from[1] += received
         way.sent_to[1] += sent
@@ -87,21 +87,21 @@ def played(monkeypatch, exchange="gather"):
 
 def test_the_allocator(monkeypatch):
     probe, measured = played(monkeypatch)
-    found = [(x.phase, x.allocated, x.reserved, x.kinds) for x in measured.spans]
+    spans = [(x.phase, x.allocated, x.reserved, x.kinds) for x in measured.spans]
     base = {PARAMETERS: 512, OPTIMIZER: 512, BATCH: 128}
     none = {GRADIENTS: 0, EXCHANGE: 0, ACTIVATIONS: 0}
-    kinds = lambda **more: {**base, **none, **{names[k]: n for k, n in more.items()}}  # noqa: E731
+    kinds = lambda **amounts: {**base, **none, **{names[k]: n for k, n in amounts.items()}}  # noqa: E731
     names = {"g": GRADIENTS, "e": EXCHANGE, "a": ACTIVATIONS, "t": TEMPORARY}
-    assert found == [
-        # what others hold is temporary throughout
+    assert spans == [
+        # memory of others counts as temporary throughout
         (Phase(FORWARD), 8170, 13170, kinds(a=8, t=7010)),
-        # 1000 bytes stay, 300 of them rows; 400 flew
+        # 1000 bytes stay, 300 of them rows; 400 are in flight
         (Phase(FORWARD, 0), 9660, 14660, kinds(a=708, e=400, t=7400)),
         (Phase(FORWARD), 9160, 14160, kinds(a=708, e=300, t=7000)),
         (Phase(FORWARD, 1), 10760, 15760, kinds(a=1408, e=700, t=7500)),
         (Phase(FORWARD), 10300, 15300, kinds(a=1448, e=600, t=7100)),
         (Phase(BACKWARD), 10250, 15250, kinds(a=1448, e=600, t=7050)),
-        # what was saved when it began; its rows go with it
+        # saved bytes of the phase's begin; its rows are freed with them
         (Phase(BACKWARD, 1), 11000, 16000, kinds(a=1448, e=670, t=7730)),
         (Phase(BACKWARD, 0), 9900, 14900, kinds(a=808, e=300, g=256, t=7384)),
         (Phase(REST), 8664, 13664, kinds(g=512, t=7000)),
@@ -109,34 +109,34 @@ def test_the_allocator(monkeypatch):
     ]
     assert probe.overall == (11000, 16000)
     assert all(sum(x.kinds.values()) == x.allocated for x in measured.spans) and measured.step == 7
-    assert measured.points[0][1] == found[0][3] and len(measured.points) == len(found) + 1
+    assert measured.points[0][1] == spans[0][3] and len(measured.points) == len(spans) + 1
     assert measured.top.phase == Phase(BACKWARD, 1)
     assert probe.held(8800) == {**kinds(g=512), TEMPORARY: 8800 - 512 * 3 - 128}
 
 
 def test_the_allocator_around_the_ring(monkeypatch):
-    """Nothing of what came stays."""
+    """Received rows are not kept."""
     measured = played(monkeypatch, "ring")[1]
-    found = {(x.phase, i): x.kinds for i, x in enumerate(measured.spans)}
-    assert found[Phase(FORWARD, 0), 1][ACTIVATIONS] == 1008 and found[Phase(FORWARD), 2][EXCHANGE] == 0
+    spans = {(x.phase, i): x.kinds for i, x in enumerate(measured.spans)}
+    assert spans[Phase(FORWARD, 0), 1][ACTIVATIONS] == 1008 and spans[Phase(FORWARD), 2][EXCHANGE] == 0
 
 
 # -- a GPU -------------------------------------------------------------------------------------------------------------
 @pytest.mark.gpu
 def test_a_gpu(tmp_path):
-    """As large as the allocator says; what Python cannot see comes on top of the CPU's bytes by hand."""
+    """At most the allocator's numbers; memory that Python cannot see adds to the CPU's bytes."""
     profiler = MemoryProfiler(1, folder=tmp_path, snapshot_steps=(1, 2))
     built = quiet(max_steps=3, callbacks=[profiler], accelerator="gpu", devices=1)
     torch.cuda.reset_peak_memory_stats()
     built.fit(Stack(3), loader(*batches(4, 1 << 20)))  # 32 MB an activation
-    found = {x.phase: x for x in profiler.measured.spans if x.phase != Phase(FORWARD)}
+    spans = {x.phase: x for x in profiler.measured.spans if x.phase != Phase(FORWARD)}
     x = 32 << 20
     assert (
-        found[Phase(FORWARD, 2)].kinds[ACTIVATIONS] // x == 3 and found[Phase(FORWARD, 0)].kinds[ACTIVATIONS] // x == 1
+        spans[Phase(FORWARD, 2)].kinds[ACTIVATIONS] // x == 3 and spans[Phase(FORWARD, 0)].kinds[ACTIVATIONS] // x == 1
     )
-    # batch, saved, the Linear's output; and what libraries hold, such as cuBLAS's workspace
-    assert 1 + 3 + 1 <= found[Phase(FORWARD, 2)].allocated // x < 8
-    assert found[Phase(BACKWARD, 0)].kinds[BATCH] == x and found[Phase(OPTIMIZING)].kinds[GRADIENTS] == 3 * 256
+    # batch, saved, the Linear's output; and memory of libraries, such as cuBLAS's workspace
+    assert 1 + 3 + 1 <= spans[Phase(FORWARD, 2)].allocated // x < 8
+    assert spans[Phase(BACKWARD, 0)].kinds[BATCH] == x and spans[Phase(OPTIMIZING)].kinds[GRADIENTS] == 3 * 256
     assert all(sum(s.kinds.values()) == s.allocated <= s.reserved for s in profiler.measured.spans)
     assert profiler.peak_allocated == profiler.top.allocated >= torch.cuda.max_memory_allocated()
     assert profiler.rows[0].reserved is not None and (tmp_path / "memory_timeline.png").exists()
@@ -148,8 +148,8 @@ def test_a_gpu_that_is_full(tmp_path):
     module = Stack(2)
     module.layers[1].fails = lambda out: torch.empty(1 << 50, dtype=torch.uint8, device=out.device)
     built = quiet(max_steps=1, callbacks=[MemoryProfiler(folder=tmp_path)], accelerator="gpu", devices=1)
-    told = pytest.warns(UserWarning, match=r"forward of block 2 of 2: an allocation of 1048576.00 GiB failed")
-    with told as warned, pytest.raises(torch.OutOfMemoryError):
+    warning = pytest.warns(UserWarning, match=r"forward of block 2 of 2: an allocation of 1048576.00 GiB failed")
+    with warning as warned, pytest.raises(torch.OutOfMemoryError):
         built.fit(module, loader(*batches(2)))
     assert any("at least was missing" in str(w.message) for w in warned)
     assert (tmp_path / "memory_oom_rank_0.pickle").exists()

@@ -1,4 +1,4 @@
-"""Where memory runs out: what is told, by whom, and that nobody is asked."""
+"""Out of memory: the report, its author, and that no other rank is contacted."""
 
 import warnings
 from unittest import mock
@@ -26,7 +26,7 @@ from .stacks import Kept, Stack, batches
 pytestmark = pytest.mark.full
 
 GIB, MIB = 2**30, 2**20
-#: in the words of torch's allocators for CUDA and for the CPU, with numbers from public reports
+#: the words of torch's allocators for CUDA and for the CPU, with numbers from public reports
 MESSAGES = {
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 5.06 GiB is free. "
     "Including non-PyTorch memory, this process has 74.04 GiB memory in use. Of the allocated memory 72.50 GiB is allocated "
@@ -93,7 +93,7 @@ def test_what_is_told():
     assert "31.81 MiB at least was missing" in said and "set PYTORCH_ALLOC_CONF=expandable_segments:True" in said
     assert said.endswith(GENERAL) and "Held by" not in said
     assert "an allocation of 2 bytes failed. 0 bytes of 8.00 GiB was free" in report(0, "x", 0, third, {}, None)
-    said = report(0, "x", 0, limited, {}, None)  # the limit, and not the GPU, is at its end
+    said = report(0, "x", 0, limited, {}, None)  # the limit is reached, and not the GPU's memory
     assert "322.01 MiB of 139.80 GiB was free; 61.99 MiB at least was missing" in said
     assert "an allocation of 3.73 GiB failed. \n" in report(0, "x", 0, cpu, {}, None)
     assert "x: an allocation failed. \n" in report(0, "x", 0, other, {}, None)
@@ -135,7 +135,7 @@ class Forward:
 
 
 class Fault(torch.autograd.Function):
-    """The identity, whose backward calls what it was given."""
+    """The identity, with a backward that calls a function."""
 
     @staticmethod
     def forward(ctx, x, call):
@@ -155,10 +155,10 @@ class Backward(Forward):
 
 
 def fails(folder, profiler, where, block=1, steps=4, **options):
-    """The warning that a fit leaves which runs out of memory."""
-    module, kept = Stack(), Kept()
+    """Return the warning of a fit that runs out of memory."""
+    module, logger = Stack(), Kept()
     module.layers[block].fails = where
-    built = quiet(max_steps=steps, callbacks=[profiler], logger=kept, default_root_dir=folder, **options)
+    built = quiet(max_steps=steps, callbacks=[profiler], logger=logger, default_root_dir=folder, **options)
     with (
         warnings.catch_warnings(record=True) as warned,
         pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 20"),
@@ -178,9 +178,9 @@ def test_in_the_forward(tmp_path, monkeypatch, every):
     said = fails(tmp_path, MemoryProfiler(every), Forward(2))
     assert "rank 0 ran out of memory in step 2, forward of block 2 of 2: an allocation of 20.00 GiB failed" in said
     known = "Held by parameters 512 bytes, gradients 512 bytes, optimizer states 512 bytes, "
-    more = "batch 128 bytes, saved activations 256 bytes" if every == 1 else "activations and temporary 72.50 GiB"
-    assert said.endswith(f"\n{known}{more}.\nStack needs less.")
-    assert not list(tmp_path.glob("*.pickle"))  # of the CPU's allocator there is none
+    details = "batch 128 bytes, saved activations 256 bytes" if every == 1 else "activations and temporary 72.50 GiB"
+    assert said.endswith(f"\n{known}{details}.\nStack needs less.")
+    assert not list(tmp_path.glob("*.pickle"))  # the CPU's allocator has none
 
 
 def test_in_the_backward(tmp_path, monkeypatch):
@@ -220,13 +220,13 @@ def test_another_error_is_not_told(tmp_path):
 
 
 def test_trouble_while_telling(tmp_path, monkeypatch):
-    """The run's own error goes on."""
+    """The run's own error is raised."""
     monkeypatch.setattr(MemoryProfiler, "_message", mock.Mock(side_effect=KeyError("lost")))
     assert "could not say what filled the memory: KeyError('lost')" in fails(tmp_path, MemoryProfiler(1), Forward(0))
 
 
 def one_of_two_fails(rank, group):
-    """Rank 1 runs out of memory where rank 0 has an error of its own: neither waits for the other."""
+    """Rank 1 runs out of memory while rank 0 has its own error: neither waits for the other."""
     module = Stack()
     errors = [ValueError("trouble"), torch.OutOfMemoryError(next(iter(MESSAGES)))]
     module.layers[1].fails = mock.Mock(side_effect=errors[rank])
@@ -245,7 +245,7 @@ def test_no_other_rank_is_asked(pool):
 # -- snapshots ---------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def recorded(monkeypatch):
-    """What is asked of torch's recorder of memory."""
+    """Record the calls of torch's memory recorder."""
     calls = []
     memory = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", lambda *a, **k: calls.append(k.get("enabled", "all")))
@@ -254,12 +254,12 @@ def recorded(monkeypatch):
 
 
 def test_snapshots(tmp_path, recorded):
-    made = probe.Snapshots((1, 3), torch.device("cuda"))
+    snapshots = probe.Snapshots((1, 3), torch.device("cuda"))
     for step in range(5):
-        made.begin(step)
-        made.end(step, tmp_path / "new", 2)
+        snapshots.begin(step)
+        snapshots.end(step, tmp_path / "new", 2)
     assert recorded == ["all", str(tmp_path / "new" / "memory_steps_1_to_2_rank_2.pickle"), None]
-    assert made.write(tmp_path / "x.pickle") and recorded[3:] == [str(tmp_path / "x.pickle")]
+    assert snapshots.write(tmp_path / "x.pickle") and recorded[3:] == [str(tmp_path / "x.pickle")]
     short = probe.Snapshots((0, 9), torch.device("cuda"))
     short.begin(0)
     short.stop()

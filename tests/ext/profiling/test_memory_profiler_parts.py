@@ -51,15 +51,15 @@ def test_which_blocks():
             self.inner[0].append(self.inner[0][0][0])  # again
 
     module = Nested()
-    found = find_blocks(module)
+    blocks = find_blocks(module)
     listed = module.inner[0]
-    assert found == [listed[0][0], listed[0][1], listed[1]["a"], module.layers[0]]
+    assert blocks == [listed[0][0], listed[0][1], listed[1]["a"], module.layers[0]]
     model = tiny()
     assert find_blocks(model) == list(model.transformer.blocks) and find_blocks(nn.Linear(2, 2)) == []
 
 
 def followed(module, x, run=None):
-    """The phases that end in a forward and a backward."""
+    """Return the phases that end in a forward and a backward."""
     watch, ended = Watch(module), []
     watch.attach()
     watch.start()
@@ -84,14 +84,14 @@ def test_the_order_of_phases(again):
 
 
 def test_what_lies_between_blocks():
-    """The gradient of the first block's input ends its backward, and so does that of the second's."""
+    """The gradient of the first block's input ends its backward, and so does the second's."""
     module, between = Stack(2), nn.Linear(8, 8)
     run = lambda x: module.layers[1](between(module.layers[0](between(x))))  # noqa: E731
     assert followed(module, torch.ones(4, 8), run) == [*FORWARDS, (B, None), (B, 1), (B, None), (B, 0), (B, None)]
 
 
 def test_compiled_blocks():
-    """Followed from outside of what is compiled: one graph a block, however often and whether followed or not."""
+    """Followed from outside of compiled code: one graph a block, for any number of steps, followed or not."""
     module, graphs = Stack(2), []
 
     def backend(graph, inputs):
@@ -103,16 +103,16 @@ def test_compiled_blocks():
         block.compile(backend=backend, fullgraph=True)
     before = [block._compiled_call_impl for block in module.layers]
     module(torch.ones(4, 8))
-    made = len(graphs)
-    assert 1 <= made <= 2
+    compiled = len(graphs)
+    assert 1 <= compiled <= 2
     for _ in range(2):
         assert followed(module, torch.ones(4, 8)) == [*FORWARDS, (B, None), (B, 1), (B, 0)]
-    assert len(graphs) == made and [block._compiled_call_impl for block in module.layers] == before
+    assert len(graphs) == compiled and [block._compiled_call_impl for block in module.layers] == before
     torch._dynamo.reset()
 
 
 def test_a_compiled_whole():
-    """Blocks are not told apart then; the numbers stay."""
+    """Blocks cannot be told apart; the total numbers remain."""
     module = Stack(2)
     torch._dynamo.reset()
     whole = torch.compile(module, backend="eager", fullgraph=True)
@@ -133,10 +133,10 @@ def test_copies_are_not_followed():
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
 def test_shares():
-    """What is known can be more than there was room for."""
-    found = shares(700, {PARAMETERS: 512, GRADIENTS: 512, ACTIVATIONS: -5})
-    assert found[PARAMETERS] == 512 and found[GRADIENTS] == 188 and found[ACTIVATIONS] == found[TEMPORARY] == 0
-    assert sum(found.values()) == 700
+    """The known bytes can exceed the available ones."""
+    parts = shares(700, {PARAMETERS: 512, GRADIENTS: 512, ACTIVATIONS: -5})
+    assert parts[PARAMETERS] == 512 and parts[GRADIENTS] == 188 and parts[ACTIVATIONS] == parts[TEMPORARY] == 0
+    assert sum(parts.values()) == 700
 
 
 def test_tensors():
@@ -170,17 +170,17 @@ def test_numbers(capsys):
         Span(Phase(OPTIMIZING), 2, 3, 7, 8, {}),
     ]
     first = numbers(Measured(4, [*spans(2_000_000), Span(Phase(BACKWARD, 0), 3, 4, 9, 9, {})], []), 1, host)
-    found = torch.stack([first, numbers(Measured(4, spans(6_000_000), []), 1, host)])
-    logged = metrics(found, 1)
+    gathered = torch.stack([first, numbers(Measured(4, spans(6_000_000), []), 1, host)])
+    logged = metrics(gathered, 1)
     assert logged["memory/peak_mb"] == logged["memory/forward_block_1_mb"] == 6 and logged["memory/peak_min_mb"] == 2
     assert logged["memory/forward_reserved_mb"] == 6.000006 and logged["memory/forward_reserved_min_mb"] == 2.000006
     assert logged["memory/host_mb"] == 3 and "memory/pinned_mb" not in logged and "memory/backward_mb" not in logged
     assert logged["memory/at_peak/saved_activations_mb"] == 6
-    top, rows = top_of(found, 1, 4), rows_of(found, 1)
+    top, rows = top_of(gathered, 1, 4), rows_of(gathered, 1)
     assert (top.allocated, top.rank, top.step, top.phase) == (6_000_000, 1, 4, Phase(FORWARD, 0))
     assert [x.phase for x in rows] == [Phase(FORWARD, 0), Phase(BACKWARD, 0), Phase(OPTIMIZING)]
     assert (rows[0].allocated, rows[0].rank, rows[0].least, rows[0].reserved) == (6_000_000, 1, 2_000_000, 6_000_006)
-    show(rows, top, 1, 9, found)
+    show(rows, top, 1, 9, gathered)
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "most of 9 steps" in said

@@ -1,4 +1,4 @@
-"""MemoryProfiler on two ranks: the most and the least of them, and what attention exchanges."""
+"""MemoryProfiler on two ranks: their maximum and minimum, and the buffers of attention's exchange."""
 
 import lightning.pytorch as pl
 import pytest
@@ -17,24 +17,24 @@ pytestmark = pytest.mark.full
 
 def unlike(rank, group, folder):
     """Two blocks under DDP; rank 1 has three times the rows."""
-    profiler, kept = MemoryProfiler(1, folder=f"{folder}/{rank}"), Kept()
+    profiler, logger = MemoryProfiler(1, folder=f"{folder}/{rank}"), Kept()
     built = trainer(
-        "ddp", launched(rank), max_steps=2, callbacks=[profiler], logger=kept, use_distributed_sampler=False
+        "ddp", launched(rank), max_steps=2, callbacks=[profiler], logger=logger, use_distributed_sampler=False
     )
     built.fit(Stack(), loader(*batches(8, 4 * (1 + 2 * rank))))
-    return profiler.measured.spans, profiler.rows, profiler.top, kept.steps, profiler.latest, profiler.peak_allocated
+    return profiler.measured.spans, profiler.rows, profiler.top, logger.steps, profiler.latest, profiler.peak_allocated
 
 
 def test_unlike_ranks(pool, tmp_path):
-    found = pool.run(2, unlike, str(tmp_path))
-    (first, rows, top, steps, latest, _), (second, *_) = found
-    assert found[1][1:5] == (rows, top, steps, latest) and list(steps) == [0, 1] and steps[1] == latest
+    results = pool.run(2, unlike, str(tmp_path))
+    (first, rows, top, steps, latest, _), (second, *_) = results
+    assert results[1][1:5] == (rows, top, steps, latest) and list(steps) == [0, 1] and steps[1] == latest
     # a row of an activation is 32 bytes: 8 more rows of the batch, two saved activations and one in the block
     spans = [next(x for x in spans if x.phase == Phase(FORWARD, 1)) for spans in (first, second)]
     sizes = [x.allocated for x in spans]
-    # gloo lets go of DDP's first buckets when it likes
+    # gloo frees DDP's first buckets at any time
     own = [x.allocated - x.kinds[EXCHANGE] for x in spans]
-    assert own[1] - own[0] == 8 * 32 * 4 and sizes == [found[0][5], found[1][5]]
+    assert own[1] - own[0] == 8 * 32 * 4 and sizes == [results[0][5], results[1][5]]
     assert (latest["memory/forward_block_2_mb"], latest["memory/forward_block_2_min_mb"]) == (
         sizes[1] / 1e6,
         sizes[0] / 1e6,
@@ -50,7 +50,7 @@ def test_unlike_ranks(pool, tmp_path):
 
 
 class Bytes(pl.Callback):
-    """What attention's exchange received in the forward and in the backward of the last step."""
+    """Records the bytes that attention's exchange received in the forward and the backward of the last step."""
 
     def on_train_batch_start(self, trainer, *args):
         self.group = trainer.strategy.sequence
@@ -61,7 +61,7 @@ class Bytes(pl.Callback):
 
 
 def exchanges(rank, group, run, policy):
-    """A LongNet on two ranks."""
+    """Run a LongNet on two ranks."""
     profiler, counted = MemoryProfiler(1, timeline=False), Bytes()
     built, model, data, _ = make(run, launched(rank), callbacks=[profiler, counted, ActivationRecompute(policy)])
     built.fit(model, data)
@@ -71,24 +71,26 @@ def exchanges(rank, group, run, policy):
 @pytest.mark.parametrize("steps", [2, 3])
 @pytest.mark.parametrize("exchange, policy", [("gather", "none"), ("gather", "block"), ("ring", "none")])
 def test_exchange_buffers(pool, exchange, policy, steps):
-    """Rows that are received stay until the backward, not around the ring and not with recomputation; the first rank of a
-    causal model needs none. DDP makes its buckets for good in the second forward."""
+    """Received rows stay until the backward, except around the ring and with recomputation.
+
+    A causal model's first rank needs none. DDP makes its final buckets in the second forward.
+    """
     run = Run(steps=steps, strategy={"exchange": exchange})
     for rank, (spans, received, _) in enumerate(pool.run(2, exchanges, run, policy)):
         assert (received > 0) == (rank > 0)
         if rank and policy == "none":
             assert all(x.kinds[EXCHANGE] > SCALARS for x in spans if x.phase.block is not None)
         last = [x for x in spans if x.phase == Phase(FORWARD)][-1]
-        kept = received if (exchange, policy) == ("gather", "none") else 0
+        saved = received if (exchange, policy) == ("gather", "none") else 0
         buckets = (
-            last.kinds[EXCHANGE] - kept
+            last.kinds[EXCHANGE] - saved
         )  # as large as the gradients, or twice while gloo still holds the first ones
         assert buckets >= last.kinds[GRADIENTS] and buckets % last.kinds[GRADIENTS] < 2 * SCALARS
         assert last.kinds[ACTIVATIONS] > 0
 
 
 def test_sharded_parameters(pool):
-    """FSDP's parameters are parts, and what it gathers is an exchange's."""
+    """FSDP's parameters are sharded, and gathered ones count as exchange."""
     for spans, *_ in pool.run(2, exchanges, Run(steps=2, fsdp=True, double=True), "none"):
-        found = {x.phase: x for x in spans}
-        assert found[Phase(BACKWARD, 0)].kinds[EXCHANGE] > 0 and found[Phase(OPTIMIZING)].kinds[GRADIENTS] > 0
+        by_phase = {x.phase: x for x in spans}
+        assert by_phase[Phase(BACKWARD, 0)].kinds[EXCHANGE] > 0 and by_phase[Phase(OPTIMIZING)].kinds[GRADIENTS] > 0

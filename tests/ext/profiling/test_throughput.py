@@ -1,4 +1,4 @@
-"""ThroughputMonitor on a GPU: batches are timed where they end, and waited for only where they are logged."""
+"""ThroughputMonitor on a GPU: batches are timed at their end, and waited for only when they are logged."""
 
 import itertools
 import time
@@ -17,7 +17,7 @@ from lightning_dilated.ext.profiling import throughput
 
 
 class Gpu:
-    """Ends one thing a second of its own clock, in order, and has come as far as `done`."""
+    """A simulated GPU that completes one event a second, in order, up to `done`."""
 
     def __init__(self):
         self.asked, self.done, self.waited = 0, 0, 0
@@ -45,10 +45,10 @@ class End:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    made = Gpu()
-    monkeypatch.setattr(throughput, "_now", made.now)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(made, "done", made.asked))
-    return made
+    simulated = Gpu()
+    monkeypatch.setattr(throughput, "_now", simulated.now)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(simulated, "done", simulated.asked))
+    return simulated
 
 
 def test_batches_are_noted_when_they_have_ended(gpu):
@@ -76,12 +76,12 @@ def test_batches_are_noted_when_they_have_ended(gpu):
     connector.should_update_logs = True
     monitor._update(trainer, module, batch, 1)
     assert times() == [2, 3, 4, 5] and gpu.waited == 3  # a window of four
-    found = monitor._throughputs[stage].compute()
-    rates = [found[f"device/{name}_per_sec"] for name in ("batches", "samples", "items", "flops")]
+    metrics = monitor._throughputs[stage].compute()
+    rates = [metrics[f"device/{name}_per_sec"] for name in ("batches", "samples", "items", "flops")]
     assert rates == pytest.approx([1, 2, 16, 5], rel=1e-3)
     connector.should_update_logs = False
     monitor._update(trainer, module, batch, 1)
-    monitor._start(trainer)  # of a validation, say: all are noted before
+    monitor._start(trainer)  # of a validation, for example: all batches are recorded before
     assert not monitor._under_way
     monitor._update(trainer, module, batch, 1)
     trainer.sanity_checking, trainer.state.fn = False, TrainerFn.VALIDATING
@@ -95,7 +95,7 @@ def test_what_a_run_before_left_is_forgotten():
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(accelerator="cpu", max_steps=1, callbacks=[monitor], **quiet)
     for run in (trainer.fit, trainer.validate, trainer.validate):
-        monitor._under_way.append((RunningStage.VALIDATING, None, {}))  # could not be waited for
+        monitor._under_way.append((RunningStage.VALIDATING, None, {}))  # it cannot be waited for
         run(model, DataLoader(text))
         assert not monitor._under_way
 
@@ -120,5 +120,5 @@ def test_rates_are_those_of_the_clock():
     trainer._logger_connector.log_metrics = lambda m, step=None: logged.append(m.get("train/batches_per_sec"))
     trainer.fit(model, DataLoader(text, pin_memory=True))
     rates = [10 / (b - a) for a, b in itertools.pairwise(ends)]
-    found = [x for x in logged if x][-len(rates) :]
-    assert found == pytest.approx(rates, rel=0.15), (found, rates)
+    logged_rates = [x for x in logged if x][-len(rates) :]
+    assert logged_rates == pytest.approx(rates, rel=0.15), (logged_rates, rates)

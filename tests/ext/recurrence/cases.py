@@ -1,4 +1,4 @@
-"""Random calls of recurrent_attention that go on after earlier tokens, and what the definition says of them.
+"""Random calls of recurrent_attention that continue earlier tokens, and their results by the definition.
 
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, E value dim, S documents (or samples).
 """
@@ -19,7 +19,7 @@ from lightning_dilated.recurrence.description import KINDS
 
 #: of the results' gradients
 NAMES = ("q", "k", "v", "log_decay", "beta")
-#: log_decay of tokens after which little or nothing is left; the sum of several of the last leaves the range of fp32
+#: log_decay of tokens after which little or nothing is left; the sum of several of the last exceeds the range of fp32
 RESETS = (-1.0, -80.0, -1e4, -1e6, -1e9, -3e38)
 
 
@@ -58,14 +58,14 @@ class Case:
         return sum(self.documents) if self.packed else max(self.documents) + self.padding
 
     def bounds(self, document: int) -> tuple[int, int, int]:
-        """(sample, first, one past the last) of a document in (B, N)."""
+        """Return (sample, first, one past the last) of a document in (B, N)."""
         if not self.packed:
             return document, 0, self.documents[document]
         start = sum(self.documents[:document])
         return 0, start, start + self.documents[document]
 
     def tensors(self, seq_len: int | None = None, batch: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
-        """(q, k, v) and of gated_delta (log_decay, beta), leaves."""
+        """Draw (q, k, v) and, for gated_delta, (log_decay, beta), as leaves."""
         b, n = batch or self.batch, self.seq_len if seq_len is None else seq_len
         g = torch.Generator().manual_seed(seed)
         random = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64)  # noqa: E731
@@ -78,38 +78,37 @@ class Case:
         return tuple(x.to(self.dtype).requires_grad_() for x in tensors)
 
     def settings(self) -> dict[str, Any]:
-        """Of every call."""
         segment = None if self.kind == "gated_delta" else self.segment
         return {"kind": self.kind, "segment": segment, "causal": self.causal}
 
     def limits(self) -> dict[str, Any]:
-        """Of the call itself."""
+        """Return the lengths or bounds of this call."""
         if self.packed:
             return {"cu_seqlens": torch.tensor([0, *accumulate(self.documents)], dtype=torch.int32)}
         equal = len(set(self.documents)) == 1 and not self.padding
         return {} if equal else {"lengths": list(self.documents)}
 
     def past(self) -> tuple[Tensor, ...]:
-        """The earlier tokens, packed document after document."""
+        """Draw the earlier tokens, packed document after document."""
         return self.tensors(sum(self.earlier or ()), 1, seed=1)
 
     def state(self, past: tuple[Tensor, ...]) -> RecurrentState | None:
-        """After the earlier tokens."""
+        """Return the state after the earlier tokens."""
         if self.earlier is None:
             return None
         bounds = [0, *accumulate(self.earlier)]
         return recurrent_attention(*past, **self.settings(), cu_seqlens=bounds, return_state=True)[1]
 
     def weights(self, *shape: int, seed: int = 2) -> Tensor:
-        """Of a result in the loss."""
+        """Draw the weights of a result in the loss."""
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
     def loss(self, out: Tensor, states: tuple[Tensor, ...]) -> Tensor:
-        """Of the output (B, N, H, E), and of the state's matrix and normalizer, (S, ...) each."""
+        """Return the loss of the output (B, N, H, E), and of the state's matrix and normalizer, (S, ...) each."""
         return sum((x * self.weights(*x.shape, seed=2 + i)).sum() for i, x in enumerate((out, *states)))
 
     def run(self) -> dict[str, Tensor]:
-        """Results, and gradients of all tokens, by recurrent_attention."""
+        """Return results, and gradients of all tokens, by recurrent_attention."""
         tensors, past = self.tensors(), self.past()
         settings = {**self.settings(), **self.limits()}
         if not self.causal:
@@ -127,16 +126,16 @@ class Case:
     def results(
         self, out: Tensor, states: tuple[Tensor, ...], tensors: tuple[Tensor, ...], past: tuple[Tensor, ...]
     ) -> dict[str, Tensor]:
-        """By name, gradients too."""
+        """Return results and gradients by name."""
         every = (*tensors, *past)
         loss = self.loss(out, states) + 0 * sum(x.sum() for x in every)  # of documents without tokens, too
         grads = torch.autograd.grad(loss, every)
         names = [*NAMES[: len(tensors)], *(f"earlier {name}" for name in NAMES[: len(past)])]
-        found = {"out": out.detach(), **{f"state {i}": x.detach() for i, x in enumerate(states)}}
-        return found | {f"d {name}": x for name, x in zip(names, grads, strict=True)}
+        named = {"out": out.detach(), **{f"state {i}": x.detach() for i, x in enumerate(states)}}
+        return named | {f"d {name}": x for name, x in zip(names, grads, strict=True)}
 
     def by_definition(self) -> dict[str, Tensor]:
-        """The same by the oracle, document by document."""
+        """Return the same by the oracle, document by document."""
         tensors, past = self.tensors(), self.past()
         out = torch.zeros(self.batch, self.seq_len, self.kv_heads * self.group, self.values, dtype=torch.float64)
         states = []
@@ -153,19 +152,19 @@ class Case:
         return self.results(out, every, tensors, past)
 
 
-def compare(found: dict[str, Tensor], want: dict[str, Tensor], tol: float = 1e-10) -> None:
+def compare(got: dict[str, Tensor], want: dict[str, Tensor], tol: float = 1e-10) -> None:
     """Assert that all results and gradients are equal, to `tol` of the largest number."""
-    assert found.keys() == want.keys()
+    assert got.keys() == want.keys()
     for name, x in want.items():
         scale = max(1.0, float(x.abs().max()) if x.numel() else 0.0)
         torch.testing.assert_close(
-            found[name], x, rtol=0, atol=tol * scale, msg=lambda text, name=name: f"{name}: {text}"
+            got[name], x, rtol=0, atol=tol * scale, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
 @st.composite
 def cases(draw: st.DrawFn, longest: int = 30) -> Case:
-    """Any call of some documents."""
+    """Draw any call of some documents."""
     kind = draw(st.sampled_from(KINDS))
     documents = tuple(draw(st.lists(st.integers(0, longest), min_size=1, max_size=3)))
     packed, causal = draw(st.booleans()), kind != "linear" or draw(st.booleans())

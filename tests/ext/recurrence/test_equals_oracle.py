@@ -35,9 +35,9 @@ def test_chunks_passed_in_groups(kind, tokens, monkeypatch):
 
 
 def record(monkeypatch, name):
-    """The calls of a function of `chunks`."""
+    """Record the calls of a function of `chunks`."""
     calls, real = [], getattr(chunks, name)
-    monkeypatch.setattr(chunks, name, lambda *given: calls.append(given) or real(*given))
+    monkeypatch.setattr(chunks, name, lambda *args: calls.append(args) or real(*args))
     return calls
 
 
@@ -100,7 +100,7 @@ def test_gradcheck(kind):
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("reset", RESETS)
 def test_resets(reset, dtype, tol):
-    """What follows a token that nothing is left behind is as exact as elsewhere."""
+    """Tokens after a complete reset are as exact as elsewhere."""
     case = Case("gated_delta", (150, 65), packed=True, earlier=(70, 3), kv_heads=1, dim=16, values=8, reset=reset)
     want = case.by_definition()
     tensors, past = (tuple(x.detach().to(dtype).requires_grad_() for x in y) for y in (case.tensors(), case.past()))
@@ -118,7 +118,7 @@ def test_a_reset_begins_a_document():
 
 
 def test_many_moderate_decays_before_others():
-    """The sum of the chunk's first tokens is -2560, of whose digits fp32 keeps 2e-4."""
+    """The sum of the chunk's first tokens is -2560, which fp32 resolves to 2e-4."""
     case = Case("gated_delta", (64,), kv_heads=1, group=1, dim=16, values=8)
     tensors = [x.detach() for x in case.tensors()]
     tensors[3][:, :32], tensors[3][:, 32:] = -80, -0.01

@@ -1,4 +1,4 @@
-"""The kernels of the gated delta rule in the interpreter: results, states and every gradient, against the definition."""
+"""The kernels of the gated delta rule in the interpreter: results, states and gradients, against the definition."""
 
 import gc
 import random
@@ -27,7 +27,7 @@ def narrow(tensors, dtype=torch.float32):
 
 
 def run(case):
-    """`Case.run` of fp32 rows."""
+    """`Case.run` with fp32 rows."""
     tensors, past = narrow(case.tensors()), narrow(case.past())
     assert triton_chunks.serves(case.kind, *tensors[:3])
     settings = {**case.settings(), **case.limits(), "state": case.state(past), "return_state": True}
@@ -36,7 +36,7 @@ def run(case):
 
 
 def grouped_from(chunks):
-    """Runs of at least so many chunks are passed in groups."""
+    """Process runs of at least `chunks` chunks in groups."""
     triton_chunks.layout.cache_clear()
     return mock.patch.object(triton_chunks, "GROUPED_FROM", chunks)
 
@@ -76,7 +76,7 @@ def random_cases(rank, group, number, examples):
             got, want = run(case), case.by_definition()
         if case.dim == 1:  # gradients of q and k are 0 by definition: rounding, divided by |q| or |k|, remains
             of_one = [name for name in want if name.split()[-1] in "qk"]
-            compare(*({name: found.pop(name) for name in of_one} for found in (got, want)), 1e-4)
+            compare(*({name: tensors.pop(name) for name in of_one} for tensors in (got, want)), 1e-4)
         compare(got, want, 1e-5)
 
 
@@ -120,7 +120,7 @@ EDGES = {"resets": reset, "equal keys": repeated, "far decay": forgotten, "refle
 
 
 def edge(rank, group, name):
-    """Against the torch path in float64."""
+    """Compare with the torch path in float64."""
     case = gated((130,), kv_heads=1, group=1, dim=8, values=5)
     tensors = [x.detach().float() for x in case.tensors()]
     EDGES[name](tensors)
@@ -139,7 +139,7 @@ def test_edges(interpreter, name):
 
 
 def exact_dots():
-    """Triton's interpreter multiplies bfloat16 as the integers that it keeps them in."""
+    """Triton's interpreter multiplies the integer representation of bfloat16."""
     from triton.runtime import interpreter
 
     real = interpreter.InterpreterBuilder.create_dot
@@ -150,12 +150,12 @@ def exact_dots():
         return interpreter.TensorHandle((x.data.astype("uint32") << 16).view("float32"), interpreter.tl.float32)
 
     return mock.patch.object(
-        interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *rest: real(self, wide(a), wide(b), *rest)
+        interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *args: real(self, wide(a), wide(b), *args)
     )
 
 
 def narrow_rows(rank, group, dtype, tolerance):
-    """Rows of 16 bits, of strides of their own, against the definition of the rounded rows; padding may hold anything."""
+    """Compare 16-bit rows of any strides with the definition on the rounded rows; padding may hold anything."""
     case = gated((140, 65), padding=3, kv_heads=1, group=2, dim=16, values=16)
     joint = torch.cat([x.detach() for x in case.tensors()[:3]], 2).to(dtype)
     joint[0, 140:], joint[1, 65:] = torch.nan, torch.inf
@@ -184,7 +184,7 @@ def test_rows_of_16_bits(interpreter, dtype, tolerance):
 
 
 def trained_after_inference(rank, group):
-    """Layouts are remembered from calls under `torch.inference_mode`, whose tensors no backward may save."""
+    """Layouts are cached in calls under `torch.inference_mode`, and a backward must not save such tensors."""
     triton_chunks.layout.cache_clear()
     rows = narrow(gated((70,), kv_heads=1, group=1, dim=4, values=4).tensors())
     with torch.inference_mode():
@@ -194,7 +194,7 @@ def trained_after_inference(rank, group):
 
 
 def in_windows(rank, group):
-    """The op in windows of 70 tokens and in one, and the torch path; the passes before a backward make no output."""
+    """Run the op in windows of 70 tokens and in one, and the torch path; passes before a backward make no output."""
     rows = [x.detach().float() for x in gated((160,), kv_heads=1, group=2, dim=4, values=4).tensors()]
     from lightning_dilated.ext.recurrence import gated_delta
 
@@ -226,21 +226,21 @@ def test_in_the_interpreter(interpreter, check):
     ((1, (32, 32), (128, 128)), 32768),
 ])  # fmt: skip
 def test_windows_fit_their_memory(sizes, tokens):
-    batch, *rest = sizes
+    batch, *dims = sizes
     assert triton_chunks.window(*sizes, torch.bfloat16) == tokens
-    held = triton_chunks.held_bytes(max(1, batch) * tokens, *rest, torch.bfloat16, True)
+    held = triton_chunks.held_bytes(max(1, batch) * tokens, *dims, torch.bfloat16, True)
     assert held <= triton_chunks.WINDOW_MEMORY < 2.1 * held
 
 
 def held(rank, group, forward, window):
-    """(bytes that the op holds beside inputs and results, what is counted for it)."""
+    """Return (bytes that the op holds in addition to inputs and results, the predicted number)."""
     from lightning_dilated.ext.recurrence import gated_delta_backward  # in a process with the interpreter
 
     heads, kv_heads, dim, tokens = 4, 2, 16, 400
     launch = gated_delta_backward.launch_queries
 
     def collected(*args):
-        gc.collect()  # Triton's interpreter holds what an earlier launch took in cycles
+        gc.collect()  # Triton's interpreter holds memory of earlier launches in reference cycles
         return launch(*args)
 
     queries = mock.patch.object(gated_delta_backward, "launch_queries", collected)
@@ -260,7 +260,7 @@ def test_memory_is_counted(interpreter, forward, window):
 
 
 def shared(rank, group, case):
-    """This rank's part of `run`."""
+    """Return this rank's part of `run`."""
     with sequence(group) as ours:
         at = positions(ours, case.seq_len)
         tensors = [x[:, at].detach().requires_grad_() for x in narrow(case.tensors())]
@@ -316,7 +316,7 @@ KERNELS = {
 @pytest.mark.parametrize("stored", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_without_a_gpu(name, stored):
-    """What the interpreter does not see: variables that change their type in a loop, products of wrong shapes."""
+    """The interpreter misses some errors: variables that change type in a loop, products of wrong shapes."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""The kernels of the gated delta rule on a GPU: results, states and every gradient are those of torch in float64."""
+"""The kernels of the gated delta rule on a GPU: results, states and every gradient equal torch in float64."""
 
 from unittest import mock
 
@@ -16,7 +16,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 def drawn(seq_len, heads, kv_heads, dim, values, dtype):
-    """q, k, v, log_decay, beta, the gradient of the output and that of the state."""
+    """Draw q, k, v, log_decay, beta, and gradients of the output and of the state."""
     generator = torch.Generator("cuda").manual_seed(seq_len)
     draw = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)  # noqa: E731
     q, k, v = (draw(1, seq_len, *x).to(dtype) for x in ((heads, dim), (kv_heads, dim), (kv_heads, values)))
@@ -25,7 +25,7 @@ def drawn(seq_len, heads, kv_heads, dim, values, dtype):
 
 
 def results(tensors, cu_seqlens=None):
-    """Output, last state of the last document and gradients by name, in float64."""
+    """Return output, last state of the last document and gradients by name, in float64."""
     *inputs, grad, grad_state = (x.detach().clone() for x in tensors)
     for x in inputs:
         x.requires_grad_()
@@ -37,7 +37,7 @@ def results(tensors, cu_seqlens=None):
 
 
 def compare(got, want, tolerance):
-    """The gradient of log_decay may be 0 but for rounding: that of beta, a sum of as many products, gives its scale."""
+    """The gradient of log_decay may be rounding of 0: the gradient of beta, an equally long sum, gives its scale."""
     for name, x in want.items():
         scale = max(float(want[y].abs().max()) for y in {name, "d beta" if name == "d log_decay" else name})
         off = float((got[name] - x).abs().max()) / scale
@@ -114,7 +114,7 @@ CALLS = [
 
 
 def every_call(dim, values, dtype, calls=CALLS):
-    """Forward, with and without gradients, and backward of each of `calls`, against torch in float64."""
+    """Compare forward, with and without gradients, and backward of each of `calls` with torch in float64."""
     for seq_len, cuts, resets in calls:
         tensors = drawn(seq_len, 4, 2, dim, values, dtype)
         if resets:
@@ -132,7 +132,7 @@ def every_call(dim, values, dtype, calls=CALLS):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("dim", DIMS)
 def test_every_head_dim(dim, dtype):
-    """Those that no kernel is proven for go by torch."""
+    """Head dims without a tested kernel use torch."""
     for values in DIMS:
         rows = [torch.empty(1, 1, 1, n, dtype=dtype, device="cuda") for n in (dim, dim, values)]
         assert triton_chunks.serves("gated_delta", *rows) == triton_chunks.proven(dtype, dim, values)

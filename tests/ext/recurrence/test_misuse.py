@@ -1,4 +1,4 @@
-"""Wrong calls of recurrent_attention: each error names the argument, what was given and what is allowed."""
+"""Wrong calls of recurrent_attention: each error names the argument, its value and the allowed ones."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Models whose layers have a recurrence: the layer's definition, decoding, checkpoints, optimizer groups, refusals.
+"""Models with a recurrence in their layers: its definition, decoding, checkpoints, optimizer groups, refusals.
 
-Streams, packed rows, ranks and generation have their cases in the tables of the tests of those.
+The tests of streams, packed rows, ranks and generation have their cases of models with a recurrence.
 """
 
 import pytest
@@ -28,7 +28,7 @@ KINDS = {
 
 
 def moved(model, seed=7):
-    """The model with every weight away from where it starts, gates open."""
+    """Move every weight of the model away from its initial value, with open gates."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -100,7 +100,7 @@ def test_a_closed_gate_changes_nothing(name, options):
 
 
 def by_definition(layer, x):
-    """The layer's output for one sample x (N, E), token by token."""
+    """Return the layer's output for one sample x (N, E), token by token."""
     branch, (q, k, v) = layer.recurrence, (x @ layer.in_proj_weight.T).split([16, 8, 8], -1)
     rotated = [y.unflatten(-1, (-1, 4))[None] for y in (q, k)]
     if layer.rotary is not None:
@@ -141,8 +141,8 @@ def test_the_layer_is_its_definition(name, positions, causal):
     got, want = layer(x[None])[0][0], by_definition(layer, x)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     grads = [torch.autograd.grad(y.square().sum(), leaves) for y in (got, want)]
-    for found, wanted in zip(*grads, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    for grad, want_grad in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, want_grad, rtol=1e-10, atol=1e-10)
 
 
 def test_is_causal_is_refused_by_a_layer_that_is_not():
@@ -159,7 +159,7 @@ def test_padding_adds_nothing():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_training_after_inference_mode(name):
-    """What a call computes once for its length serves one that trains, too."""
+    """Tables cached for a length in inference also serve a call that trains."""
     model, data = lively(KINDS[name]), batch(1, 31)
     with torch.inference_mode():
         model(data["tokens"])
@@ -194,13 +194,13 @@ def test_recomputed_gradients_are_equal(name):
     want = gradients()
     for options in RECOMPUTED:
         model.transformer.memory = MemorySettings(**options)
-        for found, wanted in zip(gradients(), want, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+        for grad, want_grad in zip(gradients(), want, strict=True):
+            torch.testing.assert_close(grad, want_grad, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_truncated_gradients_do_not_depend_on_what_is_saved(name):
-    """Chunks carry detached states, also where blocks are computed once more in the backward."""
+    """Chunks carry detached states, also if the backward recomputes blocks."""
     model, data = lively(KINDS[name]), batch(1, 40)
 
     def gradients(**options):
@@ -210,8 +210,8 @@ def test_truncated_gradients_do_not_depend_on_what_is_saved(name):
     exact, want = gradients(), gradients(truncate=True)
     assert any(not torch.allclose(x, y, rtol=1e-4) for x, y in zip(exact, want, strict=True))
     for policy in ("block", "attention-kept"):
-        for found, wanted in zip(gradients(truncate=True, policy=policy), want, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+        for grad, want_grad in zip(gradients(truncate=True, policy=policy), want, strict=True):
+            torch.testing.assert_close(grad, want_grad, rtol=1e-10, atol=1e-10)
 
 
 LIMITS = {
@@ -224,7 +224,7 @@ LIMITS = {
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("name", KINDS)
 def test_windows_of_a_long_call_change_nothing(name, limits, monkeypatch):
-    """Windows of 7 tokens; a document begins with one, and others within; chunks of a stream are cut, too."""
+    """Windows of 7 tokens; one document begins with a window, others inside; chunks of a stream are cut, too."""
     from lightning_dilated.ext.recurrence import op
 
     model, data = lively(KINDS[name], num_kv_heads=2), {**batch(1 + (limits != "packed"), 29), **LIMITS[limits]}
@@ -235,9 +235,9 @@ def test_windows_of_a_long_call_change_nothing(name, limits, monkeypatch):
 
     want = gradients()
     monkeypatch.setattr(op, "WINDOW", 7)
-    found = [gradients()]
+    results = [gradients()]
     model.transformer.memory = MemorySettings(stream=17)
-    for got in (*found, gradients()):
+    for got in (*results, gradients()):
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
@@ -272,7 +272,7 @@ def test_refused_settings():
 
 @pytest.mark.slow
 def test_compiled_blocks():
-    """One graph a block; the op is called by it."""
+    """One graph a block, which calls the op."""
     model, data = lively(KINDS["gated_delta"], num_kv_heads=2), batch(2, 29)
     want = torch.autograd.grad(model.loss_terms(data)[0], list(model.parameters()))
     for block in model.transformer.blocks:
@@ -280,13 +280,13 @@ def test_compiled_blocks():
     for options in ({}, {"policy": "attention-kept"}, {"stream": 11}):
         model.transformer.memory = MemorySettings(**options)
         got = torch.autograd.grad(model.loss_terms(data)[0], list(model.parameters()))
-        for found, wanted in zip(got, want, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+        for grad, want_grad in zip(got, want, strict=True):
+            torch.testing.assert_close(grad, want_grad, rtol=1e-10, atol=1e-10)
 
 
 # -- precision ---------------------------------------------------------------------------------------------------------
 def test_decays_stay_in_fp32():
-    """As in Trainer(precision="bf16-true"), which casts the module; rounding A_log to bf16 would change the decay."""
+    """Trainer(precision="bf16-true") casts the module; rounding A_log to bf16 would change the decay."""
     model = tiny(dtype=torch.float32, recurrence={})
     before = {n: p.clone() for n, p in model.named_parameters() if ".decay." in n}
     model.to(torch.bfloat16)
@@ -302,7 +302,7 @@ def test_decays_stay_in_fp32():
 
 
 def test_mixed_precision_computes_the_state_wide():
-    """bf16 rounds q, k and v, not the state: after 2,000 tokens the result is as near as bf16 is."""
+    """bf16 rounds q, k and v, not the state: after 2,000 tokens the error is still bf16's."""
     torch.manual_seed(0)
     layer = ld.MultiheadDilatedAttention(32, 2, ld.DilatedPattern.dense(8), causal=True, recurrence={"gate_init": 1.0})
     x = torch.randn(1, 2000, 32)
@@ -360,8 +360,8 @@ def test_beams_hold_the_samples_that_they_select():
         for cache in caches:
             cache.select(torch.tensor([2, 0, 2]))
         order = tokens[[2, 0, 2]]
-        rest = torch.cat([model(x, caches=caches) for x in order[:, 9:].split(1, 1)], 1)
-        torch.testing.assert_close(rest, model(order)[:, 9:], rtol=1e-10, atol=1e-10)
+        continued = torch.cat([model(x, caches=caches) for x in order[:, 9:].split(1, 1)], 1)
+        torch.testing.assert_close(continued, model(order)[:, 9:], rtol=1e-10, atol=1e-10)
         for cache in caches:
             cache.reset()
             assert "recurrence" not in cache.kept
@@ -407,7 +407,7 @@ def test_folders_of_16_bits_load_in_16_bits(tmp_path):
 
 @pytest.mark.parametrize("positions", ["rotary", "none"])
 def test_resuming_with_another_recurrence_is_refused(positions):
-    """Linear and delta have equal weights, and compute something else."""
+    """Linear and delta have equal weights, and compute different functions."""
     model = ld.LongNetLM(PATTERN, **SIZES, recurrence=KINDS["linear"], position_encoding=positions)
     run = trainer(max_steps=1)
     run.strategy.connect(model)
@@ -434,22 +434,22 @@ def test_streams_go_on_whatever_gates_began_with():
 
 @pytest.mark.parametrize("cls", [ld.LongNetLM, ld.LongNetClassifier])
 def test_parameter_groups(cls):
-    more = {"layer_decay": 0.5, "num_classes": 2} if cls is ld.LongNetClassifier else {}
-    model = cls(PATTERN, **SIZES, recurrence=KINDS["linear"] if more else {}, **more)
+    options = {"layer_decay": 0.5, "num_classes": 2} if cls is ld.LongNetClassifier else {}
+    model = cls(PATTERN, **SIZES, recurrence=KINDS["linear"] if options else {}, **options)
     model.configure_model()
     branches = [m for m in model.modules() if isinstance(m, RecurrentBranch)]
     fast = {id(p) for b in branches for p in ([b.scale] if b.decay is None else [b.scale, *b.decay.parameters()])}
     groups = model.parameter_groups()
     every = [id(p) for g in groups for p in g["params"]]
     assert sorted(every) == sorted(id(p) for p in model.parameters())
-    seen = set()
+    grouped = set()
     for group in groups:
         ids = {id(p) for p in group["params"]}
         assert ids <= fast or not ids & fast
         if ids <= fast:
-            seen |= ids
+            grouped |= ids
             assert group["weight_decay"] == 0 and group["lr_scale"] in (LR_SCALE, LR_SCALE / 2, LR_SCALE / 4)
-    assert seen == fast
+    assert grouped == fast
     assert not any(p.ndim >= 2 for g in groups if g.get("lr_scale", 1) >= LR_SCALE / 4 > 1 for p in g["params"])
 
 

@@ -18,10 +18,10 @@ def test_results_lie_as_traced(kind, kv_heads):
     q = torch.randn(2, 70, 4, 8)
     k, v = torch.randn(2, 2, 70, kv_heads, 8)
     gates = (-torch.rand(2, 70, kv_heads), torch.rand(2, 70, kv_heads)) if kind == "gated_delta" else (None, None)
-    rest = (None, None, encode(kind, None if kind == "gated_delta" else 16, True))
-    torch.library.opcheck(RECURRENCE, (q, k, v, *gates, *rest), test_utils="test_faketensor")
+    arguments = (None, None, encode(kind, None if kind == "gated_delta" else 16, True))
+    torch.library.opcheck(RECURRENCE, (q, k, v, *gates, *arguments), test_utils="test_faketensor")
     grad = torch.randn_like(q)
-    torch.library.opcheck(RECURRENCE_BACKWARD, (grad, q, k, v, *gates, *rest), test_utils="test_faketensor")
+    torch.library.opcheck(RECURRENCE_BACKWARD, (grad, q, k, v, *gates, *arguments), test_utils="test_faketensor")
 
 
 def arguments(kind, device="cpu"):
@@ -32,7 +32,7 @@ def arguments(kind, device="cpu"):
 
 
 def summary(kind, tensors, lengths):
-    """Shapes, dtypes and devices of two calls, the second after the first, and of the gradients."""
+    """Return shapes, dtypes and devices of two calls, the second after the first, and of the gradients."""
     settings = {"kind": kind, "segment": None if kind == "gated_delta" else 16, "return_state": True}
     _, state = recurrent_attention(*tensors, **settings)
     out, state = recurrent_attention(*tensors, **settings, state=state, lengths=lengths)
@@ -42,7 +42,7 @@ def summary(kind, tensors, lengths):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_without_values(kind):
-    """Have the shapes of those with values, and leave nothing behind for later calls."""
+    """Shapes equal those with values, and later calls are not affected."""
     tables.cache_clear()
     with FakeTensorMode():
         fake = summary(kind, arguments(kind), torch.tensor([70, 3]))
@@ -65,7 +65,7 @@ def test_traced_with_values(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_transforms_of_torch_func(kind):
-    """The op has no derivative by them, and says so; recurrent_attention itself has all of them."""
+    """The op raises there because it has no such derivative; recurrent_attention itself has all of them."""
     q, k, v, *gates = (x.detach() for x in arguments(kind))
     settings = {"kind": kind, "segment": None if kind == "gated_delta" else 16}
     spec = encode(*settings.values(), True)

@@ -1,4 +1,4 @@
-"""Small slide encoders and slides to go with them: what the tests of slide models share.
+"""Small slide encoders and matching slides, for all tests of slide models.
 
 Shape letters: B slides, T tiles, F features.
 """
@@ -17,7 +17,7 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "gigapath_slide_encoder"
 
 
 def encoder(cls: type = SlideEncoder, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
-    """A built encoder, equal weights at every call, every weight random."""
+    """Build an encoder with random weights, equal at every call."""
     model = cls(**{**SIZES, **options})
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(1)
@@ -28,10 +28,10 @@ def encoder(cls: type = SlideEncoder, dtype: torch.dtype = torch.float64, **opti
 
 
 def slides(*tiles: int, features: int = 12, grid: int = 8, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """(features (B, T, F) float64, coords (B, T, 2) int64 of cells that differ, tiles (B,)), padded with what is no tile."""
-    made, longest = torch.Generator().manual_seed(seed), max(tiles)
-    x = torch.randn(len(tiles), longest, features, generator=made, dtype=torch.float64)
-    cells = torch.stack([torch.randperm(grid * grid, generator=made)[:longest] for _ in tiles])
+    """Return (features (B, T, F) float64, coords (B, T, 2) int64 of distinct cells, tiles (B,)), padded with noise."""
+    rng, longest = torch.Generator().manual_seed(seed), max(tiles)
+    x = torch.randn(len(tiles), longest, features, generator=rng, dtype=torch.float64)
+    cells = torch.stack([torch.randperm(grid * grid, generator=rng)[:longest] for _ in tiles])
     coords = 256 * torch.stack([cells // grid, cells % grid], -1) + 17
     for i, n in enumerate(tiles):
         x[i, n:], coords[i, n:] = 7.0, -5
@@ -39,7 +39,7 @@ def slides(*tiles: int, features: int = 12, grid: int = 8, seed: int = 0) -> tup
 
 
 def batch(*tiles: int, **options: Any) -> dict[str, Tensor]:
-    """The slides as a DataModule hands them over: a blank row in front, counted in lengths; labels 0 and 1."""
+    """Return the slides as a DataModule does: a blank row in front, counted in lengths; labels 0 and 1."""
     x, coords, lengths = slides(*tiles, **options)
     features = torch.cat([torch.zeros_like(x[:, :1]), x], 1)
     coords = torch.cat([torch.full_like(coords[:, :1], -1), coords], 1)

@@ -1,4 +1,4 @@
-"""AttentionWriter: a file for each slide that predict meets, with the model's own map of it, and what it cannot do."""
+"""AttentionWriter: a file for each predicted slide, with the model's own map of it, and its errors."""
 
 from types import SimpleNamespace
 
@@ -46,7 +46,7 @@ def test_without_lengths_and_into_a_folder_of_ones_own(tmp_path):
 # -- pictures ------------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def slides(tmp_path_factory):
-    """Three slides; thumbnails of two of them, in the slides' proportions, named as TRIDENT names them and otherwise."""
+    """Three slides; thumbnails of two of them, in the slides' proportions, with TRIDENT's names and others."""
     path = tmp_path_factory.mktemp("pictures")
     write_synthetic_slides(path / "in", slides=3, tiles=(8, 20), features=12)
     (path / "thumbs").mkdir()
@@ -74,10 +74,10 @@ def test_pictures_on_thumbnails(slides, tmp_path):
             values, coords = file["attention"].mean(1), file["coords"]
         options = {"thumbnail": next((slides / "thumbs").glob(f"{slide.name}*"), None), "slide_size": slide.extent}
         write_heat_map(tmp_path / "want.png", values, coords, **options)
-        found, want = (np.array(Image.open(tmp_path / x)) for x in (f"{slide.name}.png", "want.png"))
-        assert np.array_equal(found, want)
+        picture, want = (np.array(Image.open(tmp_path / x)) for x in (f"{slide.name}.png", "want.png"))
+        assert np.array_equal(picture, want)
         if options["thumbnail"]:
-            assert found.shape[:2] == tuple(round(x / 16) for x in slide.extent[::-1])
+            assert picture.shape[:2] == tuple(round(x / 16) for x in slide.extent[::-1])
 
 
 def test_one_thumbnail_for_one_slide_and_no_pictures(slides, tmp_path):

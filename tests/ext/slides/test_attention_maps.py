@@ -1,4 +1,4 @@
-"""SlideEncoder.attention_map: the explicit softmax of every layer, in the order of the tiles, and what cannot be asked."""
+"""SlideEncoder.attention_map: the explicit softmax of every layer, in the order of the tiles, and its errors."""
 
 from types import SimpleNamespace
 
@@ -17,43 +17,43 @@ same = lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12)  # noqa
 
 @torch.no_grad()
 def explicit(model, features, coords):
-    """[(H, N, N) of each layer] of one slide: counts times exp of scores over their sum, by the definition."""
-    seen = []
-    model.transformer(model.tile_tokens(features, coords, None), watch=seen.append)
-    found = []
-    for x, block in zip(seen, model.transformer.blocks, strict=False):
+    """Return [(H, N, N) of each layer] of one slide: counts times exp of scores over their sum, by the definition."""
+    captured = []
+    model.transformer(model.tile_tokens(features, coords, None), watch=captured.append)
+    weights = []
+    for x, block in zip(captured, model.transformer.blocks, strict=False):
         a, heads = block.attention, block.attention.num_heads
         qkv = torch.nn.functional.linear(block.attention_norm(x), a.in_proj_weight, a.in_proj_bias)[0]
         q, k, _ = (y.unflatten(-1, (heads, -1)) for y in qkv.chunk(3, -1))
         e = torch.einsum("phd,jhd->hpj", q, k).div(q.shape[-1] ** 0.5).exp()
         e = e * counts(model.pattern, len(q), heads, False, heads)
         total = e.sum(-1) + pads(model.pattern, len(q), heads, False, heads)
-        found.append(e / torch.where(total > 0, total, 1)[..., None])
-    return found
+        weights.append(e / torch.where(total > 0, total, 1)[..., None])
+    return weights
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_the_explicit_softmax(way):
-    """A ragged batch against each slide alone: all layers and heads, of the class token and of tiles, 0 in the padding."""
+    """A ragged batch against each slide alone: all layers and heads, of class token and tiles, 0 in the padding."""
     model = encoder(depth=3, **WAYS[way]).eval()
     features, coords, tiles = slides(40, 23, 1)
-    asked = [39, 0, 22]
-    given = features, coords, tiles
-    token = model.attention_map(*given, layer="all", heads="all")
-    others = model.attention_map(*given, layer="all", heads="all", queries=asked)
-    assert token.shape == (3, 3, 4, 40) and others.shape == (3, 3, 4, 3, 40) and token.dtype == torch.float64
+    queries = [39, 0, 22]
+    inputs = features, coords, tiles
+    token = model.attention_map(*inputs, layer="all", heads="all")
+    maps = model.attention_map(*inputs, layer="all", heads="all", queries=queries)
+    assert token.shape == (3, 3, 4, 40) and maps.shape == (3, 3, 4, 3, 40) and token.dtype == torch.float64
     for b, n in enumerate(tiles.tolist()):
         for layer, want in enumerate(explicit(model, features[b : b + 1, :n], coords[b : b + 1, :n])):
             same(token[layer, b, :, :n], want[:, 0, 1:])
-            for i, tile in enumerate(asked):
-                same(others[layer, b, :, i, :n], want[:, tile + 1, 1:] if tile < n else torch.zeros(4, n).double())
-        assert (token[:, b, :, n:] == 0).all() and (others[:, b, ..., n:] == 0).all()
+            for i, tile in enumerate(queries):
+                same(maps[layer, b, :, i, :n], want[:, tile + 1, 1:] if tile < n else torch.zeros(4, n).double())
+        assert (token[:, b, :, n:] == 0).all() and (maps[:, b, ..., n:] == 0).all()
     assert (token > 0).any() and not token.requires_grad
-    same(model.attention_map(*given), token[-1].mean(1))
-    same(model.attention_map(*given, layer=-3, heads="all"), token[0])
-    same(model.attention_map(*given, layer=1, queries=torch.tensor(asked)), others[1].mean(1))
-    same(model.attention_map(*given, layer="all", queries=[2, 2])[:, :, 1], model.attention_map(
-        *given, layer="all", queries=range(2, 3))[:, :, 0])  # fmt: skip
+    same(model.attention_map(*inputs), token[-1].mean(1))
+    same(model.attention_map(*inputs, layer=-3, heads="all"), token[0])
+    same(model.attention_map(*inputs, layer=1, queries=torch.tensor(queries)), maps[1].mean(1))
+    same(model.attention_map(*inputs, layer="all", queries=[2, 2])[:, :, 1], model.attention_map(
+        *inputs, layer="all", queries=range(2, 3))[:, :, 0])  # fmt: skip
 
 
 @pytest.mark.parametrize("padding", ["masked", "attended"])
@@ -62,14 +62,14 @@ def test_rows_lack_the_class_tokens_own_weight_and_that_of_pads(padding):
     features, coords, _ = slides(40)
     model = encoder(padding=padding).eval()
     want = explicit(model, features, coords)[-1]
-    rest = lambda **o: 1 - model.attention_map(features, coords, heads="all", **o)[0].sum(-1)  # noqa: E731
-    same(rest(), want[:, 0, 0])
-    of_pads = rest(queries=[39])[:, 0] - want[:, 40, 0]
+    missing = lambda **o: 1 - model.attention_map(features, coords, heads="all", **o)[0].sum(-1)  # noqa: E731
+    same(missing(), want[:, 0, 0])
+    of_pads = missing(queries=[39])[:, 0] - want[:, 40, 0]
     assert (of_pads > 0.01).all() if padding == "attended" else (of_pads.abs() < 1e-12).all()
 
 
 def test_tiles_in_another_order_keep_their_weights_in_theirs():
-    """Within one segment of rate 1 the order of tiles is of no account, so weights move with them."""
+    """The order of tiles in one segment of rate 1 does not matter, so weights move with them."""
     model = encoder(segment_lengths=[64], dilation_rates=[1]).eval()
     features, coords, _ = slides(30)
     order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
@@ -119,9 +119,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     change, error, says = REFUSED[name]
-    given = dict(zip(("features", "coords", "lengths"), slides(9, 5), strict=True))
+    inputs = dict(zip(("features", "coords", "lengths"), slides(9, 5), strict=True))
     with pytest.raises(error, match=says):
-        encoder().eval().attention_map(**{**given, **change})
+        encoder().eval().attention_map(**{**inputs, **change})
 
 
 def test_refused_in_training_mode_and_while_ranks_share_a_sequence(monkeypatch):

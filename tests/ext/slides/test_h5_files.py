@@ -1,4 +1,4 @@
-"""Slide files of others: nothing outside of the file is read, and no size is believed that the file cannot hold."""
+"""Slide files from strangers: nothing outside of the file is read, and impossible sizes are refused."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ X, C = np.ones((30, 4), np.float32), grid(30)
 
 
 def other(folder: Path) -> str:
-    """A good file that others point into."""
+    """Write a good file to which other files link."""
     write(folder / "other.h5", X, C)
     (folder / "raw").write_bytes(X.tobytes())
     return "other.h5"

@@ -1,4 +1,4 @@
-"""heat_map and write_attention: every weight lies at its tile, and nothing in a file is lost or overwritten unasked."""
+"""heat_map and write_attention: every weight is at its tile, and nothing in a file is lost or silently overwritten."""
 
 import h5py
 import numpy as np
@@ -30,23 +30,23 @@ def stored(path: str, name: str = "attention") -> np.ndarray:
 # -- heat_map ----------------------------------------------------------------------------------------------------------
 def test_each_tile_lies_at_its_cell():
     coords = grid(TILES) + np.array([512, 256])
-    found = heat_map(torch.arange(TILES), torch.from_numpy(coords))
-    assert found.shape == (4, 9) and np.isnan(found).sum() == 36 - TILES
+    picture = heat_map(torch.arange(TILES), torch.from_numpy(coords))
+    assert picture.shape == (4, 9) and np.isnan(picture).sum() == 36 - TILES
     for i, (x, y) in enumerate(coords):
-        assert found[y // 256, x // 256] == i
+        assert picture[y // 256, x // 256] == i
 
 
 def test_rows_without_a_tile_are_left_out():
     coords = np.concatenate([[[-1, -1]], grid(5), [[-1, -1]]])
-    found = heat_map([9.0, 0, 1, 2, 3, 4, 9], coords)
-    assert found.tolist() == [[0, 1, 2, 3, 4]]
+    picture = heat_map([9.0, 0, 1, 2, 3, 4, 9], coords)
+    assert picture.tolist() == [[0, 1, 2, 3, 4]]
 
 
 def test_tiles_that_share_a_cell_are_added():
     coords = np.concatenate([grid(TILES), [[130, 40]]])
     weights = np.full(TILES + 1, 0.5)
-    found = heat_map(weights, coords)
-    assert found[0, 0] == 1.0 and np.nansum(found) == weights.sum()
+    picture = heat_map(weights, coords)
+    assert picture[0, 0] == 1.0 and np.nansum(picture) == weights.sum()
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_coordinates_say_which_tile(slide):
     order = np.random.default_rng(1).permutation(TILES)[:15]
     coords = np.concatenate([[[-1, -1]], grid(TILES)[order]])
     write_attention(slide, np.concatenate([[99], order]), coords)
-    found = stored(slide)
-    assert np.isnan(found).sum() == 5 and (found[order] == order).all()
+    values = stored(slide)
+    assert np.isnan(values).sum() == 5 and (values[order] == order).all()
 
 
 @pytest.mark.parametrize("order", ["file", "raster"])
 def test_attention_of_a_class_token(slide, tmp_path, order):
-    """The way of a user: a slide with its class token, the weights of position 0, back into the file."""
+    """A user's steps: a slide with its class token, the weights of position 0, back into the file."""
     data = SlideDataModule(slide, order=order, val_fraction=0, test_fraction=0)
     batch = next(iter(data.train_dataloader()))
     q = torch.nn.functional.pad(batch["features"], (0, 5)).unflatten(2, (2, 4)) + 0.1
@@ -163,7 +163,7 @@ def test_a_large_slide_is_drawn_small(tmp_path):
 
 
 def test_on_a_thumbnail(tmp_path):
-    """Tiles lie where they are on the slide, half transparent; what is no tile stays."""
+    """Tiles are at their places on the slide, half transparent; the background is unchanged."""
     Image.new("RGB", (100, 50), (0, 200, 0)).save(tmp_path / "t.png")
     coords = np.array([[256, 0], [2048, 1024], [-1, -1]])
     write_heat_map(tmp_path / "a.png", [1, 2, 9], coords, thumbnail=tmp_path / "t.png", slide_size=(2560, 1280))

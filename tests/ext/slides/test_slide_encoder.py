@@ -1,4 +1,4 @@
-"""SlideEncoder: ragged batches equal slides alone, training rows equal tiles, and what would go wrong silently raises."""
+"""SlideEncoder: ragged batches equal single slides, training rows equal tiles, and silent mistakes raise."""
 
 import warnings
 
@@ -83,7 +83,7 @@ def test_tile_size_alone_does_not_change_the_segments():
 
 @torch.no_grad()
 def test_a_global_class_token_sees_every_tile():
-    """In one layer, also those that its head's segments do not hold; and a checkpoint keeps that."""
+    """In one layer, even tiles outside of its head's segments; and a checkpoint keeps that."""
     features, coords, _ = slides(60)
     short = {"depth": 1, "segment_lengths": [4], "dilation_rates": [1]}
     for options, sees in (({}, False), ({"global_class_token": True}, True)):
@@ -119,8 +119,8 @@ def test_trains_under_a_trainer(tmp_path):
     twin = SlideEncoder.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True).eval()
     model.eval()
     assert torch.equal(twin.embed(data[0]), model.embed(data[0])) and twin.pattern == model.pattern
-    found = run.predict(twin, loader(data[0]))[0]
-    assert found["index"].tolist() == [0, 1] and found["prediction"].tolist() == [0, 1]
+    predicted = run.predict(twin, loader(data[0]))[0]
+    assert predicted["index"].tolist() == [0, 1] and predicted["prediction"].tolist() == [0, 1]
     start = SlideEncoder(**SIZES, pretrained=str(tmp_path / "x.ckpt"))
     start.configure_model()
     assert torch.equal(start.eval().embed(data[0]), model.embed(data[0]))
@@ -131,13 +131,13 @@ def test_trains_under_a_trainer(tmp_path):
     ({"task": "regression", "num_classes": 2}, [[0.5, 1.0]]),
 ])  # fmt: skip
 def test_one_slide_to_validate_on(options, label):
-    """torchmetrics makes a scalar of what holds one number, which is no list of labels any more."""
+    """torchmetrics turns a tensor of one number into a scalar, which is no list of labels."""
     model = encoder(**options, dtype=torch.float32)
     data = {**batch(9), "label": torch.tensor(label)}
-    (found,) = trainer().validate(model, loader(data), verbose=False)
-    assert found["val_mse" if options["task"] == "regression" else "val_balanced_accuracy"] >= 0
+    (metrics,) = trainer().validate(model, loader(data), verbose=False)
+    assert metrics["val_mse" if options["task"] == "regression" else "val_balanced_accuracy"] >= 0
     if options["task"] == "regression":
-        assert found["val_mse"] == pytest.approx(found["val_loss"], rel=1e-5)
+        assert metrics["val_mse"] == pytest.approx(metrics["val_loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("cls", [SlideEncoder, SlidePretrainer])
@@ -156,14 +156,14 @@ def adam(parameters):
 
 def test_embeddings_only():
     model = encoder().eval()
-    found = model.predict_step(batch(9, 4), 0)
-    assert found["embedding"].shape == (2, 16) and found["index"].tolist() == [0, 1]
+    predicted = model.predict_step(batch(9, 4), 0)
+    assert predicted["embedding"].shape == (2, 16) and predicted["index"].tolist() == [0, 1]
     with pytest.raises(ValueError, match="makes embeddings only: give task and num_classes"):
         model.loss_terms(batch(9))
 
 
 # -- what it refuses ---------------------------------------------------------------------------------------------------
-def given(change=lambda f, c, n: (f, c, n)):
+def inputs(change=lambda f, c, n: (f, c, n)):
     return lambda: encoder()(*change(*slides(9, 5)))
 
 
@@ -172,51 +172,51 @@ def rows(**changes):
     return lambda: encoder(**TASK).loss_terms(data)
 
 
-def made(**options):
+def build(**options):
     return lambda: SlideEncoder(**{**SIZES, **options})
 
 
 REFUSED = {
-    "coords of a slide outside": (given(lambda f, c, n: (f, c * 9, n)), ValueError, "cells along an axis"),
-    "no coords": (given(lambda f, c, n: (f, None, n)), ValueError, r"coords must be a tensor .* got NoneType"),
-    "coords of other tiles": (given(lambda f, c, n: (f, c[:, 1:], n)), ValueError, r"coords must be \(2, 9, 2\)"),
-    "2-D features": (given(lambda f, c, n: (f[0], c, None)), ValueError, r"features must be a tensor .* got \(9, 12\)"),
-    "other features": (given(lambda f, c, n: (f[..., :7], c, n)), ValueError, "the features are 7 wide.*feature_dim=12"),
-    "integer features": (given(lambda f, c, n: (f.long(), c, n)), TypeError, "features must be floating"),
-    "padding without lengths": (given(lambda f, c, n: (f, c, None)), ValueError, "negative for a tile, got -5"),
-    "no tiles": (given(lambda f, c, n: (f[:, :0], c[:, :0], None)), ValueError, "at least one tile"),
-    "no tile": (given(lambda f, c, n: (f, c, torch.tensor([9, 0]))), ValueError, r"lengths\[1\] is 0.*1 to 9"),
-    "more than there are": (given(lambda f, c, n: (f, c, n + 1)), ValueError, r"lengths\[0\] is 10"),
-    "float lengths": (given(lambda f, c, n: (f, c, n.float())), TypeError, "lengths must be integers"),
+    "coords of a slide outside": (inputs(lambda f, c, n: (f, c * 9, n)), ValueError, "cells along an axis"),
+    "no coords": (inputs(lambda f, c, n: (f, None, n)), ValueError, r"coords must be a tensor .* got NoneType"),
+    "coords of other tiles": (inputs(lambda f, c, n: (f, c[:, 1:], n)), ValueError, r"coords must be \(2, 9, 2\)"),
+    "2-D features": (inputs(lambda f, c, n: (f[0], c, None)), ValueError, r"features must be a tensor .* got \(9, 12\)"),
+    "other features": (inputs(lambda f, c, n: (f[..., :7], c, n)), ValueError, "the features are 7 wide.*feature_dim=12"),
+    "integer features": (inputs(lambda f, c, n: (f.long(), c, n)), TypeError, "features must be floating"),
+    "padding without lengths": (inputs(lambda f, c, n: (f, c, None)), ValueError, "negative for a tile, got -5"),
+    "no tiles": (inputs(lambda f, c, n: (f[:, :0], c[:, :0], None)), ValueError, "at least one tile"),
+    "no tile": (inputs(lambda f, c, n: (f, c, torch.tensor([9, 0]))), ValueError, r"lengths\[1\] is 0.*1 to 9"),
+    "more than there are": (inputs(lambda f, c, n: (f, c, n + 1)), ValueError, r"lengths\[0\] is 10"),
+    "float lengths": (inputs(lambda f, c, n: (f, c, n.float())), TypeError, "lengths must be integers"),
     "batch without coords": (rows(coords=None), ValueError, "no coords, which a slide encoder needs"),
     "no blank row": (rows(coords=batch(9, 5)["coords"].clamp(min=0)), ValueError, "carry one blank row in front"),
     "length of the blank row only": (rows(lengths=torch.tensor([10, 1])), ValueError, r"lengths\[1\] is 1; it counts"),
     "label of no class": (rows(label=torch.tensor([0, 2])), ValueError, r"labels must lie in 0 to 1 .*found 2"),
     "missing label": (rows(label=torch.tensor([0, -100])), ValueError, "found -100"),
     "float label": (rows(label=torch.tensor([0.0, 1.0])), TypeError, "labels of classes must be integers"),
-    "segments twice": (made(max_wsi_size=262144), ValueError, "segment_lengths or max_wsi_size, not both"),
-    "small slides": (made(max_wsi_size=1024, segment_lengths=None), ValueError, "has 4 tiles along an axis"),
-    "heads": (made(num_heads=3), ValueError, "num_heads=3 must divide dim=16"),
-    "dim": (made(dim=18, num_heads=2), ValueError, "multiple of 4"),
-    "pool": (made(pool="max"), ValueError, "pool must be class or mean"),
-    "padding": (made(padding="zero"), ValueError, "padding must be one of masked, attended"),
+    "segments twice": (build(max_wsi_size=262144), ValueError, "segment_lengths or max_wsi_size, not both"),
+    "small slides": (build(max_wsi_size=1024, segment_lengths=None), ValueError, "has 4 tiles along an axis"),
+    "heads": (build(num_heads=3), ValueError, "num_heads=3 must divide dim=16"),
+    "dim": (build(dim=18, num_heads=2), ValueError, "multiple of 4"),
+    "pool": (build(pool="max"), ValueError, "pool must be class or mean"),
+    "padding": (build(padding="zero"), ValueError, "padding must be one of masked, attended"),
     "global and attended": (
-        made(global_class_token=True, padding="attended"),
+        build(global_class_token=True, padding="attended"),
         ValueError,
         "global_class_token=True needs padding='masked'",
     ),
     "global and a pattern": (
-        made(global_class_token=True, segment_lengths=None, dilation_rates=None, pattern={"branches": [[8, 1]]}),
+        build(global_class_token=True, segment_lengths=None, dilation_rates=None, pattern={"branches": [[8, 1]]}),
         ValueError,
         "pattern takes the place of global_class_token",
     ),
-    "global of another type": (made(global_class_token=1), TypeError, "global_class_token must be"),
-    "drop_path": (made(drop_path=1.0), ValueError, "drop_path must be a number in"),
-    "task": (made(task="cluster"), ValueError, "task must be one of classification, regression, ordinal, survival"),
-    "no classes": (made(task="ordinal"), ValueError, "needs num_classes"),
-    "classes of nothing": (made(num_classes=2), ValueError, "num_classes=2 needs a task"),
-    "frozen without a head": (made(freeze_encoder=True), ValueError, "freeze_encoder needs a task"),
-    "layer_decay": (made(layer_decay=1.5), ValueError, r"layer_decay must be a number in \(0, 1\]"),
+    "global of another type": (build(global_class_token=1), TypeError, "global_class_token must be"),
+    "drop_path": (build(drop_path=1.0), ValueError, "drop_path must be a number in"),
+    "task": (build(task="cluster"), ValueError, "task must be one of classification, regression, ordinal, survival"),
+    "no classes": (build(task="ordinal"), ValueError, "needs num_classes"),
+    "classes of nothing": (build(num_classes=2), ValueError, "num_classes=2 needs a task"),
+    "frozen without a head": (build(freeze_encoder=True), ValueError, "freeze_encoder needs a task"),
+    "layer_decay": (build(layer_decay=1.5), ValueError, r"layer_decay must be a number in \(0, 1\]"),
 }  # fmt: skip
 
 
@@ -250,13 +250,13 @@ def test_data_that_does_not_fit_is_refused_before_training(tmp_path):
 
 
 def test_loaded_encoders_train_in_training_mode():
-    """from_gigapath gives eval mode; a fit that kept it would run without dropout."""
-    model, seen = encoder(**TASK).float().eval(), []
-    model.transformer.register_forward_pre_hook(lambda module, args: seen.append(module.training))
+    """from_gigapath returns eval mode; a fit that kept it would run without dropout."""
+    model, modes = encoder(**TASK).float().eval(), []
+    model.transformer.register_forward_pre_hook(lambda module, args: modes.append(module.training))
     trainer(max_steps=1).fit(
         model, loader({k: v.float() if v.is_floating_point() else v for k, v in batch(20).items()})
     )
-    assert seen == [True]
+    assert modes == [True]
 
 
 RELEASED = {name: value for name, value in SIZES.items() if name not in ("segment_lengths", "dilation_rates")}
@@ -265,11 +265,11 @@ RELEASED = {name: value for name, value in SIZES.items() if name not in ("segmen
 @pytest.mark.parametrize("theirs", [{}, {"max_wsi_size": 16384}, {"segment_lengths": [8, 16, 32, 64, 128]}])
 @pytest.mark.parametrize("cls", [SlideEncoder, SlidePretrainer])
 def test_a_checkpoint_of_another_pattern_is_said(tmp_path, theirs, cls):
-    """Also of one that was trained with the releases' pattern, of which its settings name nothing."""
-    made = cls(**RELEASED, **theirs).float()
-    made.configure_model()
+    """Also of a checkpoint with the releases' pattern, which its settings do not name."""
+    net = cls(**RELEASED, **theirs).float()
+    net.configure_model()
     torch.save(
-        {"state_dict": made.state_dict(), "hyper_parameters": dict(made.hparams), "pytorch-lightning_version": "2.6.6"},
+        {"state_dict": net.state_dict(), "hyper_parameters": dict(net.hparams), "pytorch-lightning_version": "2.6.6"},
         tmp_path / "it.ckpt",
     )
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Bad slides, csv files and options: each is named with its file and row or line, and with what to change."""
+"""Bad slides, csv files and options: each error names the file, the row or line, and the remedy."""
 
 import os
 import sys
@@ -45,7 +45,7 @@ def truncate(path: Path, keep: float) -> None:
 
 
 def damaged(path: Path) -> None:
-    """Compressed rows whose bytes were overwritten: the head is whole."""
+    """Overwrite compressed rows: the head stays intact."""
     with h5py.File(path, "w") as file:
         file.create_dataset("features", data=features(4000), chunks=(1000, WIDTH), compression="gzip")
         file["coords"] = grid(4000)
@@ -66,7 +66,7 @@ def tiny(path: Path) -> None:
 
 
 F, C = features(), grid(TILES)
-#: what becomes of s3.h5 and what the error says after the path
+#: what happens to s3.h5, and words of the error after the path
 SLIDES = {
     "no HDF5": (lambda p: p.write_text("features,coords\n"), "not an HDF5 file.*write it again"),
     "no bytes": (lambda p: p.write_bytes(b""), "cannot be read"),
@@ -224,9 +224,9 @@ def test_bad_paths(folder, name):
     if name == "two of a name":
         torch.save(torch.ones(3, 3), folder / "empty" / "s0.pt")
     make, error, message = PATHS[name]
-    with pytest.raises(error, match=message) as told:
+    with pytest.raises(error, match=message) as raised:
         SlideDataModule(make(folder)).check()
-    assert "standard library" not in str(told.value)
+    assert "standard library" not in str(raised.value)
 
 
 OPTIONS = {

@@ -1,4 +1,4 @@
-"""SlideReader: any rows in any order are those of the file, whatever is read together."""
+"""SlideReader: any rows in any order equal the file's, whatever is read together."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Several slides of a patient as one sample: the tiles one after the other, their places side by side, one label."""
+"""Several slides of a patient as one sample: their tiles in sequence, their positions side by side, one label."""
 
 import numpy as np
 import pytest
@@ -49,13 +49,13 @@ def test_any_positions(folder, class_token):
     dataset = data(folder, classes=["0", "1"], class_token=class_token, order="file").dataset("test")
     whole = dataset[0]
     for ranges in ((range(3, 9),), (range(0, 17, 3), range(1, 17, 5)), (range(12, 24),), (range(30, 34),), ()):
-        found = dataset.read_ranges(0, ranges)
+        sample = dataset.read_ranges(0, ranges)
         at = [i for x in ranges for i in x]
-        assert found["length"] == whole["length"] and len(found["features"]) == len(at)
+        assert sample["length"] == whole["length"] and len(sample["features"]) == len(at)
         for row, i in enumerate(at):
             inside = i < whole["length"]
-            assert torch.equal(found["features"][row], whole["features"][i] if inside else torch.zeros(2))
-            assert found["coords"][row].tolist() == (whole["coords"][i].tolist() if inside else [-1, -1])
+            assert torch.equal(sample["features"][row], whole["features"][i] if inside else torch.zeros(2))
+            assert sample["coords"][row].tolist() == (whole["coords"][i].tolist() if inside else [-1, -1])
 
 
 def test_places_fit_the_grid_of_the_model():
@@ -71,8 +71,8 @@ SIZES |= {"task": "classification", "num_classes": 2, "dropout": 0.0, "drop_path
 def test_a_model_trains_on_patients(folder):
     model = SlideEncoder(**SIZES, grid=8)
     trainer(max_steps=1).fit(model, data(folder, test_fraction=0))
-    found = trainer().predict(model, data(folder))
-    assert [name for batch in found for name in batch["slide_id"]] == ["p0", "p1", "p2"]
+    predicted = trainer().predict(model, data(folder))
+    assert [name for batch in predicted for name in batch["slide_id"]] == ["p0", "p1", "p2"]
     # p0 in one row takes 15 columns; the second row begins below
     module = data(folder)
     module.check_places(256, 8)

@@ -1,4 +1,4 @@
-"""The labels csv: splits by column or by fractions, labels as classes or numbers, and what has no partner."""
+"""The labels csv: splits by column or by fractions, labels as classes or numbers, and unmatched names."""
 
 import csv
 import time
@@ -26,8 +26,8 @@ def test_fractions_follow_the_seed(folder):
 
 def test_slides_of_a_patient_stay_together(folder):
     for seed in range(5):
-        found = names(module(folder, group_column="patient", val_fraction=0.3, seed=seed))
-        patients = [{int(name[-3:]) // 2 for name in split} for split in found.values()]
+        split_names = names(module(folder, group_column="patient", val_fraction=0.3, seed=seed))
+        patients = [{int(name[-3:]) // 2 for name in split} for split in split_names.values()]
         assert all(patients) and sum(map(len, patients)) == 6
 
 
@@ -50,7 +50,7 @@ def test_split_column_without_a_test_split(folder, tmp_path):
 
 @pytest.mark.parametrize("by_column", [False, True], ids=["fraction", "column"])
 def test_all_slides_for_testing(folder, tmp_path, by_column, recwarn):
-    """Slides of others, to be predicted: in the files' order, also fewer than a batch, and a fit says why it cannot be."""
+    """Unknown slides to predict: in the files' order, even fewer than a batch; a fit is refused with the reason."""
     options = {"batch_size": 13}
     if by_column:
         lines = [f"slide_{i:03d},{i % 3},test" for i in range(12)]

@@ -1,4 +1,4 @@
-"""SlidePretrainer: hides what its counter says, sees nothing of it, learns, and hands its encoder on."""
+"""SlidePretrainer: its counter decides what it hides, it sees nothing of that, learns, and passes its encoder on."""
 
 import functools
 
@@ -23,13 +23,13 @@ def test_what_is_hidden():
     got = model.hidden_tiles(index, positions, lengths)
     assert not got[:, 0].any() and not got[3, 3000:].any()  # neither the class token nor padding
     assert got[:3, 1:].double().mean(1).tolist() == pytest.approx([0.75] * 3, abs=0.02)
-    assert torch.equal(got[1:, 7:90], model.hidden_tiles(index[1:], positions[7:90], lengths[1:]))  # no matter who asks
+    assert torch.equal(got[1:, 7:90], model.hidden_tiles(index[1:], positions[7:90], lengths[1:]))  # for every caller
     assert not torch.equal(got[0], got[1])
-    others = (
+    other_masks = (
         pretrainer(mask_seed=1).hidden_tiles(index, positions, lengths),
         model.eval().hidden_tiles(index, positions, lengths),
     )
-    assert not any(torch.equal(got, x) for x in others)
+    assert not any(torch.equal(got, x) for x in other_masks)
 
 
 @pytest.mark.parametrize("normalise", [False, True])
@@ -75,7 +75,7 @@ def test_every_parameter_learns():
 
 
 def smooth(seed):
-    """Slides whose features follow from the cell: what is hidden can be told."""
+    """Return slides with features that follow from the cell, so hidden ones can be predicted."""
     data = batch(40, 30, seed=seed)
     cells = (data["coords"] // 256).float()
     data["features"] = torch.cat([(cells @ torch.randn(2, 12, generator=torch.Generator().manual_seed(3))).sin()], -1)
@@ -104,13 +104,13 @@ def test_trains_and_hands_its_encoder_on(tmp_path):
 
 
 def test_a_resumed_run_hides_what_an_unbroken_one_hides(tmp_path, monkeypatch):
-    """Also where the checkpoint ends inside an epoch, after which Lightning's own epoch counter drifts."""
-    seen, real = [], SlidePretrainer.hidden_tiles
+    """Also if the checkpoint is inside an epoch, after which Lightning's own epoch counter drifts."""
+    hidden_masks, real = [], SlidePretrainer.hidden_tiles
 
     def watched(self, index, positions, lengths):
-        found = real(self, index, positions, lengths)
-        seen.append((self.trainer.global_step, found))
-        return found
+        chosen = real(self, index, positions, lengths)
+        hidden_masks.append((self.trainer.global_step, chosen))
+        return chosen
 
     monkeypatch.setattr(SlidePretrainer, "hidden_tiles", watched)
     data = [smooth(s) for s in range(4)]
@@ -118,15 +118,15 @@ def test_a_resumed_run_hides_what_an_unbroken_one_hides(tmp_path, monkeypatch):
     broken = trainer(max_steps=3)
     broken.fit(make(), loader(*data))
     broken.save_checkpoint(tmp_path / "x.ckpt")
-    seen.clear()
+    hidden_masks.clear()
     trainer(max_steps=8).fit(make(), loader(*data), ckpt_path=tmp_path / "x.ckpt")
-    assert [step for step, _ in seen] == [3, 4, 5, 6, 7]
-    # what an unbroken run hides at that step is a function of the step and the slide; the loader's order is not at issue
+    assert [step for step, _ in hidden_masks] == [3, 4, 5, 6, 7]
+    # the tiles hidden at a step are a function of the step and the slide, so the loader's order does not matter
     model = make().train()
-    for step, found in seen:
+    for step, tile_mask in hidden_masks:
         monkeypatch.setattr(model, "_trainer", type("At", (), {"global_step": step})())
         lengths, positions = data[0]["lengths"], torch.arange(data[0]["features"].shape[1])
-        assert any(torch.equal(real(model, x["index"], positions, lengths), found) for x in data), step
+        assert any(torch.equal(real(model, x["index"], positions, lengths), tile_mask) for x in data), step
 
 
 REFUSED = {
@@ -150,10 +150,10 @@ def test_refused(name):
 
 def test_weights_begin_by_the_width_they_are_of():
     torch.manual_seed(0)
-    made = SlidePretrainer(
+    net = SlidePretrainer(
         feature_dim=32, dim=128, depth=1, num_heads=4, decoder_dim=32, decoder_depth=2,
         segment_lengths=[16], dilation_rates=[1],
     )  # fmt: skip
-    made.configure_model()
+    net.configure_model()
     for name, dim in (("transformer.blocks.0.ffn.fc1.weight", 128), ("decoder.blocks.0.ffn.fc1.weight", 32)):
-        assert made.get_parameter(name).std().item() == pytest.approx((2 / (5 * dim)) ** 0.5, rel=0.05), name
+        assert net.get_parameter(name).std().item() == pytest.approx((2 / (5 * dim)) ** 0.5, rel=0.05), name

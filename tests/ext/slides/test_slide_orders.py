@@ -1,4 +1,4 @@
-"""The order of tiles: raster for new models, and what it was for trained ones, at every way into a run."""
+"""The order of tiles: raster for new models, and the trained order for others, at every entry into a run."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ SIZES = {"feature_dim": 3, "dim": 16, "depth": 1, "num_heads": 4, "segment_lengt
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Six slides whose tiles do not lie in raster order."""
+    """Six slides with tiles that are not in raster order."""
     path = tmp_path_factory.mktemp("orders")
     for i in range(6):
         rng = np.random.default_rng(i)
@@ -40,7 +40,7 @@ def served(module: SlideDataModule) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoints(folder, tmp_path_factory):
-    """{order: path}, and "old": one of the file's order that does not say so, as they were written."""
+    """{order: path}, and "old": a checkpoint of the file's order without that setting, as earlier versions wrote."""
     paths, place = {}, tmp_path_factory.mktemp("checkpoints")
     for order in ("raster", "file"):
         run, paths[order] = trainer(max_steps=1), str(place / f"{order}.ckpt")
@@ -108,16 +108,16 @@ def test_a_cohort_of_one_class_takes_the_models(folder, tmp_path):
     for i, words in enumerate((["tumor"], ["tumor", "normal"])):
         lines = [f"s{j},{words[j % len(words)]}" for j in range(6)]
         table(tmp_path / f"{i}.csv", "slide_id,label", *lines)
-    made = model()
-    trainer(max_steps=1).fit(made, SlideDataModule(folder, str(tmp_path / "1.csv"), val_fraction=0, test_fraction=0))
-    assert made.classes == ["normal", "tumor"]
+    net = model()
+    trainer(max_steps=1).fit(net, SlideDataModule(folder, str(tmp_path / "1.csv"), val_fraction=0, test_fraction=0))
+    assert net.classes == ["normal", "tumor"]
     cohort = SlideDataModule(folder, str(tmp_path / "0.csv"), val_fraction=0, test_fraction=1)
     with pytest.warns(UserWarning, match="one class only: 6 of 'tumor'"):
-        trainer().test(made, cohort, verbose=False)
+        trainer().test(net, cohort, verbose=False)
     assert cohort.classes == ["normal", "tumor"] and set(cohort.inventory.labels) == {1}
     other = SlideDataModule(folder, f"{folder}/labels.csv", val_fraction=0, test_fraction=1)
     with pytest.raises(ValueError, match=r"line 2: the label '0' is none of the classes .* trained on, \['normal'"):
-        trainer().test(made, other, verbose=False)
+        trainer().test(net, other, verbose=False)
 
 
 def test_numbers_are_the_models_however_they_are_written(folder, tmp_path):

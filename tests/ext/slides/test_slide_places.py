@@ -1,4 +1,4 @@
-"""Coordinates against the cells of the model that places them, and against what CLAM and TRIDENT left beside them."""
+"""Coordinates against the cells of the model, and against the attributes that CLAM and TRIDENT write."""
 
 import logging
 from pathlib import Path
@@ -25,7 +25,7 @@ def cells(columns: int = 10, rows: int = 6) -> np.ndarray:
 
 
 def slides(folder: Path, sides: list[int], coords: np.ndarray | None = None, **attributes) -> str:
-    """A slide for each side of a tile, without a word of it but for `attributes`."""
+    """Write a slide for each side of a tile, which only `attributes` tell."""
     coords = cells() if coords is None else coords
     for i, side in enumerate(sides):
         features = np.random.default_rng(i).standard_normal((len(coords), 4)).astype(np.float32)
@@ -169,7 +169,7 @@ def test_attributes_that_are_no_sizes(name, value):
 
 
 def test_tiles_that_overlap(tmp_path):
-    """A quarter of each: tiles lie 384 pixels apart, which the model's cells must have."""
+    """Tiles overlap by a quarter: they are 384 pixels apart, and the model's cells must be, too."""
     folder = slides(tmp_path, [384] * 2, patch_size_level0=512, patch_size=256, overlap=64)
     fit(folder, 384)
     with pytest.raises(ValueError, match="set the model's tile_size to 384"):
@@ -189,7 +189,7 @@ def test_tiles_that_overlap(tmp_path):
     ids=["half", "a little", "level 1", "TRIDENT without overlap"],
 )
 def test_overlapping_tiles_of_a_file_that_does_not_state_the_step(tmp_path, attributes, step):
-    """CLAM writes patch_size and not step_size: the error says which tile_size to set, and that one is taken."""
+    """CLAM writes patch_size and not step_size: the error names the tile_size to set, which is then accepted."""
     folder = slides(tmp_path, [step] * 3, **attributes)
     with pytest.raises(ValueError, match=f"(?s)s0\\.h5: .*{step} apart.*tile_size( to |=){step}\\b.*data.tile_size"):
         fit(folder, step)

@@ -1,4 +1,4 @@
-"""Splits of slides: groups stay whole, each split has its share of every class, and one of one class says so."""
+"""Splits of slides: groups stay whole, each split has its share of every class, and a split of one class warns."""
 
 from collections import Counter
 
@@ -28,7 +28,7 @@ def module(folder, path, **options) -> SlideDataModule:
 
 # -- groups --------------------------------------------------------------------------------------------------------------
 def torn(tmp_path):
-    """Patients of two slides each; the column cuts p0, p1 (train and test) and p2 (train and val) apart."""
+    """Patients of two slides each; the column separates p0, p1 (train and test) and p2 (train and val)."""
     words = ["train"] * 12 + ["val"] * 4 + ["test"] * 4
     words[1] = words[3] = "test"
     words[5] = "val"
@@ -44,7 +44,7 @@ def test_a_split_column_that_cuts_groups_apart_is_refused(folder, tmp_path):
     )
     with pytest.raises(ValueError, match=message):
         module(folder, path, group_column="patient").check()
-    module(folder, path).check()  # nobody said that patients are to stay together
+    module(folder, path).check()  # no option keeps patients together
     module(folder, path, group_column="patient", split_column=None).check()
 
 
@@ -62,18 +62,18 @@ def shares(words: list[str], labels: list[int]) -> dict[str, Counter]:
 @pytest.mark.parametrize("seed", range(20))
 def test_each_split_has_its_share_of_every_class(seed):
     labels = [0] * 45 + [1] * 15
-    found = shares(split_groups([f"s{i}" for i in range(60)], labels, 0.1, 0.2, seed), labels)
-    assert found["test"] == {0: 9, 1: 3} and found["val"] in ({0: 4, 1: 2}, {0: 5, 1: 1})
+    split_shares = shares(split_groups([f"s{i}" for i in range(60)], labels, 0.1, 0.2, seed), labels)
+    assert split_shares["test"] == {0: 9, 1: 3} and split_shares["val"] in ({0: 4, 1: 2}, {0: 5, 1: 1})
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_patients_of_a_rare_class_reach_every_split(seed):
-    """30 patients, of whom 4 have a positive slide among negative ones."""
+    """30 patients, 4 of them with a positive slide among negative ones."""
     labels = [int(i % 3 == 0 and i < 12) for i in range(90)]
     groups = [f"p{i // 3}" for i in range(90)]
     words = split_groups(groups, labels, 0.2, 0.2, seed)
     assert all(len({w for w, g in zip(words, groups, strict=True) if g == x}) == 1 for x in set(groups))
-    assert all(found[1] >= 1 for found in shares(words, labels).values()) and len(set(words)) == 3
+    assert all(share[1] >= 1 for share in shares(words, labels).values()) and len(set(words)) == 3
 
 
 def test_the_seed_alone_decides():
@@ -95,11 +95,11 @@ def test_the_seed_alone_decides():
 def test_any_fractions(groups, val, test, seed):
     names, labels = [f"g{g}" for g, _ in groups], [c for _, c in groups]
     words = split_groups(names, labels, val, test, seed)
-    of = dict(zip(names, words, strict=True))
-    assert [of[name] for name in names] == words  # groups are whole
-    count, sizes = len(of), Counter(of.values())
-    wanted = [max(1, round(f * count)) if f else 0 for f in (val, test)]
-    assert sizes["val"] == min(wanted[0], count) and sizes["test"] == min(wanted[1], count - sizes["val"])
+    split_of = dict(zip(names, words, strict=True))
+    assert [split_of[name] for name in names] == words  # groups are whole
+    count, sizes = len(split_of), Counter(split_of.values())
+    expected = [max(1, round(f * count)) if f else 0 for f in (val, test)]
+    assert sizes["val"] == min(expected[0], count) and sizes["test"] == min(expected[1], count - sizes["val"])
 
 
 def test_no_classes_are_one(folder, tmp_path):
@@ -169,9 +169,9 @@ def test_a_split_of_one_class_says_so(folder, tmp_path):
     path = table(tmp_path / "l.csv", "slide_id,label,split", *lines)
     with pytest.warns(
         UserWarning, match="the val split has slides of one class only: 4 of 'a'. val_auroc will be nan"
-    ) as told:
+    ) as raised:
         module(folder, path).check()
-    assert len(told) == 1 and "in the csv" in str(told[0].message)
+    assert len(raised) == 1 and "in the csv" in str(raised[0].message)
 
 
 def test_one_class_by_fractions(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""Released slide encoders: recorded outputs reproduced, every name and shape loaded, what is missing named."""
+"""Released slide encoders: recorded outputs reproduced, every name and shape loaded, missing ones named."""
 
 import json
 
@@ -15,11 +15,11 @@ RECORDED = sorted(GOLDEN.glob("*.pt"))
 
 
 def load(path, folder, change=lambda state: {"model": state}, **options):
-    """(encoder, recording) of a file that holds the recording's weights."""
+    """Return (encoder, recording) of a file with the recording's weights."""
     data = torch.load(path, weights_only=True)
     torch.save(change(data["state_dict"]), folder / "release.pth")
-    given = {"grid": data["slide_ngrids"], "segment_lengths": data["segment_lengths"]}
-    return SlideEncoder.from_gigapath(folder / "release.pth", **{**given, **options}), data
+    arguments = {"grid": data["slide_ngrids"], "segment_lengths": data["segment_lengths"]}
+    return SlideEncoder.from_gigapath(folder / "release.pth", **{**arguments, **options}), data
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda p: p.stem)
@@ -55,22 +55,22 @@ def test_half_precision_stays_near(tmp_path):
 def test_recorded_outputs_on_a_gpu(path, tmp_path):
     """In float32 to the same 1e-5, and in bfloat16 near it."""
     model, data = load(path, tmp_path)
-    given = data["tile_embeds"].cuda(), data["coords"].cuda()
+    inputs = data["tile_embeds"].cuda(), data["coords"].cuda()
     with torch.no_grad():
-        exact, rough = model.cuda()(*given), model.bfloat16()(*given)
+        exact, rough = model.cuda()(*inputs), model.bfloat16()(*inputs)
     torch.testing.assert_close(exact.cpu(), data["output"], rtol=0, atol=1e-5)
     torch.testing.assert_close(rough.float().cpu(), data["output"], rtol=0, atol=0.1)
 
 
 def released(depth, dim, features, hidden):
-    """Names and shapes of a release, as recorded for its 12-layer model."""
+    """Return names and shapes of a release, as recorded for its 12-layer model."""
     shapes = json.loads((GOLDEN / "gigapath_slide_enc12l768d_keys.json").read_text())["keys"]
     sizes = {768: dim, 1536: features, 3072: hidden, 1: 1}
     layer = {k: v for k, v in shapes.items() if k.startswith("encoder.layers.0.")}
-    made = {k: v for k, v in shapes.items() if not k.startswith("encoder.layers.")}
+    names = {k: v for k, v in shapes.items() if not k.startswith("encoder.layers.")}
     for i in range(depth):
-        made |= {k.replace(".0.", f".{i}.", 1): v for k, v in layer.items()}
-    return {k: [sizes[x] for x in v] for k, v in made.items()}
+        names |= {k.replace(".0.", f".{i}.", 1): v for k, v in layer.items()}
+    return {k: [sizes[x] for x in v] for k, v in names.items()}
 
 
 RELEASES = {
@@ -101,7 +101,7 @@ def test_every_name_and_shape_of_a_release(name):
 
 
 def table(state, dim=64, side=32):
-    """The table of positions, written out row by row."""
+    """Return the table of positions, written out row by row."""
     steps = torch.arange(side, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(dim // 4).double() / (dim / 4))
     axis = torch.cat([steps.sin(), steps.cos()], 1)
     rows = [torch.cat([axis[y], axis[x]]) for x in range(side) for y in range(side)]
@@ -123,13 +123,13 @@ TELLS = {"part of a fine-tuned model": "classifier.0.weight", "extra entries": "
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name, tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(slide_weights, "rank_zero_info", told.append)
+    said = []
+    monkeypatch.setattr(slide_weights, "rank_zero_info", said.append)
     model, data = load(RECORDED[0], tmp_path, LAYOUTS[name])
     with torch.no_grad():
         got = model(data["tile_embeds"], data["coords"])
     torch.testing.assert_close(got, data["output"], rtol=0, atol=1e-2 if name == "half precision" else 1e-5)
-    assert (len(told) == 1 and "1 entries besides" in told[0] and TELLS[name] in told[0]) if name in TELLS else not told
+    assert (len(said) == 1 and "1 entries besides" in said[0] and TELLS[name] in said[0]) if name in TELLS else not said
 
 
 def without(*names):
@@ -174,7 +174,7 @@ def test_sizes_that_differ(tmp_path):
 
 
 def test_names_there_and_back(tmp_path):
-    """What is saved in a release's names is what a release holds, and comes back bit for bit; our own names load, too."""
+    """A model saved with a release's names has the release's contents, and loads bit by bit; our names load, too."""
     model = encoder(task="classification", num_classes=3)
     state = model.released_state_dict()
     assert sorted(state) == sorted(sum(released_parameters(2).values(), ()))

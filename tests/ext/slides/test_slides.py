@@ -116,8 +116,8 @@ def test_forms_of_h5(tmp_path, form, chunks):
 @pytest.mark.parametrize("coords", [True, False])
 def test_forms_of_pt(tmp_path, coords, new):
     x, c = torch.randn(20, 3).bfloat16(), torch.from_numpy(grid(20)).int()
-    found = {"features": x[None], "coords": c} if coords else x
-    torch.save(found, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
+    content = {"features": x[None], "coords": c} if coords else x
+    torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
     name = "coords" if coords else None
     data = SlideDataModule(str(tmp_path), val_fraction=0, test_fraction=0, coords_name=name)
     sample, batch = data.dataset("train")[0], next(iter(data.train_dataloader()))
@@ -127,13 +127,13 @@ def test_forms_of_pt(tmp_path, coords, new):
 
 # -- subsets and orders ------------------------------------------------------------------------------------------------
 def rows_of(sample: dict, features: np.ndarray) -> list[int]:
-    """The file's rows that a sample holds."""
+    """Return the file's rows that a sample holds."""
     at = {tuple(x): i for i, x in enumerate(features.tolist())}
     return [at[tuple(x)] for x in sample["features"][1:].tolist()]
 
 
 def test_random_subsets(folder):
-    """Equal for equal (seed, epoch, index), whoever asks; others otherwise; in the file's order, without repetition."""
+    """Subsets depend only on (seed, epoch, index), are in the file's order, and repeat no tile."""
     options = {"max_tiles": 6, "over": "sample", "val_fraction": 0, "test_fraction": 0}
     data = module(folder, **options)
     index = next(i for i, s in enumerate(data.dataset("train").slides) if s.tiles > 15)
@@ -192,5 +192,5 @@ def test_fingerprints_differ_where_samples_do(folder, tmp_path):
     write_synthetic_slides(tmp_path, slides=12, tiles=(5, 30), features=4, classes=3, seed=1)
     datasets = [module(folder), module(folder), module(folder, seed=1), module(folder, class_token=False)]
     datasets += [module(str(tmp_path)), module(folder, labels="none"), module(folder, feature_dtype="float16")]
-    found = [data.dataset("train").fingerprint() for data in datasets]
-    assert found[0] == found[1] and len(set(found)) == len(found) - 1
+    fingerprints = [data.dataset("train").fingerprint() for data in datasets]
+    assert fingerprints[0] == fingerprints[1] and len(set(fingerprints)) == len(fingerprints) - 1

@@ -1,4 +1,4 @@
-"""write_synthetic_slides: the shape of real slides, the same for the same seed, and features that know the label."""
+"""write_synthetic_slides: the shape of real slides, equal for equal seeds, with features that predict the label."""
 
 import csv
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Attention over a sequence chunk by chunk, whose keys and values are lost once they were computed."""
+"""Attention over a sequence chunk by chunk; a chunk's keys and values are overwritten once it is computed."""
 
 import torch
 
@@ -11,7 +11,7 @@ class Chunks:
 
     Args:
         windows: of heads, (first, stop) each.
-        group: the ranks that share each chunk, and this one among them; None: one rank.
+        group: (the ranks that share each chunk, this rank); None: one rank.
     """
 
     def __init__(self, case, chunk, dropout=0.0, windows=((0, None),), group=None):
@@ -22,7 +22,7 @@ class Chunks:
         self.rows = []
 
     def attend(self, tensors, i):
-        """out of chunk i, whose keys and values are overwritten afterwards: nothing but carried rows may be read later."""
+        """Return out of chunk i, and overwrite its keys and values: later chunks may read only carried rows."""
         case, (layer,) = self.case, self.stream.layers(i, [self.seed])
         parts = []
         for first, stop in self.windows:
@@ -35,7 +35,7 @@ class Chunks:
         return torch.cat(parts, 2)
 
     def run(self, q, k, v, grad):
-        """(out, dq, dk, dv) of this rank's positions."""
+        """Return (out, dq, dk, dv) of this rank's positions."""
         cut = lambda x, i: x[:, self.stream.tokens(i).start : self.stream.tokens(i).stop].detach().clone()  # noqa: E731
         outs, grads, last = {}, {}, self.stream.chunks - 1
         with torch.no_grad():

@@ -28,7 +28,7 @@ TOKENS = torch.randint(0, VOCABULARY, (3, 121), generator=torch.Generator().manu
 
 
 def batch(at, n, rows=(0, 1, 2), positions=True, tokens=TOKENS, starts=None):
-    """Tokens [at, at + n) of these streams."""
+    """Return tokens [at, at + n) of these streams."""
     rows = list(rows)
     begin = torch.zeros(len(rows), n, dtype=torch.bool) if starts is None else starts[rows, at : at + n].clone()
     begin[:, 0] |= at == 0
@@ -41,7 +41,7 @@ def batch(at, n, rows=(0, 1, 2), positions=True, tokens=TOKENS, starts=None):
 @given(st.data())
 @settings(max_examples=examples(3))
 def test_select_and_join(name, data):
-    """Samples of a state taken apart and joined in another order go on as they did together."""
+    """Samples of a state, separated and joined in another order, continue as they would together."""
     model = MODELS[name].eval()
     sizes = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
     starts = torch.rand(3, 121, generator=torch.Generator().manual_seed(sum(sizes))) < 0.05
@@ -52,9 +52,9 @@ def test_select_and_join(name, data):
         order = data.draw(st.permutations([0, 1, 2]))
         parts = [states[-1].select(i) for i in order]
         state = ld.StreamState.join([ld.StreamState.join(parts[:2]), parts[2]])
-        got, rest = model.stream(TOKENS[order, n:], None, state, per_token=True, starts=starts[order, n:])
+        got, last_state = model.stream(TOKENS[order, n:], None, state, per_token=True, starts=starts[order, n:])
     torch.testing.assert_close(got, want[order], rtol=1e-10, atol=1e-10)
-    assert rest.nbytes == after.nbytes and sum(p.nbytes for p in parts) == states[-1].nbytes
+    assert last_state.nbytes == after.nbytes and sum(p.nbytes for p in parts) == states[-1].nbytes
     assert not any(x.requires_grad for x, _ in state.rows.values())
     again = ld.StreamState.join([state])
     assert again.starts == state.starts == [states[-1].starts[i] for i in order]
@@ -87,7 +87,7 @@ def test_a_new_sample_joins_old_ones(name):
     ],
 )
 def test_losses_are_those_of_the_whole(name, positions):
-    """Also where streams come in other batches than before, and documents begin."""
+    """Also if streams come in other batches than before, and documents begin."""
     model = MODELS[name].train()
     model.streaming.carried.clear()
     starts = torch.rand(3, 121, generator=torch.Generator().manual_seed(0)) < 0.05
@@ -104,7 +104,7 @@ def test_losses_are_those_of_the_whole(name, positions):
 
 
 def test_gradients_are_truncated_at_steps():
-    """Those of `truncate` with chunks as long as a step; a chunk of the memory settings cuts further."""
+    """As with `truncate` and chunks as long as a step; a shorter chunk of the memory settings cuts further."""
     model = MODELS["convolution"].train()
     model.transformer.memory = MemorySettings(stream=20, truncate=True)
     model.zero_grad()
@@ -179,7 +179,7 @@ class Losses(pl.Callback):
 
 
 def fitted(tmp_path, steps, ckpt=None, model=None, streams=STREAMS, separator=3, **options):
-    """(trainer, model, data, losses) of a run; documents end at byte 3."""
+    """Return (trainer, model, data, losses) of a run; documents end at byte 3."""
     values = torch.randint(0, VOCABULARY, (SIZE,), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
     (tmp_path / "text").write_bytes(values.numpy().tobytes())
     data = ld.data.StreamDataModule(
@@ -207,9 +207,9 @@ def test_resuming_within_an_epoch(tmp_path, stop):
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     held = torch.load(tmp_path / "a.ckpt", weights_only=True)["streams"]
     assert sorted(held) == [0, 1, 2]
-    _, again, _, rest = fitted(tmp_path, 13, tmp_path / "a.ckpt")
-    assert len(first + rest) == 13
-    assert first + rest == pytest.approx(whole, rel=1e-9)
+    _, again, _, resumed = fitted(tmp_path, 13, tmp_path / "a.ckpt")
+    assert len(first + resumed) == 13
+    assert first + resumed == pytest.approx(whole, rel=1e-9)
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
@@ -229,13 +229,13 @@ def test_a_batch_that_failed_is_not_in_the_checkpoint(tmp_path):
         fitted(tmp_path, 6, callbacks=[Fails()])
     states = torch.load(tmp_path / "a.ckpt", weights_only=True)["streams"]
     assert {x["position"] for x in states.values()} == {4 * STEP}
-    _, _, _, rest = fitted(tmp_path, 6, tmp_path / "a.ckpt")
-    assert rest == pytest.approx(whole[4:], rel=1e-9)
+    _, _, _, resumed = fitted(tmp_path, 6, tmp_path / "a.ckpt")
+    assert resumed == pytest.approx(whole[4:], rel=1e-9)
 
 
 @pytest.mark.full
 def test_validation_is_that_of_the_whole(tmp_path):
-    """Also in the midst of training, and not that of windows by themselves."""
+    """Also in the midst of training; it differs from the validation of separate windows."""
     checks = {"val_check_interval": 3, "num_sanity_val_steps": 2}
     trainer, model, data, losses = fitted(tmp_path, 5, **checks)
     assert losses == pytest.approx(fitted(tmp_path, 5, limit_val_batches=0)[3], rel=1e-12)
@@ -261,7 +261,7 @@ def test_validation_is_that_of_the_whole(tmp_path):
 
 @pytest.mark.full
 def test_accumulation_and_other_models(tmp_path):
-    """Micro-batches go on, too; a model that carries nothing is refused."""
+    """Micro-batches continue streams, too; a model that carries nothing is refused."""
     _, model, _, _ = fitted(tmp_path, 3, accumulate_grad_batches=2)
     states, _ = model.streaming.carried.state_dicts(None)
     assert {x["position"] for x in states.values()} == {6 * STEP}
@@ -271,7 +271,7 @@ def test_accumulation_and_other_models(tmp_path):
 
 @pytest.mark.full
 def test_losses_by_position_are_refused_before_any_work(tmp_path):
-    """Also where nothing is validated before the first epoch ends; a test run has no such losses, and is let be."""
+    """Also if nothing is validated before the first epoch ends; a test run has no such losses, and is allowed."""
     model = ld.LongNetLM(WIDE, VOCABULARY, 16, 1, 2)
     with pytest.raises(
         ValueError, match=r"LossByPosition looks at.*StreamDataModule are steps.*remove the callback, or"
@@ -291,7 +291,7 @@ def test_losses_by_position_are_refused_before_any_work(tmp_path):
 
 @pytest.mark.full
 def test_flops_of_steps(tmp_path):
-    """A step attends to what came before it, in validation as well, which begins anew."""
+    """A step attends to earlier ones, also in validation, which begins anew."""
     counted, update = [], Throughput.update
     spy = lambda self, **x: counted.append(x["flops"]) or update(self, **x)  # noqa: E731
     with mock.patch.object(Throughput, "update", spy):
@@ -307,10 +307,10 @@ def test_flops_of_steps(tmp_path):
 @pytest.mark.parametrize("steps", [7, 13])
 def test_the_pattern_is_checked_as_documents_grow(tmp_path, steps):
     """Once, at a power of two of tokens: a step alone is shorter than the segments."""
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitted(tmp_path, steps, separator=None)
-    lines = [str(w.message) for w in seen if "wall(s)" in str(w.message)]
+    lines = [str(w.message) for w in caught if "wall(s)" in str(w.message)]
     assert len(lines) == (steps > 7)
     assert all("LongNetLM.pattern at 128 tokens: 1 wall(s): attention never crosses position 64" in x for x in lines)
 
@@ -329,12 +329,12 @@ def test_a_checkpoint_without_states(tmp_path):
 
 
 def tensors(state):
-    """All of a state's."""
+    """Return all tensors of a state."""
     return [*(x for x, _ in state.rows.values()), *state.tails.values(), state.hidden]
 
 
 def test_states_move_together():
-    """Those before a batch, too; one that both have in common stays one."""
+    """States before a batch move, too, and a shared one stays shared."""
     model = MODELS["convolution"].train()
     model.streaming.carried.clear()
     model.loss_terms(batch(0, 30, (0, 1)))
@@ -349,7 +349,7 @@ def test_states_move_together():
 
 @pytest.mark.full
 def test_what_a_run_leaves(tmp_path):
-    """States of before the last batch are freed as it ends; the others go to the host with the model."""
+    """States before the last batch are freed when it ends; the others move to the host with the model."""
     refs, moved, move = [], [], CarriedStreams.to
     put = CarriedStreams.put
 
@@ -381,7 +381,7 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=GPU)])
 @pytest.mark.parametrize("fails", [False, True])
 def test_states_wait_on_the_host_between_runs(tmp_path, accelerator, fails):
-    """Also after a run that failed; a validation, a checkpoint and another fit find them, with the same losses."""
+    """Also after a failed run; a validation, a checkpoint and another fit find them, with the same losses."""
 
     class Fails(pl.Callback):
         def on_before_optimizer_step(self, trainer, *args):
@@ -402,28 +402,28 @@ def test_states_wait_on_the_host_between_runs(tmp_path, accelerator, fails):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     positions = {x["position"] for x in torch.load(tmp_path / "a.ckpt", weights_only=True)["streams"].values()}
     assert positions == {4 * STEP}
-    _, again, _, rest = fitted(tmp_path, 8, tmp_path / "a.ckpt", **where)
-    assert rest == pytest.approx(whole[4:], rel=1e-4)
+    _, again, _, resumed = fitted(tmp_path, 8, tmp_path / "a.ckpt", **where)
+    assert resumed == pytest.approx(whole[4:], rel=1e-4)
     on_host(again.streaming.carried)
 
 
 def on_host(carried):
-    """There are states, all of them on the CPU."""
+    """Return whether there are states, all of them on the CPU."""
     states = [*carried._now.values(), *carried._before.values()]
     assert states and all(x.device.type == "cpu" for state in states for x in tensors(state))
 
 
 def test_fits_that_follow_one_another_go_on():
-    """Batches are numbered anew in each fit: a first batch is not the last one computed again."""
+    """Each fit numbers its batches from 0: a first batch is not the last one recomputed."""
     import lightning.pytorch as pl
     from torch.utils.data import DataLoader
 
-    model, seen = ld.LongNetLM(ld.DilatedPattern.dense(8), 16, 16, 1, 2, max_seq_len=64), []
+    model, states = ld.LongNetLM(ld.DilatedPattern.dense(8), 16, 16, 1, 2, max_seq_len=64), []
     stream = model.stream
 
-    def watched(tokens, labels, state, **more):
-        seen.append(state.position)
-        return stream(tokens, labels, state, **more)
+    def watched(tokens, labels, state, **options):
+        states.append(state.position)
+        return stream(tokens, labels, state, **options)
 
     model.stream = watched
     tokens = torch.randint(0, 16, (4, 1, 8))
@@ -439,4 +439,4 @@ def test_fits_that_follow_one_another_go_on():
     }
     for part in (batches[:2], batches[2:3], batches[3:]):
         pl.Trainer(accelerator="cpu", max_epochs=1, **quiet).fit(model, DataLoader(part, batch_size=None))
-    assert seen == [0, 8, 16, 24]
+    assert states == [0, 8, 16, 24]

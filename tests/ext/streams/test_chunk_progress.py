@@ -1,4 +1,4 @@
-"""Progress bars of Lightning's show the chunk that is computed, in every stage, and on rank 0 only."""
+"""Progress bars of Lightning's show the current chunk, in every stage, and on rank 0 only."""
 
 import io
 import re
@@ -22,7 +22,7 @@ PATTERN = DilatedPattern.longnet([4, 16], [1, 2])
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    """Bars are drawn after every chunk."""
+    """Draw bars after every chunk."""
     monkeypatch.setattr(chunk_progress, "SECONDS", 0.0)
 
 
@@ -34,7 +34,7 @@ class Tqdm(TQDMProgressBar):
         self.out = io.StringIO()
 
     def _to_buffer(self, bar):
-        bar.fp = self.out  # what tqdm writes to
+        bar.fp = self.out  # tqdm writes to it
         bar.sp = bar.status_printer(self.out)
         return bar
 
@@ -58,7 +58,7 @@ class Tqdm(TQDMProgressBar):
 
 
 class Rich(RichProgressBar):
-    """Draws at once, on a terminal of its own."""
+    """Draws at once, on its own terminal."""
 
     def __init__(self):
         self.out = io.StringIO()
@@ -76,7 +76,7 @@ def texts(n=2, tokens=14):
 
 
 def run(bar, stage, **options):
-    """The lines that a run of two batches of four chunks writes."""
+    """Return the lines that a run of two batches of four chunks writes."""
     recompute = ActivationRecompute(stream=4, truncate=options.pop("truncate", False))
     built = trainer(callbacks=[bar, recompute], enable_progress_bar=True, max_epochs=1, precision="64-true", **options)
     if stage == "fit":
@@ -87,7 +87,7 @@ def run(bar, stage, **options):
 
 
 def chunks(lines, name):
-    """What a bar's lines say of chunks, in order, without repetition."""
+    """Return the chunks that a bar's lines show, in order, without repetition."""
     every = [re.findall("(?:forward|backward|chunk) +[0-9/]+", line) for line in lines if name in line]
     said = [chunk for line in every for chunk in line]
     return [x for i, x in enumerate(said) if i == 0 or said[i - 1] != x]
@@ -147,14 +147,14 @@ def test_a_bar_of_another_kind_is_let_be():
 
 def test_a_failed_step_and_the_model_afterwards():
     """The text of a failed pass does not come back, and the model reports to nobody."""
-    model, seen, bar = tiny().train(), [], Tqdm()
+    model, shown, bar = tiny().train(), [], Tqdm()
     run_chunk, broken = model.streaming.chunk, []
 
-    def chunk(model, batch, at, *more):
+    def chunk(model, batch, at, *args):
         if at == 2 and not broken:
             broken.append(at)
             raise KeyError("broken")
-        return run_chunk(model, batch, at, *more)
+        return run_chunk(model, batch, at, *args)
 
     model.streaming.chunk = chunk
     recompute = ActivationRecompute(stream=4)
@@ -165,14 +165,14 @@ def test_a_failed_step_and_the_model_afterwards():
     trainer(callbacks=[recompute], max_steps=1, precision="64-true").fit(model, texts())
     assert chunks(bar.lines(), "Epoch 0") == FORWARD
     assert model.transformer.stream.watch is None
-    model.transformer.stream.watch = lambda *chunk: seen.append(chunk)
+    model.transformer.stream.watch = lambda *chunk: shown.append(chunk)
     with torch.no_grad():
         model.stream(batch(1, 14)["tokens"], chunk=5)
-    assert seen == [("forward", i, 3) for i in range(4)]
+    assert shown == [("forward", i, 3) for i in range(4)]
 
 
 def on_ranks(rank, group):
-    """(the lines of this rank's bar, whether its streams report to anybody)."""
+    """Return (the lines of this rank's bar, whether its streams report to anybody)."""
     bar, watched = Tqdm(), []
 
     class Looks(pl.Callback):

@@ -1,4 +1,4 @@
-"""A sequence chunk by chunk: output and gradients are those of one pass, from no other rows than the integer plan's."""
+"""A sequence chunk by chunk: output and gradients equal one pass, and the integer plan has exactly the rows in use."""
 
 import math
 import time
@@ -34,10 +34,10 @@ def compare(case, chunk, dropout=0.0, windows=((0, None),)):
     q, k, v, grad = case.tensors()
     torch.manual_seed(5)
     want = case.run(q, k, v, dropout=dropout)
-    wanted = torch.autograd.grad(want, (q, k, v), grad)
+    grads = torch.autograd.grad(want, (q, k, v), grad)
     torch.manual_seed(5)
     chunks = Chunks(case, chunk, dropout, windows)
-    for got, expected in zip(chunks.run(q, k, v, grad), (want, *wanted), strict=True):
+    for got, expected in zip(chunks.run(q, k, v, grad), (want, *grads), strict=True):
         torch.testing.assert_close(got, expected, **TOL)
     return chunks
 
@@ -58,7 +58,6 @@ test_equals_one_pass_often = pytest.mark.slow(settings(max_examples=examples(500
 @given(cases(longest=40), st.integers(1, 20))
 @settings(max_examples=examples(15))
 def test_windows_of_heads(case, chunk):
-    """Each window of heads carries rows of its own."""
     assume(case.seq_len and case.batch and case.kv_heads > 1)
     group = case.heads // case.kv_heads
     windows = [(h, h + group) for h in range(0, case.heads, group)]
@@ -68,7 +67,7 @@ def test_windows_of_heads(case, chunk):
 @given(cases(longest=50), st.integers(1, 50))
 @settings(max_examples=examples(30))
 def test_carried_rows_are_the_plan(case, chunk):
-    """As many rows are live as the plan says, and the plan has exactly the rows that later chunks see."""
+    """The number of live rows equals the plan's, and the plan has exactly the rows that later chunks see."""
     assume(case.seq_len and case.batch)
     case = replace(case, causal=True, layout="contiguous", lengths=None)
     chunks = compare(case, chunk)
@@ -105,7 +104,7 @@ def test_several_layers_keep_their_own_rows(data):
         return x
 
     want = run(x, [None, None])
-    (wanted,) = torch.autograd.grad(want.square().sum(), x)
+    (want_grad,) = torch.autograd.grad(want.square().sum(), x)
     stream = Stream()
     stream.begin(n, chunk, store=True)
     cut = lambda i: x[:, stream.tokens(i).start : stream.tokens(i).stop].detach()  # noqa: E731
@@ -118,7 +117,7 @@ def test_several_layers_keep_their_own_rows(data):
         out = run(part, stream.layers(i, [None, None]))
         torch.testing.assert_close(out, want[:, stream.tokens(i).start : stream.tokens(i).stop], **TOL)
         (grad,) = torch.autograd.grad(out.square().sum(), part)
-        torch.testing.assert_close(grad, wanted[:, stream.tokens(i).start : stream.tokens(i).stop], **TOL)
+        torch.testing.assert_close(grad, want_grad[:, stream.tokens(i).start : stream.tokens(i).stop], **TOL)
 
 
 def test_chunks_out_of_order_and_of_other_lengths_are_refused():
@@ -143,7 +142,7 @@ def test_chunks_out_of_order_and_of_other_lengths_are_refused():
 
 @pytest.mark.parametrize("pairs", [12.0, math.inf, 0.0])
 def test_few_carried_keys_are_tritons(pairs, monkeypatch):
-    """In both passes, up to a number of pairs; more are the call's own engine's."""
+    """In both passes, up to a number of pairs; the call's own engine computes more."""
     ran, plain = {"forward": [], "backward": []}, backends.ENGINES["math"]
 
     def recorded(name, q):
@@ -171,12 +170,12 @@ def test_carried_keys_are_cudnns_where_triton_cannot_serve_or_was_not_asked_for(
 
 @pytest.mark.gpu
 def test_few_shapes_for_cudnn(monkeypatch):
-    """It makes a plan for each: as many in a stream of 32 chunks as in one of 8, a last chunk of another length included."""
-    seen = set()
+    """It makes a plan for each shape: a stream of 32 chunks has no more than one of 8, with a short last chunk."""
+    shapes = set()
 
     def watched(name):
         run = getattr(sdpa.compat, name)
-        return lambda *x: seen.add((name, *(t.shape for t in x if isinstance(t, torch.Tensor)))) or run(*x)
+        return lambda *x: shapes.add((name, *(t.shape for t in x if isinstance(t, torch.Tensor)))) or run(*x)
 
     pattern, counts = DilatedPattern.geometric(256, 2**20), []
     for name in ("_forward", "_backward"):
@@ -185,50 +184,50 @@ def test_few_shapes_for_cudnn(monkeypatch):
     monkeypatch.setitem(backends.ENGINES, "cudnn", engine)
     monkeypatch.setattr(backends, "GROUPED_BELOW", {})
     for chunks in (8, 32):
-        seen.clear()
+        shapes.clear()
         case = Case(pattern, 1, chunks * 32768 - 12345, 2, 2, 64, causal=True)
         q, k, v, grad = (x.detach() for x in case.tensors(torch.bfloat16, "cuda"))
         Chunks(case, 32768).run(q, k, v, grad)
-        counts.append(len(seen))
+        counts.append(len(shapes))
     assert counts[0] > 0 and counts[1] <= counts[0], counts
 
 
 def test_stored_rows_share_memory(monkeypatch):
-    """Apart from each other, in as many slabs as they need, in parts where one is full."""
+    """Rows do not overlap, share slabs, and are split where a slab is full."""
     monkeypatch.setattr(streams, "SLAB", 4096)
     store, cpu = Store(), torch.device("cpu")
     sizes, kinds = [1, 3, 50, 2, 1, 7], [torch.bfloat16, torch.float32, torch.float64]
     rows = [torch.randn(n, 2, 8).to(kinds[i % 3]) for i, n in enumerate(sizes * 3)]
-    kept = [store.room(x, cpu) for x in rows]
-    for x, parts in zip(rows, kept, strict=True):
+    stored = [store.room(x, cpu) for x in rows]
+    for x, parts in zip(rows, stored, strict=True):
         for part, source in zip(parts, x.split([len(part) for part in parts]), strict=True):
             part.copy_(source)
-    for x, parts in zip(rows, kept, strict=True):
+    for x, parts in zip(rows, stored, strict=True):
         assert all(part.dtype == x.dtype and part.storage_offset() * part.element_size() % 256 == 0 for part in parts)
         assert torch.equal(store.take(parts, cpu), x)
-    storages = [part.untyped_storage() for parts in kept for part in parts]
+    storages = [part.untyped_storage() for parts in stored for part in parts]
     slabs = {x.data_ptr(): x.nbytes() for x in storages}
     assert sum(slabs.values()) < 1.5 * sum(x.nbytes for x in rows) + 4096 and set(slabs.values()) == {4096}
-    assert max(map(len, kept)) > 1
+    assert max(map(len, stored)) > 1
 
 
 @pytest.mark.gpu
 def test_stored_rows_are_copied_beside_the_computation():
-    """Both ways while the GPU computes on; rows have arrived where they are read, and are written before they are reused."""
+    """Both ways while the GPU computes; rows arrive before they are read, and are copied before they are reused."""
     store, device = Store(0), torch.device("cuda", torch.cuda.current_device())
-    shape, kept, copies = (4096, 2, 64), [], streams.copy_stream(device)
+    shape, stored, copies = (4096, 2, 64), [], streams.copy_stream(device)
     want = [torch.randn(shape, device=device) for _ in range(100)]
     for x in want:
         torch.cuda._sleep(100_000)
         rows = x + 0  # after the wait
-        kept.append(store.put(rows))
+        stored.append(store.put(rows))
         del rows
-        torch.full(shape, torch.nan, device=device)  # in its place, were it free
+        torch.full(shape, torch.nan, device=device)  # it would take the rows' memory if that were free
     assert store.on_host == 100 * want[0].nbytes and not store.on_device
     same = []
     for i, x in enumerate(reversed(want)):
-        rows = store.take(kept.pop(), device)
-        if i % 2:  # while what reads them waits, the rows before them are free for the next copies
+        rows = store.take(stored.pop(), device)
+        if i % 2:  # while their reader waits, the previous rows are free for the next copies
             torch.cuda._sleep(1_000_000)
         same.append((rows == x).all())  # no wait for the GPU
         del rows
@@ -244,7 +243,7 @@ def test_stored_rows_are_copied_beside_the_computation():
 
 
 def test_parameter_gradients_are_summed_in_fp32():
-    """600 ones; a sum in bfloat16 stays at 256."""
+    """600 ones; a sum in bfloat16 stops at 256."""
     layer = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     chunks = streaming.Chunks(600, 1, 1)
     streaming.streamed_sum(Stream(), lambda *_: layer.weight.sum(), chunks, [layer], layer.weight).backward()

@@ -1,4 +1,4 @@
-"""Models on sequences chunk by chunk: losses, gradients and trained weights are those of one pass."""
+"""Models on sequences chunk by chunk: losses, gradients and trained weights equal one pass."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ VOCABULARY = 32
 
 
 def lm(pattern=GEOMETRIC, seed=0, **options):
-    """A float64 LongNetLM whose weights are large enough for attention to matter."""
+    """Build a float64 LongNetLM with weights large enough for attention to matter."""
     torch.manual_seed(seed)
     model = ld.LongNetLM(pattern, VOCABULARY, 16, **{"depth": 3, "num_heads": 4, "max_seq_len": 64} | options)
     model.configure_model()
@@ -29,20 +29,20 @@ def lm(pattern=GEOMETRIC, seed=0, **options):
         if p.ndim >= 2:
             torch.nn.init.normal_(p, std=0.3)
     for scale in (p for name, p in model.named_parameters() if name.endswith("recurrence.scale")):
-        torch.nn.init.normal_(scale)  # which begins with closed gates
+        torch.nn.init.normal_(scale)  # gates begin closed
     return model
 
 
-def text(tokens=64, batch=1, seed=1, **more):
+def text(tokens=64, batch=1, seed=1, **options):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (batch, tokens), generator=generator)
     labels = tokens.roll(-1, 1)
     labels[:, 3::7] = -100
-    return {"tokens": tokens, "labels": labels, **more}
+    return {"tokens": tokens, "labels": labels, **options}
 
 
 def gradients(model, batch, **settings):
-    """(loss, gradient of each parameter) of a training step."""
+    """Return (loss, gradient of each parameter) of a training step."""
     model.transformer.memory = MemorySettings(**settings)
     model.zero_grad()
     torch.manual_seed(3)
@@ -108,33 +108,33 @@ def test_equals_one_pass(name):
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
         return
-    want, wanted = gradients(model, batch)
+    want, want_grads = gradients(model, batch)
     got, grads = gradients(model, batch, stream=chunk, **settings)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     for key, grad in grads.items():
-        torch.testing.assert_close(grad, wanted[key], rtol=1e-10, atol=1e-10, msg=key)
+        torch.testing.assert_close(grad, want_grads[key], rtol=1e-10, atol=1e-10, msg=key)
 
 
 def test_evaluation_equals_one_pass():
     """Losses, each token's loss, and what callbacks see."""
     model, batch = lm(kv_conv=4).eval(), text(61, batch=2)
     with torch.no_grad():
-        want, wanted = model.loss_terms(batch)[0], model.token_losses(batch)
+        want, want_losses = model.loss_terms(batch)[0], model.token_losses(batch)
         model.transformer.memory = MemorySettings(stream=10)
         torch.testing.assert_close(model.loss_terms(batch)[0], want, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(model.token_losses(batch), wanted, rtol=1e-12, atol=1e-12)
-        seen = []
-        model.watch_losses = lambda batch, losses: seen.append(losses)
-        model.watch_predictions = lambda batch, tokens: seen.append(tokens)
+        torch.testing.assert_close(model.token_losses(batch), want_losses, rtol=1e-12, atol=1e-12)
+        calls = []
+        model.watch_losses = lambda batch, losses: calls.append(losses)
+        model.watch_predictions = lambda batch, tokens: calls.append(tokens)
         torch.testing.assert_close(model.loss_terms(batch)[0], want, rtol=1e-12, atol=1e-12)
         likeliest = model(batch["tokens"]).argmax(-1).where(batch["labels"] != -100, torch.tensor(-100))
-        assert torch.equal(seen[0], likeliest)
-        torch.testing.assert_close(seen[1], wanted, rtol=1e-12, atol=1e-12)
+        assert torch.equal(calls[0], likeliest)
+        torch.testing.assert_close(calls[1], want_losses, rtol=1e-12, atol=1e-12)
     assert not model.transformer.stream._layers, "rows were not freed"
 
 
 def test_hidden_dropout_has_the_same_masks_in_both_passes():
-    """Each chunk's sum is equal in both, chunks differ, and the generator ends where one rising pass would end."""
+    """Each chunk's sum is equal in both, chunks differ, and the generator ends as after one rising pass."""
     model, batch, sums = lm(dropout=0.3), text(), {}
     run = lambda i, layers: model._losses(*model.streaming.chunk(model, batch, i, layers), summed=True)  # noqa: E731
 
@@ -158,7 +158,7 @@ def test_hidden_dropout_has_the_same_masks_in_both_passes():
 
 
 def fit(optimizer, steps, stream=None, tokens=64, callbacks=(), **trainer):
-    """(losses, weights) of a fit."""
+    """Return (losses, weights) of a fit."""
     model = lm(optimizer=optimizer)
     losses = []
 
@@ -194,7 +194,7 @@ def test_the_same_loss_curve(optimizer, tol):
 
 
 def test_accumulation_clipping_and_hooks():
-    """Hooks on gradients run once a micro-batch; clipping and accumulation see the whole sequence's gradient."""
+    """Hooks on gradients run once a micro-batch; clipping and accumulation use the whole sequence's gradient."""
     calls = {"one pass": 0, "stream": 0}
 
     class Hooked(pl.Callback):
@@ -208,9 +208,9 @@ def test_accumulation_clipping_and_hooks():
             calls[self.name] += 1
             return grad * 0.5
 
-    more = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
-    want, weights = fit(adamw, 4, callbacks=[Hooked("one pass")], **more)
-    got, streamed = fit(adamw, 4, stream=10, callbacks=[Hooked("stream")], **more)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
+    want, weights = fit(adamw, 4, callbacks=[Hooked("one pass")], **options)
+    got, streamed = fit(adamw, 4, stream=10, callbacks=[Hooked("stream")], **options)
     assert calls["stream"] == calls["one pass"] == 8
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=0, atol=1e-10)
     for name, p in streamed.items():
@@ -219,7 +219,7 @@ def test_accumulation_clipping_and_hooks():
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_stages_stream(stage):
-    """Outside of a fit, too; afterwards the model has its own settings back."""
+    """Also outside of a fit; afterwards the model has its own settings back."""
     model, loader = lm(), DataLoader([{k: v[0] for k, v in text(seed=i).items()} for i in range(3)], batch_size=1)
     chunks = []
 
@@ -267,52 +267,52 @@ def test_a_failed_fit_leaves_no_settings_behind():
 
 
 def test_truncated_gradients_end_at_chunks():
-    """Where nothing crosses a chunk's bound they are exact; elsewhere the loss is, and the gradients are not."""
+    """If nothing crosses a chunk's bound they are exact; otherwise the loss is, and the gradients are not."""
     walls = ld.DilatedPattern.dense(16)
-    _, wanted = gradients(lm(walls), text())
+    _, want_grads = gradients(lm(walls), text())
     _, grads = gradients(lm(walls), text(), stream=16, truncate=True)
     for name, grad in grads.items():
-        torch.testing.assert_close(grad, wanted[name], rtol=1e-10, atol=1e-10)
-    want, wanted = gradients(lm(kv_conv=3), text())
+        torch.testing.assert_close(grad, want_grads[name], rtol=1e-10, atol=1e-10)
+    want, want_grads = gradients(lm(kv_conv=3), text())
     got, grads = gradients(lm(kv_conv=3), text(), stream=16, truncate=True, policy="block")
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    assert max(float((grads[name] - wanted[name]).abs().max()) for name in grads) > 1e-3
+    assert max(float((grads[name] - want_grads[name]).abs().max()) for name in grads) > 1e-3
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_bfloat16(precision):
-    """Weights' gradients are summed over chunks in fp32; they differ from one pass by bf16's rounding only."""
+    """Weights' gradients are summed over chunks in fp32; only bf16's rounding differs from one pass."""
     model, batch = lm(), text()
     model = model.to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
-        want, wanted = gradients(model, batch)
+        want, want_grads = gradients(model, batch)
         got, grads = gradients(model, batch, stream=10, policy="block")
     assert float(got) == pytest.approx(float(want), rel=2e-2)
     for name, grad in grads.items():
-        assert grad.dtype == wanted[name].dtype
-        assert (grad - wanted[name]).norm() <= 0.1 * wanted[name].norm() + 1e-4, name
+        assert grad.dtype == want_grads[name].dtype
+        assert (grad - want_grads[name]).norm() <= 0.1 * want_grads[name].norm() + 1e-4, name
 
 
 def test_compiled_blocks():
     """One graph serves all layers and chunks: chunk and layer are tensors, not constants."""
     torch._dynamo.reset()
-    want, wanted = gradients(lm(), text())
+    want, want_grads = gradients(lm(), text())
     model = lm(compile_blocks=True)
     got, grads = gradients(model, text(), stream=16)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     for name, grad in grads.items():
-        torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8)
-    seen = []
-    model.transformer.stream.watch = lambda *chunk: seen.append((*chunk, torch.compiler.is_compiling()))
+        torch.testing.assert_close(grad, want_grads[name], rtol=1e-8, atol=1e-8)
+    calls = []
+    model.transformer.stream.watch = lambda *chunk: calls.append((*chunk, torch.compiler.is_compiling()))
     with torch.compiler.set_stance("fail_on_recompile"):
         gradients_again = torch.autograd.grad(model.loss_terms(text(seed=5))[0], list(model.parameters()))
     assert all(x.isfinite().all() for x in gradients_again)
-    assert len(seen) == 4 + 5 and not any(compiling for *_, compiling in seen)
+    assert len(calls) == 4 + 5 and not any(compiling for *_, compiling in calls)
 
 
 @pytest.mark.parametrize("settings", [{"policy": "block"}, {"policy": "block", "head_chunks": 4}], ids=str)
 def test_a_route_is_made_once_in_each_pass(settings, monkeypatch):
-    """For the forward, the recomputation and the backward together, and for all layers that are alike."""
+    """One for forward, recomputation and backward together, and for all equal layers."""
     routes, real = [], chunk_call.chunk_route
     monkeypatch.setattr(
         chunk_call, "chunk_route", lambda plan, i, *x: routes.append((i, plan.problem)) or real(plan, i, *x)
@@ -325,7 +325,7 @@ def test_a_route_is_made_once_in_each_pass(settings, monkeypatch):
 
 
 def test_the_host_does_not_wait_to_send_a_chunk(monkeypatch):
-    """Each chunk's tokens and labels go to the device by way of pinned memory, once in each pass."""
+    """Each chunk's tokens and labels are sent to the device from pinned memory, once in each pass."""
     sent = []
     monkeypatch.setattr(streamed, "send", lambda x, device: sent.append(tuple(x.shape)) or x.to(device))
     gradients(lm(), text(61), stream=16)
@@ -333,7 +333,7 @@ def test_the_host_does_not_wait_to_send_a_chunk(monkeypatch):
 
 
 class Graphs:
-    """A backend of torch.compile that runs graphs as they are; `calls` are (tokens, whether sizes are fixed) of each run."""
+    """A backend of torch.compile that runs graphs unchanged; `calls`: (tokens, whether sizes are fixed) of each run."""
 
     def __init__(self):
         self.compiled, self.calls = 0, []
@@ -358,10 +358,10 @@ class Graphs:
 
 
 def test_whole_chunks_keep_their_graphs_after_a_shorter_one():
-    """A last chunk of another length takes a graph of any length, and all before it those of fixed sizes: three graphs."""
+    """A last chunk of another length uses a graph of any length, all before it fixed sizes: three graphs."""
     graphs = Graphs()
     model = graphs.compile(lm())
-    want, wanted = gradients(lm(), text(61))
+    want, want_grads = gradients(lm(), text(61))
     for tokens, last in ((55, 7), (64, 16), (61, 13)):
         graphs.calls.clear()
         got, grads = gradients(model, text(tokens), stream=16)
@@ -370,7 +370,7 @@ def test_whole_chunks_keep_their_graphs_after_a_shorter_one():
     assert graphs.compiled == 3
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     for name, grad in grads.items():
-        torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(grad, want_grads[name], rtol=1e-8, atol=1e-8)
     for batch in (2, 3, 4, 5):
         before = graphs.compiled
         gradients(model, text(45, batch=batch), stream=16)
@@ -378,16 +378,16 @@ def test_whole_chunks_keep_their_graphs_after_a_shorter_one():
 
 
 def test_documents_of_any_number_share_graphs():
-    """Each batch may have another number of them: a graph for each would end at torch's limit, with an error."""
+    """Each batch may have another number of them: a graph for each would exceed torch's limit, with an error."""
     graphs = Graphs()
     model, same = graphs.compile(lm()), lm()
     for count in (1, 2, 3, 5, 8):
         bounds = torch.linspace(0, 61, count + 1).int()
         got, grads = gradients(model, text(61, cu_seqlens=bounds), stream=16)
-        want, wanted = gradients(same, text(61, cu_seqlens=bounds))
+        want, want_grads = gradients(same, text(61, cu_seqlens=bounds))
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
         for name, grad in grads.items():
-            torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8)
+            torch.testing.assert_close(grad, want_grads[name], rtol=1e-8, atol=1e-8)
     assert graphs.compiled == 3
 
 
@@ -396,23 +396,23 @@ def test_a_copy_of_a_compiled_model_has_its_own_weights(settings):
     model = Graphs().compile(lm())
     model.transformer.memory = MemorySettings(**settings)
     other = lm(seed=7)
-    want, wanted = gradients(other, text(), **settings)
+    want, grads = gradients(other, text(), **settings)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         copied.load_state_dict(other.state_dict())
         total, count = copied.loss_terms(text())
         (total / count).backward()
         torch.testing.assert_close(total.detach() / count, want, rtol=1e-12, atol=1e-12)
         for name, p in copied.named_parameters():
-            torch.testing.assert_close(p.grad, wanted[name], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(p.grad, grads[name], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"policy": "block", "tile": 6}, {"head_chunks": 2}], ids=str)
 def test_parts_of_whole_chunks_keep_their_graphs(settings):
-    """Likewise where the parts of a block are compiled, for tiles of a chunk as for chunks."""
+    """Also if the parts of a block are compiled, for tiles of a chunk as for chunks."""
     graphs = Graphs()
     model = graphs.compile(lm())
-    want, wanted = gradients(lm(), text(61))
+    want, want_grads = gradients(lm(), text(61))
     for tokens in (55, 61):
         graphs.calls.clear()
         got, grads = gradients(model, text(tokens), stream=16, **settings)
@@ -421,7 +421,7 @@ def test_parts_of_whole_chunks_keep_their_graphs(settings):
         assert not whole & {length for length, fixed in graphs.calls if not fixed}
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     for name, grad in grads.items():
-        torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(grad, want_grads[name], rtol=1e-8, atol=1e-8)
 
 
 class Redefined(ld.LongNetLM):
@@ -480,27 +480,27 @@ def test_on_a_gpu(pattern, precision):
     batch = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
     torch.backends.cuda.matmul.allow_tf32 = False
     with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed"):
-        want, wanted = gradients(model, batch, policy="block")
+        want, want_grads = gradients(model, batch, policy="block")
         got, grads = gradients(model, batch, policy="block", stream=16384)
         host, again = gradients(model, {k: v.cpu() for k, v in batch.items()}, policy="block", stream=16384)
     tol = 2e-4 if precision == "float32" else 2e-2
     assert float(got) == pytest.approx(float(want), rel=tol / 10) and float(host) == pytest.approx(float(got), rel=1e-5)
     for name, grad in grads.items():
-        assert (grad - wanted[name]).norm() <= tol * wanted[name].norm(), name
+        assert (grad - want_grads[name]).norm() <= tol * want_grads[name].norm(), name
         assert (again[name] - grad).norm() <= tol * grad.norm(), name
 
 
 @pytest.mark.gpu
 def test_rows_beyond_the_budget_wait_on_the_host(monkeypatch):
-    """With a budget of nothing, gradients stay the same."""
+    """With a budget of 0, gradients stay the same."""
     from lightning_dilated.ext.streams import stream
 
     model = lm(ld.DilatedPattern.geometric(64, 4096)).float().cuda()
     tokens = torch.randint(0, VOCABULARY, (1, 4096), device="cuda")
     batch = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
-    want, wanted = gradients(model, batch, stream=256)
+    want, want_grads = gradients(model, batch, stream=256)
     monkeypatch.setattr(stream, "ON_GPU", 0.0)
     got, grads = gradients(model, batch, stream=256)
     assert float(got) == pytest.approx(float(want), rel=1e-6)
     for name, grad in grads.items():
-        torch.testing.assert_close(grad, wanted[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(grad, want_grads[name], rtol=1e-4, atol=1e-5)

@@ -19,7 +19,7 @@ TAGGED = (
     "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-#: what Qwen 3 does: thoughts stay in the last answer only
+#: like Qwen 3: thoughts stay in the last answer only
 FORGETS = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
@@ -55,14 +55,14 @@ WORDS = [
 
 
 def chat(*contents: str, system: str | None = None) -> dict[str, Any]:
-    """A row whose messages are the user's and the assistant's in turns."""
+    """Return a row with alternating messages of the user and the assistant."""
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": x} for i, x in enumerate(contents)]
     return {"messages": ([{"role": "system", "content": system}] if system else []) + messages}
 
 
 def chats(count: int, seed: int = 0, most: int = 12) -> list[dict[str, Any]]:
-    """Rows of random words, of one to three turns."""
+    """Return rows of random words, of one to three turns."""
     rng = random.Random(seed)
 
     def words() -> str:

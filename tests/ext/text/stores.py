@@ -1,4 +1,4 @@
-"""Stores for the tests of URLs: files copied to memory:// or to s3:// of moto's server, and what is fetched from them."""
+"""Stores for the tests of URLs: files copied to memory:// or to s3:// of moto's server, and a record of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-#: what the AWS clients take for a login, an endpoint and a way around
+#: login, endpoint and proxy exceptions for the AWS clients
 AWS = {
     "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null", "AWS_EC2_METADATA_DISABLED": "true",
@@ -21,7 +21,7 @@ PROXIES = [x for name in ("http_proxy", "https_proxy", "all_proxy") for x in (na
 
 
 def upload(folder: str | Path, url: str) -> str:
-    """Copy the files of a local folder, with those of its folders, below a URL, which is returned."""
+    """Copy the files of a local folder and its subfolders below a URL, and return the URL."""
     fs, root = fsspec.core.url_to_fs(url)
     for path in sorted(Path(folder).rglob("*")):
         if path.is_file():
@@ -31,7 +31,7 @@ def upload(folder: str | Path, url: str) -> str:
 
 @contextmanager
 def s3_server(patch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of an empty bucket on moto's server, on 127.0.0.1; the environment leads there."""
+    """Yield the URL of an empty bucket on moto's server, on 127.0.0.1, to which the environment points."""
     from moto.server import ThreadedMotoServer
 
     for name in PROXIES:
@@ -53,7 +53,7 @@ def s3_server(patch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 class Fetched:
-    """The requests for content that a file system serves: (path, first byte, byte behind the last; None for all)."""
+    """Records a file system's requests for content: (path, first byte, byte behind the last; None for all)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
         self.requests: list[tuple[str, int | None, int | None]] = []
@@ -67,21 +67,21 @@ class Fetched:
         monkeypatch.setattr(cls, "cat_file", counted)
 
     def count(self) -> int:
-        """Bytes since the last call."""
+        """Return the bytes since the last call."""
         total = sum(stop - start for _, start, stop in self.requests)
         self.requests.clear()
         return total
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two samples hold the same."""
+    """Return whether two samples are equal."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(equal(a[x], b[x]) for x in a)
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 def same_samples(local: Any, remote: Any, splits: tuple[str, ...] = ("train", "val", "test")) -> None:
-    """Two DataModules serve the same samples in the same order."""
+    """Assert that two DataModules serve the same samples in the same order."""
     for split in splits:
         a, b = local.dataset(split), remote.dataset(split)
         assert len(a) == len(b) > 0

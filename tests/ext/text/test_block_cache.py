@@ -1,4 +1,4 @@
-"""The folder of blocks stays below its limit, whatever processes write to it, and serves nothing that is damaged."""
+"""The folder of blocks stays below its limit with any number of writers, and serves nothing that is damaged."""
 
 import gzip
 import multiprocessing
@@ -26,7 +26,7 @@ def key(number: int) -> str:
 
 
 def stored(cache: BlockCache) -> int:
-    """Bytes of all files of blocks."""
+    """Return the bytes of all files of blocks."""
     return sum(x.stat().st_size for x in (Path(cache.folder) / "blocks").rglob("*") if x.is_file())
 
 
@@ -81,7 +81,7 @@ def test_a_wrong_count_corrects_itself(tmp_path: Path, count: str) -> None:
     (tmp_path / "bytes").write_text(count)
     for number in range(3, 12):
         cache.put(key(number), bytes(1000))
-    # a count that is too low is that of a folder that someone wrote to; it holds again once the limit is reached
+    # a count is too low only in a manipulated folder; it is right again once the limit is reached
     assert stored(cache) <= cache.limit
     assert cache.has(key(11))
 
@@ -133,7 +133,7 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
         worker.start()
     cache = BlockCache(str(tmp_path), 40 * 1004)
     while any(worker.is_alive() for worker in workers):
-        with locked(tmp_path / "lock"):  # under which blocks come and go
+        with locked(tmp_path / "lock"):  # blocks come and go under it
             whole = [x for x in (tmp_path / "blocks").rglob("*") if re.fullmatch("[0-9a-f]{40}", x.name)]
         assert len(whole) <= 40
         time.sleep(0.005)
@@ -198,7 +198,7 @@ class HeldTokenizer:
 
 # -- what another user put into a shared folder ------------------------------------------------------------------------
 def victim(folder: Path) -> Path:
-    """A folder with a file, that a link in a cache leads to."""
+    """Write a folder with a file to which a link in a cache leads."""
     (folder / "victim").mkdir(parents=True)
     (folder / "victim" / "file").write_text("keep me")
     return folder / "victim"
@@ -214,11 +214,11 @@ def test_a_link_to_a_file_is_not_written_through(tmp_path: Path, name: str) -> N
     link = tmp_path / "cache" / name
     link.parent.mkdir(parents=True)
     link.symlink_to(target / "file")
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cache.put(key(1), b"x" * 100)
     assert unharmed(target)
-    assert cache.get(key(1)) == b"x" * 100 or (name == "lock" and "lock" in str(seen[0].message))
+    assert cache.get(key(1)) == b"x" * 100 or (name == "lock" and "lock" in str(caught[0].message))
 
 
 def test_a_link_to_a_block_is_not_read(tmp_path: Path) -> None:

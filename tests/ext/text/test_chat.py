@@ -1,4 +1,4 @@
-"""Conversations as samples: labels are what the assistant writes, packs are the conversations one by one, on any ranks."""
+"""Conversations as samples: labels are the assistant's words, packs equal single conversations, on any ranks."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def vocabulary(tmp_path_factory):
 
 @pytest.fixture
 def module(tmp_path, vocabulary):
-    """module(rows, **options) of rows in a file."""
+    """`module(rows, **options)` reads rows from a file."""
 
     def make(rows, **options):
         path = write(tmp_path / "chats.jsonl", rows)
@@ -47,7 +47,7 @@ def module(tmp_path, vocabulary):
 
 
 def learned(data, sample):
-    """The text of the labels."""
+    """Return the text of the labels."""
     labels = sample["labels"][sample["labels"] != -100].tolist()
     return data.tokenizer.tokenizer.decode(labels, skip_special_tokens=False)
 
@@ -120,16 +120,16 @@ def test_tagged_and_prefixes_agree(contents):
     assert ids.tolist() == other.tolist() and mask.tolist() == tags.tolist()
 
 
-def TOKENIZERS(made=[]):  # noqa: B006
-    """Tokenizers of both kinds of templates, made once."""
-    if not made:
+def TOKENIZERS(cache=[]):  # noqa: B006
+    """Return tokenizers of both kinds of templates, made once."""
+    if not cache:
         import tempfile
         from pathlib import Path
 
         with tempfile.TemporaryDirectory() as folder:
             path = tokenizer_json(Path(folder))
-            made += [JsonTokenizer(path, CHATML), JsonTokenizer(path, TAGGED)]
-    return made
+            cache += [JsonTokenizer(path, CHATML), JsonTokenizer(path, TAGGED)]
+    return cache
 
 
 def test_long_conversations_are_encoded_about_twice(module, monkeypatch):
@@ -161,8 +161,8 @@ def test_files_of_json(tmp_path, module):
     lines = "\n\n".join(json.dumps(x) for x in rows) + "\n \n"  # empty lines are left out, and none ends the file
     (tmp_path / "spaced.jsonl").write_text(lines)
     assert [x["tokens"].tolist() for x in module(rows, paths=str(tmp_path / "spaced.jsonl")).dataset("train")] == want
-    both = module(rows, paths=[str(tmp_path / "spaced.jsonl"), str(tmp_path / "array.json")])
-    assert [x["tokens"].tolist() for x in both.dataset("train")] == want * 2
+    joined = module(rows, paths=[str(tmp_path / "spaced.jsonl"), str(tmp_path / "array.json")])
+    assert [x["tokens"].tolist() for x in joined.dataset("train")] == want * 2
 
 
 # -- too long, splits, the cache -----------------------------------------------------------------------------------------
@@ -180,8 +180,8 @@ def test_too_long(module, caplog):
         cut = module(rows, seq_len=30, too_long="cut")
         assert cut.dataset("train").lengths.tolist() == [lengths[0], 30]
         assert "1 are left out (nothing to learn is left before the cut), 1 end there" in caplog.text
-    long, kept = cut.dataset("train")[1], module(rows).dataset("train")[2]
-    assert torch.equal(long["tokens"], kept["tokens"][:30]) and torch.equal(long["labels"][:29], kept["labels"][:29])
+    long, whole = cut.dataset("train")[1], module(rows).dataset("train")[2]
+    assert torch.equal(long["tokens"], whole["tokens"][:30]) and torch.equal(long["labels"][:29], whole["labels"][:29])
     assert long["labels"][29] == -100
     assert cut.dataset("train").fingerprint() != skipped.dataset("train").fingerprint()
 
@@ -231,7 +231,7 @@ def test_a_damaged_store_is_made_again(tmp_path, module):
 # -- packs ---------------------------------------------------------------------------------------------------------------
 def test_packs_hold_the_conversations(module):
     data = module(chats(12), pack_tokens=150)
-    seen = []
+    packed_texts = []
     for batch in data.train_dataloader():
         bounds = batch["cu_seqlens"].tolist()
         assert batch["tokens"].shape == batch["labels"].shape == (1, bounds[-1])
@@ -239,8 +239,8 @@ def test_packs_hold_the_conversations(module):
             sample = data.dataset("train")[i]
             assert torch.equal(batch["tokens"][0, a:b], sample["tokens"])
             assert torch.equal(batch["labels"][0, a:b], sample["labels"])
-            seen.append(i)
-    assert sorted(seen) == list(range(12)) and len(data.train_dataloader()) < 12
+            packed_texts.append(i)
+    assert sorted(packed_texts) == list(range(12)) and len(data.train_dataloader()) < 12
 
 
 def model(**options):

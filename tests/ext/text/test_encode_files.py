@@ -1,4 +1,4 @@
-"""What a tokenizer has no token for: refused where it would be silently left out, counted where it is unknown."""
+"""Characters without a token: refused if they would silently be left out, counted if they become unknown tokens."""
 
 from pathlib import Path
 
@@ -19,16 +19,16 @@ def write(folder: Path, **texts: str) -> list[str]:
 
 
 def test_characters_without_a_token_are_not_left_out(tmp_path: Path) -> None:
-    """A BPE of bases, and a genome in which repeats are in lower case."""
-    made = tokenizers.Tokenizer(models.BPE())
-    made.train_from_iterator(["ACGTACGGTA" * 20], trainers.BpeTrainer(vocab_size=20, show_progress=False))
-    made.save(str(tmp_path / "t.json"))
+    """A BPE of bases, and a genome with repeats in lower case."""
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.train_from_iterator(["ACGTACGGTA" * 20], trainers.BpeTrainer(vocab_size=20, show_progress=False))
+    bpe.save(str(tmp_path / "t.json"))
     with pytest.raises(ValueError, match=r"a.txt holds 'c' \(U\+0063\), 'g' \(U\+0067\), .*silently left out"):
         encode_files(tmp_path / "t.json", write(tmp_path, **{"a.txt": "ACGTcgC"}), tmp_path / "a.bin", documents=False)
-    found = encode_files(tmp_path / "t.json", write(tmp_path, b="ACGT\nACG"), tmp_path / "b.bin", documents=False)
-    got = np.fromfile(found.path, np.uint16).tolist()
-    assert got == made.encode("ACGT\nACG").ids and found.tokens == len(got)
-    assert "".join(map(made.id_to_token, got)) == "ACGTACG"
+    encoded = encode_files(tmp_path / "t.json", write(tmp_path, b="ACGT\nACG"), tmp_path / "b.bin", documents=False)
+    got = np.fromfile(encoded.path, np.uint16).tolist()
+    assert got == bpe.encode("ACGT\nACG").ids and encoded.tokens == len(got)
+    assert "".join(map(bpe.id_to_token, got)) == "ACGTACG"
 
 
 AFFIXED = {
@@ -41,31 +41,31 @@ AFFIXED = {
 
 @pytest.mark.parametrize("name", AFFIXED)
 def test_what_is_left_out_depends_on_the_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """BPE with a suffix at the end of words: x has a token there only; pieces of 300 characters cut words."""
+    """BPE with a suffix at the end of words: only there x has a token; pieces of 300 characters cut words."""
     monkeypatch.setattr(tokenizer, "PIECE", 300)
     monkeypatch.setattr(tokenizer, "OVERLAP", 128)
     text, says = AFFIXED[name]
     vocabulary = {x: i for i, x in enumerate(["a", "b", "c", "a</w>", "b</w>", "x</w>"])}
-    made = tokenizers.Tokenizer(models.BPE(vocabulary, [], end_of_word_suffix="</w>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.add_special_tokens(["<s>"])
-    made.save(str(tmp_path / "t.json"))
+    bpe = tokenizers.Tokenizer(models.BPE(vocabulary, [], end_of_word_suffix="</w>"))
+    bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    bpe.add_special_tokens(["<s>"])
+    bpe.save(str(tmp_path / "t.json"))
     files = write(tmp_path, **{"a.txt": text})
     if says:
         with pytest.raises(ValueError, match=says):
             encode_files(tmp_path / "t.json", files, tmp_path / "a.bin", documents=False)
         return
-    found = encode_files(tmp_path / "t.json", files, tmp_path / "a.bin", documents=False)
-    got = np.fromfile(found.path, np.uint16).tolist()
-    assert got == made.encode(text).ids and len(got) == len("".join(text.replace("<s>", "S").split()))
+    encoded = encode_files(tmp_path / "t.json", files, tmp_path / "a.bin", documents=False)
+    got = np.fromfile(encoded.path, np.uint16).tolist()
+    assert got == bpe.encode(text).ids and len(got) == len("".join(text.replace("<s>", "S").split()))
 
 
 def test_what_is_left_out_is_seen_around_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each place of two neighbouring pieces is looked at in one of them."""
+    """At least one of two adjacent pieces checks each position."""
     monkeypatch.setattr(tokenizer, "PIECE", 60)
     monkeypatch.setattr(tokenizer, "OVERLAP", 32)
-    made = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
-    made.save(str(tmp_path / "t.json"))
+    bpe = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+    bpe.save(str(tmp_path / "t.json"))
     for at in range(150):
         files = write(tmp_path, a="a" * at + "x" + "a" * (149 - at))
         with pytest.raises(ValueError, match="a holds 'x'"):
@@ -76,12 +76,12 @@ def test_what_is_left_out_is_seen_around_cuts(tmp_path: Path, monkeypatch: pytes
 def test_a_trained_affix_is_no_reason_to_refuse(tmp_path: Path, affix: str) -> None:
     """In "box fox bof" x comes only at the end of words, and b only at the start."""
     mark = {"end_of_word_suffix": "</w>", "continuing_subword_prefix": "##"}[affix]
-    made = tokenizers.Tokenizer(models.BPE(**{affix: mark}))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.train_from_iterator(["box fox bof"], trainers.BpeTrainer(**{affix: mark}, show_progress=False))
-    made.save(str(tmp_path / "t.json"))
-    found = encode_files(tmp_path / "t.json", write(tmp_path, a="box fox"), tmp_path / "a.bin", documents=False)
-    assert np.fromfile(found.path, np.uint16).tolist() == made.encode("box fox").ids
+    bpe = tokenizers.Tokenizer(models.BPE(**{affix: mark}))
+    bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    bpe.train_from_iterator(["box fox bof"], trainers.BpeTrainer(**{affix: mark}, show_progress=False))
+    bpe.save(str(tmp_path / "t.json"))
+    encoded = encode_files(tmp_path / "t.json", write(tmp_path, a="box fox"), tmp_path / "a.bin", documents=False)
+    assert np.fromfile(encoded.path, np.uint16).tolist() == bpe.encode("box fox").ids
     with pytest.raises(ValueError, match=r"b holds 'b' \(U\+0062\), for which"):
         encode_files(tmp_path / "t.json", write(tmp_path, b="box fob"), tmp_path / "b.bin", documents=False)
 
@@ -89,18 +89,18 @@ def test_a_trained_affix_is_no_reason_to_refuse(tmp_path: Path, affix: str) -> N
 @pytest.mark.parametrize("affix", ["end_of_word_suffix", "continuing_subword_prefix"])
 def test_tokens_of_all_bytes_do_not_do_where_an_affix_is_needed(tmp_path: Path, affix: str) -> None:
     alphabet = {x: i for i, x in enumerate(pre_tokenizers.ByteLevel.alphabet())}
-    made = tokenizers.Tokenizer(models.BPE(alphabet, [], **{affix: "##"}))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.save(str(tmp_path / "t.json"))
+    bpe = tokenizers.Tokenizer(models.BPE(alphabet, [], **{affix: "##"}))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.save(str(tmp_path / "t.json"))
     with pytest.raises(ValueError, match="holds 'b'"):
         encode_files(tmp_path / "t.json", write(tmp_path, a="ab"), tmp_path / "a.bin", documents=False)
 
 
 def test_what_is_left_out_depends_on_the_normaliser(tmp_path: Path) -> None:
-    """e and an accent have tokens, what NFC makes of them has none."""
-    made = tokenizers.Tokenizer(models.BPE({"e": 0, "\u0301": 1}, []))
-    made.normalizer = normalizers.NFC()
-    made.save(str(tmp_path / "t.json"))
+    """e and an accent have tokens, but their NFC form has none."""
+    bpe = tokenizers.Tokenizer(models.BPE({"e": 0, "\u0301": 1}, []))
+    bpe.normalizer = normalizers.NFC()
+    bpe.save(str(tmp_path / "t.json"))
     with pytest.raises(
         ValueError, match=r"a holds 'e' \(U\+0065\), for which, normalised and where they are in a word"
     ):
@@ -137,9 +137,9 @@ UNKNOWN = {
     ("kind", "text", "want"), [("Unigram", "abzzab", 1), ("WordPiece", "a z aa", 1), ("BPE", "abzzab", 2)]
 )
 def test_unknown_tokens_are_counted(tmp_path: Path, kind: str, text: str, want: int) -> None:
-    made = tokenizers.Tokenizer(UNKNOWN[kind])
+    bpe = tokenizers.Tokenizer(UNKNOWN[kind])
     if kind == "WordPiece":
-        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.save(str(tmp_path / "t.json"))
-    found = encode_files(tmp_path / "t.json", write(tmp_path, a=text), tmp_path / "a.bin", documents=False)
-    assert found.unknown == want == made.encode(text).ids.count(0)
+        bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    bpe.save(str(tmp_path / "t.json"))
+    encoded = encode_files(tmp_path / "t.json", write(tmp_path, a=text), tmp_path / "a.bin", documents=False)
+    assert encoded.unknown == want == bpe.encode(text).ids.count(0)

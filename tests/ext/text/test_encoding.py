@@ -1,4 +1,4 @@
-"""Text files to tokens: the same as of the whole text, documents where TokenDataModule finds them, and what is refused."""
+"""Text files to tokens: equal to encoding the whole text, with documents for TokenDataModule, and refusals."""
 
 import itertools
 import random
@@ -19,21 +19,21 @@ TEXT = "The quick brown fox jumps over the lazy dog; naïve cafés, 東京 and �
 
 
 def trained(kind: str = "bytes", size: int = 400, special: tuple[str, ...] = (END,)) -> "tokenizers.Tokenizer":
-    """A tiny BPE: of bytes, as GPT-2's; of characters after a mark for spaces, as Llama's; or of characters with no cut."""
-    made = tokenizers.Tokenizer(models.BPE(unk_token=None))
+    """Train a tiny BPE: of bytes, like GPT-2's; of characters after a mark for spaces, like Llama's; without cuts."""
+    bpe = tokenizers.Tokenizer(models.BPE(unk_token=None))
     alphabet = []
     if kind == "bytes":
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder, alphabet = decoders.ByteLevel(), pre_tokenizers.ByteLevel.alphabet()
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder, alphabet = decoders.ByteLevel(), pre_tokenizers.ByteLevel.alphabet()
     elif kind == "marked":
-        made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     elif kind == "composed":
-        made.normalizer = normalizers.NFD()
+        bpe.normalizer = normalizers.NFD()
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator([TEXT, "ab ac ad ", "a" * 64], trainer)
-    return made
+    bpe.train_from_iterator([TEXT, "ab ac ad ", "a" * 64], trainer)
+    return bpe
 
 
 @pytest.fixture
@@ -59,30 +59,30 @@ def test_pieces_give_the_tokens_of_the_whole_text(tmp_path: Path, monkeypatch: p
     texts = {f"{i}.txt": " ".join(draw.choices(words, k=draw.choice([1, 40, 300, 900]))) for i in range(12)}
     texts["run.txt"] = "ab " * 50 + "a" * 5001 + " ac" * 500
     texts["blank.txt"] = "ab" + " " * 3333 + "ac" * 500
-    found = encode_files(tmp_path / "t.json", write(tmp_path, **texts), tmp_path / "out.bin")
+    encoded = encode_files(tmp_path / "t.json", write(tmp_path, **texts), tmp_path / "out.bin")
     got = np.fromfile(tmp_path / "out.bin", np.uint16).tolist()
     end = trained_tokenizer.token_to_id(END)
     want = [[*trained_tokenizer.encode(text, add_special_tokens=False).ids, end] for text in texts.values()]
     assert got == [x for ids in want for x in ids]
-    assert found.tokens == len(got) and found.documents == got.count(end) > found.files == len(texts)
-    assert found.bytes_per_token == sum(len(x.encode()) for x in texts.values()) / len(got)
+    assert encoded.tokens == len(got) and encoded.documents == got.count(end) > encoded.files == len(texts)
+    assert encoded.bytes_per_token == sum(len(x.encode()) for x in texts.values()) / len(got)
 
 
 def test_what_pieces_disagree_on_is_encoded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairs of quotes: which ones are a pair depends on all text before, and each stretch shows some."""
+    """Pairing of quotes depends on all text before, and each stretch has some."""
     monkeypatch.setattr(tokenizer, "PIECE", 300)
     monkeypatch.setattr(tokenizer, "OVERLAP", 128)
-    made, draw = trained("plain"), random.Random(0)
-    made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex('"[^"]*"'), "isolated")
-    made.train_from_iterator(['"ab" ab "ac" a" " "b'] * 9, trainers.BpeTrainer(vocab_size=60, show_progress=False))
-    made.save(str(tmp_path / "t.json"))
+    bpe, draw = trained("plain"), random.Random(0)
+    bpe.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex('"[^"]*"'), "isolated")
+    bpe.train_from_iterator(['"ab" ab "ac" a" " "b'] * 9, trainers.BpeTrainer(vocab_size=60, show_progress=False))
+    bpe.save(str(tmp_path / "t.json"))
     text = "".join(f'{draw.choice(["ab ", "ac", "a"]) * draw.randint(1, 9)}"' for _ in range(300))
-    found = encode_files(tmp_path / "t.json", write(tmp_path, a=text), tmp_path / "a.bin", documents=False)
-    assert np.fromfile(found.path, np.uint16).tolist() == made.encode(text).ids
+    encoded = encode_files(tmp_path / "t.json", write(tmp_path, a=text), tmp_path / "a.bin", documents=False)
+    assert np.fromfile(encoded.path, np.uint16).tolist() == bpe.encode(text).ids
 
 
 def test_pieces_are_joined_far_from_their_ends() -> None:
-    """At the first token of the overlap's middle half if all of that half agree, ids and places; the rest may differ."""
+    """At the first token of the overlap's middle half if all of it agrees, ids and positions; others may differ."""
     count, quarter = tokenizer.OVERLAP, tokenizer.OVERLAP // 4
 
     def piece(begin: int, size: int, changed: int | None = None, longer: int = 0) -> tokenizer._Piece:
@@ -102,15 +102,15 @@ def test_pieces_are_joined_far_from_their_ends() -> None:
 def test_token_data_reads_it(tmp_path: Path, saved: str) -> None:
     """Sequences are the texts one after another, and documents end where files do."""
     texts = {"a.txt": TEXT[:200], "b.txt": "fox", "c.txt": TEXT[300:900]}
-    found = encode_files(saved, write(tmp_path, **texts), tmp_path / "train.bin")
-    assert (found.dtype, found.vocab_size, found.eos_token, found.documents) == (
+    encoded = encode_files(saved, write(tmp_path, **texts), tmp_path / "train.bin")
+    assert (encoded.dtype, encoded.vocab_size, encoded.eos_token, encoded.documents) == (
         "uint16",
         trained().get_vocab_size(),
         0,
         3,
     )
     data = TokenDataModule(
-        found.path, found.tokens - 1, found.vocab_size, dtype=found.dtype, eos_token=found.eos_token,
+        encoded.path, encoded.tokens - 1, encoded.vocab_size, dtype=encoded.dtype, eos_token=encoded.eos_token,
         val_fraction=0, test_fraction=0,
     )  # fmt: skip
     sample = data.dataset("train")[0]
@@ -131,42 +131,42 @@ def test_documents_may_be_left_out_or_named(tmp_path: Path) -> None:
 
 
 def test_a_large_vocabulary_is_written_as_uint32(tmp_path: Path) -> None:
-    """One token above what uint16 holds; ids of a vocabulary may have gaps."""
+    """One token more than uint16 can number; ids of a vocabulary may have gaps."""
     for top, kind in ((65535, "uint16"), (65536, "uint32")):
         vocabulary = {"[UNK]": 0, "fox": 7, "dog": top}
-        made = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-        made.pre_tokenizer = pre_tokenizers.Whitespace()
-        made.save(str(tmp_path / f"{kind}.json"))
+        bpe = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+        bpe.pre_tokenizer = pre_tokenizers.Whitespace()
+        bpe.save(str(tmp_path / f"{kind}.json"))
         file = write(tmp_path, a="dog fox cat")
-        found = encode_files(tmp_path / f"{kind}.json", file, tmp_path / f"{kind}.bin", documents=False)
-        assert (found.dtype, found.vocab_size, found.unknown) == (kind, top + 1, 1)
-        assert np.fromfile(found.path, kind).tolist() == [top, 7, 0]
+        encoded = encode_files(tmp_path / f"{kind}.json", file, tmp_path / f"{kind}.bin", documents=False)
+        assert (encoded.dtype, encoded.vocab_size, encoded.unknown) == (kind, top + 1, 1)
+        assert np.fromfile(encoded.path, kind).tolist() == [top, 7, 0]
 
 
 def test_truncation_and_templates_of_the_file_are_left_alone(tmp_path: Path) -> None:
-    made = trained()
-    made.enable_truncation(5)
-    made.enable_padding(length=3000, pad_id=0, pad_token=END)
-    made.post_processor = tokenizers.processors.TemplateProcessing(f"{END} $A", special_tokens=[(END, 0)])
-    made.save(str(tmp_path / "t.json"))
-    found = encode_files(tmp_path / "t.json", write(tmp_path, a=TEXT), tmp_path / "a.bin", documents=False)
-    assert trained().decode(np.fromfile(found.path, np.uint16).tolist(), skip_special_tokens=False) == TEXT
+    bpe = trained()
+    bpe.enable_truncation(5)
+    bpe.enable_padding(length=3000, pad_id=0, pad_token=END)
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(f"{END} $A", special_tokens=[(END, 0)])
+    bpe.save(str(tmp_path / "t.json"))
+    encoded = encode_files(tmp_path / "t.json", write(tmp_path, a=TEXT), tmp_path / "a.bin", documents=False)
+    assert trained().decode(np.fromfile(encoded.path, np.uint16).tolist(), skip_special_tokens=False) == TEXT
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest text that the tokenizer is given at once, whatever the file's length."""
+    """The tokenizer's longest input does not depend on the file's length."""
     monkeypatch.setattr(tokenizer, "PIECE", 1000)
     monkeypatch.setattr(tokenizer, "OVERLAP", 256)
-    given, real = [], tokenizer._encoded
+    texts, real = [], tokenizer._encoded
 
     def watched(tokenizer, pieces):
         for piece in real(tokenizer, pieces):
-            given.append(len(piece.text))
+            texts.append(len(piece.text))
             yield piece
 
     monkeypatch.setattr(tokenizer, "_encoded", watched)
     encode_files(saved, write(tmp_path, a=TEXT * 200), tmp_path / "a.bin")
-    assert max(given) == 1256 and len(given) > 100
+    assert max(texts) == 1256 and len(texts) > 100
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -205,10 +205,10 @@ def test_refused_before_anything_is_written(tmp_path: Path, saved: str, name: st
     for file, content in {"a.txt": TEXT, **files}.items():
         (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     before = sorted(tmp_path.iterdir())
-    given = {"tokenizer": saved, "inputs": str(tmp_path / "*.txt"), "out": tmp_path / "out.bin"}
+    arguments = {"tokenizer": saved, "inputs": str(tmp_path / "*.txt"), "out": tmp_path / "out.bin"}
     paths = {k: v if k == "eos_token" or not isinstance(v, str) else str(tmp_path / v) for k, v in options.items()}
     with pytest.raises(error, match=says):
-        encode_files(**{**given, **paths})
+        encode_files(**{**arguments, **paths})
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -221,21 +221,21 @@ def test_which_token_ends_a_document_is_not_guessed(tmp_path: Path, special: tup
 
 
 def test_what_has_all_bytes_is_encoded_once(tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, real = [], tokenizer._encodings
-    monkeypatch.setattr(tokenizer, "_encodings", lambda *x: given.append(x) or real(*x))
+    pieces, real = [], tokenizer._encodings
+    monkeypatch.setattr(tokenizer, "_encodings", lambda *x: pieces.append(x) or real(*x))
     encode_files(saved, write(tmp_path, a=TEXT), tmp_path / "a.bin")
     trained("marked").save(str(tmp_path / "marked.json"))
     encode_files(tmp_path / "marked.json", write(tmp_path, a=TEXT), tmp_path / "b.bin")
-    assert len(given) == 1 + 2
+    assert len(pieces) == 1 + 2
 
 
 def test_half_a_character_is_not_left_out(tmp_path: Path) -> None:
-    """BPE of the bytes that its training text had: of ê (0xc3 0xaa) the first one only, which é has, too."""
-    made = trained()
-    made.model = models.BPE()
-    made.train_from_iterator(["é and ü"], trainers.BpeTrainer(special_tokens=[END], show_progress=False))
-    assert len(made.encode("ê").ids) == 1
-    made.save(str(tmp_path / "t.json"))
+    """BPE of the bytes of its training text: of ê (0xc3 0xaa) it has only the first one, which é has, too."""
+    bpe = trained()
+    bpe.model = models.BPE()
+    bpe.train_from_iterator(["é and ü"], trainers.BpeTrainer(special_tokens=[END], show_progress=False))
+    assert len(bpe.encode("ê").ids) == 1
+    bpe.save(str(tmp_path / "t.json"))
     with pytest.raises(ValueError, match=r"a holds 'ê' \(U\+00EA\), for which"):
         encode_files(tmp_path / "t.json", write(tmp_path, a="and ê é ü"), tmp_path / "a.bin")
     assert encode_files(tmp_path / "t.json", write(tmp_path, b="and é ü" + END), tmp_path / "b.bin").documents == 2

@@ -1,4 +1,4 @@
-"""Files by URL: what is fetched, how files are listed, and errors that say what to change."""
+"""Files by URL: requests, listings, and errors with a remedy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def opener(tmp_path: Path) -> Opener:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that were waited between tries; none really are."""
+    """Record the seconds between retries, without waiting."""
     seconds: list[float] = []
     monkeypatch.setattr("lightning_dilated.ext.text.remote.time.sleep", seconds.append)
     return seconds
@@ -72,7 +72,7 @@ def test_only_the_blocks_of_a_range_are_fetched(store: str, opener: Opener, monk
     data = content(20 * BLOCK + 17)
     url, fetched = put("a.bin", data), Fetched(monkeypatch, "memory")
     assert opener.remote.read(url, 5 * BLOCK - 3, 5 * BLOCK + 9).tobytes() == data[5 * BLOCK - 3 : 5 * BLOCK + 9]
-    assert fetched.requests == [("/a.bin", 4 * BLOCK, 6 * BLOCK)]  # neighbours in one request
+    assert fetched.requests == [("/a.bin", 4 * BLOCK, 6 * BLOCK)]  # adjacent blocks in one request
     assert fetched.count() == opener.bytes_fetched == 2 * BLOCK
     opener.remote.read(url, 4 * BLOCK, 6 * BLOCK)
     pickle.loads(pickle.dumps(opener)).remote.read(url, 4 * BLOCK, 6 * BLOCK)  # from the disk
@@ -188,7 +188,7 @@ def test_a_changed_file_is_noticed(store: str, opener: Opener) -> None:
         ValueError, match=r"a\.bin had .* when it was looked up .* keep the data unchanged .* start again"
     ):
         stream.read(BLOCK, BLOCK + 10)
-    # who looks it up now reads the new one, also where the old one is in the cache
+    # a new lookup reads the new file, even if the old one is in the cache
     again = Opener(str(Path(opener.remote.cache.folder)))
     assert again.remote.read(url, 0, 10).tobytes() == content(3 * BLOCK, seed=1)[:10]
     put("a.bin", content(10))
@@ -200,7 +200,7 @@ def test_a_changed_file_is_noticed(store: str, opener: Opener) -> None:
 
 
 class Failing:
-    """Lets the first so many requests for content fail."""
+    """Fails the first requests for content."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failures: int, error: Exception | None = None) -> None:
         self.left, cls = failures, fsspec.get_filesystem_class("memory")
@@ -287,7 +287,7 @@ ADDRESSES = [*NO_FILES, *CHAINS]
 
 
 def entries(address: str, folder: Path) -> dict[str, Callable[[], Any]]:
-    """Every way in which an address may be passed, by name."""
+    """Return every way to pass an address, by name."""
     cache, opener = str(folder / "cache"), Opener(str(folder / "cache"))
     return {
         "expand": lambda: opener.expand(address, None, "hint"),

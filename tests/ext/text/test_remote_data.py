@@ -1,4 +1,4 @@
-"""DataModules serve from URLs what they serve from local files, and fetch no more than they serve."""
+"""DataModules serve the same samples from URLs as from local files, and fetch no more than these."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def cached(tmp_path: Path) -> dict[str, str]:
     return {"cache_dir": str(tmp_path / "cache")}
 
 
-def both(make: Make, folder: Path, cached: dict[str, str]) -> tuple[Any, Any]:
-    """The module of the local folder, and that of its copy in a store."""
+def modules(make: Make, folder: Path, cached: dict[str, str]) -> tuple[Any, Any]:
+    """Return the module of the local folder, and the module of its copy in a store."""
     return make(str(folder)), make(upload(folder, "memory:///data"), **cached)
 
 
@@ -59,7 +59,7 @@ def test_tokens(store: str, tmp_path: Path, cached: dict[str, str]) -> None:
     tokens(tmp_path / "a.bin", 5000)
     np.save(tmp_path / "b.npy", np.arange(3000, dtype=np.uint16) % 1000)
     for options in ({}, {"eos_token": 7, "batch_size": 1}, {"eos_token": 7, "batch_size": 1, "pack_tokens": 128}):
-        local, remote = both(lambda root, o=options, **more: token_data(root, **o, **more), tmp_path, cached)
+        local, remote = modules(lambda root, o=options, **extra: token_data(root, **o, **extra), tmp_path, cached)
         same_samples(local, remote)
         assert remote.dataset("train").fingerprint() == local.dataset("train").fingerprint()
     arrays = TokenDataModule("memory:///data/b.npy", 64, 1000, **cached)
@@ -71,8 +71,8 @@ def test_bytes(store: str, tmp_path: Path, cached: dict[str, str], pack: int | N
     for name in ("a.txt", "b/c.txt", "d.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(name.encode() * 500)
-    make: Make = lambda root, **more: ByteDataModule(root, 64, suffixes=["txt"], pack_tokens=pack, **more)  # noqa: E731
-    local, remote = both(make, tmp_path, cached)
+    make: Make = lambda root, **extra: ByteDataModule(root, 64, suffixes=["txt"], pack_tokens=pack, **extra)  # noqa: E731
+    local, remote = modules(make, tmp_path, cached)
     same_samples(local, remote)
     assert remote.describe() == local.describe()
     assert remote.bigram_bits_per_byte() == local.bigram_bits_per_byte()
@@ -81,20 +81,20 @@ def test_bytes(store: str, tmp_path: Path, cached: dict[str, str], pack: int | N
 def test_streams(store: str, tmp_path: Path, cached: dict[str, str]) -> None:
     tokens(tmp_path / "a.bin", 5000)
     for options in ({"vocab_size": 1000, "separator": 3}, {"separator": 10}):
-        make: Make = lambda root, o=options, **more: StreamDataModule(f"{root}/*.bin", 64, 4, **o, **more)  # noqa: E731
-        same_samples(*both(make, tmp_path, cached))
+        make: Make = lambda root, o=options, **extra: StreamDataModule(f"{root}/*.bin", 64, 4, **o, **extra)  # noqa: E731
+        same_samples(*modules(make, tmp_path, cached))
 
 
 @pytest.mark.parametrize("options", [{}, {"order": "file", "max_tiles": 10, "over": "sample"}, {"check_values": "all"}])
 def test_slides(store: str, folder: str, cached: dict[str, str], options: dict[str, Any]) -> None:
-    local, remote = both(lambda root, **more: slide_data(root, **options, **more), Path(folder), cached)
+    local, remote = modules(lambda root, **extra: slide_data(root, **options, **extra), Path(folder), cached)
     same_samples(local, remote)
     assert remote.describe() == local.describe() and remote.classes == local.classes
 
 
 def test_slides_of_torch(store: str, tmp_path: Path, cached: dict[str, str]) -> None:
     write_synthetic_slides(tmp_path, slides=8, tiles=(30, 40), features=4, kind="pt")
-    same_samples(*both(lambda root, **o: SlideDataModule(root, f"{root}/labels.csv", **o), tmp_path, cached))
+    same_samples(*modules(lambda root, **o: SlideDataModule(root, f"{root}/labels.csv", **o), tmp_path, cached))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -108,7 +108,7 @@ def test_genomes(store: str, lambda_virus: str, cached: dict[str, str], packed: 
     record, parts = text.split()[0][1:].decode(), ((100, 9100), (39_500, 42_500), (44_000, 48_000))
     (folder / "regions.bed").write_text("".join(f"{record}\t{start}\t{stop}\tgene\t0\t-\n" for start, stop in parts))
     if index == "missing" or packed:
-        local, remote = both(genome_data, folder, cached)
+        local, remote = modules(genome_data, folder, cached)
     else:
         local = genome_data(str(folder))
         local.check()  # writes the index
@@ -143,11 +143,11 @@ def test_a_window_of_a_large_file(store: str, tmp_path: Path, monkeypatch: pytes
     options = {"seq_len": 2 * BLOCK, "val_fraction": 0, "test_fraction": 0, "scan": False}
     data = token_data("memory:///", **options, cache_dir=str(tmp_path / "cache"))
     samples = data.dataset("train")
-    assert fetched.count() == BLOCK  # the first block, to see what the file is
+    assert fetched.count() == BLOCK  # the first block, to recognize the file's format
     half = samples.read_ranges(3, (range(BLOCK),))  # of the window, 4 MiB: what the first of two ranks reads
     assert fetched.count() == 3 * BLOCK  # its two, and the label of its last token in the next
     other = samples.read_ranges(3, (range(BLOCK, 2 * BLOCK),))
-    assert fetched.count() == 2 * BLOCK  # the other rank finds the one that both need in the cache
+    assert fetched.count() == 2 * BLOCK  # the other rank finds the shared block in the cache
     whole = token_data(str(tmp_path), **options).dataset("train")[3]
     assert torch.equal(torch.cat([half["tokens"], other["tokens"]]), whole["tokens"])
 
@@ -187,7 +187,7 @@ def test_a_run_goes_on_where_it_stopped(store: str, tmp_path: Path, cached: dict
     trainer.save_checkpoint(tmp_path / "stopped.ckpt")
     second, _ = trained(token_data("memory:///data", **cached), ckpt=tmp_path / "stopped.ckpt", max_steps=20)
     assert first.seen + second.seen == whole.seen
-    # a local copy goes on too: the files hold the same
+    # a local copy resumes, too: the files have equal content
     local, _ = trained(token_data(str(tmp_path)), ckpt=tmp_path / "stopped.ckpt", max_steps=20)
     assert local.seen == second.seen
     (tmp_path / "a.bin").write_bytes(tokens(tmp_path / "a.bin", 2000).read_bytes()[::-1])
@@ -255,6 +255,6 @@ def test_an_error_of_the_store_is_not_hidden_by_hdf5(
         ConnectionError, match=r"memory:///data/slide_\d+\.h5 could not be read in 5 tries .*reset by peer"
     ):
         samples[0]
-    # HDF5 that outlives Python with a source of Python's in it ends the process by a segmentation fault
+    # an HDF5 file with a Python source that outlives Python ends the process by a segmentation fault
     gc.collect()
     assert not [x for x in gc.get_objects() if type(x) is RemoteFile]

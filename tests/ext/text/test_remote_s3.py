@@ -42,7 +42,7 @@ def cached(tmp_path: Path) -> dict[str, str]:
 
 
 class Bytes:
-    """Bytes that s3fs fetches of objects, in this process."""
+    """Counts the bytes of objects that s3fs fetches in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import s3fs
@@ -92,7 +92,7 @@ def test_workers_after_a_fork(root: str, tmp_path: Path, folder: str, cached: di
     tokens(tmp_path / "a.bin", 2000)
     make, source = (token_data, str(tmp_path)) if kind == "tokens" else (slide_data, folder)
     local, remote = make(source), make(upload(source, root), num_workers=2, **cached)
-    remote.setup("fit")  # this process has read by s3fs, whose thread a fork does not take along
+    remote.setup("fit")  # this process has used s3fs, and a fork lacks its thread
     batches = list(remote.train_dataloader())
     assert all(equal(a, b) for a, b in zip(local.train_dataloader(), batches, strict=True))
 

@@ -1,4 +1,4 @@
-"""Rows packed while they are read: what they hold, and that ranks, workers, epochs and stops do not change them."""
+"""Rows packed while they are read: their contents, unchanged by ranks, workers, epochs and restarts."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ def texts(count, seed=0):
 
 @pytest.fixture
 def text(tmp_path, vocabulary):
-    """text(rows, **options) of rows in a file."""
+    """`text(rows, **options)` reads rows from a file."""
 
     def make(rows, **options):
         path = write(tmp_path / "texts.jsonl", rows)
@@ -71,7 +71,7 @@ def documents(lengths, first=0):
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(2, 15))
 def test_filled_rows_hold_all_tokens(lengths, size):
-    """In order, each label the next token of its document; and from where any row begins, the rest is the same."""
+    """In order, each label the next token of its document; starting at any row gives the same following rows."""
     rows = list(filled(documents(lengths), size))
     whole = torch.cat([row["tokens"] for row, _ in rows])
     labels = torch.cat([row["labels"] for row, _ in rows])
@@ -83,8 +83,8 @@ def test_filled_rows_hold_all_tokens(lengths, size):
         assert len(row["tokens"]) == size or i == len(rows) - 1
         assert bounds[0] == i * size and set(bounds[1:-1]) == {x for x in starts if bounds[0] < x < bounds[-1]}
     for i, (_, position) in enumerate(rows[:-1]):
-        rest = list(filled(documents(lengths, position.number), size, position.offset))
-        assert [r["tokens"].tolist() for r, _ in rest] == [r["tokens"].tolist() for r, _ in rows[i + 1 :]]
+        remaining = list(filled(documents(lengths, position.number), size, position.offset))
+        assert [r["tokens"].tolist() for r, _ in remaining] == [r["tokens"].tolist() for r, _ in rows[i + 1 :]]
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(2, 15))
@@ -93,8 +93,8 @@ def test_packed_rows_cut_no_document(lengths, size):
     each = [n for row, _ in rows for n in row["cu_seqlens"].diff().tolist()]
     assert each == lengths and all(len(r["tokens"]) <= size or len(r["cu_seqlens"]) == 2 for r, _ in rows)
     for i, (_, position) in enumerate(rows[:-1]):
-        rest = list(packed(documents(lengths, position.number), size, position.offset))
-        assert [r["tokens"].tolist() for r, _ in rest] == [r["tokens"].tolist() for r, _ in rows[i + 1 :]]
+        remaining = list(packed(documents(lengths, position.number), size, position.offset))
+        assert [r["tokens"].tolist() for r, _ in remaining] == [r["tokens"].tolist() for r, _ in rows[i + 1 :]]
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_notes_spare_encoding_again(text, monkeypatch):
 
 
 def served(data, rank=0, replicas=1, epochs=2, skip=0):
-    """(number, tokens) of the rows that a rank gets."""
+    """Return (number, tokens) of the rows that a rank gets."""
     data._replica = lambda: (rank, replicas)
     loader = data.train_dataloader()
     if skip:
@@ -158,8 +158,8 @@ def test_ranks_workers_and_epochs_have_the_rows_of_one(text, tmp_path, workers):
         options = {"readers": 12, "epoch_rows": 24, "num_workers": workers, "cache_dir": cache}
         each = [served(text(texts(30), **options), rank, ranks) for rank in range(ranks)]
         assert sorted(itertools.chain(*each)) == one
-        rest = [served(text(texts(30), **options), rank, ranks, 1, skip=12) for rank in range(ranks)]
-        assert sorted(itertools.chain(*rest)) == one[12:24]
+        remaining = [served(text(texts(30), **options), rank, ranks, 1, skip=12) for rank in range(ranks)]
+        assert sorted(itertools.chain(*remaining)) == one[12:24]
 
 
 def test_a_rank_reads_its_documents_only(text, monkeypatch):
@@ -208,8 +208,8 @@ def test_a_run_stops_and_goes_on(tmp_path, text, workers):
     assert len({x for _, x in whole.seen}) == 8
     with pytest.raises(KeyError):
         run(data(), max_steps=14, crash_at=4, callbacks=[OnExceptionCheckpoint(tmp_path, "crash")])
-    rest, _ = run(data(), tmp_path / "crash.ckpt", max_steps=14)
-    assert rest.seen == whole.seen[4:]
+    resumed, _ = run(data(), tmp_path / "crash.ckpt", max_steps=14)
+    assert resumed.seen == whole.seen[4:]
     with pytest.raises(ValueError, match="fingerprint"):
         run(text(texts(30, seed=1), readers=4), tmp_path / "crash.ckpt", max_steps=14)
 

@@ -1,4 +1,4 @@
-"""Chat templates end: with a bound on steps and characters, also where Jinja or Python would make one huge value; panics."""
+"""Chat templates are limited in steps and characters, even if Jinja or Python would make one huge value; panics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny decoders of transformers with random weights, and what a training step gives.
+"""Tiny decoders of transformers with random weights, and the results of a training step.
 
 Shape letters: B batch, N tokens, V vocabulary.
 """
@@ -42,14 +42,13 @@ FAMILIES = {
 
 
 class DoubleNorm(Gemma3RMSNorm):
-    """Gemma's norm in float64: its own sums the gradient of its weight over tokens in fp32."""
+    """Gemma's norm in float64: the original sums its weight's gradient over tokens in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
 
 
 def config(family: str, **options: Any) -> Any:
-    """A new config."""
     kind, sizes = FAMILIES.get(family, (family, {}))
     return getattr(transformers, kind)(**{**SIZES, **sizes, **options})
 
@@ -61,12 +60,12 @@ def decoder(
     pattern: Any = None,
     **options: Any,
 ) -> Any:
-    """The model of a family; equal weights whatever the implementation."""
+    """Build the model of a family, with equal weights for every implementation."""
     register()
     torch.manual_seed(3)
-    made = config(family, **options)
-    set_pattern(made, pattern)
-    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation=implementation).to(dtype)
+    model_config = config(family, **options)
+    set_pattern(model_config, pattern)
+    model = transformers.AutoModelForCausalLM.from_config(model_config, attn_implementation=implementation).to(dtype)
     for module in model.modules():
         if isinstance(module, Gemma3RMSNorm) and dtype == torch.float64:
             module.__class__ = DoubleNorm
@@ -75,14 +74,15 @@ def decoder(
 
 
 def tokens(batch: int, length: int) -> Tensor:
-    """(B, N) random tokens, no padding among them."""
+    """Draw (B, N) random tokens without padding."""
     return torch.randint(3, V, (batch, length), generator=torch.Generator().manual_seed(5))
 
 
 def step(model: Any, inputs: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
-    """Logits where labels are (inputs by default), the loss, and the gradient of each parameter.
+    """Return logits at the labels (inputs by default), the loss, and the gradient of each parameter.
 
-    Labels lie under the tokens that predict them. The loss is a sum in the model's dtype; that of transformers is fp32.
+    Each label has the index of the token that predicts it. The loss is a sum in the model's dtype; transformers' is
+    fp32.
     """
     labels = inputs if labels is None else labels
     model.zero_grad()
@@ -94,7 +94,7 @@ def step(model: Any, inputs: Tensor, labels: Tensor | None = None, **options: An
 
 
 def close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
-    """Equal names, and values that differ by `tolerance` of the largest at most."""
+    """Compare names, and values up to `tolerance` times the largest."""
     assert set(got) == set(want)
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance * max(float(value.abs().max()), 1e-3))

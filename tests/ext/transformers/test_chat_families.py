@@ -12,7 +12,7 @@ from ..text.chats import chat, tokenizer_json, write
 from .test_chat_transformers import hf_folder, make
 
 OPEN, CLOSE = "{% generation %}", "{% endgeneration %}"
-#: [[ and ]] are the tags of an answer and of the end of its turn
+#: [[ and ]] mark the beginning of an answer and the end of its turn
 FAMILIES = {
     "ChatML": (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}[[{{ m.content }}"
@@ -41,25 +41,25 @@ FAMILIES = {
         "{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
     ),
 }  # fmt: skip
-#: a template that gives up on contents that are no texts, as some of released models do
+#: a template that skips contents that are not texts, as some released models' do
 SILENT = FAMILIES["ChatML"].replace("m.content", "(m.content if m.content is string else '')")
 
 
 def forms(family):
-    """(the template with tags, without)"""
+    """Return (the template with tags, without)."""
     tagged = family.replace("{% if role == 'model' %}[[{% endif %}", "").replace(
         "{% if role == 'model' %}]]{% endif %}", ""
     )
     if tagged != family:  # tags enclose whole statements
         body = tagged[tagged.index("{% if m.content is string %}") : tagged.index("<|im_end|>") + len("<|im_end|>")]
-        both = f"{{% if role == 'model' %}}{OPEN}{body}{CLOSE}{{% else %}}{body}{{% endif %}}"
-        return tagged.replace(body, both), tagged
+        combined = f"{{% if role == 'model' %}}{OPEN}{body}{CLOSE}{{% else %}}{body}{{% endif %}}"
+        return tagged.replace(body, combined), tagged
     return family.replace("[[", OPEN).replace("]]", CLOSE), family.replace("[[", "").replace("]]", "")
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """tokenizers(template): of transformers and of a tokenizer.json."""
+    """`tokenizers(template)` returns a tokenizer of transformers and one of a tokenizer.json."""
     folder = tmp_path_factory.mktemp("families")
     path = tokenizer_json(folder / "own")
 
@@ -70,7 +70,7 @@ def tokenizers(tmp_path_factory):
 
 
 def theirs(tokenizer, row):
-    """(tokens, mask) of transformers."""
+    """Return (tokens, mask) of transformers."""
     encoded = tokenizer.tokenizer.apply_chat_template(
         row["messages"], tools=row.get("tools"), return_dict=True, return_assistant_tokens_mask=True
     )
@@ -109,9 +109,9 @@ def test_tools_and_calls_are_written_as_by_transformers(tokenizers):
     row = {
         "messages": [{"role": "user", "content": "dry?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     }
-    for template, more in ((FAMILIES["ChatML"], {}), (FAMILIES["headers"], {"tools": TOOLS})):
-        if more:
-            row = {**chat("dry?", "wet"), **more}
+    for template, options in ((FAMILIES["ChatML"], {}), (FAMILIES["headers"], {"tools": TOOLS})):
+        if options:
+            row = {**chat("dry?", "wet"), **options}
         tagged, plain = forms(template)
         want = theirs(tokenizers(tagged)[0], row)
         for tokenizer in (*tokenizers(tagged), *tokenizers(plain)):
@@ -120,7 +120,7 @@ def test_tools_and_calls_are_written_as_by_transformers(tokenizers):
 
 # -- contents as lists of parts ------------------------------------------------------------------------------------------
 def in_parts(row):
-    """The row, each content cut into two parts."""
+    """Return the row with each content cut into two parts."""
     parts = lambda x: [{"type": "text", "text": x[:3]}, {"type": "text", "text": x[3:]}]  # noqa: E731
     return {"messages": [{**m, "content": parts(m["content"])} for m in row["messages"]]}
 
@@ -133,7 +133,7 @@ def test_parts_of_a_content_are_their_texts(tokenizers, family):
         for tokenizer in tokenizers(template):
             parts = in_parts(row)
             want = ours(tokenizer, row)
-            if family == "model turns" and template is tagged:  # it writes parts by itself: as transformers has it
+            if family == "model turns" and template is tagged:  # the template handles parts itself, as in transformers
                 assert theirs(tokenizers(tagged)[0], parts) == ours(tokenizer, parts)
                 continue
             assert ours(tokenizer, parts) == want if family != "model turns" else ours(tokenizer, parts) != want
@@ -141,7 +141,7 @@ def test_parts_of_a_content_are_their_texts(tokenizers, family):
 
 
 def test_a_template_that_takes_parts_only(tokenizers):
-    """A text in place of the parts would be lost."""
+    """A text instead of parts would be lost."""
     body = "{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>"
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
@@ -209,7 +209,7 @@ CALLS = (
 
 
 def texts(data):
-    """(text, what is learned of it) of each conversation."""
+    """Return (text, its learned part) of each conversation."""
     decode = data.tokenizer.decode
     rows = [(x["tokens"].tolist(), [t for t in x["labels"].tolist() if t >= 0]) for x in data.dataset("train")]
     return [(decode(tokens), decode(labels)) for tokens, labels in rows]
@@ -217,7 +217,7 @@ def texts(data):
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
-    """sources(rows): the rows as JSON Lines, and as Arrow in each way that it is read."""
+    """`sources(rows)` returns the rows as JSON Lines, and as Arrow for each way of reading it."""
     datasets = pytest.importorskip("datasets", reason="needs the extra datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
     datasets.disable_progress_bars()
@@ -239,15 +239,15 @@ def test_a_table_adds_nothing_to_calls_and_tools(tmp_path, sources):
         call("walk", {"days": {"to": 2}, "stops": [{"x": 1}, {"y": 2}]}),
     ]
     tokenizer = tokenizer_json(tmp_path / "own")
-    lines, *others = sources(rows)
+    lines, *tables = sources(rows)
     want = texts(make(tmp_path, tokenizer, paths=lines, seq_len=2000, template=CALLS))
     assert '"arguments": {"a": 1, "b": [2]}}<|im_end|>' in want[1][1]
-    for source in others:
+    for source in tables:
         assert texts(make(tmp_path, tokenizer, paths=source, seq_len=2000, template=CALLS)) == want, source
 
 
 def test_nulls_that_a_row_writes_stay(tmp_path, sources):
-    """In JSON, in lists, and where a table keeps a column as JSON, which it does for values of several types."""
+    """In JSON, in lists, and in tables that store a column as JSON because its values have several types."""
     rows = [call("add", {"a": None, "b": [None, 1]}), call("add", {"a": "x"}), call("add", {"a": 1})]
     tokenizer = tokenizer_json(tmp_path / "own")
     lines, *_, mixed = sources(rows[:2])

@@ -1,4 +1,4 @@
-"""Conversations by tokenizers of transformers and rows of `datasets`, and what HFCausalLM makes of them."""
+"""Conversations with tokenizers of transformers and rows of `datasets`, and training on them with HFCausalLM."""
 
 import lightning.pytorch as pl
 import pytest
@@ -19,7 +19,7 @@ V = 330
 
 
 def hf_folder(path, template=None):
-    """A folder of transformers with the tokenizer of `bpe`."""
+    """Save a folder of transformers with the tokenizer of `bpe`."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe(), eos_token=END, bos_token=START)
@@ -102,8 +102,8 @@ def test_rows_of_parquet_and_of_folders(tmp_path, folder, hub):
     ]
     for source in sources:
         assert samples(make(tmp_path, folder, paths=source)) == want, source
-    both = make(tmp_path, folder, paths=[str(tmp_path / "saved"), str(tmp_path / "chats.jsonl")])
-    assert samples(both) == want + want
+    joined = make(tmp_path, folder, paths=[str(tmp_path / "saved"), str(tmp_path / "chats.jsonl")])
+    assert samples(joined) == want + want
     own = make(
         tmp_path, folder, rows, val_fraction=None, val_paths={"path": str(tmp_path / "splits"), "split": "extra"}
     )
@@ -146,7 +146,7 @@ def test_losses_of_a_pack_are_those_one_by_one(tmp_path, folder, family):
 
 
 def train(rank, group, kind, paths, folder, cache):
-    """Losses, validation and weights of a run in which all ranks share each row."""
+    """Return losses, validation and weights of a run in which all ranks share each row."""
     losses = []
 
     class Record(pl.Callback):
@@ -172,7 +172,7 @@ def train(rank, group, kind, paths, folder, cache):
 
 @pytest.mark.parametrize("kind", ["chat", "chat stream", "text stream"])
 def test_ranks_of_a_sequence_train_as_one(pools, tmp_path, folder, kind):
-    """On two ranks and, where lengths are uneven, on three. They encode the rows of a file once between them."""
+    """On two ranks and, for uneven lengths, on three. Together they encode the rows of a file once."""
     rows = [{"prompt": " ".join(x["content"] for x in row["messages"]), "completion": "dry"} for row in chats(32)]
     paths = write(tmp_path / "chats.jsonl", rows)
     (want,) = pools(1).run(1, train, kind, paths, folder, str(tmp_path / "cache"))

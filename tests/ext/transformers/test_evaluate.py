@@ -33,11 +33,11 @@ def model_of(tile=None, family="llama", **options):
 
 
 def rows(rank, group, family, tile, strategy, folder):
-    """What a rank has after a test."""
+    """Return this rank's rows after a test."""
     world, strategy = launched(rank), dict(strategy)
-    made = (RingDilatedFSDPStrategy if strategy.pop("fsdp", False) else RingDilatedStrategy)(**strategy)
+    plugin = (RingDilatedFSDPStrategy if strategy.pop("fsdp", False) else RingDilatedStrategy)(**strategy)
     callback = AccuracyByDepth(folder, table=False, picture=False)
-    trainer(strategy=made, devices=world, callbacks=[callback]).test(model_of(tile, family), task(), verbose=False)
+    trainer(strategy=plugin, devices=world, callbacks=[callback]).test(model_of(tile, family), task(), verbose=False)
     return callback.rows
 
 
@@ -79,7 +79,7 @@ def test_ranks_equal_one(pools, tmp_path, ranks, strategy, tile):
 
 @pytest.mark.full
 def test_a_folder_of_transformers_on_the_command_line(tmp_path):
-    """Its tokenizer.json is that of the text; without one --tokenizer is needed."""
+    """Its tokenizer.json encodes the text; a folder without one needs --tokenizer."""
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(["The code of a thing is 12."] * 9, 270)
@@ -138,7 +138,7 @@ def test_recall_by_distance(tmp_path, tile):
 
 
 def test_a_long_batch_is_warned_of_once(tmp_path, recwarn):
-    """By the decoder's own words: the advice about `max_seq_len` is for models that have it."""
+    """The decoder's own warning: the advice about `max_seq_len` is for models that have it."""
     model = HFCausalLM(config("llama", vocab_size=9, max_position_embeddings=16))
     trainer(max_steps=1, limit_val_batches=0).fit(model, task())
     words = [str(x.message) for x in recwarn if "16" in str(x.message) and "made for" in str(x.message)]

@@ -1,4 +1,4 @@
-"""HFCausalLM: losses are those of transformers, and of a training run on one rank and on two equal."""
+"""HFCausalLM: losses equal transformers' own, and a training run is equal on one rank and on two."""
 
 import re
 
@@ -22,7 +22,7 @@ HYBRID = {"hybrid": {"local": 4, "global_every": 2}}
 
 
 class Small(HFCausalLM):
-    """Takes the options that `strategy.runs` gives a LongNetLM, and makes a small decoder of them, or loads a folder."""
+    """Takes the options that `strategy.runs` gives a LongNetLM, and builds a small decoder, or loads a folder."""
 
     def __init__(self, pattern, vocab_size, dim, depth, family="qwen3", own=None, folder=None, **options):
         options.setdefault("tile", 4)
@@ -58,18 +58,19 @@ def test_a_folder_is_trained_on(pools, tmp_path):
 
 
 def check(pools, run):
-    """The losses of a run on one rank, which are those of two."""
+    """Check that one rank and two have equal results. Return the losses."""
     want = pools(1).run(1, fit, run.but(fsdp=False))[0]
     for got in pools(2).run(2, fit, run):
         for key in ("losses", "norms", "val_loss"):
             torch.testing.assert_close(torch.tensor(got[key]), torch.tensor(want[key]), rtol=1e-6, atol=0)
-        close(got["parameters"], want["parameters"], 1e-5)  # fp32 within Gemma's norms, enlarged by AdamW's first steps
+        # fp32 in Gemma's norms, enlarged by AdamW's first steps
+        close(got["parameters"], want["parameters"], 1e-5)
     assert len(want["losses"]) == run.steps
     return want["losses"]
 
 
 def batch(rows=1):
-    """Tokens and their next ones."""
+    """Return tokens and their next tokens."""
     inputs = tokens(rows, N)
     labels = inputs.roll(-1, 1)
     labels[:, -1] = -100
@@ -141,17 +142,17 @@ def test_metrics():
 
 
 def test_bits_are_named_after_what_is_known(tmp_path):
-    """Bits per byte with the data's bytes or one's own, else bits per token; also of files that say 1 of many tokens."""
+    """Bits per byte if the data or the argument tells bytes, else per token; a saved 1 for text tokens is ignored."""
     (tmp_path / "a.txt").write_text("".join(f"line {i} of a text\n" for i in range(400)))
     data = ld.data.ByteDataModule(str(tmp_path / "a.txt"), seq_len=100, val_fraction=0.2)
     wide, many = config("llama", vocab_size=256), config("llama", vocab_size=600)
     for model in (HFCausalLM(wide), HFCausalLM(many), HFCausalLM(many, bytes_per_token=1.0)):
-        (seen,) = pl_trainer(tmp_path).validate(model, data, verbose=False)
-        assert seen["val_bits_per_byte"] == pytest.approx(seen["val_loss"] / 0.6931472, rel=1e-6)
-        assert "val_bits_per_token" not in seen
-        (seen,) = pl_trainer(tmp_path).validate(model, data.val_dataloader(), verbose=False)
-        assert seen["val_bits_per_token"] == pytest.approx(seen["val_loss"] / 0.6931472, rel=1e-6)
-        assert "val_bits_per_byte" not in seen
+        (metrics,) = pl_trainer(tmp_path).validate(model, data, verbose=False)
+        assert metrics["val_bits_per_byte"] == pytest.approx(metrics["val_loss"] / 0.6931472, rel=1e-6)
+        assert "val_bits_per_token" not in metrics
+        (metrics,) = pl_trainer(tmp_path).validate(model, data.val_dataloader(), verbose=False)
+        assert metrics["val_bits_per_token"] == pytest.approx(metrics["val_loss"] / 0.6931472, rel=1e-6)
+        assert "val_bits_per_byte" not in metrics
     assert "bits_per_byte" in HFCausalLM(wide, bytes_per_token=1).derived_metrics(torch.tensor(1.0))
 
 
@@ -175,10 +176,10 @@ def test_misuse(name):
 
 
 def test_the_users_config_stays_as_it_is():
-    mine = config("llama")
-    before = re.sub(r"\s", "", str(mine))
-    F.relu(HFCausalLM(mine, HYBRID)(batch()))
-    assert re.sub(r"\s", "", str(mine)) == before and mine._attn_implementation != "ring_dilated"
+    user_config = config("llama")
+    before = re.sub(r"\s", "", str(user_config))
+    F.relu(HFCausalLM(user_config, HYBRID)(batch()))
+    assert re.sub(r"\s", "", str(user_config)) == before and user_config._attn_implementation != "ring_dilated"
 
 
 def save_sharded(rank, group):

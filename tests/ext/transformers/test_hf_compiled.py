@@ -18,7 +18,7 @@ HFCausalLM = ld.integrations.transformers.HFCausalLM
 
 @pytest.fixture
 def counter():
-    """Compiles by AOTAutograd without Inductor, and counts graphs."""
+    """Return a backend that counts graphs and compiles by AOTAutograd without Inductor."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     with torch.compiler.set_stance("default", force_backend=counter):

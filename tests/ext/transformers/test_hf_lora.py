@@ -1,4 +1,4 @@
-"""LoRA in HFCausalLM: adapters alone train, on one rank as on many; folders are peft's and transformers'."""
+"""LoRA in HFCausalLM: only adapters are trained, equally on one rank and many; folders suit peft and transformers."""
 
 import sys
 import warnings
@@ -24,7 +24,7 @@ LORA = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_pr
 
 
 def model(family="qwen3", **options):
-    """A small model with adapters that change its logits."""
+    """Build a small model with adapters that change its logits."""
     torch.manual_seed(2)
     return HFCausalLM(config(family), lora=LORA, **options)
 
@@ -52,7 +52,7 @@ def test_two_ranks_train_as_one(pools, name):
 
 @pytest.mark.parametrize("options", [{}, {"tile": 5}, {"gradient_checkpointing": True}], ids=str)
 def test_gradients_are_those_of_the_whole_model(options):
-    """Of a product W + s B A, the gradients of B and A follow from that of the whole."""
+    """For W + s B A, the gradients of B and A follow from the gradient of the whole weight."""
     ours = model(**options).double()
     total, _ = ours.loss_terms(batch())
     total.backward()
@@ -137,7 +137,7 @@ def test_folders(tmp_path):
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert type(merged).__name__ == "LlamaForCausalLM" and not any(is_adapter(n) for n, _ in merged.named_parameters())
     torch.testing.assert_close(merged(tokens(1, N)).logits, want, rtol=0, atol=1e-6)
-    assert HFCausalLM(tmp_path / "merged").patterns == ours.patterns  # in the config of the merged model
+    assert HFCausalLM(tmp_path / "merged").patterns == ours.patterns  # the config of the merged model has them
     assert torch.equal(ours(batch()), want)  # merging changed a copy
 
     names = {path.name for path in (tmp_path / "adapters").iterdir()}
@@ -150,7 +150,7 @@ def test_folders(tmp_path):
 
 
 def test_tied_embeddings_and_further_modules(tmp_path):
-    """A head of one's own that is trained whole, and a merged folder of tied embeddings."""
+    """A custom head that is fully trained, and a merged folder of tied embeddings."""
     ours = HFCausalLM(config("gemma3"), lora={**LORA, "modules_to_save": ["norm"]}, tile=7)
     total, _ = ours.loss_terms(batch())
     total.backward()
@@ -175,7 +175,7 @@ def test_tied_embeddings_and_further_modules(tmp_path):
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_adapters_of_tied_embeddings_are_merged(tmp_path, family, more):  # fmt: skip
-    """The folder computes what was trained; the trained model keeps its tie."""
+    """The folder computes the trained function; the trained model keeps its tie."""
     ours = HFCausalLM(config(family, tie_word_embeddings=True), lora={"r": 4, **more}).eval()
     with torch.no_grad():
         for p in ours.parameters():
@@ -214,4 +214,4 @@ def test_without_peft(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModuleNotFoundError, match=r'lora needs peft: pip install "lightning-dilated\[lora\]"'):
         HFCausalLM(config("llama"), lora={"r": 2})
-    HFCausalLM(config("llama"))  # which peft has nothing to do with
+    HFCausalLM(config("llama"))  # without lora peft is not needed

@@ -1,4 +1,4 @@
-"""Memory settings of HFCausalLM: gradients stay as they are, also on ranks; what does not apply is refused by name."""
+"""Memory settings of HFCausalLM: gradients are unchanged, also on ranks; unsupported settings are refused by name."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def gradients(settings=None, lora=None, family="llama", pattern=None):
-    """Loss and gradients of a step in float64, and how often each layer ran."""
+    """Return loss and gradients of a step in float64, and how often each layer ran."""
     torch.manual_seed(2)
     model = HFCausalLM(config(family, num_hidden_layers=3), pattern, lora=lora).double().train()
     if settings is not None:
@@ -48,12 +48,12 @@ def test_gradients_stay(name, lora):
     settings = SETTINGS[name]
     for family, pattern in (("llama", None), ("gemma3", HYBRID), ("phi", HYBRID)):
         targets = {} if lora is None or family != "phi" else {"target_modules": ["q_proj", "fc2"]}
-        asked = None if lora is None else {**lora, **targets}
-        want, once = gradients(None, asked, family, pattern)
-        got, runs = gradients(settings, asked, family, pattern)
-        close(got, want, 1e-12 if family != "gemma3" else 1e-6)  # whose norms are fp32 within
+        lora_options = None if lora is None else {**lora, **targets}
+        want, once = gradients(None, lora_options, family, pattern)
+        got, runs = gradients(settings, lora_options, family, pattern)
+        close(got, want, 1e-12 if family != "gemma3" else 1e-6)  # Gemma's norms compute in fp32
         times = 1 + (settings.policy != "none")
-        in_group = settings.every > 1  # the first layer of the first group runs for its second one's input, too
+        in_group = settings.every > 1  # the first layer of the first group runs for the second layer's input, too
         assert sorted(once) == [0, 1, 2] and sorted(runs) == sorted([0, 1, 2] * times + [0] * in_group)
 
 
@@ -67,7 +67,7 @@ def test_names_stay():
 
 
 def test_what_is_saved_is_less():
-    """Bytes that live when the forward has ended."""
+    """Counts the bytes alive after the forward."""
     saved = {}
     for name, settings in {"none": MemorySettings(), **SETTINGS}.items():
         torch.manual_seed(2)
@@ -83,8 +83,7 @@ def test_what_is_saved_is_less():
 
 @pytest.mark.parametrize("intermediate", [64, 688])
 def test_no_more_memory_than_with_sdpa(intermediate):
-    """The most bytes at once while layers are computed again under autocast, whose rotary tables turn q and k to fp32; with
-    narrow feed-forwards attention takes most."""
+    """Peak bytes while layers are recomputed under autocast, in which rotary tables turn q and k to fp32."""
     peaks = {}
     sizes = {"hidden_size": 256, "num_key_value_heads": 4, "max_position_embeddings": 1024}
     for implementation in ("ring_dilated", "sdpa"):

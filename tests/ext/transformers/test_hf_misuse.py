@@ -1,4 +1,4 @@
-"""Misuse of HFCausalLM: errors that say what was given and what to change, before a wrong number or lost work."""
+"""Misuse of HFCausalLM: errors that name the value and the remedy, before a wrong number or lost work."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Batches of prompts of different lengths: each row is what it is alone."""
+"""Batches of prompts of different lengths: each row equals the row alone."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 
 def padded(side, lengths=LENGTHS, columns=N):
-    """(tokens (B, N), whose padding is random, attention_mask, the prompts (1, n))."""
+    """Return (tokens (B, N) with random padding, attention_mask, the prompts (1, n))."""
     ids, at = tokens(len(lengths), columns), torch.arange(columns)[None]
     start = {"left": lambda n: columns - n, "right": lambda n: 0, "both": lambda n: (columns - n) // 2}[side]
     starts = torch.tensor([start(n) for n in lengths])
@@ -46,7 +46,7 @@ def test_rows_and_gradients_are_those_alone(name, side):
     ("phi", "own", [7, 3, 5]), ("qwen3", "hybrid", [7, 3, 5]), ("mistral", "hybrid", [6, 6]),
 ], ids=str)  # fmt: skip
 def test_generated_rows_are_those_alone(family, name, lengths):
-    """Whatever decodes them; columns may be padding in all rows."""
+    """With every cache; columns may be padding in all rows."""
     model = decoder(family, pattern=PATTERNS[name], eos_token_id=None).eval()
     ids, mask, rows = padded("left", lengths)
     alone = torch.cat([model.generate(x, use_cache=False, **GREEDY)[:, x.shape[1] :] for x in rows])
@@ -59,7 +59,7 @@ def test_generated_rows_are_those_alone(family, name, lengths):
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_logits_of_steps_are_those_alone(name):
-    """Of a forward at a time, to rounding."""
+    """One forward at a time, equal up to rounding."""
     model = decoder("qwen3", pattern=PATTERNS[name]).eval()
     ids, mask, rows = padded("left")
     new, cache = tokens(len(rows), NEW), dilated_cache(model.config)
@@ -91,8 +91,8 @@ def test_hf_causal_lm(name, options):
     each = options.get("num_return_sequences", 1)
     for i, row in enumerate(rows):
         alone = model.generate(row, **options)[:, row.shape[1] :]
-        mine = got[each * i : each * (i + 1), N:]
-        assert torch.equal(mine[:, : alone.shape[1]], alone) and not mine[:, alone.shape[1] :].any()
+        own_rows = got[each * i : each * (i + 1), N:]
+        assert torch.equal(own_rows[:, : alone.shape[1]], alone) and not own_rows[:, alone.shape[1] :].any()
 
 
 @pytest.mark.parametrize("pattern", [None, HYBRID], ids=["own", "hybrid"])
@@ -118,7 +118,7 @@ def test_compiled_layers():
 
 
 def test_a_cache_is_used_again():
-    """After prompts of different lengths, for equally long ones."""
+    """After prompts of different lengths, for prompts of equal length."""
     model = decoder("llama", pattern=HYBRID, eos_token_id=None).eval()
     ids, mask, _ = padded("left")
     cache = dilated_cache(model.config)
@@ -132,8 +132,8 @@ def test_refused():
     model = decoder("llama", pattern=HYBRID, eos_token_id=None).eval()
     ids, mask, _ = padded("left")
 
-    def generate(mask, **more):
-        return model.generate(ids, cache=dilated_cache(model.config), attention_mask=mask, **{**GREEDY, **more})
+    def generate(mask, **options):
+        return model.generate(ids, cache=dilated_cache(model.config), attention_mask=mask, **{**GREEDY, **options})
 
     with pytest.raises(ValueError, match=r"sample 1 has padding on the right.*padding_side = \"left\""):
         generate(padded("right")[1])

@@ -1,4 +1,4 @@
-"""`plan` of HFCausalLM: exact against full steps under fake tensors, beside real steps on the CPU, and the commands."""
+"""`plan` of HFCausalLM: exact for full steps under fake tensors, equal to real steps on the CPU, and the commands."""
 
 import argparse
 import runpy
@@ -78,7 +78,7 @@ def test_a_checkpointed_decoder_is_counted_so(checkpointed):
     pytest.param("gemma3", None, None, "block", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_real_step_keeps_what_was_planned(family, lora, tile, policy):
-    """Bytes that live when the forward has ended, and of gradients when the backward has, by a meter over real tensors."""
+    """Compare the bytes alive after the forward, and gradients after the backward, with a meter over real tensors."""
     settings, tokens = MemorySettings(policy), 2000
     planned = model(family, lora, tile=tile)
     counted = footprint(subject_of(planned, "32-true", settings), (1024, 2048))
@@ -92,11 +92,11 @@ def test_a_real_step_keeps_what_was_planned(family, lora, tile, policy):
         meter.track(real.buffers(), PARAMETERS)
         buffers = meter.live - parameters
         loss, _ = real.token_mean(data)
-        kept = meter.live - parameters - buffers
+        saved = meter.live - parameters - buffers
     loss.backward()
     gradients = sum(p.grad.nbytes for p in real.parameters() if p.grad is not None)
     assert parameters == counted.parameters and gradients == counted.trained
-    assert kept == pytest.approx(counted.held(between, tokens), rel=0.002)
+    assert saved == pytest.approx(counted.held(between, tokens), rel=0.002)
 
 
 def test_states_and_buckets_are_of_what_is_trained():
@@ -130,7 +130,7 @@ def facts(planned):
     ],
 )
 def test_flops_are_what_torch_counts(family, lora):
-    """But for norms; of a vocabulary whose projection takes half of them."""
+    """Except norms; with a vocabulary that takes half of the products."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "depth": 3, "vocab_size": 8192}
     real = model(family, lora, **sizes)
     real.train()
@@ -148,16 +148,16 @@ def test_flops_are_what_torch_counts(family, lora):
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])  # the latter's head is its embedding
 def test_numbers(family, lora):
-    real, of = model(family, lora), facts(model(family, lora))
+    real, facts_ = model(family, lora), facts(model(family, lora))
     real.configure_model()
-    assert (of.parameters, of.trained_parameters) == (numbers(real), numbers(real, True))
-    assert of.whole == (lora is None) and of.logits
-    assert (of.dim, of.depth, of.hidden, of.vocab) == (64, 4, 96, real.config.vocab_size)
-    assert (of.call.heads, of.call.kv_heads) == (4, 2) and of.windows == 1
+    assert (facts_.parameters, facts_.trained_parameters) == (numbers(real), numbers(real, True))
+    assert facts_.whole == (lora is None) and facts_.logits
+    assert (facts_.dim, facts_.depth, facts_.hidden, facts_.vocab) == (64, 4, 96, real.config.vocab_size)
+    assert (facts_.call.heads, facts_.call.kv_heads) == (4, 2) and facts_.windows == 1
 
 
 def test_own_attention_and_patterns_are_counted():
-    """Windows cost less than dense attention, and a pattern takes their place."""
+    """Windows cost less than dense attention, and a pattern replaces them."""
     seconds = {}
     for name, planned in {
         "dense": model("mistral, dense"), "windows": model("mistral"), "hybrid": model("mistral", pattern=HYBRID),
@@ -178,7 +178,7 @@ def test_own_attention_and_patterns_are_counted():
     ],
 )
 def test_counted_work_is_what_torch_runs(monkeypatch, policy, tile):
-    """Products of a step."""
+    """Compare the products of a step."""
     monkeypatch.setattr(dry_run, "RIDGE", 0)
     sizes, tokens, depth = {"hidden_size": 32, "intermediate_size": 128, "depth": 2}, 4096, 2
     real = model(**sizes)
@@ -189,14 +189,14 @@ def test_counted_work_is_what_torch_runs(monkeypatch, policy, tile):
     with FlopCounterMode(display=False) as counter:
         real.token_mean(data)[0].backward()
     ran = sum(n for op, n in counter.get_flop_counts()["Global"].items() if str(op).endswith("mm"))
-    of = subject_of(real, "32-true")
-    work = BlockWork.of(of.make, of.batch, of.precision, tile)
+    subject = subject_of(real, "32-true")
+    work = BlockWork.of(subject.make, subject.batch, subject.precision, tile)
     flops = work.forward.flops + work.backward.flops + (work.again.flops if policy == "block" else 0)
     assert ran == tokens * (depth * flops + 6 * real.vocab_size * 32)
 
 
-#: ms and GiB of steps, benchmarks/results/2026-11-26_h100_decoders.md and 2026-11-26_h200.md. None: in another order than
-#: the Trainer's, which an H200 has. 56.2: less 0.5 of a second copy of the output, which is gone
+#: ms and GiB of steps, benchmarks/results/2026-11-26_h100_decoders.md and 2026-11-26_h200.md. None: the H100 run had
+#: another order than the Trainer. 56.2: without 0.5 of a second copy of the output, since removed
 DECODERS = [
     ("H100", "1.3B", None, 32768, None, "dense", 1943, None),
     ("H100", "1.3B", None, 32768, None, "hybrid", 1174, None),
@@ -215,14 +215,13 @@ DECODERS = [
 
 @pytest.fixture(scope="module")
 def script():
-    """benchmarks/decoder_step.py, by names."""
+    """Load benchmarks/decoder_step.py and return its names."""
     return runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "decoder_step.py"))
 
 
 @pytest.mark.parametrize("gpu, size, lora, tokens, tile, way, ms, gib", DECODERS)
 def test_measured_decoders(script, gpu, size, lora, tokens, tile, way, ms, gib):
-    """None of these steps was fitted; wanted: seconds within 10 %, memory within 1 %; of hybrids on an H200 the plan says
-    12 % too few seconds."""
+    """No step was used for fitting; required: 10 % for seconds, 1 % for memory; H200 hybrids are planned 12 % low."""
     if lora is not None:
         pytest.importorskip("peft", reason="needs the extra lora")
     a = argparse.Namespace(size=size, lora=lora, seq_len=[tokens], compile=False, layer_tile=tile)

@@ -1,4 +1,4 @@
-"""Decoders and batches that are not computed, refused on every rank before there is a wrong number."""
+"""Decoders and batches that are not supported: every rank refuses before there is a wrong number."""
 
 import re
 
@@ -24,9 +24,9 @@ STATES = {
 BOUNDS = torch.tensor([0, 9, N], dtype=torch.int32)
 
 
-def batch(**more):
+def batch(**options):
     inputs = tokens(1, N)
-    return {"tokens": inputs, "labels": inputs.roll(-1, 1), **more}
+    return {"tokens": inputs, "labels": inputs.roll(-1, 1), **options}
 
 
 def states(name):
@@ -70,7 +70,7 @@ def test_chunks(length):
 
 
 def chunks_on_ranks(rank, group):
-    """Shards that are no longer than a chunk, so that no rank's mask begins anew."""
+    """Use shards no longer than a chunk, so no rank's mask begins anew."""
     with sequence(group) as ours, ours.active():
         at = torch.tensor(positions(ours, 16))
         decoder("Llama4TextConfig", dtype=torch.float32, **LLAMA4)(
@@ -116,13 +116,13 @@ def test_layers_without_attention_heads():
 
 
 def test_a_pattern_takes_the_place_of_chunks():
-    made = HFCausalLM(config("Llama4TextConfig", **LLAMA4), ld.DilatedPattern([ld.Window(100)]))
+    net = HFCausalLM(config("Llama4TextConfig", **LLAMA4), ld.DilatedPattern([ld.Window(100)]))
     dense = HFCausalLM(config("Llama4TextConfig", **LLAMA4), ld.DilatedPattern.dense())
-    for model in (made, dense):
+    for model in (net, dense):
         torch.manual_seed(0)
         model.configure_model()
     short = {key: value[:, :8] for key, value in batch().items()}
-    close({"logits": made(short)}, {"logits": dense(short)}, 1e-5)
+    close({"logits": net(short)}, {"logits": dense(short)}, 1e-5)
 
 
 def empty_shard(rank, group):
@@ -137,7 +137,7 @@ def test_fewer_tokens_than_ranks_take(pools):
 
 
 def plain_empty_shard(rank, group, options):
-    """As `docs/transformers.md` says it: a loop of one's own."""
+    """A user's training loop, as in `docs/transformers.md`."""
     with sequence(group) as ours, ours.active():
         held = len(positions(ours, 4))
         at = ours.positions(held)[None] if options.pop("positions", True) else None
@@ -146,7 +146,7 @@ def plain_empty_shard(rank, group, options):
 
 @pytest.mark.parametrize("options", [{"use_cache": False}, {}, {"positions": False}], ids=str)
 def test_a_plain_model_on_fewer_tokens_than_ranks_take(pools, options):
-    """On every rank, and at once: the one without tokens fails in transformers' code."""
+    """All ranks raise at once; otherwise the rank without tokens would fail in transformers' code."""
     for answer in pools(3).answers(3, plain_empty_shard, dict(options)):
         assert answer.error == "ValueError" and "rank 2 of 3 holds no token" in answer.message, answer.trace
 
@@ -174,16 +174,16 @@ def test_caches_of_others():
 
 def test_layers_that_share_keys():
     sizes = {"num_hidden_layers": 4, "head_dim": 8, "num_kv_shared_layers": 2, "sliding_window": 5}
-    more = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61, "laurel_rank": 4, "altup_num_inputs": 2}
-    more["layer_types"] = ["sliding_attention", "full_attention"] * 2
-    model = decoder("Gemma3nTextConfig", dtype=torch.float32, activation_sparsity_pattern=None, **sizes, **more).eval()
+    wide = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61, "laurel_rank": 4, "altup_num_inputs": 2}
+    wide["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    model = decoder("Gemma3nTextConfig", dtype=torch.float32, activation_sparsity_pattern=None, **sizes, **wide).eval()
     cache = ld.integrations.transformers.dilated_cache(model.config)
     with pytest.raises(ValueError, match="keys of another layer"), torch.no_grad():
         model(tokens(1, 8), cache=cache)
 
 
 def test_new_keys_alone():
-    """A layer that attends to its new keys without giving them to the cache."""
+    """A layer attends to its new keys without passing them to the cache."""
     from lightning_dilated.ext.transformers.attention import attend
     from lightning_dilated.ext.transformers.masks import visible_keys
 

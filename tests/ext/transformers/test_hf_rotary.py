@@ -1,4 +1,4 @@
-"""Rotary scaling of configs: logits are those of sdpa for each kind, on ranks too; too long sequences are warned of."""
+"""Rotary scaling of configs: logits equal sdpa for each kind, also on ranks; too long sequences cause a warning."""
 
 import warnings
 
@@ -35,14 +35,14 @@ def options(kind):
     return {"rope_parameters": dict(KINDS[kind]), "max_position_embeddings": MOST}
 
 
-def logits(kind, family, inputs, **more):
-    """Of transformers with sdpa, in float64."""
+def logits(kind, family, inputs, **extra):
+    """Return logits of transformers with sdpa, in float64."""
     with torch.no_grad():
-        return decoder(family, "sdpa", **options(kind))(inputs, use_cache=False, **more).logits
+        return decoder(family, "sdpa", **options(kind))(inputs, use_cache=False, **extra).logits
 
 
-def made(kind, family):
-    """HFCausalLM of equal weights."""
+def build(kind, family):
+    """Build an HFCausalLM with equal weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ours = HFCausalLM(config(family, **options(kind)))
@@ -57,20 +57,20 @@ def made(kind, family):
 def test_each_kind_equals_sdpa(kind, family):
     want = logits(kind, family, tokens(2, N))
     with torch.no_grad():
-        torch.testing.assert_close(made(kind, family)({"tokens": tokens(2, N)}), want, rtol=0, atol=1e-10)
+        torch.testing.assert_close(build(kind, family)({"tokens": tokens(2, N)}), want, rtol=0, atol=1e-10)
     plain = logits("theta", family, tokens(2, N))
-    assert kind == "theta" or not torch.allclose(want, plain, atol=1e-4)  # the kind is computed at all
+    assert kind == "theta" or not torch.allclose(want, plain, atol=1e-4)  # the scaling has an effect
 
 
 def part(rank, group, kind, family, layout, bounds):
-    """Logits and positions of a rank."""
+    """Return logits and positions of a rank."""
     warnings.simplefilter("ignore")
     with sequence(group, layout=layout) as ours, ours.active(), torch.no_grad():
         at = positions(ours, N)
         data = {"tokens": tokens(1, N)[:, at]}
         if bounds is not None:
             data["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32)
-        return at, made(kind, family)(data)
+        return at, build(kind, family)(data)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,7 +85,7 @@ def test_each_kind_on_ranks(pools, kind):
 
 
 def alone(rank, group, kind):
-    """A model of transformers in a loop of one's own."""
+    """Run a model of transformers in a user's own loop."""
     with sequence(group) as ours, ours.active(), torch.no_grad():
         at = positions(ours, N)
         decoder("llama", **options(kind))(tokens(1, N)[:, at], position_ids=torch.tensor(at)[None], use_cache=False)

@@ -62,7 +62,7 @@ def test_every_recipe_has_a_tiny_run():
 @pytest.mark.parametrize("weights", ["random", "base-model"])
 @pytest.mark.parametrize("name", TINY_RUNS)
 def test_runs_tiny(folder, name, weights):
-    """Two steps and a validation; of random weights, and of the folder that the recipe names. Then generate's tokenizer."""
+    """Two steps and a validation, with random weights and with the recipe's folder; then generate's tokenizer."""
     model = MODEL if weights == "random" else []
     result = run_in(folder, "fit", "--config", f"{name}.yaml", *TINY_RUNS[name], *model, *TRAINER)
     assert result.code == 0, result.err[-3000:]
@@ -93,7 +93,7 @@ def test_says_how_to_run_it(folder, recipe):
 
 
 def test_a_printed_config_has_the_values_of_a_mapping(folder):
-    """So `plan`, which reads the file itself, takes the config of a run."""
+    """So `plan`, which reads the file itself, accepts the config of a run."""
     result = run_in(folder, "fit", "--config", "sft_long.yaml", *MODEL, "--print_config")
     assert result.code == 0, result.err[-2000:]
     printed = yaml.safe_load(result.out)["model"]["init_args"]["model"]

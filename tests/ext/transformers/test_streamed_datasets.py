@@ -1,4 +1,4 @@
-"""Rows of `datasets` that are streamed: each reader has its own, and workers, ranks and stops do not change them."""
+"""Streamed rows of `datasets`: each reader has different rows, unchanged by workers, ranks and restarts."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def shards(tmp_path, monkeypatch):
-    """Four files of Parquet, of 7, 8, 9 and 10 texts."""
+    """Four Parquet files of 7, 8, 9 and 10 texts."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
     (tmp_path / "shards").mkdir()
     for i in range(4):
@@ -87,8 +87,8 @@ def test_a_run_stops_and_goes_on(tmp_path, folder, shards):
             crash_at=5,
             callbacks=[OnExceptionCheckpoint(tmp_path, "crash")],
         )
-    rest, _ = run(module(tmp_path, folder, shards), tmp_path / "crash.ckpt", max_steps=11)
-    assert rest.seen == whole.seen[5:]
+    resumed, _ = run(module(tmp_path, folder, shards), tmp_path / "crash.ckpt", max_steps=11)
+    assert resumed.seen == whole.seen[5:]
 
 
 def test_sources(tmp_path, folder, shards):
@@ -97,11 +97,11 @@ def test_sources(tmp_path, folder, shards):
     path = write(tmp_path / "chats.jsonl", rows)
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     options = {"readers": 1, "epoch_rows": 3, "cache_dir": str(tmp_path / "cache"), "val_limit": 2}
-    saved, made = str(tmp_path / "saved"), []
+    saved, created = str(tmp_path / "saved"), []
     for source in (path, saved, {"path": "json", "data_files": path, "split": "train"}, {"path": saved}):
         data = ChatStreamDataModule(source, folder, 200, val_paths=source, **options)
-        made.append([data.dataset("train")[i]["tokens"].tolist() for i in range(3)])
-    assert all(x == made[0] for x in made)
+        created.append([data.dataset("train")[i]["tokens"].tolist() for i in range(3)])
+    assert all(x == created[0] for x in created)
     model = ld.integrations.transformers.HFCausalLM(config("llama", vocab_size=V))
     built = trainer("auto", 1, max_steps=5, limit_val_batches=2)
     built.fit(model, data)

@@ -21,23 +21,23 @@ HFCausalLM = ld.integrations.transformers.HFCausalLM
 
 @pytest.fixture
 def trained(tmp_path):
-    """trained(**options of the model) after two steps on conversations."""
+    """`trained(**options of the model)` returns a model after two steps on conversations."""
     folder = hf_folder(tmp_path / "tokenizer", CHATML)
     paths = write(tmp_path / "chats.jsonl", chats(12))
 
     def make(model=None, **options):
         data = ChatDataModule(paths, folder, 400, val_fraction=0, test_fraction=0, cache_dir=str(tmp_path / "cache"))
-        made = HFCausalLM(model or config("llama", vocab_size=V), **options)
+        net = HFCausalLM(model or config("llama", vocab_size=V), **options)
         built = trainer("auto", 1, max_steps=2)
-        built.fit(made, data)
+        built.fit(net, data)
         built.save_checkpoint(tmp_path / "run.ckpt")
-        return made
+        return net
 
     return make
 
 
 def same(folder):
-    """Whether a folder holds the tokenizer that the model was trained with."""
+    """Return whether a folder holds the tokenizer that the model was trained with."""
     own, messages = transformers.AutoTokenizer.from_pretrained(folder), chat("the cat", "sat")["messages"]
     text = own.apply_chat_template(messages, tokenize=False)
     return own.chat_template == CHATML and own.eos_token == "<|im_end|>" and own.decode(own(text)["input_ids"]) == text
@@ -55,7 +55,7 @@ def test_checkpoints_and_folders(tmp_path, trained):
         stored_tokenizer(tmp_path / "run.ckpt").encode("the cat").ids
         == stored_tokenizer(tmp_path / "later").encode("the cat").ids
     )
-    # the folder of a model is its tokenizer's, too, and a model of a folder keeps it whatever it is trained on
+    # a model loaded from a folder keeps the folder's tokenizer, whatever its training data
     again = HFCausalLM(str(tmp_path / "later"))
     again.save_pretrained(tmp_path / "again")
     assert same(tmp_path / "again")
@@ -87,7 +87,7 @@ def test_a_model_with_fewer_tokens(tmp_path):
 
 
 def test_generate_from_the_command_line(tmp_path, trained, capsys):
-    """A checkpoint and a folder of transformers continue a prompt alike, as `generate` of transformers does."""
+    """A checkpoint and a folder of transformers continue a prompt equally, as transformers' `generate` does."""
     model = trained(pattern={"hybrid": {"local": 8, "global_every": 2}})
     model.save_pretrained(tmp_path / "plain")
     arguments = ["--prompt", "the cat", "--max_new_tokens", "12", "--temperature", "0"]

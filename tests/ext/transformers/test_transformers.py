@@ -1,4 +1,4 @@
-"""Decoders of transformers with attn_implementation="ring_dilated" equal their own sdpa; what would not is refused."""
+"""Decoders of transformers with attn_implementation="ring_dilated" equal their own sdpa; unequal cases are refused."""
 
 import os
 import subprocess
@@ -23,20 +23,20 @@ ld.integrations.transformers.register()
 
 
 def restarting():
-    """position_ids (1, N) of the documents of BOUNDS."""
+    """Return position_ids (1, N) of the documents of BOUNDS."""
     return torch.cat([torch.arange(b - a) for a, b in pairwise(BOUNDS)])[None]
 
 
 def padded(lengths=(N, 14, 1)):
-    """(tokens, labels, attention_mask) of samples padded on the right."""
+    """Return (tokens, labels, attention_mask) of samples padded on the right."""
     inputs = tokens(len(lengths), N)
     mask = (torch.arange(N)[None] < torch.tensor(lengths)[:, None]).long()
     return inputs, inputs.masked_fill(mask == 0, -100), mask
 
 
 # -- equal to sdpa -------------------------------------------------------------------------------------------------------
-def both(family, dtype, *inputs, **options):
-    """A step of the model, and of its own with sdpa, compared."""
+def equal(family, dtype, *inputs, **options):
+    """Compare a step of the model with its own step with sdpa."""
     want = step(decoder(family, "sdpa", dtype), *inputs, **options)
     close(step(decoder(family, "ring_dilated", dtype), *inputs, **options), want, TOLERANCE[dtype])
     return want
@@ -45,14 +45,14 @@ def both(family, dtype, *inputs, **options):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_equals_sdpa(family, dtype):
-    both(family, dtype, tokens(2, N))
+    equal(family, dtype, tokens(2, N))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents_equal_sdpa(family, dtype):
     options = {"position_ids": restarting(), "use_cache": False}
-    want = both(family, dtype, tokens(1, N), **options)
+    want = equal(family, dtype, tokens(1, N), **options)
     parts = [tokens(1, N)[:, a:b] for a, b in pairwise(BOUNDS)]
     apart = torch.cat([step(decoder(family, dtype=dtype), part)["logits"] for part in parts])
     close({"logits": apart}, {"logits": want["logits"]}, TOLERANCE[dtype])
@@ -62,22 +62,22 @@ def test_packed_documents_equal_sdpa(family, dtype):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_right_padding_equals_sdpa(family, dtype):
     inputs, labels, mask = padded()
-    both(family, dtype, inputs, labels, attention_mask=mask)
+    equal(family, dtype, inputs, labels, attention_mask=mask)
 
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_positions_that_jump_ahead(cache):
-    """Without a cache transformers takes them for documents, with one or with an attention_mask for one document."""
+    """Without a cache transformers takes them for documents; with a cache, or a mask, for one document."""
     at = (torch.arange(N) + 7 * (torch.arange(N) > 11))[None]
     for options in ({}, {"attention_mask": torch.ones(1, N)}):
-        both("mistral", torch.float64, tokens(1, N), position_ids=at, use_cache=cache, **options)
+        equal("mistral", torch.float64, tokens(1, N), position_ids=at, use_cache=cache, **options)
 
 
 def test_positions_of_padded_tokens():
-    """As a tokenizer's mask gives them: 1 at padding."""
+    """Positions as from a tokenizer's mask: 1 at padding."""
     inputs, labels, mask = padded()
     at = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
-    both("gemma3", torch.float64, inputs, labels, attention_mask=mask, position_ids=at)
+    equal("gemma3", torch.float64, inputs, labels, attention_mask=mask, position_ids=at)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
@@ -95,12 +95,12 @@ def test_widths_of_windows(width):
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_cu_seq_lens_are_the_documents(cache):
-    """With positions that restart, or global ones: rotary positions are relative."""
+    """With restarting positions, or global ones: rotary positions are relative."""
     bounds = torch.tensor(BOUNDS, dtype=torch.int32)
     want = step(decoder("mistral", "sdpa"), tokens(1, N), position_ids=restarting(), use_cache=False)
-    given = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.clone(), "use_cache": cache}
-    close(step(decoder("mistral"), tokens(1, N), position_ids=restarting(), **given), want, 1e-10)
-    close(step(decoder("mistral"), tokens(1, N), **given), want, 1e-6)  # rotary tables are fp32
+    bound_options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.clone(), "use_cache": cache}
+    close(step(decoder("mistral"), tokens(1, N), position_ids=restarting(), **bound_options), want, 1e-10)
+    close(step(decoder("mistral"), tokens(1, N), **bound_options), want, 1e-6)  # rotary tables are fp32
 
 
 def test_the_loss_and_gradient_checkpointing():
@@ -181,7 +181,7 @@ PATTERNS = {
 
 
 class Recorded:
-    """The calls of `dilated_attention` that a model makes."""
+    """Records the calls of `dilated_attention` that a model makes."""
 
     def __init__(self, monkeypatch):
         from lightning_dilated.ext.transformers import attention
@@ -198,7 +198,7 @@ class Recorded:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_layers_attend_by_their_patterns(name, family, monkeypatch):
-    """The inputs of o_proj are the op's outputs, of as many kv heads as the model has."""
+    """The inputs of o_proj are the op's outputs, with the model's number of kv heads."""
     turns = {"layer_types": ["sliding_attention", "full_attention"] * 2} if family == "gemma3" else {}
     model = decoder(family, num_hidden_layers=4, **turns)
     ld.integrations.transformers.set_pattern(model, PATTERNS[name])
@@ -304,7 +304,7 @@ def test_refused_models(name):
 
 
 def test_refused_layers():
-    """What a layer may hand the attention function."""
+    """Arguments that a layer may pass to the attention function."""
     from lightning_dilated.ext.transformers.attention import attend
     from lightning_dilated.ext.transformers.masks import visible_keys
 
@@ -360,29 +360,28 @@ def test_a_pattern_list_needs_the_layers_number():
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------------------------
-#: a CPU serves, too
+#: a CPU works, too
 DEVICE = "cuda"
 LONG = 509
 
 
 def made_in_16_bits(family, implementation, dtype=torch.bfloat16):
-    """The decoder with weights that are rounded to bfloat16, in `dtype`."""
+    """Build the decoder in `dtype`, with weights rounded to bfloat16."""
     sizes = {"head_dim": 64, "hidden_size": 256, "max_position_embeddings": 1024, "eos_token_id": None}
-    sizes |= {"initializer_range": 0.08}  # scores that differ
+    sizes |= {"initializer_range": 0.08}  # so that scores differ
     sizes |= {} if family == "llama" else {"sliding_window": 100}
     return decoder(family, implementation, torch.bfloat16, **sizes).to(DEVICE, dtype)
 
 
 def distance(got, want):
-    """The norm of the difference over that of `want`."""
+    """Return the norm of the difference, relative to the norm of `want`."""
     return float((got.float() - want).norm() / want.norm())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_16_bits_on_a_gpu(family):
-    """Logits, loss and gradients are as near to float32 of equal weights as those of sdpa; greedy tokens are equal while
-    the first choice leads by more than what rounding changes."""
+    """Logits, loss and gradients are as close to float32 as with sdpa; greedy tokens differ only in near ties."""
     inputs = tokens(1, LONG).to(DEVICE)
     exact = step(made_in_16_bits(family, "sdpa", torch.float32), inputs)
     models = [made_in_16_bits(family, implementation) for implementation in ("sdpa", "ring_dilated")]
@@ -435,7 +434,7 @@ def test_the_package_does_not_import_transformers():
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.0.0", "5.23.0"])
 def test_older_releases_are_refused(monkeypatch, version):
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # which importing it put there
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # importing it put it there
     with pytest.raises(
         ImportError, match=rf"needs transformers 5.24 or newer, and {version} is installed: pip install"
     ):

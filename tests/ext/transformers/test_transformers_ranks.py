@@ -1,4 +1,4 @@
-"""Decoders of transformers within an active sequence: logits, loss and gradients of all ranks together are one rank's."""
+"""Decoders of transformers within an active sequence: joined logits, loss and gradients equal one rank."""
 
 import re
 from itertools import pairwise
@@ -27,7 +27,7 @@ KINDS = ("whole", "packed", "cu_seq_lens", "padded", "rows")
 
 
 def data(kind):
-    """(tokens, labels, global options) of a batch; options (B, N) are cut for ranks."""
+    """Return (tokens, labels, global options) of a batch; options (B, N) are cut for ranks."""
     if kind == "even":
         return tokens(1, 32), tokens(1, 32), {"position_ids": torch.arange(32)[None]}, {"use_cache": False}
     if kind == "padded":
@@ -44,7 +44,7 @@ def data(kind):
 
 
 def part(rank, group, name, kind, settings):
-    """(positions, results) of a rank."""
+    """Return (positions, results) of a rank."""
     family, options = MODELS[name]
     inputs, labels, cut, whole = data(kind)
     with sequence(group, **settings) as ours, ours.active():
@@ -66,7 +66,7 @@ def check(pools, ranks, name, kind, **settings):
     if settings.get("layout", "contiguous") == "contiguous" and kind not in (
         "padded",
         "rows",
-    ):  # else they lie in another order
+    ):  # else they are in another order
         got["logits"] = torch.cat([p["logits"] for p in parts])
     else:
         del want["logits"]
@@ -91,7 +91,7 @@ def test_dropout_in_layouts_and_exchanges(pools, settings):
 
 
 def test_dropout_drops():
-    """What the tests above compare is no model without dropout."""
+    """Dropout has an effect in the tests above."""
     family, options = MODELS["dropout"]
     model = decoder(family, **options)
     torch.manual_seed(1)
@@ -123,7 +123,7 @@ def test_layouts_and_exchanges(pools, name, kind):
     check(pools, 2, "gemma3", kind, **SETTINGS[name])
 
 
-#: an exchange, and the models that it refuses, saying why
+#: an exchange, and the models that it refuses with their reasons
 EXCHANGES = {
     "gather": {},
     "ring": {},
@@ -138,7 +138,7 @@ EXCHANGES = {
 @pytest.mark.parametrize("name", ["llama", "mistral", "hybrid", "longnet"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_every_exchange_on_four_ranks(pools, exchange, name):
-    """A butterfly takes dense layers of equal shards."""
+    """A butterfly supports dense layers of equal shards."""
     if reason := EXCHANGES[exchange].get(name):
         for answer in pools(4).answers(4, part, name, "even", {"exchange": exchange}):
             assert answer.error == "ValueError" and re.search(f"exchange='butterfly' cannot.*{reason}", answer.message)
@@ -166,7 +166,7 @@ REFUSALS = {
 
 
 def refused(rank, group, name):
-    """A forward with the options of a refusal; those of N columns are cut to the rank's."""
+    """Run a forward with the options of a refusal; options of N columns are cut for the rank."""
     family, options, _ = REFUSALS[name]
     with sequence(group) as ours, ours.active():
         model = decoder(family) if family in FAMILIES else decoder(family, dtype=torch.float32, **LLAMA4)
