@@ -25,7 +25,7 @@ PROSE, ROW = 140, 200
 ADDRESS = re.compile(r"\]\([^)]*\)|`[^`]*`|https?://\S+")
 #: remaining findings of each kind in each area; a budget only falls
 LEFT = {
-    "package": {"first": 369, "chain": 868},
+    "package": {"first": 0, "chain": 0},
     "tests": {"first": 0, "chain": 0},
     "docs": {"first": 0, "chain": 0, "line": 0},
 }

@@ -60,7 +60,11 @@ def test_the_command_line_wins(cli):
     assert value(result, "walls") == "1, the first at position 4,096"
     assert value(result, "dead residues") == "branches[2]: 2 of 4"
     problems = [line for line in result.out.splitlines() if line.startswith("  problem: ")]
-    assert len(problems) == 3 and "Add a branch with a segment of at least 8192" in problems[0] and "dilation rate" in problems[1]
+    assert (
+        len(problems) == 3
+        and "Add a branch with a segment of at least 8192" in problems[0]
+        and "dilation rate" in problems[1]
+    )
     assert "from a distance of 256 tokens on, one layer shows a query none of the tokens there" in problems[2]
 
 
