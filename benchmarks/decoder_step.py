@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dilated._device import expandable_segments, leave_room
-from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_of
+from lightning_dilated.ext.planning.counting.model_specs import Facts, counted_model_of
 from lightning_dilated.ext.planning.estimate import Case
 from lightning_dilated.ext.planning.gpus import find_gpu
 from lightning_dilated.ext.planning.memory import GIB
@@ -120,7 +120,9 @@ def planned(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
     """Return [GiB, ms] of a step by `plan`, or why there are none."""
     try:
         model, gpu = ours(a, way), find_gpu(a.gpu)
-        subject = subject_of(model, "bf16-true" if a.lora else "bf16-mixed", settings(a), a.compile, gpu.capability)
+        subject = counted_model_of(
+            model, "bf16-true" if a.lora else "bf16-mixed", settings(a), a.compile, gpu.capability
+        )
         case = Case(subject, Facts.of(model, subject), Setup("single", 1), gpu)
         planned = case.memory(subject.memory, tokens), case.time(subject.memory, tokens)
         return [f"{planned[0].peak / GIB:.1f}", f"{1e3 * planned[1].seconds:.0f}"]

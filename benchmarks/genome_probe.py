@@ -86,7 +86,7 @@ def probe(train: Tensor, y: Tensor, test: Tensor, truth: Tensor) -> tuple[float,
     return float(binary_auroc(score, truth)), float(((score > 0) == truth.bool()).float().mean())
 
 
-def made_model() -> ld.LongNetMLM:
+def make_model() -> ld.LongNetMLM:
     torch.manual_seed(0)
     return ld.LongNetMLM(
         {"hybrid": {"local": 128, "global_every": 2}}, vocab_size=5, mask_span=3, ignore_tokens=[4],
@@ -111,7 +111,7 @@ def trained(fasta: str, steps: int) -> ld.LongNetMLM:
         check_val_every_n_epoch=None,
         **quiet,
     )
-    model = made_model()
+    model = make_model()
     trainer.fit(model, data)
     (row,) = trainer.validate(model, data, verbose=False) if steps else ({},)
     print(f"held-out bits per masked base: {row.get('val_bits_per_token', float('nan')):.3f} (2 is guessing)")
@@ -150,7 +150,7 @@ def main() -> None:
     )
     features = {f"{k}-mers, both strands": {x: kmers(t, k) for x, t in tokens.items()} for k in (2, 3, 4, 5)}
     for name, model in (
-        ("embedding, untrained", made_model()),
+        ("embedding, untrained", make_model()),
         ("embedding, trained", trained(args.fasta, args.steps)),
     ):
         options = {"strands": "both", "batch_size": 64}

@@ -23,7 +23,7 @@ from find_max import Trials, longest
 
 from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.ext.planning.candidates import in_words
-from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
 from lightning_dilated.ext.planning.estimate import Case, Facts
 from lightning_dilated.ext.planning.gpus import find_gpu
 from lightning_dilated.ext.planning.memory import GIB
@@ -147,7 +147,7 @@ def case_of(point: Point, args: argparse.Namespace) -> Case:
         pattern = DilatedPattern.hybrid(point.sizes["depth"], point.sizes["num_heads"], **pattern["hybrid"])
     sizes = point.sizes | ({} if point.hybrid is None else {"max_seq_len": point.tokens})
     model = LongNetLM(pattern, shift_layers=point.shift, **sizes)
-    subject = subject_of(model, point.precision, None, True, gpu.capability)
+    subject = counted_model_of(model, point.precision, None, True, gpu.capability)
     setup = Setup(strategy_of(point, args), args.gpus, optimizer=point.optimizer)
     return Case(subject, Facts.of(model, subject), setup, gpu, host=args.host / args.gpus)
 

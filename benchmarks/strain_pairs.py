@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.data.files import files_of, name_list, required_paths
 from lightning_dilated.data.module import SPLITS
-from lightning_dilated.data.opener import CACHE_GIB, Opener
+from lightning_dilated.data.opener import CACHE_GIB, FileOpener
 from lightning_dilated.ext.evaluation.tasks import RuleDataModule, RuleSamples, sample_generator
 from lightning_dilated.ext.genomes.bases import N_CODE
 from lightning_dilated.ext.genomes.fasta import SUFFIXES
@@ -222,7 +222,7 @@ class StrainPairsDataModule(RuleDataModule):
         self.names = _names(list(self.paths), {"train": train, "val": val, "test": test})
         sizes = [train_size, val_size if self.names["val"] else 0, test_size if self.names["test"] else 0]
         super().__init__(seq_len, batch_size, *sizes, seed, num_workers, pin_memory)
-        self.opener = Opener(cache_dir, cache_gib)
+        self.opener = FileOpener(cache_dir, cache_gib)
         integer(seq_len, "data.seq_len", 2 * LENGTH)
         self.boundary_range = real(boundary_range, "data.boundary_range", least=0, below=1)
         self.max_dropped = integer(max_dropped, "data.max_dropped", 0)

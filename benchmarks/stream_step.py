@@ -35,7 +35,7 @@ from torch import Tensor
 
 import lightning_dilated as ld
 from lightning_dilated.ext.planning.candidates import in_words
-from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_of
+from lightning_dilated.ext.planning.counting.model_specs import Facts, counted_model_of
 from lightning_dilated.ext.planning.estimate import Case
 from lightning_dilated.ext.planning.gpus import find_gpu
 from lightning_dilated.ext.planning.memory import GIB
@@ -93,7 +93,7 @@ def model_of(a: argparse.Namespace) -> ld.LongNetLM:
 def planned(a: argparse.Namespace, settings: MemorySettings) -> tuple[float, float, float]:
     """Return (GiB, seconds, bytes that a rank receives) of a step, by `plan`."""
     model, gpu = model_of(a), find_gpu(a.gpu)
-    subject = subject_of(model, a.precision, None, True, gpu.capability)
+    subject = counted_model_of(model, a.precision, None, True, gpu.capability)
     optimizer = "adamw8bit" if a.eightbit else "adamw"
     setup = Setup("ring_dilated" if RANKS > 1 else "single", RANKS, optimizer=optimizer)
     case = Case(subject, Facts.of(model, subject), setup, gpu, host=128)

@@ -362,7 +362,7 @@ def test_tensors_of_a_module():
     torchs.map_tensors(module, lambda x: x.double() if x.is_floating_point() else x)
     kinds = {x.dtype for x in (*module.parameters(), module.running_mean)}
     assert kinds == {torch.float64}, (
-        "nn.Module._apply does not reach parameters and buffers: rest_to_device leaves some"
+        "nn.Module._apply does not reach parameters and buffers: unsharded_to_device leaves some"
     )
 
 
@@ -688,7 +688,7 @@ def test_modules_of_checkpoints():
         "hyper_parameters": {"size": 3, "rows": None},
         "hparams_type": "<class 'collections.OrderedDict'>",
     }
-    instance = ours.made_from_checkpoint(Takes, stored, True, {"rows": [1]})
+    instance = ours.module_from_checkpoint(Takes, stored, True, {"rows": [1]})
     assert torch.equal(instance.layer.weight, module.layer.weight), "_load_state loads no weights"
     assert instance.hparams.rows == [1] and ours.LOADED.get() is None
 

@@ -16,7 +16,7 @@ from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.cli.load_model import load_any, read_checkpoint
 from lightning_dilated.data import ByteDataModule, Genome, SlideDataModule, TokenDataModule, read_variants
-from lightning_dilated.data.opener import Opener
+from lightning_dilated.data.opener import FileOpener
 from lightning_dilated.ext.decoding.command import parsed
 from lightning_dilated.ext.decoding.load import stored_tokenizer
 from lightning_dilated.ext.explain import command as explain
@@ -56,7 +56,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "vcf": read_variants,
     "bed": lambda path: read_bed(path, []),
     "rows": lambda path: open_rows([path], "paths"),
-    "opened": lambda path: Opener().open(path),
+    "opened": lambda path: FileOpener().open(path),
     "tokenizer": load_tokenizer,
     "thumbnail": _open_thumbnail,
     "links": Links.load,

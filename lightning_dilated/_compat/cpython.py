@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 _ROOM = 1 << 13
 
 
-def with_room(function: Callable[..., Result]) -> Callable[..., Result]:
+def avoid_frame_chunk_edge(function: Callable[..., Result]) -> Callable[..., Result]:
     """Return the function with one chunk of about 60 KiB of stack for everything that it calls (hundreds of frames).
 
     CPython keeps frames in chunks of 16 KiB and frees a chunk when its first frame returns. A loop at the end of a

@@ -354,7 +354,7 @@ def migrated(checkpoint: dict[str, Any], source: Any) -> dict[str, Any]:
 LOADED: ContextVar[tuple[dict[str, Any], bool | None] | None] = ContextVar("loaded", default=None)
 
 
-def made_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, changes: dict[str, Any]) -> Any:
+def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, changes: dict[str, Any]) -> Any:
     """Make a module from a checkpoint's hyperparameters, updated by `changes`, and load its weights on their device.
 
     Uses `_load_state`. `hyper_parameters` must have no `_instantiator`: the constructor then takes the values, and no

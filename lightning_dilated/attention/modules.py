@@ -21,7 +21,7 @@ from lightning_dilated.attention.context import LayerContext, LayerPlace
 from lightning_dilated.attention.executors import HeadWindow
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.functional import autocast, dilated_attention, op_arguments
-from lightning_dilated.attention.resolve import of_any_length
+from lightning_dilated.attention.resolve import has_varying_length
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.views import spans
 from lightning_dilated.pattern import DilatedPattern
@@ -195,7 +195,7 @@ class DilatedAttention(nn.Module):
             whole = spans(q.shape[0], q.shape[1], None, None)
             window = HeadWindow(self.pattern, q.shape[2], num_kv_heads or q.shape[2], (0, q.shape[2]))
             flops = block_flops(window, self.causal, whole, q.shape)
-            request = replace(request, block_flops=flops, changing=of_any_length(whole, q.shape[1]))
+            request = replace(request, block_flops=flops, changing=has_varying_length(whole, q.shape[1]))
         return choose(self.engine, request)
 
     def extra_repr(self) -> str:

@@ -21,11 +21,11 @@ from lightning_dilated.attention.executors.remote import AllToAll, HeadParallel,
 from lightning_dilated.attention.resolve import (
     Resolved,
     find_documents,
+    has_varying_length,
     head_window,
     local_executor,
     local_pairs,
     local_spans,
-    of_any_length,
     whole_pairs,
 )
 from lightning_dilated.attention.spec import CallSpec
@@ -143,7 +143,7 @@ def _shared(
         routed = problem, ring, name, per_node, q.device
         route = group.remember(routed, functools.partial(_compile, *routed))
     whole = isinstance(route, CompiledSwitch)
-    changing = of_any_length(all_documents, sum(lengths))
+    changing = has_varying_length(all_documents, sum(lengths))
     request = replace(Request.of(q, spec.dropout, spec.scale), changing=changing)
     shape = batch, sum(lengths[m] for m in members), problem.heads[1] - problem.heads[0], head_dim
     window = window._replace(heads=problem.heads, whole=whole)

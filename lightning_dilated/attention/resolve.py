@@ -163,7 +163,7 @@ def _alone(
     padded = None if lengths is None else torch.tensor(lengths)
     packed = None if bounds is None else torch.frombuffer(bytearray(bounds), dtype=torch.int32)
     documents = find_documents(shape[0], shape[1], padded, packed, spec)
-    changing = of_any_length(documents, shape[1])
+    changing = has_varying_length(documents, shape[1])
     request = Request(device, dtype, shape[3], spec.dropout > 0, spec.scale, changing=changing)
     return Resolved(local_executor(spec, request, head_window(spec, shape[2], kv_heads), documents, shape)[1])
 
@@ -213,7 +213,7 @@ def local_executor(
     return call, executors.choose(call, parts, Layout(shape, request.dtype, request.device, spec.dropout > 0))
 
 
-def of_any_length(documents: Sequence[Span], seq_len: int) -> bool:
+def has_varying_length(documents: Sequence[Span], seq_len: int) -> bool:
     """Return whether documents of a sequence of N tokens probably have other lengths in the next call.
 
     Lengths that are no multiple of `WHOLE` suggest sequences with natural lengths, such as slides. Users who cut

@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dilated._device import leave_room
 from lightning_dilated._extensions import hook
-from lightning_dilated.memory.block_memory import Adjustable, StackMemory, set_memory
+from lightning_dilated.memory.block_memory import HasMemorySettings, StackMemory, set_memory
 from lightning_dilated.memory.settings import MemorySettings, check_shared
 from lightning_dilated.sequence.group import SequenceGroup
 
@@ -54,7 +54,7 @@ class ActivationRecompute(pl.Callback):
         truncate: bool = False,
     ) -> None:
         self.settings = MemorySettings(policy, every, offload, tile, head_chunks, stream, truncate)
-        self._before: list[tuple[Adjustable, MemorySettings]] = []
+        self._before: list[tuple[HasMemorySettings, MemorySettings]] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise if the Trainer has two of these callbacks."""

@@ -23,10 +23,17 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dilated._compat.lightning import resume_from, writes_one_file
 from lightning_dilated._validation import integer, one_of, real
-from lightning_dilated.checkpoint.folder import Background, FolderIO, checked, load_folder_with, warn_of_skipped, write
+from lightning_dilated.checkpoint.folder import (
+    BackgroundJob,
+    FolderIO,
+    checked,
+    load_folder_with,
+    warn_of_skipped,
+    write,
+)
 from lightning_dilated.checkpoint.folder_lock import FolderLock
 from lightning_dilated.checkpoint.manifest import clean, listed, name_of, newest_valid, none_valid
-from lightning_dilated.checkpoint.ranks import Peers, reason
+from lightning_dilated.checkpoint.ranks import RankGroup, reason
 from lightning_dilated.checkpoint.reader import ALONE
 from lightning_dilated.checkpoint.state import (
     HostStager,
@@ -131,9 +138,9 @@ class ShardedCheckpoint(Checkpoint):
 
     def _init_process_state(self) -> None:
         """Set attributes that belong to one process and are not copied with the callback."""
-        self._peers = self._writers = Peers()
+        self._peers = self._writers = RankGroup()
         self._world: Any = None  # the default process group at the time when the peers' groups were made
-        self._background, self._stager = Background(), HostStager()
+        self._background, self._stager = BackgroundJob(), HostStager()
         self._lock: FolderLock | None = None  # rank 0's, during a fit
         self._preemption: Preemption | None = None  # the current fit's
 
@@ -184,11 +191,11 @@ class ShardedCheckpoint(Checkpoint):
     def _make_groups(self, trainer: pl.Trainer) -> None:
         """Make process groups once: the writing thread's collectives must not mix with training's."""
         if trainer.world_size == 1:
-            self._peers = self._writers = Peers()
+            self._peers = self._writers = RankGroup()
         elif self._world is not dist.group.WORLD:
             self._world, rank, size = dist.group.WORLD, trainer.global_rank, trainer.world_size
             groups = [dist.new_group(backend="gloo", timeout=_PATIENCE) for _ in range(2)]
-            self._peers, self._writers = (Peers(rank, size, group) for group in groups)
+            self._peers, self._writers = (RankGroup(rank, size, group) for group in groups)
 
     def _make_folder(self) -> Path | None:
         """On rank 0, make and lock it, remove a killed job's unfinished files, and write a probe for all ranks to see."""
@@ -303,7 +310,7 @@ class ShardedCheckpoint(Checkpoint):
         groups = [x.group for x in (self._peers, self._writers) if x.group is not None]
         if groups and isinstance(trainer.strategy, SequenceStrategy) and not self._background.running:
             trainer.strategy.run_groups.add(groups)  # other strategies have no hook after the last one
-            self._peers = self._writers = Peers()
+            self._peers = self._writers = RankGroup()
             self._world = None
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

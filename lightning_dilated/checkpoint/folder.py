@@ -43,12 +43,12 @@ from lightning_dilated.checkpoint.manifest import (
     remove,
     unfinished,
 )
-from lightning_dilated.checkpoint.ranks import Peers, failure, known_to_all, reason
+from lightning_dilated.checkpoint.ranks import RankGroup, failure, known_to_all, reason
 from lightning_dilated.checkpoint.reader import METADATA, load_file, load_into, read_metadata
 from lightning_dilated.checkpoint.state import are_finite, nbytes, read_to_host, renamed, to_numbers, unflatten_low_bit
 
 
-class Background:
+class BackgroundJob:
     """Runs one job at a time in a daemon thread: a job that waits for dead ranks does not keep the process alive."""
 
     def __init__(self) -> None:
@@ -96,7 +96,13 @@ META = "meta.pt"
 
 
 def write(
-    tensors: dict[str, Any], meta: bytes, path: Path, step: int, keep: int, peers: Peers, parameters: Iterable[str] = ()
+    tensors: dict[str, Any],
+    meta: bytes,
+    path: Path,
+    step: int,
+    keep: int,
+    peers: RankGroup,
+    parameters: Iterable[str] = (),
 ) -> None:
     """Write a checkpoint, rename it to `path` once it is complete, and remove older ones; every rank calls with its part.
 
@@ -129,7 +135,7 @@ def _write(
     path: Path,
     step: int,
     keep: int,
-    peers: Peers,
+    peers: RankGroup,
     names: Iterable[str],
 ) -> None:
     """Write as `write` does, without its clean-up after a failure."""
@@ -147,13 +153,13 @@ def _write(
     peers.together(what, _commit, path, step, entries, keep, peers, finite)
 
 
-def _clear(folder: Path, peers: Peers) -> None:
+def _clear(folder: Path, peers: RankGroup) -> None:
     """Remove anything at the path of a new checkpoint: through a link, files would be written elsewhere."""
     if peers.rank == 0 and os.path.lexists(folder):
         remove(folder)
 
 
-def _full_disk(error: str, folder: Path, needed: int, peers: Peers) -> str | None:
+def _full_disk(error: str, folder: Path, needed: int, peers: RankGroup) -> str | None:
     """Return a message, equal on all ranks, if a full disk kept ranks from writing `needed` bytes in all; else None."""
     try:
         free = shutil.disk_usage(folder).free
@@ -170,7 +176,7 @@ def _full_disk(error: str, folder: Path, needed: int, peers: Peers) -> str | Non
 
 
 def _write_files(
-    tensors: dict[str, Any], meta: bytes, folder: Path, peers: Peers, what: str
+    tensors: dict[str, Any], meta: bytes, folder: Path, peers: RankGroup, what: str
 ) -> dict[str, dict[str, Any]]:
     """Write this rank's files; return their entries in the manifest."""
     writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # or the thread would look for a GPU
@@ -179,7 +185,7 @@ def _write_files(
     return peers.together(what, _write_meta, meta, folder, peers)
 
 
-def _write_meta(meta: bytes, folder: Path, peers: Peers) -> dict[str, dict[str, Any]]:
+def _write_meta(meta: bytes, folder: Path, peers: RankGroup) -> dict[str, dict[str, Any]]:
     """Write rank 0's `meta.pt`; return the manifest's entries of this rank's files."""
     names = [p.name for p in folder.glob(f"__{peers.rank}_*")]
     if peers.rank == 0:
@@ -191,14 +197,16 @@ def _write_meta(meta: bytes, folder: Path, peers: Peers) -> dict[str, dict[str, 
     return file_entries(folder, names)
 
 
-def _commit(path: Path, step: int, entries: dict[str, dict[str, Any]], keep: int, peers: Peers, finite: bool) -> None:
+def _commit(
+    path: Path, step: int, entries: dict[str, dict[str, Any]], keep: int, peers: RankGroup, finite: bool
+) -> None:
     if peers.rank == 0:
         commit(path, step, entries, peers.size, finite)
         prune(path.parent, keep)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
-def checked(path: Path, peers: Peers) -> Path:
+def checked(path: Path, peers: RankGroup) -> Path:
     """Return the valid checkpoint that a folder is or holds (`manifest.find_valid`); warn of damaged newer ones."""
     folder, problems = find_valid(path, peers)
     warn_of_skipped(problems, folder)

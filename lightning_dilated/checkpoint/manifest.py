@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_dilated.checkpoint.ranks import Peers, reason
+from lightning_dilated.checkpoint.ranks import RankGroup, reason
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -98,11 +98,11 @@ class SavedFolder:
                 return f"{path} has {path.stat().st_size:,} bytes in place of {entry['size']:,}"
         return None
 
-    def damage(self, peers: Peers) -> str | None:
+    def damage(self, peers: RankGroup) -> str | None:
         """Return damage of files, including their bytes, or None; each rank reads a share, and all must call."""
         return next((problem for problem in peers.gather(self._damage(peers)) if problem), None)
 
-    def _damage(self, peers: Peers) -> str | None:
+    def _damage(self, peers: RankGroup) -> str | None:
         try:
             wrong = self.quick_damage()
             for name in sorted(self.files)[peers.rank :: peers.size] if wrong is None else ():
@@ -137,7 +137,7 @@ def listed(folder: Path) -> list[SavedFolder]:
     return sorted(saved, key=lambda saved: (saved.written, saved.step), reverse=True)
 
 
-def newest_valid(folder: Path, peers: Peers) -> tuple[SavedFolder | None, list[str]]:
+def newest_valid(folder: Path, peers: RankGroup) -> tuple[SavedFolder | None, list[str]]:
     """Return (the newest checkpoint without damage and with finite parameters, problems of newer ones) on all ranks."""
     problems = []
     for saved in peers.gather(listed(folder) if peers.rank == 0 else None)[0] or []:
@@ -154,7 +154,7 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() and (has_files or _NAME.fullmatch(path.name) is not None)
 
 
-def find_valid(path: Path, peers: Peers) -> tuple[Path, list[str]]:
+def find_valid(path: Path, peers: RankGroup) -> tuple[Path, list[str]]:
     """Return (the checkpoint that a path means, problems of newer ones); all ranks must call.
 
     A folder of one checkpoint means itself: it must be valid, unless another program wrote it without a manifest. A

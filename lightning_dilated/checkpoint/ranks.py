@@ -1,4 +1,4 @@
-"""Peers: the ranks that save and load together; a failure of one is raised on all."""
+"""RankGroup: the ranks that save and load together; a failure of one is raised on all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLL = 1.0
 
 
 @dataclass(frozen=True)
-class Peers:
+class RankGroup:
     """This process as `rank` of `size` ranks; `group`: their process group, None for the default group or one rank."""
 
     rank: int = 0
@@ -120,7 +120,7 @@ def known_to_all(error: BaseException) -> bool:
     return getattr(error, "known_to_all", False)
 
 
-#: number of calls of `Peers.watched` by group name, equal on the ranks of the group
+#: number of calls of `RankGroup.watched` by group name, equal on the ranks of the group
 _calls: Counter[str] = Counter()
 
 

@@ -55,7 +55,7 @@ def load_file(source: str | Path | IO[bytes], mapped: bool = False, map_location
     try:
         stored = _load(source, mapped, map_location)
     except UnpicklingError as error:
-        raise UnpicklingError(words_of(error)) from None
+        raise UnpicklingError(unpickling_message(error)) from None
     check_sizes(stored, size)
     return stored
 
@@ -72,7 +72,7 @@ def _load(source: Any, mapped: bool, map_location: Any) -> Any:
     return torch.load(source, weights_only=True, map_location=map_location, mmap=mapped)
 
 
-def words_of(error: UnpicklingError) -> str:
+def unpickling_message(error: UnpicklingError) -> str:
     """Return one line of torch's page of advice (it is to let the file run code) and the class that the file names."""
     named, cause = _NAMED.search(str(error)), _CAUSE.search(str(error))
     if named is None:
@@ -295,7 +295,7 @@ class Reader(dcp.FileSystemReader):
         try:
             return super().read_data(*args, **kwargs)
         except pickle.UnpicklingError as error:
-            raise ValueError(f"an entry of a tensor: {words_of(error)}") from None
+            raise ValueError(f"an entry of a tensor: {unpickling_message(error)}") from None
 
 
 class Planner(dcp.DefaultLoadPlanner):

@@ -33,7 +33,7 @@ def one_line_errors() -> Iterator[None]:
     except (ValueError, TypeError, OSError, ImportError, MisconfigurationException) as error:
         if wants_traceback():
             raise
-        fail(essence(str(error)))
+        fail(summarize_error(str(error)))
 
 
 def check_device(name: str) -> None:
@@ -46,7 +46,7 @@ def check_device(name: str) -> None:
         raise ValueError(f"--device {name}: this machine has no CUDA device. Leave --device out to use the CPU.")
 
 
-def essence(message: str) -> str:
+def summarize_error(message: str) -> str:
     """Return the lines with the error from the parser's nested report of all types that it tried."""
     noise = ("Given value type", "Given value: Namespace", "Given value: NestedArg", "Subtypes:", "Errors:")
     noise += ("- Expected a <class 'NoneType'>", "Does not validate against any")

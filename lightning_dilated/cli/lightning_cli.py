@@ -21,7 +21,7 @@ import lightning_dilated
 from lightning_dilated import callbacks
 from lightning_dilated.callbacks import MetricsProgressBar, PredictionWriter
 from lightning_dilated.callbacks.model_table import ModelTable
-from lightning_dilated.cli.errors import PROG, essence, fail, one_line_errors, wants_traceback
+from lightning_dilated.cli.errors import PROG, fail, one_line_errors, summarize_error, wants_traceback
 from lightning_dilated.cli.load_model import checkpoint_settings, read_checkpoint
 from lightning_dilated.cli.parsing import Parser
 from lightning_dilated.cli.parsing.settings import CONFIG, chosen_classes, options, settings, with_parts
@@ -185,11 +185,11 @@ class DilatedCLI(LightningCLI):
         except (ValueError, OSError, ModuleNotFoundError, MisconfigurationException) as error:
             if wants_traceback() or self.trainer.global_step > steps_before:
                 raise
-            fail(f"{essence(str(error))}\n(LIGHTNING_DILATED_TRACEBACK=1 shows where this was noticed.)")
+            fail(f"{summarize_error(str(error))}\n(LIGHTNING_DILATED_TRACEBACK=1 shows where this was noticed.)")
         except RuntimeError as error:
             if wants_traceback() or not resumed or "loading state_dict" not in str(error):
                 raise
-            fail(f"ckpt_path {path} does not fit this model.{self._differences(path)}\n  {essence(str(error))}")
+            fail(f"ckpt_path {path} does not fit this model.{self._differences(path)}\n  {summarize_error(str(error))}")
 
     def _differences(self, path: str) -> str:
         stored, current = read_checkpoint(path).get("hyper_parameters", {}), self.model.hparams

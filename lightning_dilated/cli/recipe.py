@@ -64,7 +64,7 @@ def with_length(cls: Any, arguments: dict[str, Any], seq_len: int | None) -> dic
     return arguments if not takes or fixed or seq_len is None else {**arguments, "max_seq_len": seq_len}
 
 
-def made_model(path: Path, model: dict[str, Any], seq_len: int | None = None) -> DilatedModule:
+def make_model(path: Path, model: dict[str, Any], seq_len: int | None = None) -> DilatedModule:
     """Return a recipe's model for data of N tokens, not built, without its optimizer."""
     cls = class_of(path, model.get("class_path", "LongNetLM"), "lightning_dilated")
     arguments = {k: v for k, v in (model.get("init_args") or {}).items() if k not in ("optimizer", "lr_scheduler")}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lightning_dilated._validation import refuse_special
-from lightning_dilated.data.opener import Opener, is_url, refuse_url
+from lightning_dilated.data.opener import FileOpener, is_url, refuse_url
 
 HINT = "pass existing files, directories or globs in data.paths, or leave it out to read Python's standard library"
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
@@ -58,7 +58,7 @@ def file_suffixes(value: object, name: str) -> list[str] | None:
 
 
 def collect_files(
-    paths: list[str] | None, suffixes: list[str] | None = None, hint: str = HINT, opener: Opener | None = None
+    paths: list[str] | None, suffixes: list[str] | None = None, hint: str = HINT, opener: FileOpener | None = None
 ) -> list[str]:
     """List the regular files that `paths` name, each once, in the order of the list.
 
@@ -99,7 +99,7 @@ def required_paths(paths: object, name: str) -> list[str]:
     return entries
 
 
-def files_of(paths: list[str], name: str, suffixes: list[str], opener: Opener | None = None) -> list[str]:
+def files_of(paths: list[str], name: str, suffixes: list[str], opener: FileOpener | None = None) -> list[str]:
     """List the files of `data.<name>`, in directories files that end in `suffixes`. Raises: as `collect_files`."""
     return collect_files(paths, suffixes, paths_hint(name), opener)
 
@@ -238,7 +238,7 @@ def spread(count: int, most: int) -> list[int]:
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)).tolist() if count else []
 
 
-def files_digest(files: Sequence[str], opener: Opener | None = None) -> str:
+def files_digest(files: Sequence[str], opener: FileOpener | None = None) -> str:
     """Return a digest of BLOCKS blocks of BLOCK bytes of at most FILES files, equal for equal files on every machine.
 
     A file of up to 32 KiB is read whole; in a larger file a change between the blocks is not detected.
@@ -246,7 +246,7 @@ def files_digest(files: Sequence[str], opener: Opener | None = None) -> str:
     Raises: OSError for a missing file.
     """
     digest = hashlib.blake2b(digest_size=8)
-    chosen, opener = [files[index] for index in spread(len(files), FILES)], opener or Opener()
+    chosen, opener = [files[index] for index in spread(len(files), FILES)], opener or FileOpener()
     urls = [file for file in chosen if is_url(file)]
     opener.look_up(urls)
     sizes = {url: opener.size(url) for url in urls}
@@ -279,7 +279,7 @@ def same_fingerprint(stored: object, current: object) -> bool:
     return stored == current
 
 
-def tells_content(stored: object, current: object) -> bool:
+def covers_content(stored: object, current: object) -> bool:
     """Return False if the data's fingerprint covers content and the checkpoint's does not."""
     return not (isinstance(stored, str) and isinstance(current, str) and MARK in current and MARK not in stored)
 
@@ -299,10 +299,10 @@ class ByteStream:
     Raises: FileNotFoundError or PermissionError when sizes are looked up, ValueError for max_open < 1.
     """
 
-    def __init__(self, files: Sequence[str], max_open: int = 64, opener: Opener | None = None) -> None:
+    def __init__(self, files: Sequence[str], max_open: int = 64, opener: FileOpener | None = None) -> None:
         if max_open < 1:
             raise ValueError(f"max_open is {max_open}; at least one file must be kept open")
-        self.opener = opener or Opener()
+        self.opener = opener or FileOpener()
         self.opener.look_up(map(str, files))
         sizes = [(str(file), self.opener.size(str(file))) for file in files]
         self.files = [file for file, size in sizes if size > 0]

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from lightning_dilated._compat.lightning import restricted_classmethod
 from lightning_dilated._removed import removed
 from lightning_dilated._validation import check_input, flag, integer, real
-from lightning_dilated.data.opener import Opener
+from lightning_dilated.data.opener import FileOpener
 from lightning_dilated.data.packing import ALONG, PackedSamples, PackingSampler, collate_pack
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 
@@ -93,7 +93,7 @@ class SplitDataModule(pl.LightningDataModule):
         # no sample is served twice, so a rank may have no sample of a short validation split
         self.allow_zero_length_dataloader_with_multiple_devices = True
         #: opens the files, by path or URL
-        self.opener = Opener()
+        self.opener = FileOpener()
         self._train_loader: ResumableLoader | None = None
         self._resume_state: dict[str, Any] | None = None
 

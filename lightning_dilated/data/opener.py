@@ -1,4 +1,4 @@
-"""Opener: opens data files by path or by URL. URLs are opened by the remote files of `ext/`."""
+"""FileOpener: opens data files by path or by URL. URLs are opened by the remote files of `ext/`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refuse_url(path: object, name: str) -> None:
         raise ValueError(f"{name} holds the URL {path}, but only files of this machine are read here: copy it first")
 
 
-class Opener:
+class FileOpener:
     """Opens files by path or URL. The code for URLs is imported with the first URL.
 
     Args:

@@ -16,7 +16,7 @@ from lightning_dilated._compat.lightning import (
     set_batches_finished,
     set_epoch_batches,
 )
-from lightning_dilated.data.files import same_fingerprint, tells_content
+from lightning_dilated.data.files import covers_content, same_fingerprint
 
 _STATE_KEYS = ("epoch", "samples", "seed", "num_samples", "seq_len", "shuffle")
 
@@ -261,7 +261,7 @@ class ResumableLoader(DataLoader):
                 "is the same now, or start a new run from the weights only."
             )
         stored = state.get("fingerprint")
-        if not tells_content(stored, identity["fingerprint"]) and same_fingerprint(stored, identity["fingerprint"]):
+        if not covers_content(stored, identity["fingerprint"]) and same_fingerprint(stored, identity["fingerprint"]):
             rank_zero_warn(
                 "the checkpoint's fingerprint of the training data covers names and sizes only: check yourself that files "
                 "of equal names and sizes hold what they did."

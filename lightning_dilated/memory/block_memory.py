@@ -302,10 +302,10 @@ class StackMemory(nn.Module):
         return in_groups(layers, x, self._memory.every if grouped and torch.is_grad_enabled() else 1, self._host)
 
 
-Adjustable = BlockMemory | StackMemory
+HasMemorySettings = BlockMemory | StackMemory
 
 
-def set_memory(module: nn.Module, settings: MemorySettings) -> list[tuple[Adjustable, MemorySettings]]:
+def set_memory(module: nn.Module, settings: MemorySettings) -> list[tuple[HasMemorySettings, MemorySettings]]:
     """Let all stacks of a module, and its blocks outside of stacks, train with these settings.
 
     Returns:

@@ -21,11 +21,11 @@ from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.memory.recompute import ForwardContext
 from lightning_dilated.memory.token_chunks import (
     backward_tiles,
+    check_same_parameters,
     check_whole,
     products,
     products_backward,
     products_dtype,
-    read_again,
     step_of,
     trained,
     weights,
@@ -128,7 +128,7 @@ class _Chunked(torch.autograd.Function):
         chunks, parts, projection = ctx.chunks, ctx.parts, ctx.projection
         count = 3 * len(chunks.windows)
         tables = saved[count : count + ctx.count]
-        parameters = read_again(parts.modules, ctx.weights)
+        parameters = check_same_parameters(parts.modules, ctx.weights)
         needs_x, *needs = ctx.needs_input_grad[3:6]
         totals = [torch.empty_like(y) if needed else None for y, needed in zip((weight, bias), needs, strict=True)]
         # the gradient of the normed rows, until all chunks are done

@@ -82,7 +82,7 @@ def trained(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
     return [p for p, is_trained in weights(modules).items() if is_trained]
 
 
-def read_again(modules: Sequence[nn.Module], before: dict[nn.Parameter, bool]) -> list[nn.Parameter]:
+def check_same_parameters(modules: Sequence[nn.Module], before: dict[nn.Parameter, bool]) -> list[nn.Parameter]:
     """Return `trained` in the backward, which computes tiles again with the parameters that the modules hold by then.
 
     Args:
@@ -139,7 +139,7 @@ class _Tiled(torch.autograd.Function):
         saved = ctx.saved_tensors  # raises if one was changed in place
         rows = saved[: ctx.count]
         needed = ctx.needs_input_grad[6 : 6 + ctx.count]
-        parameters = read_again(ctx.modules, ctx.weights)
+        parameters = check_same_parameters(ctx.modules, ctx.weights)
         grads = [torch.empty_like(x) if needs else None for x, needs in zip(rows, needed, strict=True)]
         with ctx.context.again():
             sums = backward_tiles(ctx.run, ctx.step, rows, parameters, grad, grads)

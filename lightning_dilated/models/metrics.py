@@ -1,4 +1,4 @@
-"""TokenMean, the exact mean over an epoch's tokens on any number of ranks; Newest, a GPU scalar read without waiting."""
+"""TokenMean, the exact mean over an epoch's tokens; DeferredScalar, a GPU scalar read without waiting."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class TokenMean(Float64Metric):
 SLOTS = 8
 
 
-class Newest:
+class DeferredScalar:
     """The latest GPU scalar that has reached the host.
 
     Lightning reads values logged with `prog_bar=True` after every batch, so the GPU idles at the start of each step. A
@@ -147,6 +147,6 @@ class Newest:
         """Wait for the last scalar and return it."""
         return self._known if self._last is None else self._last.item()
 
-    def __reduce__(self) -> tuple[type[Newest], tuple[()]]:
+    def __reduce__(self) -> tuple[type[DeferredScalar], tuple[()]]:
         """Start copies without a value."""
-        return Newest, ()
+        return DeferredScalar, ()

@@ -31,7 +31,7 @@ from lightning_dilated._compat.lightning import (
     combined_loaders,
     evaluated_loaders,
     load_to_cpu_by_name,
-    made_from_checkpoint,
+    module_from_checkpoint,
     restricted_classmethod,
 )
 from lightning_dilated._compat.torch import bare_copy, real_tensors
@@ -39,8 +39,8 @@ from lightning_dilated._extensions import hook
 from lightning_dilated._validation import check_input
 from lightning_dilated.data.module import rebuilt
 from lightning_dilated.models.learning_rate import LR_SCALE, LearningRate, WarmupCosine, fast_parameters
-from lightning_dilated.models.metrics import LoaderStates, Newest, TokenMean, batches_in, each_batch
-from lightning_dilated.models.pretrained import Pretrained, class_in_file, class_path, file_arguments, made_values
+from lightning_dilated.models.metrics import DeferredScalar, LoaderStates, TokenMean, batches_in, each_batch
+from lightning_dilated.models.pretrained import Pretrained, class_in_file, class_path, file_arguments, make_values
 from lightning_dilated.models.stored import plain_value, read_hparams, read_model, stored_hparams
 from lightning_dilated.models.transformer import (
     DilatedTransformer,
@@ -51,7 +51,7 @@ from lightning_dilated.models.transformer import (
 )
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.layers import read_patterns
-from lightning_dilated.pattern.rows import in_turns
+from lightning_dilated.pattern.rows import cycle_to
 from lightning_dilated.recurrence.description import (
     layer_recurrences,
     plain_recurrences,
@@ -79,8 +79,8 @@ class DilatedModule(Pretrained, LearningRate):
     A subclass sets `sequence_spec`: it names the entries of a batch that are sequences, for strategies that shard them.
 
     Logged: `train_loss`, the mean over the tokens of a micro-batch (accumulation averages micro-batches, as Lightning
-    does; on a GPU the progress bar is a step or two late, see `Newest`); `val_loss` and `test_loss`, the exact mean over
-    all tokens of the epoch; and the `derived_metrics` of each. The Trainer makes the layers through `configure_model`;
+    does; on a GPU the progress bar is a step or two late, see `DeferredScalar`); `val_loss` and `test_loss`, the exact mean
+    over all tokens of the epoch; and the `derived_metrics` of each. The Trainer makes the layers through `configure_model`;
     without a Trainer they are made when weights are first accessed. `save_pretrained`, `from_pretrained` and `push_to_hub`
     come from `Pretrained`.
 
@@ -120,7 +120,7 @@ class DilatedModule(Pretrained, LearningRate):
                 raise TypeError(f"{name} must be a function of parameters, such as torch.optim.AdamW; got {value!r}.")
         self._make_optimizer, self._make_scheduler = optimizer, lr_scheduler
         self._built = False
-        self._shown = Newest()
+        self._shown = DeferredScalar()
         self._suffix = ""  # of names of logged metrics
         self._loader_states = {stage: LoaderStates() for stage in STAGES}
         self._patterns: tuple[DilatedPattern, ...] = ()
@@ -158,8 +158,8 @@ class DilatedModule(Pretrained, LearningRate):
         where = checkpoint_path if hparams_file is None else hparams_file
         hparams = stored_hparams(stored) if hparams_file is None else read_hparams(Path(hparams_file))
         which = class_in_file(cls, hparams.get("_class_path") or cls.__name__, where, "load_from_checkpoint")
-        arguments = {k: made_values(v) for k, v in file_arguments(hparams, where, kwargs).items()}
-        return made_from_checkpoint(which, {**stored, "hyper_parameters": arguments}, strict, kwargs)
+        arguments = {k: make_values(v) for k, v in file_arguments(hparams, where, kwargs).items()}
+        return module_from_checkpoint(which, {**stored, "hyper_parameters": arguments}, strict, kwargs)
 
     def build(self) -> None:
         """Make the layers; called once, under the strategy's device and dtype."""
@@ -238,11 +238,11 @@ class DilatedModule(Pretrained, LearningRate):
         Redefine it if the loss reads values of tensors: fake tensors have none.
         """
         copy: Any = bare_copy(self)
-        copy._built, copy._patterns = False, in_turns(self.patterns, depth) if self.patterns else ()
+        copy._built, copy._patterns = False, cycle_to(self.patterns, depth) if self.patterns else ()
         changed = {"depth": depth, "pretrained": None, "compile_blocks": False, "linear_dtype": None}
         for name in ("rotary_bases", "recurrences"):
             if layers := getattr(self, name, None):
-                setattr(copy, name, in_turns(layers, depth))
+                setattr(copy, name, cycle_to(layers, depth))
         copy.__dict__.update({name: value for name, value in changed.items() if hasattr(self, name)})
         return copy
 
@@ -444,7 +444,7 @@ class DilatedModule(Pretrained, LearningRate):
     def on_fit_start(self) -> None:
         """Switch to training mode: Lightning does not, and loaded encoders are in eval mode."""
         checkpoint_after_optimizer_steps(self.trainer)
-        self._shown = Newest()  # the device may differ from the last fit's
+        self._shown = DeferredScalar()  # the device may differ from the last fit's
         self.train()
 
     def on_train_end(self) -> None:

@@ -47,7 +47,7 @@ _RESERVED = ("class_path", "init_args", "dict_kwargs")
 def file_arguments(hparams: Any, where: str | Path, but: Collection[str] = ()) -> dict[str, Any]:
     """Return a model's arguments from a file as plain values, without optimizer, scheduler and Lightning's additions.
 
-    `class_path` may name only a class of `VALUES`, and is returned as its public name. `made_values` makes the objects.
+    `class_path` may name only a class of `VALUES`, and is returned as its public name. `make_values` makes the objects.
 
     Args:
         hparams: nested mappings and lists, as in a recipe.
@@ -127,15 +127,15 @@ def _remedy(name: str) -> str:
     )
 
 
-def made_values(value: Any) -> Any:
+def make_values(value: Any) -> Any:
     """Replace the mappings with a class_path in a checked value by objects of these classes of `VALUES`."""
     if isinstance(value, dict) and "class_path" in value:
         cls = VALUES[value["class_path"].rpartition(".")[2]]
-        return cls(**made_values(value.get("init_args") or {}))
+        return cls(**make_values(value.get("init_args") or {}))
     if isinstance(value, dict):
-        return {key: made_values(inner) for key, inner in value.items()}
+        return {key: make_values(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(made_values, value))
+        return type(value)(map(make_values, value))
     return value
 
 
@@ -287,7 +287,7 @@ class Pretrained:
         config = _read_config(folder)
         which = class_in_file(cls, config["class_path"], folder, "from_pretrained")
         config["init_args"] = file_arguments(config["init_args"], folder / CONFIG, changes)
-        model = made_of(which, config, _read_tensors(folder / WEIGHTS), f"{folder / WEIGHTS} does not fit", changes)
+        model = make_from(which, config, _read_tensors(folder / WEIGHTS), f"{folder / WEIGHTS} does not fit", changes)
         model.read_hub_files(folder)
         return model
 
@@ -317,13 +317,13 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
     return folder
 
 
-def made_of(
+def make_from(
     which: type, config: dict[str, Any], tensors: dict[str, Tensor], wrong: str, changes: dict[str, Any]
 ) -> Any:
     """Make a model from a config's checked arguments, `changes` and weights; error messages start with `wrong`."""
     names = inspect.signature(which.__init__).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
-    stored = {k: made_values(v) for k, v in config["init_args"].items() if open_ended or k in names}
+    stored = {k: make_values(v) for k, v in config["init_args"].items() if open_ended or k in names}
     model = which(**{**stored, **changes})
     _load(model, tensors, wrong)
     for name in getattr(model, "also_in_config", ()):

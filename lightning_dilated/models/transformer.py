@@ -29,7 +29,7 @@ from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, defa
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.stack_sizes import BlockAttention, BlockSizes
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import in_turns, pairs, pairs_of_part, shortest_cycle, window_reach
+from lightning_dilated.pattern.rows import cycle_to, pairs, pairs_of_part, shortest_cycle, window_reach
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.sequence import SequenceSpec
 
@@ -81,7 +81,7 @@ def layer_bases(
             f"rotary_base lists {len(values)} bases for {depth} layers: it takes 1 to {depth}, and repeats."
         )
     bases = [_base(value, max_seq_len) for value in values]
-    return (None,) * depth if position_encoding == "none" else in_turns(bases, depth)
+    return (None,) * depth if position_encoding == "none" else cycle_to(bases, depth)
 
 
 def _base(value: float | str, max_seq_len: int | None) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from lightning_dilated._validation import integer, known_keys
 from lightning_dilated.pattern.pattern import LAYERS, DilatedPattern
-from lightning_dilated.pattern.rows import in_turns, shortest_cycle
+from lightning_dilated.pattern.rows import cycle_to, shortest_cycle
 
 #: a model's `pattern`: one for all layers, or a list for layers 0, 1, ..., which repeats
 LayersLike: TypeAlias = DilatedPattern | Mapping[str, Any] | Sequence[DilatedPattern | Mapping[str, Any]]
@@ -84,7 +84,7 @@ def layer_patterns(
     if shift_layers == "none":
         if shift_below is not None:
             raise ValueError(f'shift_below={shift_below!r} needs shift_layers="odd"; without it no layer is shifted.')
-        return in_turns(cycle, depth)
+        return cycle_to(cycle, depth)
     for member in cycle:
         if member.padding == "attended":
             raise ValueError(

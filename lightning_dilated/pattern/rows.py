@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_dilated.pattern.pattern import DilatedPattern
 
 
-def in_turns(patterns: Sequence[Any], depth: int) -> tuple[Any, ...]:
+def cycle_to(patterns: Sequence[Any], depth: int) -> tuple[Any, ...]:
     """Repeat a list of patterns over `depth` layers."""
     return tuple(patterns[i % len(patterns)] for i in range(depth))
 

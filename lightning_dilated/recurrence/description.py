@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from lightning_dilated._extensions import hook
 from lightning_dilated._validation import integer, known_keys, one_of, real
-from lightning_dilated.pattern.rows import in_turns, shortest_cycle
+from lightning_dilated.pattern.rows import cycle_to, shortest_cycle
 
 KINDS = ("gated_delta", "linear", "delta")
 #: kinds that change their state at the end of a memory segment, and not with every token
@@ -129,7 +129,7 @@ def layer_recurrences(value: RecurrencesLike, depth: int, causal: bool) -> tuple
     for layer in layers:
         if layer is not None:
             layer.check_causal(causal)
-    return in_turns(layers, depth)
+    return cycle_to(layers, depth)
 
 
 def reach_in_words(layers: Sequence[Recurrence | None], head_dim: int) -> str | None:

@@ -19,7 +19,7 @@ from lightning_dilated.sequence import strided
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.program import count
 from lightning_dilated.sequence.exchange.row_ops import FEW
-from lightning_dilated.sequence.exchange.switch import Switched, tasks_by_owner, windows
+from lightning_dilated.sequence.exchange.switch import AllToAllProgram, tasks_by_owner, windows
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.ranges import clip, intersect
 from lightning_dilated.sequence.requirements import (
@@ -41,13 +41,13 @@ PRICED = 8
 FLOPS, MEMORY, COPIED = 400e12, 4e12, 40
 #: slowdown of causal attention over a whole long sequence (owners of a switch) relative to the pieces of zigzag ranks;
 #: 931 and 867 ms for 524,288 tokens on four H200
-WHOLE = 1.08
+SWITCH_SLOWDOWN = 1.08
 #: "auto" leaves out exchanges that save more than this many times the rank's own rows of K and V
-KEPT = 4
+MAX_SAVED_RATIO = 4
 #: default link speeds of prices
 DEFAULTS = Links()
 #: up to this many ranks, all are listed to count the memory of an exchange; of more ranks, only the priced ones
-LISTED = 64
+LISTED_RANKS = 64
 
 
 class ExchangeMemoryError(ValueError):
@@ -277,7 +277,7 @@ def held(problem: Problem, exchange: str, rank: int, per_node: int, head_dim: in
     program = EXCHANGES[exchange].program(problem, rank, per_node)
     row, wide_row = 2 * head_dim * element_size, 2 * head_dim * wide
     landed = lambda step: sum(map(count, step.receives.values()))  # noqa: E731
-    if isinstance(program, Switched):
+    if isinstance(program, AllToAllProgram):
         keys, queries = landed(program.keys), landed(program.queries)
         unit, sums = head_dim * element_size, head_dim * wide
         # q, k and v of the forward; the outputs, their gradients and log-sum-exp; the gradients of q, k and v
@@ -292,7 +292,7 @@ def held(problem: Problem, exchange: str, rank: int, per_node: int, head_dim: in
 def most_held(problem: Problem, exchange: str, per_node: int, head_dim: int, element_size: int) -> int:
     """Return the most that any rank, and any window of a head-parallel group, holds."""
     ranks = problem.shard.ranks
-    listed = range(ranks) if ranks <= LISTED else priced_ranks(ranks)
+    listed = range(ranks) if ranks <= LISTED_RANKS else priced_ranks(ranks)
     return max(held(x, exchange, r, per_node, head_dim, element_size) for x in members_of(problem) for r in listed)
 
 
@@ -321,7 +321,7 @@ def price(problem: Problem, exchange: str, per_node: int, head_dim: int, element
     priced = priced_ranks(problem.shard.ranks)
     sizes = per_node, head_dim, element_size, links
     highest = max((_price(x, exchange, r, *sizes) for x in members_of(problem) for r in priced), key=_seconds)
-    slower = WHOLE if exchange == "switch" and problem.causal else 1
+    slower = SWITCH_SLOWDOWN if exchange == "switch" and problem.causal else 1
     late = (slower * busiest_pairs(x, exchange, priced) - mean_pairs(x, exchange, priced) for x in members_of(problem))
     waiting = max(late) * 14 * head_dim / FLOPS
     if exchange == "switch":
@@ -452,11 +452,13 @@ def _cheapest(
     kv_heads = max(x.kv_heads[1] - x.kv_heads[0] for x in members_of(problem))
     own_bytes = 2 * samples * problem.shard.longest * kv_heads * head_dim * element_size
     allowed = [p for p in prices if p.exchange not in over]
-    fits = [p for p in allowed if p.kept <= KEPT * own_bytes] or allowed
+    fits = [p for p in allowed if p.kept <= MAX_SAVED_RATIO * own_bytes] or allowed
     best = min(fits, key=_seconds)
     for p in allowed:
         if p not in fits:
-            rejected[p.exchange] = f"keeps {p.kept / 1e6:.1f} MB, more than {KEPT} times the rank's own K and V"
+            rejected[p.exchange] = (
+                f"keeps {p.kept / 1e6:.1f} MB, more than {MAX_SAVED_RATIO} times the rank's own K and V"
+            )
         elif p is not best:
             rejected[p.exchange] = f"takes {_seconds(p) * 1e3:.3f} ms, {best.exchange} {_seconds(best) * 1e3:.3f} ms"
     return Plan(problem, best.exchange, tuple(prices), tuple(rejected.items()), links)

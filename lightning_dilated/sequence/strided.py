@@ -20,7 +20,7 @@ from lightning_dilated.sequence.ranges import Holed, clip, intersect, union
 from lightning_dilated.sequence.requirements import BranchSegment, Document, Problem, segment_rows, served
 
 #: rows of one rank by (document, head or kv head)
-HeldRows = dict[tuple[Document, int], list[Holed]]
+RowsByDocumentHead = dict[tuple[Document, int], list[Holed]]
 #: (segment, head, the head's rows in it) -> the last row to take, or None to take no row
 LastRow = Callable[[BranchSegment, int, range], "int | None"]
 
@@ -133,13 +133,13 @@ def owner_of(problem: Problem, segment: BranchSegment, head: int) -> int:
 
 
 @functools.lru_cache(maxsize=16384)
-def rows_read(problem: Problem, readers: frozenset[int], source: int) -> HeldRows:
+def rows_read(problem: Problem, readers: frozenset[int], source: int) -> RowsByDocumentHead:
     """Return {(document, kv head): rows} that `source` holds and a rank of `readers` needs; `source` may be one."""
     return _held(problem, source, _read_by(problem, readers))
 
 
 @functools.lru_cache(maxsize=16384)
-def rows_owned(problem: Problem, owner: int, group: int, source: int) -> HeldRows:
+def rows_owned(problem: Problem, owner: int, group: int, source: int) -> RowsByDocumentHead:
     """Return {(document, head // group): rows} that `source` holds of the segments that `owner` owns in a switch."""
     return _held(problem, source, _owned_by(problem, owner, group))
 
@@ -207,7 +207,7 @@ def _rows_of_branch(problem: Problem, document: Document, branch: int, head: int
     return BranchRows(whole, tuple(x for x in skipped if x.rows), tuple(x for x in loose if x.rows))
 
 
-def _held(problem: Problem, source: int, rows: dict[tuple[Document, int], list[BranchRows]]) -> HeldRows:
+def _held(problem: Problem, source: int, rows: dict[tuple[Document, int], list[BranchRows]]) -> RowsByDocumentHead:
     joined: dict[tuple[int, ...], list[Holed]] = {}
     out = {}
     for key, branches in rows.items():
@@ -227,6 +227,6 @@ def _join_branches(branches: list[BranchRows], held: range) -> Holed:
     return joined
 
 
-def row_count(rows: HeldRows) -> int:
+def row_count(rows: RowsByDocumentHead) -> int:
     """Return the number of rows in all samples."""
     return sum(document.samples * len(x) for (document, _), parts in rows.items() for x in parts)

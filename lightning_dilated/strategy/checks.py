@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dilated._compat.lightning import combined_loaders
 from lightning_dilated._compat.torch import own_parameters
-from lightning_dilated.checkpoint.ranks import Peers
+from lightning_dilated.checkpoint.ranks import RankGroup
 from lightning_dilated.models.metrics import batches_in
 from lightning_dilated.sequence import SequenceSpec
 from lightning_dilated.sequence.consensus import differing
@@ -162,7 +162,7 @@ def compare_settings(read: Callable[..., dict[str, str]], *args: Any) -> None:
         facts = read(*args)
     except Exception as raised:  # inform the other ranks, which wait to compare
         facts, error = {"error": f"{type(raised).__name__}: {raised}"}, raised
-    peers = Peers(dist.get_rank(), dist.get_world_size())
+    peers = RankGroup(dist.get_rank(), dist.get_world_size())
     digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=16).hexdigest()
     if len(set(peers.gather(digest))) == 1:  # digests first, so that many ranks send few bytes
         if error is not None:
@@ -185,7 +185,7 @@ def compare_loader(
         (the sharded loader, the reason why losses cannot be added over ranks in each step of the stage, or None).
 
     Raises:
-        ValueError: on every rank, as `compare_loaders` and `unlike_batches`; on a rank where `shard` raised, its error.
+        ValueError: on every rank, as `compare_loaders` and `check_equal_batches`; on a rank where `shard` raised, its error.
     """
     sharded, facts, error = loader, {}, None
     try:
@@ -198,7 +198,7 @@ def compare_loader(
         raise (error or differs) from None
     # `compare_training` counts the batches of several training loaders at the first step
     compared = stage != "train" or 0 in batches
-    return sharded, unlike_batches(batches, stage, sizes, shards_parameters) if compared else None
+    return sharded, check_equal_batches(batches, stage, sizes, shards_parameters) if compared else None
 
 
 def compare_loaders(facts: dict[str, str], batches: int | None, sizes: MeshSizes) -> list[int | None]:
@@ -233,7 +233,7 @@ def number_of_batches(loader: Any, trainer: Any, stage: str) -> int | None:
     return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
 
 
-def unlike_batches(batches: list[Any], stage: str, sizes: MeshSizes, shards_parameters: bool) -> str | None:
+def check_equal_batches(batches: list[Any], stage: str, sizes: MeshSizes, shards_parameters: bool) -> str | None:
     """Return the reason why losses cannot be added over ranks in each step, if numbers of batches differ, else None.
 
     Raises:
@@ -270,7 +270,7 @@ def compare_training(trainer: Any, sizes: MeshSizes, shards_parameters: bool) ->
         left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
     batches: list[Any] = [None] * sizes.world
     dist.all_gather_object(batches, min(trainer.num_training_batches, left))
-    unlike_batches(batches, "train", sizes, shards_parameters)
+    check_equal_batches(batches, "train", sizes, shards_parameters)
 
 
 def batches_of_loaders(trainer: Any, batch: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_dilated._compat.torch import whole_graphs_in_ddp
 from lightning_dilated._validation import integer, one_of
 from lightning_dilated.checkpoint.folder import checked, read_whole
-from lightning_dilated.checkpoint.ranks import Peers
+from lightning_dilated.checkpoint.ranks import RankGroup
 from lightning_dilated.checkpoint.state import read_to_host
 from lightning_dilated.strategy.fsdp import Exchange, Layout
 from lightning_dilated.strategy.options import SequenceOptions
@@ -148,7 +148,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
 
         Folders are read without running code, for any `weights_only`.
         """
-        peers = Peers(self.global_rank, self.world_size)
+        peers = RankGroup(self.global_rank, self.world_size)
         if not peers.any(Path(checkpoint_path).is_dir()):  # a rank that sees no folder has to enter the checks too
             read_to_host(self.checkpoint_io)
             return self._of_this_region(super().load_checkpoint(checkpoint_path, *args, **kwargs))

@@ -24,11 +24,11 @@ from lightning_dilated._compat.lightning import writes_one_file
 from lightning_dilated._compat.torch import use_autograd_cache, uses_autograd_cache
 from lightning_dilated._validation import check_input
 from lightning_dilated.checkpoint.folder import META, checked, load_sharded, load_whole_states
-from lightning_dilated.checkpoint.ranks import Peers
+from lightning_dilated.checkpoint.ranks import RankGroup
 from lightning_dilated.checkpoint.reader import read_metadata
 from lightning_dilated.checkpoint.state import refuse_one_file, refuse_replicated_low_bit, to_numbers
 from lightning_dilated.strategy.options import SequenceOptions
-from lightning_dilated.strategy.parallelize import check_offload, join_host, rest_to_device, with_host
+from lightning_dilated.strategy.parallelize import check_offload, join_host, unsharded_to_device, with_host
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
 Exchange = Literal["auto", "gather", "ring", "butterfly", "switch", "hierarchical_gather", "hierarchical_butterfly"]
@@ -129,7 +129,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         if self._offload is None:
             super().model_to_device()
         else:
-            rest_to_device(cast(LightningModule, self.lightning_module), self.root_device)
+            unsharded_to_device(cast(LightningModule, self.lightning_module), self.root_device)
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +160,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
         Lightning does not pass `Trainer.fit(weights_only=...)` on to strategies of this kind.
         """
-        peers = Peers(self.global_rank, self.world_size)
+        peers = RankGroup(self.global_rank, self.world_size)
         if peers.any(Path(checkpoint_path).is_dir()):  # a rank that sees no folder has to enter the checks too
             return self._load_folder(checked(Path(checkpoint_path), peers))
         if peers.any(Path(checkpoint_path).is_file()):
@@ -183,7 +183,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         """
         path = Path(self.broadcast(filepath))
         if storage_options is None:  # Lightning refuses others
-            peers = Peers(self.global_rank, self.world_size)
+            peers = RankGroup(self.global_rank, self.world_size)
             peers.together(f"{path} cannot be replaced", self._remove_other_form, path)
         super().save_checkpoint(checkpoint, path, storage_options)
 

@@ -20,7 +20,7 @@ from lightning_dilated._compat.lightning import replace_sampler_choice
 from lightning_dilated._compat.torch import set_dataset
 from lightning_dilated.data.module import detached, sendable
 from lightning_dilated.sequence.shard import Place, SequenceSpec
-from lightning_dilated.strategy.preemption import IgnoresSignals
+from lightning_dilated.strategy.preemption import WorkerWithoutSignals
 
 
 def keep_order(trainer: pl.Trainer) -> None:
@@ -161,7 +161,7 @@ class Loaders:
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
             # Lightning would seed by the global rank, and the ranks of a sequence would augment it differently
             loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.data_rank)
-        loader.worker_init_fn = IgnoresSignals(loader.worker_init_fn)
+        loader.worker_init_fn = WorkerWithoutSignals(loader.worker_init_fn)
         return loader
 
     def _restore(self, loader: DataLoader) -> None:

@@ -405,7 +405,7 @@ def place_parameters(module: nn.Module, device: torch.device, offload: bool) -> 
     )
 
 
-def rest_to_device(module: nn.Module, device: torch.device) -> None:
+def unsharded_to_device(module: nn.Module, device: torch.device) -> None:
     """Move all but sharded parameters, such as buffers and metrics, to a device, which the module then reports."""
     set_module_device(module, device)
     map_tensors(module, lambda x: x if isinstance(x, DTensor) else x.to(device))

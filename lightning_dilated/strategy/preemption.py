@@ -265,7 +265,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_fork)
 
 
-class EndsOnSignal:
+class PreemptionMixin:
     """A strategy mixin, placed before Lightning's class: also checks for signals before a validation and after a fit."""
 
     _preemption: Preemption | None = None
@@ -321,7 +321,7 @@ def requeue_job() -> None:
 
 
 # -- workers of loaders ------------------------------------------------------------------------------------------------
-class IgnoresSignals:
+class WorkerWithoutSignals:
     """A loader's `worker_init_fn` that first makes the worker ignore signals, except SIGTERM from its parent process.
 
     Schedulers and terminals signal whole groups of processes. If such a signal ended a worker, the fit would fail before its
@@ -362,7 +362,7 @@ ENDING = 1.0
 _runs = itertools.count()
 
 
-class ReportsLostRanks:
+class RankLossMixin:
     """A strategy mixin, placed before Lightning's class: after a collective failed, the error names lost ranks and reasons.
 
     gloo says "Connection reset by peer" and names only a port. So every rank that ends with an error stores its reason in

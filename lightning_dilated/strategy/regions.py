@@ -35,7 +35,7 @@ def check_regions(regions: Any, outer: Any) -> None:
         )
 
 
-class TrainsInRegions:
+class RegionMixin:
     """A strategy mixin, placed before Lightning's class: regions train apart, and outer steps keep them one model.
 
     During a fit the module holds the region's own parameters. In validations, in checkpoints and after the fit it holds the

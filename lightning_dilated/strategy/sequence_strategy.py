@@ -35,12 +35,12 @@ from lightning_dilated.strategy.mesh import (
 )
 from lightning_dilated.strategy.options import SequenceOptions
 from lightning_dilated.strategy.parallelize import forget_gradient_options, lasting_groups, parallelize
-from lightning_dilated.strategy.preemption import EndsOnSignal, ReportsLostRanks
-from lightning_dilated.strategy.regions import TrainsInRegions
+from lightning_dilated.strategy.preemption import PreemptionMixin, RankLossMixin
+from lightning_dilated.strategy.regions import RegionMixin
 from lightning_dilated.strategy.replicas import Replicas
 
 
-class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
+class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
     """A mixin for a Lightning strategy with many processes; it precedes that strategy in the list of bases."""
 
     #: whether each rank holds only a shard of the parameters, so that all ranks meet in every step of every stage

@@ -1,11 +1,11 @@
-"""with_room: a call in a loop allocates no stack chunk at any depth of the caller."""
+"""avoid_frame_chunk_edge: a call in a loop allocates no stack chunk at any depth of the caller."""
 
 import resource
 import sys
 
 import pytest
 
-from lightning_dilated._compat.cpython import with_room
+from lightning_dilated._compat.cpython import avoid_frame_chunk_edge
 from lightning_dilated.attention.executors.blockwise import Blockwise
 from lightning_dilated.attention.executors.fused import Fused
 from lightning_dilated.attention.executors.remote import AllToAll, HeadParallel, RowExchange
@@ -36,7 +36,7 @@ def most(function):
 
 
 def test_loops_do_not_ask_for_memory():
-    assert most(lambda: with_room(faults)(None)) < CALLS // 3
+    assert most(lambda: avoid_frame_chunk_edge(faults)(None)) < CALLS // 3
 
 
 @pytest.mark.skipif(not (3, 11) <= sys.version_info < (3, 13), reason="no release of these versions has the fix")
@@ -45,9 +45,9 @@ def test_without_room_they_do():
 
 
 def test_results_and_errors_pass():
-    assert with_room(divmod)(7, 2) == (3, 1)
+    assert avoid_frame_chunk_edge(divmod)(7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        with_room(divmod)(1, 0)
+        avoid_frame_chunk_edge(divmod)(1, 0)
 
 
 @pytest.mark.parametrize("executor", [Blockwise, Fused, RowExchange, AllToAll, HeadParallel, Chunked])

@@ -30,7 +30,7 @@ class Forgetful:
         monkeypatch.setitem(ENGINES, "cpu_flash", replace(engine, name="cpu_flash"))
 
     def backward(self, base, grad, q, k, v, out, *args):
-        read = sdpa._as_first_read((q, k, v), grad, out) if self.mended else (grad, out)
+        read = sdpa._with_first_strides((q, k, v), grad, out) if self.mended else (grad, out)
         if read is None:  # flash attention takes over
             self.handed_on += 1
             return base.backward(grad, q, k, v, out, *args)
@@ -74,9 +74,9 @@ def test_random_calls_one_after_another(first, then):
 def test_an_expanded_gradient_is_not_the_layout_of_others(monkeypatch):
     monkeypatch.setattr(sdpa, "_READ", {})
     q, whole = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
-    grad, out = sdpa._as_first_read((q, q, q), torch.ones(1, 1, 1, 8).expand(2, 3, 5, 8), whole)
+    grad, out = sdpa._with_first_strides((q, q, q), torch.ones(1, 1, 1, 8).expand(2, 3, 5, 8), whole)
     assert grad.stride() == whole.stride() and torch.equal(grad, torch.ones_like(q)) and out is whole
-    assert sdpa._as_first_read((q, q, q), whole, whole) == [whole, whole]  # unchanged
+    assert sdpa._with_first_strides((q, q, q), whole, whole) == [whole, whole]  # unchanged
 
 
 @pytest.mark.parametrize("flash", [True, False])

@@ -12,7 +12,7 @@ from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 from lightning_dilated.checkpoint import folder as saved_folder
 from lightning_dilated.checkpoint import manifest as saved_files
 from lightning_dilated.checkpoint.manifest import SavedFolder
-from lightning_dilated.checkpoint.ranks import Peers
+from lightning_dilated.checkpoint.ranks import RankGroup
 
 from ..distributed import forked
 from .checkpoint_runs import STEPS, names, run
@@ -79,10 +79,12 @@ def test_every_byte_is_looked_at_by_one_rank(copied, ranks):
         whole = (path / name).read_bytes()
         for place in (0, len(whole) // 3, len(whole) - 1):
             (path / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-            messages = [words for rank in range(ranks) if (words := SavedFolder.read(path)._damage(Peers(rank, ranks)))]
+            messages = [
+                words for rank in range(ranks) if (words := SavedFolder.read(path)._damage(RankGroup(rank, ranks)))
+            ]
             assert messages == [f"{path / name} has other bytes than were written (its checksum differs)"]
         (path / name).write_bytes(whole)
-    assert SavedFolder.read(path).damage(Peers()) is None
+    assert SavedFolder.read(path).damage(RankGroup()) is None
 
 
 @pytest.mark.parametrize("resume", ["auto", "must"])

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lightning_dilated.checkpoint.folder import read_tensors
-from lightning_dilated.checkpoint.ranks import Peers
+from lightning_dilated.checkpoint.ranks import RankGroup
 from lightning_dilated.checkpoint.state import assign_writers
 
 from ..distributed.pool import Pool
@@ -310,6 +310,6 @@ def test_buffers_that_differ(pool, text, tmp_path, strategy):
 
 
 def test_a_rank_alone_needs_no_group():
-    assert Peers().gather(3) == [3] and Peers().together("x", lambda y: y + 1, 2) == 3
+    assert RankGroup().gather(3) == [3] and RankGroup().together("x", lambda y: y + 1, 2) == 3
     with pytest.raises(OSError, match="it failed: ZeroDivisionError: division by zero"):
-        Peers().together("it failed", lambda: 1 / 0)
+        RankGroup().together("it failed", lambda: 1 / 0)

@@ -12,9 +12,9 @@ from lightning_dilated import DilatedPattern
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.ext.planning.candidates import candidates, yaml_lines
 from lightning_dilated.ext.planning.counting.footprint import footprint
-from lightning_dilated.ext.planning.counting.model_specs import subject_of
-from lightning_dilated.ext.planning.memory import memory, moved_as_fit_ends
-from lightning_dilated.ext.planning.plan_request import number, parser, settled
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
+from lightning_dilated.ext.planning.memory import bytes_moved_at_fit_end, memory
+from lightning_dilated.ext.planning.plan_request import number, parser, resolve_request
 from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.sequence.head_size import plan_in_groups
@@ -42,7 +42,7 @@ def kind(result, name):
 
 
 def parsed(*argv):
-    return settled(parser().parse_args(list(map(str, argv))))
+    return resolve_request(parser().parse_args(list(map(str, argv))))
 
 
 def recipe(folder, model=LM, strategy=None, **parts):
@@ -58,7 +58,7 @@ def test_numbers_are_those_of_planning(cli):
     result = cli("plan", *SIZES, "--tokens", "1M", *BLOCK)
     assert result.code == 0, result.err
     model = parsed(*SIZES).model
-    plan = footprint(subject_of(model, memory=MemorySettings("block")))
+    plan = footprint(counted_model_of(model, memory=MemorySettings("block")))
     x = memory(plan, 1 << 20)
     longest, gib, host, *_ = row(result, "block")
     assert gib == pytest.approx(x.peak / GIB, abs=0.05) and host == 0
@@ -67,7 +67,7 @@ def test_numbers_are_those_of_planning(cli):
         assert kind(result, name) == pytest.approx(size / GIB, abs=0.005)
     assert "1 x H200, single, adamw" in result.out and "ActivationRecompute" in result.out
     (end,) = (line.split() for line in result.out.splitlines() if "as fit ends" in line)
-    assert float(end[3]) == pytest.approx(moved_as_fit_ends(plan, Setup()) / GIB, abs=0.005)
+    assert float(end[3]) == pytest.approx(bytes_moved_at_fit_end(plan, Setup()) / GIB, abs=0.005)
 
 
 def test_links_are_those_of_the_gpu(cli, tmp_path):
@@ -433,12 +433,12 @@ def test_no_line_is_left_empty(settings, strategy):
 
 def test_stream_alone_is_of_all_settings():
     sizes = ["--dim", "64", "--depth", "2", "--heads", "4", "--segments", "64", "--dilations", "1", "--gpus", "1"]
-    request = settled(parser().parse_args([*sizes, "--stream", "64K"]))
+    request = resolve_request(parser().parse_args([*sizes, "--stream", "64K"]))
     assert request.settings is None and request.stream == 65536
-    request = settled(parser().parse_args([*sizes, "--stream", "64K", "--policy", "block"]))
+    request = resolve_request(parser().parse_args([*sizes, "--stream", "64K", "--policy", "block"]))
     assert request.settings == MemorySettings("block", stream=65536)
     recipe = ["--config", "recipes/billion.yaml", "--gpus", "1", "--stream", "64K"]
-    assert settled(parser().parse_args(recipe)).settings is None, "as without --stream"
+    assert resolve_request(parser().parse_args(recipe)).settings is None, "as without --stream"
 
 
 @pytest.mark.slow

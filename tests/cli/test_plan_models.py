@@ -4,9 +4,9 @@ import pytest
 import yaml
 
 from lightning_dilated.ext.planning.counting.footprint import footprint
-from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
 from lightning_dilated.ext.planning.memory import memory
-from lightning_dilated.ext.planning.plan_request import parser, settled
+from lightning_dilated.ext.planning.plan_request import parser, resolve_request
 from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 
@@ -20,7 +20,7 @@ SLIDES = {"class_path": "SlidePretrainer", "init_args": {**SIZES, "max_wsi_size"
 
 
 def parsed(*argv):
-    return settled(parser().parse_args(list(map(str, argv))))
+    return resolve_request(parser().parse_args(list(map(str, argv))))
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_labelled_slides(cli, recipe):
     assert result.code == 0, result.err
     out = " ".join(result.out.split())
     assert "model: SlideEncoder" in out and "a token is a row of a slide: a tile, or the class token's" in out
-    plan = footprint(subject_of(parsed("--config", path).model, memory=MemorySettings("block")))
+    plan = footprint(counted_model_of(parsed("--config", path).model, memory=MemorySettings("block")))
     peak = memory(plan, 1 << 20, Setup("ring_dilated")).peak / GIB
     (row,) = (line for line in result.out.splitlines() if line.startswith("* block  "))
     assert float(row.split()[3]) == pytest.approx(peak, abs=0.05)

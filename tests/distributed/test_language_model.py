@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, MultiheadDilatedAttention, Recurrence
-from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
 from lightning_dilated.ext.planning.estimate import Facts, estimate
 from lightning_dilated.ext.planning.gpus import GPUS
 from lightning_dilated.ext.planning.setup import Setup
@@ -135,7 +135,7 @@ def received(rank, group, name):
 def test_plan_of_layers_that_differ(pool, name):
     """`plan` predicts the bytes that are moved; it counts fp32, and these ranks use fp64."""
     net = model(TURNS[name])
-    facts = Facts.of(net, subject_of(net, "32-true"))
+    facts = Facts.of(net, counted_model_of(net, "32-true"))
     step = estimate(facts, MemorySettings(), CUT, Setup("ring_dilated", 4, 4), GPUS["H200"]).step
     means = torch.tensor(pool.run(4, received, name), dtype=torch.float64).mean(0)
     assert means.tolist() == [2 * step.bytes(run)[0] for run in ("forward", "backward")] and means.min() > 0

@@ -25,7 +25,7 @@ from lightning_dilated.ext.decoding.load import load_language_model
 from lightning_dilated.ext.evaluation.evaluate import load_causal_model
 from lightning_dilated.ext.export import consolidate
 from lightning_dilated.ext.genomes.score import genome_model
-from lightning_dilated.models.pretrained import file_arguments, made_values
+from lightning_dilated.models.pretrained import file_arguments, make_values
 
 from . import PATTERN, text, trainer
 
@@ -306,7 +306,7 @@ def test_classes_of_values(tmp_path):
     recurrence = {"class_path": "lightning_dilated.Recurrence", "init_args": {"conv": 2}}
     checked = file_arguments({"pattern": pattern, "recurrence": [recurrence, None]}, "x.ckpt")
     assert checked["pattern"]["class_path"] == "lightning_dilated.DilatedPattern"
-    loaded = made_values(checked)
+    loaded = make_values(checked)
     assert loaded == {"pattern": DilatedPattern([Branch(8, 2)]), "recurrence": [Recurrence(conv=2), None]}
     model = LongNetLM.load_from_checkpoint(checkpoint(tmp_path, pattern=pattern))
     assert model.pattern == DilatedPattern([Branch(8, 2)])

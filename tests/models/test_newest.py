@@ -14,23 +14,23 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.models.metrics import SLOTS, Newest
+from lightning_dilated.models.metrics import SLOTS, DeferredScalar
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_on_a_cpu_at_once():
-    newest = Newest()
+    newest = DeferredScalar()
     assert [newest.of(torch.tensor(x, requires_grad=True)) for x in (1.5, 2.5)] == [1.5, 2.5]
 
 
 def test_copies_begin_anew():
-    newest = Newest()
+    newest = DeferredScalar()
     assert newest.last() is None
     newest.of(torch.tensor(1.5))
     newest._free = [lambda: None]  # like events, it cannot be pickled
     for copied in (copy.deepcopy(newest), pickle.loads(pickle.dumps(newest))):
-        assert isinstance(copied, Newest) and copied.last() is None and newest.last() == 1.5
+        assert isinstance(copied, DeferredScalar) and copied.last() is None and newest.last() == 1.5
 
 
 class Shown(pl.callbacks.TQDMProgressBar):
@@ -58,7 +58,7 @@ def test_the_bar_shows_the_loss():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_what_has_arrived():
-    newest, x = Newest(), torch.tensor(1.5, device="cuda")
+    newest, x = DeferredScalar(), torch.tensor(1.5, device="cuda")
     newest.of(x)
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
@@ -70,7 +70,7 @@ def test_on_a_gpu_what_has_arrived():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_many_under_way():
-    newest, x = Newest(), torch.arange(20.0, device="cuda")
+    newest, x = DeferredScalar(), torch.arange(20.0, device="cuda")
     newest.of(x[0])
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)

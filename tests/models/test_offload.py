@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_dilated.ext.planning.counting.footprint import footprint
-from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
 from lightning_dilated.ext.planning.memory import _on_host_only
 from lightning_dilated.memory import head_chunks as chunks
 from lightning_dilated.memory import offload
@@ -164,7 +164,7 @@ def test_memory_is_given_back_when_copies_are_done(monkeypatch):
 def counted(settings):
     """Return the footprint of both cases; it does not depend on which inputs are offloaded."""
     model = tiny(PATTERN, torch.float32, depth=8, residual_dtype="bfloat16")
-    return footprint(subject_of(model, "bf16-mixed", settings), (42, 63))
+    return footprint(counted_model_of(model, "bf16-mixed", settings), (42, 63))
 
 
 @pytest.mark.parametrize("offload_part", [1, 0.5])

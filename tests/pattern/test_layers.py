@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern, Window
 from lightning_dilated.pattern.layers import layer_patterns, plain_patterns, read_patterns
-from lightning_dilated.pattern.rows import in_turns, shortest_cycle
+from lightning_dilated.pattern.rows import cycle_to, shortest_cycle
 
 from ..examples import examples
 
@@ -18,8 +18,8 @@ PATTERN = DilatedPattern.longnet([5, 16], [1, 2])
 @settings(max_examples=examples(100))
 def test_shortest_cycle(values, depth):
     cycle = shortest_cycle(values)
-    assert in_turns(cycle, depth)[: len(values)] == in_turns(values, depth)[: len(values)]
-    repeats = [n for n in range(1, len(values)) if in_turns(values[:n], len(values)) == tuple(values)]
+    assert cycle_to(cycle, depth)[: len(values)] == cycle_to(values, depth)[: len(values)]
+    repeats = [n for n in range(1, len(values)) if cycle_to(values[:n], len(values)) == tuple(values)]
     assert len(cycle) == min([*repeats, len(values)])
 
 
@@ -129,7 +129,7 @@ def test_hybrid_with_windows():
 
 def test_hybrid_of_yaml_takes_depth_and_heads_of_the_model():
     want = DilatedPattern.hybrid(8, 4, 2, local=16)
-    assert in_turns(read_patterns({"hybrid": {"local": 16}}, 8, 4, 2), 8) == tuple(want)
+    assert cycle_to(read_patterns({"hybrid": {"local": 16}}, 8, 4, 2), 8) == tuple(want)
     assert read_patterns({"hybrid": None}, 8, 4) == shortest_cycle(DilatedPattern.hybrid(8, 4))
 
 

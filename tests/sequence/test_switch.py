@@ -73,7 +73,7 @@ def owned_rows(problem: Problem, tasks: list) -> list[tuple]:
     return rows + [(*key, tuple(x)) for key, x in joined.items()]
 
 
-def check_rows(problem: Problem, rank: int, program: switch.Switched) -> None:
+def check_rows(problem: Problem, rank: int, program: switch.AllToAllProgram) -> None:
     """Check that messages hold rows of their senders, and that a rank receives exactly its tasks' rows, none twice."""
     for step, heads, group in (
         (program.keys, problem.kv_heads, problem.group),

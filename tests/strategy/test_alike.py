@@ -26,7 +26,7 @@ from lightning_dilated import (
     loss_share,
 )
 from lightning_dilated.callbacks import ShardedCheckpoint
-from lightning_dilated.checkpoint.ranks import Peers
+from lightning_dilated.checkpoint.ranks import RankGroup
 from lightning_dilated.checkpoint.state import bits
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.strategy.checks import _described, compare_settings, parameters_of
@@ -315,7 +315,7 @@ def test_settings_that_no_rank_can_read_and_other_orders(monkeypatch):
     with pytest.raises(OSError, match="no such disk"):
         compare_settings(lambda: {"a": Unreadable().b})
     digests = []
-    monkeypatch.setattr(Peers, "gather", lambda peers, value: digests.append(value) or [value])
+    monkeypatch.setattr(RankGroup, "gather", lambda peers, value: digests.append(value) or [value])
     for facts in ({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {"a": "2", "b": "1"}):
         compare_settings(lambda facts=facts: facts)
     assert digests[0] == digests[1] != digests[2]

@@ -282,7 +282,7 @@ def moved(rank, group):
     built, model, data, _ = make(RUN.but(strategy=HOST, steps=1), launched(rank))
     model.register_buffer("seen", torch.zeros(3))
     built.fit(model, data)
-    parallelize.rest_to_device(model, torch.device("meta"))
+    parallelize.unsharded_to_device(model, torch.device("meta"))
     parameters = {p.device.type for p in model.parameters()}
     return (
         parameters,

@@ -141,7 +141,7 @@ class Slowly(torch.utils.data.Dataset):
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_workers_leave_signals_to_the_process_that_started_them(signum):
     init = []
-    options = {"num_workers": 1, "worker_init_fn": preemption.IgnoresSignals(init.append)}
+    options = {"num_workers": 1, "worker_init_fn": preemption.WorkerWithoutSignals(init.append)}
     loader = iter(torch.utils.data.DataLoader(Slowly(), **options))
     assert int(next(loader)) == 0
     (worker,) = loader._workers
@@ -153,7 +153,9 @@ def test_workers_leave_signals_to_the_process_that_started_them(signum):
 
 
 def test_a_worker_ends_when_its_parent_says_so():
-    loader = iter(torch.utils.data.DataLoader(Slowly(), num_workers=1, worker_init_fn=preemption.IgnoresSignals(None)))
+    loader = iter(
+        torch.utils.data.DataLoader(Slowly(), num_workers=1, worker_init_fn=preemption.WorkerWithoutSignals(None))
+    )
     assert int(next(loader)) == 0
     (worker,) = loader._workers
     worker.terminate()

@@ -36,7 +36,7 @@ def _cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Call cuDNN's backward with the strides that its cached graph reads; flash attention if copies are too large."""
-    restrided = _as_first_read((q, k, v), grad, out)
+    restrided = _with_first_strides((q, k, v), grad, out)
     if restrided is None:
         return compat.flash_attention_backward(grad, q, k, v, out, lse, causal, scale)
     return compat.cudnn_attention_backward(restrided[0], q, k, v, restrided[1], lse, causal, scale)
@@ -49,7 +49,7 @@ MOST_SPREAD = 4
 _READ: dict[tuple, tuple[tuple[int, ...], ...]] = {}
 
 
-def _as_first_read(inputs: tuple[Tensor, Tensor, Tensor], *read: Tensor) -> list[Tensor] | None:
+def _with_first_strides(inputs: tuple[Tensor, Tensor, Tensor], *read: Tensor) -> list[Tensor] | None:
     """Return grad and out with their strides in the first backward with such q, k, v; copy them if the strides differ.
 
     torch (seen in 2.11) caches the graph of cuDNN's backward only by the shapes and strides of q, k and v. The graph

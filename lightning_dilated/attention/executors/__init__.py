@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_dilated._compat.cpython import with_room
+from lightning_dilated._compat.cpython import avoid_frame_chunk_edge
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors import fused, grouped
 from lightning_dilated.attention.executors.base import Call, Executor, HeadWindow, Layout, empty_state
@@ -61,13 +61,13 @@ class WithGlobalTokens:
     def masked(self, mask: Dropout) -> WithGlobalTokens:
         return WithGlobalTokens(self.local.masked(mask), self.global_blocks.masked(mask))
 
-    @with_room
+    @avoid_frame_chunk_edge
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
         out, lse, _ = self.local.forward(inputs, False)
         self.global_blocks.merge(inputs, out, lse)
         return out, lse, None
 
-    @with_room
+    @avoid_frame_chunk_edge
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:

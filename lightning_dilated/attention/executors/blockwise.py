@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_dilated._compat.cpython import with_room
+from lightning_dilated._compat.cpython import avoid_frame_chunk_edge
 from lightning_dilated.attention.backends import Request, for_band, for_rows
 from lightning_dilated.attention.backends.base import Band, Engine, Terms, merge
 from lightning_dilated.attention.dropout import BlockDropout, Dropout
@@ -32,7 +32,7 @@ class Blockwise:
     def masked(self, mask: Dropout) -> Blockwise:
         return replace(self, call=replace(self.call, mask=mask))
 
-    @with_room
+    @avoid_frame_chunk_edge
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
         if final and (only := self._only(inputs)) is not None:
             return *_single_block(self.call, suited(self.call.engine, *inputs), *only), None
@@ -46,7 +46,7 @@ class Blockwise:
         for span, block in self._walk(tensors):
             merge_block(out, lse, *block_forward(self.call, tensors, span, block), span, block)
 
-    @with_room
+    @avoid_frame_chunk_edge
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated import kernels
-from lightning_dilated._compat.cpython import with_room
+from lightning_dilated._compat.cpython import avoid_frame_chunk_edge
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors.base import Call, HeadWindow, Layout
 from lightning_dilated.attention.executors.blockwise import block_backward, block_forward, suited
@@ -276,7 +276,7 @@ class Fused:
     def masked(self, mask: Dropout) -> Fused:
         return replace(self, call=replace(self.call, mask=mask))
 
-    @with_room
+    @avoid_frame_chunk_edge
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
         call, inputs = self.call, suited(self.call.engine, *inputs)
         q, out = inputs[0], None
@@ -292,7 +292,7 @@ class Fused:
             del parts  # before the next span's parts are made
         return torch.zeros_like(q, dtype=dtype) if out is None else out, lse, None
 
-    @with_room
+    @avoid_frame_chunk_edge
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:

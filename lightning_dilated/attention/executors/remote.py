@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated import kernels
-from lightning_dilated._compat.cpython import with_room
+from lightning_dilated._compat.cpython import avoid_frame_chunk_edge
 from lightning_dilated.attention.backends import ENGINES, Request, for_band, for_rows
 from lightning_dilated.attention.backends.base import Band, Engine, Terms
 from lightning_dilated.attention.backends.base import merge as log_sum_exp
@@ -116,7 +116,7 @@ class RowExchange:
     def masked(self, mask: Dropout) -> RowExchange:
         return replace(self, call=replace(self.call, mask=mask), local=self.local.masked(mask))
 
-    @with_room
+    @avoid_frame_chunk_edge
     def forward(
         self, inputs: Sequence[Tensor], final: bool, carried: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -128,7 +128,7 @@ class RowExchange:
             _merge_requests(self.call, queries, (q, out, lse), ((x.batches, x.rows) for x in run.arrivals()))
         return out, lse, run.received
 
-    @with_room
+    @avoid_frame_chunk_edge
     def backward(
         self,
         tensors: Sequence[Tensor],
@@ -214,7 +214,7 @@ class AllToAll:
     def masked(self, mask: Dropout) -> AllToAll:
         return replace(self, call=replace(self.call, mask=mask), local=self.local.masked(mask))
 
-    @with_room
+    @avoid_frame_chunk_edge
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor]:
         run = SwitchRun(self.route, self.wires[0])
         run.post(*inputs)
@@ -230,7 +230,7 @@ class AllToAll:
             merge_rows(indices, part[:, :-1], part[:, -1], out, lse)
         return out, lse, run.kept
 
-    @with_room
+    @avoid_frame_chunk_edge
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
@@ -278,7 +278,7 @@ class HeadParallel:
     def masked(self, mask: Dropout) -> HeadParallel:
         return replace(self, inner=self.inner.masked(mask))
 
-    @with_room
+    @avoid_frame_chunk_edge
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor]:
         group, q = self.groups[0], inputs[0]
         by_heads = group.to_heads(inputs, (self.cuts, self.kv_cuts, self.kv_cuts))
@@ -290,7 +290,7 @@ class HeadParallel:
         lse = group.to_tokens(lse.to(wide).transpose(1, 2)[..., None], self.cuts, q.shape[2])
         return out, lse[..., 0].transpose(1, 2), torch.cat(saved)
 
-    @with_room
+    @avoid_frame_chunk_edge
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:

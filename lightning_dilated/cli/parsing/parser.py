@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_dilated._extensions import public_path
 from lightning_dilated._removed import removed, removed_name
-from lightning_dilated.cli.errors import PROG, essence, fail, wants_traceback
+from lightning_dilated.cli.errors import PROG, fail, summarize_error, wants_traceback
 from lightning_dilated.cli.parsing.class_help import SECTIONS, keys, names, subclass
 from lightning_dilated.cli.parsing.settings import Key, chosen_classes, options, settings
 from lightning_dilated.data import ByteDataModule
@@ -104,7 +104,11 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error or wants_traceback():
             super().error(message, ex)
-        fail("\n".join([essence(message), *dict.fromkeys(advice(message, sys.argv[1:])), where_listed(sys.argv[1:])]))
+        fail(
+            "\n".join(
+                [summarize_error(message), *dict.fromkeys(advice(message, sys.argv[1:])), where_listed(sys.argv[1:])]
+            )
+        )
 
 
 def advice(message: str, argv: list[str]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from lightning_dilated._validation import one_of, real
 from lightning_dilated.data.files import HINT, MARK, ByteStream, collect_files, file_suffixes, path_list
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
-from lightning_dilated.data.opener import CACHE_GIB, Opener
+from lightning_dilated.data.opener import CACHE_GIB, FileOpener
 from lightning_dilated.data.text.documents import Documents
 
 
@@ -97,7 +97,7 @@ class ByteDataModule(SequenceDataModule):
             "cu_seqlens": (D + 1,) int32 bounds of the samples on the CPU, "index": (D,)}. A file's last byte has the label
             -100. null does not pack.
         cache_dir, cache_gib: for URLs, the folder for fetched blocks (null: remote in the package's cache folder) and its
-            limit in GiB, see `Opener`.
+            limit in GiB, see `FileOpener`.
 
     Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
     """
@@ -123,7 +123,7 @@ class ByteDataModule(SequenceDataModule):
         cache_gib: float = CACHE_GIB,
     ) -> None:
         super().__init__(seq_len, val_limit, batch_size, seed, num_workers, pin_memory, pack_tokens)
-        self.opener = Opener(cache_dir, cache_gib)
+        self.opener = FileOpener(cache_dir, cache_gib)
         self.paths = path_list(paths)
         self.val_fraction = real(val_fraction, "data.val_fraction", least=0, below=1)
         self.test_fraction = real(test_fraction, "data.test_fraction", least=0, below=1)

@@ -19,7 +19,7 @@ from lightning_dilated._extensions import hook
 from lightning_dilated._validation import flag, integer, one_of
 from lightning_dilated.data.files import MARK, ByteStream, files_of, required_paths
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
-from lightning_dilated.data.opener import CACHE_GIB, Opener
+from lightning_dilated.data.opener import CACHE_GIB, FileOpener
 from lightning_dilated.data.text.bytes import ByteSequences
 from lightning_dilated.data.text.documents import Documents
 
@@ -50,7 +50,7 @@ class TokenFile:
     count: int
 
 
-def token_file(path: str, size: int, dtype: str | None, header: int, opener: Opener | None = None) -> TokenFile:
+def token_file(path: str, size: int, dtype: str | None, header: int, opener: FileOpener | None = None) -> TokenFile:
     """Read the beginning of a file of `size` bytes, and locate its tokens.
 
     Args:
@@ -62,16 +62,16 @@ def token_file(path: str, size: int, dtype: str | None, header: int, opener: Ope
     if size == 0:
         raise ValueError(f"{path} is empty: write it again or leave it out of the paths")
     if path.endswith(".npy"):
-        return _npy_file(path, size, opener or Opener())
+        return _npy_file(path, size, opener or FileOpener())
     if not path.endswith(".bin"):
         raise ValueError(
             f"{path} ends neither in .npy nor in .bin: tokens are read from numpy arrays (.npy) or raw numbers (.bin); "
             "text and other files are served byte by byte by lightning_dilated.data.ByteDataModule"
         )
-    return _raw_file(path, size, dtype, header, opener or Opener())
+    return _raw_file(path, size, dtype, header, opener or FileOpener())
 
 
-def _npy_file(path: str, size: int, opener: Opener) -> TokenFile:
+def _npy_file(path: str, size: int, opener: FileOpener) -> TokenFile:
     with opener.open(path) as file:
         try:
             version = np.lib.format.read_magic(file)
@@ -112,7 +112,7 @@ def _check_header_length(file: BinaryIO, version: tuple[int, int], size: int) ->
     file.seek(begin)
 
 
-def _raw_file(path: str, size: int, dtype: str | None, header: int, opener: Opener) -> TokenFile:
+def _raw_file(path: str, size: int, dtype: str | None, header: int, opener: FileOpener) -> TokenFile:
     kind = np.dtype(dtype or "uint16")
     with opener.open(path) as file:
         first = file.read(4096)
@@ -158,7 +158,7 @@ class TokenStream:
     It reads through a `ByteStream`, and can be pickled like it.
     """
 
-    def __init__(self, files: Sequence[TokenFile], opener: Opener | None = None) -> None:
+    def __init__(self, files: Sequence[TokenFile], opener: FileOpener | None = None) -> None:
         self.files = list(files)
         self._bytes = ByteStream([file.path for file in self.files], opener=opener)
         sizes = np.array(self._bytes.sizes, dtype=np.int64)
@@ -169,7 +169,7 @@ class TokenStream:
         return int(self._ends[-1])
 
     @property
-    def opener(self) -> Opener:
+    def opener(self) -> FileOpener:
         return self._bytes.opener
 
     @property
@@ -363,7 +363,7 @@ class TokenDataModule(SequenceDataModule):
             samples, and "index" is (D,). null does not pack.
         seed, num_workers, pin_memory: see `SplitDataModule`.
         cache_dir, cache_gib: for URLs, the folder for fetched blocks (null: remote in the package's cache folder) and its
-            limit in GiB, see `Opener`. `scan` fetches all files once; set it to false for large files.
+            limit in GiB, see `FileOpener`. `scan` fetches all files once; set it to false for large files.
         tokenizer: the tokenizer.json that made the tokens, or a folder of transformers; checkpoints store it for
             `generate`. null: no tokenizer.
 
@@ -394,7 +394,7 @@ class TokenDataModule(SequenceDataModule):
         tokenizer: str | None = None,
     ) -> None:
         super().__init__(seq_len, val_limit, batch_size, seed, num_workers, pin_memory, pack_tokens)
-        self.opener = Opener(cache_dir, cache_gib)
+        self.opener = FileOpener(cache_dir, cache_gib)
         options = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths}
         self.paths = {x: required_paths(p, x) for x, p in options.items() if x == "paths" or p is not None}
         self.vocab_size = integer(vocab_size, "data.vocab_size", 1)

@@ -41,7 +41,7 @@ def _compiled_in(environment: type[Any], template: str) -> Any:
         return chat_template_utils._cached_compile_jinja_template(template)
 
 
-def look_for_documents_in_tokens_only() -> None:
+def skip_documents_without_tokens() -> None:
     """Let models create a mask without tokens, as on a rank of a short sequence.
 
     Replaces `transformers.masking_utils.find_packed_sequence_indices`, which reads the last position of a row. Known to

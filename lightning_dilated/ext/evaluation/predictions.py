@@ -85,18 +85,18 @@ class PredictionWriter(BasePredictionWriter):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log that `validate` writes nothing."""
-        say_when(self, trainer)
+        log_predict_only(self, trainer)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log that `test` writes nothing."""
-        say_when(self, trainer)
+        log_predict_only(self, trainer)
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._started and trainer.is_global_zero:
             print(f"predictions: {self._target}")
 
 
-def say_when(writer: pl.Callback, trainer: pl.Trainer) -> None:
+def log_predict_only(writer: pl.Callback, trainer: pl.Trainer) -> None:
     """Log that a writer writes in `predict` only, except in a fit, because its recipe may also serve `predict`."""
     if trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING):
         command = trainer.state.fn.value

@@ -9,11 +9,11 @@ from pathlib import Path
 import yaml
 
 from lightning_dilated._validation import text_of
-from lightning_dilated.cli.recipe import made_model, seq_len_of
+from lightning_dilated.cli.recipe import make_model, seq_len_of
 from lightning_dilated.ext.explain.explanation import Explanation, explain, sight_table
 from lightning_dilated.models.transformer import rotary_hint, served_length
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import in_turns
+from lightning_dilated.pattern.rows import cycle_to
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import reach_in_words
 
@@ -64,7 +64,7 @@ def sizes_of_recipe(path: Path) -> Sizes:
         raise ValueError(
             f"--config {path} has no model with a class_path: give --segments, --dilations, --heads instead."
         )
-    model = made_model(path, config["model"], seq_len_of(path, config.get("data")))
+    model = make_model(path, config["model"], seq_len_of(path, config.get("data")))
     if not getattr(model, "patterns", None):
         raise ValueError(f"--config {path}: the model, {type(model).__name__}, has no pattern to explain.")
     heads, dim = getattr(model, "num_heads", None), getattr(model, "dim", None)
@@ -126,7 +126,7 @@ def table(sizes: Sizes, result: Explanation) -> list[str]:
     head = f"{result.seq_len:,} tokens, {result.num_heads} heads of {sizes.head_dim}, {result.depth} layers, {kind}"
     lines = [*result.layers_in_words, head, "", *(f"  {name:<22}{value}" for name, value in rows.items())]
     lines += [f"  {'' if i else 'sight':<22}{line}" for i, line in enumerate(sight_table(result.sight))]
-    recurrences = in_turns(sizes.recurrences, result.depth) if sizes.recurrences else ()
+    recurrences = cycle_to(sizes.recurrences, result.depth) if sizes.recurrences else ()
     if beyond := reach_in_words(recurrences, sizes.head_dim):
         lines.append(f"  {'beyond the pattern':<22}{beyond}")
     return lines + [f"  {'rotary range':<22}{line}" for line in rotary_table(sizes.rotary_bases)]
@@ -151,6 +151,6 @@ def run(argv: list[str]) -> None:
     print("\n".join([*table(sizes, result), ""]))
     hints = list(result.hints)
     if sizes.rotary_bases:
-        layers = in_turns(sizes.patterns, len(sizes.rotary_bases))
+        layers = cycle_to(sizes.patterns, len(sizes.rotary_bases))
         hints += filter(None, [rotary_hint(sizes.rotary_bases, layers, sizes.seq_len)])
     print("\n".join(f"  problem: {hint}" for hint in hints) or "  no problems")

@@ -18,7 +18,7 @@ import torch
 
 from lightning_dilated._validation import integer
 from lightning_dilated.pattern.branch import Branch
-from lightning_dilated.pattern.rows import in_turns, seen_within, segment_index, shortest_cycle, used_index
+from lightning_dilated.pattern.rows import cycle_to, seen_within, segment_index, shortest_cycle, used_index
 from lightning_dilated.pattern.rows import pairs as count_pairs
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class Explanation:
         """The pattern, or each pattern with its layers."""
         if len(self.patterns) == 1:
             return [f"{self.patterns[0]}"]
-        layers = in_turns(self.patterns, self.depth)
+        layers = cycle_to(self.patterns, self.depth)
         numbers = {x: [i for i, y in enumerate(layers) if y == x] for x in dict.fromkeys(layers)}
         return [f"layers {', '.join(map(str, which))}: {pattern}" for pattern, which in numbers.items()]
 
@@ -250,13 +250,13 @@ def explain(
 ) -> Explanation:
     """Explain a pattern, or a list of patterns that layers cycle through; see `DilatedPattern.explain`."""
     seq_len, depth = integer(seq_len, "seq_len", 1), integer(depth, "depth", 1)
-    cycle = shortest_cycle(in_turns(list(pattern) if isinstance(pattern, Sequence) else [pattern], depth))
+    cycle = shortest_cycle(cycle_to(list(pattern) if isinstance(pattern, Sequence) else [pattern], depth))
     for member in cycle:
         num_heads, kv_heads = member.check_heads(num_heads, num_kv_heads)
     reach, full = _reach([_steps(x, seq_len, num_heads, kv_heads, causal) for x in cycle], seq_len, depth)
     pairs = {x: count_pairs(x, seq_len, num_heads, kv_heads, causal) for x in cycle}
     uncovered = {x: _uncovered(x, seq_len, num_heads, kv_heads) for x in cycle}
-    mean = lambda values: sum(values[x] for x in in_turns(cycle, depth)) / depth  # noqa: E731
+    mean = lambda values: sum(values[x] for x in cycle_to(cycle, depth)) / depth  # noqa: E731
     total = round(mean(pairs))
     dead = {
         (layer, i): residues
@@ -277,7 +277,7 @@ def explain(
         layers_to_full_reach=full,
         pairs=total,
         keys_per_row=total / (num_heads * seq_len),
-        sight=sight(in_turns(cycle, depth), seq_len, num_heads, kv_heads),
+        sight=sight(cycle_to(cycle, depth), seq_len, num_heads, kv_heads),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_dilated.checkpoint.folder import checked, read_meta, read_tensors
-from lightning_dilated.checkpoint.ranks import Peers
+from lightning_dilated.checkpoint.ranks import RankGroup
 from lightning_dilated.cli.load_model import read_checkpoint, stored_class
 from lightning_dilated.data.text.tokenizer_files import checked_files, write_files
 from lightning_dilated.models import DilatedModule
@@ -19,7 +19,7 @@ from lightning_dilated.models.pretrained import (
     file_arguments,
     imported,
     library_of,
-    made_of,
+    make_from,
     plain_arguments,
     tensors_of,
     write_folder,
@@ -69,7 +69,7 @@ def weights(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     if not path.is_dir():
         stored = read_checkpoint(path)
         return path, stored["state_dict"], stored
-    folder = checked(path, Peers())
+    folder = checked(path, RankGroup())
     meta = read_meta(folder)
     return folder, read_tensors(folder, "state_dict.").get("state_dict", {}), meta
 
@@ -87,7 +87,7 @@ def described(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> t
         config["classes"] = meta["classes"]
     cls = imported(config["class_path"])
     if isinstance(cls, type) and issubclass(cls, DilatedModule):
-        model = made_of(cls, config, tensors, f"the weights of {path} do not fit", {})
+        model = make_from(cls, config, tensors, f"the weights of {path} do not fit", {})
         return config_of(model), tensors_of(model)
     storages: set[tuple[int, int]] = set()
     unique = {}

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from lightning_dilated._validation import one_of, real
 from lightning_dilated.data.files import files_of, name_list, required_paths
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
-from lightning_dilated.data.opener import CACHE_GIB, Opener
+from lightning_dilated.data.opener import CACHE_GIB, FileOpener
 from lightning_dilated.ext.genomes.bases import COMPLEMENTS, LETTERS, N_CODE
 from lightning_dilated.ext.genomes.files import Genome, Record
 from lightning_dilated.ext.genomes.regions import Region, read_bed
@@ -56,7 +56,7 @@ class GenomeDataModule(SequenceDataModule):
         val_limit: maximum number of windows of the validation split; null for all.
         cache_dir: null is genomes in the package's cache folder ($LIGHTNING_DILATED_CACHE, or lightning-dilated in
             $XDG_CACHE_HOME or ~/.cache). If missing, it is created for this user alone (mode 0700).
-        cache_gib: maximum GiB of blocks of URLs there, see `Opener`; decompressed files are not counted.
+        cache_gib: maximum GiB of blocks of URLs there, see `FileOpener`; decompressed files are not counted.
         pack_tokens: maximum bases of a batch on each device. Records shorter than a window, and bases after the last
             whole window of a record, are then samples of their own length (at least two bases). Samples are packed into
             one row: {"tokens": (1, n), "labels": (1, n), "cu_seqlens": (D + 1,) int32 on the CPU, the bounds of the D
@@ -101,7 +101,7 @@ class GenomeDataModule(SequenceDataModule):
         cache_gib: float = CACHE_GIB,
     ) -> None:
         super().__init__(seq_len, val_limit, batch_size, seed, num_workers, pin_memory, pack_tokens)
-        self.opener = Opener(cache_dir, cache_gib)
+        self.opener = FileOpener(cache_dir, cache_gib)
         self.paths = required_paths(paths, "paths")
         self.names = {"val": name_list(val_names, "val_names"), "test": name_list(test_names, "test_names")}
         common = sorted({*self.names["val"]} & {*self.names["test"]})

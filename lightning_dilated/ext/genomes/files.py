@@ -25,7 +25,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dilated._validation import refuse_special
 from lightning_dilated.data.files import ByteStream
-from lightning_dilated.data.opener import Opener, is_url
+from lightning_dilated.data.opener import FileOpener, is_url
 from lightning_dilated.ext.genomes.bases import CODES, ILLEGAL, N_CODE, OTHER
 from lightning_dilated.ext.text.block_cache import cache_root, locked, private_folder, within
 
@@ -41,7 +41,7 @@ def default_cache() -> Path:
     return cache_root() / "genomes"
 
 
-def plain_file(path: str, cache: Path, opener: Opener | None = None) -> str:
+def plain_file(path: str, cache: Path, opener: FileOpener | None = None) -> str:
     """Return the file's path, or the path of a plain copy in `cache`, made once for each path, size and time of change.
 
     Files that are compressed, have a byte order mark, or have lines that end in CR alone are copied, because they
@@ -50,7 +50,7 @@ def plain_file(path: str, cache: Path, opener: Opener | None = None) -> str:
     Raises: ValueError for an empty file, a file that gzip cannot read to its end, or a file that unpacks to more than
         MOST_PACKED times its size (above SMALL bytes).
     """
-    opener = opener or Opener()
+    opener = opener or FileOpener()
     if opener.size(path) == 0:
         raise ValueError(f"{path} is empty: fetch it again or leave it out of data.paths")
     with opener.open(path) as file:
@@ -88,7 +88,7 @@ def _clean(blocks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def table_rows(
-    path: str | Path, what: str, columns: int, opener: Opener | None = None, blanks: bool = False
+    path: str | Path, what: str, columns: int, opener: FileOpener | None = None, blanks: bool = False
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield (line number from 1, its first `columns` fields) of a text file (or URL), plain or compressed by gzip.
 
@@ -104,7 +104,7 @@ def table_rows(
             times the size of a packed file (above SMALL characters).
     """
     refuse_special(str(path))
-    opener, number, fields = opener or Opener(), 0, 0
+    opener, number, fields = opener or FileOpener(), 0, 0
     limit = max(SMALL, MOST_PACKED * opener.size(str(path)))
     with opener.open(str(path)) as file:
         packed = file.read(2) == b"\x1f\x8b"
@@ -146,7 +146,7 @@ def _fields(line: str, columns: int, blanks: bool) -> list[str]:
     return (line.split(None, columns) if blanks and "\t" not in line else line.split("\t", columns))[:columns]
 
 
-def _decompress(path: str, target: Path, opener: Opener, packed: bool = True) -> None:
+def _decompress(path: str, target: Path, opener: FileOpener, packed: bool = True) -> None:
     size = opener.size(path)
     limit = max(SMALL, MOST_PACKED * size)
     done = 0
@@ -179,7 +179,7 @@ def _part_of(target: Path) -> Iterator[Path]:
         yield Path(folder) / target.name
 
 
-def _cached(path: str, cache: Path, suffix: str, opener: Opener, version: object = None) -> Path:
+def _cached(path: str, cache: Path, suffix: str, opener: FileOpener, version: object = None) -> Path:
     if is_url(path):
         key = repr((path, opener.remote.state(path), version))
     else:
@@ -190,7 +190,7 @@ def _cached(path: str, cache: Path, suffix: str, opener: Opener, version: object
 
 # -- the index ---------------------------------------------------------------------------------------------------------
 def read_index(
-    path: str, source: str, cache: Path, opener: Opener | None = None
+    path: str, source: str, cache: Path, opener: FileOpener | None = None
 ) -> list[tuple[str, int, int, int, int]]:
     """Return (name, bases, byte of the first, bases a line, bytes a line) of every record, from a .fai as of samtools.
 
@@ -204,7 +204,7 @@ def read_index(
     except ImportError as error:
         message = "FASTA files are read with pyfaidx: pip install 'lightning-dilated[genomes]'"
         raise ModuleNotFoundError(message) from error
-    opener = opener or Opener()
+    opener = opener or FileOpener()
     target, file = _index_file(path, source, cache, opener), _fasta(path, opener)
     try:
         with pyfaidx.Faidx(file, indexname=str(target), build_index=False) as faidx:
@@ -226,7 +226,7 @@ def read_index(
     return records
 
 
-def _index_file(path: str, source: str, cache: Path, opener: Opener) -> Path:
+def _index_file(path: str, source: str, cache: Path, opener: FileOpener) -> Path:
     """Return the path of a file's index; writes it if it is missing or older than the file."""
     if is_url(path):
         return _index_of_url(path, cache, opener)
@@ -244,7 +244,7 @@ def _index_file(path: str, source: str, cache: Path, opener: Opener) -> Path:
     return target
 
 
-def _index_of_url(path: str, cache: Path, opener: Opener) -> Path:
+def _index_of_url(path: str, cache: Path, opener: FileOpener) -> Path:
     """Return the path in `cache` of a URL's index: a copy of the index next to the URL, or a new one."""
     neighbour = f"{path}.fai"
     exists = opener.remote.exists(neighbour)
@@ -262,7 +262,7 @@ def _index_of_url(path: str, cache: Path, opener: Opener) -> Path:
     return target
 
 
-def _write_index(path: str, source: str, target: Path, opener: Opener) -> None:
+def _write_index(path: str, source: str, target: Path, opener: FileOpener) -> None:
     import pyfaidx
 
     try:
@@ -273,7 +273,7 @@ def _write_index(path: str, source: str, target: Path, opener: Opener) -> None:
         raise ValueError(f"{source} is not a FASTA file that can be read by range. {_reason(error)}") from error
 
 
-def _fasta(path: str, opener: Opener) -> Any:
+def _fasta(path: str, opener: FileOpener) -> Any:
     """Return the file for pyfaidx: the path, or for a URL an fsspec OpenFile that reads through the opener."""
     if not is_url(path):
         return path
@@ -360,9 +360,9 @@ class Genome:
     Raises: OSError or ValueError with file, record and position.
     """
 
-    def __init__(self, files: list[str], cache_dir: str | None = None, opener: Opener | None = None) -> None:
+    def __init__(self, files: list[str], cache_dir: str | None = None, opener: FileOpener | None = None) -> None:
         cache = Path(cache_dir).expanduser() if cache_dir else default_cache()
-        opener = opener or Opener(cache_dir)
+        opener = opener or FileOpener(cache_dir)
         opener.look_up(files)
         plain = [plain_file(path, cache, opener) for path in files]
         self.stream = ByteStream(plain, opener=opener)

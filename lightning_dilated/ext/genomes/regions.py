@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_dilated.data.opener import Opener
+from lightning_dilated.data.opener import FileOpener
 from lightning_dilated.ext.genomes.files import Record, table_rows
 
 
@@ -25,7 +25,7 @@ class Region(NamedTuple):
         return self._replace(start=low, stop=max(low, min(self.stop, stop)))
 
 
-def read_bed(path: str | Path, records: Sequence[Record], opener: Opener | None = None) -> list[Region]:
+def read_bed(path: str | Path, records: Sequence[Record], opener: FileOpener | None = None) -> list[Region]:
     """Read the regions of a BED file (or URL), plain or compressed by gzip, in file order.
 
     The columns are record, start (counted from 0), stop, and optionally name, score and strand (+, - or .), separated

@@ -44,7 +44,7 @@ from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.sequence.group import active_sequence, no_sequence
 
 #: most graphs that are kept; each has separate inputs and outputs, and all share the memory for tensors in between
-KEPT = 64
+MAX_GRAPHS = 64
 #: lengths of recorded sequences are multiples of this
 STEP = 64
 #: attributes of modules that users change during training, and that a replay would not see
@@ -258,7 +258,7 @@ class CudaGraphs:
                 self.say(f"{size} cannot be recorded: {error}")
                 return compute(inputs)
             self._records[key] = recorded
-            if len(self._records) > KEPT:
+            if len(self._records) > MAX_GRAPHS:
                 self._records.popitem(last=False)
         self.tokens, self.padded = self.tokens + batch * tokens, self.padded + batch * length
         if new:

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dilated.data import StreamDataModule
 from lightning_dilated.ext.planning.candidates import candidates_of, in_words
 from lightning_dilated.ext.planning.counting.dry_run import PRECISIONS
-from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
 from lightning_dilated.ext.planning.estimate import GRAIN, Case, Facts
 from lightning_dilated.ext.planning.gpus import GIB, GPUS, Gpu
 from lightning_dilated.ext.planning.setup import Setup
@@ -101,7 +101,7 @@ def answer(question: Question) -> str | None:
     """Count in this process, and return the text for `advise`."""
     model, tokens, now = question.model, question.tokens, question.settings
     try:
-        subject = subject_of(model, question.precision, None, question.compile_blocks, question.gpu.capability)
+        subject = counted_model_of(model, question.precision, None, question.compile_blocks, question.gpu.capability)
     except (TypeError, ValueError):  # a model that cannot be planned
         return None
     case = Case(subject, Facts.of(model, subject), question.setup, question.gpu)

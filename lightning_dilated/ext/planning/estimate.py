@@ -20,9 +20,9 @@ from pathlib import Path
 from lightning_dilated.ext.planning.counting.compiled import Graphs
 from lightning_dilated.ext.planning.counting.dry_run import BlockWork, Work
 from lightning_dilated.ext.planning.counting.footprint import (
+    CountedModel,
     Exchanged,
     Footprint,
-    Subject,
     footprint,
     lighter,
     of_call,
@@ -39,7 +39,7 @@ from lightning_dilated.ext.planning.streams import Carried, Exchange, further_wo
 from lightning_dilated.ext.streams.carried_rows import chunk_count
 from lightning_dilated.memory.chunked_loss import loss_tile
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.pattern.rows import in_turns, pairs, query_rows
+from lightning_dilated.pattern.rows import cycle_to, pairs, query_rows
 from lightning_dilated.sequence.planner import ExchangeMemoryError
 
 #: bytes/s between a GPU and pinned memory of its host, each way, over PCIe 5.0 x16
@@ -107,14 +107,14 @@ class Time:
 
 
 @dataclass(frozen=True)
-class Slower:
+class RelativeSpeed:
     """A GPU's time relative to the measured GPU, for products and for moving memory."""
 
     products: float
     memory: float
 
     @classmethod
-    def of(cls, gpu: Gpu) -> Slower:
+    def of(cls, gpu: Gpu) -> RelativeSpeed:
         """Return the ratios of the data sheets."""
         base = GPUS["H200"]
         return cls(base.flops / gpu.flops, base.bandwidth / gpu.bandwidth)
@@ -122,7 +122,7 @@ class Slower:
 
 def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None, head_dim: int | None = None) -> Machine:
     """Scale the measured machine to another model; `head_dim`: D, if `facts` joins heads into wider ones."""
-    base, call, slower = base or measured_machine(), facts.call, Slower.of(gpu)
+    base, call, slower = base or measured_machine(), facts.call, RelativeSpeed.of(gpu)
     wide = call.head_dim / base.head_dim
     heads = call.heads / base.heads * wide * slower.products
     each = _of_a_pair(base, call.head_dim, head_dim or call.head_dim, slower)
@@ -141,14 +141,14 @@ def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None, head_dim: int | 
     )  # fmt: skip
 
 
-def _of_a_pair(base: Machine, joined: int, dim: int, slower: Slower) -> tuple[float, float]:
+def _of_a_pair(base: Machine, joined: int, dim: int, slower: RelativeSpeed) -> tuple[float, float]:
     """Return a pair's time relative to the measured pair, forward and backward; `joined`: features of joined heads."""
     grown = lambda share, d: share + (1 - share) * d / SOFTMAX_DIM  # noqa: E731
     times = lambda share: grown(share, dim) / grown(share, base.head_dim) * joined / dim * slower.products  # noqa: E731
     return times(SOFTMAX_FORWARD), times(SOFTMAX_BACKWARD)
 
 
-def _parts(facts: Facts, base: Machine, parts: Parts, of_a_pair: tuple[float, float], slower: Slower) -> Parts:
+def _parts(facts: Facts, base: Machine, parts: Parts, of_a_pair: tuple[float, float], slower: RelativeSpeed) -> Parts:
     """Return the parts' seconds for L tokens; `of_a_pair`: see `_of_a_pair`."""
     call, tokens = facts.call, parts.tokens
     pattern, heads = measured_pattern(base, tokens), (call.heads, call.kv_heads)
@@ -170,7 +170,7 @@ def _parts(facts: Facts, base: Machine, parts: Parts, of_a_pair: tuple[float, fl
     )
 
 
-def _rest(facts: Facts, base: Machine, parts: Parts, slower: Slower) -> tuple[float, float]:
+def _rest(facts: Facts, base: Machine, parts: Parts, slower: RelativeSpeed) -> tuple[float, float]:
     """Return the seconds of a block without attention, forward and backward."""
     if facts.work is not None:
         return tuple(_seconds(base, parts, x, slower) for x in (facts.work.forward, facts.work.backward))
@@ -185,7 +185,7 @@ def _rest(facts: Facts, base: Machine, parts: Parts, slower: Slower) -> tuple[fl
     )
 
 
-def _repeated(facts: Facts, base: Machine, slower: Slower) -> float:
+def _repeated(facts: Facts, base: Machine, slower: RelativeSpeed) -> float:
     """Return the time of a recomputed forward without attention, relative to the first forward."""
     if facts.work is None:
         return base.again
@@ -193,7 +193,7 @@ def _repeated(facts: Facts, base: Machine, slower: Slower) -> float:
     return again / forward
 
 
-def _seconds(base: Machine, parts: Parts, work: Work, slower: Slower) -> float:
+def _seconds(base: Machine, parts: Parts, work: Work, slower: RelativeSpeed) -> float:
     """Return the seconds of counted work for L tokens, products at the speed of the measured forward."""
     flops = 2 * base.block_parameters * parts.tokens / ((1 - PASSES) * parts.rest_forward)
     return parts.tokens * work.seconds(flops / slower.products, BANDWIDTH / slower.memory)
@@ -206,11 +206,11 @@ def _recurring(layer: RecurrentLayer | None, tokens: int, gpu: Gpu) -> Recurring
     base, times = measured_machine(), measured_rules()
     flops = 0 if layer.unmeasured else tokens * layer.flops * GPUS[times.gpu].flops / gpu.flops
     rule = times.of(layer.description.kind, flops) if flops else (0.0, 0.0)
-    seconds = functools.partial(_seconds, base, base.at(tokens), slower=Slower.of(gpu))
+    seconds = functools.partial(_seconds, base, base.at(tokens), slower=RelativeSpeed.of(gpu))
     return Recurring(*rule, seconds(layer.forward), seconds(layer.backward))
 
 
-def _head(facts: Facts, base: Machine, parts: Parts, slower: Slower) -> tuple[float, float]:
+def _head(facts: Facts, base: Machine, parts: Parts, slower: RelativeSpeed) -> tuple[float, float]:
     """Return the seconds, forward and backward, that an output projection wider than the measured one adds."""
     wider = max(0, facts.vocab - base.vocab)
     products = (1 - PASSES) * wider * facts.dim / base.block_parameters * slower.products
@@ -296,7 +296,7 @@ def _windowed(facts: Facts, memory: MemorySettings, tokens: int, gpu: Gpu) -> fl
     passes = TILES if memory.tile is not None and memory.tile < tokens and facts.work is None else 0
     if windows > 1:
         passes += (windows - 1) * (WINDOW_FORWARD * forwards + WINDOW_BACKWARD) + windows * WINDOW_FORWARD + WINDOWS
-    return facts.depth * passes * tokens * facts.dim * _size(facts) / BANDWIDTH * Slower.of(gpu).memory
+    return facts.depth * passes * tokens * facts.dim * _size(facts) / BANDWIDTH * RelativeSpeed.of(gpu).memory
 
 
 def _summed(facts: Facts, memory: MemorySettings, tokens: int, gpu: Gpu) -> float:
@@ -305,7 +305,7 @@ def _summed(facts: Facts, memory: MemorySettings, tokens: int, gpu: Gpu) -> floa
     if not (facts.logits and facts.whole) or tile is None or tile >= tokens:
         return 0.0
     each = TILE_SUM + (TILE_SUM_CAST if _size(facts) == 2 else 0)
-    return -(-tokens // tile) * facts.vocab * facts.dim * each / BANDWIDTH * Slower.of(gpu).memory
+    return -(-tokens // tile) * facts.vocab * facts.dim * each / BANDWIDTH * RelativeSpeed.of(gpu).memory
 
 
 def _size(facts: Facts) -> int:
@@ -332,7 +332,7 @@ def _flops(facts: Facts, tokens: int) -> float:
     linear = facts.depth * (2 * facts.trained.weights + facts.trained.gradients)
     edge = facts.vocab * facts.dim  # if it is frozen, only logits pass a gradient back to the blocks
     linear += 3 * edge if facts.whole else (1 + facts.logits) * edge - facts.projection
-    rules = sum(x.flops for x in in_turns(facts.recurrences or (None,), facts.depth) if x is not None)
+    rules = sum(x.flops for x in cycle_to(facts.recurrences or (None,), facts.depth) if x is not None)
     return (2.0 * linear + 3.0 * rules) * tokens + 14.0 * call.head_dim * attended
 
 
@@ -359,7 +359,7 @@ class Case:
         counted, works, graphs: caches: footprints by settings, work by tokens of a tile, graphs of compiled blocks.
     """
 
-    subject: Subject
+    subject: CountedModel
     facts: Facts
     setup: Setup
     gpu: Gpu

@@ -232,7 +232,7 @@ def states_on_host(footprint: Footprint, setup: Setup) -> int:
     return locked + _states(-(-footprint.trained // setup.ranks), size, setup)
 
 
-def moved_as_fit_ends(footprint: Footprint, setup: Setup) -> int:
+def bytes_moved_at_fit_end(footprint: Footprint, setup: Setup) -> int:
     """Return the bytes of a rank that Lightning moves to the host when a fit ends: parameters, gradients, states."""
     trained = footprint.trained
     whole = footprint.parameters + trained + _states(trained, footprint.parameter_size, setup)

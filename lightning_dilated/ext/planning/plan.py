@@ -17,16 +17,16 @@ from lightning_dilated.ext.planning.candidates import (
 )
 from lightning_dilated.ext.planning.counting.footprint import Exchanged
 from lightning_dilated.ext.planning.counting.memory_tracker import KINDS
-from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
 from lightning_dilated.ext.planning.counting.workspace import OpCall
 from lightning_dilated.ext.planning.estimate import Case, Facts, Time, measured_machine
 from lightning_dilated.ext.planning.machine import measured_rules
-from lightning_dilated.ext.planning.memory import GIB, Bar, Memory, memory_plot, moved_as_fit_ends
-from lightning_dilated.ext.planning.plan_request import Request, parser, settled
+from lightning_dilated.ext.planning.memory import GIB, Bar, Memory, bytes_moved_at_fit_end, memory_plot
+from lightning_dilated.ext.planning.plan_request import Request, parser, resolve_request
 from lightning_dilated.ext.planning.streams import in_chunks
 from lightning_dilated.ext.streams.carried_rows import chunk_count
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.pattern.rows import in_turns
+from lightning_dilated.pattern.rows import cycle_to
 from lightning_dilated.sequence.head_size import plan_in_groups
 from lightning_dilated.sequence.planner import make_problem
 
@@ -41,7 +41,7 @@ def run(argv: list[str]) -> None:
     if {"--find-max", "--find_max"} & set(argv):
         raise ValueError(removed("plan --find-max"))
     args = parser().parse_args(argv)
-    plan = report(settled(args))
+    plan = report(resolve_request(args))
     print("\n".join(plan.lines))
     if args.plot is not None:
         args.plot.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def layout_hint(request: Request, case: Case, row: Row | None) -> str | None:
 
 def recurrence_notes(case: Case) -> list[str]:
     """List notes on the time of recurrences, and on what is not counted."""
-    layers = [x for x in in_turns(case.facts.recurrences or (None,), case.facts.depth) if x is not None]
+    layers = [x for x in cycle_to(case.facts.recurrences or (None,), case.facts.depth) if x is not None]
     if not layers:
         return []
     notes = ["recurrence: states between chunks of a stream are not counted."]
@@ -159,7 +159,7 @@ def report(request: Request) -> Report:
     Raises:
         ValueError: for a model that cannot be counted, or an exchange that cannot run its pattern.
     """
-    subject = subject_of(request.model, request.precision, None, request.compile_blocks, request.gpu.capability)
+    subject = counted_model_of(request.model, request.precision, None, request.compile_blocks, request.gpu.capability)
     facts = Facts.of(request.model, subject)
     case = Case(subject, facts, request.setup(strategy_of(request, facts)), request.gpu, request.host)
     settings = [request.settings] if request.settings else candidates_of(facts, case.room)
@@ -285,7 +285,7 @@ def _details(case: Case, row: Row) -> list[str]:
     if memory.states:
         lines += [f"  {'states on the host':<22}{memory.states / GIB:>9.2f} GiB a rank, with parameters and gradients"]
     else:
-        end = moved_as_fit_ends(case.footprint(row.settings), case.setup)
+        end = bytes_moved_at_fit_end(case.footprint(row.settings), case.setup)
         over = ", MORE THAN IT HAS" if 0 < case.host * GIB < end else ""
         lines += [
             f"  {'as fit ends':<22}{end / GIB:>9.2f} GiB of the host a rank{over}: Lightning moves model and states there"
@@ -370,7 +370,7 @@ def _layers(x: Exchanged, depth: int) -> list[tuple[str, Exchanged]]:
     if not x.others:
         return [("a layer's", x)]
     numbers: dict[Exchanged, list[int]] = {}
-    for layer, one in enumerate(in_turns(x.cycle, depth)):
+    for layer, one in enumerate(cycle_to(x.cycle, depth)):
         numbers.setdefault(replace(one, others=()), []).append(layer)
     few = lambda layers: ", ".join(map(str, layers[:3])) + (", ..." if len(layers) > 3 else "")  # noqa: E731
     return [(f"of layers {few(layers)}", one) for one, layers in numbers.items()]

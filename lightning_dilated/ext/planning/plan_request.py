@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from lightning_dilated._validation import text_of
-from lightning_dilated.cli.recipe import class_of, made_model, seq_len_of
+from lightning_dilated.cli.recipe import class_of, make_model, seq_len_of
 from lightning_dilated.ext.planning.counting.dry_run import PRECISIONS
 from lightning_dilated.ext.planning.gpus import GPUS, Gpu, find_gpu
 from lightning_dilated.ext.planning.setup import OPTIMIZERS, STRATEGIES, Setup
@@ -185,7 +185,7 @@ class Request:
         )  # fmt: skip
 
 
-def settled(args: argparse.Namespace) -> Request:
+def resolve_request(args: argparse.Namespace) -> Request:
     """Complete the options by the recipe's values.
 
     Raises:
@@ -282,7 +282,7 @@ def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedMod
     model = config["model"]
     cls = class_of(args.config, model.get("class_path", "LongNetLM"), "lightning_dilated")
     changed = {**model, "init_args": _arguments(args, config, cls)}
-    return made_model(args.config, changed, seq_len_of(args.config, config.get("data")))
+    return make_model(args.config, changed, seq_len_of(args.config, config.get("data")))
 
 
 def _arguments(args: argparse.Namespace, config: dict[str, Any], cls: type) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lightning_dilated.ext.streams.shard import ChunkShard
 from lightning_dilated.ext.streams.stream import ON_GPU
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import in_turns, pairs, query_rows
+from lightning_dilated.pattern.rows import cycle_to, pairs, query_rows
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.requirements import Document, Problem
 
@@ -162,7 +162,7 @@ def with_carried(rows: Exchanged, call: OpCall, tokens: int, chunk: int, ranks: 
     size, wide = call.dtype.itemsize, max(4, call.dtype.itemsize)
     numbers = 2 * call.head_dim * call.batch
     layers = []
-    for one, pattern in zip(in_turns(rows.cycle, len(call.cycle)), call.cycle, strict=True):
+    for one, pattern in zip(cycle_to(rows.cycle, len(call.cycle)), call.cycle, strict=True):
         heads = pattern, call.heads, call.kv_heads
         extra = received_rows(*heads, tokens, chunk, ranks).most - received_rows(*heads, chunk, chunk, ranks).most
         extra, live = max(0, extra) * numbers, carried_rows(*heads, tokens, chunk, ranks)[1] * numbers

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.program import Round, count
-from lightning_dilated.sequence.exchange.switch import Switched
+from lightning_dilated.sequence.exchange.switch import AllToAllProgram
 from lightning_dilated.sequence.requirements import Problem
 
 
@@ -59,7 +59,7 @@ def collectives(
     flip = lambda step: Round(step.receives, step.sends)  # noqa: E731
     one = lambda what, step, size: Collective(what, ((step, size),))  # noqa: E731
     row, wide_row = 2 * head_dim * element_size, 2 * head_dim * wide
-    if isinstance(program, Switched):
+    if isinstance(program, AllToAllProgram):
         keys, queries = program.keys, program.queries
         unit = head_dim * element_size
         forward = [

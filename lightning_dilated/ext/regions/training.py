@@ -17,7 +17,7 @@ class RegionTraining:
     """Outer steps of a strategy and their part of checkpoints; made when a run begins, on every rank.
 
     Args:
-        strategy: a `TrainsInRegions`.
+        strategy: a `RegionMixin`.
 
     Attributes:
         group: the ranks of this region; None: there is one region, or the run ended.

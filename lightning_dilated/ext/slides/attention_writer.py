@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_dilated._validation import flag, integer, one_of
-from lightning_dilated.ext.evaluation.predictions import say_when
+from lightning_dilated.ext.evaluation.predictions import log_predict_only
 from lightning_dilated.ext.slides.encoder import SlideEncoder
 from lightning_dilated.ext.slides.files import slide_name
 from lightning_dilated.ext.slides.heat_maps import write_heat_map
@@ -84,11 +84,11 @@ class AttentionWriter(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log that `validate` writes nothing."""
-        say_when(self, trainer)
+        log_predict_only(self, trainer)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log that `test` writes nothing."""
-        say_when(self, trainer)
+        log_predict_only(self, trainer)
 
     def _find_thumbnails(self, where: Path, trainer: Any) -> dict[str, tuple[Path, tuple[int, int]]]:
         """Return {slide: (thumbnail, the slide's size)} of the slides to be predicted."""

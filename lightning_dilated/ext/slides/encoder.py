@@ -30,7 +30,7 @@ from lightning_dilated.ext.slides.weights import (
     to_released,
 )
 from lightning_dilated.models.documents import Documents, mean_token
-from lightning_dilated.models.pretrained import file_arguments, made_values
+from lightning_dilated.models.pretrained import file_arguments, make_values
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.sequence import active_sequence
 
@@ -206,7 +206,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
                 "weights, from_gigapath those of a release."
             )
         settings = file_arguments(settings, path, options)
-        known = {name: made_values(value) for name, value in settings.items() if name not in PRETRAINING}
+        known = {name: make_values(value) for name, value in settings.items() if name not in PRETRAINING}
         segments = ("segment_lengths", "dilation_rates", "max_wsi_size", "padding", "global_class_token")
         replaced = segments if "pattern" in options else ("pattern",) if set(segments) & set(options) else ()
         known = {name: value for name, value in known.items() if name not in replaced}

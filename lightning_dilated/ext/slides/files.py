@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_dilated._validation import refuse_special
 from lightning_dilated.data.files import spread
-from lightning_dilated.data.opener import Opener, is_url
+from lightning_dilated.data.opener import FileOpener, is_url
 from lightning_dilated.ext.text.remote import RemoteFile
 
 # -- sizes in the attributes -------------------------------------------------------------------------------------------
@@ -134,14 +134,14 @@ def import_h5py() -> Any:
 
 
 @contextmanager
-def opened_h5(path: str, opener: Opener | None = None) -> Iterator[Any]:
+def opened_h5(path: str, opener: FileOpener | None = None) -> Iterator[Any]:
     """Open an .h5 file; a URL is fetched by range.
 
     Raises: ValueError, FileNotFoundError or PermissionError with the path, if it cannot be read.
     """
     h5py = import_h5py()
     if is_url(path):
-        with _h5_of_url(h5py, path, opener or Opener()) as file:
+        with _h5_of_url(h5py, path, opener or FileOpener()) as file:
             yield file
         return
     refuse_special(path)
@@ -155,7 +155,7 @@ def opened_h5(path: str, opener: Opener | None = None) -> Iterator[Any]:
 
 
 @contextmanager
-def _h5_of_url(h5py: Any, path: str, opener: Opener) -> Iterator[Any]:
+def _h5_of_url(h5py: Any, path: str, opener: FileOpener) -> Iterator[Any]:
     source = RemoteFile(opener.remote, path)
     try:
         with h5py.File(source, "r") as file:
@@ -188,7 +188,7 @@ def _unreadable(path: str, error: OSError) -> ValueError:
     return ValueError(f"{path} cannot be read: {why} ({error})")
 
 
-def own_dataset(path: str, file: Any, name: str) -> Any:
+def local_dataset(path: str, file: Any, name: str) -> Any:
     """Return the object of this name in the file, or None.
 
     Raises: ValueError if it is stored in another file: an external link, a virtual data set or external storage.
@@ -343,7 +343,7 @@ class SlideReader:
     coords: str | None = "coords"
     dtype: torch.dtype = torch.float32
     # excluded from repr: a fingerprint does not depend on how files are opened
-    opener: Opener = field(default_factory=Opener, repr=False, compare=False)
+    opener: FileOpener = field(default_factory=FileOpener, repr=False, compare=False)
 
     def inspect(self, path: str) -> Slide:
         """Read names, shapes and types, but no row.
@@ -486,7 +486,7 @@ def _runs(rows: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _array(path: str, arrays: Any, name: str, option: str) -> Any:
-    array = arrays.get(name) if isinstance(arrays, dict) else own_dataset(path, arrays, name)
+    array = arrays.get(name) if isinstance(arrays, dict) else local_dataset(path, arrays, name)
     if array is None:
         names = ", ".join(sorted(map(str, arrays.keys()))) or "nothing"
         raise ValueError(f"{path} has no {name!r}; it holds {names}: set {option}")
@@ -518,7 +518,7 @@ def _check_stored(path: str, tensor: Tensor, name: str) -> None:
 
 
 @contextmanager
-def _pt(path: str, features: str, opener: Opener) -> Iterator[dict[str, Any]]:
+def _pt(path: str, features: str, opener: FileOpener) -> Iterator[dict[str, Any]]:
     """Yield the tensors of a file, memory-mapped if its format allows; a URL is read whole."""
     refuse_special(path)
     try:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from lightning_dilated._validation import one_of
 from lightning_dilated.data.module import SPLITS
-from lightning_dilated.data.opener import Opener, is_url
+from lightning_dilated.data.opener import FileOpener, is_url
 from lightning_dilated.ext.slides.files import slide_name
 
 #: maximum characters of a line
@@ -59,7 +59,7 @@ class Row:
     event: str | None = None
 
 
-def read_rows(path: str, columns: Columns, opener: Opener | None = None) -> list[Row]:
+def read_rows(path: str, columns: Columns, opener: FileOpener | None = None) -> list[Row]:
     """Return all rows, in the file's order; `opener` reads a URL.
 
     Raises:
@@ -68,7 +68,7 @@ def read_rows(path: str, columns: Columns, opener: Opener | None = None) -> list
             a slide named twice; with the line.
     """
     try:
-        with io.TextIOWrapper((opener or Opener()).open(path), encoding="utf-8-sig", newline="") as file:
+        with io.TextIOWrapper((opener or FileOpener()).open(path), encoding="utf-8-sig", newline="") as file:
             return _rows(path, csv.reader(_lines(path, file), strict=True), columns)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error}): save it as csv, not as a spreadsheet") from error

@@ -20,7 +20,7 @@ from lightning_dilated.ext.pooled.pooled_model import check_lengths, checked_by_
 from lightning_dilated.ext.slides.backbone import SlideBackbone
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
-from lightning_dilated.pattern.rows import in_turns
+from lightning_dilated.pattern.rows import cycle_to
 
 
 class SlidePretrainer(SlideBackbone):
@@ -71,7 +71,7 @@ class SlidePretrainer(SlideBackbone):
         self.decoder_embed = nn.Linear(self.dim, self.decoder_dim)
         options = replace(self.options, dropout=0.0, attention_dropout=0.0, drop_path=0.0)
         self.decoder = DilatedTransformer(
-            self.decoder_dim, in_turns(self.patterns, self.decoder_depth), self.num_heads, causal=False, options=options
+            self.decoder_dim, cycle_to(self.patterns, self.decoder_depth), self.num_heads, causal=False, options=options
         )
         self.decoder_predict = nn.Linear(self.decoder_dim, self.feature_dim)
         init_weights(self, self.depth, self.dim)

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_dilated._validation import flag, integer, one_of, real
 from lightning_dilated.data.files import collect_files, path_list
 from lightning_dilated.data.module import SPLITS, SplitDataModule
-from lightning_dilated.data.opener import CACHE_GIB, Opener, is_url
+from lightning_dilated.data.opener import CACHE_GIB, FileOpener, is_url
 from lightning_dilated.ext.slides.coordinates import (
     Inventory,
     by_name,
@@ -113,7 +113,7 @@ class SlideDataModule(SplitDataModule):
             each slide; coordinates are shifted so that slides are side by side. The sample is named after the group,
             and the labels of its slides must agree.
         cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null is remote in the package's cache folder)
-            and its maximum size in GiB, see `Opener`.
+            and its maximum size in GiB, see `FileOpener`.
 
     Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
     """
@@ -160,7 +160,7 @@ class SlideDataModule(SplitDataModule):
         cache_gib: float = CACHE_GIB,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory, pack_tokens)
-        self.opener = Opener(cache_dir, cache_gib)
+        self.opener = FileOpener(cache_dir, cache_gib)
         self.paths = path_list([] if paths is None else paths, hint=_HINT)
         self.labels_csv = labels_csv
         kinds = ("classes", "numbers", "survival", "none")
@@ -187,7 +187,7 @@ class SlideDataModule(SplitDataModule):
             raise ValueError(
                 f"data.fold is {fold}, but data.folds is {folds}: folds are counted from 0 to data.folds - 1"
             )
-        self.classes_wanted = None if classes is None else [str(x) for x in classes]
+        self.requested_classes = None if classes is None else [str(x) for x in classes]
         self.val_fraction = real(val_fraction, "data.val_fraction", least=0, below=1)
         self.test_fraction = real(test_fraction, "data.test_fraction", least=0, most=1)
         if self.val_fraction + self.test_fraction > 1:
@@ -237,7 +237,7 @@ class SlideDataModule(SplitDataModule):
 
     def follow_classes(self, trained: list[str] | None) -> None:
         """Number the classes as in the model's training, unless `classes` is set."""
-        if trained != self._trained_classes and self.classes_wanted is None:
+        if trained != self._trained_classes and self.requested_classes is None:
             self._inventory = None
         self._trained_classes = trained
 
@@ -479,8 +479,8 @@ class SlideDataModule(SplitDataModule):
             return numbers_of(str(self.labels_csv), rows), None
         if self.labels == "survival":
             return survival_of(str(self.labels_csv), rows, self.columns), None
-        known = self.classes_wanted or self._trained_classes
-        classes, numbers = class_numbers(str(self.labels_csv), rows, known, trained=self.classes_wanted is None)
+        known = self.requested_classes or self._trained_classes
+        classes, numbers = class_numbers(str(self.labels_csv), rows, known, trained=self.requested_classes is None)
         return numbers, classes
 
     def _check_splits(self, inventory: Inventory) -> None:

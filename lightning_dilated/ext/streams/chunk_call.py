@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dilated._compat.cpython import with_room
+from lightning_dilated._compat.cpython import avoid_frame_chunk_edge
 from lightning_dilated._device import send
 from lightning_dilated.attention.backends import Request, triton_up_to
 from lightning_dilated.attention.context import OpCall
@@ -24,11 +24,11 @@ from lightning_dilated.attention.ranks import compare, for_passes, record_planne
 from lightning_dilated.attention.resolve import (
     Resolved,
     find_documents,
+    has_varying_length,
     head_window,
     local_executor,
     local_pairs,
     local_spans,
-    of_any_length,
 )
 from lightning_dilated.attention.spec import CallSpec
 from lightning_dilated.attention.views import Span
@@ -77,8 +77,8 @@ def chunk_route(plan: CarryPlan, chunk: int, device: torch.device) -> ChunkRoute
     ]
     leaving = Rows.of(expand(runs), len(piece), problem.kv_heads[1] - problem.kv_heads[0]).to(device)
     later = problem.shard.begin(chunk + 1)
-    read_again = np.array([x.last >= later for x in live], dtype=bool)
-    stays = np.repeat(read_again, np.array([x.count for x in live], dtype=np.int64))
+    check_same_parameters = np.array([x.last >= later for x in live], dtype=bool)
+    stays = np.repeat(check_same_parameters, np.array([x.count for x in live], dtype=np.int64))
     staying, dropped = (send(torch.from_numpy(np.flatnonzero(x)), device) for x in (stays, ~stays))
     return ChunkRoute(exchange, leaving, staying, dropped)
 
@@ -164,7 +164,7 @@ def _chunk_call(
     q, k, spec = call.q, call.k, call.spec
     part = chunk_part(stream, spec, q.shape, k.shape[2], call.documents, chunk)
     problem, request = part.problem, Request.of(q, spec.dropout, spec.scale)
-    request = replace(request, changing=of_any_length(part.local, q.shape[1]))
+    request = replace(request, changing=has_varying_length(part.local, q.shape[1]))
     in_triton = triton_up_to(spec.engine, replace(request, changing=True))  # the number of carried rows varies
     window = head_window(spec, q.shape[2], k.shape[2])
     blocks, local = local_executor(spec, request, window, part.local, q.shape, in_triton)
@@ -200,7 +200,7 @@ class Chunked:
     def masked(self, mask: Dropout) -> Chunked:
         return replace(self, exchange=self.exchange.masked(mask))
 
-    @with_room
+    @avoid_frame_chunk_edge
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         _, k, v = inputs
         self.carried.enter(self.chunk, self.route, k)
@@ -209,7 +209,7 @@ class Chunked:
             self.carried.leave(k, v)
         return results
 
-    @with_room
+    @avoid_frame_chunk_edge
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:

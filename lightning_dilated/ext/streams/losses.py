@@ -21,7 +21,7 @@ from lightning_dilated._validation import integer
 from lightning_dilated.attention.context import LayerPlace
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.views import spans
-from lightning_dilated.checkpoint.ranks import Peers
+from lightning_dilated.checkpoint.ranks import RankGroup
 from lightning_dilated.ext.streams.carried import CarriedStreams
 from lightning_dilated.ext.streams.shard import ChunkShard
 from lightning_dilated.ext.streams.state import StreamState
@@ -277,7 +277,7 @@ class ModelStreams:
             return
         trainer = attached_trainer(model)
         computed, loaded = self.carried.state_dicts(None if trainer is None else batches_finished(trainer))
-        peers = Peers() if trainer is None else Peers(trainer.global_rank, trainer.world_size)
+        peers = RankGroup() if trainer is None else RankGroup(trainer.global_rank, trainer.world_size)
         for states in peers.gather(computed):
             loaded |= states
         checkpoint["streams"] = dict(sorted(loaded.items()))

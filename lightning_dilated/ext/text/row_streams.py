@@ -223,7 +223,7 @@ class StreamedRows(Dataset):
         return (0, Position()) if not len(known) else (int(known[-1]), Position(*notes[known[-1], 1:].tolist()))
 
 
-class HeldRows(Dataset):
+class InMemoryRows(Dataset):
     """A few rows in memory, for validation."""
 
     def __init__(self, rows: list[dict[str, torch.Tensor]], identity: str) -> None:
@@ -367,7 +367,7 @@ class StreamedDataModule(SplitDataModule):
         settings = f"{self.settings()}, rows of {self.row_tokens}"
         if split != "train":
             first = itertools.islice(rows.rows(0, endless=False), self.val_limit if split == "val" else None)
-            return HeldRows([row for row, _ in first], f"{settings}, {source}")
+            return InMemoryRows([row for row, _ in first], f"{settings}, {source}")
         identity = f"{count} readers, {settings}, {source}"
         root = cache_root() / "streams" if self.cache_dir is None else Path(self.cache_dir).expanduser()
         digest = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from lightning_dilated._validation import integer, one_of
 from lightning_dilated.data.files import HINT, MARK, ByteStream, collect_files, file_suffixes, files_of, required_paths
 from lightning_dilated.data.module import SHARE, SPLITS, SequenceDataModule, split_bounds, split_fractions
-from lightning_dilated.data.opener import CACHE_GIB, Opener
+from lightning_dilated.data.opener import CACHE_GIB, FileOpener
 from lightning_dilated.data.text.tokens import RAW_DTYPES, SUFFIXES, TokenStream, checked, token_file
 from lightning_dilated.sequence.shard import SequenceSpec
 
@@ -109,7 +109,7 @@ class StreamDataModule(SequenceDataModule):
         num_workers, pin_memory: see `SplitDataModule`.
         suffixes: suffixes of files to take from a directory, such as ['.txt']; null for all (of tokens: .npy and .bin).
         cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null is remote in the package's cache folder)
-            and its maximum size in GiB, see `Opener`.
+            and its maximum size in GiB, see `FileOpener`.
 
     Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
     """
@@ -136,7 +136,7 @@ class StreamDataModule(SequenceDataModule):
     ) -> None:
         self.streams = integer(streams, "data.streams", 1)
         super().__init__(seq_len, None, self.streams, 0, num_workers, pin_memory)
-        self.opener = Opener(cache_dir, cache_gib)
+        self.opener = FileOpener(cache_dir, cache_gib)
         self.paths, self.suffixes = required_paths(paths, "paths"), file_suffixes(suffixes, "data.suffixes")
         if dtype is not None:
             one_of(dtype, "data.dtype", RAW_DTYPES, " Or null, for uint16.")

@@ -150,7 +150,7 @@ def check_padding(mask: Any, tokens: Tensor) -> None:
         padding.check_prompts()
 
 
-def padded_step(mask: Tensor | None, new: int) -> dict[str, Tensor]:
+def step_arguments(mask: Tensor | None, new: int) -> dict[str, Tensor]:
     """Return a decoder's arguments for the last `new` tokens under a mask (B, N) of all tokens; {} without a mask."""
     if mask is None:
         return {}

@@ -32,7 +32,7 @@ from lightning_dilated.ext.transformers.batches import (
     check_padding,
     check_positions,
     check_prompts,
-    padded_step,
+    step_arguments,
 )
 from lightning_dilated.ext.transformers.kinds import other_code, refuse_other_code, refuse_states, refuse_without_heads
 from lightning_dilated.ext.transformers.layers import DecoderLayers, layers_of
@@ -408,7 +408,7 @@ class HFCausalLM(WithTokenizer):
         self.decoder.eval()
         try:
             for _ in range(max_new_tokens):
-                padding = padded_step(attention_mask, tokens.shape[1])
+                padding = step_arguments(attention_mask, tokens.shape[1])
                 logits = self.decoder(tokens, cache=cache, use_cache=True, logits_to_keep=1, **padding).logits[:, -1]
                 last = torch.where(ended, last, sampling.draw(logits, generator))
                 yield last

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_dilated.ext._compat.transformers import look_for_documents_in_tokens_only
+from lightning_dilated.ext._compat.transformers import skip_documents_without_tokens
 from lightning_dilated.ext.transformers.attention import attend
 from lightning_dilated.ext.transformers.masks import visible_keys
 
@@ -37,7 +37,7 @@ def register() -> None:
             f"lightning_dilated.ext.transformers needs transformers {OLDEST[0]}.{OLDEST[1]} or newer, and "
             f'{transformers.__version__} is installed: pip install "lightning-dilated[transformers]".'
         )
-    look_for_documents_in_tokens_only()
+    skip_documents_without_tokens()
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, visible_keys)
 

@@ -15,7 +15,7 @@ from lightning_dilated._validation import known_keys, text_of
 from lightning_dilated.data.text.tokenizer_files import read_files
 from lightning_dilated.ext.transformers import adapter_folders, lora
 from lightning_dilated.ext.transformers.patterns import ENTRY
-from lightning_dilated.pattern.rows import in_turns, shortest_cycle
+from lightning_dilated.pattern.rows import cycle_to, shortest_cycle
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def with_depth(config: Any, depth: int) -> Any:
     values = config.to_dict()
     text = values.get("text_config", values)
     if types := text.get("layer_types"):
-        chosen = list(in_turns(shortest_cycle(types), depth))
+        chosen = list(cycle_to(shortest_cycle(types), depth))
         missing = [x for x in dict.fromkeys(types) if x not in chosen]
         if len(missing) < depth:
             chosen[depth - len(missing) :] = missing

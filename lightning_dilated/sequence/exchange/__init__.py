@@ -28,7 +28,7 @@ class Exchange:
     """
 
     name: str
-    program: Callable[[Problem, int, int], Program | switch.Switched]
+    program: Callable[[Problem, int, int], Program | switch.AllToAllProgram]
     volume: Callable[[Problem, int, int], Volume]
     why_not: Callable[[Problem, int], str | None] = serves_everything
 

@@ -82,7 +82,7 @@ def rows_for(problem: Problem, readers: Iterable[int], source: int) -> Message:
     return messages[0] if len(messages) == 1 else merge(messages)
 
 
-def strided_message(rows: strided.HeldRows) -> Message:
+def strided_message(rows: strided.RowsByDocumentHead) -> Message:
     """Return rows of the strided layout as a message."""
     return [RowSet(*key, x) for key, parts in rows.items() for part in parts for x in part.ranges()]
 

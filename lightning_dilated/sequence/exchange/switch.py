@@ -100,7 +100,7 @@ class HeadGroup:
 
 
 @dataclass
-class Switched:
+class AllToAllProgram:
     """A rank's part: kv rows and query rows that move, and its tasks; outputs return on the queries' routes."""
 
     keys: Round
@@ -136,7 +136,7 @@ def _segment_tasks(problem: Problem, segment: BranchSegment, head: int, rows: ra
         yield request(later, (first,))
 
 
-def program(problem: Problem, rank: int, per_node: int) -> Switched:
+def program(problem: Problem, rank: int, per_node: int) -> AllToAllProgram:
     """Return the rows of k, v and q that this rank sends and receives, and the tasks that it computes."""
     tasks = tasks_by_owner(problem, rank)
     keys, queries = Round(), Round()
@@ -144,7 +144,7 @@ def program(problem: Problem, rank: int, per_node: int) -> Switched:
         for step, group in ((keys, problem.group), (queries, 1)):
             step.send(peer, _rows(problem, tasks.get(peer, []), peer, rank, group))
             step.receive(peer, _rows(problem, tasks.get(rank, []), rank, peer, group))
-    return Switched(keys, queries, tasks.get(rank, []))
+    return AllToAllProgram(keys, queries, tasks.get(rank, []))
 
 
 def _rows(problem: Problem, tasks: list[RowRequest], owner: int, source: int, group: int) -> Message:
@@ -224,7 +224,7 @@ class CompiledSwitch:
     batches: list[Batch]
 
 
-def compile_switch(problem: Problem, rank: int, program: Switched, device: torch.device) -> CompiledSwitch:
+def compile_switch(problem: Problem, rank: int, program: AllToAllProgram, device: torch.device) -> CompiledSwitch:
     pieces = problem.shard.ranges(rank)
     keys, queries = ReceivedRows(), ReceivedRows()
     routes = []

@@ -18,7 +18,7 @@ from lightning_dilated.callbacks import MemoryProfiler
 from lightning_dilated.ext.planning import advice
 from lightning_dilated.ext.planning.advice import _by_host, _otherwise, advise, answer, question_of
 from lightning_dilated.ext.planning.counting import dry_run
-from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
 from lightning_dilated.ext.planning.estimate import Case, Facts
 from lightning_dilated.ext.planning.gpus import GPUS
 from lightning_dilated.ext.planning.setup import Setup
@@ -69,7 +69,7 @@ def test_advice_of_block_inputs_on_the_host():
 def test_block_inputs_on_the_host():
     """Six inputs are offloaded, of 5M tokens of 768 numbers in fp32."""
     model = ld.LongNetLM(TWO, dim=768, depth=12, num_heads=12)
-    subject = subject_of(model)
+    subject = counted_model_of(model)
     case, able = Case(subject, Facts.of(model, subject), ONE, H200), [MemorySettings("block", 2, 0, 1 << 14, 2)]
     (said,) = _by_host(case, able, 5 << 20)
     assert said.startswith("ActivationRecompute('block', every=2, tile=16384, head_chunks=2, offload=1.0), for which")

@@ -6,7 +6,7 @@ import pytest
 
 import lightning_dilated as ld
 from lightning_dilated.ext.planning.counting.footprint import lighter
-from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
 from lightning_dilated.ext.planning.counting.workspace import OpCall
 from lightning_dilated.ext.planning.estimate import (
     ADAMW_PASSES,
@@ -34,7 +34,7 @@ H200, ONE = GPUS["H200"], Setup()
 
 def facts(**sizes):
     model = ld.LongNetLM(FIVE, **{"dim": 768, "depth": 12, "num_heads": 12, **sizes})
-    return Facts.of(model, subject_of(model))
+    return Facts.of(model, counted_model_of(model))
 
 
 MINE = facts()
@@ -225,7 +225,7 @@ def test_many_ranks():
 def test_both_stacks_step_on_the_host():
     """A decoder's parameters are copied and stepped there, too."""
     model = ld.SlidePretrainer(depth=1, dim=96, num_heads=4, decoder_dim=192, decoder_depth=3)
-    facts_of_model = Facts.of(model, subject_of(model, "32-true"))
+    facts_of_model = Facts.of(model, counted_model_of(model, "32-true"))
     setup = Setup("ring_dilated_fsdp", cpu_offload=True)
     optimizer = estimate(facts_of_model, MemorySettings(), 4096, setup, H200).optimizer
     assert optimizer == pytest.approx(ADAMW_PASSES * facts_of_model.parameters * 4 / HOST_MEMORY)

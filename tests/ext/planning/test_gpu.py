@@ -8,7 +8,7 @@ import yaml
 
 from benchmarks.find_max import Trials
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
 from lightning_dilated.ext.planning.estimate import Case, Facts
 from lightning_dilated.ext.planning.gpus import find_gpu
 from lightning_dilated.ext.planning.memory import GIB
@@ -34,7 +34,7 @@ def planned(strategy, ranks, pattern, precision="bf16-mixed", optimizer="adamw",
     """Return the planned memory of a rank."""
     model = LongNetLM(DilatedPattern.from_dict(pattern), **SIZES, **options)
     gpu = find_gpu("H200")
-    subject = subject_of(model, precision, None, None, gpu.capability)
+    subject = counted_model_of(model, precision, None, None, gpu.capability)
     case = Case(subject, Facts.of(model, subject), Setup(strategy, ranks, optimizer=optimizer), gpu, host=64.0)
     plan = case.memory(SETTINGS, TOKENS * ranks)
     assert (plan.exchange.name is not None) == (pattern == WIDE)

@@ -7,7 +7,7 @@ import yaml
 import lightning_dilated as ld
 from lightning_dilated.ext.planning.counting.footprint import footprint
 from lightning_dilated.ext.planning.counting.memory_tracker import PARAMETERS, Meter
-from lightning_dilated.ext.planning.counting.model_specs import example_of, subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of, example_of
 from lightning_dilated.ext.planning.estimate import Case, Facts
 from lightning_dilated.ext.planning.gpus import GPUS
 from lightning_dilated.ext.planning.plan import run
@@ -32,7 +32,7 @@ def saved(model, batch):
 
 
 def planned(model, tokens):
-    plan = footprint(subject_of(model, "32-true", compile_blocks=False), (1024, 2048))
+    plan = footprint(counted_model_of(model, "32-true", compile_blocks=False), (1024, 2048))
     (between,) = (m for m in plan.moments if m.part == ("between",))
     return plan.held(between, tokens)
 
@@ -41,7 +41,7 @@ def planned(model, tokens):
 def test_a_users_model(make):
     """Its parameters, the bytes that a real step saves, and the longest sequence."""
     model = make()
-    subject = subject_of(model, "32-true", compile_blocks=False)
+    subject = counted_model_of(model, "32-true", compile_blocks=False)
     facts = Facts.of(model, subject)
     assert facts.parameters == sum(p.numel() for p in make().parameters()) and facts.depth == 3
     assert planned(model, 4096) == pytest.approx(saved(make(), example_of(model, 4096)), rel=0.002)
@@ -94,7 +94,7 @@ class Other(ld.DilatedModule):
 
 def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match=r"Other.build\(\) must make self.transformer, .*depth=2.* stack of 1"):
-        subject_of(Other())
+        counted_model_of(Other())
     Other.depth = None
     with pytest.raises(ValueError, match="Other has no depth"):
-        subject_of(Other())
+        counted_model_of(Other())

@@ -9,7 +9,7 @@ import lightning_dilated as ld
 from lightning_dilated.ext.planning.counting.compiled import Graphs, Kernels
 from lightning_dilated.ext.planning.counting.footprint import footprint
 from lightning_dilated.ext.planning.counting.memory_tracker import Tape
-from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
 from lightning_dilated.pattern import DilatedPattern
 
 #: bytes of h and of a result
@@ -82,7 +82,7 @@ def test_kept_is_what_the_partitioner_keeps(ffn, norm):
     """Compared with torch.compile's own partition of a block, run on real tensors."""
     pattern, tokens = DilatedPattern.longnet([64], [1]), 2048
     sizes = {"dim": 64, "num_heads": 4, "position_encoding": "none", "ffn": ffn, "norm": norm}
-    subject = subject_of(ld.LongNetLM(pattern, depth=2, **sizes), "32-true", compile_blocks=True)
+    subject = counted_model_of(ld.LongNetLM(pattern, depth=2, **sizes), "32-true", compile_blocks=True)
     plan = footprint(subject, (tokens, 2 * tokens))
     moment = next(m for m in plan.moments if m.part == ("behind", 0))
 

@@ -11,7 +11,7 @@ import lightning_dilated as ld
 from lightning_dilated.ext.planning.candidates import candidates
 from lightning_dilated.ext.planning.counting.footprint import footprint
 from lightning_dilated.ext.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, Meter
-from lightning_dilated.ext.planning.counting.model_specs import UPDATE_BACKWARD, UPDATE_FORWARD, subject_of
+from lightning_dilated.ext.planning.counting.model_specs import UPDATE_BACKWARD, UPDATE_FORWARD, counted_model_of
 from lightning_dilated.ext.planning.estimate import Facts, estimate
 from lightning_dilated.ext.planning.gpus import GPUS
 from lightning_dilated.ext.planning.memory import memory
@@ -53,14 +53,14 @@ def numbers(model, trained):
     pytest.param(encoder, "groups", 8, "bf16-mixed", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_length_is_exact(make, name, depth, precision):
-    check(subject_of(make(), precision, SETTINGS[name]), depth, 5120)
+    check(counted_model_of(make(), precision, SETTINGS[name]), depth, 5120)
 
 
 @pytest.mark.parametrize("policy", ["none", "attention-kept", "block"])
 def test_a_real_step_keeps_what_was_planned(policy):
     """Compare the bytes alive after the forward, and gradients after the backward, with a meter of real tensors."""
     settings = MemorySettings(policy)
-    plan = footprint(subject_of(encoder(), "32-true", settings), (3072, 5120))
+    plan = footprint(counted_model_of(encoder(), "32-true", settings), (3072, 5120))
     between, last = (next(m for m in plan.moments if m.part == part) for part in (("between",), ("backward", 3)))
     model, data = built(encoder(), settings), labelled(3999)
     with Meter() as meter:
@@ -75,7 +75,7 @@ def test_a_real_step_keeps_what_was_planned(policy):
 
 
 def test_states_and_buckets_are_of_what_is_trained():
-    plan = footprint(subject_of(encoder(), "32-true", MemorySettings("block")), (1024, 2048))
+    plan = footprint(counted_model_of(encoder(), "32-true", MemorySettings("block")), (1024, 2048))
     own = 4 * numbers(built(encoder()), True)
     one, two = (memory(plan, 4096, x) for x in (Setup(), Setup("ring_dilated", data_ranks=2)))
     assert one.kinds[OPTIMIZER] == 2 * own
@@ -85,7 +85,7 @@ def test_states_and_buckets_are_of_what_is_trained():
 
 
 def test_states_on_the_host_are_of_what_is_trained():
-    plan = footprint(subject_of(encoder(), "32-true"), (1024, 2048))
+    plan = footprint(counted_model_of(encoder(), "32-true"), (1024, 2048))
     model = built(encoder())
     locked = lambda p: 1 << (p.numel() * 4 - 1).bit_length()  # noqa: E731
     want = sum(locked(p) * (1 + p.requires_grad) for p in model.parameters()) + 8 * numbers(model, True)
@@ -98,7 +98,7 @@ def test_host_memory_is_what_training_takes(offload, every):
     settings = MemorySettings("block", every, offload)
     model = built(encoder(), settings)
     model.token_mean(labelled(255))[0].backward()
-    here = footprint(subject_of(encoder(), "32-true", MemorySettings("block", every)), (1024, 2048))
+    here = footprint(counted_model_of(encoder(), "32-true", MemorySettings("block", every)), (1024, 2048))
     away = replace(here, subject=replace(here.subject, memory=settings))
     assert memory(away, 256).host == model.transformer._host.bytes
     at = [memory(x, 1 << 16).kinds[ACTIVATIONS] for x in (here, away)]
@@ -110,7 +110,7 @@ def test_host_memory_is_what_training_takes(offload, every):
 # -- time --------------------------------------------------------------------------------------------------------------
 def facts(**sizes):
     model = encoder(**sizes)
-    return Facts.of(model, subject_of(model))
+    return Facts.of(model, counted_model_of(model))
 
 
 def test_flops_are_what_torch_counts():
@@ -168,4 +168,4 @@ def test_less_than_training_all():
 def test_no_windows_and_no_compiled_blocks():
     assert {x.head_chunks for x in candidates(facts().windows, 0.0, 4)} == {1}
     with pytest.raises(ValueError, match="low-rank updates are not compiled: leave --compile out"):
-        subject_of(encoder(), compile_blocks=True)
+        counted_model_of(encoder(), compile_blocks=True)

@@ -14,7 +14,7 @@ from lightning_dilated.ext.planning.counting import dry_run as trial
 from lightning_dilated.ext.planning.counting.compiled import Graphs
 from lightning_dilated.ext.planning.counting.footprint import footprint
 from lightning_dilated.ext.planning.counting.memory_tracker import OPTIMIZER, PARAMETERS, Tape
-from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
 from lightning_dilated.ext.planning.estimate import Case, Facts, last_true
 from lightning_dilated.ext.planning.gpus import find_gpu
 from lightning_dilated.ext.planning.memory import memory
@@ -57,7 +57,7 @@ def test_measured(case):
     """Required: 10 % at most; aim: 5 %; observed: at most 1.7 %, of numbers with three digits."""
     kind, compiled, strategy, policy = case
     model = ld.LongNetLM(**BYTES) if kind == "bytes" else ld.SlideEncoder(**SLIDES)
-    plan = footprint(subject_of(model, memory=MemorySettings(policy), compile_blocks=compiled))
+    plan = footprint(counted_model_of(model, memory=MemorySettings(policy), compile_blocks=compiled))
     for tokens, ranks, gib in MEASURED[case]:
         beside = 2 if strategy == "ring_dilated" else 1  # in these runs DDP wrapped a single GPU, too
         peak = memory(plan, tokens, Setup(strategy, ranks, data_ranks=beside)).peak / GIB
@@ -68,7 +68,9 @@ def test_measured(case):
 def test_bytes_of_a_logit(compiled, each):
     """A compiled loss holds logits and their gradient in 16 bits; else logits, their fp32 copy and log-softmax."""
     words = 1 << 17
-    plan = footprint(subject_of(lm(vocab_size=words), "bf16-mixed", MemorySettings("block"), compiled), (1024, 2048))
+    plan = footprint(
+        counted_model_of(lm(vocab_size=words), "bf16-mixed", MemorySettings("block"), compiled), (1024, 2048)
+    )
     few, many = (memory(plan, tokens).peak for tokens in (1 << 14, 1 << 15))
     assert (many - few) / (words << 14) == pytest.approx(each, rel=0.01)
 
@@ -114,7 +116,7 @@ def check(subject, depth, tokens):
     pytest.param("tiles, all kept", 5, "bf16-mixed", False, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_length_is_exact(name, depth, precision, compiled):
-    check(subject_of(lm(num_kv_heads=2), precision, SETTINGS[name], compiled), depth, 5120)
+    check(counted_model_of(lm(num_kv_heads=2), precision, SETTINGS[name], compiled), depth, 5120)
 
 
 LINEAR = {"kind": "linear", "segment": 256}
@@ -145,14 +147,14 @@ WAYS = [*((x, False) for x in ("none", "block", "attention-kept", "groups")), ("
 def test_exact_where_layers_differ(layers, settings, compiled):
     """Layers differ in positions and recurrences."""
     model = lm(depth=6, num_kv_heads=2, **LAYERS[layers])
-    subject = subject_of(model, "bf16-mixed", SETTINGS[settings], compiled)
+    subject = counted_model_of(model, "bf16-mixed", SETTINGS[settings], compiled)
     check(subject, 6, 5120)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exact_with_kernels_of_convolutions(compiled, monkeypatch):
     """The op is counted as GPUs run it: a layer saves the op's inputs and outputs, and no padded copy."""
-    subject = subject_of(lm(kv_conv=4), "bf16-mixed", compile_blocks=compiled)
+    subject = counted_model_of(lm(kv_conv=4), "bf16-mixed", compile_blocks=compiled)
     with monkeypatch.context() as patch:
         patch.setattr(convolution, "unsupported", lambda *_: "serves nothing")
         by_torch = footprint(subject, (3072, 4096))
@@ -165,7 +167,7 @@ def test_exact_with_kernels_of_convolutions(compiled, monkeypatch):
 
 def test_parameters_and_gradients_are_the_models():
     model = lm()
-    plan = footprint(subject_of(model, "32-true"), (1024, 2048))
+    plan = footprint(counted_model_of(model, "32-true"), (1024, 2048))
     real = sum(p.nbytes for p in lm().parameters())
     assert plan.parameters == real
     assert {m.static for m in plan.moments if m.part[0] == "forward"} == {2 * real}
@@ -174,7 +176,7 @@ def test_parameters_and_gradients_are_the_models():
 
 @pytest.mark.parametrize("precision, size", [("bf16-mixed", 4), ("bf16-true", 2), ("32-true", 4)])
 def test_states_by_precision(precision, size):
-    plan = footprint(subject_of(lm(), precision, MemorySettings("block")), (1024, 2048))
+    plan = footprint(counted_model_of(lm(), precision, MemorySettings("block")), (1024, 2048))
     kinds = memory(plan, 4096).kinds
     assert kinds[OPTIMIZER] == 2 * kinds[PARAMETERS] == 2 * size * sum(p.numel() for p in lm().parameters())
 
@@ -184,7 +186,7 @@ def test_settings_save_what_they_should():
     order = ["attention-kept", "block", "groups"]
     peaks = []
     for name in order:
-        plan = footprint(subject_of(lm(depth=12), "bf16-mixed", SETTINGS[name]), (2048, 4096))
+        plan = footprint(counted_model_of(lm(depth=12), "bf16-mixed", SETTINGS[name]), (2048, 4096))
         peaks.append(memory(plan, 1 << 20).peak)
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3
 
@@ -200,7 +202,7 @@ def test_last_true(limit, most):
 
 def test_longest_fits_and_no_more():
     model = lm(FIVE, depth=4)
-    subject = subject_of(model, "bf16-mixed")
+    subject = counted_model_of(model, "bf16-mixed")
     case = Case(subject, Facts.of(model, subject), Setup("ring_dilated", 2, 2), find_gpu("rtx 4090"))
     settings = MemorySettings("block")
     longest = case.longest(settings)
@@ -213,7 +215,7 @@ def test_longest_fits_and_no_more():
 def test_longest_with_keys_of_all_ranks():
     """Dense attention sends a rank all other keys: the longest that fits is far from both first guesses."""
     model = lm(DilatedPattern.dense(), depth=4)
-    subject = subject_of(model, "bf16-mixed")
+    subject = counted_model_of(model, "bf16-mixed")
     case = Case(subject, Facts.of(model, subject), Setup("ring_dilated", 8, 8), find_gpu("rtx 4090"))
     settings = MemorySettings("block")
     longest = case.longest(settings)
@@ -249,9 +251,9 @@ def frozen():
     (lambda: Setup("ring_dilated", bucket_cap_mb=0), "bucket_cap_mb must be at least 1"),
     (lambda: find_gpu("V100"), "--gpu must be one of H200, H100"),
     (lambda: find_gpu("H200", 0), "--gpu-memory must be GiB"),
-    (lambda: subject_of(ld.SlideEncoder()), "this SlideEncoder has no task"),
-    (lambda: subject_of(frozen()), "the blocks of this SlideEncoder are frozen.* Leave freeze_encoder out"),
-    (lambda: subject_of(ld.DilatedModule()), r"DilatedModule must define example_batch\(tokens\)"),
+    (lambda: counted_model_of(ld.SlideEncoder()), "this SlideEncoder has no task"),
+    (lambda: counted_model_of(frozen()), "the blocks of this SlideEncoder are frozen.* Leave freeze_encoder out"),
+    (lambda: counted_model_of(ld.DilatedModule()), r"DilatedModule must define example_batch\(tokens\)"),
 ])  # fmt: skip
 def test_refused(call, says):
     with pytest.raises((ValueError, TypeError), match=says):
@@ -260,4 +262,4 @@ def test_refused(call, says):
 
 def test_not_within_a_device():
     with torch.device("cpu"), pytest.raises(RuntimeError, match="cannot be counted within"):
-        footprint(subject_of(lm()))
+        footprint(counted_model_of(lm()))

@@ -14,10 +14,10 @@ from lightning_dilated.ext.planning.counting.memory_tracker import (
     OPTIMIZER,
     PARAMETERS,
 )
-from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
 from lightning_dilated.ext.planning.estimate import Case, Facts
 from lightning_dilated.ext.planning.gpus import GPUS
-from lightning_dilated.ext.planning.memory import _static, memory, moved_as_fit_ends
+from lightning_dilated.ext.planning.memory import _static, bytes_moved_at_fit_end, memory
 from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.full
 @pytest.fixture(scope="module")
 def counted():
     return footprint(
-        subject_of(lm(DilatedPattern.geometric(64, 1 << 14), depth=8), "bf16-mixed", MemorySettings("block")),
+        counted_model_of(lm(DilatedPattern.geometric(64, 1 << 14), depth=8), "bf16-mixed", MemorySettings("block")),
         (1024, 2048),
     )
 
@@ -63,7 +63,7 @@ def test_fsdp_deals_parameters(counted):
 def test_the_output_projection_has_its_whole_gradient(offload):
     """It lasts from the head's backward until FSDP reduces the parameters outside of blocks, after all blocks."""
     model = lm(vocab_size=4096, tie_embeddings=False)
-    plan = footprint(subject_of(model, "bf16-mixed", MemorySettings("block")), (1024, 2048))
+    plan = footprint(counted_model_of(model, "bf16-mixed", MemorySettings("block")), (1024, 2048))
     setup, size = Setup("ring_dilated_fsdp", 4, 4, cpu_offload=offload), 4096 * 64 * 4
     parts = {m.part: m for m in plan.moments}
     gradients = [_static(plan, parts[part], setup)[GRADIENTS] for part in (("backward", 2), ("head",))]
@@ -93,7 +93,7 @@ def test_cpu_offload_leaves_gathered_blocks(counted):
 def test_host_memory_limits_cpu_offload():
     """With a named limit, block inputs get the memory that the states leave."""
     model = lm(depth=8)
-    subject = subject_of(model)
+    subject = counted_model_of(model)
     setup = Setup("ring_dilated_fsdp", 2, 2, cpu_offload=True)
     case = functools.cache(lambda host: Case(subject, Facts.of(model, subject), setup, GPUS["H200"], host))
     states = case(0).memory(MemorySettings(), 4096).states / 2**30
@@ -120,7 +120,7 @@ def test_kept_rows_by_policy():
     pattern = DilatedPattern.geometric(64, 1 << 14)
     under_way = lambda x: {0, x.exchange.forward, x.exchange.backward}  # noqa: E731 - outside of the op, or in it
     for name, layers in (("attention-kept", 8), ("block", 1)):
-        plan = footprint(subject_of(lm(pattern, depth=8), "bf16-mixed", MemorySettings(name)), (1024, 2048))
+        plan = footprint(counted_model_of(lm(pattern, depth=8), "bf16-mixed", MemorySettings(name)), (1024, 2048))
         x = memory(plan, 1 << 14, Setup("ring_dilated", 4, 4))
         assert x.exchange.kept > 0 and x.kinds[EXCHANGE] - layers * x.exchange.kept in under_way(x)
 
@@ -134,7 +134,7 @@ def test_host_memory_is_what_training_takes(offload, every):
     model.transformer.memory = settings
     tokens = torch.zeros(1, 256, dtype=torch.int64)
     model.token_mean({"tokens": tokens, "labels": tokens})[0].backward()
-    plan = footprint(subject_of(lm(depth=4), "32-true", settings), (1024, 2048))
+    plan = footprint(counted_model_of(lm(depth=4), "32-true", settings), (1024, 2048))
     assert memory(plan, 256).host == model.transformer._host.bytes
 
 
@@ -142,15 +142,15 @@ def test_what_lightning_moves_as_fit_ends():
     """Compared with the tensors that a step leaves."""
     model = lm()
     model.configure_model()
-    plan = footprint(subject_of(model, "32-true", MemorySettings()), (1024, 2048))
+    plan = footprint(counted_model_of(model, "32-true", MemorySettings()), (1024, 2048))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.zeros(1, 256, dtype=torch.int64)
     model.token_mean({"tokens": tokens, "labels": tokens})[0].backward()
     optimizer.step()
     states = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
     whole = sum(x.nbytes for x in (*model.parameters(), *(p.grad for p in model.parameters()), *states))
-    assert moved_as_fit_ends(plan, Setup()) == moved_as_fit_ends(plan, Setup("ring_dilated", 4, 4)) == whole
-    assert moved_as_fit_ends(plan, Setup("ring_dilated_fsdp", 4, 4)) == -(-whole // 4)
+    assert bytes_moved_at_fit_end(plan, Setup()) == bytes_moved_at_fit_end(plan, Setup("ring_dilated", 4, 4)) == whole
+    assert bytes_moved_at_fit_end(plan, Setup("ring_dilated_fsdp", 4, 4)) == -(-whole // 4)
 
 
 def test_offloading_frees_the_gpu(counted):

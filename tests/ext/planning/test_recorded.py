@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import lightning_dilated as ld
-from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_of
+from lightning_dilated.ext.planning.counting.model_specs import Facts, counted_model_of
 from lightning_dilated.ext.planning.estimate import Case
 from lightning_dilated.ext.planning.gpus import find_gpu
 from lightning_dilated.ext.planning.machine import Machine
@@ -68,7 +68,7 @@ def case_of(name, pattern, sizes, tokens):
     pattern, gpu = pattern or DilatedPattern.geometric(2048, 1 << (tokens - 1).bit_length()), find_gpu(name)
     options = {"vocab_size": 256, "dim": 768, "depth": 12, "num_heads": 12, "residual_dtype": "bfloat16", **sizes}
     model = ld.LongNetLM(pattern, max_seq_len=tokens, **options)
-    subject = subject_of(model, "bf16-mixed", None, True, gpu.capability)
+    subject = counted_model_of(model, "bf16-mixed", None, True, gpu.capability)
     return Case(subject, Facts.of(model, subject), Setup("single", 1), gpu, host=128)
 
 

@@ -9,7 +9,7 @@ import torch
 import lightning_dilated as ld
 from lightning_dilated.ext.planning.counting import workspace
 from lightning_dilated.ext.planning.counting.memory_tracker import Meter
-from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_of
+from lightning_dilated.ext.planning.counting.model_specs import Facts, counted_model_of
 from lightning_dilated.ext.planning.counting.workspace import OpCall
 from lightning_dilated.ext.planning.estimate import BANDWIDTH, Case
 from lightning_dilated.ext.planning.gpus import find_gpu
@@ -55,7 +55,7 @@ def case(layers=(), gpu="H100", heads=4, precision="bf16-mixed"):
     kinds = {"g": GATED, "l": LINEAR, "-": None}
     sizes = {"dim": 64 * heads, "depth": 4, "num_heads": heads}
     model = ld.LongNetLM(ld.DilatedPattern.longnet([2048], [1]), **sizes, recurrence=[kinds[x] for x in layers or "-"])
-    subject = subject_of(model, precision, None, False)
+    subject = counted_model_of(model, precision, None, False)
     return Case(subject, Facts.of(model, subject), Setup(), find_gpu(gpu))
 
 
@@ -103,7 +103,7 @@ def test_what_is_around_the_rule():
     """
     layers = [{"kind": "gated_delta", "conv": taps} for taps in (0, 4)]
     model = ld.LongNetLM(ld.DilatedPattern.dense(64), dim=256, depth=2, num_heads=4, recurrence=layers)
-    without, convolved = Facts.of(model, subject_of(model)).recurrences
+    without, convolved = Facts.of(model, counted_model_of(model)).recurrences
     row = 256 * 2
     assert convolved.forward.beyond(without.forward) == (0, pytest.approx(6 * row, rel=0.01))
     assert convolved.backward.beyond(without.backward) == (0, pytest.approx(9 * row, rel=0.05))

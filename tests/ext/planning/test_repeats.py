@@ -6,7 +6,7 @@ import pytest
 
 from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.ext.planning.counting.footprint import footprint
-from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
 from lightning_dilated.ext.planning.counting.repeats import Repeat, find_repeats
 from lightning_dilated.memory.settings import MemorySettings
 
@@ -37,7 +37,7 @@ SETTINGS = {
 def test_as_all_layers(layers, settings, compiled):
     options, precision = LAYERS[layers]
     model = LongNetLM(dim=64, num_heads=4, max_seq_len=1 << 20, **options)
-    short = subject_of(model, precision, SETTINGS[settings], compiled)
+    short = counted_model_of(model, precision, SETTINGS[settings], compiled)
 
     def unequal(depth):
         model = short.make(depth)

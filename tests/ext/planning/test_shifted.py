@@ -8,7 +8,7 @@ import pytest
 import lightning_dilated as ld
 from lightning_dilated.ext.planning.counting.footprint import exchanged, footprint
 from lightning_dilated.ext.planning.counting.memory_tracker import EXCHANGE
-from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
 from lightning_dilated.ext.planning.counting.workspace import workspace
 from lightning_dilated.ext.planning.estimate import Facts, estimate
 from lightning_dilated.ext.planning.gpus import GPUS
@@ -42,7 +42,7 @@ def rows_of(pattern):
 @pytest.mark.parametrize("kind", [ld.LongNetLM, ld.LongNetMLM])
 def test_layers(kind, depth):
     model = lm(depth, kind)
-    layers = subject_of(model).call.layers(depth)
+    layers = counted_model_of(model).call.layers(depth)
     model.configure_model()
     of_blocks = [block.attention.attention.pattern for block in model.transformer.blocks]
     assert {call.pattern: n for call, n in layers} == {p: of_blocks.count(p) for p in of_blocks}
@@ -58,7 +58,7 @@ def test_layers(kind, depth):
 )
 def test_memory(policy, depth):
     """Two of four or five layers keep rows; recomputed blocks hold one layer's rows at a time."""
-    plan = footprint(subject_of(lm(depth), "bf16-mixed", MemorySettings(policy)), (1024, 2048))
+    plan = footprint(counted_model_of(lm(depth), "bf16-mixed", MemorySettings(policy)), (1024, 2048))
     x = memory(plan, TOKENS, SETUP)
     assert x.exchange.name is None and rows_of(EVEN) == 0 and x.exchange.others[0].kept == rows_of(ODD) > 0
     under_way = {0, x.exchange.others[0].forward, x.exchange.others[0].backward}
@@ -67,7 +67,7 @@ def test_memory(policy, depth):
 
 def test_room():
     """Each layer has the workspace of its own pattern."""
-    subject = subject_of(lm())
+    subject = counted_model_of(lm())
     plan = footprint(replace(subject, memory=MemorySettings("block")), (1024, 2048))
     last, first = (m for m in plan.moments if m.piece.op == "backward" and m.part[1] in (0, 1))
     wide = DilatedPattern.longnet([64, 128, 256], [1, 1, 1])
@@ -81,7 +81,7 @@ def test_room():
 def test_time(depth):
     """Bytes and pairs are the sum over separate layers."""
     shifted, options = lm(depth), {"shift_layers": "none"}
-    facts_of = lambda model: Facts.of(model, subject_of(model))  # noqa: E731
+    facts_of = lambda model: Facts.of(model, counted_model_of(model))  # noqa: E731
     mixed, even = facts_of(shifted), facts_of(lm(depth, **options))
     odd = replace(even, call=replace(even.call, pattern=ODD))
     estimated = lambda facts: estimate(facts, MemorySettings("block"), TOKENS, SETUP, H200)  # noqa: E731
@@ -114,7 +114,7 @@ def hybrid(depth=6, **options):
 def test_hybrid():
     """Dense layers keep rows of other ranks, shifted local ones a few, the others none; FLOPs add up over layers."""
     model = hybrid()
-    subject = subject_of(model)
+    subject = counted_model_of(model)
     assert {p: n for p, n in ((x.pattern, n) for x, n in subject.call.layers(6))} == Counter(model.patterns)
     x = memory(footprint(subject, (1024, 2048)), TOKENS, SETUP)
     each = [rows_of(pattern) for pattern in model.patterns]
@@ -122,6 +122,6 @@ def test_hybrid():
     time = estimate(Facts.of(model, subject), MemorySettings(), TOKENS, SETUP, H200)
     pairs = [p.explain(TOKENS, 4, 1, True).pairs for p in model.patterns]
     plain = hybrid(pattern=DilatedPattern.dense(512))
-    base = estimate(Facts.of(plain, subject_of(plain)), MemorySettings(), TOKENS, SETUP, H200)
+    base = estimate(Facts.of(plain, counted_model_of(plain)), MemorySettings(), TOKENS, SETUP, H200)
     local = DilatedPattern.dense(512).explain(TOKENS, 4, 1, True).pairs
     assert time.flops - base.flops == pytest.approx(14 * 16 * (sum(pairs) - 6 * local) / RANKS)

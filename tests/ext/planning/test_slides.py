@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 import lightning_dilated as ld
 from lightning_dilated.ext.planning.counting.footprint import _lengths, footprint
 from lightning_dilated.ext.planning.counting.memory_tracker import EXCHANGE, OPTIMIZER, PARAMETERS, Meter
-from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
 from lightning_dilated.ext.planning.counting.workspace import workspace
 from lightning_dilated.ext.planning.estimate import Facts, estimate, scaled
 from lightning_dilated.ext.planning.gpus import GPUS
@@ -46,7 +46,7 @@ MODELS = {"mae": mae, "encoder": encoder}
 def counted(precision="32-true", settings=None, decoder_depth=3):
     """Return the footprint of `mae`, cached."""
     return footprint(
-        subject_of(mae(decoder_depth=decoder_depth), precision, settings or SETTINGS["none"]), (1024, 2048)
+        counted_model_of(mae(decoder_depth=decoder_depth), precision, settings or SETTINGS["none"]), (1024, 2048)
     )
 
 
@@ -64,12 +64,12 @@ def counted(precision="32-true", settings=None, decoder_depth=3):
 ])  # fmt: skip
 def test_depth_and_length_are_exact(kind, name, depth, precision, compiled):
     """Compared with a direct count of the full model; the decoder has three blocks at any depth."""
-    check(subject_of(MODELS[kind](), precision, SETTINGS[name], compile_blocks=compiled), depth, 5120)
+    check(counted_model_of(MODELS[kind](), precision, SETTINGS[name], compile_blocks=compiled), depth, 5120)
 
 
 def test_a_decoder_like_the_encoder_has_its_own_graphs():
     """Its blocks take tensors of the same shapes, but drop nothing."""
-    check(subject_of(mae(decoder_dim=64, decoder_depth=1, dropout=0.1), "32-true", compile_blocks=True), 3, 5120)
+    check(counted_model_of(mae(decoder_dim=64, decoder_depth=1, dropout=0.1), "32-true", compile_blocks=True), 3, 5120)
 
 
 # -- beside real steps -------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def labelled(tiles):
 ])  # fmt: skip
 def test_a_real_step_keeps_what_was_planned(model, batch, tokens, tolerance):
     """Compare with a meter over real tensors, with true masks and grids: the bytes alive after the forward."""
-    plan = footprint(subject_of(model(), "32-true"), (3072, 5120))
+    plan = footprint(counted_model_of(model(), "32-true"), (3072, 5120))
     (between,) = (m for m in plan.moments if m.part == ("between",))
     net, data = model().train(), batch()
     net.configure_model()
@@ -172,14 +172,14 @@ def test_the_decoders_inputs_are_where_training_has_them(offload, every):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_features_are_in_the_dtype_of_the_precision(kind, precision):
-    batch = subject_of(MODELS[kind](), precision).batch(2048)
+    batch = counted_model_of(MODELS[kind](), precision).batch(2048)
     want = HalfPrecision("bf16-true").convert_input({"x": torch.zeros(1)})["x"].dtype
     assert batch["features"].dtype == (want if precision == "bf16-true" else torch.float32)
     assert batch["features"].shape[1] == 2048
 
 
 def test_slides_are_counted_at_whole_tiles():
-    subject = subject_of(encoder(), memory=MemorySettings("block", tile=1000))
+    subject = counted_model_of(encoder(), memory=MemorySettings("block", tile=1000))
     low, high = _lengths(subject.memory)  # the lengths at which `footprint` counts
     assert footprint(subject).sizes == (low, high)
     assert low % 1000 == high % 1000 == 0 and 4 * low == 3 * high
@@ -190,7 +190,7 @@ WIDE = {"segment_lengths": [64, 256, 1024, 4096], "dilation_rates": [1, 2, 4, 8]
 
 
 def test_exchanged_rows_of_both_stacks():
-    plan = footprint(subject_of(mae(**WIDE), "32-true", MemorySettings("attention-kept")), (1024, 2048))
+    plan = footprint(counted_model_of(mae(**WIDE), "32-true", MemorySettings("attention-kept")), (1024, 2048))
     x = memory(plan, 4096, Setup("ring_dilated", 4, 4))
     rows, inner = x.exchange, x.exchange.decoder
     assert x.kinds[EXCHANGE] > 0 and 0 < inner.kept == rows.kept // 2  # heads are half as wide
@@ -224,7 +224,7 @@ def test_fsdp_deals_both_stacks():
 
 # -- time --------------------------------------------------------------------------------------------------------------
 def facts(model):
-    return Facts.of(model, subject_of(model))
+    return Facts.of(model, counted_model_of(model))
 
 
 PATTERN = DilatedPattern.longnet([64, 128], [1, 2])

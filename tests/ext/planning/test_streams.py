@@ -4,7 +4,7 @@ import pytest
 
 import lightning_dilated as ld
 from lightning_dilated.ext.planning.candidates import in_words, recommended, streams
-from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_of
+from lightning_dilated.ext.planning.counting.model_specs import Facts, counted_model_of
 from lightning_dilated.ext.planning.estimate import Case
 from lightning_dilated.ext.planning.gpus import find_gpu
 from lightning_dilated.ext.planning.setup import Setup
@@ -75,7 +75,7 @@ def test_peak_is_flat_in_the_length(name):
 def plan_of(**options):
     model = ld.LongNetLM(GEOMETRIC, dim=64, depth=4, num_heads=4, **options)
     gpu = find_gpu("H200")
-    subject = subject_of(model, "bf16-mixed", None, True, gpu.capability)
+    subject = counted_model_of(model, "bf16-mixed", None, True, gpu.capability)
     return Case(subject, Facts.of(model, subject), Setup(), gpu)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_dilated.data import SlideDataModule
-from lightning_dilated.data.opener import Opener
+from lightning_dilated.data.opener import FileOpener
 from lightning_dilated.ext.slides.labels import LONGEST, Columns, Row, class_numbers, read_rows
 
 from .test_slides import grid, module, stored, table, write
@@ -147,7 +147,7 @@ def test_a_line_has_a_bound(tmp_path, remote):
     path.write_text("slide_id,label\na,0\n" + "," * LONGEST + "\n")
     address = f"file://{path}" if remote else str(path)
     with pytest.raises(ValueError, match=rf"labels\.csv, line 3 has more than {LONGEST:,} characters"):
-        read_rows(address, Columns(), Opener(str(tmp_path / "cache")))
+        read_rows(address, Columns(), FileOpener(str(tmp_path / "cache")))
 
 
 def test_a_header_of_many_columns_is_read_at_once(tmp_path):

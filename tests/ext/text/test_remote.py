@@ -27,7 +27,7 @@ from lightning_dilated.data import (
     read_variants,
 )
 from lightning_dilated.data.files import collect_files, files_digest
-from lightning_dilated.data.opener import Opener, is_url
+from lightning_dilated.data.opener import FileOpener, is_url
 from lightning_dilated.ext.genomes.regions import read_bed
 from lightning_dilated.ext.slides.labels import Columns, read_rows
 from lightning_dilated.ext.text.remote import BLOCK, RUN, TRIES
@@ -36,8 +36,8 @@ from .stores import Fetched, upload
 
 
 @pytest.fixture
-def opener(tmp_path: Path) -> Opener:
-    return Opener(str(tmp_path / "cache"))
+def opener(tmp_path: Path) -> FileOpener:
+    return FileOpener(str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -68,7 +68,9 @@ def test_paths(path: Any) -> None:
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
-def test_only_the_blocks_of_a_range_are_fetched(store: str, opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_blocks_of_a_range_are_fetched(
+    store: str, opener: FileOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = content(20 * BLOCK + 17)
     url, fetched = put("a.bin", data), Fetched(monkeypatch, "memory")
     assert opener.remote.read(url, 5 * BLOCK - 3, 5 * BLOCK + 9).tobytes() == data[5 * BLOCK - 3 : 5 * BLOCK + 9]
@@ -81,7 +83,7 @@ def test_only_the_blocks_of_a_range_are_fetched(store: str, opener: Opener, monk
     assert fetched.requests == [("/a.bin", 0, 4 * BLOCK), ("/a.bin", 6 * BLOCK, len(data))]
 
 
-def test_a_request_is_of_bounded_length(store: str, opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_of_bounded_length(store: str, opener: FileOpener, monkeypatch: pytest.MonkeyPatch) -> None:
     data = content((RUN + 2) * BLOCK)
     url, fetched = put("a.bin", data), Fetched(monkeypatch, "memory")
     assert opener.remote.read(url, 0, len(data)).tobytes() == data
@@ -89,7 +91,7 @@ def test_a_request_is_of_bounded_length(store: str, opener: Opener, monkeypatch:
 
 
 def test_without_a_cache_on_disk(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, opener = content(3 * BLOCK), Opener(str(tmp_path / "cache"), 0)
+    data, opener = content(3 * BLOCK), FileOpener(str(tmp_path / "cache"), 0)
     url, fetched = put("a.bin", data), Fetched(monkeypatch, "memory")
     for _ in range(2):
         assert opener.remote.read(url, 10, BLOCK + 10).tobytes() == data[10 : BLOCK + 10]
@@ -98,7 +100,7 @@ def test_without_a_cache_on_disk(store: str, tmp_path: Path, monkeypatch: pytest
     assert fetched.count() == 0 and not (tmp_path / "cache").exists()
 
 
-def test_a_damaged_block_is_fetched_again(store: str, opener: Opener, tmp_path: Path) -> None:
+def test_a_damaged_block_is_fetched_again(store: str, opener: FileOpener, tmp_path: Path) -> None:
     data = content(BLOCK)
     url = put("a.bin", data)
     opener.remote.read(url, 0, BLOCK)
@@ -107,7 +109,7 @@ def test_a_damaged_block_is_fetched_again(store: str, opener: Opener, tmp_path: 
     assert pickle.loads(pickle.dumps(opener)).remote.read(url, 0, BLOCK).tobytes() == data
 
 
-def test_a_file_is_sought_in(store: str, opener: Opener) -> None:
+def test_a_file_is_sought_in(store: str, opener: FileOpener) -> None:
     data = content(BLOCK + 100)
     with opener.open(put("a.bin", data)) as file:
         assert file.read(10) == data[:10] and file.tell() == 10
@@ -119,7 +121,7 @@ def test_a_file_is_sought_in(store: str, opener: Opener) -> None:
             file.raw.seek(-1)  # type: ignore[attr-defined]
 
 
-def test_a_stream_of_local_and_remote_files(store: str, opener: Opener, tmp_path: Path) -> None:
+def test_a_stream_of_local_and_remote_files(store: str, opener: FileOpener, tmp_path: Path) -> None:
     parts = [content(1000, seed) for seed in range(3)]
     (tmp_path / "b.bin").write_bytes(parts[1])
     stream = ByteStream([put("a.bin", parts[0]), str(tmp_path / "b.bin"), put("c.bin", parts[2])], opener=opener)
@@ -128,7 +130,7 @@ def test_a_stream_of_local_and_remote_files(store: str, opener: Opener, tmp_path
 
 @pytest.mark.parametrize("size", [1, 4096, 40_000, 3 * BLOCK])
 def test_digests_are_those_of_local_files(
-    store: str, opener: Opener, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+    store: str, opener: FileOpener, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.bin").write_bytes(content(size))
     url, fetched = put("a.bin", content(size)), Fetched(monkeypatch, "memory")
@@ -138,7 +140,7 @@ def test_digests_are_those_of_local_files(
 
 
 # -- lists -------------------------------------------------------------------------------------------------------------
-def test_lists_are_those_of_local_folders(store: str, opener: Opener, tmp_path: Path) -> None:
+def test_lists_are_those_of_local_folders(store: str, opener: FileOpener, tmp_path: Path) -> None:
     names = ["b.bin", "a.bin", "a.txt", "d/c.bin", "d/e/f.BIN", ".hidden.bin", ".h/g.bin", "a-b/x.bin", "a/x.bin"]
     for name in names:
         path = tmp_path / "data" / name
@@ -155,14 +157,14 @@ def test_lists_are_those_of_local_folders(store: str, opener: Opener, tmp_path: 
             assert listed("memory:///data", tail, suffixes) == listed(str(tmp_path / "data"), tail, suffixes), tail
 
 
-def test_names_with_brackets(store: str, opener: Opener) -> None:
+def test_names_with_brackets(store: str, opener: FileOpener) -> None:
     assert opener.expand(put("a[1].bin", b"1"), None, "hint") == ["memory:///a[1].bin"]
 
 
 @pytest.mark.parametrize(
     "url", ["memory:///none/*.bin", "memory:///data/*.bin", "memory:///none", "memory:///none/a.bin"]
 )
-def test_nothing_there(store: str, opener: Opener, url: str) -> None:
+def test_nothing_there(store: str, opener: FileOpener, url: str) -> None:
     put("data/a.txt", b"1")
     with pytest.raises(FileNotFoundError, match=url.replace("*", r"\*")):
         collect_files([url], [".bin"], "pass others in data.paths", opener)
@@ -179,7 +181,7 @@ def test_where_only_local_files_are_read(store: str) -> None:
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
-def test_a_changed_file_is_noticed(store: str, opener: Opener) -> None:
+def test_a_changed_file_is_noticed(store: str, opener: FileOpener) -> None:
     url = put("a.bin", content(3 * BLOCK))
     stream = ByteStream([url], opener=opener)
     stream.read(0, 10)
@@ -189,7 +191,7 @@ def test_a_changed_file_is_noticed(store: str, opener: Opener) -> None:
     ):
         stream.read(BLOCK, BLOCK + 10)
     # a new lookup reads the new file, even if the old one is in the cache
-    again = Opener(str(Path(opener.remote.cache.folder)))
+    again = FileOpener(str(Path(opener.remote.cache.folder)))
     assert again.remote.read(url, 0, 10).tobytes() == content(3 * BLOCK, seed=1)[:10]
     put("a.bin", content(10))
     with pytest.raises(ValueError, match="keep the data unchanged"):
@@ -221,14 +223,14 @@ class Failing:
     "error", [ConnectionResetError("reset"), TimeoutError("late"), RuntimeError("of a library"), None]
 )
 def test_requests_that_fail_are_tried_again(
-    store: str, opener: Opener, waits: list[float], monkeypatch: pytest.MonkeyPatch, error: Exception | None
+    store: str, opener: FileOpener, waits: list[float], monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     data = content(100)
     url = put("a.bin", data)
     failing = Failing(monkeypatch, TRIES - 1, error)
     assert opener.remote.read(url, 0, 100).tobytes() == data
     assert waits == [1.0, 2.0, 4.0, 8.0]
-    failing.left, fresh = TRIES, Opener(cache_gib=0)
+    failing.left, fresh = TRIES, FileOpener(cache_gib=0)
     with pytest.raises(
         ConnectionError, match=rf"memory:///a\.bin could not be read in {TRIES} tries .*last checkpoint"
     ):
@@ -237,7 +239,7 @@ def test_requests_that_fail_are_tried_again(
 
 
 def test_a_refused_request_is_not_tried_again(
-    store: str, opener: Opener, waits: list[float], monkeypatch: pytest.MonkeyPatch
+    store: str, opener: FileOpener, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = put("a.bin", b"1")
     failing = Failing(monkeypatch, 9, PermissionError("Forbidden"))
@@ -246,7 +248,7 @@ def test_a_refused_request_is_not_tried_again(
     assert failing.left == 8 and not waits
 
 
-def test_a_package_that_is_missing(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing(opener: FileOpener, monkeypatch: pytest.MonkeyPatch) -> None:
     known = sys.modules["fsspec.registry"]._registry  # type: ignore[attr-defined]
     for scheme, package in (("s3", "s3fs"), ("gs", "gcsfs")):
         extra = {"s3": "s3", "gs": "gcs"}[scheme]
@@ -258,7 +260,7 @@ def test_a_package_that_is_missing(opener: Opener, monkeypatch: pytest.MonkeyPat
             opener.expand(f"{scheme}://b/a.bin", None, "hint")
 
 
-def test_a_store_that_is_unknown(opener: Opener) -> None:
+def test_a_store_that_is_unknown(opener: FileOpener) -> None:
     with pytest.raises(ValueError, match=r"xyz://b/a\.bin: files are not read from xyz://, but from file, local, s3"):
         opener.expand("xyz://b/a.bin", None, "hint")
 
@@ -288,7 +290,7 @@ ADDRESSES = [*NO_FILES, *CHAINS]
 
 def entries(address: str, folder: Path) -> dict[str, Callable[[], Any]]:
     """Return every way to pass an address, by name."""
-    cache, opener = str(folder / "cache"), Opener(str(folder / "cache"))
+    cache, opener = str(folder / "cache"), FileOpener(str(folder / "cache"))
     return {
         "expand": lambda: opener.expand(address, None, "hint"),
         "a glob": lambda: opener.expand(f"{address}/*", None, "hint"),
@@ -339,17 +341,17 @@ def test_a_trainer_refuses_such_addresses(address: str, strategy: str, tmp_path:
 @pytest.mark.parametrize("gib", [-1, "20", float("nan")])
 def test_a_limit_that_is_none(gib: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"data\.cache_gib"):
-        Opener(cache_gib=gib)
+        FileOpener(cache_gib=gib)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
-def reads(opener: Opener, url: str, out: Any) -> None:
+def reads(opener: FileOpener, url: str, out: Any) -> None:
     out.put(opener.remote.read(url, 10, 20).tobytes())
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_other_processes_read(tmp_path: Path, opener: Opener, method: str) -> None:
+def test_other_processes_read(tmp_path: Path, opener: FileOpener, method: str) -> None:
     (tmp_path / "a.bin").write_bytes(content(100))
     url = f"file://{tmp_path}/a.bin"
     opener.remote.read(url, 0, 10)

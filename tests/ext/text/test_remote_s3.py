@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from lightning_dilated.data.opener import Opener
+from lightning_dilated.data.opener import FileOpener
 from lightning_dilated.ext.text.remote import BLOCK
 
 from ...data.runs import run
@@ -135,7 +135,7 @@ def test_a_changed_object(root: str, tmp_path: Path, cached: dict[str, str]) -> 
 
 
 def test_what_is_not_there(bucket: str, root: str, tmp_path: Path) -> None:
-    opener = Opener(str(tmp_path / "cache"))
+    opener = FileOpener(str(tmp_path / "cache"))
     with pytest.raises(FileNotFoundError, match=r"s3://no-such-bucket/a\.bin is no file .*spelling of bucket"):
         opener.expand("s3://no-such-bucket/a.bin", None, "hint")
     with pytest.raises(FileNotFoundError, match=r"s3://no-such-bucket/\*\.bin .*hint|is no file"):
@@ -155,7 +155,7 @@ def test_a_server_that_is_gone(root: str, tmp_path: Path, monkeypatch: pytest.Mo
     s3fs.S3FileSystem.clear_instance_cache()
     try:
         with pytest.raises(ConnectionError, match=rf"{root}/a\.bin could not be read in 5 tries .*last checkpoint"):
-            Opener(str(tmp_path)).size(f"{root}/a.bin")
+            FileOpener(str(tmp_path)).size(f"{root}/a.bin")
         assert len(waits) == 4
     finally:
         s3fs.S3FileSystem.clear_instance_cache()
@@ -171,6 +171,6 @@ def test_no_login(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(
             PermissionError, match=rf"{root}/a\.bin may not be read .* set AWS_PROFILE, .*FSSPEC_S3_ANON"
         ):
-            Opener(str(tmp_path)).size(f"{root}/a.bin")
+            FileOpener(str(tmp_path)).size(f"{root}/a.bin")
     finally:
         s3fs.S3FileSystem.clear_instance_cache()

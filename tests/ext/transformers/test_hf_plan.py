@@ -14,7 +14,7 @@ from lightning_dilated.ext.planning.counting import dry_run
 from lightning_dilated.ext.planning.counting.dry_run import BlockWork
 from lightning_dilated.ext.planning.counting.footprint import footprint
 from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Meter
-from lightning_dilated.ext.planning.counting.model_specs import example_of, subject_of
+from lightning_dilated.ext.planning.counting.model_specs import counted_model_of, example_of
 from lightning_dilated.ext.planning.estimate import Case, Facts, estimate
 from lightning_dilated.ext.planning.gpus import GPUS
 from lightning_dilated.ext.planning.memory import memory
@@ -59,13 +59,13 @@ def numbers(model, trained=False):
     pytest.param("qwen2", None, None, "tiles, all kept", 5, "32-true", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_depth_and_length_are_exact(family, lora, pattern, name, depth, precision):
-    check(subject_of(model(family, lora, pattern, depth=depth), precision, SETTINGS[name]), depth, 5120)
+    check(counted_model_of(model(family, lora, pattern, depth=depth), precision, SETTINGS[name]), depth, 5120)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_checkpointed_decoder_is_counted_so(checkpointed):
     decoder = HFCausalLM(config("llama"), gradient_checkpointing=checkpointed)
-    assert subject_of(decoder).memory == MemorySettings("block" if checkpointed else "none")
+    assert counted_model_of(decoder).memory == MemorySettings("block" if checkpointed else "none")
 
 
 @pytest.mark.parametrize("family, lora, tile, policy", [
@@ -81,7 +81,7 @@ def test_a_real_step_keeps_what_was_planned(family, lora, tile, policy):
     """Compare the bytes alive after the forward, and gradients after the backward, with a meter over real tensors."""
     settings, tokens = MemorySettings(policy), 2000
     planned = model(family, lora, tile=tile)
-    counted = footprint(subject_of(planned, "32-true", settings), (1024, 2048))
+    counted = footprint(counted_model_of(planned, "32-true", settings), (1024, 2048))
     between = next(m for m in counted.moments if m.part == ("between",))
     real, data = model(family, lora, tile=tile), example_of(planned, tokens)
     real.configure_model()
@@ -101,7 +101,7 @@ def test_a_real_step_keeps_what_was_planned(family, lora, tile, policy):
 
 def test_states_and_buckets_are_of_what_is_trained():
     planned = model(lora=LORA)
-    counted = footprint(subject_of(planned, "32-true", MemorySettings("block")), (1024, 2048))
+    counted = footprint(counted_model_of(planned, "32-true", MemorySettings("block")), (1024, 2048))
     own = 4 * numbers(model(lora=LORA), True)
     one, two = (memory(counted, 4096, x) for x in (Setup(), Setup("ring_dilated", data_ranks=2)))
     assert one.kinds[OPTIMIZER] == 2 * own and own < 0.5 * counted.parameters
@@ -110,7 +110,7 @@ def test_states_and_buckets_are_of_what_is_trained():
 
 
 def test_states_on_the_host_are_of_what_is_trained():
-    counted, real = footprint(subject_of(model(lora=LORA), "32-true"), (1024, 2048)), model(lora=LORA)
+    counted, real = footprint(counted_model_of(model(lora=LORA), "32-true"), (1024, 2048)), model(lora=LORA)
     locked = lambda p: 1 << (p.numel() * 4 - 1).bit_length()  # noqa: E731
     want = sum(locked(p) * (1 + p.requires_grad) for p in real.parameters()) + 8 * numbers(real, True)
     assert memory(counted, 4096, Setup("ring_dilated_fsdp", cpu_offload=True)).states == want
@@ -118,7 +118,7 @@ def test_states_on_the_host_are_of_what_is_trained():
 
 # -- time --------------------------------------------------------------------------------------------------------------
 def facts(planned):
-    return Facts.of(planned, subject_of(planned))
+    return Facts.of(planned, counted_model_of(planned))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_own_attention_and_patterns_are_counted():
     for name, planned in {
         "dense": model("mistral, dense"), "windows": model("mistral"), "hybrid": model("mistral", pattern=HYBRID),
     }.items():  # fmt: skip
-        case = Case(subject_of(planned), facts(planned), Setup(), H200)
+        case = Case(counted_model_of(planned), facts(planned), Setup(), H200)
         seconds[name] = case.time(MemorySettings(), 1 << 20).step.compute["attention"]
         assert case.longest(MemorySettings("block")) > case.longest(MemorySettings()) > 1 << 18
         assert not planned._built
@@ -189,7 +189,7 @@ def test_counted_work_is_what_torch_runs(monkeypatch, policy, tile):
     with FlopCounterMode(display=False) as counter:
         real.token_mean(data)[0].backward()
     ran = sum(n for op, n in counter.get_flop_counts()["Global"].items() if str(op).endswith("mm"))
-    subject = subject_of(real, "32-true")
+    subject = counted_model_of(real, "32-true")
     work = BlockWork.of(subject.make, subject.batch, subject.precision, tile)
     flops = work.forward.flops + work.backward.flops + (work.again.flops if policy == "block" else 0)
     assert ran == tokens * (depth * flops + 6 * real.vocab_size * 32)
@@ -226,7 +226,9 @@ def test_measured_decoders(script, gpu, size, lora, tokens, tile, way, ms, gib):
         pytest.importorskip("peft", reason="needs the extra lora")
     a = argparse.Namespace(size=size, lora=lora, seq_len=[tokens], compile=False, layer_tile=tile)
     planned, gpu = script["ours"](a, way), GPUS[gpu]
-    subject = subject_of(planned, "bf16-true" if lora else "bf16-mixed", script["settings"](a), False, gpu.capability)
+    subject = counted_model_of(
+        planned, "bf16-true" if lora else "bf16-mixed", script["settings"](a), False, gpu.capability
+    )
     case = Case(subject, Facts.of(planned, subject), Setup(), gpu)
     within = 0.13 if (gpu.name, way) == ("H200", "hybrid") else 0.10
     assert case.time(subject.memory, tokens).seconds * 1e3 == pytest.approx(ms, rel=within)

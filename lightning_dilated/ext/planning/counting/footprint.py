@@ -25,11 +25,11 @@ from lightning_dilated.ext.recurrence.op import RECURRENCE
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import in_turns, segment_width
+from lightning_dilated.pattern.rows import cycle_to, segment_width
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.program import Round, count
 from lightning_dilated.sequence.exchange.row_ops import FEW
-from lightning_dilated.sequence.exchange.switch import Switched
+from lightning_dilated.sequence.exchange.switch import AllToAllProgram
 from lightning_dilated.sequence.planner import Links, Plan, make_problem, price
 
 #: tokens of the steps that are counted
@@ -49,7 +49,7 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class Subject:
+class CountedModel:
     """A model to count.
 
     Attributes:
@@ -119,7 +119,7 @@ class Footprint:
         blocks: bytes of all and of trained parameters in each block of the first stack.
     """
 
-    subject: Subject
+    subject: CountedModel
     sizes: tuple[int, int]
     hidden: int
     moments: tuple[Moment, ...]
@@ -173,7 +173,7 @@ def _line(at: tuple[int, int], values: tuple[int, int], x: int) -> int:
     return values[0] + ((values[1] - values[0]) * (x - at[0]) + run // 2) // run
 
 
-def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Graphs | None = None) -> Footprint:
+def footprint(subject: CountedModel, sizes: tuple[int, int] | None = None, graphs: Graphs | None = None) -> Footprint:
     """Count two steps; with tiles, steps of three and four tiles, because from three on each tile holds the same.
 
     Args:
@@ -208,7 +208,7 @@ def _lengths(settings: MemorySettings) -> tuple[int, int]:
     return SIZES if part is None else (3 * part, 4 * part)
 
 
-def _moments(subject: Subject, *steps: Tape) -> Iterator[Moment]:
+def _moments(subject: CountedModel, *steps: Tape) -> Iterator[Moment]:
     depth, every = subject.depth, subject.memory.every
     saved = [_saved(step, depth, subject.memory) for step in steps]
     last = (depth - 1) // every
@@ -272,7 +272,7 @@ class Exchanged:
 
     def kept_by(self, layers: int) -> int:
         """Return the bytes of rows that the first `layers` layers save."""
-        return sum(x.kept for x in in_turns(self.cycle, layers))
+        return sum(x.kept for x in cycle_to(self.cycle, layers))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -326,12 +326,12 @@ def _of(chosen: Plan, name: str, per_node: int, dim: int, size: int) -> Exchange
     each = []
     for rank in range(problem.shard.ranks):
         program = EXCHANGES[name].program(problem, rank, per_node)
-        rounds = (program.keys, program.queries) if isinstance(program, Switched) else program.rounds
+        rounds = (program.keys, program.queries) if isinstance(program, AllToAllProgram) else program.rounds
         packed, landed = zip(*(_buffers(x, rank) for x in rounds), strict=True)
         queries = 0 if problem.shard.interleaved else arriving(problem, rank)[2]
         # forward: a row of q, of out and of the running sum; backward: of grad, q and out, and of the sum of dq
         few = queries * dim * (2 * size + wide), queries * dim * (3 * size + wide)
-        if isinstance(program, Switched):  # all rows at once
+        if isinstance(program, AllToAllProgram):  # all rows at once
             kept, forward, backward = (
                 sum(landed) * row,
                 sum(landed + packed) * row,
@@ -364,7 +364,7 @@ def of_call(call: OpCall, tokens: int, setup: Setup) -> Exchanged:
     return replace(first, others=tuple(others))
 
 
-def of_subject(subject: Subject, tokens: int, setup: Setup) -> Exchanged:
+def of_subject(subject: CountedModel, tokens: int, setup: Setup) -> Exchanged:
     """Return `exchanged` for the calls of both stacks of a model."""
     main = of_call(subject.call, tokens, setup)
     if subject.decoder is None:

@@ -1,4 +1,4 @@
-"""Describe a model by its hooks: what a plan counts (`Subject`), and the numbers that its time follows from (`Facts`).
+"""Describe a model by its hooks: what a plan counts (`CountedModel`), and the numbers that its time follows from (`Facts`).
 
 Shape letters: V vocabulary.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_dilated._validation import one_of
 from lightning_dilated.ext._compat.torch import map_tree
 from lightning_dilated.ext.planning.counting.dry_run import MAIN, PRECISIONS, BlockWork, Stack, Work, passes, stacks
-from lightning_dilated.ext.planning.counting.footprint import Decoder, Subject
+from lightning_dilated.ext.planning.counting.footprint import CountedModel, Decoder
 from lightning_dilated.ext.planning.counting.workspace import OpCall
 from lightning_dilated.ext.planning.machine import measured_rules
 from lightning_dilated.ext.recurrence.triton_chunks import LARGEST
@@ -29,13 +29,13 @@ from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import without_starts
 
 
-def subject_of(
+def counted_model_of(
     model: DilatedModule,
     precision: str = "bf16-mixed",
     memory: MemorySettings | None = None,
     compile_blocks: bool | None = None,
     capability: tuple[int, int] = (9, 0),
-) -> Subject:
+) -> CountedModel:
     """Describe what to count of a model, by its `example_batch`, its `planning_copy` and the stacks that `build` makes.
 
     Args:
@@ -65,7 +65,7 @@ def subject_of(
     decoder = None
     for name, stack in further:
         decoder = Decoder(name, len(stack.blocks), call(stack), _parameters(stack.blocks[0]))
-    return Subject(
+    return CountedModel(
         model.planning_copy, partial(_batch, model, dtype), precision, memory or main[1].memory, bool(compiled),
         call(main[1]), model.depth, decoder, by_operator,
     )  # fmt: skip
@@ -201,7 +201,7 @@ class RecurrentLayer:
         return None if self.element_size == 2 else "only rows of 16 bits were measured"
 
     @classmethod
-    def of_layers(cls, model: DilatedModule, subject: Subject) -> tuple[RecurrentLayer | None, ...]:
+    def of_layers(cls, model: DilatedModule, subject: CountedModel) -> tuple[RecurrentLayer | None, ...]:
         """Describe layers 0, 1, ..., which repeat; None for a layer without. Blocks are counted as compiled ones."""
         layers = shortest_cycle(without_starts(getattr(model, "recurrences", ())))
         if not any(layers):
@@ -217,7 +217,7 @@ class RecurrentLayer:
 
 
 def _compiled_work(
-    model: DilatedModule, subject: Subject, recurrence: Recurrence | None = None, **changed: Any
+    model: DilatedModule, subject: CountedModel, recurrence: Recurrence | None = None, **changed: Any
 ) -> tuple:
     """Return the work of a compiled block, forward and backward, with `changed` attributes of the model."""
     bases = getattr(model, "rotary_bases", None) or ()
@@ -233,7 +233,7 @@ def _compiled_work(
     return passes(make, subject.batch, subject.precision, MemorySettings(), compiled=True)
 
 
-def _convolution(model: DilatedModule, subject: Subject) -> tuple[Work, ...]:
+def _convolution(model: DilatedModule, subject: CountedModel) -> tuple[Work, ...]:
     """Return the work that the short convolution adds to a compiled block: its kernels, and copies of rows for them."""
     options: Any = getattr(model, "options", None)
     if getattr(options, "kv_conv", None) is None:
@@ -295,7 +295,7 @@ class Facts:
         return self.trained_parameters == self.parameters
 
     @classmethod
-    def of(cls, model: DilatedModule, subject: Subject) -> Facts:
+    def of(cls, model: DilatedModule, subject: CountedModel) -> Facts:
         """Build a model without memory, and count it; if its operators are counted, run a step of two layers."""
         built, alone = blank(subject.make, model.depth), blank(partial(_alike, model))
         by_name, features = stacks(alone), built.token_features()
@@ -319,7 +319,9 @@ class Facts:
         return replace(main, windows=main.call.kv_heads if main.whole and sizes.windows else 1, tiles=sizes.tiles)
 
     @classmethod
-    def _of_stack(cls, stack: Stack, depth: int, vocab: int, edge: list[int], subject: Subject, call: OpCall) -> Facts:
+    def _of_stack(
+        cls, stack: Stack, depth: int, vocab: int, edge: list[int], subject: CountedModel, call: OpCall
+    ) -> Facts:
         """Count a stack; `edge`: all and trained parameters outside of its blocks."""
         block, sizes = stack.blocks[0], stack.sizes()
         return cls(

@@ -22,13 +22,13 @@ from lightning_dilated.attention.backends import Engine, Request, choose
 from lightning_dilated.attention.executors import fused, grouped
 from lightning_dilated.attention.executors.base import Call, HeadWindow
 from lightning_dilated.attention.executors.fused import Chunk
-from lightning_dilated.attention.resolve import of_any_length
+from lightning_dilated.attention.resolve import has_varying_length
 from lightning_dilated.attention.views import Span
 from lightning_dilated.ext.recurrence import op, triton_chunks
 from lightning_dilated.ext.recurrence.chunks import GROUPED_FROM
 from lightning_dilated.ext.recurrence.runs import CHUNK
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import Block, global_tokens, in_turns, without_global
+from lightning_dilated.pattern.rows import Block, cycle_to, global_tokens, without_global
 
 #: bytes of a log-sum-exp
 LSE = 4
@@ -73,7 +73,7 @@ class OpCall:
 
     def layers(self, depth: int) -> list[tuple[OpCall, int]]:
         """Return the different calls of `depth` layers, each with the number of layers that make it."""
-        counts = Counter(in_turns(self.cycle, depth))
+        counts = Counter(cycle_to(self.cycle, depth))
         return [(replace(self, pattern=pattern, others=()), layers) for pattern, layers in counts.items()]
 
     @property
@@ -148,7 +148,7 @@ def engine_of(x: OpCall) -> Engine:
         ValueError: if no engine can run the call.
     """
     flops = x.block_flops if x.engine == "auto" else math.inf
-    scale, changing = x.head_dim**-0.5, of_any_length((), x.tokens if x.whole is None else x.whole)
+    scale, changing = x.head_dim**-0.5, has_varying_length((), x.tokens if x.whole is None else x.whole)
     request = Request(torch.device("cuda"), x.dtype, x.head_dim, x.dropout, scale, flops, x.capability, changing)
     return choose(x.engine, request, say=False).engine
 
