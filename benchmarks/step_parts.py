@@ -33,7 +33,7 @@ from lightning_dilated.attention.backends import Engine, Request, choose, triton
 from lightning_dilated.attention.executors import Call, HeadWindow, Layout
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.executors.remote import add_batch, merge_batch
-from lightning_dilated.attention.views import Span
+from lightning_dilated.attention.spans import Span
 from lightning_dilated.ext.planning.gpus import on_gpu, seconds_of
 from lightning_dilated.ext.planning.machine import Line, Machine, Parts
 from lightning_dilated.models.blocks import default_hidden

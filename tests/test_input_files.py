@@ -27,7 +27,7 @@ from lightning_dilated.ext.pooled import folds
 from lightning_dilated.ext.slides.files import SlideReader
 from lightning_dilated.ext.slides.heat_maps import _open_thumbnail
 from lightning_dilated.ext.slides.labels import Columns, read_rows
-from lightning_dilated.ext.text.rows import open_rows
+from lightning_dilated.ext.text.records import open_rows
 from lightning_dilated.ext.text.template import template_text
 from lightning_dilated.ext.text.tokenizer import load_tokenizer
 from lightning_dilated.sequence.links import Links

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated._device import send
-from lightning_dilated.attention.views import Span
+from lightning_dilated.attention.spans import Span
 from lightning_dilated.pattern.rows import Block
 
 _MASK = 0xFFFFFFFF

@@ -23,7 +23,7 @@ from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.functional import autocast, dilated_attention, op_arguments
 from lightning_dilated.attention.resolve import has_varying_length
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
-from lightning_dilated.attention.views import spans
+from lightning_dilated.attention.spans import spans
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence

@@ -28,12 +28,12 @@ from lightning_dilated.attention.resolve import (
     local_spans,
     whole_pairs,
 )
+from lightning_dilated.attention.spans import Span, spans
 from lightning_dilated.attention.spec import CallSpec
-from lightning_dilated.attention.views import Span, spans
 from lightning_dilated.sequence.consensus import Agreement
 from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.exchange.all_to_all import CompiledSwitch, HeadGroup, compile_switch, windows
 from lightning_dilated.sequence.exchange.run import Compiled, compile_program
-from lightning_dilated.sequence.exchange.switch import CompiledSwitch, HeadGroup, compile_switch, windows
 from lightning_dilated.sequence.exchange.transport import Planned, Traffic, Wire
 from lightning_dilated.sequence.group import SequenceGroup, find_sequence
 from lightning_dilated.sequence.head_size import in_groups, plan_in_groups

@@ -22,8 +22,8 @@ from lightning_dilated.attention.executors import Call, Executor, HeadWindow, La
 from lightning_dilated.attention.executors.fused import captured
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.executors.tables import bits_of
+from lightning_dilated.attention.spans import Span, spans
 from lightning_dilated.attention.spec import CallSpec, decode
-from lightning_dilated.attention.views import Span, spans
 from lightning_dilated.pattern.rows import check_bounds, check_padding, pairs
 
 if TYPE_CHECKING:

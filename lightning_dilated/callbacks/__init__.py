@@ -8,11 +8,11 @@ from lightning_dilated.callbacks.metrics_bar import MetricsProgressBar
 from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 
 if TYPE_CHECKING:
-    from lightning_dilated.ext.evaluation.by_depth import AccuracyByDepth
-    from lightning_dilated.ext.evaluation.by_distance import LossByPosition, RecallByDistance
+    from lightning_dilated.ext.evaluation.accuracy_by_depth import AccuracyByDepth
+    from lightning_dilated.ext.evaluation.loss_by_position import LossByPosition, RecallByDistance
     from lightning_dilated.ext.evaluation.predictions import PredictionWriter
-    from lightning_dilated.ext.explain.report import RunReport
-    from lightning_dilated.ext.pooled.intervals import BootstrapIntervals
+    from lightning_dilated.ext.explain.run_report import RunReport
+    from lightning_dilated.ext.pooled.bootstrap import BootstrapIntervals
     from lightning_dilated.ext.profiling.communication import CommunicationProfiler
     from lightning_dilated.ext.profiling.memory import MemoryProfiler
     from lightning_dilated.ext.profiling.throughput import ThroughputMonitor

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lightning_dilated.data.text.bytes import ByteDataModule, ByteSequences
     from lightning_dilated.data.text.tokens import TokenDataModule
     from lightning_dilated.ext.evaluation.module import LongContextDataModule
-    from lightning_dilated.ext.evaluation.tasks import FarRecallDataModule
+    from lightning_dilated.ext.evaluation.recall_tasks import FarRecallDataModule
     from lightning_dilated.ext.genomes.bases import decode_bases, encode_bases, reverse_complement
     from lightning_dilated.ext.genomes.fasta import GenomeDataModule, GenomeWindows
     from lightning_dilated.ext.genomes.files import Genome
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from lightning_dilated.ext.slides.sequences import SlideSequences
     from lightning_dilated.ext.slides.synthetic import write_synthetic_slides
     from lightning_dilated.ext.text.chat import ChatDataModule
-    from lightning_dilated.ext.text.chat_stream import ChatStreamDataModule
     from lightning_dilated.ext.text.encode_files import EncodedFiles, encode_files
-    from lightning_dilated.ext.text.streams import StreamDataModule, StreamSequences
-    from lightning_dilated.ext.text.text_stream import TextStreamDataModule
+    from lightning_dilated.ext.text.endless import StreamDataModule, StreamSequences
+    from lightning_dilated.ext.text.hf_chat import ChatStreamDataModule
+    from lightning_dilated.ext.text.hf_text import TextStreamDataModule
 
 CORE = {
     "ByteDataModule": "data.text.bytes:ByteDataModule",

@@ -30,7 +30,7 @@ from lightning_dilated.memory.token_chunks import (
     trained,
     weights,
 )
-from lightning_dilated.sequence.exchange.switch import windows
+from lightning_dilated.sequence.exchange.all_to_all import windows
 
 
 @dataclass(frozen=True)

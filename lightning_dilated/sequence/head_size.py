@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_dilated.pattern.rows import pairs
-from lightning_dilated.sequence.exchange.switch import windows
+from lightning_dilated.sequence.exchange.all_to_all import windows
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import (
     DEFAULTS,
     FLOPS,
     MEMORY,
-    WHOLE,
+    SWITCH_SLOWDOWN,
     HeadPrice,
     Plan,
     joint_pairs,
@@ -171,7 +171,7 @@ def _joined(problem: Problem, grouped: Problem, head_dim: int) -> float:
         return 0.0
     chosen = priced_ranks(problem.shard.ranks)
     across = sum(joint_pairs(problem, rank) for rank in chosen) / len(chosen)
-    return (WHOLE - 1) * across * 14 * head_dim / FLOPS
+    return (SWITCH_SLOWDOWN - 1) * across * 14 * head_dim / FLOPS
 
 
 def plan_in_groups(

@@ -17,9 +17,9 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import global_tokens, row_pairs, windowed
 from lightning_dilated.sequence import strided
 from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.exchange.all_to_all import AllToAllProgram, tasks_by_owner, windows
 from lightning_dilated.sequence.exchange.program import count
 from lightning_dilated.sequence.exchange.row_ops import FEW
-from lightning_dilated.sequence.exchange.switch import AllToAllProgram, tasks_by_owner, windows
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.ranges import clip, intersect
 from lightning_dilated.sequence.requirements import (

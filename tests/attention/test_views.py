@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.backends import ENGINES
 from lightning_dilated.attention.executors.blockwise import suited
-from lightning_dilated.attention.views import Span, add_rows, cell_view, joined, row_view, spans
+from lightning_dilated.attention.spans import Span, add_rows, cell_view, joined, row_view, spans
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern.rows import blocks
 

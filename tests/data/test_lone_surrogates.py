@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 
 import lightning_dilated as ld
-from lightning_dilated.ext.text.any_tokenizer import load_text_tokenizer
-from lightning_dilated.ext.text.rows import whole_texts
+from lightning_dilated.ext.text.load_tokenizer import load_text_tokenizer
+from lightning_dilated.ext.text.records import whole_texts
 from lightning_dilated.ext.text.tokenizer import encode, load_tokenizer, whole_text
 
 HALF = "\ud83d"

@@ -7,8 +7,8 @@ import torch
 
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.sequence.exchange.all_to_all import SwitchRun
 from lightning_dilated.sequence.exchange.run import BackwardRun, Run
-from lightning_dilated.sequence.exchange.switch import SwitchRun
 from lightning_dilated.sequence.exchange.transport import Wire
 from lightning_dilated.sequence.planner import GIB, held, make_problem, most_held
 

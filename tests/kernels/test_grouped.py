@@ -228,7 +228,7 @@ def test_slots_hold_the_tiles_of_any_documents():
 def rows_of_buffer(rank, group, number, examples):
     """Every row of random documents has one slot in the buffer, and is computed once."""
     from lightning_dilated.attention.executors.tables import packed_jobs, work_of
-    from lightning_dilated.attention.views import Span
+    from lightning_dilated.attention.spans import Span
     from lightning_dilated.kernels import grouped as jobs
     from lightning_dilated.pattern.rows import used_index
 

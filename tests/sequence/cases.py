@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern, Window
 from lightning_dilated.pattern.rows import check_padding
-from lightning_dilated.sequence.exchange.switch import windows
+from lightning_dilated.sequence.exchange.all_to_all import windows
 from lightning_dilated.sequence.requirements import Document, Problem, straddling
 from lightning_dilated.sequence.shard import LAYOUTS, Shard
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.exchange.all_to_all import windows
 from lightning_dilated.sequence.exchange.program import RowSet
 from lightning_dilated.sequence.exchange.row_ops import LocalRows, Packing, ReceivedRows, batches, expand
-from lightning_dilated.sequence.exchange.switch import windows
 from lightning_dilated.sequence.requirements import Document, Problem, row_requests
 
 from ..examples import examples

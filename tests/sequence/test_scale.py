@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from lightning_dilated.sequence.exchange import EXCHANGES, switch
+from lightning_dilated.sequence.exchange import EXCHANGES, all_to_all
 from lightning_dilated.sequence.exchange.program import Program, Round
 from lightning_dilated.sequence.requirements import Problem
 
@@ -145,7 +145,7 @@ def test_sample_of_switch(ranks):
     # ranks that hold parts of one segment name the same owner
     owners: dict = {}
     for rank in sample.ranks:
-        for owner, tasks in switch.tasks_by_owner(sample.problem, rank).items():
+        for owner, tasks in all_to_all.tasks_by_owner(sample.problem, rank).items():
             for task in tasks:
                 assert owners.setdefault((task.branch, task.head, task.queries), owner) == owner
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import strided
-from lightning_dilated.sequence.exchange import EXCHANGES, program, switch
+from lightning_dilated.sequence.exchange import EXCHANGES, all_to_all, program
+from lightning_dilated.sequence.exchange.all_to_all import compile_switch
 from lightning_dilated.sequence.exchange.program import Program, origins, rows_for
 from lightning_dilated.sequence.exchange.run import compile_program
-from lightning_dilated.sequence.exchange.switch import compile_switch
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import joint_pairs, make_problem, plan, price, rank_pairs
 from lightning_dilated.sequence.requirements import row_requests
@@ -28,7 +28,7 @@ FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]
 ODD = DilatedPattern([(1000, 3), (2047, 1), (37, 2)]), FIVE.shifted(), DilatedPattern([(5792, 2), (30001, 8)])
 
 
-def rows_of(held: strided.HeldRows) -> Counter:
+def rows_of(held: strided.RowsByDocumentHead) -> Counter:
     """Return {(document, head, position): how often}."""
     return Counter((*key, p) for key, parts in held.items() for x in parts for piece in x.ranges() for p in piece)
 
@@ -57,7 +57,7 @@ def test_rows_of_owners(case: Case):
     held = case.held()
     for problem in case.problems():
         for owner in range(case.shard.ranks):
-            tasks = switch.tasks_by_owner(problem, owner).get(owner, [])
+            tasks = all_to_all.tasks_by_owner(problem, owner).get(owner, [])
             for group in {1, problem.group}:
                 want = {(t.document, t.head // group, p) for t in tasks for p in t.queries}
                 for source in range(case.shard.ranks):
@@ -72,7 +72,7 @@ def test_pairs(case: Case):
     for problem in case.problems():
         for rank in range(case.shard.ranks):
             assert joint_pairs(problem, rank) == sum(want.pairs for want in row_requests(problem, rank))
-            owned = sum(task.pairs for task in switch.tasks_by_owner(problem, rank).get(rank, []))
+            owned = sum(task.pairs for task in all_to_all.tasks_by_owner(problem, rank).get(rank, []))
             assert rank_pairs(problem, "switch", rank) == owned
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.sequence.exchange import EXCHANGES, switch
+from lightning_dilated.sequence.exchange import EXCHANGES, all_to_all
 from lightning_dilated.sequence.requirements import Document, Problem
 from lightning_dilated.sequence.shard import Shard
 
@@ -44,7 +44,7 @@ def wide(case: Case, problem: Problem) -> set[tuple]:
 
 def owned(problem: Problem, rank: int) -> list:
     """Return the tasks that a rank owns."""
-    return switch.program(problem, rank, 1).tasks
+    return all_to_all.program(problem, rank, 1).tasks
 
 
 @given(ANY)
@@ -52,7 +52,7 @@ def owned(problem: Problem, rank: int) -> list:
 def test_one_owner_with_all_rows(case):
     for problem in case.problems():
         assert EXCHANGES["switch"].why_not(problem, 1) is None
-        programs = all_programs(problem, switch.program)
+        programs = all_programs(problem, all_to_all.program)
         check_agreed([program.keys for program in programs])
         check_agreed([program.queries for program in programs])
         tasks = Counter(x for p in programs for x in owned_rows(problem, p.tasks))
@@ -73,7 +73,7 @@ def owned_rows(problem: Problem, tasks: list) -> list[tuple]:
     return rows + [(*key, tuple(x)) for key, x in joined.items()]
 
 
-def check_rows(problem: Problem, rank: int, program: switch.AllToAllProgram) -> None:
+def check_rows(problem: Problem, rank: int, program: all_to_all.AllToAllProgram) -> None:
     """Check that messages hold rows of their senders, and that a rank receives exactly its tasks' rows, none twice."""
     for step, heads, group in (
         (program.keys, problem.kv_heads, problem.group),
@@ -115,7 +115,7 @@ def test_owners_take_turns(heads, ranks, causal):
     n = 16 * ranks
     document = (Document(0, 1, 0, n),)
     problem = Problem(DilatedPattern.dense(), heads, heads, causal, Shard(n, ranks), document, (0, heads))
-    shares = [len(program.tasks) for program in all_programs(problem, switch.program)]
+    shares = [len(program.tasks) for program in all_programs(problem, all_to_all.program)]
     assert sum(shares) == heads and max(shares) - min(shares) <= 1
 
 

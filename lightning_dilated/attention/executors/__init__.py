@@ -18,7 +18,7 @@ from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors import fused, grouped
 from lightning_dilated.attention.executors.base import Call, Executor, HeadWindow, Layout, empty_state
 from lightning_dilated.attention.executors.blockwise import Blockwise
-from lightning_dilated.attention.views import Span
+from lightning_dilated.attention.spans import Span
 from lightning_dilated.pattern.rows import without_global
 
 __all__ = ["Call", "Executor", "HeadWindow", "Layout", "choose"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_dilated.attention.backends.base import Engine, merge
 from lightning_dilated.attention.dropout import Dropout
-from lightning_dilated.attention.views import Span
+from lightning_dilated.attention.spans import Span
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import Block, blocks, global_tokens
 

@@ -18,7 +18,7 @@ from lightning_dilated.attention.backends import Request, for_band, for_rows
 from lightning_dilated.attention.backends.base import Band, Engine, Terms, merge
 from lightning_dilated.attention.dropout import BlockDropout, Dropout
 from lightning_dilated.attention.executors.base import Call, attend_pads, empty_state
-from lightning_dilated.attention.views import Span, add_rows, cell_view, joined, row_view
+from lightning_dilated.attention.spans import Span, add_rows, cell_view, joined, row_view
 from lightning_dilated.pattern.rows import Block, window_band
 
 

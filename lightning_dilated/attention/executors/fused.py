@@ -23,7 +23,7 @@ from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors.base import Call, HeadWindow, Layout
 from lightning_dilated.attention.executors.blockwise import block_backward, block_forward, suited
 from lightning_dilated.attention.executors.tables import entries
-from lightning_dilated.attention.views import Span, folds
+from lightning_dilated.attention.spans import Span, folds
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import Block, global_tokens
 

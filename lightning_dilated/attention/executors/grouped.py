@@ -22,7 +22,7 @@ from lightning_dilated.attention.executors import fused
 from lightning_dilated.attention.executors.base import Call, HeadWindow, Layout
 from lightning_dilated.attention.executors.blockwise import suited
 from lightning_dilated.attention.executors.tables import work_of
-from lightning_dilated.attention.views import Span
+from lightning_dilated.attention.spans import Span
 from lightning_dilated.pattern.rows import global_tokens, without_global
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from lightning_dilated.attention.backends.base import merge as log_sum_exp
 from lightning_dilated.attention.dropout import BatchDropout, Dropout
 from lightning_dilated.attention.executors.base import Call, Executor, attend_pads, empty_state
 from lightning_dilated.sequence.exchange import row_ops
+from lightning_dilated.sequence.exchange.all_to_all import CompiledSwitch, HeadGroup, SwitchRun, Windows
 from lightning_dilated.sequence.exchange.row_ops import Batch, Rows, add_at, add_rows, take, take_apart
 from lightning_dilated.sequence.exchange.run import BackwardRun, Compiled, Run
-from lightning_dilated.sequence.exchange.switch import CompiledSwitch, HeadGroup, SwitchRun, Windows
 from lightning_dilated.sequence.exchange.transport import Wire
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_dilated._device import send
 from lightning_dilated.attention.executors.base import Call, HeadWindow
-from lightning_dilated.attention.views import Span
+from lightning_dilated.attention.spans import Span
 from lightning_dilated.pattern.rows import Block, segment_width
 
 if TYPE_CHECKING:

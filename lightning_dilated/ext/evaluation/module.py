@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import default_collate
 
 from lightning_dilated._validation import integer, one_of, real
-from lightning_dilated.ext.evaluation.forms import Form, Parts, TextForm, TokenForm
-from lightning_dilated.ext.evaluation.problems import DISTRACTORS, TASKS, Task, places
-from lightning_dilated.ext.evaluation.tasks import RuleDataModule, RuleSamples, sample_generator
+from lightning_dilated.ext.evaluation.questions import DISTRACTORS, TASKS, Task, places
+from lightning_dilated.ext.evaluation.recall_tasks import RuleDataModule, RuleSamples, sample_generator
+from lightning_dilated.ext.evaluation.renderers import Form, Parts, TextForm, TokenForm
 
 FORMS = ("text", "tokens")
 #: entries of a sample that run over its tokens, and their padding values

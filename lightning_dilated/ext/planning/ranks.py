@@ -29,7 +29,7 @@ from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern.rows import blocks, pairs, query_rows, segment_width
 from lightning_dilated.sequence import strided
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.exchange.switch import tasks_by_owner
+from lightning_dilated.sequence.exchange.all_to_all import tasks_by_owner
 from lightning_dilated.sequence.head_size import in_groups, plan_in_groups, trade_price
 from lightning_dilated.sequence.planner import Links, Plan, local_pairs, make_problem, plan, priced_ranks
 from lightning_dilated.sequence.requirements import Problem, row_requests

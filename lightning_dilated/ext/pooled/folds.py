@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_dilated._validation import refuse_special
-from lightning_dilated.ext.pooled.intervals import FILE
+from lightning_dilated.ext.pooled.bootstrap import FILE
 
 COLUMNS = ("metric", "mean", "std", "min", "max", "folds")
 

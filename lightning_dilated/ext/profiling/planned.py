@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.exchange.all_to_all import AllToAllProgram
 from lightning_dilated.sequence.exchange.program import Round, count
-from lightning_dilated.sequence.exchange.switch import AllToAllProgram
 from lightning_dilated.sequence.requirements import Problem
 
 

@@ -30,8 +30,8 @@ from lightning_dilated.attention.resolve import (
     local_pairs,
     local_spans,
 )
+from lightning_dilated.attention.spans import Span
 from lightning_dilated.attention.spec import CallSpec
-from lightning_dilated.attention.views import Span
 from lightning_dilated.ext.streams.carried_rows import CarryPlan, chunk_problem, exchanged
 from lightning_dilated.ext.streams.neighbours import chunk_wire
 from lightning_dilated.sequence.exchange import gather

@@ -20,7 +20,7 @@ from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.context import LayerPlace
 from lightning_dilated.attention.functional import autocast
-from lightning_dilated.attention.views import spans
+from lightning_dilated.attention.spans import spans
 from lightning_dilated.checkpoint.ranks import RankGroup
 from lightning_dilated.ext.streams.carried import CarriedStreams
 from lightning_dilated.ext.streams.shard import ChunkShard
@@ -29,7 +29,7 @@ from lightning_dilated.ext.streams.training import Chunks, check_streamed, shari
 from lightning_dilated.memory.chunked_loss import IGNORE
 from lightning_dilated.models.blocks import working
 from lightning_dilated.recurrence.description import plain_recurrences, without_starts
-from lightning_dilated.sequence.exchange.switch import windows
+from lightning_dilated.sequence.exchange.all_to_all import windows
 
 if TYPE_CHECKING:
     from lightning_dilated.models.longnet.lm import LongNetLM

@@ -9,8 +9,8 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dilated._validation import integer, one_of
 from lightning_dilated.data.module import SPLITS, SplitDataModule, split_bounds, split_fractions
-from lightning_dilated.ext.text.any_tokenizer import LoadsTokenizer, checked_source
-from lightning_dilated.ext.text.rows import checked_sources, open_rows
+from lightning_dilated.ext.text.load_tokenizer import LoadsTokenizer, checked_source
+from lightning_dilated.ext.text.records import checked_sources, open_rows
 from lightning_dilated.ext.text.store import Conversations, TokenStore, encoded
 from lightning_dilated.ext.text.template import ChatTokenizer, load_chat_tokenizer
 

@@ -23,7 +23,7 @@ from lightning_dilated.data.packing import IGNORE
 from lightning_dilated.data.text.documents import RangedSamples
 from lightning_dilated.ext.text.block_cache import cache_root, locked, opened, private_folder, read_bytes, within
 from lightning_dilated.ext.text.messages import conversation
-from lightning_dilated.ext.text.rows import Rows, each
+from lightning_dilated.ext.text.records import Rows, each
 from lightning_dilated.ext.text.template import ChatTokenizer
 
 #: version of the file format

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from lightning_dilated.ext._compat.transformers import templates_compiled_in
-from lightning_dilated.ext.text.any_tokenizer import JsonText, TextTokenizer, TransformersText, is_json
+from lightning_dilated.ext.text.load_tokenizer import JsonText, TextTokenizer, TransformersText, is_json
 from lightning_dilated.ext.text.messages import ANSWERS, Conversation, is_learned, part_texts
 from lightning_dilated.ext.text.tokenizer import panics_named
 

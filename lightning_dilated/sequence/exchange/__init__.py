@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_dilated.sequence.exchange import butterfly, gather, ring, switch
+from lightning_dilated.sequence.exchange import all_to_all, butterfly, gather, ring
 from lightning_dilated.sequence.exchange.program import Program, Volume
 from lightning_dilated.sequence.requirements import Problem
 
@@ -28,7 +28,7 @@ class Exchange:
     """
 
     name: str
-    program: Callable[[Problem, int, int], Program | switch.AllToAllProgram]
+    program: Callable[[Problem, int, int], Program | all_to_all.AllToAllProgram]
     volume: Callable[[Problem, int, int], Volume]
     why_not: Callable[[Problem, int], str | None] = serves_everything
 
@@ -39,7 +39,7 @@ EXCHANGES: dict[str, Exchange] = {
     for x in (
         Exchange("gather", gather.program, gather.volume),
         Exchange("butterfly", butterfly.program, butterfly.volume, butterfly.why_not),
-        Exchange("switch", switch.program, switch.volume),
+        Exchange("switch", all_to_all.program, all_to_all.volume),
         Exchange("ring", ring.program, ring.volume),
         Exchange(
             "hierarchical_gather", gather.hierarchical_program, gather.hierarchical_volume, gather.hierarchical_why_not

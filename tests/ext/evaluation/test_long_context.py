@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_dilated.data import LongContextDataModule
-from lightning_dilated.ext.evaluation.problems import TASKS
+from lightning_dilated.ext.evaluation.questions import TASKS
 
 FORMS = ("text", "tokens")
 SIZES = {
@@ -186,7 +186,7 @@ def test_a_tokenizer(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     from tokenizers.processors import TemplateProcessing
 
-    from lightning_dilated.ext.evaluation.words import filler_lines
+    from lightning_dilated.ext.evaluation.vocabulary import filler_lines
 
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator([*filler_lines(), "12 345 67 890"], 400, special_tokens=["<s>"])

@@ -9,8 +9,8 @@ import torch
 from lightning_dilated import LongNetClassifier, LongNetLM, SlideEncoder
 from lightning_dilated.callbacks import BootstrapIntervals
 from lightning_dilated.data import SlideDataModule, write_synthetic_slides
+from lightning_dilated.ext.pooled.bootstrap import COLUMNS, bootstrap, group_numbers
 from lightning_dilated.ext.pooled.heads import ClassificationHead
-from lightning_dilated.ext.pooled.intervals import COLUMNS, bootstrap, group_numbers
 
 from ...models import PATTERN, text, trainer
 

@@ -16,7 +16,7 @@ import pytest
 
 from lightning_dilated.ext.genomes.files import plain_file
 from lightning_dilated.ext.text.block_cache import BlockCache, cache_root, locked
-from lightning_dilated.ext.text.row_streams import PackedReaders, Position, StreamedRows
+from lightning_dilated.ext.text.packed_stream import PackedReaders, Position, StreamedRows
 from lightning_dilated.ext.text.store import encoded
 from lightning_dilated.sequence.links import Links
 

@@ -15,8 +15,8 @@ from lightning_dilated import SequenceSpec
 from lightning_dilated.data import ChatStreamDataModule, TextStreamDataModule
 from lightning_dilated.data.module import SendableCollate
 from lightning_dilated.data.text.tokens import collate_documents
-from lightning_dilated.ext.text.row_streams import Document, PackedReaders, Position, filled, packed
-from lightning_dilated.ext.text.rows import open_rows
+from lightning_dilated.ext.text.packed_stream import Document, PackedReaders, Position, filled, packed
+from lightning_dilated.ext.text.records import open_rows
 from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.loader import RankDataset
 
@@ -318,7 +318,7 @@ def test_readers_never_wait_for_documents_that_are_not_there():
 
 
 def test_a_line_of_json_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_dilated.ext.text.rows.LONGEST", 1000)
+    monkeypatch.setattr("lightning_dilated.ext.text.records.LONGEST", 1000)
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n' + '{"a": "' + "x" * 1000 + '"}\n')
     rows = open_rows([str(tmp_path / "a.jsonl")], "paths")
     assert rows[0] == {"a": 1}

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 import lightning_dilated as ld
 from lightning_dilated.data import ChatStreamDataModule, TextStreamDataModule
-from lightning_dilated.ext.text.readers import StreamReaders, open_readers
+from lightning_dilated.ext.text.sources import StreamReaders, open_readers
 
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 pytest.importorskip("datasets", reason="needs the extra datasets")

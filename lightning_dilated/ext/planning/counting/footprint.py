@@ -27,9 +27,9 @@ from lightning_dilated.models import DilatedModule
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import cycle_to, segment_width
 from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.exchange.all_to_all import AllToAllProgram
 from lightning_dilated.sequence.exchange.program import Round, count
 from lightning_dilated.sequence.exchange.row_ops import FEW
-from lightning_dilated.sequence.exchange.switch import AllToAllProgram
 from lightning_dilated.sequence.planner import Links, Plan, make_problem, price
 
 #: tokens of the steps that are counted

@@ -23,7 +23,7 @@ from lightning_dilated.attention.executors import fused, grouped
 from lightning_dilated.attention.executors.base import Call, HeadWindow
 from lightning_dilated.attention.executors.fused import Chunk
 from lightning_dilated.attention.resolve import has_varying_length
-from lightning_dilated.attention.views import Span
+from lightning_dilated.attention.spans import Span
 from lightning_dilated.ext.recurrence import op, triton_chunks
 from lightning_dilated.ext.recurrence.chunks import GROUPED_FROM
 from lightning_dilated.ext.recurrence.runs import CHUNK

@@ -25,8 +25,8 @@ from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader
 from lightning_dilated.data.text.tokens import collate_documents
 from lightning_dilated.ext.text.block_cache import cache_root, opened, private_folder
-from lightning_dilated.ext.text.readers import Readers, open_readers
-from lightning_dilated.ext.text.rows import checked_sources
+from lightning_dilated.ext.text.records import checked_sources
+from lightning_dilated.ext.text.sources import Readers, open_readers
 from lightning_dilated.ext.text.store import next_tokens
 
 #: (row, its location) -> (tokens, mark of each token to train on), or None to skip the row

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from lightning_dilated._validation import integer
-from lightning_dilated.ext.text.any_tokenizer import LoadsTokenizer, TextTokenizer, checked_source, load_text_tokenizer
-from lightning_dilated.ext.text.row_streams import Encode, StreamedDataModule, filled
+from lightning_dilated.ext.text.load_tokenizer import LoadsTokenizer, TextTokenizer, checked_source, load_text_tokenizer
+from lightning_dilated.ext.text.packed_stream import Encode, StreamedDataModule, filled
 
 
 @dataclass

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from lightning_dilated._validation import integer
-from lightning_dilated.ext.evaluation import words
-from lightning_dilated.ext.evaluation.problems import Problem, Statement
+from lightning_dilated.ext.evaluation import vocabulary
+from lightning_dilated.ext.evaluation.questions import Problem, Statement
 from lightning_dilated.ext.text.tokenizer import load_tokenizer, vocabulary_size
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class TextForm:
     def __init__(self, task: str, value_digits: int, tokenizer: str | Path | None) -> None:
         self.task, self.tokenizer = task, None if tokenizer is None else str(tokenizer)
         self.digits = integer(value_digits, "data.value_digits", 1)
-        self.keys, self.values = words.KEYS, 9 * 10 ** (value_digits - 1)
+        self.keys, self.values = vocabulary.KEYS, 9 * 10 ** (value_digits - 1)
         self._encode: Callable[[list[str]], list[list[int]]]
         if tokenizer is None:
             self.vocab_size, self._tokenizer, self._encode, start = 256, None, _bytes, []
@@ -136,8 +136,8 @@ class TextForm:
             self._tokenizer = load_tokenizer(_file(tokenizer))
             self.vocab_size, self._encode = vocabulary_size(self._tokenizer), self._encoded
             start = _start(self._tokenizer)
-        self._beginning = start + self._encode([words.BEGINNING[task]])[0]
-        lines = [np.array(x, np.int64) for x in self._encode(words.filler_lines())]
+        self._beginning = start + self._encode([vocabulary.BEGINNING[task]])[0]
+        lines = [np.array(x, np.int64) for x in self._encode(vocabulary.filler_lines())]
         self._lines, self._sizes = lines, np.array([len(x) for x in lines])
 
     def rule(self) -> str:
@@ -151,12 +151,12 @@ class TextForm:
     def parts(self, problem: Problem) -> Parts:
         number = 10 ** (self.digits - 1)
         lines = [
-            words.statement(self.task, x.key, None if x.value is None else number + x.value, x.other)
+            vocabulary.statement(self.task, x.key, None if x.value is None else number + x.value, x.other)
             for group in problem.groups
             for x in group
         ]
-        question = words.question(self.task, problem.key, len(problem.answers))
-        answer = words.answer([number + value for value in problem.answers])
+        question = vocabulary.question(self.task, problem.key, len(problem.answers))
+        answer = vocabulary.answer([number + value for value in problem.answers])
         return Parts(self._beginning, self._encode(lines), *self._split(question, answer))
 
     def _split(self, question: str, answer: str) -> tuple[list[int], list[int]]:

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_dilated._validation import integer
 from lightning_dilated.ext.text.chat import ReadsConversations
 from lightning_dilated.ext.text.messages import conversation
-from lightning_dilated.ext.text.row_streams import Encode, StreamedDataModule, packed
+from lightning_dilated.ext.text.packed_stream import Encode, StreamedDataModule, packed
 from lightning_dilated.ext.text.store import VERSION
 from lightning_dilated.ext.text.template import ChatTokenizer
 

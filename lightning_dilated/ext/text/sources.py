@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dilated.data.files import MARK, ByteStream, collect_files, paths_hint
-from lightning_dilated.ext.text.rows import (
+from lightning_dilated.ext.text.records import (
     SUFFIXES,
     LoadedRows,
     Rows,
