@@ -25,6 +25,7 @@ class Sizes:
     alike: the projections of codes of queries and keys begin with equal weights.
     std: of the embedding, which the output shares, scaled so that logits begin alike; None: that of all matrices.
     sharp: root mean square that the code logits of a group are brought to; None: as they are.
+    query_taps: the far head's queries pass through a convolution, as its keys and values do.
     """
 
     vocabulary: int
@@ -41,6 +42,7 @@ class Sizes:
     alike: bool = False
     std: float | None = None
     sharp: float | None = None
+    query_taps: bool = False
 
     def __post_init__(self) -> None:
         if self.far not in FAR:
@@ -135,6 +137,7 @@ class Layer(nn.Module):
         self.taps = Taps(2 * width)
         if index == sizes.far_layer:  # of all arms alike: the far head's keys begin with the token before
             self.taps.weight.data[1, width - self.dim : width] = sizes.before
+        self.far_taps = Taps(self.dim) if sizes.query_taps and index == sizes.far_layer else None
         if self.far == "codes":
             queries, keys = {
                 "pair": ((1, 0, 0, 0), (1, sizes.before, 0, 0)),
@@ -150,6 +153,9 @@ class Layer(nn.Module):
         y = self.norm1(x)
         q, k, v = self.qkv(y).chunk(3, -1)
         k, v = self.taps(torch.cat([k, v], -1), call.carried, "kv").chunk(2, -1)
+        if self.far_taps is not None:  # of the last head, in all arms
+            last = self.far_taps(q[..., -self.dim :], call.carried, "q")
+            q = torch.cat([q[..., : -self.dim], last], -1)
         heads = [z.unflatten(-1, (self.sizes.heads, self.dim)) for z in (q, k, v)]
         if self.far is None:
             out = self.local(*heads, call.settings.local, call.carried)
