@@ -21,9 +21,11 @@ BASE = 1e7
 class Sizes:
     """The sizes of a model.
 
-    start: initial convolutions of codes. alike: the projections of codes of queries and keys begin with equal weights.
-    std: of the embedding, which the output shares, scaled so that logits begin alike; None: as for all matrices. sharp:
-    root mean square to which the code logits of a group are scaled; None: unscaled.
+    start: initial convolutions of codes.
+    alike: the projections of codes of queries and keys begin with equal weights.
+    std: of the embedding, which the output shares, scaled so that logits begin alike; None: as for all matrices.
+    sharp: root mean square to which the code logits of a group are scaled; None: unscaled.
+    query_taps: the far head's queries pass through a convolution, as its keys and values do.
     """
 
     vocabulary: int
@@ -40,6 +42,7 @@ class Sizes:
     alike: bool = False
     std: float | None = None
     sharp: float | None = None
+    query_taps: bool = False
 
     def __post_init__(self) -> None:
         if self.far not in FAR:
@@ -134,6 +137,7 @@ class Layer(nn.Module):
         self.taps = Taps(2 * width)
         if index == sizes.far_layer:  # in all arms: the far head's keys begin with the token before
             self.taps.weight.data[1, width - self.dim : width] = sizes.before
+        self.far_taps = Taps(self.dim) if sizes.query_taps and index == sizes.far_layer else None
         if self.far == "codes":
             queries, keys = {
                 "pair": ((1, 0, 0, 0), (1, sizes.before, 0, 0)),
@@ -149,6 +153,9 @@ class Layer(nn.Module):
         y = self.norm1(x)
         q, k, v = self.qkv(y).chunk(3, -1)
         k, v = self.taps(torch.cat([k, v], -1), call.carried, "kv").chunk(2, -1)
+        if self.far_taps is not None:  # of the last head, in all arms
+            last = self.far_taps(q[..., -self.dim :], call.carried, "q")
+            q = torch.cat([q[..., : -self.dim], last], -1)
         heads = [z.unflatten(-1, (self.sizes.heads, self.dim)) for z in (q, k, v)]
         if self.far is None:
             out = self.local(*heads, call.settings.local, call.carried)

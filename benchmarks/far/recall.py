@@ -47,6 +47,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--probes", type=int, default=2, help="lookups of a query in training")
     p.add_argument("--start", choices=("pair", "trigram"), default="trigram", help="convolutions of codes, at first")
     p.add_argument("--before", type=float, default=1.0, help="tap of the token before in the far head's keys, at first")
+    p.add_argument("--query-taps", action="store_true", help="E3: a convolution on the far head's queries, too")
     p.add_argument("--alike", action="store_true", help="projections of codes begin with equal weights")
     p.add_argument("--std", type=float, help="of the embedding, at first; default: small, as that of all matrices")
     p.add_argument("--sharp", type=float, help="root mean square of the code logits of a group; default: as they are")
@@ -93,6 +94,7 @@ def task_of(a: argparse.Namespace) -> Task:
 def sizes_of(a: argparse.Namespace, vocabulary: int) -> Sizes:
     """Return the model's sizes of a command line."""
     names = ("far", "far_layer", "width", "groups", "codes", "latest", "before", "start", "alike", "std", "sharp")
+    names += ("query_taps",)
     return Sizes(vocabulary, **{name: getattr(a, name) for name in names})
 
 

@@ -69,10 +69,14 @@ class Task:
         if self.key_tokens == 1:
             key = torch.rand(batch, self.keys, generator=gen, device=self.device).argsort(1)[:, :count]
             return self.first + key[..., None]
-        first, step = (torch.randint(0, self.possible, (batch, 1), generator=gen, device=self.device) for _ in "ab")
-        key = (
-            first + (2 * step + 1) * torch.arange(count, device=self.device)
-        ) % self.possible  # an odd step: no key twice
+        first, step, factor = (
+            torch.randint(0, self.possible, (batch, 1), generator=gen, device=self.device) for _ in "abc"
+        )
+        key = first + (2 * step + 1) * torch.arange(count, device=self.device)  # an odd step: no key twice
+        for _ in range(2):  # in order the second tokens would all differ, and one token would name its pair
+            key = key % self.possible
+            key = (key ^ key // self.keys) * (2 * factor + 1)
+        key = key % self.possible
         return self.first + torch.stack([key // self.keys, self.keys + key % self.keys], -1)
 
     def places(self, batch: int, room: int, count: int, gen: torch.Generator) -> Tensor:

@@ -90,7 +90,8 @@ def test_soft_equals_exact_where_all_codes_are_equal(far):
 def test_chunks_equal_the_whole(far, far_layer):
     model = far["model"]
     torch.manual_seed(far_layer)
-    sizes = model.Sizes(96, far_layer=far_layer, width=32, groups=2, codes=4, latest=8, start="trigram")
+    options = {"far_layer": far_layer, "query_taps": far_layer == 2, "start": "trigram"}
+    sizes = model.Sizes(96, width=32, groups=2, codes=4, latest=8, **options)
     net, settings = model.Model(sizes).eval(), model.Settings(local=16, probes=2)
     tokens = torch.randint(0, 96, (1, 256))
     with torch.no_grad():
@@ -148,5 +149,10 @@ def test_keys_of_two_tokens_in_a_full_haystack(far):
         assert len(set(pairs)) == 16
         for at, value, back in zip(places.tolist(), values.tolist(), far_back.tolist(), strict=True):
             assert row[at + 1] == value and pairs.index(tuple(row[at - 1 : at + 1].tolist())) * 3 == at - 1 - back
+    many = far["task"].Task("filler", keys=256, key_tokens=2, full=True)
+    (keys,) = many.keys_of(1, 256, torch.Generator().manual_seed(0))
+    assert len(keys.unique(dim=0)) == 256
+    # one token does not name its pair: of 256 tokens that are drawn freely 162 differ
+    assert all(140 < len(tokens.unique()) < 185 for tokens in keys.T)
     with pytest.raises(ValueError, match="a stream has keys of one token"):
         far["task"].Stream(task, 96, 48, 0)
