@@ -78,12 +78,23 @@ def of_page(path: Path) -> Iterator[Text]:
         begins = False
 
 
+def of_recipe(path: Path) -> Iterator[Text]:
+    """Comments of a recipe, without the commands in them."""
+    begins = True
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        words = line.partition("# ")[2]
+        if words and not words.startswith(" "):
+            yield Text(path, number, words, begins or not line.startswith("#"))
+        begins = not words or words.startswith(" ")
+
+
 def areas() -> Iterator[tuple[str, list[Text]]]:
     """Yield (area, its texts)."""
     for name, folders in CODE.items():
         yield name, [x for folder in folders for path in sorted((ROOT / folder).rglob("*.py")) for x in of_code(path)]
     pages = sorted({path for pattern in PAGES for path in ROOT.glob(pattern)})
-    yield "docs", [x for path in pages for x in of_page(path)]
+    recipes = sorted(path for kind in ("yaml", "sbatch") for path in ROOT.glob(f"recipes/*.{kind}"))
+    yield "docs", [x for path in pages for x in of_page(path)] + [x for path in recipes for x in of_recipe(path)]
 
 
 def findings(area: str, texts: list[Text]) -> Iterator[Finding]:
