@@ -48,7 +48,7 @@ WRONG = [
     ({"global_batch": 0}, "global_batch must be at least 1"),
     ({"sequence_size": 0}, "sequence_size"),
     ({"exchange": "rings"}, "exchange must be one of auto, gather"),
-    ({"layout": "blocks"}, "layout must be one of contiguous, zigzag, strided"),
+    ({"layout": "blocks"}, "layout must be one of auto, contiguous, zigzag, strided"),
     ({"bucket_cap_mb": 0}, "bucket_cap_mb must be at least 1"),
     ({"timeout": 0}, r"timeout must be a number in \(0, inf\), got 0. It is in seconds"),
     ({"start_method": "forkserver"}, "start_method must be one of popen, spawn, fork"),  # trap 15: it shares memory
