@@ -479,9 +479,9 @@ def test_prints_the_head_size_that_is_chosen(cli, tmp_path):
 
 def test_bounds_the_exchange(cli):
     """The plan takes an exchange within the limit, the longest sequence respects it, and errors name the minimum."""
-    sizes = ["--dim", 768, "--depth", 2, "--heads", 12, "--segments", "1G", "--dilations", 1, "--no-compile", *BLOCK]
+    sizes = ["--dim", 1024, "--depth", 2, "--heads", 16, "--segments", "1G", "--dilations", 1, "--no-compile", *BLOCK]
     plan_of = lambda *options: cli("plan", *sizes, "--gpus", 8, *options)  # noqa: E731
-    problem = make_problem(DilatedPattern.dense(1 << 30), 1 << 20, 12, ranks=8, causal=True)
+    problem = make_problem(DilatedPattern.dense(1 << 30), 1 << 20, 16, ranks=8, causal=True)
     least = most_held(problem, "ring", 8, 64, 2) / GIB
     free, bounded = plan_of("--tokens", "1M"), plan_of("--tokens", "1M", "--exchange_memory_gib", least + 0.01)
     assert "exchange switch, a rank" in free.out and "exchange ring, a rank" in bounded.out

@@ -118,7 +118,7 @@ def test_every_recipe_has_a_tiny_run():
     assert {path.stem for path in RECIPES} == {*TINY_RUNS, "quickstart", "ring_4gpu"}
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "chunked"])
+@pytest.mark.parametrize("layout", ["auto", "chunked"])
 def test_a_billion_on_several_gpus(cli, layout):
     """The two lines of options in the head of the recipe are valid."""
     head = (RECIPES[0].parent / "billion.yaml").read_text()
@@ -129,7 +129,7 @@ def test_a_billion_on_several_gpus(cli, layout):
     strategy = config["strategy"]
     assert config["devices"] in (4, "4") and strategy["class_path"].endswith("RingDilatedStrategy")
     assert strategy["init_args"]["layout"] == layout
-    assert strategy["init_args"]["sequence_size"] == (1 if layout == "contiguous" else "auto")
+    assert strategy["init_args"]["sequence_size"] == (1 if layout == "auto" else "auto")
 
 
 @pytest.mark.parametrize("name", TINY_RUNS)
