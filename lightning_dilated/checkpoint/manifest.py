@@ -233,7 +233,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder or file, if it exists; of a link, only the link."""
+    """Remove a folder, file or link if it exists; the target of a link stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -142,9 +142,9 @@ def _price(
 def trade_price(
     problem: Problem, size: int, head_dim: int, element_size: int, links: Links = DEFAULTS
 ) -> tuple[int, float]:
-    """Return (bytes that a rank receives, seconds) of a trade and back, both passes; `problem` is for single ranks."""
+    """Return (bytes that a rank receives, seconds) of trading tokens for heads and back, in forward and backward."""
     samples = sum(d.samples for d in problem.documents)
-    ranks = problem.shard.ranks
+    ranks = problem.shard.ranks  # `problem` has no head-parallel groups
     # the first group and the last two; one of the last two may be short or empty
     priced = [rank for rank in range(ranks) if rank < size or rank >= ranks - 2 * size]
     trades = [traded(problem, size, rank, samples, head_dim, element_size) for rank in priced]

@@ -13,7 +13,7 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import pairs
 from lightning_dilated.sequence.planner import FLOPS, ExchangeMemoryError, make_problem, plan
 
-#: the share of attention's time that zigzag has to save: its ranks hold two runs of tokens, and so compute in more launches
+#: zigzag has to save this share of attention's time, because two runs of tokens on a rank take more launches
 SAVED = 0.1
 #: features of a head in prices
 HEAD_DIM = 64

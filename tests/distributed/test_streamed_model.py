@@ -1,4 +1,4 @@
-"""LongNetLM with ranks that share every chunk: losses and gradients equal one pass of one rank, bytes the plan."""
+"""LongNetLM with ranks that share every chunk: losses and gradients equal one rank's pass; bytes equal the plan's."""
 
 import re
 

@@ -58,7 +58,7 @@ def test_goes_on(tmp_path, made):
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a ShardedCheckpoint"])
 def test_goes_on_from_one_file(tmp_path, beside):
-    """Resumes bit by bit; torch cannot read such states if Lightning names the host by a function."""
+    """A run resumes bit for bit. If Lightning passed a function as `map_location`, torch could not read such states."""
     _, want, _ = fit(optim.AdamW8bit, 6)
     fit(optim.AdamW8bit, 3, enable_checkpointing=True, callbacks=[ModelCheckpoint(str(tmp_path), save_last=True)])
     extra = {"enable_checkpointing": True, "callbacks": [ShardedCheckpoint(str(tmp_path / "folder"))]} if beside else {}

@@ -348,7 +348,7 @@ class Counting(LongNetLM):
 
 
 def drifting(rank, group, what, options, folder=None, steps=6, own=()):
-    """Return (error of a fit in which rank 1 drifts, its step), and the checkpoints in the folder."""
+    """Return (error, last step, names of checkpoints) of a fit in which rank 1 drifts."""
     model = Counting(
         PATTERN,
         vocab_size=VOCAB,

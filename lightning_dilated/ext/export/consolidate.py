@@ -75,7 +75,7 @@ def weights(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
 
 
 def described(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return (the contents of config.json, each tensor once). If the model's class is imported, a model checks them.
+    """Return (the contents of config.json, each tensor once), checked by building the model if its class is imported.
 
     Raises:
         ValueError: for tensors that do not fit the model.

@@ -31,7 +31,7 @@ class Head(nn.Module):
     #: numbers in a sample's scores; numbers in its label, None for a class
     columns: int
     label_columns: int | None = None
-    #: whether the loss of an epoch is not a sum over batches
+    #: True if the loss compares all samples of an epoch, so that it is no sum over batches
     of_epoch = False
     linear: nn.Linear
 

@@ -38,7 +38,7 @@ from lightning_dilated.kernels.tiles import block_dim, read
 
 
 class Reading(NamedTuple):
-    """Rows of a call that reads the state, W = E: q (rows, H, D), the output's gradient (rows, H, E); last strides 1."""
+    """Queries q (rows, H, D) and their outputs' gradient grad (rows, H, E); last strides are 1, and W is E."""
 
     q: Tensor
     grad: Tensor

@@ -17,7 +17,7 @@ def positive(x: Tensor) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Return x divided by its length, which stays just below 1; 0 for a zero row."""
+    """Scale rows of x to a length just below 1; a zero row stays 0."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 

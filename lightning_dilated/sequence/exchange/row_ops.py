@@ -243,7 +243,7 @@ class Packing:
 def _located(
     rows: RowSet, own: LocalRows, store: ReceivedRows
 ) -> list[tuple[Literal["own", "store"], Progression, Progression]]:
-    """Return [("own" or "store", indices in the set, numbers there)]; rows of other ranks are in the store."""
+    """Return [("own" or "store", indices in the set, row numbers in `own` or `store`)]; received rows are in the store."""
     located, at, relayed = [], 0, remove([rows.rows], own.pieces)
     for sample in range(rows.document.samples):
         missing = len(rows.rows)
