@@ -46,9 +46,9 @@ def main() -> None:
 
 def draw(picture: Path) -> None:
     """Write a PNG with a bar chart for each panel, one below the other, so that a phone shows words that can be read."""
-    heights = [len(panel[3]) + 0.9 for panel in PANELS]
+    heights = [sum(1 + 0.3 * label.count("\n") for label in panel[3]) for panel in PANELS]
     figure, axes = plt.subplots(
-        len(PANELS), 1, figsize=(7, 4.4), layout="constrained", gridspec_kw={"height_ratios": heights}
+        len(PANELS), 1, figsize=(7, 3.9), layout="constrained", gridspec_kw={"height_ratios": heights}
     )
     figure.get_layout_engine().set(hspace=0.06)
     for axis, (title, unit, logarithmic, bars, rows) in zip(axes, PANELS, strict=True):
