@@ -19,37 +19,40 @@ STAGES = [
     ("read", "its slice\nof the file", False),
     ("embed", "hidden states\nof its tokens", False),
     ("project", "q, k, v\nof its tokens", False),
-    ("exchange rows", "rows of others\nthat its queries\nread, too", True),
+    ("exchange\nrows", "rows of others\nthat it reads, too", True),
     ("attend", "output\nof its tokens", False),
     ("feed-forward,\nnext layers", "logits\nof its tokens", False),
-    ("count labels", "its share of the\nloss over all tokens", True),
-    ("backward,\nsum gradients", "equal\ngradients", True),
+    ("count labels", "its share of the\nloss of all tokens", True),
+    ("backward, sum\ngradients", "equal\ngradients", True),
     ("optimizer", "equal\nparameters", False),
 ]
 
 
 def draw(picture: Path) -> None:
-    """Write a PNG: a column for each stage, a row for each rank, bars where ranks exchange data."""
-    figure, axis = plt.subplots(figsize=(13, 4.2), layout="constrained")
-    for column, (name, holds, exchanges) in enumerate(STAGES):
-        x = 1.5 * column
-        axis.text(x, RANKS - 0.35, name, ha="center", va="bottom", fontsize=9, weight="bold")
+    """Write a PNG: a row for each stage, a column for each rank, bars where ranks exchange data.
+
+    It is higher than wide, so that its words can be read on a phone.
+    """
+    figure, axis = plt.subplots(figsize=(7, 7), layout="constrained")
+    for row, (name, holds, exchanges) in enumerate(STAGES):
+        y = -row
+        axis.text(-0.62, y, name, ha="right", va="center", fontsize=12, weight="bold")
         if exchanges:
-            axis.add_patch(plt.Rectangle((x - 0.7, -0.45), 1.4, RANKS - 0.1, color="#ffd9a0", zorder=0))
+            axis.add_patch(plt.Rectangle((-0.55, y - 0.4), RANKS + 0.1, 0.8, color="#ffd9a0", zorder=0))
         for rank in range(RANKS):
-            y = RANKS - 1 - rank
             axis.text(
-                x, y, holds, ha="center", va="center", fontsize=8,
-                bbox={"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": f"C{rank}", "linewidth": 1.6},
+                rank, y, holds, ha="center", va="center", fontsize=11, linespacing=1,
+                bbox={"boxstyle": "round,pad=0.3", "facecolor": "white", "edgecolor": f"C{rank}", "linewidth": 1.6},
             )  # fmt: skip
-            if column + 1 < len(STAGES):
-                axis.annotate("", (x + 0.86, y), (x + 0.64, y), arrowprops={"arrowstyle": "->", "color": f"C{rank}"})
+            if row + 1 < len(STAGES):
+                arrow = {"arrowstyle": "->", "color": f"C{rank}", "shrinkA": 0, "shrinkB": 0}
+                axis.annotate("", (rank, y - 0.68), (rank, y - 0.33), arrowprops=arrow)
     for rank in range(RANKS):
-        axis.text(-1.0, RANKS - 1 - rank, f"rank {rank}", ha="right", va="center", fontsize=10, color=f"C{rank}")
-    axis.text(1.5 * 4, -0.75, "shaded: ranks exchange data", ha="center", fontsize=9)
-    axis.set(xlim=(-1.8, 1.5 * len(STAGES) - 0.7), ylim=(-0.9, RANKS + 0.2))
+        axis.text(rank, 0.5, f"rank {rank}", ha="center", va="bottom", fontsize=12, color=f"C{rank}", weight="bold")
+    axis.text(RANKS / 2 - 0.5, -len(STAGES) + 0.45, "shaded: ranks exchange data", ha="center", va="top", fontsize=11)
+    axis.set(xlim=(-1.6, RANKS - 0.4), ylim=(-len(STAGES) + 0.15, 0.8))
     axis.axis("off")
-    figure.savefig(picture, dpi=110)
+    figure.savefig(picture, dpi=150)
 
 
 def main() -> None:

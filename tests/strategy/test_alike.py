@@ -226,7 +226,7 @@ SETTINGS = {
     "steps": ({"max_steps": 3}, "max_steps: rank 0 has 2, rank 1 has 3"),
     "precision": ({"precision": "bf16-true"}, "precision: rank 0 has '32-true (Precision)', rank 1 has 'bf16-true ("),
     "mixed precision": ({"precision": "bf16-mixed"}, "rank 0 has '32-true (Precision)', rank 1 has 'bf16-mixed ("),
-    "layout": ({"strategy": {"layout": "zigzag"}}, "strategy layout: rank 0 has 'contiguous', rank 1 has 'zigzag'"),
+    "layout": ({"strategy": {"layout": "zigzag"}}, "strategy layout: rank 0 has 'auto', rank 1 has 'zigzag'"),
     "comparisons": ({"strategy": {"check_replicas": 7}}, "strategy check_replicas: rank 0 has 100, rank 1 has 7"),
     "strategy": ({"strategy": {"cls": RingDilatedFSDPStrategy}}, "strategy class: rank 0 has"),
     "dtype": ({"double": True}, "rank 0 has (11, 16) torch.float32, rank 1 has (11, 16) torch.float64"),

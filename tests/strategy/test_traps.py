@@ -212,7 +212,7 @@ def test_flops_of_a_shared_sequence(pools, kind):
 
 def test_peak_of_an_h200():
     """Trap 14: Lightning's table has the peak of sparse products, and does not know the name."""
-    from lightning_dilated.callbacks import throughput
+    from lightning_dilated.ext.profiling import throughput
 
     def run(device, precision):
         return SimpleNamespace(

@@ -77,8 +77,8 @@ def chunk_route(plan: CarryPlan, chunk: int, device: torch.device) -> ChunkRoute
     ]
     leaving = Rows.of(expand(runs), len(piece), problem.kv_heads[1] - problem.kv_heads[0]).to(device)
     later = problem.shard.begin(chunk + 1)
-    check_same_parameters = np.array([x.last >= later for x in live], dtype=bool)
-    stays = np.repeat(check_same_parameters, np.array([x.count for x in live], dtype=np.int64))
+    read_later = np.array([x.last >= later for x in live], dtype=bool)
+    stays = np.repeat(read_later, np.array([x.count for x in live], dtype=np.int64))
     staying, dropped = (send(torch.from_numpy(np.flatnonzero(x)), device) for x in (stays, ~stays))
     return ChunkRoute(exchange, leaving, staying, dropped)
 
