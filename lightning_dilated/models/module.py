@@ -101,7 +101,7 @@ class DilatedModule(Pretrained, LearningRate):
     #: whether a command takes `max_seq_len` from the data if a recipe has none
     length_from_data = False
     #: whether shards may be zigzag under `layout="auto"`: the model takes positions from the group of ranks, and mixes
-    #: tokens by this package's layers only
+    #: tokens by this package's layers only; a subclass that redefines layers, forward, losses or steps declares it anew
     takes_any_layout = False
     #: whether released weights fix the pattern
     released_pattern = False

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import pairs
-from lightning_dilated.sequence.planner import FLOPS, ExchangeMemoryError, make_problem, plan
+from lightning_dilated.sequence.planner import FLOPS, make_problem, plan
 
 #: zigzag has to save this share of attention's time, because two runs of tokens on a rank take more launches
 SAVED = 0.1
@@ -40,7 +40,7 @@ def cheapest_layout(
         num_heads, num_kv_heads: H and K.
         ranks: R, the ranks that share a sequence.
         head_size: ranks of a head-parallel group.
-        prices: `ranks_per_node`, `links` and `exchange_memory` of `planner.plan`; heads have 64 features of 16 bits.
+        prices: `ranks_per_node` and `links` of `planner.plan`; heads have 64 features of 16 bits.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -49,16 +49,13 @@ def cheapest_layout(
     if ranks == head_size or not layers:
         return "contiguous"
 
-    def cost(layout: str) -> float:
+    def cost(layout: str) -> int:
         total = 0
         for pattern, count in layers.items():
             problem = make_problem(
                 pattern, seq_len, num_heads, num_kv_heads, ranks=ranks, layout=layout, causal=True, head_size=head_size
             )
-            try:
-                choice = plan(problem, head_dim=HEAD_DIM, **prices)
-            except ExchangeMemoryError:  # the first call of attention raises it if no layout fits
-                return float("inf")
+            choice = plan(problem, head_dim=HEAD_DIM, **prices)
             computed = pairs(pattern, seq_len, num_heads, num_kv_heads, True) * 14 * HEAD_DIM / FLOPS / ranks
             exchanged = sum(x.seconds + x.waiting for x in choice.prices if x.exchange == choice.exchange)
             total += count * round(1e15 * (computed + exchanged))

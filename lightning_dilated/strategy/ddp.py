@@ -37,8 +37,9 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         exchange: how rows travel between ranks; "auto": the cheapest by the planner.
         layout: which positions a rank holds. "auto": "contiguous" or "zigzag", chosen at each start by the planner's prices
             for the patterns of all layers and the longest sequence that the DataModule or the model declares. It is
-            "contiguous" for streams, named exchanges, and modules that do not declare `takes_any_layout`. "chunked": a
-            piece of every chunk of ActivationRecompute(stream=TOKENS), so that ranks compute each chunk together.
+            "contiguous" for streams, packed rows, named exchanges, a limit `exchange_memory_gib`, and modules that do not
+            declare `takes_any_layout`. "chunked": a piece of every chunk of ActivationRecompute(stream=TOKENS), so that
+            ranks compute each chunk together.
         ranks_per_node: ranks with fast links between them; None: the ranks of a node.
         timeout: seconds after which a rank that waits for another rank raises an error.
         allow: names of modules that mix tokens or samples but are correct on parts of a sequence.

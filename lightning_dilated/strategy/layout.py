@@ -8,14 +8,18 @@ from typing import Any
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.layout_choice import cheapest_layout
 
+#: methods that may compute the positions of a rank's tokens
+POSITIONED = "build forward loss_terms token_losses training_step validation_step test_step predict_step"
+
 
 def layout_for(
     module: Any, tokens: int | None, ranks: int, exchange: str, stream: int | None, prices: Mapping[str, Any]
 ) -> str:
     """Return the layout that "auto" means for a module.
 
-    It is "zigzag" only for a causal module that declares `takes_any_layout`, where zigzag costs less at its longest
-    sequence. Streams and named exchanges keep "contiguous".
+    It is "zigzag" only for a causal module that declares `takes_any_layout` with its heads and patterns, where zigzag costs
+    less at its longest sequence. Streams, named exchanges and limits of the exchange's memory keep "contiguous": a limit
+    depends on the batch and the heads' features, which the first call knows.
 
     Args:
         module: the LightningModule.
@@ -23,13 +27,27 @@ def layout_for(
         ranks: the ranks that share a sequence.
         exchange: of the strategy.
         stream: tokens of a chunk of a stream, or None.
-        prices: `head_size` and the prices of `cheapest_layout`.
+        prices: `exchange_memory`, the limit in bytes or None; `head_size` and the prices of `cheapest_layout`.
     """
-    fixed = ranks == 1 or exchange != "auto" or stream is not None or not tokens
-    if fixed or not getattr(module, "takes_any_layout", False) or not getattr(module, "causal", False):
+    fixed = ranks == 1 or exchange != "auto" or stream is not None or prices["exchange_memory"]
+    if fixed or not tokens or not takes_any_layout(module) or not getattr(module, "causal", False):
         return "contiguous"
-    patterns = module.patterns or (DilatedPattern.dense(),) * module.depth
-    return cheapest_layout(patterns, tokens, module.num_heads, module.num_kv_heads, ranks=ranks, **prices)
+    patterns = getattr(module, "patterns", ()) or (DilatedPattern.dense(),) * getattr(module, "depth", 0)
+    if not patterns:
+        return "contiguous"
+    return cheapest_layout(
+        patterns, tokens, module.num_heads, getattr(module, "num_kv_heads", None), ranks=ranks, **prices
+    )
+
+
+def takes_any_layout(module: Any) -> bool:
+    """Return the module's `takes_any_layout`; a user's class that redefines a step or the layers has to declare it anew."""
+    for owner in type(module).__mro__:
+        if "takes_any_layout" in vars(owner):
+            return bool(owner.takes_any_layout)
+        if vars(owner).keys() & set(POSITIONED.split()) and not owner.__module__.startswith("lightning_dilated."):
+            return False
+    return False
 
 
 def declared_length(module: Any, data: Any) -> int | None:

@@ -36,6 +36,11 @@ def test_layout_for(options, tokens, ranks, exchange, stream, expected):
     assert layout_for(language_model(**options), tokens, ranks, exchange, stream, PRICES) == expected
 
 
+def test_a_limit_of_the_exchanges_memory_keeps_contiguous():
+    """The limit that holds in a call depends on the batch and the heads' features, which nobody knows at set-up."""
+    assert layout_for(language_model(), LONG, 4, "auto", None, {**PRICES, "exchange_memory": 1 << 40}) == "contiguous"
+
+
 def test_modules_that_do_not_declare_it():
     class Own(DilatedModule):
         causal, patterns, num_heads, num_kv_heads, depth = True, tuple(HYBRID), 4, None, 2
@@ -44,7 +49,39 @@ def test_modules_that_do_not_declare_it():
         takes_any_layout = True
 
     assert layout_for(Own(), LONG, 4, "auto", None, PRICES) == "contiguous"
+
+    class Bare(pl.LightningModule):
+        causal = takes_any_layout = True
+
+    class WithoutKvHeads(DilatedModule):
+        causal, takes_any_layout, patterns, num_heads, depth = True, True, tuple(HYBRID), 4, 2
+
     assert layout_for(Declared(), LONG, 4, "auto", None, PRICES) == "zigzag"
+    assert layout_for(WithoutKvHeads(), LONG, 4, "auto", None, PRICES) == "zigzag"
+    assert layout_for(Bare(), LONG, 4, "auto", None, PRICES) == "contiguous"
+
+
+class OwnForward(LongNetLM):
+    def forward(self, *args, **options):
+        return super().forward(*args, **options)
+
+
+class OwnScheduler(LongNetLM):
+    def configure_optimizers(self):
+        return super().configure_optimizers()
+
+
+class DeclaredAnew(OwnForward):
+    takes_any_layout = True
+
+
+@pytest.mark.parametrize(
+    ("cls", "expected"), [(OwnForward, "contiguous"), (OwnScheduler, "zigzag"), (DeclaredAnew, "zigzag")]
+)
+def test_a_subclass_with_its_own_forward_declares_anew(cls, expected):
+    """Its forward may take positions that are right on contiguous shards only."""
+    model = cls(pattern=HYBRID, vocab_size=11, dim=16, depth=2, num_heads=4)
+    assert layout_for(model, LONG, 4, "auto", None, PRICES) == expected
 
 
 def test_declared_length(tmp_path):
