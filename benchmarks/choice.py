@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from exchange import awaited, joined, meet, most, start, step, told
+from exchange import awaited, joined, meet, most, report_lines, start, step
 
 from lightning_dilated import DilatedPattern
 from lightning_dilated.sequence import SequenceGroup
@@ -124,7 +124,7 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
     gc.disable()
     head = f"\n{ranks} ranks, {args.rounds} rounds, torch {torch.__version__}\n\n"
     head += f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
-    told(rank, head, lines(args, device), args.record)
+    report_lines(rank, head, lines(args, device), args.record)
 
 
 if __name__ == "__main__":

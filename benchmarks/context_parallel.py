@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exchange import awaited, meet, most, step, told
+from exchange import awaited, meet, most, report_lines, step
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lightning_dilated as ld
@@ -140,7 +140,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if args.cpu else "nccl")
     head = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
-    told(dist.get_rank(), head, lines(args, device), None)
+    report_lines(dist.get_rank(), head, lines(args, device), None)
 
 
 if __name__ == "__main__":

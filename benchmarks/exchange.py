@@ -247,7 +247,7 @@ def joined(rank: int, ranks: int, port: int, args: argparse.Namespace) -> torch.
     return device
 
 
-def told(rank: int, head: str, rows: Iterable[object], record: Path | None) -> None:
+def report_lines(rank: int, head: str, rows: Iterable[object], record: Path | None) -> None:
     """Let rank 0 print the lines one by one, and append them to the file."""
     written = [head]
     print(head, end="", flush=True) if rank == 0 else None
@@ -268,7 +268,7 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
         f"{torch.cuda.get_device_name(device) if args.device == 'cuda' else 'CPU'}, {datetime.date.today()}\n\n"
         f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
     )
-    told(rank, head, lines(rank, args, device), args.record)
+    report_lines(rank, head, lines(rank, args, device), args.record)
 
 
 def start(work: Callable[..., None], args: argparse.Namespace) -> None:

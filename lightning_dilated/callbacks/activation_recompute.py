@@ -96,7 +96,7 @@ class ActivationRecompute(pl.Callback):
         if isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)):
             raise ValueError(
                 f"stream={stream} is not offered with {type(strategy).__name__}, which would gather all weights for every "
-                'chunk. Take RingDilatedStrategy (layout="chunked", or sequence_size=1), whose ranks hold all weights, or '
+                'chunk. Take RingDilatedStrategy (layout="chunked", or sequence_size=1): its ranks hold all weights. Or '
                 "leave stream out."
             )
 

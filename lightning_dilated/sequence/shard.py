@@ -184,7 +184,7 @@ def check_exchange_memory(gib: float | None) -> int | None:
 def check_stream(layout: str, stream: int | None) -> None:
     """Raise unless `stream` is set for the chunked layout, and for no other."""
     if layout == "chunked":
-        hint = " layout='chunked' cuts a sequence in chunks of so many tokens."
+        hint = " layout='chunked' cuts a sequence in chunks of this number of tokens."
         integer(0 if stream is None else stream, "stream", 1, hint)
     elif stream is not None:
         raise ValueError(f"stream={stream} goes with layout='chunked', not with layout={layout!r}.")

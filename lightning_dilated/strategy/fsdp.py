@@ -83,7 +83,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         if regions != 1 or outer is not None:
             raise ValueError(
                 f"{type(self).__name__} has no regions and outer steps: its checkpoints hold one sharded model and "
-                "optimizer, and regions train one each. Take RingDilatedStrategy(regions=..., outer=...), whose ranks hold "
+                "optimizer, and regions train one each. Take RingDilatedStrategy(regions=..., outer=...): its ranks hold "
                 "all parameters."
             )
         options = SequenceOptions(

@@ -50,7 +50,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
         if options.layout == "chunked" and self.shards_parameters:
             raise ValueError(
                 f"layout='chunked' is not offered by {type(self).__name__}, which would gather all weights for every chunk. "
-                "Take RingDilatedStrategy, whose ranks hold all weights."
+                "Take RingDilatedStrategy: its ranks hold all weights."
             )
         self._options = options
         self._mesh: DeviceMesh | None = None

@@ -55,7 +55,7 @@ class LossByPosition(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that each token has a loss and a position in its sequence; determine the folder, which needs every rank."""
-        check_model(self, pl_module, "watch_losses", ", whose tokens each have a loss")
+        check_model(self, pl_module, "watch_losses", ", with a loss for each token")
         if stage in ("fit", "validate"):
             _refuse_streams(trainer, "LossByPosition")
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
@@ -180,7 +180,7 @@ class RecallByDistance(CountsAnswers):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that the model gives answers and the data their distances."""
-        check_model(self, pl_module, "watch_predictions", ", whose labels each have an answer")
+        check_model(self, pl_module, "watch_predictions", ", with an answer for each label")
         data = datamodule(trainer)
         if not callable(getattr(data, "distances", None)):
             kind = "loaders alone" if data is None else type(data).__name__

@@ -45,7 +45,7 @@ class OtherStrand:
                 "sequence_size=1 of the strategy, or strands='forward' and data.reverse_complement."
             )
         if options.get("positions") is not None:
-            raise ValueError("strands='both' takes no positions: those of the other strand would be others.")
+            raise ValueError("strands='both' takes no positions: the other strand has other positions.")
         bounds, lengths = options.get("cu_seqlens"), options.get("lengths")
         if bounds is not None:
             documents = Documents.of(bounds, tokens.shape[1])

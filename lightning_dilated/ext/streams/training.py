@@ -91,7 +91,7 @@ def check_streamed(modules: Sequence[nn.Module], dtype: torch.dtype, chunk: int)
     if any(isinstance(m, FSDPModule) for module in modules for m in module.modules()):
         raise ValueError(
             f"stream={chunk} is not offered with FSDP, which would gather all weights for every chunk. Take "
-            'strategy="ring_dilated", whose ranks hold all weights, or leave stream out.'
+            'strategy="ring_dilated": its ranks hold all weights. Or leave stream out.'
         )
     if dtype == torch.float16:
         raise ValueError(
