@@ -9,7 +9,7 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.layout_choice import cheapest_layout
 
 #: methods that may compute the positions of a rank's tokens
-POSITIONED = {*"build forward loss_terms token_losses training_step validation_step test_step predict_step".split()}
+POSITIONED = "build forward loss_terms token_losses training_step validation_step test_step predict_step"
 
 
 def layout_for(
@@ -45,7 +45,7 @@ def takes_any_layout(module: Any) -> bool:
     for owner in type(module).__mro__:
         if "takes_any_layout" in vars(owner):
             return bool(owner.takes_any_layout)
-        if POSITIONED & vars(owner).keys() and not owner.__module__.startswith("lightning_dilated."):
+        if vars(owner).keys() & set(POSITIONED.split()) and not owner.__module__.startswith("lightning_dilated."):
             return False
     return False
 
