@@ -8,8 +8,6 @@ if TYPE_CHECKING:
     from lightning_dilated.data.files import ByteStream
     from lightning_dilated.data.module import SplitDataModule
     from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
-    from lightning_dilated.data.text.bytes import ByteDataModule, ByteSequences
-    from lightning_dilated.data.text.tokens import TokenDataModule
     from lightning_dilated.ext.evaluation.module import LongContextDataModule
     from lightning_dilated.ext.evaluation.recall_tasks import FarRecallDataModule
     from lightning_dilated.ext.genomes.bases import decode_bases, encode_bases, reverse_complement
@@ -21,20 +19,19 @@ if TYPE_CHECKING:
     from lightning_dilated.ext.slides.module import SlideDataModule
     from lightning_dilated.ext.slides.sequences import SlideSequences
     from lightning_dilated.ext.slides.synthetic import write_synthetic_slides
+    from lightning_dilated.ext.text.bytes import ByteDataModule, ByteSequences
     from lightning_dilated.ext.text.chat import ChatDataModule
     from lightning_dilated.ext.text.encode_files import EncodedFiles, encode_files
     from lightning_dilated.ext.text.endless import StreamDataModule, StreamSequences
     from lightning_dilated.ext.text.hf_chat import ChatStreamDataModule
     from lightning_dilated.ext.text.hf_text import TextStreamDataModule
+    from lightning_dilated.ext.text.tokens import TokenDataModule
 
 CORE = {
-    "ByteDataModule": "data.text.bytes:ByteDataModule",
-    "ByteSequences": "data.text.bytes:ByteSequences",
     "ByteStream": "data.files:ByteStream",
     "ResumableLoader": "data.sampler:ResumableLoader",
     "ResumableSampler": "data.sampler:ResumableSampler",
     "SplitDataModule": "data.module:SplitDataModule",
-    "TokenDataModule": "data.text.tokens:TokenDataModule",
 }
 __getattr__, __dir__ = lazy_names(__name__, CORE)
 

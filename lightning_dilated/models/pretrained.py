@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dilated._extensions import NAMES, place
 from lightning_dilated._removed import removed_name
-from lightning_dilated.data.text.tokenizer_files import PATTERNS
+from lightning_dilated.data.tokenizer_files import PATTERNS
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 from lightning_dilated.recurrence import Recurrence
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
-from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files, read_files, write_files
+from lightning_dilated.data.tokenizer_files import MAIN, checked_files, read_files, write_files
 from lightning_dilated.models.module import DilatedModule
 
 

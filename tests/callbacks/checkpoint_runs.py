@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lightning_dilated import LongNetLM
-from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 from lightning_dilated.data import ByteDataModule
+from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
 from ..models import PATTERN
 from ..strategy.runs import Record, full, launched

@@ -9,9 +9,9 @@ import time
 import pytest
 from lightning.pytorch import Callback
 
-from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
-from lightning_dilated.checkpoint import folder_lock
-from lightning_dilated.checkpoint.folder_lock import NAME, FolderInUse, FolderLock
+from lightning_dilated.ext.checkpoints import folder_lock
+from lightning_dilated.ext.checkpoints.folder_lock import NAME, FolderInUse, FolderLock
+from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
 from ..strategy.runs import launched
 from .checkpoint_runs import STEPS, names, on_rank, run

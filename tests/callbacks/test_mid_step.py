@@ -15,8 +15,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, model_checkpoint
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.callbacks import ActivationRecompute, ShardedCheckpoint, sharded_checkpoint
+from lightning_dilated.callbacks import ActivationRecompute, ShardedCheckpoint
 from lightning_dilated.data import ByteDataModule, StreamDataModule
+from lightning_dilated.ext.checkpoints import sharded_checkpoint
 
 from ..distributed.forked import context
 from ..strategy.runs import Record

@@ -16,9 +16,9 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from lightning_dilated.callbacks import sharded_checkpoint as module
-from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 from lightning_dilated.data import ByteDataModule
+from lightning_dilated.ext.checkpoints import sharded_checkpoint as module
+from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 from lightning_dilated.strategy import preemption
 
 from ..distributed.forked import run_ranks

@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_dilated import RingDilatedFSDPStrategy
-from lightning_dilated.callbacks import sharded_checkpoint as module
-from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
+from lightning_dilated.ext.checkpoints import sharded_checkpoint as module
+from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
 from ..models import text as text_of_letters
 from ..models import tiny, trainer

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lightning_dilated.callbacks import sharded_checkpoint as module
-from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 from lightning_dilated.checkpoint import folder as saved_folder
 from lightning_dilated.checkpoint import manifest as saved_files
 from lightning_dilated.checkpoint.manifest import SavedFolder
 from lightning_dilated.checkpoint.ranks import RankGroup
+from lightning_dilated.ext.checkpoints import sharded_checkpoint as module
+from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
 from ..distributed import forked
 from .checkpoint_runs import STEPS, names, run

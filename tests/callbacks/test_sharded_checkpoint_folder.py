@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 from lightning_dilated.checkpoint import folder as saved_folder
 from lightning_dilated.checkpoint.manifest import clean
 from lightning_dilated.checkpoint.state import are_finite, nbytes
+from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
 from ..strategy.runs import launched
 from .checkpoint_runs import STEPS, names, run

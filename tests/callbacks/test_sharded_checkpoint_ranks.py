@@ -44,7 +44,7 @@ def four():
 def go(request, ranks, text, steps, saved, **options):
     """Return rank 0's results of a run; one rank is a plain device."""
     if ranks == 1:
-        from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
+        from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
         return run(text, steps, ShardedCheckpoint(**saved), **{**options, "strategy": "auto"})
     pool = request.getfixturevalue("four" if ranks == 4 else "pool")
@@ -96,7 +96,7 @@ def test_equals_the_undisturbed_run(request, pool, text, tmp_path, strategy):
 
 def beside(rank, group, text, folder, strategy):
     """List the folder after step 3, before the checkpoint of step 2 is written."""
-    from lightning_dilated.callbacks import sharded_checkpoint as module
+    from lightning_dilated.ext.checkpoints import sharded_checkpoint as module
 
     go_on, real, entries = threading.Event(), module.write, []
 
@@ -167,8 +167,8 @@ def failing(rank, group, text, saved, who, where, strategy):
         "copy": ("HostStager", "stage"),
         "commit": (None, "commit"),
     }[where]
-    from lightning_dilated.callbacks import sharded_checkpoint as module
     from lightning_dilated.checkpoint import folder as saved_folder
+    from lightning_dilated.ext.checkpoints import sharded_checkpoint as module
 
     owner = {"copy": module.HostStager, "commit": saved_folder}.get(where, target[0])
     real = getattr(owner, target[1])
@@ -200,8 +200,8 @@ def blind(rank, group, text, saved, folder, strategy):
 
 def alone(rank, group, text, folder, where, strategy, asynchronous):
     """Let rank 1 raise while the others wait for it. Return the error, and the remaining checkpoints."""
-    from lightning_dilated.callbacks import sharded_checkpoint as module
     from lightning_dilated.checkpoint import folder as written
+    from lightning_dilated.ext.checkpoints import sharded_checkpoint as module
 
     owner, name = {
         "before save": (written, "_write_files"),
@@ -249,7 +249,7 @@ def test_a_checkpoint_that_not_all_see(request, pool, text, tmp_path, strategy):
 
 def unseen(rank, group, text, saved):
     """Return the error of a run with a folder that only one node sees."""
-    from lightning_dilated.callbacks import sharded_checkpoint as module
+    from lightning_dilated.ext.checkpoints import sharded_checkpoint as module
 
     real = module._look
 
@@ -285,7 +285,7 @@ def test_buffers_are_rank_0s():
 def with_buffer(rank, group, text, folder, strategy):
     """Run a model with buffers that differ between ranks at the end. Return the saved ones."""
     from lightning_dilated import LongNetLM
-    from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
+    from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
     class Counting(LongNetLM):
         def build(self):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lightning_dilated import DilatedModule, LongNetLM, RingDilatedFSDPStrategy
-from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
+from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
 from ..distributed.pool import Pool
 from ..models import PATTERN, batch, loader, text, tiny

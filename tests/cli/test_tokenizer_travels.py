@@ -7,7 +7,7 @@ import torch
 
 from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.data import TokenDataModule
-from lightning_dilated.data.text.tokenizer_files import checked_files, read_files, write_files
+from lightning_dilated.data.tokenizer_files import checked_files, read_files, write_files
 from lightning_dilated.ext.decoding.load import stored_tokenizer
 
 from ..ext.text.chats import CHATML, TAGGED, chats, tokenizer_json, write

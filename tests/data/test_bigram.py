@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_dilated.data import ByteDataModule, ByteStream
-from lightning_dilated.data.text.bytes import bigram_counts, bits_per_byte
+from lightning_dilated.ext.text.bytes import bigram_counts, bits_per_byte
 
 
 def plain(train: bytes, pairs: list[tuple[int, int]]) -> float:

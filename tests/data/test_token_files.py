@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_dilated.data import TokenDataModule
-from lightning_dilated.data.text.tokens import TokenStream, scan, token_file
+from lightning_dilated.ext.text.tokens import TokenStream, scan, token_file
 
 TOKENS = np.random.default_rng(0).integers(0, 50_000, 400)
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_dilated import DilatedModule, DilatedPattern, LongNetLM
-from lightning_dilated.data.text import tokenizer_files
+from lightning_dilated.data import tokenizer_files
 
 from . import PATTERN, SIZES, tiny
 from .test_longnet_lm import MADE, plain

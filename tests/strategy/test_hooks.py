@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dilated import MultiheadDilatedAttention, RingDilatedStrategy, SequenceSpec, loss_share
 from lightning_dilated.data import ByteDataModule
-from lightning_dilated.data.text.bytes import ByteSequences
+from lightning_dilated.ext.text.bytes import ByteSequences
 from lightning_dilated.sequence import SequenceConv1d, active_sequence
 
 from .runs import PATTERN, Run, launched, make, trainer

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_dilated.cli.load_model import load_any, read_checkpoint
-from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
+from lightning_dilated.data.tokenizer_files import MAIN, checked_files
 from lightning_dilated.ext.text.tokenizer import load_tokenizer, tokenizer_of
 from lightning_dilated.models import DilatedModule
 

@@ -14,7 +14,7 @@ from lightning_dilated.cli.errors import check_device
 from lightning_dilated.cli.load_model import load_any
 from lightning_dilated.cli.main import quiet
 from lightning_dilated.data import LongContextDataModule
-from lightning_dilated.data.text.tokenizer_files import MAIN, write_files
+from lightning_dilated.data.tokenizer_files import MAIN, write_files
 from lightning_dilated.ext.evaluation.accuracy_by_depth import NAME, AccuracyByDepth, check_fits
 from lightning_dilated.ext.transformers import HFCausalLM
 from lightning_dilated.models import DilatedModule, LongNetLM

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_dilated.checkpoint.folder import checked, read_meta, read_tensors
 from lightning_dilated.checkpoint.ranks import RankGroup
 from lightning_dilated.cli.load_model import read_checkpoint, stored_class
-from lightning_dilated.data.text.tokenizer_files import checked_files, write_files
+from lightning_dilated.data.tokenizer_files import checked_files, write_files
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.pretrained import (
     config_of,

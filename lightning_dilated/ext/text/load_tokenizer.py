@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from lightning_dilated.data.opener import refuse_url
-from lightning_dilated.data.text.tokenizer_files import MAIN, is_known
+from lightning_dilated.data.tokenizer_files import MAIN, is_known
 from lightning_dilated.ext.text.tokenizer import (
     encode,
     end_token,

@@ -23,11 +23,11 @@ from torch.utils.data import Dataset
 from lightning_dilated._validation import integer, one_of
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader
-from lightning_dilated.data.text.tokens import collate_documents
 from lightning_dilated.ext.text.block_cache import cache_root, opened, private_folder
 from lightning_dilated.ext.text.records import checked_sources
 from lightning_dilated.ext.text.sources import Readers, open_readers
 from lightning_dilated.ext.text.store import next_tokens
+from lightning_dilated.ext.text.tokens import collate_documents
 
 #: (row, its location) -> (tokens, mark of each token to train on), or None to skip the row
 Encode = Callable[[Any, str], tuple[np.ndarray, np.ndarray] | None]

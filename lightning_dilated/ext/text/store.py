@@ -20,8 +20,8 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dilated.data.files import MARK
 from lightning_dilated.data.packing import IGNORE
-from lightning_dilated.data.text.documents import RangedSamples
 from lightning_dilated.ext.text.block_cache import cache_root, locked, opened, private_folder, read_bytes, within
+from lightning_dilated.ext.text.documents import RangedSamples
 from lightning_dilated.ext.text.messages import conversation
 from lightning_dilated.ext.text.records import Rows, each
 from lightning_dilated.ext.text.template import ChatTokenizer

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_dilated._validation import known_keys, text_of
-from lightning_dilated.data.text.tokenizer_files import read_files
+from lightning_dilated.data.tokenizer_files import read_files
 from lightning_dilated.ext.transformers import adapter_folders, lora
 from lightning_dilated.ext.transformers.patterns import ENTRY
 from lightning_dilated.pattern.rows import cycle_to, shortest_cycle

@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning_dilated import SequenceSpec
 from lightning_dilated.data import ChatStreamDataModule, TextStreamDataModule
 from lightning_dilated.data.module import SendableCollate
-from lightning_dilated.data.text.tokens import collate_documents
 from lightning_dilated.ext.text.packed_stream import Document, PackedReaders, Position, filled, packed
 from lightning_dilated.ext.text.records import open_rows
+from lightning_dilated.ext.text.tokens import collate_documents
 from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.loader import RankDataset
 

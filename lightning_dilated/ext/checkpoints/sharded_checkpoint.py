@@ -31,7 +31,6 @@ from lightning_dilated.checkpoint.folder import (
     warn_of_skipped,
     write,
 )
-from lightning_dilated.checkpoint.folder_lock import FolderLock
 from lightning_dilated.checkpoint.manifest import clean, listed, name_of, newest_valid, none_valid
 from lightning_dilated.checkpoint.ranks import RankGroup, reason
 from lightning_dilated.checkpoint.reader import ALONE
@@ -46,6 +45,7 @@ from lightning_dilated.checkpoint.state import (
     trainer_state,
     unlike_replicas,
 )
+from lightning_dilated.ext.checkpoints.folder_lock import FolderLock
 from lightning_dilated.strategy.preemption import Preemption, requeue_job
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 

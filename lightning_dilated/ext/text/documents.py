@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from lightning_dilated.data.files import MARK, ByteStream
 
 if TYPE_CHECKING:
-    from lightning_dilated.data.text.tokens import TokenStream
+    from lightning_dilated.ext.text.tokens import TokenStream
 
 
 class RangedSamples(Dataset):

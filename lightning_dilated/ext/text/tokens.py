@@ -20,8 +20,8 @@ from lightning_dilated._validation import flag, integer, one_of
 from lightning_dilated.data.files import MARK, ByteStream, files_of, required_paths
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
 from lightning_dilated.data.opener import CACHE_GIB, FileOpener
-from lightning_dilated.data.text.bytes import ByteSequences
-from lightning_dilated.data.text.documents import Documents
+from lightning_dilated.ext.text.bytes import ByteSequences
+from lightning_dilated.ext.text.documents import Documents
 
 #: dtypes of tokens in .npy files
 DTYPES = ("uint16", "uint32", "int32", "int64")

@@ -1,3 +1,0 @@
-"""Data of bytes and tokens."""
-
-__all__: list[str] = []

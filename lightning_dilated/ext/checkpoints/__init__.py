@@ -1,0 +1,3 @@
+"""Checkpoints of all ranks in one folder, written in the background, and the lock of a run on its folder."""
+
+__all__: list[str] = []
