@@ -22,10 +22,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dilated._validation import flag, integer, real
-from lightning_dilated.data.files import files_of, name_list, required_paths
 from lightning_dilated.data.module import SPLITS
 from lightning_dilated.data.opener import CACHE_GIB, FileOpener
 from lightning_dilated.ext.evaluation.recall_tasks import RuleDataModule, RuleSamples, sample_generator
+from lightning_dilated.ext.files.files import files_of, name_list, required_paths
 from lightning_dilated.ext.genomes.bases import N_CODE
 from lightning_dilated.ext.genomes.fasta import SUFFIXES
 from lightning_dilated.ext.genomes.files import Genome

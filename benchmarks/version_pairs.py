@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 from lightning_dilated._validation import flag, integer, one_of
-from lightning_dilated.data.files import file_suffixes
+from lightning_dilated.ext.files.files import file_suffixes
 from lightning_dilated.ext.text.tokenize import fit_arguments
 
 #: parts of N between which a boundary is drawn

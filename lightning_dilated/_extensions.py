@@ -37,6 +37,7 @@ NAMES = {
     "data.AlleleWindows": "genomes.variants:AlleleWindows",
     "data.ByteDataModule": "text.bytes:ByteDataModule",
     "data.ByteSequences": "text.bytes:ByteSequences",
+    "data.ByteStream": "files.files:ByteStream",
     "data.ChatDataModule": "text.chat:ChatDataModule",
     "data.ChatStreamDataModule": "text.hf_chat:ChatStreamDataModule",
     "data.EncodedFiles": "text.encode_files:EncodedFiles",

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from lightning_dilated._extensions import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_dilated.data.files import ByteStream
     from lightning_dilated.data.module import SplitDataModule
     from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
     from lightning_dilated.ext.evaluation.module import LongContextDataModule
     from lightning_dilated.ext.evaluation.recall_tasks import FarRecallDataModule
+    from lightning_dilated.ext.files.files import ByteStream
     from lightning_dilated.ext.genomes.bases import decode_bases, encode_bases, reverse_complement
     from lightning_dilated.ext.genomes.fasta import GenomeDataModule, GenomeWindows
     from lightning_dilated.ext.genomes.files import Genome
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from lightning_dilated.ext.text.tokens import TokenDataModule
 
 CORE = {
-    "ByteStream": "data.files:ByteStream",
     "ResumableLoader": "data.sampler:ResumableLoader",
     "ResumableSampler": "data.sampler:ResumableSampler",
     "SplitDataModule": "data.module:SplitDataModule",

@@ -16,9 +16,10 @@ from lightning_dilated._compat.lightning import (
     set_batches_finished,
     set_epoch_batches,
 )
-from lightning_dilated.data.files import covers_content, same_fingerprint
 
 _STATE_KEYS = ("epoch", "samples", "seed", "num_samples", "seq_len", "shuffle")
+#: separates names and sizes from the digest of content in a fingerprint; old checkpoints lack the digest
+MARK = "; content "
 
 
 class ResumableSampler(DistributedSampler):
@@ -315,3 +316,15 @@ class ResumableLoader(DataLoader):
             set_batches_finished(self.trainer, len(self) - self._batches_after(samples))
         elif epoch_batches_finished(self.trainer):
             set_batches_finished(self.trainer, self._epoch_batches())
+
+
+def same_fingerprint(stored: object, current: object) -> bool:
+    """Return True if a checkpoint's fingerprint matches the data's; content is compared if both include it."""
+    if isinstance(stored, str) and isinstance(current, str) and (MARK in stored) != (MARK in current):
+        return stored.split(MARK)[0] == current.split(MARK)[0]
+    return stored == current
+
+
+def covers_content(stored: object, current: object) -> bool:
+    """Return False if the data's fingerprint covers content and the checkpoint's does not."""
+    return not (isinstance(stored, str) and isinstance(current, str) and MARK in current and MARK not in stored)

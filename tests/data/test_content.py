@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dilated.data import ByteDataModule, GenomeDataModule, SlideDataModule, TokenDataModule, write_attention
-from lightning_dilated.data.files import BLOCK, BLOCKS, MARK, block_starts, files_digest, spread
 from lightning_dilated.data.module import SplitDataModule
+from lightning_dilated.data.sampler import MARK
+from lightning_dilated.ext.files.files import BLOCK, BLOCKS, block_starts, files_digest, spread
 
 from ..ext.slides.test_slides import grid, write
 
@@ -149,7 +150,7 @@ def test_spread(count, most):
 
 
 def test_many_files_are_looked_into_evenly(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_dilated.data.files.FILES", 3)
+    monkeypatch.setattr("lightning_dilated.ext.files.files.FILES", 3)
     files = [str(tmp_path / f"{i}") for i in range(9)]
     for file in files:
         Path(file).write_text("a")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dilated.data import ByteDataModule
-from lightning_dilated.data.files import HINT, collect_files, path_list
+from lightning_dilated.ext.files.files import HINT, collect_files, path_list
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_dilated.data.files import ByteStream
+from lightning_dilated.ext.files.files import ByteStream
 
 
 class Touched:

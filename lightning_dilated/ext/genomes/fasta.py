@@ -15,9 +15,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Dataset
 
 from lightning_dilated._validation import one_of, real
-from lightning_dilated.data.files import files_of, name_list, required_paths
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
 from lightning_dilated.data.opener import CACHE_GIB, FileOpener
+from lightning_dilated.ext.files.files import files_of, name_list, required_paths
 from lightning_dilated.ext.genomes.bases import COMPLEMENTS, LETTERS, N_CODE
 from lightning_dilated.ext.genomes.files import Genome, Record
 from lightning_dilated.ext.genomes.regions import Region, read_bed

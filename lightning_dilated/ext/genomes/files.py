@@ -24,8 +24,8 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dilated._validation import refuse_special
-from lightning_dilated.data.files import ByteStream
 from lightning_dilated.data.opener import FileOpener, is_url
+from lightning_dilated.ext.files.files import ByteStream
 from lightning_dilated.ext.genomes.bases import CODES, ILLEGAL, N_CODE, OTHER
 from lightning_dilated.ext.text.block_cache import cache_root, locked, private_folder, within
 

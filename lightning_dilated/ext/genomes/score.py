@@ -16,8 +16,8 @@ from lightning_dilated._validation import integer
 from lightning_dilated.cli.errors import check_device
 from lightning_dilated.cli.load_model import load_module
 from lightning_dilated.data import Genome, Variant, allele_windows, read_variants
-from lightning_dilated.data.files import collect_files
 from lightning_dilated.ext.evaluation.predictions import guarded_field
+from lightning_dilated.ext.files.files import collect_files
 from lightning_dilated.ext.genomes.scoring import reads_bases
 from lightning_dilated.ext.genomes.variants import check_references
 from lightning_dilated.ext.masked.mlm import LongNetMLM

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from lightning_dilated._validation import refuse_special
-from lightning_dilated.data.files import spread
 from lightning_dilated.data.opener import FileOpener, is_url
+from lightning_dilated.ext.files.files import spread
 from lightning_dilated.ext.text.remote import RemoteFile
 
 # -- sizes in the attributes -------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_dilated._validation import flag, integer, one_of, real
-from lightning_dilated.data.files import collect_files, path_list
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.opener import CACHE_GIB, FileOpener, is_url
+from lightning_dilated.ext.files.files import collect_files, path_list
 from lightning_dilated.ext.slides.coordinates import (
     Inventory,
     by_name,

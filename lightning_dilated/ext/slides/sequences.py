@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_dilated.data.files import MARK
+from lightning_dilated.data.sampler import MARK
 from lightning_dilated.ext.slides.files import Slide, SlideReader
 
 #: coordinates of a position without a tile: class token and padding

@@ -10,9 +10,10 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_dilated._validation import one_of, real
-from lightning_dilated.data.files import HINT, MARK, ByteStream, collect_files, file_suffixes, path_list
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
 from lightning_dilated.data.opener import CACHE_GIB, FileOpener
+from lightning_dilated.data.sampler import MARK
+from lightning_dilated.ext.files.files import HINT, ByteStream, collect_files, file_suffixes, path_list
 from lightning_dilated.ext.text.documents import Documents
 
 

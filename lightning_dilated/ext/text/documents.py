@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_dilated.data.files import MARK, ByteStream
+from lightning_dilated.data.sampler import MARK
+from lightning_dilated.ext.files.files import ByteStream
 
 if TYPE_CHECKING:
     from lightning_dilated.ext.text.tokens import TokenStream

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_dilated.data.files import collect_files, path_list
+from lightning_dilated.ext.files.files import collect_files, path_list
 from lightning_dilated.ext.text.tokenizer import end_token, load_tokenizer, panics_named, unknown_token, vocabulary_size
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_dilated._validation import integer, one_of
-from lightning_dilated.data.files import HINT, MARK, ByteStream, collect_files, file_suffixes, files_of, required_paths
 from lightning_dilated.data.module import SHARE, SPLITS, SequenceDataModule, split_bounds, split_fractions
 from lightning_dilated.data.opener import CACHE_GIB, FileOpener
+from lightning_dilated.data.sampler import MARK
+from lightning_dilated.ext.files.files import HINT, ByteStream, collect_files, file_suffixes, files_of, required_paths
 from lightning_dilated.ext.text.tokens import RAW_DTYPES, SUFFIXES, TokenStream, checked, token_file
 from lightning_dilated.sequence.shard import SequenceSpec
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lightning_dilated._validation import check_address
-from lightning_dilated.data.files import collect_files, path_list, paths_hint
+from lightning_dilated.ext.files.files import collect_files, path_list, paths_hint
 from lightning_dilated.ext.text.tokenizer import whole_texts
 
 SUFFIXES = [".jsonl", ".json", ".parquet"]

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_dilated.data.files import MARK, ByteStream, collect_files, paths_hint
+from lightning_dilated.data.sampler import MARK
+from lightning_dilated.ext.files.files import ByteStream, collect_files, paths_hint
 from lightning_dilated.ext.text.records import (
     SUFFIXES,
     LoadedRows,

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_dilated.data.files import MARK
 from lightning_dilated.data.packing import IGNORE
+from lightning_dilated.data.sampler import MARK
 from lightning_dilated.ext.text.block_cache import cache_root, locked, opened, private_folder, read_bytes, within
 from lightning_dilated.ext.text.documents import RangedSamples
 from lightning_dilated.ext.text.messages import conversation

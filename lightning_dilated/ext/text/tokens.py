@@ -17,9 +17,10 @@ import torch
 
 from lightning_dilated._extensions import hook
 from lightning_dilated._validation import flag, integer, one_of
-from lightning_dilated.data.files import MARK, ByteStream, files_of, required_paths
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
 from lightning_dilated.data.opener import CACHE_GIB, FileOpener
+from lightning_dilated.data.sampler import MARK
+from lightning_dilated.ext.files.files import ByteStream, files_of, required_paths
 from lightning_dilated.ext.text.bytes import ByteSequences
 from lightning_dilated.ext.text.documents import Documents
 

@@ -26,8 +26,8 @@ from lightning_dilated.data import (
     TokenDataModule,
     read_variants,
 )
-from lightning_dilated.data.files import collect_files, files_digest
 from lightning_dilated.data.opener import FileOpener, is_url
+from lightning_dilated.ext.files.files import collect_files, files_digest
 from lightning_dilated.ext.genomes.regions import read_bed
 from lightning_dilated.ext.slides.labels import Columns, read_rows
 from lightning_dilated.ext.text.remote import BLOCK, RUN, TRIES

@@ -224,8 +224,6 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 # -- digests: a resumed run detects other content in files of equal names and sizes -------------------------------------
-#: separates names and sizes from the digest of content in a fingerprint; old checkpoints lack the digest
-MARK = "; content "
 #: bytes of a block, and number of blocks of a file: the first, the last and others evenly between them
 BLOCK = 4096
 BLOCKS = 8
@@ -270,18 +268,6 @@ def block_starts(size: int) -> list[int]:
     if size <= BLOCK * BLOCKS:
         return list(range(0, size, BLOCK))
     return np.linspace(0, size - BLOCK, BLOCKS).astype(np.int64).tolist()
-
-
-def same_fingerprint(stored: object, current: object) -> bool:
-    """Return True if a checkpoint's fingerprint matches the data's; content is compared if both include it."""
-    if isinstance(stored, str) and isinstance(current, str) and (MARK in stored) != (MARK in current):
-        return stored.split(MARK)[0] == current.split(MARK)[0]
-    return stored == current
-
-
-def covers_content(stored: object, current: object) -> bool:
-    """Return False if the data's fingerprint covers content and the checkpoint's does not."""
-    return not (isinstance(stored, str) and isinstance(current, str) and MARK in current and MARK not in stored)
 
 
 # -- bytes by range --------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Files that data sets read: lists of files, digests of their content, and bytes by range."""
