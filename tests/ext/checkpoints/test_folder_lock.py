@@ -13,7 +13,7 @@ from lightning_dilated.ext.checkpoints import folder_lock
 from lightning_dilated.ext.checkpoints.folder_lock import NAME, FolderInUse, FolderLock
 from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
-from ..strategy.runs import launched
+from ...strategy.runs import launched
 from .checkpoint_runs import STEPS, names, on_rank, run
 
 pytestmark = pytest.mark.full

@@ -18,8 +18,8 @@ from lightning_dilated.checkpoint.folder import read_tensors
 from lightning_dilated.checkpoint.ranks import RankGroup
 from lightning_dilated.checkpoint.state import assign_writers
 
-from ..distributed.pool import Pool
-from ..strategy.runs import launched
+from ...distributed.pool import Pool
+from ...strategy.runs import launched
 from .checkpoint_runs import on_rank, run, with_options
 
 pytestmark = pytest.mark.full

@@ -1,7 +1,7 @@
 """Folders of an earlier version still load, and training continues from them with the recorded losses.
 
 `tests/golden/checkpoint_folder` holds checkpoints of step 2 by two ranks, and `expected.json` the results of steps 3
-and 4. To record new ones next to them: `python -m tests.callbacks.test_sharded_checkpoint_golden FOLDER`.
+and 4. To record new ones next to them: `python -m tests.ext.checkpoints.test_sharded_checkpoint_golden FOLDER`.
 """
 
 import functools
@@ -19,10 +19,10 @@ from lightning_dilated.checkpoint.folder import read_whole
 from lightning_dilated.checkpoint.reader import read_metadata
 from lightning_dilated.checkpoint.state import flatten_low_bit, unflatten_low_bit
 
-from ..distributed.pool import Pool
+from ...distributed.pool import Pool
 from .checkpoint_runs import run, with_options, write_text
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint_folder"
+GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint_folder"
 STEPS = 4
 
 

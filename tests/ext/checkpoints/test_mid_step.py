@@ -19,8 +19,8 @@ from lightning_dilated.callbacks import ActivationRecompute, ShardedCheckpoint
 from lightning_dilated.data import ByteDataModule, StreamDataModule
 from lightning_dilated.ext.checkpoints import sharded_checkpoint
 
-from ..distributed.forked import context
-from ..strategy.runs import Record
+from ...distributed.forked import context
+from ...strategy.runs import Record
 from .checkpoint_runs import names
 
 pytestmark = pytest.mark.full

@@ -13,7 +13,7 @@ from lightning_dilated.checkpoint.manifest import clean
 from lightning_dilated.checkpoint.state import are_finite, nbytes
 from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
-from ..strategy.runs import launched
+from ...strategy.runs import launched
 from .checkpoint_runs import STEPS, names, run
 
 pytestmark = pytest.mark.full

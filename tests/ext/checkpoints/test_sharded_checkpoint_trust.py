@@ -23,7 +23,7 @@ from lightning_dilated.checkpoint.reader import read_metadata
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.ext.export.consolidate import run as consolidate
 
-from ..models import PATTERN
+from ...models import PATTERN
 from .checkpoint_runs import STEPS, run
 
 pytestmark = pytest.mark.full

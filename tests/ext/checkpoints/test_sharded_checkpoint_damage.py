@@ -14,7 +14,7 @@ from lightning_dilated.checkpoint.ranks import RankGroup
 from lightning_dilated.ext.checkpoints import sharded_checkpoint as module
 from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
-from ..distributed import forked
+from ...distributed import forked
 from .checkpoint_runs import STEPS, names, run
 
 pytestmark = pytest.mark.full

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_dilated.data import ByteStream
 
-from ..examples import examples
+from ...examples import examples
 
 
 def write(folder: Path, contents: list[bytes]) -> list[str]:

@@ -16,8 +16,8 @@ from lightning_dilated import RingDilatedFSDPStrategy
 from lightning_dilated.ext.checkpoints import sharded_checkpoint as module
 from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
-from ..models import text as text_of_letters
-from ..models import tiny, trainer
+from ...models import text as text_of_letters
+from ...models import tiny, trainer
 from .checkpoint_runs import STEPS, check_equal, names, run
 
 pytestmark = pytest.mark.full

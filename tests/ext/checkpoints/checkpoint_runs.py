@@ -14,8 +14,8 @@ from lightning_dilated import LongNetLM
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
-from ..models import PATTERN
-from ..strategy.runs import Record, full, launched
+from ...models import PATTERN
+from ...strategy.runs import Record, full, launched
 
 
 def write_text(folder: Path) -> str:

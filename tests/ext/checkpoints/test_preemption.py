@@ -21,9 +21,9 @@ from lightning_dilated.ext.checkpoints import sharded_checkpoint as module
 from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 from lightning_dilated.strategy import preemption
 
-from ..distributed.forked import run_ranks
-from ..strategy.runs import launched
-from ..strategy.test_failures import LIMIT, TORCHRUN, alive, losses
+from ...distributed.forked import run_ranks
+from ...strategy.runs import launched
+from ...strategy.test_failures import LIMIT, TORCHRUN, alive, losses
 from .checkpoint_runs import STEPS, names, run
 
 pytestmark = pytest.mark.full
@@ -125,7 +125,7 @@ def test_in_a_validation(text, tmp_path, strategy):
     """A running validation is finished, and a due one is not begun."""
     data = ByteDataModule(text, seq_len=64, batch_size=2, val_fraction=0.2, test_fraction=0)
     options = {"strategy": strategy, "val_check_interval": 2, "limit_val_batches": 2}
-    with mock.patch("tests.callbacks.checkpoint_runs.ByteDataModule", return_value=data):
+    with mock.patch("tests.ext.checkpoints.checkpoint_runs.ByteDataModule", return_value=data):
         sends = Sends(TERM, 2, "validation")
         assert ended(text, STEPS, ShardedCheckpoint(str(tmp_path / "a")), sends, **options) == 143
         assert names(tmp_path / "a") == ["step-00000002"] and sends.validations == 2
@@ -276,7 +276,7 @@ def job(folder, *args, launcher=None, environment=None, act=None):
     """Return (exit status, output) of a job; `act` may send its process signals when all ranks train."""
     out = folder / "out.txt"
     command = [*(launcher or [sys.executable]), JOB, *map(str, args)]
-    root = Path(module.__file__).parents[2]
+    root = Path(module.__file__).parents[3]
     env = {**os.environ, "PYTHONPATH": str(root), **(environment or {})}
     with out.open("w") as file:
         process = subprocess.Popen(
@@ -385,7 +385,7 @@ def test_slurm_requeues_a_job_of_two_tasks(tmp_path, slurm, strategy):
     """Both tasks get the signal, as from srun; `scontrol` is called once."""
     (tmp_path / "ck").mkdir()
     command = [sys.executable, JOB, strategy, "2", "100000", "0"]
-    root = str(Path(module.__file__).parents[2])
+    root = str(Path(module.__file__).parents[3])
     tasks = []
     for rank in range(2):
         variables = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2}

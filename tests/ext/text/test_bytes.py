@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import lightning_dilated as ld
 from lightning_dilated.data import ByteDataModule
 
-from ..examples import examples
+from ...examples import examples
 
 
 def write(folder: Path, size: int, seed: int = 0) -> tuple[str, np.ndarray]:

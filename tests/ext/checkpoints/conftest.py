@@ -1,25 +1,12 @@
-"""Two gloo ranks for the callbacks that need them, and a run with its checkpoints.
-
-The pool lives for the whole session, because xdist mixes files of this folder with others.
-"""
+"""A run with its checkpoints."""
 
 import shutil
-from collections.abc import Iterator
 
 import pytest
 
 from lightning_dilated.callbacks import ShardedCheckpoint
 
-from ..distributed.pool import Pool
 from .checkpoint_runs import STEPS, run, write_text
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    """Two ranks; a Trainer uses both."""
-    workers = Pool(2)
-    yield workers
-    workers.close()
 
 
 @pytest.fixture(scope="session")

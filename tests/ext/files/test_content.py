@@ -17,7 +17,7 @@ from lightning_dilated.data.module import SplitDataModule
 from lightning_dilated.data.sampler import MARK
 from lightning_dilated.ext.files.files import BLOCK, BLOCKS, block_starts, files_digest, spread
 
-from ..ext.slides.test_slides import grid, write
+from ..slides.test_slides import grid, write
 
 OPTIONS = {"val_fraction": 0, "test_fraction": 0}
 
