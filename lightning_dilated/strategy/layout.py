@@ -32,7 +32,8 @@ def layout_for(
     fixed = ranks == 1 or exchange != "auto" or stream is not None or prices["exchange_memory"]
     if fixed or not tokens or not takes_any_layout(module) or not getattr(module, "causal", False):
         return "contiguous"
-    patterns = getattr(module, "patterns", ()) or (DilatedPattern.dense(),) * getattr(module, "depth", 0)
+    dense = (DilatedPattern.dense(),) * getattr(module, "depth", 0)
+    patterns = getattr(module, "patterns", ()) or getattr(module, "own_patterns", dense)
     if not patterns:
         return "contiguous"
     return cheapest_layout(

@@ -38,7 +38,7 @@ from lightning_dilated.ext.transformers.kinds import other_code, refuse_other_co
 from lightning_dilated.ext.transformers.layers import DecoderLayers, layers_of
 from lightning_dilated.ext.transformers.lora import add_adapters, check_targets, keep_wide, wide_adapters
 from lightning_dilated.ext.transformers.masks import checked_on_all, known_documents
-from lightning_dilated.ext.transformers.patterns import ENTRY, has_pattern, set_pattern
+from lightning_dilated.ext.transformers.patterns import ENTRY, has_pattern, layer_pattern, set_pattern
 from lightning_dilated.ext.transformers.registration import NAME, dilated_cache, register
 from lightning_dilated.ext.transformers.rotary import check_rope, furthest_position, length_warning, whole_lengths
 from lightning_dilated.ext.transformers.sources import Source, changed_config, is_of_package, stored_values, with_depth
@@ -142,6 +142,12 @@ class HFCausalLM(WithTokenizer):
         if stored := getattr(text, ENTRY, None):
             cycle = read_patterns(stored, self.depth, self.num_heads, self.num_kv_heads)
             self._patterns = layer_patterns(cycle, self.depth)
+
+    @property
+    def own_patterns(self) -> tuple[DilatedPattern, ...]:
+        """The pattern of each layer without `set_pattern`: dense attention or a sliding window."""
+        text = self.config.get_text_config(decoder=True)
+        return tuple(layer_pattern(text, layer) for layer in range(self.depth))
 
     def _check_fit(self) -> None:
         """Raise ValueError for options that this kind of decoder does not support."""

@@ -22,6 +22,8 @@ from lightning_dilated.ext.planning.plan import run
 from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import step_flops
+from lightning_dilated.sequence.links import Links
+from lightning_dilated.strategy.layout import layout_for
 
 from ..planning.test_memory import SETTINGS, check
 
@@ -254,3 +256,9 @@ def test_the_command_plans_a_decoder(capsys, recipe):
     out = capsys.readouterr().out
     assert "model: HFCausalLM, " in out and "3 blocks of 32, 4 heads (2 kv) of 8" in out
     assert "not compiled" in out and "policy" not in out.partition("in the recipe")[0]
+
+
+@pytest.mark.parametrize(("family", "layout"), [("mistral", "contiguous"), ("mistral, dense", "zigzag")])
+def test_layout_auto_counts_a_decoders_own_windows(family, layout):
+    prices = {"head_size": 1, "ranks_per_node": None, "links": Links(), "exchange_memory": None}
+    assert layout_for(HFCausalLM(config(family)), 1 << 20, 4, "auto", None, prices) == layout
