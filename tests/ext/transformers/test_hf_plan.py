@@ -261,4 +261,4 @@ def test_the_command_plans_a_decoder(capsys, recipe):
 @pytest.mark.parametrize(("family", "layout"), [("mistral", "contiguous"), ("mistral, dense", "zigzag")])
 def test_layout_auto_counts_a_decoders_own_windows(family, layout):
     prices = {"head_size": 1, "ranks_per_node": None, "links": Links(), "exchange_memory": None}
-    assert layout_for(HFCausalLM(config(family)), 1 << 20, 4, "auto", None, prices) == layout
+    assert layout_for(HFCausalLM(config(family)), 1 << 20, 3, "auto", None, prices) == layout
