@@ -741,6 +741,7 @@ def test_graphs_keep_their_workspaces(own):
     ]
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     run = lambda: [a @ b for a, b in pairs]  # noqa: E731
+    stream.wait_stream(torch.cuda.current_stream())  # which draws the inputs
     with torch.cuda.stream(stream):
         want = run()
     torch.cuda.synchronize()
