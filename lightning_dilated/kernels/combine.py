@@ -1,9 +1,9 @@
 """Combines results of branches in one launch, by log-sum-exp (forward) or sum (backward), and writes each row once.
 
 The results have one of two layouts: parts, a tensor (G, J, n, D) for each block (`merge_parts`, `sum_parts`), or the
-buffer of a grouped launch (`merge_jobs`, `sum_jobs`). An entry is a head of a block; its row i of segment s has
+buffer of a grouped launch (`merge_jobs`, `sum_jobs`). An entry is one head of a block: row i of its segment s has
 position first + s * width + i * rate. A program computes output rows of one head, accumulates in fp32, and reads only
-the entries that can have such rows.
+the entries that can contain these rows.
 Shape letters: B batch, N tokens, H output heads, D head dim, G samples and segments, J heads and n rows of a block.
 """
 
@@ -260,7 +260,7 @@ def _span_program(
     """Return a program's (index of span and head, head, sample in the span, sample, first position, inside, live, step,
     start, document, begin).
 
-    Each row has a value `inside` (in the span), `live` (in the sample), `document` and `begin` (its first position).
+    For each row, `inside` and `live` say if it is in the span and in the sample; its document begins at `begin`.
     """
     head, tile = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads
     number = tl.load(span_of + tile)

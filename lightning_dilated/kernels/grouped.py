@@ -535,7 +535,7 @@ class Backward:
     ) -> Backward:
         """Compute delta and the rows of lse from grad, q (B, N, H, D), k, v (B, N, K, D) and the merged out and lse."""
         grad, q, k, v, out = tensors
-        # one allocation costs the host less than two; both parts are aligned
+        # one allocation takes less host time than two; both parts are aligned
         delta, row_lse = torch.empty(2, -(-work.rows // 64) * 64, dtype=torch.float32, device=q.device)
         if work.rows:
             _grouped_delta[(work.grids[PREPARED].programs,)](
