@@ -34,7 +34,7 @@ def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | Non
         sequence: the ranks; None means the active group, or this rank alone.
 
     Returns:
-        scalar; 0 if no rank counted anything.
+        scalar; 0 if the sum of the counts is 0.
 
     Raises:
         RuntimeError: in an evaluation with different numbers of batches on its ranks, because ranks would wait forever.
@@ -48,7 +48,7 @@ def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | Non
 
 
 def scalar(x: Tensor | float, device: torch.device) -> Tensor:
-    """Return a number as a tensor on a device without making the host wait: a kernel writes a Python number there."""
+    """Return a number as a tensor on a device without making the host wait. A kernel writes Python numbers there."""
     if type(x) in (bool, int, float):
         return torch.full((), x, device=device)  # type: ignore[arg-type]  # mypy does not narrow by `type(x) in`
     return send(x, device) if isinstance(x, Tensor) else torch.as_tensor(x, device=device)

@@ -172,7 +172,7 @@ ONE_FILE = (
 
 @dataclass(frozen=True)
 class Agreement:
-    """Facts that all ranks agreed on: the tokens of each rank, rank 0's dropout seed, and a number of the call."""
+    """Facts that all ranks agreed on: the tokens of each rank, rank 0's dropout seed, and the call's number."""
 
     lengths: tuple[int, ...]
     seed: int
@@ -309,5 +309,5 @@ class Consensus:
             waiting = len(self.deferred)
             most, self._calls = torch.stack(control.gather(torch.tensor([waiting, self._calls]))).amax(0).tolist()
             padding = [self._send(0, 0, 0) for _ in range(most - waiting)]
-            self._discarded = [x.digests for x in self.deferred] + padding  # alive until they have arrived
+            self._discarded = [x.digests for x in self.deferred] + padding  # kept until they have arrived
             self.deferred.clear()

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _groups: dict[str, SequenceGroup] = {}
 _active = ThreadStack("active sequences")
 _numbers = itertools.count()
-#: most calls with cached routes in a group: several layers of a step, forward and backward
+#: most calls for which a group caches routes; enough for several layers of a step, forward and backward
 REMEMBERED = 32
 
 
@@ -101,7 +101,7 @@ class SequenceGroup:
         if links is not None and not isinstance(links, Links):
             raise TypeError(f"links must be a Links or None, got {links!r}; Links.load(path) reads a file.")
         self.links = Links.of_this_machine() if links is None else links
-        # link speeds matter only if "auto" chooses by them
+        # link speeds matter only if "auto" uses them
         self._link_speeds = self.links.numbers if "auto" in (self.exchange, self.head_size) else None
         self.forward_traffic, self.backward_traffic = Traffic("forward"), Traffic("backward")
         self.agreed: Agreement | None = None
@@ -129,7 +129,7 @@ class SequenceGroup:
         return Place(self.ranks, self.rank, self.layout, self.stream)
 
     def positions(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        """Return global positions of this rank's `length` tokens, (L,) int64, on the CPU by default. All ranks call it.
+        """Return the positions (L,) int64 of this rank's `length` tokens, on the CPU by default; a collective call.
 
         Raises:
             ValueError: on every rank, if a rank does not have the tokens of its shard.
@@ -153,7 +153,7 @@ class SequenceGroup:
         """Free everything that the group stores. The op and later backwards can no longer find the group by name."""
         _groups.pop(self.name, None)
         self.forget()
-        self._consensus = None  # with it the process groups
+        self._consensus = None  # it refers to the process groups
         self.group = self.loss_group = None  # type: ignore[assignment]
 
     def _open(self) -> Consensus:
@@ -197,7 +197,7 @@ class SequenceGroup:
         Args:
             what: facts of the call by name; they must be equal on all ranks.
             length: this rank's tokens; None for a call without tokens.
-            seed: dropout seed; the agreement has rank 0's seed.
+            seed: this rank's dropout seed; the agreement has rank 0's.
             turn: another fact that must be equal on all ranks, but changes with every call.
             later: inside `trusting`, defer the check to `settle` if an equal call (except for `turn`) was agreed on.
             chunk: tokens of a chunk on all ranks together, if the call is on one chunk; `agreed` is then not updated.

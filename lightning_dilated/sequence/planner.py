@@ -34,7 +34,7 @@ from lightning_dilated.sequence.requirements import (
 )
 from lightning_dilated.sequence.shard import GIB, Shard, check_exchange
 
-#: number of ranks that are priced, evenly spread over the ranks if there are more
+#: at most this number of ranks is priced, evenly spread over all ranks
 PRICED = 8
 #: attention FLOP/s (both passes) and memory bytes/s of an H200, and bytes of a switch's fp32 copies per element of q.
 #: They convert waiting for a busier rank, and these copies, to seconds
@@ -251,7 +251,7 @@ def joint_pairs(problem: Problem, rank: int) -> int:
 
 
 def local_pairs(problem: Problem, rank: int) -> int:
-    """Count the pairs among a rank's own rows in wide segments; if rows interleave, they belong to its requests."""
+    """Count the pairs among a rank's own rows in wide segments; if rows interleave, requests include these pairs."""
     pairs = 0
     for piece in problem.shard.ranges(rank):
         for segment in wide_segments(problem, piece) if piece.step == 1 else ():
@@ -285,7 +285,7 @@ def held(problem: Problem, exchange: str, rank: int, per_node: int, head_dim: in
     rows = [landed(step) for step in program.rounds]
     if program.keep:
         return sum(rows) * (row + wide_row)
-    # a round's rows with their gradients, while the next ones arrive
+    # a round's rows with their gradients, while the next rows arrive
     return max(a * (row + wide_row) + b * row for a, b in itertools.pairwise([*rows, 0]))
 
 
@@ -354,7 +354,7 @@ def _seconds(x: Price) -> float:
 
 
 def _few_rows(problem: Problem) -> bool:
-    """Return True if at most `FEW` of a rank's rows belong to wide segments (of all branches together)."""
+    """Return True if at most the share `FEW` of a rank's rows belongs to wide segments (of all branches together)."""
     length = problem.shard.longest
     branches = enumerate(problem.pattern.branches)
     wide = [i for i, b in branches if b.segment_length is None or b.segment_length > length or b.shift]

@@ -43,7 +43,7 @@ class Repeated:
     period: int
 
     def within(self, held: range) -> Iterator[range]:
-        """Yield the elements in `held`; the step of `held` must divide the period."""
+        """Yield ranges of the positions that are in `held`; the step of `held` must divide the period."""
         rows = intersect(self.rows, held)
         if self.number <= len(rows):
             yield from (range(rows.start + x, rows.stop + x, rows.step) for x in self._shifts)
@@ -200,7 +200,7 @@ def _rows_of_branch(problem: Problem, document: Document, branch: int, head: int
         taken = range(0) if last is None else clip(rows, rows.start, last + 1)
         if not joins or group.segment.stop - group.segment.start < width:
             loose.append(Repeated(taken, group.number, group.period))
-        elif taken:  # then rows of each whole segment are taken
+        elif taken:  # if so, rows of each whole segment are taken
             end = group.segment.stop + (group.number - 1) * group.period
             whole = range(min(rows.start, whole.start) if whole else rows.start, max(end, whole.stop), rate)
             skipped.append(Repeated(clip(rows, last + 1, rows.stop), group.number, group.period))

@@ -23,7 +23,7 @@ class Exchange:
 
     Attributes:
         program: returns the messages that a rank sends and receives.
-        volume: returns the amount that a rank receives, without listing messages.
+        volume: returns the amounts that a rank receives, without listing messages.
         why_not: returns the condition that fails, or None.
     """
 

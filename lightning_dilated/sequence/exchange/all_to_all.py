@@ -1,7 +1,7 @@
-"""All-to-all exchanges that trade tokens for heads: `switch`, by (segment, head), and head-parallel groups of neighbours.
+"""All-to-all exchanges of tokens for heads: `switch`, by (segment, head), and head-parallel groups of neighbours.
 
-switch: the owner of a (segment, head) receives all its rows of q, k and v, computes them, and sends the outputs back.
-The ranks that hold a segment own it in turn, by head and branch, which balances causal work. Any number of heads works
+switch: the owner of a (segment, head) receives the rows of q, k and v, computes the attention and returns the outputs.
+The ranks that hold a segment own it in turn, by head and branch. This balances causal work. Any number of heads works
 with any number of ranks. With one segment for all tokens this is Ulysses (arXiv 2309.14509). Segments inside a shard do
 not move.
 Head-parallel groups: each rank gets all tokens of the group for its window of heads. Windows may be uneven; if a window
@@ -65,7 +65,7 @@ class HeadGroup:
     lengths: tuple[int, ...]
 
     def to_heads(self, tensors: Sequence[Tensor], cuts: Sequence[Windows]) -> list[Tensor]:
-        """Return (B, L, H, D) tensors of one dtype and D, each cut at its windows, as (B, G, own window, D)."""
+        """Exchange (B, L, H, D) tensors of one dtype and D, each cut at its windows, for (B, G, own window, D)."""
         batch, length, _, dim = tensors[0].shape
         rank, widths = self.wire.rank, [[b - a for a, b in cut] for cut in cuts]
         parts = [
@@ -86,7 +86,7 @@ class HeadGroup:
         ]
 
     def to_tokens(self, x: Tensor, cut: Windows, heads: int) -> Tensor:
-        """Return (B, G, own window, D) as (B, L, heads, D); heads that several ranks hold are summed."""
+        """Exchange (B, G, own window, D) for (B, L, heads, D); heads that several ranks hold are summed."""
         batch, _, width, dim = x.shape
         parts = [part.reshape(-1, dim) for part in x.split(list(self.lengths), 1)]
         length, widths = self.lengths[self.wire.rank], [b - a for a, b in cut]
@@ -109,7 +109,7 @@ class AllToAllProgram:
 
 
 def tasks_by_owner(problem: Problem, rank: int) -> dict[int, list[RowRequest]]:
-    """Return {owner: tasks} for each wide segment that holds positions of `rank`, and each head."""
+    """Return {owner: tasks} for each head of each wide segment that contains positions of `rank`."""
     segments = dict.fromkeys(s for piece in problem.shard.ranges(rank) for s in wide_segments(problem, piece))
     tasks: dict[int, list[RowRequest]] = {}
     for segment in segments:

@@ -135,7 +135,7 @@ def hierarchical_why_not(problem: Problem, per_node: int) -> str | None:
 
 
 def hierarchical_program(problem: Problem, rank: int, per_node: int) -> Program:
-    """Return `program` inside a node; across nodes a rank receives one in `per_node` rows and sends it to its node."""
+    """Return rounds as in `program`; from other nodes a rank receives 1 in `per_node` rows and sends it to its node."""
     rounds, inside = [], per_node.bit_length() - 1
     node, number = divmod(rank, per_node)
     for level in range(1, problem.shard.ranks.bit_length()):

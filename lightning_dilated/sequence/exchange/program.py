@@ -1,9 +1,9 @@
-"""Programs: a rank's part of an exchange as integers, in rounds of messages that list rows. Volumes count the bytes.
+"""Programs: a rank's part of an exchange as integers, in rounds of messages that list rows; and the volume it receives.
 
 Sender and receiver compute each message with the same function of the same problem, so they need no control message to
 agree on its rows. Volumes are counted without listing messages; `near` is inside a rank's node, `far` outside.
 
-Shape letters: D head dim. A unit is the D numbers of one head at one position: K and V have two in a row, a query one.
+Shape letters: D head dim. A unit is the D numbers of one head at one position; a row of K and V consists of two units.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class ReceivedRows:
         return cls(ranges.size if ranges else 0, carried=ranges)
 
     def add(self, message: Message) -> None:
-        """Reserve room for a message at the end."""
+        """Reserve numbers at the end of the store for the rows of a message."""
         for rows in message:
             self.ranges.setdefault((rows.document, rows.head), RangeIndex()).add(rows.rows, self.size)
             self.size += len(rows)
@@ -220,7 +220,7 @@ class Packing:
 
     @classmethod
     def of(cls, sets: Iterable[RowSet], own: LocalRows, store: ReceivedRows) -> Packing:
-        """Build from the rows of all messages of a round, in the order of the peers."""
+        """Make the indices for the rows of all messages of a round, in the order of the peers."""
         runs: dict[str, list[Progression]] = {"own": [], "own_at": [], "store": [], "store_at": []}
         base, located = 0, {}
         for rows in sets:

@@ -1,4 +1,4 @@
-"""Running a program: rows leave and arrive, and their gradients return by the same route.
+"""Runs a program: sends and receives rows, and sends their gradients back by the same route.
 
 Besides the rows of its k and v, a rank may carry rows of earlier chunks. They are the first rows of its store; requests
 and messages read them there.
@@ -302,7 +302,7 @@ class BackwardRun(Run):
         self._sum = torch.zeros(rows, 2, k.shape[3], dtype=wide, device=k.device)
 
     def arrivals(self) -> Iterator[Arrival]:
-        """Yield all batches at once if the rows were saved, else (ring) round by round as the rows pass again."""
+        """Yield one arrival with all batches if the rows were saved, else (ring) one for each round of moving rows."""
         if self.compiled.keep:
             self._grads = self._store(self._sum.new_zeros, self._carried)
             later = (batch for step in self.compiled.rounds for batch in step.batches)

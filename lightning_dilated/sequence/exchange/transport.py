@@ -95,7 +95,7 @@ def _watcher(device: torch.device) -> torch.cuda.Stream:
 
 
 def mark(device: torch.device) -> Mark:
-    """Return the time now; on a GPU, the moment when the current stream reaches this point."""
+    """Return the current time, or on a GPU an event for the moment when the current stream reaches this point."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
