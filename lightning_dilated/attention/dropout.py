@@ -55,7 +55,7 @@ class Dropout:
         return round(self.p * 2**32)
 
     def state(self, branch: int) -> int:
-        """Return the hash of seed and branch. Kernels add the other values to it."""
+        """Return the hash of seed and branch. Kernels fold the other values into it."""
         return int(self.states(branch + 1)[branch])
 
     def states(self, branches: int) -> Tensor:

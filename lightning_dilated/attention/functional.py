@@ -157,8 +157,8 @@ def op_arguments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, str, Tensor | None]:
     """Return the arguments of `torch.ops.lightning_dilated.attention`, after all checks that need no other rank.
 
-    `window` and `needs_grad`: see `CallSpec`; None is replaced by whether q, k or v need a gradient. `chunk`: the
-    layer's place in a stream; `lengths` and `cu_seqlens` then describe the whole sequence.
+    `window` and `needs_grad`: see `CallSpec`; if `needs_grad` is None, q, k and v determine it. `chunk`: the layer's
+    place in a stream; `lengths` and `cu_seqlens` then describe the whole sequence.
     """
     group = group_of(sequence) if chunk is None or chunk.shared else None
     q, k, v = autocast(q, k, v)

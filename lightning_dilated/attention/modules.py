@@ -206,8 +206,8 @@ class MultiheadDilatedAttention(nn.Module):
     """Multi-head dilated self-attention with the parameters of nn.MultiheadAttention(batch_first=True).
 
     It loads the state dict of nn.MultiheadAttention (`in_proj_weight`, `in_proj_bias`, `out_proj.*`) and can be the
-    `self_attn` of nn.TransformerEncoderLayer. It never computes attention weights, so `need_weights` must be False. It
-    accepts no `attn_mask` except the causal mask, because the pattern and `causal` define the attention.
+    `self_attn` of nn.TransformerEncoderLayer. It never computes attention weights, so `need_weights` must be False, the
+    default here. The causal mask is the only `attn_mask`, because the pattern and `causal` define the attention.
 
     Args:
         embed_dim: E; the head dim is E / num_heads.

@@ -28,10 +28,10 @@ DEFAULT = 0.0
 #: the same if shapes change from call to call, because the host takes about 30 ms to compile a cuDNN graph for a new
 #: shape. With blocks of this many FLOPs, triton is slower than cuDNN by about this time in twelve layers on an H100
 CHANGING_BELOW: dict[tuple[int, int], float] = {(9, 0): 5.0e12}
-#: compute capability -> (query, key) pairs of a head up to which triton's forward, which continues from the running
-#: result, is faster than cuDNN's forward and a merge; for keys from other ranks or chunks
+#: for keys from other ranks or chunks: compute capability -> most (query, key) pairs of a head with which triton's
+#: forward, which updates the running result in place, is faster than cuDNN's forward and a merge
 CHAINED_UP_TO: dict[tuple[int, int], float] = {(9, 0): 2.0**24}
-#: as CHAINED_UP_TO, in forward and backward, for batches with shapes that change from call to call
+#: the same for the forward and backward of batches with shapes that change from call to call
 CHANGING_UP_TO = 2.0**24
 
 __all__ = [
@@ -95,7 +95,7 @@ def for_rows(engine: Engine, rows: int) -> Engine:
 def for_band(engine: Engine, request: Request) -> Engine:
     """Return the engine if it supports bands, else another engine that does.
 
-    On a GPU this is triton or math. If nvidia-cudnn-frontend is installed, cuDNN keeps computing its long windows.
+    On a GPU this is triton or math; cuDNN itself computes long windows if nvidia-cudnn-frontend is installed.
     """
     if engine.bands:
         return engine

@@ -240,7 +240,7 @@ def _descend(device: torch.device, chunk: Chunk, make: Callable, combine: Callab
     """Walk through a span's outermost chunk, given its `parts`.
 
     On a GPU the inner chunks alternate between two streams, so that the sums and last waves of one chunk run
-    concurrently with the products of the next. They write different rows, and free their memory on their stream.
+    concurrently with the products of the next chunk. Chunks write different rows, and free memory on their stream.
     """
     if device.type != "cuda" or len(chunk.inner) < 2:
         walk(replace(chunk, blocks=()), make, combine, chunk.blocks, parts)

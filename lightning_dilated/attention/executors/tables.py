@@ -73,7 +73,7 @@ def rate_of(b: Block) -> int:
 
 
 def _step(blocks: tuple[Block, ...], length: int) -> int:
-    """Return a multiple of most rates that is so small that a program's rows are usually in one segment."""
+    """Return a multiple of most rates, small enough that a program's rows are usually in one segment."""
     from lightning_dilated.kernels.combine import SUM
 
     widths = [b.segment_stride for b in blocks if b.segments > 1]
@@ -244,7 +244,7 @@ def packed_jobs(window: HeadWindow, tokens: int, documents: int) -> Tensor:
             if not branch.serves(h) or o >= longest:
                 continue
             w, r = segment_width(branch, tokens), min(branch.dilation_rate, longest)
-            numbers = 0 if r == 1 else 2 if t else 1  # without them, rows of two segments could coincide
+            numbers = 0 if r == 1 else 2 if t else 1  # without numbers, rows of two segments could coincide
             numbered = tokens // w + numbers * documents if numbers else 0
             head, kv_head = h - heads[0], h // group - heads[0] // group
             length = min(branch.segment_length or tokens, tokens)
@@ -350,7 +350,7 @@ def _document(window: HeadWindow, document: int, part: tuple[int, int] | None, t
 
 
 def _rows(blocks: tuple[Block, ...], heads: int, kv: bool) -> tuple[Tensor, Tensor]:
-    """Return the entries by output head (kv head with `kv`), as in `Outputs`, and their number for each head."""
+    """Return the entries by output head (kv head with `kv`), as in `Outputs`, and the number of entries of each head."""
     rows = rows_by_head(blocks, heads, kv)
     table = torch.tensor([x for head_rows in rows for x in head_rows], dtype=torch.int32).reshape(-1, 7)
     return table, torch.tensor([len(head_rows) for head_rows in rows], dtype=torch.int64)
