@@ -59,6 +59,6 @@ def available(device: torch.device) -> bool:
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Return a context with `device` as the current device, because Triton launches there and ignores the tensors'."""
+    """Return a context that makes `device` the current device, on which Triton launches for tensors of any device."""
     current = device.type != "cuda" or torch.cuda.current_device() == device.index
     return contextlib.nullcontext() if current else torch.cuda.device(device)

@@ -146,7 +146,7 @@ def _merge(
             at, segment, j, row, more_segments, more_rows, exists & (t < written), column, PART, ALIGN, DIM, BLOCK
         )
         acc, most, total = merge_part(acc, most, total, value, part_lse)
-    known = total != 0  # NaN counts as known, so that it stays visible
+    known = total != 0  # NaN counts as known, so that NaN reaches the output
     share = 1 / tl.where(known, total, 1.0)
     acc = acc * share[:, None]
     to = _target(out, out_sb, out_sn, out_sh, sample, head, first, origin, step, column, TOKENS)
@@ -364,7 +364,7 @@ def _grouped_merge(
             part_lse = tl.load(weights + row + more_rows, mask=exists, other=float("-inf"))
             value = _job_rows(parts, row, more_rows, exists, column, DIM, BLOCK)
             acc, most, total = merge_part(acc, most, total, value, part_lse)
-    known = total != 0  # NaN counts as known, so that it stays visible
+    known = total != 0  # NaN counts as known, so that NaN reaches the output
     acc = acc / tl.where(known, total, 1.0)[:, None]
     target = start + first + step * tl.arange(0, TOKENS)
     to = out + batch * out_sb + head * out_sh + column[None, :] + target[:, None] * out_sn

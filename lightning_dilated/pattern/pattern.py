@@ -372,9 +372,9 @@ class DilatedPattern:
         causal: bool,
         num_kv_heads: int | None = None,
     ) -> Explanation:
-        """Return a printable report of walls, dead residues, layers to full reach, FLOPs, keys per row and sight.
+        """Return a printable report: walls, dead residues, layers to full reach, FLOPs, keys per row, sight by distance.
 
-        The report is for `depth` layers with this pattern. For layers that differ call `model.explain(seq_len)`.
+        It is for `depth` layers with this pattern at `seq_len` tokens. If layers differ, call `model.explain(seq_len)`.
         """
         return hook("explain patterns")(self, seq_len, num_heads, depth, causal, num_kv_heads)
 

@@ -90,7 +90,7 @@ class Recurrence:
         """Make a Recurrence from the values of `to_dict`; return a Recurrence unchanged.
 
         Raises:
-            TypeError: for anything else.
+            TypeError: if `values` is neither a mapping nor a Recurrence.
         """
         if isinstance(values, Recurrence):
             return values

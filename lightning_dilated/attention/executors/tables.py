@@ -350,7 +350,7 @@ def _document(window: HeadWindow, document: int, part: tuple[int, int] | None, t
 
 
 def _rows(blocks: tuple[Block, ...], heads: int, kv: bool) -> tuple[Tensor, Tensor]:
-    """Return the entries by output head (kv head with `kv`), as in `Outputs`, and the number of entries of each head."""
+    """Return the entries by output head (kv head with `kv`), as in `Outputs`, and the number of entries by head."""
     rows = rows_by_head(blocks, heads, kv)
     table = torch.tensor([x for head_rows in rows for x in head_rows], dtype=torch.int32).reshape(-1, 7)
     return table, torch.tensor([len(head_rows) for head_rows in rows], dtype=torch.int64)
