@@ -57,7 +57,7 @@ def _over(
     acc, most, total, p, q, k, v, g, h, i, low, high, m, scale,
     CAUSAL: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Continue the online softmax over keys low..high. It adds p of the tile before to acc; the caller adds the last."""
+    """Continue the online softmax over keys low..high. Adds p of the tile before to acc; the caller adds the last p."""
     for first in tl.range(low, high, KEYS):
         key = _load(k, g, h, first, KEYS, BLOCK)
         score = tl.dot(q, tl.trans(key))

@@ -372,7 +372,7 @@ class DilatedPattern:
         causal: bool,
         num_kv_heads: int | None = None,
     ) -> Explanation:
-        """Return a printable report: walls, dead residues, layers to full reach, FLOPs, keys per row, sight by distance.
+        """Return a printable report: walls, dead residues, layers to full reach, FLOPs, keys a row, sight by distance.
 
         It is for `depth` layers with this pattern at `seq_len` tokens. If layers differ, call `model.explain(seq_len)`.
         """

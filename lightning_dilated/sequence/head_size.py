@@ -205,7 +205,7 @@ def plan_in_groups(
 
 
 def _not_priced(problem: Problem) -> str | None:
-    """Return the reason why a call has no groups at any price; None if they are priced."""
+    """Return the reason why a call has no groups at any price; None if groups are priced."""
     if not crosses(problem):
         return "no segment crosses a shard"
     if any((d.start, d.stop) != (0, problem.shard.seq_len) for d in problem.documents):

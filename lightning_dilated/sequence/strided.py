@@ -134,7 +134,7 @@ def owner_of(problem: Problem, segment: BranchSegment, head: int) -> int:
 
 @functools.lru_cache(maxsize=16384)
 def rows_read(problem: Problem, readers: frozenset[int], source: int) -> RowsByDocumentHead:
-    """Return {(document, kv head): rows} that `source` holds and a rank in `readers`, such as `source`, needs."""
+    """Return {(document, kv head): rows} that `source` holds and a reader needs; `source` may be a reader, too."""
     return _held(problem, source, _read_by(problem, readers))
 
 

@@ -57,7 +57,7 @@ def layout(
     Args:
         document: tokens of the document.
         part: (start, stop) in the document.
-        limits: most positions of a chunk with dense and with thin branches; thin ones have at most half of the rows.
+        limits: most positions of a chunk (with dense branches, with thin branches: parts of at most half the rows).
         at_once: a branch that is computed for all positions at once, because its part is not larger than the result.
     """
     length, branches = part[1] - part[0], frozenset(range(len(window.pattern.branches)))

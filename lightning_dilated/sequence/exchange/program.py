@@ -75,7 +75,7 @@ def count(message: Iterable[RowSet]) -> int:
 
 
 def rows_for(problem: Problem, readers: Iterable[int], source: int) -> Message:
-    """Return the rows that rank `source` holds and a rank in `readers`, such as `source`, needs; each row once."""
+    """Return the rows that rank `source` holds and a reader needs, each row once; `source` may be a reader, too."""
     if problem.shard.interleaved:
         return strided_message(strided.rows_read(problem, frozenset(readers), source))
     messages = [rows_held_by(problem, needed_rows(problem, x), source) for x in readers]
