@@ -103,7 +103,7 @@ class DilatedPattern:
 
     @classmethod
     def geometric(cls, first: int, last: int, ratio: int = 2, **kwargs: Any) -> DilatedPattern:
-        """Make branches `(first, 1), (first * ratio, ratio), (first * ratio**2, ratio**2), ...` up to segment length `last`.
+        """Make branches `(first, 1), (first * ratio, ratio), (first * ratio**2, ratio**2), ...` up to segment `last`.
 
         Args:
             kwargs: `offsets`, `offset_heads` and `padding` of the pattern.
