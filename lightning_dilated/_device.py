@@ -20,7 +20,7 @@ def send(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _copies_directly(x: Tensor, device: torch.device) -> bool:
-    """Return whether the copy would not make the host wait, or cannot use pinned memory: in traced code, for tensor
+    """Return whether `x.to` never makes the host wait, or pinned memory cannot be used: in traced code, for tensor
     subclasses, and during the capture of a CUDA graph, because a replay would read pinned memory that was reused."""
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return True
@@ -29,13 +29,13 @@ def _copies_directly(x: Tensor, device: torch.device) -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-#: not empty while planning: CPU tensors without values then represent GPU tensors, and the GPU's kernels serve them
+#: not empty while planning: CPU tensors without values then represent GPU tensors, so code chooses a GPU's kernels
 ASSUMED: list[bool] = []
 #: environment variables that torch reads when it creates the first tensor on a GPU, newest name first
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 GIB = 2**30
-#: bytes of a GPU that `leave_room` leaves free; most bytes that CUDA, NCCL and libraries hold when it is called
+#: bytes of a GPU that `leave_room` keeps free; the most bytes that CUDA, NCCL and libraries use when it is called
 ROOM, LIBRARIES = GIB, 6 * GIB
 
 _limits: dict[torch.device, float] = {}
@@ -48,12 +48,12 @@ def expandable_segments(env: MutableMapping[str, str]) -> None:
 
 
 def leave_room(device: torch.device) -> None:
-    """Keep torch's allocator from the last GiB of a GPU.
+    """Limit torch's allocator so that 1 GiB of a GPU stays free.
 
     Kernels are loaded at their first launch, and NCCL connects at its first call. Both need memory, and cannot use
-    memory that the allocator caches: a step that would fit then ends with "CUDA error: out of memory". An allocator
-    that reaches a limit frees its cache and continues. A lower limit that the user set stays. There is no limit if
-    other processes use the GPU, because their needs are unknown.
+    memory that the allocator caches, so a step that would fit can fail with "CUDA error: out of memory". An allocator
+    that reaches its limit frees its cache and continues. A lower limit that the user has set is kept. No limit is set
+    if other processes use the GPU, because their needs are unknown.
     """
     if device.type != "cuda":
         return

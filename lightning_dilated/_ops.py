@@ -1,7 +1,7 @@
 """Op: registers an op of this package with torch, and its backward as a second op.
 
-Graphs, recomputation and FLOP counters then see both. `torch.library.custom_op` would register the same, but a call
-takes three times the host's time.
+Graphs, recomputation and FLOP counters then see both ops. `torch.library.custom_op` would register the same ops, but
+each call would take three times as long on the host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIBRARY = torch.library.Library("lightning_dilated", "FRAGMENT")
 
 @dataclass(eq=False)
 class Op:
-    """An op with a formula for its backward, which is another op.
+    """An op with a gradient formula; its backward is registered as a second op.
 
     Attributes:
         name: `torch.ops.lightning_dilated.NAME`; the backward is called NAME_backward.
@@ -30,10 +30,10 @@ class Op:
         caller: the function that users call, for messages.
         remedy: advice for users who differentiate twice.
         run: the implementations of both ops.
-        fake: for tracing, functions that return the results of both ops without values.
-        saves: (arguments, results) -> (tensors that the backward needs, first those with gradients; other state).
+        fake: the fake implementations of both ops, which return results without values for tracing.
+        saves: (arguments, results) -> (tensors that the backward needs, those with gradients first; other state).
         arguments: (gradient of the first result, saved tensors, other state) -> arguments of the backward.
-        flops: FLOPs of both ops from their arguments; None: not counted.
+        flops: functions that return the FLOPs of both ops from their arguments; None if FLOPs are not counted.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Checks of plain values: most take (value, name, limits), and return the value or raise an error with its name."""
+"""Checks of plain values: most take (value, name, limits), and return the value or raise an error that names it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 #: stores that an address may name; fsspec has others, and some of them interpret the files that they read
 STORES = ("file", "local", "s3", "s3a", "gs", "gcs", "hf", "http", "https", "memory")
 _ADDRESS = re.compile(r"([^/\\:]{2,})(::[^/]*)?://")
-_CHAIN = "interpret what it reads: name the file itself, by one address"
+_CHAIN = "interpret the file that it reads: name the file itself, by one address"
 
 
 def is_address(path: object) -> bool:
@@ -29,7 +29,7 @@ def store_of(address: str) -> str:
 
 
 def check_address(path: object) -> None:
-    """Raise ValueError for an address outside `STORES` and for a chain of addresses; paths pass."""
+    """Raise ValueError for an address outside `STORES` and for a chain of addresses; accept paths."""
     if not is_address(path):
         return
     address = str(path)
@@ -43,7 +43,7 @@ def check_address(path: object) -> None:
 
 
 def refuse_special(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a fifo, socket or device, because reading it may never end; a missing file passes."""
+    """Raise ValueError for a fifo, socket or device, because reading it may never end; accept missing files."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):
@@ -67,7 +67,7 @@ def check_input(path: object) -> None:
 
 
 def text_of(path: str | os.PathLike[str], encoding: str | None = None) -> str:
-    """Return the text of a local file. Raises: OSError, UnicodeDecodeError, and ValueError for a fifo or device."""
+    """Return the text of a local file; raise OSError, UnicodeDecodeError, or ValueError for a fifo or device."""
     refuse_special(path)
     with open(path, encoding=encoding) as file:
         return file.read()
@@ -119,14 +119,14 @@ def real(
 
 
 def flag(value: Any, name: str) -> bool:
-    """Return `value`. Raises: TypeError if it is no bool."""
+    """Return `value`; raise TypeError if it is not a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
     return value
 
 
 def one_of(value: Any, name: str, allowed: Iterable[str], hint: str = "") -> str:
-    """Return `value`. Raises: ValueError if it is none of the allowed words."""
+    """Return `value`; raise ValueError if it is not one of the allowed words."""
     allowed = tuple(allowed)
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{hint}")

@@ -1,4 +1,4 @@
-"""Contexts: the rows before a layer's input, such as a cache of earlier tokens or a stream. Extensions define them.
+"""Contexts add rows before a layer's input, such as a cache of earlier tokens or a stream. Extensions define them.
 
 A layer takes a `LayerContext`, or None for a whole sequence. torch.compile traces the op, so the op takes only strings
 and tensors, and finds a `Context` by its name.
@@ -35,8 +35,8 @@ class OpCall(NamedTuple):
         key: cache key for a resolved call.
         q, k: (B, L, H, D) and (B, L, K, D).
         documents: `lengths` and `cu_seqlens` of the whole sequence, on the CPU.
-        place: (2,) int64 on the CPU: the number of the layer, and a number that the context defines (a stream's chunk);
-            None: the caller is no layer of a stack.
+        place: (2,) int64 on the CPU: the number of the layer, and a number that the context defines (a stream's chunk).
+            None means that the caller is not a layer of a stack.
         seed: seed of attention dropout.
         number: in a backward, the number of the forward's call.
         backward: whether the call is a backward.
@@ -54,9 +54,9 @@ class OpCall(NamedTuple):
 
 
 class Context(ABC):
-    """Rows before a call of the op. The op finds a context by its `name` as long as the object exists.
+    """Base class of contexts of the op. The op finds a context by its `name` as long as the object exists.
 
-    A context for causal layers also has `neighbours`, for their convolutions, see `Stream`.
+    A context for causal layers also defines `neighbours`, which the layers' convolutions call; see `Stream`.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -71,14 +71,14 @@ class Context(ABC):
     def pairs(
         self, spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], place: Tensor | None
     ) -> int:
-        """Return the (query, key) pairs of a call with q (B, L, H, D) and k (B, L, K, D), over samples and heads."""
+        """Return the number of (query, key) pairs of a call with q (B, L, H, D) and k (B, L, K, D) in all samples."""
 
 
 def find_context(name: str) -> Any:
     """Return the context with a name.
 
     Raises:
-        ValueError: if no context has it.
+        ValueError: if no context has this name.
     """
     context = _contexts.get(name)
     if context is None:
@@ -89,7 +89,7 @@ def find_context(name: str) -> Any:
 
 
 class LayerContext(Protocol):
-    """Rows before the input of one layer. A cache also has `length` and `token_positions`, for rotary tables."""
+    """A context of one layer. A cache also has `length` and `token_positions`, which rotary tables need."""
 
     def heads(
         self,
@@ -130,7 +130,7 @@ class LayerPlace:
         cu_seqlens: Tensor | None,
         causal: bool,
     ) -> Tensor:
-        """Return the outputs of a layer's heads; the op calls the context."""
+        """Return the outputs of a layer's heads. The op calls the context."""
         return layer.heads(query, positions, lengths, cu_seqlens, causal, self)
 
     def of_recurrence(self) -> LayerPlace:

@@ -29,7 +29,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def fold(state: Tensor, *values: Tensor | int) -> Tensor:
-    """Chain 64-bit values, int64 tensors that broadcast, into a 32-bit state; the first state is START."""
+    """Chain 64-bit values (int64 tensors that broadcast) into a 32-bit state. The initial state is START."""
     for value in values:
         state = _mix((state ^ (value & _MASK)) & _MASK)
         state = _mix((state + (value >> 32) + _STEP) & _MASK)
@@ -44,18 +44,18 @@ class Dropout:
     seed: int
 
     def keep(self, branch: Tensor | int, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Return bool, True for pairs that stay; the arguments are int64 tensors that broadcast."""
+        """Return a bool tensor, True for pairs that are kept; the arguments are int64 tensors that broadcast."""
         start = torch.full((), START, dtype=torch.int64, device=query.device)
         row = fold(start, self.seed, branch, sample, head, query)
         return fold(row, key) >= self.threshold
 
     @property
     def threshold(self) -> int:
-        """Return the smallest hash of a pair that stays."""
+        """Return the smallest hash of a pair that is kept."""
         return round(self.p * 2**32)
 
     def state(self, branch: int) -> int:
-        """Return the hash of seed and branch, which kernels continue."""
+        """Return the hash of seed and branch. Kernels fold the other values into it."""
         return int(self.states(branch + 1)[branch])
 
     def states(self, branches: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""dilated_attention: the public function around the op, which checks every argument first.
+"""dilated_attention: the public function, which checks every argument and calls the op.
 
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim.
 """
@@ -99,36 +99,36 @@ def dilated_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches.
 
-    A key that a query sees in several branches counts once for each.
+    A key that a query sees in several branches counts once for each of these branches.
 
     Args:
-        q: (B, N, H, D) queries, any floating dtype; strided views (of a fused projection, say) are read in place.
-        k, v: (B, N, K, D), K divides H; query head h reads kv head h // (H / K).
+        q: (B, N, H, D) queries, any floating dtype; strided views, as from a fused projection, are read in place.
+        k, v: (B, N, K, D), where K divides H; query head h reads kv head h // (H / K).
         pattern: the pattern of attention.
         causal: whether a query sees no later keys.
         scale: scale of the scores; 1/sqrt(D) if None.
         dropout: probability with which a (query, key) pair of a branch is dropped. This function has no eval mode: pass
-            0.0 outside training. The mask follows torch's CPU generator, so `torch.manual_seed` repeats it.
-        lengths: (B,) integers, the real tokens of each right-padded sample; padding rows give 0. On q's GPU the kernels
-            read them, without waiting and in CUDA graphs: values beyond 0..N count as 0 and N, without an error.
+            0.0 outside training. torch's CPU generator seeds the mask, so `torch.manual_seed` reproduces it.
+        lengths: (B,) integers, the number of real tokens of each right-padded sample. Output rows of padding are 0. The
+            kernels read lengths on q's GPU without making the host wait, also in a CUDA graph, and clamp them to 0..N.
         cu_seqlens: int32 (documents + 1,), bounds of documents packed into one sample (B = 1). Segments restart at each
-            document, and attention does not cross its bounds. On the CPU the bounds must rise from 0 to N. On q's GPU,
-            with one rank, the kernels read them as they read `lengths`: one CUDA graph serves all rows of up to N
-            tokens with the same number of documents, which may be empty. Rows beyond the last bound give 0, and values
-            beyond 0..N count as 0 and N. Calls that these kernels do not serve, such as another engine's, copy
-            `lengths` and `cu_seqlens` to the host, which waits for them and rejects such values.
+            document, and attention does not cross its bounds. Bounds on the CPU must rise from 0 to N. With one rank
+            they can be on q's GPU, where the kernels clamp them to 0..N, and output rows after the last bound are 0.
+            One CUDA graph then serves all rows of up to N tokens with this number of documents, empty ones included.
+            If the kernels do not serve the call, for example with another engine, `lengths` and `cu_seqlens` on a GPU
+            are copied to the host, which waits for them and raises ValueError for values that would be clamped.
         return_lse: also return the natural logarithm of the softmax denominator, without a gradient.
         engine: "auto", "sdpa", or the name of an engine; `DilatedAttention.engine_choice` explains "auto"'s choice.
-        sequence: the ranks that share the sequence. q, k and v then hold this rank's N tokens (0 on an empty shard);
-            `lengths` and `cu_seqlens` stay global; every rank makes the same call. None means the `active` group, or
-            one rank if no group is active.
+        sequence: the ranks that share the sequence. q, k and v contain this rank's N tokens (0 on an empty shard).
+            `lengths` and `cu_seqlens` describe the whole sequence. Every rank must make the same call. None means the
+            `active` group, or one rank if no group is active.
 
     Returns:
         out (B, N, H, D) in q's dtype, 0 for rows without a key; with `return_lse` also lse (B, H, N), fp32 (fp64 for
         float64 inputs), -inf for rows without a key.
 
     Raises:
-        TypeError, ValueError: with the argument, its value and the allowed values.
+        TypeError, ValueError: if an argument is invalid. The message states its value and the allowed values.
         RuntimeError: in a double backward.
     """
     arguments = op_arguments(
@@ -155,10 +155,10 @@ def op_arguments(
     needs_grad: bool | None = None,
     chunk: LayerPlace | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, str, Tensor | None]:
-    """Return the arguments of `torch.ops.lightning_dilated.attention`, after every check that needs no other rank.
+    """Return the arguments of `torch.ops.lightning_dilated.attention`, after all checks that need no other rank.
 
-    `window` and `needs_grad`: see `CallSpec`; `needs_grad=None` follows from q, k and v. `chunk`: the layer's place in
-    a stream; `lengths` and `cu_seqlens` then describe the whole sequence.
+    `window` and `needs_grad`: see `CallSpec`; if `needs_grad` is None, q, k and v determine it. `chunk`: the layer's
+    place in a stream; `lengths` and `cu_seqlens` then describe the whole sequence.
     """
     group = group_of(sequence) if chunk is None or chunk.shared else None
     q, k, v = autocast(q, k, v)
@@ -198,7 +198,7 @@ def check_call(
     engine: Any,
     window: tuple[int, ...] = (),
 ) -> tuple[Tensor | None, Tensor | None, float]:
-    """Return (lengths, cu_seqlens, scale) for the op, after every check that needs no other rank."""
+    """Return (lengths, cu_seqlens, scale) for the op, after all checks that need no other rank."""
     check_rows(q, k, v)
     if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}.")
@@ -215,7 +215,7 @@ def check_call(
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Cast floating tensors except float64 to torch.autocast's dtype, if it is on, as torch's attention does."""
+    """If autocast is on, cast floating tensors except float64 to its dtype, as torch's attention does."""
     if not all(isinstance(x, Tensor) for x in tensors):
         return tensors
     kind = tensors[0].device.type
@@ -286,12 +286,12 @@ def _check_scale(scale: Any, q: Tensor) -> float:
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number or None (1/sqrt(D)), got {scale!r}.")
     if q.dtype != torch.float64 and abs(float(scale)) > torch.finfo(torch.float32).max:
-        raise ValueError(f"scale must be finite in float32, in which scores of {q.dtype} are taken; got {scale!r}.")
+        raise ValueError(f"scale must be finite in float32, because scores of {q.dtype} have this type; got {scale!r}.")
     return float(scale)
 
 
 def check_documents(x: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Check the shapes of lengths and cu_seqlens for x (B, N, ...) and return both; the op checks values on the CPU."""
+    """Check the shapes of lengths and cu_seqlens for x (B, N, ...) and return both. The op checks values on the CPU."""
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("give lengths (right-padded samples) or cu_seqlens (packed documents), not both.")
     if lengths is not None:
@@ -300,14 +300,14 @@ def check_documents(x: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor | 
             raise ValueError(
                 f"lengths must have one entry a sample, shape ({x.shape[0]},); got {tuple(lengths.shape)}."
             )
-        # ranks that share the sequence compare the values
+        # ranks that share the sequence compare the values on the CPU
         lengths = lengths if lengths.device == x.device and active_sequence() is None else lengths.cpu()
     if cu_seqlens is not None:
         cu_seqlens = _integers(cu_seqlens, "cu_seqlens")
         read_by_kernels = cu_seqlens.device == x.device and active_sequence() is None
         if cu_seqlens.dtype != torch.int32 or not (cu_seqlens.device.type == "cpu" or read_by_kernels):
             raise ValueError(
-                f"cu_seqlens must be an int32 tensor on the CPU, or for one rank on {x.device} as the tokens are; got "
+                f"cu_seqlens must be an int32 tensor on the CPU, or, with one rank, on the tokens' {x.device}; got "
                 f"{cu_seqlens.dtype} on {cu_seqlens.device}. Use cu_seqlens.to('cpu', torch.int32), outside a training "
                 "step if it is on a GPU."
             )

@@ -18,8 +18,8 @@ class Mixer(nn.Module):
         add(query, rows, lengths, cu_seqlens, place): return (B, N, H, D).
         add_new(query, rows, cache): return this for new tokens that are not yet in the cache.
 
-    `place` is the layer's place in a stream, None without a stream; a mixer that does not support streams raises a
-    ValueError for it. `sequence_halo` brings neighbouring tokens from other ranks. A cache's `kept` stores the mixer's
+    `place` is the layer's place in a stream, or None. A mixer that does not support streams raises ValueError unless
+    `place` is None. `sequence_halo` fetches neighbouring tokens from other ranks. A cache's `kept` stores the mixer's
     state for the next token.
 
     Attributes:

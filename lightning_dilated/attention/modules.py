@@ -1,6 +1,6 @@
 """DilatedAttention over (q, k, v), and MultiheadDilatedAttention, a replacement for nn.MultiheadAttention.
 
-Also the joint projection of q, k and v, and the conversion of torch's padding masks to lengths.
+This file also has the joint projection of q, k and v, and converts torch's padding masks to lengths.
 Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D head dim.
 """
 
@@ -30,7 +30,7 @@ from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 
 def lengths_of(mask: Tensor, shape: torch.Size) -> Tensor:
-    """Return (B,) int64 lengths from a key padding mask (B, N): bool or float, True or -inf at padding on the right.
+    """Return (B,) int64 lengths from a key padding mask (B, N) with True or -inf at the padding, which is on the right.
 
     Raises:
         ValueError: for another shape, other values, or padding that is not on the right.
@@ -61,7 +61,7 @@ MASKS = (
 
 
 def is_causal_mask(mask: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether an `attn_mask` of torch, (N, N) or of `shape` (B H, N, N), is exactly the causal mask.
+    """Return whether torch's `attn_mask`, with the shape (N, N) or `shape` = (B H, N, N), is exactly the causal mask.
 
     The causal mask is bool, True at later keys; or float, -inf at later keys and 0 elsewhere, as from
     `nn.Transformer.generate_square_subsequent_mask`.
@@ -81,7 +81,7 @@ class Projection:
 
     Attributes:
         head_dim: D.
-        table: rotates q and k; None: no rotary positions.
+        table: rotates q and k; None means no rotary positions.
         mixes: functions of the concatenated k and v (B, N, 2 K D), applied before the rotation.
     """
 
@@ -92,10 +92,10 @@ class Projection:
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, group: int = 1
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k, v, and q and k before their rotation, by weight ((H + 2 K) D, E) and bias ((H + 2 K) D,).
+        """Return (q, k, v, unrotated q, unrotated k) with weight ((H + 2 K) D, E) and bias ((H + 2 K) D,).
 
-        `group` is H / K. The tensors are views of one projection. With rotary positions v has a separate projection: q
-        and k are rotated into new tensors, and a view would keep the unrotated rows in memory until the backward.
+        `group` is H / K. Without rotary positions all are views of one projection. With them v is projected separately,
+        because v as a view would keep the unrotated q and k in memory until the backward.
         """
         kv, linear = len(weight) // (group + 2), nn.functional.linear
         heads = lambda y: y.unflatten(-1, (-1, self.head_dim))  # noqa: E731
@@ -128,7 +128,7 @@ class DilatedAttention(nn.Module):
         causal, scale, dropout, engine: as in `dilated_attention`.
 
     Raises:
-        ValueError: for a dropout outside [0, 1), an unknown engine, or a pattern that is not valid.
+        ValueError: if dropout is outside [0, 1), the engine is unknown, or the pattern is invalid.
     """
 
     def __init__(
@@ -161,8 +161,8 @@ class DilatedAttention(nn.Module):
 
         Args:
             lengths, cu_seqlens, sequence: as in `dilated_attention`.
-            causal: overrides the module's setting for this call; None: no change.
-            chunk: the layer's place in a stream, if q, k and v are one of its chunks.
+            causal: overrides the module's setting for this call; None means the module's setting.
+            chunk: the layer's place in a stream, if q, k and v are a chunk of a stream.
 
         Raises:
             TypeError, ValueError: as `dilated_attention`.
@@ -185,7 +185,7 @@ class DilatedAttention(nn.Module):
         return op_arguments(q, k, v, self.pattern, **self._options(causal), **options)
 
     def engine_choice(self, q: Tensor, num_kv_heads: int | None = None) -> Choice:
-        """Return the engine for a call with this q (B, N, H, D) and without documents, and why others were rejected.
+        """Return the engine for a call with this q (B, N, H, D), without documents, and reasons against other engines.
 
         `num_kv_heads`: K; None means H.
         """
@@ -206,14 +206,14 @@ class MultiheadDilatedAttention(nn.Module):
     """Multi-head dilated self-attention with the parameters of nn.MultiheadAttention(batch_first=True).
 
     It loads the state dict of nn.MultiheadAttention (`in_proj_weight`, `in_proj_bias`, `out_proj.*`) and can be the
-    `self_attn` of nn.TransformerEncoderLayer. Differences: `need_weights` is False by default, because the weights are
-    never formed. The only `attn_mask` is the causal mask, because the pattern and `causal` define the attention.
+    `self_attn` of nn.TransformerEncoderLayer. It never computes attention weights, so `need_weights` must be False, the
+    default here. The causal mask is the only `attn_mask`, because the pattern and `causal` define the attention.
 
     Args:
         embed_dim: E; the head dim is E / num_heads.
         num_heads: H.
         pattern: the pattern of attention.
-        num_kv_heads: K, dividing H; None means H.
+        num_kv_heads: K, a divisor of H; None means H.
         causal, scale, engine: as in `dilated_attention`.
         dropout: probability with which attention weights are dropped, in training mode only.
         bias: whether both projections have a bias.
@@ -222,17 +222,17 @@ class MultiheadDilatedAttention(nn.Module):
         rotary_base: `base` of `Rotary`.
         xpos_scale_base: `xpos_scale_base` of `Rotary`, for "xpos" only.
         kv_conv: taps of a short convolution on v, and on k before its rotation (see `ext/convolution`), causal if the
-            layer is; None: no convolution.
-        recurrence: a memory of constant size besides the pattern, see `Recurrence`; a mapping is read by its
-            `from_dict`; None: no recurrence.
+            layer is; None means no convolution.
+        recurrence: a memory of constant size besides the pattern: a `Recurrence`, or a mapping for its `from_dict`;
+            None means no recurrence.
         batch_first: must be True.
         device, dtype: device and dtype of the parameters.
 
     Raises:
-        TypeError, ValueError: with the argument, its value and the allowed values.
+        TypeError, ValueError: if an argument is invalid. The message states its value and the allowed values.
     """
 
-    # nn.TransformerEncoderLayer reads both; _qkv_same_embed_dim disables its fused path, dense attention
+    # nn.TransformerEncoderLayer reads both. _qkv_same_embed_dim = False disables its fused path with dense attention
     batch_first = True
     _qkv_same_embed_dim = False
 
@@ -323,20 +323,20 @@ class MultiheadDilatedAttention(nn.Module):
             key_padding_mask: (B, N), True (or -inf) at the padding, which must be on the right.
             need_weights: must be False.
             attn_mask: None, or exactly the causal mask (N, N) or (B * H, N, N), which makes this call causal.
-            average_attn_weights: without effect, because no weights are returned.
+            average_attn_weights: has no effect, because no weights are returned.
             is_causal: True makes this call causal; every call of a module with causal=True is causal.
             lengths, cu_seqlens: as in `dilated_attention`.
-            positions: global positions (N,) or (B, N) for rotary or xPos, or their table; None: 0..N-1, or in an active
-                `SequenceGroup` the positions of this rank's tokens.
+            positions: global positions (N,) or (B, N) for rotary or xPos, or their table. None means 0..N-1, or in an
+                active `SequenceGroup` the positions of this rank's tokens.
             cache: earlier rows, for causal calls: a cache from `new_cache`, which also stores the new tokens; or the
-                layer's place in a stream, if `query` is one of its chunks. One rank only, except for a cache of prompts
-                that ranks share: it reads the prompts in the active `SequenceGroup`, and continues them outside of it.
+                layer's place in a stream, if `query` is a chunk of a stream. It needs a call on one rank. The exception
+                is a cache of prompts that ranks share: prompts are read in the active group, new tokens outside of it.
 
         Returns:
-            (out of query's shape, None).
+            (out with query's shape, None).
 
         Raises:
-            TypeError, ValueError: with the argument, its value and the allowed values.
+            TypeError, ValueError: if an argument is invalid. The message states its value and the allowed values.
         """
         if attn_mask is not None and cache is not None:
             raise ValueError(f"attn_mask goes with whole sequences, not with a cache or stream. {MASKS}")
@@ -390,7 +390,7 @@ class MultiheadDilatedAttention(nn.Module):
     def projected(
         self, query: Tensor, table: RotaryTable | None, mixes: Sequence[Callable[[Tensor], Tensor]] = ()
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return q (B, N, H, D), k and v (B, N, K, D), and q and k before their rotation."""
+        """Return (q (B, N, H, D), k and v (B, N, K, D), unrotated q, unrotated k)."""
         project = Projection(self.head_dim, table, mixes)
         return project(query, self.in_proj_weight, self.in_proj_bias, self.num_heads // self.num_kv_heads)
 
@@ -412,17 +412,17 @@ class MultiheadDilatedAttention(nn.Module):
                     f"{name} must be the query itself: dilated attention is self-attention. Leave {name} out."
                 )
         if padding is not None and active_sequence() is not None:
-            raise ValueError("a rank's part of key_padding_mask does not tell the global lengths; pass lengths (B,).")
+            raise ValueError("a rank's part of key_padding_mask does not show the global lengths; pass lengths (B,).")
         if need_weights:
             raise ValueError("need_weights=True is not offered: the weights are never formed. Pass need_weights=False.")
         if attn_mask is not None and active_sequence() is not None:
-            raise ValueError(f"a rank's part of attn_mask does not tell what the whole sequence's is. {MASKS}")
+            raise ValueError(f"a rank has only its part of attn_mask, which cannot be checked. {MASKS}")
         tokens = query.shape[-2]
         matrices = self.num_heads * (1 if query.ndim == 2 else len(query))
         if attn_mask is not None and not is_causal_mask(attn_mask, (matrices, tokens, tokens)):
             raise ValueError(
                 f"attn_mask is not exactly the causal mask of {tokens} tokens, ({tokens}, {tokens}) with True or -inf "
-                f"behind each query and False or 0 elsewhere, and no other one is offered. {MASKS}"
+                f"after each query and False or 0 elsewhere, and no other mask is offered. {MASKS}"
             )
         if is_causal and self.mixers and not self.attention.causal:
             raise ValueError(

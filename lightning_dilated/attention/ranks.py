@@ -1,4 +1,4 @@
-"""One call on many ranks: the ranks compare it, then each computes its part of the sequence and of the exchange.
+"""Resolves a call on several ranks: they compare the call, then each resolves its part of the work and the exchange.
 
 Shape letters: B batch, N tokens of the sequence, L tokens of this rank, H query heads, K kv heads, D head dim.
 """
@@ -42,10 +42,10 @@ from lightning_dilated.sequence.requirements import Document, Problem, straddlin
 
 
 class Ranks(Context):
-    """Rows of other ranks: the context of each call with a `SequenceGroup` in its `CallSpec`."""
+    """The context of all calls with a `SequenceGroup` in their `CallSpec`. It adds rows of other ranks."""
 
     def resolve(self, call: OpCall) -> tuple[Resolved, int]:
-        """Resolve a call for this rank, and return the seed of all ranks."""
+        """Return the `Resolved` of a call on this rank, and the dropout seed that all ranks use."""
         group = find_sequence(call.spec.sequence)
         call_id = None if call.number is None else f"backward of call {int(call.number)}"
         agreed, engine = compare(group, call.spec, call.q, call.k, call.documents, call.seed, call_id, call.backward)
@@ -59,7 +59,7 @@ class Ranks(Context):
     def pairs(
         self, spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], place: Tensor | None
     ) -> int:
-        """Return the pairs of this rank's queries (with head groups, of its heads), see `op.attention_pairs`."""
+        """Return the number of pairs of this rank's queries; see `op.attention_pairs`."""
         group = find_sequence(spec.sequence)
         if group.agreed is None:
             return whole_pairs(spec, q, k, documents)
@@ -81,7 +81,7 @@ def compare(
     backward: bool,
     chunk: int | None = None,
 ) -> tuple[Agreement, str]:
-    """Return the ranks' agreement on a call (in a stream, of `chunk` tokens), and the name of an engine for it."""
+    """Return the ranks' agreement on a call (`chunk`: its tokens in a stream), and the name of an engine for it."""
     request = Request.of(q, spec.dropout, spec.scale)
     # fail early if no engine serves the call; the engine itself is chosen later, when block sizes are known
     engine = group.guard(functools.partial(choose, say=False), spec.engine, request).engine
@@ -128,7 +128,7 @@ def _shared(
     q: Tensor,
     k: Tensor,
 ) -> Resolved:
-    """Resolve a call for one rank: its local blocks and its part of the exchange; `lengths` are the tokens by rank."""
+    """Resolve a call for one rank: its local blocks and its part of the exchange. `lengths`: tokens of each rank."""
     batch, _, heads, head_dim = q.shape
     window = head_window(spec, heads, k.shape[2])
     all_documents = find_documents(batch, sum(lengths), *documents, spec)
@@ -201,5 +201,5 @@ def _compile(
     return make(problem, rank, program, device)
 
 
-#: a context can be found only as long as the object exists
+#: keeps the context alive: `find_context` finds it only as long as the object exists
 _RANKS = Ranks(RANKS)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning_dilated.sequence.planner import Plan
     from lightning_dilated.sequence.requirements import Document
 
-#: sequences with lengths that are no multiple of this number are expected to change in length
+#: the length of a sequence is expected to change from call to call unless it is a multiple of this number
 WHOLE = 64
 
 
@@ -77,12 +77,12 @@ def resolve(
     """
     if seed is not None and captured(q.device):
         raise ValueError(
-            "a CUDA graph cannot record dropout of attention: its mask follows a seed of the host, and would be the same in "
-            "each replay. Set dropout=0.0, or call it without a graph."
+            "a CUDA graph cannot record dropout of attention: its mask depends on a seed on the host, and would be the "
+            "same in each replay. Set dropout=0.0, or call it without a graph."
         )
     limits = [x for x in (lengths, cu_seqlens) if x is not None and x.device.type != "cpu"]
     if limits:
-        cut = _cut.__wrapped__ if captured(q.device) else _cut  # no cache, as with `_alone` below
+        cut = _cut.__wrapped__ if captured(q.device) else _cut  # not cached, see `_alone` below
         bits = 0 if cu_seqlens is None else bits_of(len(cu_seqlens) - 1)
         arguments = code, q.shape, k.shape[2], q.dtype, q.device, bits, environment(q.device)
         grouped_executor = None if place is not None else cut(*arguments)
@@ -98,7 +98,7 @@ def resolve(
         call = OpCall(key, spec, q, k, (lengths, cu_seqlens), place, drawn, number, backward)
         resolved, drawn = find_context(RANKS if place is None else spec.context).resolve(call)
     else:
-        # not cached while a CUDA graph records: the choice may depend on tables that this recording lacks
+        # not cached while a CUDA graph records, because the choice may depend on tables that this recording lacks
         resolved = (_alone.__wrapped__ if captured(q.device) else _alone)(*key)
     return _masked(resolved, spec, None if seed is None else drawn)
 
@@ -113,12 +113,12 @@ def _read(lengths: Tensor) -> Tensor:
     """Copy `lengths` or `cu_seqlens` to the host, because this call's schedule depends on their values.
 
     Raises:
-        ValueError: while a CUDA graph records, because it cannot wait for them.
+        ValueError: while a CUDA graph records, because the host cannot wait for a copy then.
     """
     if captured(lengths.device):
         raise ValueError(
-            "lengths and cu_seqlens on the GPU are read by the grouped Triton kernels alone, and these do not serve this "
-            "call, so a CUDA graph cannot record it. They take one rank, engine 'auto' or 'triton', patterns without "
+            "only the grouped Triton kernels read lengths and cu_seqlens on the GPU, and they do not serve this call, "
+            "so a CUDA graph cannot record it. They need one rank, engine 'auto' or 'triton', patterns without "
             f"Global, and samples (with cu_seqlens a row) of up to {grouped.LIMIT:,} (token, head, feature) triples. Record "
             "the call without lengths and cu_seqlens, or call it without a graph."
         )
@@ -129,8 +129,8 @@ def _read(lengths: Tensor) -> Tensor:
 def _cut(
     code: str, shape: torch.Size, kv_heads: int, dtype: torch.dtype, device: torch.device, bits: int, _: tuple
 ) -> grouped.Grouped | None:
-    """Return the executor of a call of one rank with lengths, or bounds of up to 2**bits documents, on the device; its
-    method `cut` takes them. None if no kernel reads them."""
+    """Return the executor of a call of one rank with lengths, or bounds of up to 2**bits documents, on the device. The
+    caller passes them to its method `cut`. Return None if no kernel can read them."""
     spec = decode(code)
     request = Request(device, dtype, shape[3], spec.dropout > 0, spec.scale)
     if spec.sequence or spec.engine not in ("auto", TRITON.name) or TRITON.why_not(request) or 0 in shape:
@@ -147,7 +147,7 @@ def _cut(
     return None if works is None else grouped.Grouped(call, works)
 
 
-@functools.lru_cache(maxsize=16)  # each holds tables on the device
+@functools.lru_cache(maxsize=16)  # small, because an entry keeps tables on the device
 def _alone(
     code: str,
     shape: torch.Size,
@@ -175,7 +175,7 @@ def forget() -> None:
 
 
 def check_lengths(lengths: Tensor, seq_len: int) -> None:
-    """Raise ValueError for lengths (B,) on the CPU beyond N."""
+    """Raise ValueError unless lengths (B,), on the CPU, are in 0..N."""
     low, high = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
     if low < 0 or high > seq_len:
         raise ValueError(f"lengths must lie in 0..{seq_len} (the padded length), got values from {low} to {high}.")
@@ -184,7 +184,7 @@ def check_lengths(lengths: Tensor, seq_len: int) -> None:
 def find_documents(
     batch: int, seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None, spec: CallSpec
 ) -> tuple[Span, ...]:
-    """Return the documents of a sequence of N tokens, after the checks of values."""
+    """Check the values of lengths or cu_seqlens, and return the documents of a sequence of N tokens."""
     if lengths is not None:
         check_lengths(lengths, seq_len)
     if cu_seqlens is not None:
@@ -205,7 +205,7 @@ def local_executor(
     spec: CallSpec, request: Request, window: HeadWindow, parts: Sequence[Span], shape: Sequence[int],
     in_triton: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[Call, Executor]:  # fmt: skip
-    """Return the call of a rank's parts of documents in tensors of `shape` (B, N, H, D), and the executor for them."""
+    """Return the `Call` and the executor for a rank's parts of documents in tensors of `shape` (B, N, H, D)."""
     if spec.engine == "auto" and request.device.type == "cuda":
         request = replace(request, block_flops=block_flops(window, spec.causal, parts, shape))
     engine = choose(spec.engine, request).engine
@@ -216,8 +216,8 @@ def local_executor(
 def has_varying_length(documents: Sequence[Span], seq_len: int) -> bool:
     """Return whether documents of a sequence of N tokens probably have other lengths in the next call.
 
-    Lengths that are no multiple of `WHOLE` suggest sequences with natural lengths, such as slides. Users who cut
-    sequences to one length choose a rounder one.
+    A length that is not a multiple of `WHOLE` suggests sequences with natural lengths, such as slides, because users
+    who cut all sequences to one length usually choose a round number.
     """
     return bool(seq_len % WHOLE) or any(document.length != seq_len for document in documents)
 
@@ -236,7 +236,7 @@ def local_spans(documents: Sequence[Document], pieces: Sequence[range]) -> tuple
 
 
 def whole_pairs(spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None]) -> int:
-    """Return the (query, key) pairs of whole sequences, q (B, N, H, D) and k (B, N, K, D), over samples and heads."""
+    """Return the number of (query, key) pairs of whole sequences, q (B, N, H, D) and k (B, N, K, D), over all heads."""
     window = head_window(spec, q.shape[2], k.shape[2])
     return sum(
         s.batches * pairs(spec.pattern, s.length, *window[1:3], spec.causal, window.heads)
@@ -245,5 +245,5 @@ def whole_pairs(spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | 
 
 
 def local_pairs(window: HeadWindow, causal: bool, local: Sequence[Span]) -> int:
-    """Return the pairs of the blocks that a rank or chunk computes from its own rows."""
+    """Return the number of pairs in the blocks that a rank or chunk computes from its own rows."""
     return sum(x.batches * block.pairs(causal) for x in local for block in window.blocks(x.document, x.part))

@@ -64,7 +64,7 @@ def turn_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, scale: Tenso
 
 
 def _serves(x: Tensor, table: Tensor) -> bool:
-    """Return whether the kernel serves x; the kernel is imported only on devices that can run it."""
+    """Return whether the kernel supports x. The kernel is imported only on devices that can run it."""
     if not kernels.available(x.device):
         return False
     from lightning_dilated.kernels.rows import rotary_serves
@@ -158,7 +158,7 @@ class Rotary(nn.Module):
     Args:
         head_dim: D, even.
         base: base of the wavelengths 2 pi base^(2i/D) tokens; above 1.
-        xpos_scale_base: unit of distance of xPos's decay, in tokens; None: plain rotary.
+        xpos_scale_base: unit of distance of xPos's decay, in tokens; None means no decay.
 
     Raises:
         ValueError: for an odd head dim, a base of 1 or less, or an xpos_scale_base of 0 or less.
@@ -184,15 +184,15 @@ class Rotary(nn.Module):
         start: int = 0,
         furthest: int | None = None,
     ) -> RotaryTable:
-        """Return the table for x (B, N, ...) at global `positions` (N,) or (B, N), or at positions from `start` on.
+        """Return the table for x (B, N, ...) at global `positions` (N,) or (B, N), or at start, start + 1, ... if None.
 
         Args:
             x: a tensor with the shape and device of the tokens.
             dtype: dtype of the q and k that will be rotated.
-            furthest: the largest of `positions`, if the caller knows it; xPos otherwise reads it from `positions`.
+            furthest: the largest of `positions`, if the caller knows it. If None, xPos reads it from `positions`.
 
         Raises:
-            ValueError: for positions of another shape, and as `forward`.
+            ValueError: if `positions` has another shape, or if xPos's scales would overflow.
         """
         if positions is None:
             numbers, end = _positions(start, x.shape[1], x.device)
@@ -235,7 +235,7 @@ class Rotary(nn.Module):
         return RotaryTable(cos, sin, (zeta ** (positions.to(torch.float64)[..., None] / self.xpos_scale_base)).to(wide))
 
     def _check_range(self, furthest: int, dtype: torch.dtype) -> None:
-        """Raise ValueError before xPos's factor of k, which grows with the position, overflows."""
+        """Raise ValueError if xPos's factor of k, which grows with the position, would overflow."""
         powers = 0.8 * math.log(torch.finfo(dtype).max) / math.log((1 + GAMMA) / GAMMA)
         limit = int(powers * self.xpos_scale_base)
         if furthest > limit:
@@ -251,7 +251,7 @@ def _furthest(positions: Tensor) -> int:
 
 
 def token_positions(start: int, length: int, device: torch.device | None = None) -> Tensor:
-    """Return (length,) int64 global positions from `start` on, on the CPU by default.
+    """Return the int64 global positions start, ..., start + length - 1, on the CPU by default.
 
     In an active `SequenceGroup`, return the positions of this rank's shard instead.
     """
@@ -259,7 +259,7 @@ def token_positions(start: int, length: int, device: torch.device | None = None)
 
 
 def _positions(start: int, length: int, device: torch.device | None) -> tuple[Tensor, int]:
-    """Return `token_positions` and the end of the whole sequence."""
+    """Return `token_positions`, and the position after the last token of the whole sequence."""
     group = active_sequence()
     if group is None:
         return torch.arange(start, start + length, device=device), start + length

@@ -19,8 +19,8 @@ from lightning_dilated.pattern.rows import Block
 class Span:
     """Documents of equal length: the tokens [start, start + length) of samples batch, ..., batch + batches - 1.
 
-    On a shard the tokens may be a part, from `offset` on, of a document with `whole` tokens (None: `length`); row 0 of
-    the shard then has the global position `origin`.
+    On a shard the tokens may be a part of a document with `whole` tokens (None means `length`), in which they begin at
+    `offset`. Row 0 of the shard has the global position `origin`.
     """
 
     batch: int
@@ -33,7 +33,7 @@ class Span:
 
     @property
     def document(self) -> int:
-        """Return the tokens of the whole document."""
+        """Return the number of tokens of the whole document."""
         return self.length if self.whole is None else self.whole
 
     @property
@@ -43,7 +43,7 @@ class Span:
 
 
 def spans(batch: int, seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None) -> list[Span]:
-    """Return the documents of a call without empty ones; consecutive samples of equal length share a span."""
+    """Return the non-empty documents of a call; consecutive samples of equal length share a span."""
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         return [Span(0, 1, a, b - a) for a, b in itertools.pairwise(bounds) if b > a]
@@ -64,7 +64,7 @@ def folds(span: Span, block: Block, *tensors: Tensor) -> bool:
 
 
 def joined(span: Span, block: Block, *tensors: Tensor) -> Iterator[Span]:
-    """Yield the span if samples and segments of every (B, N, H, D) tensor fold into one axis, else a span a sample."""
+    """Yield the span if samples and segments of every tensor fold into one axis, else one span for each sample."""
     if folds(span, block, *tensors):
         yield span
         return

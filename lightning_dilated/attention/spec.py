@@ -20,8 +20,8 @@ class CallSpec:
         engine: the user's choice: an engine, a family of engines or "auto".
         sequence: the name of the `SequenceGroup` that shares the sequence; "" for one rank.
         needs_grad: whether a backward will follow.
-        window: (first, H, K): q has query heads first, first + 1, ... of H, and k and v have their kv heads of K; () if
-            q has all heads.
+        window: () if q has all heads. (first, H, K) if q has only heads first, first + 1, ... of the H query heads, and
+            k and v have only the matching kv heads of K.
         context: the name of the `Context` that has the earlier rows; "" for a whole sequence.
     """
 
@@ -53,7 +53,7 @@ def encode(
     window: tuple[int, ...] = (),
     context: str = "",
 ) -> str:
-    """Return the code of a `CallSpec` with these fields. torch.compile traces it, and it costs less than the object."""
+    """Return the code of a `CallSpec` with these fields; torch.compile can trace it, and no object is constructed."""
     heads = ",".join([str(x) for x in window])
     options = f"{int(causal)}|{float(scale)!r}|{float(dropout)!r}|{engine}|{sequence}|{int(needs_grad)}|{heads}"
     return f"{options}|{context}|{pattern.code}"

@@ -1,4 +1,4 @@
-"""Triton kernels, independent of ranks and models; `available` tells on which devices they run."""
+"""Triton kernels, independent of ranks and models; `available` returns whether they run on a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["available", "capability", "on", "why_not"]
 
 @functools.cache
 def _missing() -> str | None:
-    """Return a message about a requirement of Triton that this machine lacks; None if it has all."""
+    """Return a message about a requirement of Triton that this machine lacks; None if it lacks none."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed"
     if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "gcc", "clang"))):
@@ -24,12 +24,12 @@ def _missing() -> str | None:
 
 
 def interpreted() -> bool:
-    """Return whether Triton's interpreter runs the kernels, on CPU tensors too; fixed when they are first imported."""
+    """Return whether Triton's interpreter runs the kernels, on CPU tensors too. Their first import fixes the choice."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Return (major, minor) of a CUDA device, or None; cached, because every call of the op asks several times."""
+    """Return (major, minor) of a CUDA device, or None; cached, because each call of the op needs it several times."""
     if device.type != "cuda" or not (torch.cuda.is_initialized() or torch.cuda.is_available()):
         return None
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
@@ -41,7 +41,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def why_not(device: torch.device) -> str | None:
-    """Return None if the kernels can run on tensors of a device, else the reason why not."""
+    """Return the reason why the kernels cannot run on tensors of a device; None if they can."""
     if device.type != "cuda":
         if device.type == "cpu" and interpreted():
             return _missing()
@@ -59,6 +59,6 @@ def available(device: torch.device) -> bool:
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Return a context with `device` as the current device: Triton launches there, wherever the tensors are."""
+    """Return a context that makes `device` the current device, on which Triton launches for tensors of any device."""
     current = device.type != "cuda" or torch.cuda.current_device() == device.index
     return contextlib.nullcontext() if current else torch.cuda.device(device)

@@ -1,9 +1,9 @@
 """Combines results of branches in one launch, by log-sum-exp (forward) or sum (backward), and writes each row once.
 
 The results have one of two layouts: parts, a tensor (G, J, n, D) for each block (`merge_parts`, `sum_parts`), or the
-buffer of a grouped launch (`merge_jobs`, `sum_jobs`). An entry is a head of a block; its row i of segment s has
+buffer of a grouped launch (`merge_jobs`, `sum_jobs`). An entry is one head of a block: row i of its segment s has
 position first + s * width + i * rate. A program computes output rows of one head, accumulates in fp32, and reads only
-the entries that can have such rows.
+the entries that can contain these rows.
 Shape letters: B batch, N tokens, H output heads, D head dim, G samples and segments, J heads and n rows of a block.
 """
 
@@ -21,8 +21,8 @@ from lightning_dilated._device import send
 from lightning_dilated.kernels.grouped import Outputs, Work, bound
 from lightning_dilated.kernels.tiles import merge_part
 
-#: columns of the table of entries: part, head in the part, first position, segments, width, rows, rate, step of a
-#: program in rows of the part (0 if the rate does not divide the step)
+#: columns of the table of entries: part, head in the part, first position, segments, width, rows, rate, distance of a
+#: program's consecutive rows in the part (0 if the rate does not divide the step)
 COLUMNS = 8
 #: (output rows of a program, warps) of the merge and the sum of parts; the best of five tried on an H200
 MERGE, SUM = (128, 4), (64, 4)
@@ -33,10 +33,10 @@ _NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 
 @dataclass(frozen=True)
 class Entries:
-    """The table of the positions of parts' rows.
+    """The table of entries, which give the positions of parts' rows.
 
-    The rows of a program belong to one head and are `step` positions apart, so that most parts have all or none of
-    them. Such rows form a class with the index residue * heads + head.
+    Rows of one head that are `step` positions apart form a class; its index is (position mod step) * heads + head. A
+    program computes rows of one class, because most parts have all or none of these rows.
 
     Attributes:
         table: (entries, COLUMNS) int32, by class.
@@ -55,7 +55,7 @@ class Entries:
 
 @triton.jit
 def _program(order, classes, count, num_heads, start, stop, step, TOKENS: tl.constexpr):
-    """Return (head, first position, number of rows in the range, first entry, end of the entries) of this program."""
+    """Return this program's (head, first position, number of rows in the range, first entry, last entry + 1)."""
     number = tl.load(order + tl.program_id(0) % count)
     first = start + tl.program_id(0) // count * (step * TOKENS) + number // num_heads
     low, high = tl.load(classes + number), tl.load(classes + number + 1)
@@ -66,8 +66,8 @@ def _program(order, classes, count, num_heads, start, stop, step, TOKENS: tl.con
 def _locate(entries, e, sample, first, inside, step, TOKENS: tl.constexpr):
     """Return an entry's (part, head in the part, segment, row, more segments, more rows, exists).
 
-    Segment and row belong to the program's first row; the other two are differences to it, by row. In a single segment,
-    with a step that the rate divides, rows have a constant distance, and no row needs a division.
+    Segment and row locate the program's first row in the part. `more segments` and `more rows` are the offsets of each
+    row from it. If all rows are in one segment and the rate divides the step, no row needs a division.
     """
     at = entries + e * 8
     start, segments, width = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
@@ -98,7 +98,7 @@ def _part_rows(
     at, segment, j, row, more_segments, more_rows, exists, column,
     PART: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return (TOKENS, BLOCK) fp32 rows of a part; tells the compiler the alignment of their addresses."""
+    """Return (TOKENS, BLOCK) fp32 rows of a part, with hints on the alignment of their addresses for the compiler."""
     values = tl.multiple_of(tl.load(at).to(tl.pointer_type(PART)), 16)
     by_segment = tl.multiple_of(tl.load(at + 1), ALIGN)
     by_head = tl.multiple_of(tl.load(at + 2), ALIGN)
@@ -146,7 +146,7 @@ def _merge(
             at, segment, j, row, more_segments, more_rows, exists & (t < written), column, PART, ALIGN, DIM, BLOCK
         )
         acc, most, total = merge_part(acc, most, total, value, part_lse)
-    known = total != 0  # NaN counts as known, so that it stays visible
+    known = total != 0  # NaN counts as known, so that NaN reaches the output
     share = 1 / tl.where(known, total, 1.0)
     acc = acc * share[:, None]
     to = _target(out, out_sb, out_sn, out_sh, sample, head, first, origin, step, column, TOKENS)
@@ -219,7 +219,7 @@ def merge_parts(
     span: tuple[int, int, int, int],
     in_place: bool = False,
 ) -> None:
-    """Write the merge of parts to rows of out and lse; 0 and -inf for rows that are in no part.
+    """Merge parts and write the result to rows of out and lse; rows that are in no part get 0 and -inf.
 
     Args:
         out: (samples, N, H, D), unit stride along D.
@@ -228,7 +228,7 @@ def merge_parts(
         weights: log-sum-exp of the parts, (G, J, n) fp32 each.
         entries: the table of the parts' rows.
         span: (samples, start, stop, origin): positions start..stop are written to rows origin + position.
-        in_place: whether one part has all rows and shares memory with `out`; rows of no other part then stay unchanged.
+        in_place: whether one part has all rows and shares memory with `out`. Rows that only it has are left unchanged.
     """
     lse_views, addresses = (lse, lse.stride(0), lse.stride(2), lse.stride(1)), _addresses(parts, weights, out.device)
     _launch(_merge, MERGE, out, lse_views, parts, addresses, entries, entries.every, span, {"IN_PLACE": in_place})
@@ -242,12 +242,12 @@ def sum_parts(
     add: bool = False,
     in_place: Sequence[bool] = (False, False, False),
 ) -> None:
-    """Write the sum of parts to rows of several outs, or `add` it to the rows; arguments as in `merge_parts`."""
+    """Write the sum of parts[i] to rows of outs[i], or add it to them if `add`; other arguments: see `merge_parts`."""
     orders = [x.several if shared else x.every for x, shared in zip(entries, in_place, strict=True)]
     needed = [i for i, order in enumerate(orders) if len(order)]
     if not needed:
         return
-    # one table for all outs, because each copy to the device costs the host time
+    # one table for all outs, because each copy to the device takes host time
     table = _addresses([p for i in needed for p in parts[i]], (), outs[0].device)
     for i, addresses in zip(needed, table.split([len(parts[i]) for i in needed]), strict=True):
         _launch(_sum, SUM, outs[i], (), parts[i], addresses, entries[i], orders[i], span, {"ADD": add})
@@ -260,7 +260,7 @@ def _span_program(
     """Return a program's (index of span and head, head, sample in the span, sample, first position, inside, live, step,
     start, document, begin).
 
-    For each row: whether it is `inside` the span and `live` in the sample, and its document and the document's begin.
+    For each row, `inside` and `live` say if it is in the span and in the sample; its document begins at `begin`.
     """
     head, tile = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads
     number = tl.load(span_of + tile)
@@ -288,7 +288,7 @@ def _span_program(
 
 @triton.jit
 def _locate_in_document(job, first, live, step, document, begin, TOKENS: tl.constexpr):
-    """Return as `_locate_job`, for a job of all documents; each document has its own segments."""
+    """Return the results of `_locate_job` for a job over all documents; each document has its own segments."""
     width, shift = tl.load(job + 3).to(tl.int32), tl.load(job + 1).to(tl.int32)
     rate, numbers = tl.load(job + 5).to(tl.int32), tl.load(job + 8).to(tl.int32)
     at = first + step * tl.arange(0, TOKENS)
@@ -364,7 +364,7 @@ def _grouped_merge(
             part_lse = tl.load(weights + row + more_rows, mask=exists, other=float("-inf"))
             value = _job_rows(parts, row, more_rows, exists, column, DIM, BLOCK)
             acc, most, total = merge_part(acc, most, total, value, part_lse)
-    known = total != 0  # NaN counts as known, so that it stays visible
+    known = total != 0  # NaN counts as known, so that NaN reaches the output
     acc = acc / tl.where(known, total, 1.0)[:, None]
     target = start + first + step * tl.arange(0, TOKENS)
     to = out + batch * out_sb + head * out_sh + column[None, :] + target[:, None] * out_sn
@@ -412,10 +412,10 @@ def _tables(work: Work, outputs: Outputs, out: Tensor, lengths: Tensor | None) -
 def merge_jobs(
     out: Tensor, lse: Tensor, parts: Tensor, weights: Tensor, work: Work, lengths: Tensor | None = None
 ) -> None:
-    """Write the merge of parts (rows, D) with log-sum-exp `weights` (rows,) to out (B, N, H, D) and lse (B, H, N).
+    """Merge parts (rows, D) with log-sum-exp `weights` (rows,) and write out (B, N, H, D) and lse (B, H, N).
 
-    Writes all positions of the spans: 0 and -inf for positions without a row in any job, and beyond the `lengths` (B,)
-    of samples. For a work of documents, `lengths` are the documents' bounds.
+    All positions of the spans are written. Positions without a row in any job, or beyond a sample's length in `lengths`
+    (B,), get 0 and -inf. If `work` is for bounds of documents, `lengths` are these bounds.
     """
     tables, sizes = _tables(work, work.queries, out, lengths)
     _grouped_merge[(out.shape[2] * work.tiles,)](
@@ -426,9 +426,9 @@ def merge_jobs(
 def sum_jobs(
     outs: Sequence[Tensor], parts: Tensor, work: Work, kv: bool, add: bool, lengths: Tensor | None = None
 ) -> None:
-    """Write the sums of parts (1 or 2, rows, D) to 1 or 2 outs (B, N, H or K, D), or `add` them.
+    """Write the sum of parts[i] (rows, D) to outs[i] (B, N, H or K, D), or add it if `add`, for one or two outs.
 
-    Writes all positions of the spans; see `merge_jobs`.
+    All positions of the spans are written; see `merge_jobs`.
     """
     tables, sizes = _tables(work, work.keys if kv else work.queries, outs[0], lengths)
     per_launch = len(outs) if outs[0].stride() == outs[-1].stride() else 1

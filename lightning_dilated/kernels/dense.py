@@ -1,6 +1,6 @@
 """Flash attention over one block of strided views, forward and backward, with the log-sum-exp; deterministic.
 
-The backward has a kernel over keys for dk and dv and a kernel over query rows for dq: no two programs write one row.
+The backward has a kernel over keys for dk and dv and a kernel over query rows for dq, so one program writes each row.
 Shape letters: G samples and segments, J heads, n query rows, m key rows, D head dim.
 """
 
@@ -25,7 +25,7 @@ from lightning_dilated.kernels.tiles import (
     read,
 )
 
-# Each table: columns of a tile -> (query rows, key rows, warps, stages).
+# Each table maps the number of columns of a tile to (query rows, key rows, warps, stages).
 #: the forward, 16-bit types; for 64 and 128 columns the best of six tried on an H200
 CONFIGS = {16: (128, 64, 4, 3), 32: (128, 64, 4, 3), 64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 4, 2)}
 #: the forward, float32; exact products need more registers and shared memory
@@ -40,7 +40,7 @@ OVER_ROWS = {16: (64, 64, 4, 2), 32: (64, 64, 4, 2), 64: (64, 64, 4, 2), 128: (6
 WIDE_BACKWARD = {16: (32, 32, 4, 1), 32: (32, 32, 4, 1), 64: (32, 32, 4, 1), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)}
 #: rows of a program that computes delta
 DELTA_ROWS = 64
-#: arguments that do not specialize a kernel by their values
+#: arguments for which Triton compiles no special versions by value
 COUNTS = ["heads", "n", "m", "tiles", "lower", "upper", "state", "threshold"]
 
 
@@ -89,12 +89,12 @@ def _drop_arguments(drop: Drop | None, q: Tensor) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Into:
-    """A running result that the forward continues in place.
+    """A running result that the forward updates in place.
 
     Attributes:
         out, lse: (B, L, H, D) and (B, H, L), float32, contiguous; 0 and -inf for rows without a key so far.
         rows: (G, J, n) int64, the index of each query row in out, flat over (B, L, H); all different.
-        pads: number of zero keys with zero values that each row attends to in addition.
+        pads: number of additional zero keys with zero values that each row attends to.
     """
 
     out: Tensor
@@ -148,7 +148,7 @@ def _forward(
     total = tl.zeros([ROWS], tl.float32)
     rows, mask = at * n + i, (i < n)[:, None] & (column < DIM)[None, :]
     at_lse = rows
-    if CHAIN:  # continue from the running result as after earlier tiles of keys
+    if CHAIN:  # start from the running result, as if it came from earlier tiles of keys
         rows, at_lse = _into_rows(into, rows, i < n, all_heads, length)
         most = tl.load(lse + at_lse, mask=i < n, other=0.0) * LOG2E
         total = tl.where(most > float("-inf"), 1.0, 0.0)
@@ -186,9 +186,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return (out (G, J, n, D), natural log-sum-exp (G, J, n) fp32) of q (G, J, n, D) and k, v (G, J, m, D).
 
-    m = n if causal. The stride along D is 1, other strides are free. The log-sum-exp ignores dropout. With `into` the
-    attention continues from its state, changes it in place and returns it, so no merge is needed. With `band` = (lower,
-    upper) row i sees key j if lower <= j - i <= upper, for any value of `causal`.
+    m = n if causal. The stride along D must be 1; other strides are free. The log-sum-exp ignores dropout. With `into`
+    the kernel updates this running result in place and returns it, so no merge is needed. With `band` = (lower, upper)
+    row i sees key j if lower <= j - i <= upper, whether or not `causal` is set.
     """
     groups, heads, n, dim = q.shape
     rows, keys, warps, stages = config(q.dtype, dim)
@@ -292,8 +292,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk, dv of q (G, J, n, D) and k, v (G, J, m, D) from the gradient of out, out and lse (G, J, n).
 
-    lse is contiguous. out and lse may include more keys than k: the results are then the share of k and v in the
-    gradients. `band`: see `forward`.
+    lse must be contiguous. If out and lse include more keys than k, dq is the part of the gradient that these k and v
+    contribute. `band`: see `forward`.
     """
     groups, heads, n, dim = q.shape
     m, block = k.shape[2], block_dim(dim)

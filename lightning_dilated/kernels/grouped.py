@@ -1,11 +1,11 @@
 """Flash attention over all blocks of all documents of a call in one launch, forward and backward, from a table of jobs.
 
-A job is one block: G samples and segments, J heads, n rows. All results are in one buffer of rows, row i of head j of
-group g at offset + (g * J + j) * n + i. The inputs are in (B, N, H, D) tensors, at position
-first + segment * segment_stride + j * position_step + i * rate.
+A job is one block: G samples and segments, J heads, n rows. Row i of head j of group g is read from (B, N, H, D)
+tensors at position first + segment * segment_stride + j * position_step + i * rate. Its results are written to row
+offset + (g * J + j) * n + i of a buffer that all jobs share.
 With lengths on the device, the table is for samples of N tokens, and programs skip rows beyond a sample's length.
-With bounds of documents on the device, a job is all blocks of a head and a branch in the row, and a program finds its
-document by bisection. There are enough programs for any bounds, and programs without rows end at once.
+With bounds of documents on the device, a job is all blocks of one head and branch in a row of N tokens, and a program
+finds its document by bisection. There are enough programs for any bounds; programs without rows return immediately.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, n rows of a block.
 """
 
@@ -36,9 +36,9 @@ JOB = (
     "sample", "segments", "first", "segment_stride", "rows", "rate", "heads", "head", "head_step", "kv_head",
     "kv_head_step", "position_step", "offset", "origin", "branch", "pads",
 )  # fmt: skip
-#: columns of the table for bounds on the device: N, t, o, w, (o - t) mod r, r, _, head, segment numbers of a document
-#: beyond the N / w of the row (0: rows need no segment number), kv head, _, _, first row of the buffer, 0, branch,
-#: segment length (at most N). w and r are at most N + t, because larger values give the same positions
+#: columns of the table for bounds on the device: N, t, o, w, (o - t) mod r, r, _, head, segment numbers that each
+#: document adds to the N / w of the row (0 if rows need no segment number), kv head, _, _, first row of the buffer, 0,
+#: branch, segment length (at most N). w and r are limited to N + t, because larger values give the same positions
 DOCUMENT_JOB = (
     "tokens", "shift", "residue", "width", "first_residue", "rate", "", "head", "numbers", "kv_head", "", "", "offset",
     "origin", "branch", "pads",
@@ -49,8 +49,8 @@ PREPARED = 64
 ENDLESS = 2**30
 #: a divisor larger than every position: the quotient is 0
 NONE = 2**31 - 1
-#: (query rows, key rows, warps, stages) by columns of a tile, if not the same as in `dense`: finding the job needs
-#: registers, too. FORWARD and OVER_ROWS, for calls that are not causal, are the best of ten tried on an H200
+#: (query rows, key rows, warps, stages) by columns of a tile, if they differ from `dense` because finding the job also
+#: needs registers. FORWARD and OVER_ROWS are for calls that are not causal: the best of ten tried on an H200
 OVER_KEYS = {128: (32, 64, 4, 2)}
 FORWARD = {64: (128, 64, 8, 3)}
 OVER_ROWS = {64: (128, 64, 8, 3)}
@@ -75,7 +75,7 @@ class Grid:
     Attributes:
         programs: number of programs.
         job: (programs,) int32, the job of each program.
-        first: (jobs,) int32, the first program of each job; for documents (jobs, 4) int32, with the job's `slots`.
+        first: (jobs,) int32, the first program of each job; with bounds of documents (jobs, 4), also the job's `slots`.
     """
 
     programs: int
@@ -85,7 +85,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The table of the buffer's rows that contribute to an output row.
+    """The table of the buffer's rows that contribute to each output row.
 
     Attributes:
         entries: (entries, 7) int32 by span and output head: job, head in the job, first position, segments, width,
@@ -99,25 +99,25 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Work:
-    """The tables of a call, from its documents and its pattern.
+    """The tables of a call, built from its documents and its pattern.
 
     Attributes:
-        rows: rows of the buffer of all jobs.
-        positions: positions of all spans.
-        pads: whether any job has zero pads that take softmax mass.
+        rows: number of rows of the buffer, for all jobs.
+        positions: number of positions of all spans.
+        pads: whether any job has zero pads that get softmax weight.
         rate: the largest dilation rate of a job.
         windows: (jobs,) int32, the width of each job's window in rows, or `ENDLESS`; None if no job has a window.
         jobs: (jobs, 16) int64 with the columns of `JOB`; with lengths on the device, the last column is the branch's
             segment length (at most N). With bounds of documents, the columns of `DOCUMENT_JOB`.
         grids: the programs, by rows of a tile.
-        tokens: output rows of a program that combines.
-        tiles: number of programs that combine, for each head.
+        tokens: output rows of a program that combines results.
+        tiles: number of programs that combine results, for each head.
         spans: (spans, 6) int64: first sample, first position, length, step between a program's rows, first tile, tiles
             of a sample.
         span: (tiles,) int32, the span of each tile.
-        queries, keys: entries by query head, and by kv head.
+        queries, keys: the entries by query head and by kv head.
         sent: on a GPU, the stream that copied the tables and the event after the copy.
-        bits: bits for the index of a document if the device has 2**bits + 1 bounds of documents; else 0.
+        bits: number of bits of a document's index, if 2**bits + 1 bounds of documents are on the device; else 0.
     """
 
     rows: int
@@ -137,7 +137,7 @@ class Work:
     bits: int = 0
 
     def wait(self) -> None:
-        """Let the current stream wait for the tables, and keep their memory until this stream has read them."""
+        """Make the current stream wait for the tables, and keep their memory until this stream has read them."""
         if self.sent is None or (stream := torch.cuda.current_stream(self.jobs.device)) == self.sent[0]:
             return
         stream.wait_event(self.sent[1])
@@ -156,7 +156,7 @@ class Work:
         return {"windows": self.jobs if self.windows is None else self.windows, "BAND": self.windows is not None}
 
     def place(self, size: int, lengths: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the arguments for `_find` with tiles of `size` rows; without lengths the last is not read."""
+        """Return the arguments for `_find` with tiles of `size` rows; the last is not read if there are no lengths."""
         return self.jobs, self.grids[size].job, self.grids[size].first, self.jobs if lengths is None else lengths
 
 
@@ -178,9 +178,9 @@ class GroupedDrop:
 
 
 def slots(width: int, shift: int, rate: int, tile: int, tokens: int) -> tuple[int, int, int]:
-    """Return (a, b, c): the tiles of document d begin at bounds[d] // a + bounds[d] // b + c * d, without overlap.
+    """Return (a, b, c): tiles of document d that begin at bounds[d] // a + bounds[d] // b + c * d do not overlap.
 
-    The job has these w, t and r and tiles of `tile` rows; documents are within N = `tokens`.
+    The job has segments of `width`, and tiles of `tile` rows. All documents are within a row of N = `tokens`.
     """
     positions = rate * tile  # of a tile
     if width - shift >= tokens or (width % positions == 0 and shift % positions == 0):
@@ -198,7 +198,7 @@ def bound(bounds, i, tokens):
 
 @triton.jit
 def _find_in_document(jobs, job_of, first_of, bounds, TILE: tl.constexpr, FAR: tl.constexpr, BITS: tl.constexpr):
-    """Return as `_find`, for 2**BITS + 1 bounds of documents on the device."""
+    """Return the results of `_find` for 2**BITS + 1 bounds of documents on the device."""
     number = tl.load(job_of + tl.program_id(0))
     job, slot = jobs + number.to(tl.int64) * 16, first_of + number * 4
     at, a, b, c = tl.program_id(0) - tl.load(slot), tl.load(slot + 1), tl.load(slot + 2), tl.load(slot + 3)
@@ -222,7 +222,7 @@ def _find_in_document(jobs, job_of, first_of, bounds, TILE: tl.constexpr, FAR: t
     left = tl.minimum(first + width, stop.to(tl.int64)) - position
     n = tl.maximum((left + rate - 1) // rate, 0).to(tl.int32)
     tiles = tl.cdiv(n, TILE)
-    if (tile >= tiles) | (tile < 0):  # a slot that these bounds do not need
+    if (tile >= tiles) | (tile < 0):  # these bounds do not need this slot
         n, tile, tiles = 0 * n, 0 * tile, 0 * tiles + 1
     row = tl.load(job + 12) + position // rate
     numbers = tl.load(job + 8)
@@ -243,8 +243,8 @@ def _find(
     head, kv head, tokens of the sample or document).
 
     The rate has 32 bits unless rows are FAR apart, because its products with strides need registers in the inner loops.
-    With LENGTHS there may be fewer rows than tiles have, or none; without LENGTHS the tokens are 0. With BITS `lengths`
-    are the bounds of documents.
+    With LENGTHS there may be fewer rows than the tiles can hold, or none. Without LENGTHS the tokens are 0. With BITS
+    `lengths` are the bounds of documents.
     """
     if BITS:
         return _find_in_document(jobs, job_of, first_of, lengths, TILE, FAR, BITS)
@@ -377,9 +377,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return (rows (rows, D), natural log-sum-exp (rows,) fp32) of all jobs from q (B, N, H, D) and k, v (B, N, K, D).
 
-    The stride along D is 1, other strides are free. The log-sum-exp ignores dropout and includes the zero pads of a
-    job. With `lengths` (B,) on the device, rows beyond them are not written. For a work of documents, `lengths` are the
-    bounds (2**bits + 1,).
+    The stride along D must be 1; other strides are free. The log-sum-exp ignores dropout and includes the zero pads of
+    a job. With `lengths` (B,) on the device, rows beyond them are not written. If `work` is for bounds of documents,
+    `lengths` are these bounds (2**bits + 1,).
     """
     dim = q.shape[3]
     rows, keys, warps, stages = config(q.dtype, dim, causal)
@@ -507,7 +507,7 @@ class Backward:
 
     Attributes:
         tensors: grad, q (B, N, H, D) and k, v (B, N, K, D).
-        lse, delta: fp32 of each row, in the order of the buffer, because the loops read them without a stride.
+        lse, delta: (rows,) fp32 in the order of the buffer, because the loops read them without a stride.
         positions: (rows,) int64 with dropout, else None.
         lengths: (B,) on the device, or bounds of documents, or None.
     """
@@ -533,9 +533,9 @@ class Backward:
         drop: GroupedDrop | None,
         lengths: Tensor | None = None,
     ) -> Backward:
-        """Prepare from grad, q (B, N, H, D), k, v (B, N, K, D) and the merged out (B, N, H, D) and lse (B, H, N)."""
+        """Compute delta and the rows of lse from grad, q (B, N, H, D), k, v (B, N, K, D) and the merged out and lse."""
         grad, q, k, v, out = tensors
-        # one allocation costs the host less than two; both parts are aligned
+        # one allocation takes less host time than two; both parts are aligned
         delta, row_lse = torch.empty(2, -(-work.rows // 64) * 64, dtype=torch.float32, device=q.device)
         if work.rows:
             _grouped_delta[(work.grids[PREPARED].programs,)](

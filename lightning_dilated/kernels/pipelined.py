@@ -1,7 +1,7 @@
 """Flash attention's forward for Hopper: loads tiles by tensor descriptors, and overlaps products with the softmax.
 
-The scores of the next keys are issued before the product of the last weights with values, so that the tensor cores work
-during the exponentials (the overlap of FlashAttention-3, arXiv 2407.08608, 3.1).
+The kernel issues the product for the scores of the next keys before the product of the last weights with their values,
+so that the tensor cores work during the exponentials (FlashAttention-3, arXiv 2407.08608, 3.1).
 Shape letters: G samples and segments, J heads, n query rows, m key rows, D head dim.
 """
 
@@ -27,7 +27,7 @@ CONFIGS = {
 
 @triton.jit
 def _load(source, g, h, i, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (ROWS, BLOCK) of a view from row i on; zeros beyond its rows and columns."""
+    """Return ROWS rows of a view, from row i, as (ROWS, BLOCK); zeros beyond its rows and columns."""
     return source.load([g, h, i, 0]).reshape([ROWS, BLOCK])
 
 
@@ -57,7 +57,7 @@ def _over(
     acc, most, total, p, q, k, v, g, h, i, low, high, m, scale,
     CAUSAL: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Continue the online softmax over keys low..high from p of the keys before; leaves the last p for the caller."""
+    """Continue the online softmax over keys low..high. Adds p of the tile before to acc; the caller adds the last p."""
     for first in tl.range(low, high, KEYS):
         key = _load(k, g, h, first, KEYS, BLOCK)
         score = tl.dot(q, tl.trans(key))
@@ -109,10 +109,10 @@ def _pipelined(
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """Return whether the kernel takes the views: 16 bits, head dim up to 128, 16-byte alignment, Hopper or later."""
+    """Return whether the kernel supports the views: 16 bits, head dim up to 128, 16-byte alignment, Hopper or later."""
     if q.dtype not in (torch.bfloat16, torch.float16) or (block_dim(q.shape[3]), True) not in CONFIGS:
         return False
-    if scale < 2**-100:  # it multiplies masked scores, -inf, in float32: 0 would give NaN
+    if scale < 2**-100:  # 0 in float32 would give NaN, because the scale multiplies masked scores (-inf)
         return False
     if q.device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(q.device) < (9, 0)):
         return False
@@ -126,7 +126,7 @@ def _descriptors() -> bool:
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Return the strides of (G, J, n), with an aligned stride for axes of length 1, where it is never used."""
+    """Return the strides of (G, J, n); an axis of length 1 gets an aligned stride, because it is never used."""
     return [step if size > 1 else 8 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
 
 

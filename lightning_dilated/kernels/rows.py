@@ -104,7 +104,7 @@ def pick(sources: Sequence[Tensor], rows: Tensor, at: Tensor | None, into: Seque
 
     Args:
         rows: (n,) flat indices in the sources.
-        at: (n,) rows of the results; None: 0, 1, ..., n - 1.
+        at: (n,) rows of the results; None means 0, 1, ..., n - 1.
         into: (m, D) tensors with stride 1 along D and equal row strides.
     """
     a, b, count, sizes = sources[0], sources[-1], rows.numel(), _sizes(sources[0].shape[3])
@@ -124,7 +124,7 @@ def add(totals: Sequence[Tensor], rows: Tensor, parts: Sequence[Tensor], distinc
         totals: (m, D) tensors with stride 1 along D and equal row strides.
         rows: (G, n) rows of the totals, contiguous.
         parts: (G, n, D) tensors with stride 1 along D.
-        distinct: whether no row occurs twice; sums then do not depend on an order.
+        distinct: whether no row occurs twice. If so, the sums do not depend on an order.
     """
     count, sizes = rows.numel(), _sizes(parts[0].shape[-1])
     a, b = parts[0], parts[-1]
@@ -198,16 +198,16 @@ def _rotary(
 
 
 def rotary_serves(x: Tensor, table: Tensor) -> bool:
-    """Return whether the kernel takes q and k with this dtype and device, and this table."""
+    """Return whether the kernel supports q and k with the dtype and device of x, and this table."""
     floats = x.dtype in (torch.bfloat16, torch.float16, torch.float32) and table.dtype == torch.float32
     return floats and x.shape[0] < 65536 and kernels.available(x.device)
 
 
 def rotary(joint: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, back: bool) -> None:
-    """Write q (B, N, H, D) and k (B, N, K, D) from joint (B, N, H + K, D); with `back`, joint's gradient from theirs.
+    """Rotate joint (B, N, H + K, D) into q (B, N, H, D) and k (B, N, K, D), or gradients of q and k `back` into joint.
 
     Args:
-        joint, q, k: tensors with stride 1 along D and any others.
+        joint, q, k: tensors with stride 1 along D and any other strides.
         cos, sin: the table, (N, D/2) or (B, N, D/2), contiguous.
         scale: None, or xPos's scale, with the table's shape: it multiplies q and divides k.
     """

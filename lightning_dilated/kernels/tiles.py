@@ -15,7 +15,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 def precision(q: Tensor) -> str:
-    """Return the `input_precision` of products: exact for float32, without effect on 16-bit types."""
+    """Return the `input_precision` of `tl.dot`: exact for float32; it has no effect on 16-bit types."""
     return "ieee" if q.dtype == torch.float32 else "tf32"
 
 
@@ -54,7 +54,7 @@ def read(base, i, stride, column, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def _seen(there, i, j, lower, upper, CAUSAL: tl.constexpr, BAND: tl.constexpr):
-    """Return the existing pairs in which query row i sees key row j."""
+    """Restrict the mask of existing pairs to pairs in which query row i sees key row j."""
     if BAND:
         there = there & (j - i >= lower) & (j - i <= upper)
     elif CAUSAL:
@@ -115,9 +115,9 @@ def attend(
 ):  # fmt: skip
     """Compute the online softmax of query rows i of a tile over all keys that they see (arXiv 2307.08691, algorithm 1).
 
-    Takes and returns acc (ROWS, BLOCK), the weighted sum of values; `most`, the largest score, as an exponent of 2; and
+    The state is acc (ROWS, BLOCK), the weighted sum of values; `most`, the largest score, as an exponent of 2; and
     `total`, the sum of the weights. `row_state`: the dropout hash of each row; `keys`: global positions of the keys.
-    With BAND query row i sees key row j if lower <= j - i <= upper, for any value of CAUSAL.
+    With BAND query row i sees key row j if lower <= j - i <= upper, whether or not CAUSAL is set.
     """
     inner, high = 0, m
     whole = m // KEYS * KEYS
@@ -186,8 +186,8 @@ def key_gradients(
 ):  # fmt: skip
     """Return (dk without the scale, dv), (KEYS, BLOCK) each, of keys j of a tile (arXiv 2307.08691, algorithm 2).
 
-    `hash_state`: the dropout hash before the query; `queries`: global positions of the query rows. CAUSAL and BAND: see
-    `attend`.
+    `hash_state`: the dropout hash of seed, branch, sample and head; `queries`: global positions of the query rows.
+    CAUSAL and BAND: see `attend`.
     """
     dk = tl.zeros([KEYS, BLOCK], tl.float32)
     dv = tl.zeros([KEYS, BLOCK], tl.float32)
@@ -246,7 +246,7 @@ def query_gradient(
     CAUSAL: tl.constexpr, BAND: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return dq without the scale, (ROWS, BLOCK), of query rows i of a tile; see `attend`; `row_lse` has base 2."""
+    """Return dq without the scale, (ROWS, BLOCK), of query rows i of a tile. `row_lse` is in base 2. See `attend`."""
     dq = tl.zeros([ROWS, BLOCK], tl.float32)
     inner, high = 0, m
     whole = m // KEYS * KEYS
@@ -279,6 +279,6 @@ def merge_factors(a, b):
 
 @triton.jit
 def merge_part(acc, most, total, part, part_lse):
-    """Add a part (rows, D) with log-sum-exp (rows,) to acc, a weighted sum with largest score `most` and sum `total`."""
+    """Add a part (rows, D) with log-sum-exp (rows,) to (weighted sum, largest log-sum-exp, sum of weights)."""
     before, now, top = merge_factors(most, part_lse)
     return acc * before[:, None] + part * now[:, None], top, total * before + now

@@ -1,4 +1,4 @@
-"""Branch, Window and Global: the keys that a query head sees in one branch of a pattern; validated and immutable.
+"""Branch, Window and Global: validated, immutable descriptions of the keys that a query head sees in one branch.
 
 Shape letters: w segment length, r dilation rate, t shift, o offset.
 """
@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Self, TypeAlias
 
 from lightning_dilated._validation import integer, known_keys
 
-#: with these limits, sums of positions and products of rates with strides fit 64 bits
+#: limits that keep sums of positions, and products of rates and strides, within 64 bits
 LARGEST = {"segment_length": 1 << 62, "dilation_rate": 1 << 40}
-#: a window of rate r is r branches
+#: the largest rate of a window, because a window of rate r becomes r branches
 MOST_RESIDUES = 1024
 #: fields that `repr` writes without their names
 UNNAMED = ("segment_length", "dilation_rate", "width", "tokens")
@@ -57,12 +57,12 @@ class Branch(_Branch):
     Args:
         segment_length: w, in tokens; None means one segment for the whole sequence.
         dilation_rate: r >= 1. It need not divide w.
-        shift: t with 0 <= t < w; the first segment then holds only w - t tokens.
-        heads: the query heads that this branch serves; None means all heads.
-        offset: one offset in [0, r) for every head of the branch; None means the pattern's rule.
+        shift: t with 0 <= t < w. The first segment contains only w - t tokens.
+        heads: the query heads that use this branch; None means all heads.
+        offset: the offset of all heads of the branch, in [0, r); None means that the pattern's rule sets it.
 
     Raises:
-        TypeError, ValueError: with the argument, its value and the allowed values.
+        TypeError, ValueError: if an argument is invalid. The message states the argument and the allowed values.
     """
 
     segment_length: int | None
@@ -101,17 +101,17 @@ class Branch(_Branch):
 class Window(_Branch):
     """A sliding window: query p sees key j of its document if r divides p - j and |p - j| < width * r (causal: j <= p).
 
-    With rate 1 these are the `width` latest tokens. Without an `offset` every position sees itself. With a width of 2
-    or more there are no walls.
+    With rate 1 a causal query sees the `width` latest tokens. Without an `offset` every position sees itself. A window
+    with a width of 2 or more has no walls (positions that no information crosses).
 
     Args:
         width: keys that a causal query sees, itself included; without causal attention a query sees 2 width - 1 keys.
         dilation_rate: r >= 1, the distance between these keys.
-        heads: the query heads that this window serves; None means all heads.
-        offset: the only residue (position mod r) with positions that see each other; None means all residues.
+        heads: the query heads that use this window; None means all heads.
+        offset: the residue (position mod r) that uses the window; None means all residues.
 
     Raises:
-        TypeError, ValueError: with the argument, its value and the allowed values.
+        TypeError, ValueError: if an argument is invalid. The message states the argument and the allowed values.
     """
 
     width: int
@@ -134,7 +134,7 @@ class Window(_Branch):
         _fix_heads_and_offset(self)
 
     def residues(self) -> tuple[Window, ...]:
-        """Return a window for each residue: as in a `Branch`, a head then uses one residue of each window."""
+        """Return one window for each residue, because a head uses only one residue of each branch."""
         if self.offset is not None or self.dilation_rate == 1:
             return (self,)
         return tuple(replace(self, offset=o) for o in range(self.dilation_rate))
@@ -144,14 +144,14 @@ class Window(_Branch):
 class Global(_Branch):
     """Global tokens: query p sees key j of its document if p or j is one of the first `tokens` (causal: j <= p).
 
-    The first tokens of a document, such as the class token of a slide, see and are seen by all tokens, in O(N).
+    Global tokens, such as the class token of a slide, see every token, and every token sees them. The cost is O(N).
 
     Args:
-        tokens: g, the number of global tokens; all tokens of a shorter document are global.
-        heads: the query heads that this branch serves; None means all heads.
+        tokens: g, the number of global tokens. In a shorter document all tokens are global.
+        heads: the query heads that use this branch; None means all heads.
 
     Raises:
-        TypeError, ValueError: with the argument, its value and the allowed values.
+        TypeError, ValueError: if an argument is invalid. The message states the argument and the allowed values.
     """
 
     tokens: int
@@ -198,7 +198,7 @@ def read_branch(value: Any, name: str = "branch") -> AnyBranch:
 
 
 def join_residues(branches: Sequence[AnyBranch]) -> list[AnyBranch]:
-    """Replace r consecutive windows that are the `residues` of one window by that window."""
+    """Replace r consecutive windows, if they are the `residues` of one window, with that window."""
     out: list[AnyBranch] = []
     i = 0
     while i < len(branches):
@@ -231,7 +231,7 @@ def _checked_heads(heads: Any) -> tuple[int, ...]:
         raise TypeError(f"heads must be a list of query heads such as range(0, 4), or None for all; got {heads!r}.")
     numbers = tuple(sorted(integer(h, "each entry of heads", 0) for h in heads))
     if not numbers:
-        raise ValueError("heads is empty, so the branch would serve nobody: name at least one head, or None for all.")
+        raise ValueError("heads is empty, so no head would use the branch: name at least one head, or None for all.")
     if len(set(numbers)) != len(numbers):
         raise ValueError(f"heads names a head twice: {list(numbers)}. A head sees a branch once.")
     return numbers

@@ -13,7 +13,7 @@ from lightning_dilated._validation import integer, known_keys
 from lightning_dilated.pattern.pattern import LAYERS, DilatedPattern
 from lightning_dilated.pattern.rows import cycle_to, shortest_cycle
 
-#: a model's `pattern`: one for all layers, or a list for layers 0, 1, ..., which repeats
+#: a model's `pattern`: one pattern for all layers, or a list for layers 0, 1, ... that repeats
 LayersLike: TypeAlias = DilatedPattern | Mapping[str, Any] | Sequence[DilatedPattern | Mapping[str, Any]]
 
 #: options of {"hybrid": {...}}; the model sets the other arguments
@@ -72,11 +72,11 @@ def layer_patterns(
 ) -> tuple[DilatedPattern, ...]:
     """Return the pattern of each of `depth` layers.
 
-    `shift_layers="odd"` shifts every segment of w < `shift_below` (every finite one if None) by w // 2 in layers
-    1, 3, ..., at every sequence length, so that no position is a wall for all layers.
+    In layers 1, 3, ... `shift_layers="odd"` shifts segments shorter than `shift_below` (all finite segments if None) by
+    w // 2, so that consecutive layers have different boundaries.
 
     Raises:
-        ValueError: for another value, for patterns without a defined shift, and if no segment would move.
+        ValueError: if an option is unknown or has no effect, or if a pattern cannot be shifted or is shifted already.
     """
     cycle = (pattern,) if isinstance(pattern, DilatedPattern) else tuple(pattern)
     if shift_layers not in ("none", "odd"):
@@ -93,7 +93,7 @@ def layer_patterns(
             )
         if any(b.shift for b in member.branches):
             raise ValueError(
-                f'shift_layers="odd" shifts patterns that have no shift of their own, got {member}. Leave the shifts out, '
+                f'shift_layers="odd" shifts patterns that are not yet shifted, got {member}. Leave the shifts out, '
                 'or use shift_layers="none".'
             )
     shifted = tuple(member.shifted(0.5, shift_below) for member in cycle)
@@ -108,5 +108,5 @@ def layer_patterns(
 
 
 def plain_patterns(pattern: DilatedPattern | Sequence[DilatedPattern]) -> dict[str, Any] | list[dict[str, Any]]:
-    """Return plain values for YAML, JSON and checkpoints, which `read_patterns` reads."""
+    """Return plain values for YAML, JSON and checkpoints; `read_patterns` reads them."""
     return pattern.to_dict() if isinstance(pattern, DilatedPattern) else [member.to_dict() for member in pattern]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 OFFSETS = ("interleaved", "blocked")
 OFFSET_HEADS = ("query", "kv")
 PADDING = ("masked", "attended")
-#: most branches of a pattern, layers and query heads of a model: limits for numbers that files may contain
+#: limits on the branches of a pattern and on the layers and query heads of a model, because files may hold any number
 BRANCHES, LAYERS, HEADS = 1024, 10_000, 65_536
 
 
@@ -40,10 +40,10 @@ class DilatedPattern:
         offsets: the rule for the offset of head h in a branch of rate r: "interleaved" is h mod r (the LongNet paper),
             "blocked" is h // ceil(H / r) (torchscale and GigaPath checkpoints). A branch's `offset` takes precedence.
         offset_heads: "query", or "kv": with grouped-query attention the offset follows the kv head.
-        padding: "masked", or "attended" to reproduce released checkpoints, in which zero pads took softmax mass.
+        padding: "masked", or "attended" to reproduce released checkpoints, in which zero pads get softmax weight.
 
     Raises:
-        TypeError, ValueError: with the branch and the argument.
+        TypeError, ValueError: if an argument is invalid. The message states the branch and the argument.
     """
 
     branches: tuple[AnyBranch, ...]
@@ -103,7 +103,7 @@ class DilatedPattern:
 
     @classmethod
     def geometric(cls, first: int, last: int, ratio: int = 2, **kwargs: Any) -> DilatedPattern:
-        """Make branches `(first, 1), (first * ratio, ratio), (first * ratio**2, ratio**2), ...` up to segment length `last`.
+        """Make branches `(first, 1), (first * ratio, ratio), (first * ratio**2, ratio**2), ...` up to segment `last`.
 
         Args:
             kwargs: `offsets`, `offset_heads` and `padding` of the pattern.
@@ -129,7 +129,7 @@ class DilatedPattern:
     ) -> DilatedPattern:
         """Make a pattern in which each branch i serves a separate group of heads, with offset i mod r_i.
 
-        If the branches do not divide the heads, the first groups have one more head.
+        If `num_heads` is not a multiple of the number of branches, the first groups have one more head.
 
         Raises:
             ValueError: if the lists differ in length, or there are fewer heads than branches.
@@ -169,23 +169,23 @@ class DilatedPattern:
 
         Args:
             depth: layers of the model.
-            num_heads, num_kv_heads: query heads and kv heads of the model; None: one kv head for each query head.
+            num_heads, num_kv_heads: query heads and kv heads of the model; None means one kv head per query head.
             local: tokens of a local segment.
             global_every: distance between layers with dense heads.
-            global_heads: kv heads of such a layer that are dense; "all" makes the layer ordinary attention.
+            global_heads: number of dense kv heads in such a layer; "all" makes it a layer of ordinary attention.
             far: a pattern with further branches for layers without a dense head; its offset rule applies to them.
             shifted: whether local segments of layers 1, 3, ... begin half a segment earlier, so that consecutive layers
                 have different boundaries.
-            global_first: the first layer with dense heads, counted from 0; None means `global_every - 1`. With that
-                default a model copied over 32,768 tokens that vary; with 0 it learned nothing
-                (benchmarks/results/2026-11-24_h100_strains.md). To look up single keys take 0 and `kv_conv`: one dense
+            global_first: the first layer with dense heads, counted from 0; None means `global_every - 1`. With None a
+                model learned to copy over distances around 32,768 tokens. With 0 it learned nothing
+                (benchmarks/results/2026-11-24_h100_strains.md). To look up single keys use 0 and `kv_conv`: one dense
                 head in the first of four layers recalled 99.99 % at 65,536 tokens, one in the last layer 0.06 %
-                (benchmarks/results/2026-11-24_h100_recall_first.md). Dense heads in layer 0 in addition recalled single
-                keys, but learned to copy in one seed of two (benchmarks/results/2026-11-25_h200_learning.md).
-            window: sliding windows of `local` tokens in place of segments; they have no boundaries to shift.
+                (benchmarks/results/2026-11-24_h100_recall_first.md). Models with dense heads in layer 0 and the default
+                layers recalled keys; one seed of two copied (benchmarks/results/2026-11-25_h200_learning.md).
+            window: whether to use sliding windows of `local` tokens, which have no boundaries, in place of segments.
 
         Raises:
-            TypeError, ValueError: with the name of the argument.
+            TypeError, ValueError: if an argument is invalid. The message names it.
         """
         depth, local, window = (
             integer(depth, "depth", 1, most=LAYERS),
@@ -357,7 +357,7 @@ class DilatedPattern:
         num_kv_heads: int | None = None,
         cu_seqlens: Sequence[int] | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return c(p, j, h), the number of branches in which query p sees key j: the definition of the op.
+        """Return c(p, j, h), the number of branches in which query p sees key j. This count defines the op.
 
         Returns:
             (H, N, N) int64 on the CPU, indexed [head, query, key]. Memory O(H N^2).
@@ -372,9 +372,9 @@ class DilatedPattern:
         causal: bool,
         num_kv_heads: int | None = None,
     ) -> Explanation:
-        """Return walls, dead residues, layers to full reach, FLOPs, keys per row and sight at this length, to `print`.
+        """Return a printable report: walls, dead residues, layers to full reach, FLOPs, keys a row, sight by distance.
 
-        `model.explain(seq_len)` does so for layers with different patterns.
+        It is for `depth` layers with this pattern at `seq_len` tokens. If layers differ, call `model.explain(seq_len)`.
         """
         return hook("explain patterns")(self, seq_len, num_heads, depth, causal, num_kv_heads)
 
@@ -387,10 +387,10 @@ class DilatedPattern:
         head: int | None = None,
         num_kv_heads: int | None = None,
     ) -> Any:
-        """Plot the attention pattern as a matplotlib Figure, and write it to `path` if there is one.
+        """Plot the attention pattern as a matplotlib Figure, and write it to `path` unless that is None.
 
-        The figure shows all heads together and up to three single heads, if possible with different branches; or only
-        `head`.
+        With `head` the figure shows only this head. Otherwise it shows all heads together and up to three single heads,
+        if possible with different branches.
         """
         return hook("plot a pattern")(self, seq_len, num_heads, causal, path, head, num_kv_heads)
 

@@ -44,18 +44,18 @@ class Segment(NamedTuple):
 
 
 def segment_width(branch: AnyBranch, seq_len: int) -> int:
-    """Return w of a branch, at most N + t, because no longer segment holds more positions of a document."""
+    """Return w of a branch, limited to N + t, because a longer segment would contain no more positions."""
     longest = seq_len + branch.shift
     return longest if branch.segment_length is None else min(branch.segment_length, longest)
 
 
 def window_reach(branch: AnyBranch) -> int | None:
-    """Return width * r, the smallest distance at which a window sees no key; None for a branch without a window."""
+    """Return width * r for a window, which sees only keys at smaller distances; None for other branches."""
     return None if branch.width is None else branch.width * branch.dilation_rate
 
 
 def window_band(branch: AnyBranch, causal: bool) -> tuple[int, int] | None:
-    """Return (lower, upper): query row i sees key rows i + lower to i + upper; None without a window."""
+    """Return (lower, upper) of a window: query row i sees key rows i + lower to i + upper. None for other branches."""
     return None if branch.width is None else (1 - branch.width, 0 if causal else branch.width - 1)
 
 
@@ -83,7 +83,7 @@ def segment_at(branch: AnyBranch, seq_len: int, position: int) -> Segment:
 
 
 def segment_classes(width: int, shift: int, length: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (start, number, tokens, first index) of each class of equal segments: a cut one, full ones, a tail."""
+    """Yield (start, number, tokens, first index) for each class of equal segments: cut first, full, cut last."""
     start = 0
     if shift:
         start = min(width - shift, length)
@@ -102,9 +102,9 @@ def head_rows(start: int, stop: int, first: int, rate: int, offset: int) -> rang
 
 
 def padded_keys(pattern: DilatedPattern, branch: AnyBranch, seq_len: int, keys: int) -> int:
-    """Return n_pad of a segment with `keys` keys of a head: ceil(min(w, N) / r) - keys; 0 unless padding="attended".
+    """Return n_pad, the zero keys of a head in a segment where it has `keys` keys: ceil(min(w, N) / r) - keys.
 
-    Callers omit pads from causal attention, because all pads follow the queries.
+    It is 0 unless padding="attended". Callers omit pads from causal attention, because all pads follow the queries.
     """
     if pattern.padding != "attended":
         return 0
@@ -112,7 +112,7 @@ def padded_keys(pattern: DilatedPattern, branch: AnyBranch, seq_len: int, keys: 
 
 
 def check_padding(pattern: DilatedPattern, seq_len: int) -> None:
-    """Raise ValueError if padding="attended" is not defined: several segments with a length that r does not divide."""
+    """Raise ValueError for padding="attended" with several segments if r does not divide their length."""
     if pattern.padding != "attended":
         return
     for i, branch in enumerate(pattern.branches):
@@ -150,11 +150,11 @@ def seen_within(branch: AnyBranch, query: torch.Tensor, key: torch.Tensor) -> to
 
 
 def check_bounds(bounds: list[int], seq_len: int) -> list[int]:
-    """Return `bounds` of packed documents. Raises: ValueError unless they rise from 0 to the number of tokens."""
+    """Return `bounds` of packed documents; raise ValueError unless they rise from 0 to the number of tokens."""
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != seq_len or any(b < a for a, b in itertools.pairwise(bounds)):
         shown = str(bounds) if len(bounds) <= 8 else f"[{', '.join(map(str, bounds[:4]))}, ..., {bounds[-1]}]"
         raise ValueError(
-            f"cu_seqlens must rise from 0 to the number of tokens ({seq_len}), a bound a document and the end; got {shown}."
+            f"cu_seqlens must rise from 0 to the number of tokens ({seq_len}) and list every document's end; got {shown}."
         )
     return bounds
 
@@ -186,10 +186,10 @@ def counts(
 def pads(
     pattern: DilatedPattern, seq_len: int, num_heads: int, causal: bool, num_kv_heads: int | None = None
 ) -> torch.Tensor:
-    """Return (H, N) int64: the zero keys that query p of head h sees in a released checkpoint, summed over branches.
+    """Return (H, N) int64: the number of zero keys that query p of head h sees in a released checkpoint.
 
-    0 everywhere unless `padding="attended"` and not causal. A branch that contains (p, h) adds ceil(w'/r), with
-    w' = min(w, N), minus the keys that h has in p's segment.
+    It is 0 unless `padding="attended"` and attention is not causal. Each branch in which head h uses position p adds
+    ceil(w'/r) minus the number of keys of h in p's segment, where w' = min(w, N).
     """
     total = torch.zeros(num_heads, seq_len, dtype=torch.int64)
     if pattern.padding != "attended" or causal:
@@ -205,7 +205,7 @@ def pads(
 
 
 def row_pairs(rows: int, width: int | None, causal: bool) -> int:
-    """Return the pairs among the rows of a head in a segment, limited to a window of `width` rows if there is one."""
+    """Return the number of (query, key) pairs among `rows` rows of a head; `width` limits them to a window."""
     width = rows if width is None else min(width, rows)
     causal_pairs = width * (width + 1) // 2 + (rows - width) * width
     return causal_pairs if causal else 2 * causal_pairs - rows
@@ -218,9 +218,9 @@ class Block:
 
     Row i of head j in segment s is position first + s * segment_stride + j * position_step + i * row_stride. The head
     stride of a strided view of (B, N, H, D) may also move along the sequence, so heads of different offsets share a
-    call. Rows attend to `pads` zero keys in addition (padding="attended"). With a `width`, row i sees row j only if
-    |i - j| < width. With `keys` = (first, rows) every row sees these positions instead of the block's rows; keys that
-    follow the rows are seen only if attention is not causal.
+    call. Each row also sees `pads` zero keys (padding="attended"). With a `width`, row i sees row j only if
+    |i - j| < width. With `keys` = (first, rows) each row sees these `rows` positions instead of the block's rows, or
+    no key if attention is causal and the keys follow the block's rows.
     """
 
     branch: int
@@ -241,12 +241,12 @@ class Block:
 
     @property
     def key_rows(self) -> int:
-        """Return the key rows of a head in a segment."""
+        """Return the number of key rows of a head in a segment."""
         return self.rows if self.keys is None else self.keys[1]
 
     @property
     def query_rows(self) -> int:
-        """Return the query rows of all heads and segments."""
+        """Return the number of query rows of all heads and segments."""
         return self.segments * self.heads * self.rows
 
     def pairs(self, causal: bool) -> int:
@@ -280,9 +280,9 @@ def blocks(
 ) -> tuple[Block, ...]:
     """Return all blocks of one document of `seq_len` tokens, branch by branch. No block is empty.
 
-    `part` = (start, stop) selects these positions, cuts segments at its ends and counts rows from its start; `whole`
-    omits the cut segments. `heads` = (first, stop) selects these query heads, and counts them from `first` (and kv
-    heads from the kv head of `first`). A cut segment has the n_pad of the whole segment.
+    `part` = (start, stop) limits the blocks to these positions: segments are cut at its ends, and rows are counted from
+    its start. `whole` omits the cut segments; otherwise a cut segment has as much padding as the whole segment. `heads`
+    = (first, stop) limits the blocks to these query heads, and counts heads from `first` and kv heads from its kv head.
     """
     check_padding(pattern, seq_len)
     start, stop = part or (0, seq_len)
@@ -320,8 +320,8 @@ def blocks(
 def _global_blocks(
     branch: int, tokens: int, part: tuple[int, int], heads: list[tuple[int, int]], num_heads: int, num_kv_heads: int
 ) -> Iterator[Block]:
-    """Yield blocks of the (head, kv head) pairs in `heads`: global rows with themselves as keys, local rows with global
-    keys, and global rows with local keys."""
+    """Yield blocks of the (head, kv head) pairs in `heads`: global rows with global keys, local rows with global keys,
+    and global rows with local keys."""
     length, edge = part[1] - part[0], min(max(tokens - part[0], 0), part[1] - part[0])
     global_rows, local_rows = (0, edge), (edge, length - edge)
     for rows, keys in ((global_rows, None), (local_rows, global_rows), (global_rows, local_rows)):
@@ -339,24 +339,24 @@ def pairs(
     causal: bool,
     heads: tuple[int, int] | None = None,
 ) -> int:
-    """Return the (query, key) pairs over branches and heads (all, or first to stop): a pair takes 4 D FLOPs in the
-    forward and 10 D in the backward."""
+    """Return the number of (query, key) pairs over all branches and over `heads` = (first, stop), or all heads if None.
+    A pair takes 4 D FLOPs in the forward and 10 D in the backward."""
     return sum(b.pairs(causal) for b in blocks(pattern, seq_len, num_heads, num_kv_heads or num_heads, heads=heads))
 
 
 def query_rows(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int | None) -> int:
-    """Return the query rows over branches and all heads."""
+    """Return the number of query rows over all branches and heads."""
     return sum(b.query_rows for b in blocks(pattern, seq_len, num_heads, num_kv_heads or num_heads))
 
 
 def pairs_of_part(
     pattern: DilatedPattern, part: range, num_heads: int, num_kv_heads: int | None = None
 ) -> tuple[int, int]:
-    """Return the causal pairs of the queries in a part of a document, over branches and all heads: (pairs with keys in
-    the part, pairs with earlier keys)."""
+    """Return two counts of causal pairs for the queries in a part of a document, over all branches and heads: pairs
+    with keys in the part, and pairs with earlier keys."""
     kv_heads = num_kv_heads or num_heads
     local = sum(b.pairs(True) for b in blocks(pattern, part.stop, num_heads, kv_heads, (part.start, part.stop)))
-    # no query sees a later key, so queries before a position have the pairs of a document that ends there
+    # no query sees a later key, so queries before a position have the same pairs as in a document that ends there
     before = [pairs(pattern, at, num_heads, kv_heads, True) if at else 0 for at in (part.start, part.stop)]
     return local, before[1] - before[0] - local
 
@@ -382,7 +382,7 @@ def _block(branch: int, run: list[_HeadRows], segments: int, segment: int, rate:
 
 
 def _head_strides(num_heads: int, num_kv_heads: int, rate: int) -> tuple[int, ...]:
-    """Return the head strides to try: neighbours, equal offsets of either rule, and kv groups."""
+    """Return the head strides to try: adjacent heads, heads with equal offsets under either rule, and kv groups."""
     group = num_heads // num_kv_heads
     tries = {1, rate, group, group * rate, -(-num_heads // rate), group * -(-num_kv_heads // rate)}
     return tuple(sorted(t for t in tries if 1 <= t <= num_heads))
@@ -390,7 +390,7 @@ def _head_strides(num_heads: int, num_kv_heads: int, rate: int) -> tuple[int, ..
 
 @functools.lru_cache(maxsize=16384)
 def _runs(all_rows: tuple[_HeadRows, ...], strides: tuple[int, ...]) -> tuple[list[_HeadRows], ...]:
-    """Group heads into the fewest runs that strided views can hold: equal steps of head, kv head and first position."""
+    """Group heads into the fewest runs with equal steps of head, kv head and first position, as strided views need."""
     best: list[list[_HeadRows]] | None = None
     for stride in strides:
         runs: list[list[_HeadRows]] = []

@@ -1,4 +1,4 @@
-"""Recurrence: the description of a layer's memory. `ext/recurrence` computes it, and holds its state between calls."""
+"""Recurrence: the description of a layer's memory. `ext/recurrence` computes it and keeps its state between calls."""
 
 from typing import TYPE_CHECKING
 

@@ -11,27 +11,27 @@ from lightning_dilated._validation import integer, known_keys, one_of, real
 from lightning_dilated.pattern.rows import cycle_to, shortest_cycle
 
 KINDS = ("gated_delta", "linear", "delta")
-#: kinds that change their state at the end of a memory segment, and not with every token
+#: kinds that update their state at the end of each memory segment instead of at each token
 SEGMENTED = ("linear", "delta")
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A memory of constant size besides dilated attention: D x D numbers a kv head that every later token reads.
+    """A memory of constant size besides dilated attention: D x D numbers a kv head, which every later token reads.
 
-    The heads' outputs are A + scale sigmoid(W_g x) RMSNorm(M): A is dilated attention, M `recurrent_attention` of the
-    layer's own q, k and v before their rotation, x the layer's input, `scale` a learned number a head. The memory is
-    not a branch of the softmax: only it reaches beyond a pattern's walls and to unused positions, and it is lossy.
+    The heads' outputs are A + scale sigmoid(W_g x) RMSNorm(M), where A is dilated attention, M is `recurrent_attention`
+    of the same q, k and v before rotation, x is the layer's input and `scale` is a learned number a head. The memory is
+    not a branch of the softmax. It reaches across a pattern's walls and to positions that no head uses, but is lossy.
 
     Args:
         kind: "gated_delta" (Gated DeltaNet, arXiv 2412.06464), with decay and write strength computed from x; "linear"
-            or "delta" (Infini-attention, arXiv 2404.07143). If attention is not causal, only "linear" has a meaning.
+            or "delta" (Infini-attention, arXiv 2404.07143). If attention is not causal, only "linear" is allowed.
         segment: tokens of a memory segment; linear and delta need it.
-        conv: taps of a short convolution over q, k and v for the memory, initially the identity; 0: none.
+        conv: taps of a short convolution over q, k and v for the memory, initially the identity; 0 means none.
         gate_init: initial `scale`. With 0 the memory does not change the layer's output until it is trained.
 
     Raises:
-        TypeError, ValueError: naming the argument, its value and what is allowed.
+        TypeError, ValueError: if an argument is invalid. The message states its value and the allowed values.
     """
 
     kind: str = "gated_delta"
@@ -59,23 +59,23 @@ class Recurrence:
         fix("gate_init", real(self.gate_init, "recurrence gate_init"))
 
     def check_causal(self, causal: bool) -> None:
-        """Raise ValueError if a layer that is not causal cannot have this memory."""
+        """Raise ValueError if the layer is not causal and this memory needs a causal layer."""
         if not causal and self.kind != "linear":
             raise ValueError(
-                f"recurrence kind {self.kind!r} overwrites what it holds, in the order of the tokens, and this layer is not "
+                f"recurrence kind {self.kind!r} overwrites its state in the order of the tokens, and this layer is not "
                 "causal. Take kind='linear' with a segment, or a causal layer."
             )
 
     def flops(self, heads: int, kv_heads: int, head_dim: int) -> int:
-        """Return forward FLOPs a token of the rule itself: writes to each matrix, and reads for each query head."""
+        """Return the memory's forward FLOPs a token: writes to each kv head's matrix, and reads for each query head."""
         written = 2 if self.kind == "linear" else 4
         return (written * kv_heads + 2 * heads) * head_dim**2
 
     def exchanged_bytes(self, ranks: int, kv_heads: int, head_dim: int) -> int:
-        """Return the most bytes of state maps that a rank receives in a forward of one sequence, contiguous layout.
+        """Return the most bytes of state maps that a rank receives in the forward of one contiguously sharded sequence.
 
-        A backward moves twice as much: the forward's maps again, and gradients. If ranks cut memory segments, keys and
-        values of less than a segment are added, and with `conv` rows of its taps.
+        A backward moves twice as much: the forward's maps again, and gradients. If ranks cut memory segments, a rank
+        also receives keys and values of less than one segment; with `conv` it also receives the rows for its taps.
         """
         columns = {"gated_delta": 2 * head_dim, "linear": head_dim + 2, "delta": 2 * head_dim + 2}[self.kind]
         return hook("maps of a recurrence")(ranks) * kv_heads * head_dim * columns * 4
@@ -87,10 +87,10 @@ class Recurrence:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | Recurrence) -> Recurrence:
-        """Build from `to_dict`'s form; a Recurrence is returned unchanged.
+        """Make a Recurrence from the values of `to_dict`; return a Recurrence unchanged.
 
         Raises:
-            TypeError: for anything else.
+            TypeError: if `values` is neither a mapping nor a Recurrence.
         """
         if isinstance(values, Recurrence):
             return values
@@ -100,16 +100,16 @@ class Recurrence:
         return cls(**values)
 
 
-#: a model's `recurrence`: one for all layers, None, or a list for layers 0, 1, ..., which repeats
+#: a model's `recurrence`: one for all layers, None, or a list for layers 0, 1, ... that repeats
 RecurrencesLike: TypeAlias = Recurrence | Mapping[str, Any] | Sequence[Recurrence | Mapping[str, Any] | None] | None
 
 
 def layer_recurrences(value: RecurrencesLike, depth: int, causal: bool) -> tuple[Recurrence | None, ...]:
-    """Return the recurrence of each of `depth` layers, None for a layer without.
+    """Return the recurrence of each of `depth` layers; None for a layer without recurrence.
 
     Raises:
-        TypeError, ValueError: for any other value, an empty list, a list longer than `depth`, or kinds that need causal
-            layers if these are not causal.
+        TypeError, ValueError: for any other value, an empty list, a list longer than `depth`, or a kind that needs
+            causal layers if the layers are not causal.
     """
     members: Iterable[Any]
     if value is None or isinstance(value, (Recurrence, Mapping)):
@@ -133,7 +133,7 @@ def layer_recurrences(value: RecurrencesLike, depth: int, causal: bool) -> tuple
 
 
 def reach_in_words(layers: Sequence[Recurrence | None], head_dim: int) -> str | None:
-    """Return a line about the reach of layers with a recurrence; None without any."""
+    """Return a sentence about the reach of the layers with a recurrence; None if there are no such layers."""
     numbers = [i for i, x in enumerate(layers) if x is not None]
     if not numbers:
         return None
@@ -146,11 +146,11 @@ def reach_in_words(layers: Sequence[Recurrence | None], head_dim: int) -> str | 
 
 
 def plain_recurrences(layers: Sequence[Recurrence | None]) -> Any:
-    """Return plain values for checkpoints, which `layer_recurrences` reads."""
+    """Return plain values for checkpoints; `layer_recurrences` reads them."""
     cycle = [None if x is None else x.to_dict() for x in shortest_cycle(layers)]
     return cycle[0] if len(cycle) == 1 else cycle
 
 
 def without_starts(layers: Sequence[Recurrence | None]) -> tuple[Recurrence | None, ...]:
-    """Return the recurrences without initial values of parameters, which have no effect once weights are given."""
+    """Return the recurrences with `gate_init` at 0, because initial values have no effect once weights are loaded."""
     return tuple(None if x is None else replace(x, gate_init=0.0) for x in layers)

@@ -1,4 +1,4 @@
-"""One sequence on many ranks: its sharding, the rows that must move, and the exact exchanges that move them."""
+"""One sequence on many ranks: its shards, the rows that must move between ranks, and the exchanges that move them."""
 
 from typing import TYPE_CHECKING
 

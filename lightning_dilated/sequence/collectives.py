@@ -1,8 +1,8 @@
 """Collectives of a sequence and of its loss: sums, means and gathers over all ranks, with their gradients.
 
-The loss is the sum of the ranks' losses; each rank contributes its local sum over the global count. (A mean of local
-means would depend on how valid tokens are spread over ranks.) So the gradient of a result that every rank holds is the
-sum of the ranks' gradients, and a loss that every rank computes alike must be divided by the number of ranks.
+The loss is the sum of the ranks' shares: each rank's local sum, divided by the global count. (A mean of local means
+would depend on the distribution of valid tokens over ranks.) Therefore the gradient of a result that every rank has is
+the sum of the ranks' gradients, and a loss that every rank computes identically must be divided by the number of ranks.
 
 Shape letters: B batch, L tokens of this rank, N tokens of the sequence, R ranks.
 """
@@ -23,21 +23,21 @@ from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 
 def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | None = None) -> Tensor:
-    """Return this rank's share of the mean loss: `total` over the sum of all ranks' counts. The shares sum to the loss.
+    """Return this rank's share of the mean loss: `total` over the sum of all ranks' counts. Shares sum to the loss.
 
-    For a loss of tokens, pass the sum over this rank's tokens and their number. For a loss of samples that every rank
-    of a sequence computes alike (as a pooled classifier does), pass the sum over the samples and their number.
+    For a loss over tokens, sum and count this rank's tokens. For a loss over samples that every rank of a sequence
+    computes identically (as in a pooled classifier), sum and count the samples on every rank.
 
     Args:
         total: scalar, the sum of this rank's losses.
         count: scalar, the number of losses in this sum.
-        sequence: the ranks; None: the active group, or this rank alone.
+        sequence: the ranks; None means the active group, or this rank alone.
 
     Returns:
-        scalar; 0 if no rank counted anything.
+        scalar; 0 if the sum of the counts is 0.
 
     Raises:
-        RuntimeError: in an evaluation with different numbers of batches on its ranks: some ranks would wait for others.
+        RuntimeError: in an evaluation with different numbers of batches on its ranks, because ranks would wait forever.
     """
     group = _group(sequence)
     count = scalar(count, total.device).detach().to(torch.float64, copy=True)
@@ -48,7 +48,7 @@ def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | Non
 
 
 def scalar(x: Tensor | float, device: torch.device) -> Tensor:
-    """Return a number as a tensor on a device without waiting for a GPU: a kernel writes a Python number there."""
+    """Return a number as a tensor on a device without making the host wait. A kernel writes Python numbers there."""
     if type(x) in (bool, int, float):
         return torch.full((), x, device=device)  # type: ignore[arg-type]  # mypy does not narrow by `type(x) in`
     return send(x, device) if isinstance(x, Tensor) else torch.as_tensor(x, device=device)
@@ -59,7 +59,7 @@ def loss_sum(share: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
 
     Args:
         share: scalar, this rank's share.
-        sequence: the ranks; None: the active group, or this rank alone.
+        sequence: the ranks; None means the active group, or this rank alone.
 
     Raises:
         RuntimeError: as `loss_share`.
@@ -79,7 +79,7 @@ def _group(sequence: SequenceGroup | None) -> SequenceGroup | None:
 
 
 def _add(x: Tensor, ranks: dist.ProcessGroup) -> None:
-    """Sum over the ranks of a process group, in place; one rank alone has nothing to do."""
+    """Sum x over the ranks of a process group, in place; do nothing on a single rank."""
     if dist.get_world_size(ranks) > 1:
         dist.all_reduce(x, group=ranks)
 
@@ -135,7 +135,7 @@ def sequence_sum(x: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
 
     Args:
         x: any shape, equal on all ranks.
-        sequence: the ranks; None: the active group. Without one, x itself is returned.
+        sequence: the ranks; None means the active group. If no group is active, x itself is returned.
 
     Raises:
         ValueError: on every rank, if shapes or dtypes differ.
@@ -144,7 +144,7 @@ def sequence_sum(x: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
     if group is None:
         return x
     if group.ranks == 1:
-        return x.clone()  # the caller may change it, as on several ranks
+        return x.clone()  # a new tensor, as on several ranks, because the caller may change it
     agreed = group.agree({"call": "sequence_sum", "shape": tuple(x.shape), "dtype": x.dtype, "requires grad": _grad(x)})
     return _Sum.apply(x, group, agreed.number)
 
@@ -158,9 +158,9 @@ def sequence_mean(x: Tensor, dim: int = 1, mask: Tensor | None = None, sequence:
 
     Args:
         x: (B, L, ...) or any shape with this rank's tokens along `dim`.
-        mask: shape of x up to and including `dim`, (B, L) for dim=1: True, or a weight, for each token that counts. The
-            mean of a sample without such tokens is 0.
-        sequence: the ranks; None: the active group, or this rank alone.
+        mask: True, or a weight, for each token that counts, with x's shape up to and including `dim`: (B, L) for dim=1.
+            The mean of a sample without such tokens is 0.
+        sequence: the ranks; None means the active group, or this rank alone.
 
     Returns:
         x's shape without `dim`, equal on all ranks.
@@ -199,7 +199,7 @@ def _mean_arguments(x: Tensor, dim: int, mask: Tensor | None) -> tuple[int, Tens
         mask = x.new_ones(()).expand(x.shape[: dim + 1])
     if mask.shape != x.shape[: dim + 1]:
         raise ValueError(
-            f"mask must have shape {tuple(x.shape[: dim + 1])}, that of x up to dim {dim}; got {tuple(mask.shape)}."
+            f"mask must have shape {tuple(x.shape[: dim + 1])}, as x up to dim {dim}; got {tuple(mask.shape)}."
         )
     return dim, mask
 
@@ -209,13 +209,13 @@ def sequence_gather(x: Tensor, dim: int = 1, sequence: SequenceGroup | None = No
 
     Args:
         x: (B, L, ...) or any shape with this rank's tokens along `dim`.
-        sequence: the ranks; None: the active group. Without one, x itself is returned.
+        sequence: the ranks; None means the active group. If no group is active, x itself is returned.
 
     Returns:
         x's shape with N along `dim`.
 
     Raises:
-        ValueError: on every rank, if shapes or dtypes differ or a rank does not hold the tokens of its shard.
+        ValueError: on every rank, if shapes or dtypes differ or a rank does not have the tokens of its shard.
     """
     group = active_sequence() if sequence is None else sequence
     if group is None:

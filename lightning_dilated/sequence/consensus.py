@@ -1,4 +1,4 @@
-"""Consensus: the ranks of a group check, by control messages between their CPUs, that all make the same call.
+"""Consensus: the ranks of a group check that all make the same call, by control messages between their CPUs.
 
 Each rank sends a digest of its call and compares the digests of all ranks. A check may be deferred: the digest is sent
 now, and the digests are compared later, so that no host waits for another. Control messages never wait for a GPU.
@@ -27,13 +27,13 @@ from lightning_dilated._compat.torch import gloo_backend
 # -- control messages --------------------------------------------------------------------------------------------------
 @dataclass
 class PendingGather:
-    """A tensor of every rank, in transit; `posted` holds torch's `Work`, or None if there is nothing to wait for."""
+    """A gather of every rank's tensor, in transit; `posted` is the future of torch's `Work`, or None on one rank."""
 
     tensors: list[Tensor]
     posted: Future[Any] | None = None
 
     def done(self) -> bool:
-        """Return True if `wait` would return at once."""
+        """Return True if `wait` would return immediately."""
         if self.posted is None:
             return True
         return self.posted.done() and (self.posted.exception() is not None or self.posted.result().is_completed())
@@ -49,7 +49,7 @@ class ThreadedGloo:
     """A gloo backend that starts its collectives in another thread, in the order of the calls.
 
     torch's `Work` keeps the state of the thread that started it, including autograd's current hooks. In a recomputed
-    block these hooks hold the block's input, so each deferred check would keep an input alive.
+    block these hooks refer to the block's input, so each deferred check would keep an input alive.
     """
 
     def __init__(self, backend: dist.ProcessGroupGloo, name: str) -> None:
@@ -57,33 +57,33 @@ class ThreadedGloo:
         self.name = name
 
     def allgather(self, tensors: list[Tensor], own: Tensor) -> Future[Any]:
-        """Start to gather; return the future of torch's `Work`."""
+        """Start a gather; return the future of torch's `Work`."""
         if self.backend is None:
             raise RuntimeError(f"the connection {self.name} ended with the run of its Trainer.")
         return _thread(os.getpid()).submit(self.backend.allgather, [tensors], [own])
 
     def close(self) -> None:
-        """End the connection, which waits for gathers that other ranks have not joined."""
+        """Close the connection. This waits for gathers that other ranks have not joined."""
         self.backend = None
 
 
 @functools.cache
 def _thread(process: int) -> ThreadPoolExecutor:
-    """Return the thread for control messages of a process: a forked process needs a new one."""
+    """Return a process's thread for control messages. A forked process needs a new thread."""
     return ThreadPoolExecutor(1, "control-messages")
 
 
 Connection: TypeAlias = tuple[dist.ProcessGroup, timedelta | None, str]
-#: open connections; they are kept, because closing one waits for gathers that other ranks have not joined
+#: open connections; they are kept, because closing a connection waits for gathers that other ranks have not joined
 _connections: dict[Connection, ThreadedGloo] = {}
-#: number of times that each connection was made, so that no rank reads the addresses of an earlier one
+#: number of times that each connection was made, so that no rank reads the addresses of an earlier connection
 _times: Counter[tuple[str, timedelta | None, str]] = Counter()
 #: channels of a sequence's group; other channels belong to a run
 OF_SEQUENCE = ("", "differences")
 
 
 def _threaded_gloo(group: dist.ProcessGroup, timeout: timedelta | None, channel: str) -> ThreadedGloo:
-    """Return the one backend of a channel of a group."""
+    """Return the backend of a group's channel; the first call creates it."""
     key = group, timeout, channel
     if key not in _connections:
         times = group.group_name, timeout, channel
@@ -99,9 +99,9 @@ def connections() -> set[Connection]:
 
 
 def forget_connections(before: set[Connection], groups: Iterable[dist.ProcessGroup]) -> list[ThreadedGloo]:
-    """Forget a run's connections, of `groups` and of channels of runs since `before`; the caller closes the result.
+    """Forget and return the connections of `groups`, and a run's channels that are not in `before`.
 
-    The next run makes new ones. The thread for control messages ends with the last connection.
+    The caller closes them. The next run makes new connections. The control thread ends with the last connection.
     """
     ended = set(groups)
     ending = [k for k in _connections if k[0] in ended or (k not in before and k[2] not in OF_SEQUENCE)]
@@ -113,7 +113,7 @@ def forget_connections(before: set[Connection], groups: Iterable[dist.ProcessGro
 
 
 class ControlGroup:
-    """The ranks of a process group, connected by gloo; `backend` is a separate connection, None for the group's own."""
+    """The ranks of a process group, connected by gloo; `backend` is a separate connection, or None for the group's."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None, channel: str = "") -> None:
         self.group, self.ranks = group, dist.get_world_size(group)
@@ -122,10 +122,10 @@ class ControlGroup:
             self.backend = _threaded_gloo(group, timeout, channel)
 
     def start_gather(self, own: Tensor) -> PendingGather:
-        """Start to gather every rank's tensor; all are on the CPU, with equal shapes and dtypes."""
+        """Start to gather every rank's tensor. All must be on the CPU and have equal shapes and dtypes."""
         if self.ranks == 1:
             return PendingGather([own])
-        with torch.inference_mode(False):  # as in the thread that writes to them
+        with torch.inference_mode(False):  # the thread that writes to the tensors is not in inference mode
             tensors = [torch.empty_like(own) for _ in range(self.ranks)]
         if self.backend is not None:
             return PendingGather(tensors, self.backend.allgather(tensors, own))
@@ -172,7 +172,7 @@ ONE_FILE = (
 
 @dataclass(frozen=True)
 class Agreement:
-    """Facts that all ranks agreed on: each rank's tokens, rank 0's dropout seed, a number that tells calls apart."""
+    """Facts that all ranks agreed on: the tokens of each rank, rank 0's dropout seed, and the call's number."""
 
     lengths: tuple[int, ...]
     seed: int
@@ -185,7 +185,7 @@ class Agreement:
 
 @dataclass
 class DeferredCheck:
-    """A call with digests to compare later."""
+    """A call and its digests, which are compared later."""
 
     facts: dict[str, Any]
     digests: PendingGather
@@ -196,9 +196,9 @@ class Consensus:
     """The agreement of a process group's ranks on their calls.
 
     Attributes:
-        may_defer: True if checks may be deferred; equal on all ranks. False if collectives wait on the host: a rank
-            could then wait in one forever before it learns that another rank makes a different call.
-        deferred: the checks that are still to be done.
+        may_defer: whether checks may be deferred; equal on all ranks. It is False if collectives block the host: a rank
+            could then wait in a collective forever and never learn that another rank makes a different call.
+        deferred: the checks that are not done yet.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
@@ -206,7 +206,7 @@ class Consensus:
         self.rank, self.may_defer = dist.get_rank(group), dist.get_backend(group) != "gloo"
         self.deferred: deque[DeferredCheck] = deque()
         self._calls = 0
-        # tokens of each rank at the last comparison: a rank cannot infer them from its own tokens
+        # tokens of each rank at the last comparison, because a rank cannot infer them from its own tokens
         self._latest: tuple[int, ...] = ()
         self._agreed: OrderedDict[tuple, tuple[int, ...]] = OrderedDict()
 
@@ -239,12 +239,12 @@ class Consensus:
         return agreed
 
     def flush(self) -> None:
-        """Do the deferred checks; the next call is checked at once, since other ranks may hold other tokens by then."""
+        """Do the deferred checks. The next call is not deferred, because other ranks may have other lengths by then."""
         self._latest = ()
         self._check_all()
 
     def refuse(self, error: BaseException) -> None:
-        """Report to the other ranks that this one cannot continue."""
+        """Report to the other ranks that this rank cannot continue."""
         self._check_all()
         self._send(_REFUSED, 0, 0).wait()
         self._difference({"error": f"{type(error).__name__}: {error}"})
@@ -261,17 +261,17 @@ class Consensus:
         deferred = self.deferred.popleft()
         expected = deferred.expected.lengths
         lengths = tuple(row[1] for row in self._compare(deferred.facts, deferred.digests, "used"))
-        if lengths != expected:  # the same call, with other numbers of tokens on other ranks
+        if lengths != expected:  # the same call, but other ranks have other numbers of tokens
             raise ValueError(
-                f"the ranks of the sequence hold {list(lengths)} tokens in a call, but {list(expected)} in the "
-                "one before it in the same step. Give all calls of a step sequences of one length, or leave `trusting`."
+                f"the ranks of the sequence hold {list(lengths)} tokens in a call, but {list(expected)} in the call "
+                "before it in the same step. Give all calls of a step sequences of one length, or leave `trusting`."
             )
 
     def _send(self, *numbers: int) -> PendingGather:
         return self.control.start_gather(torch.tensor(numbers, dtype=torch.int64))
 
     def _compare(self, facts: Mapping[str, Any], digests: PendingGather, done: str = "computed") -> list[list[int]]:
-        """Return every rank's [digest, tokens, seed], or raise if digests differ."""
+        """Return every rank's [digest, tokens, seed]; raise ValueError if digests differ."""
         try:
             rows = [x.tolist() for x in digests.wait()]
         except RuntimeError as error:
@@ -290,7 +290,7 @@ class Consensus:
         )
 
     def _difference(self, facts: dict[str, str], done: str = "computed") -> str:
-        """Return a message that says which ranks differ, and in which facts; a collective call."""
+        """Return a message that says which ranks differ, and in which facts. All ranks must call this."""
         # a rank that deferred checks may have sent digests of later calls on the usual connection
         control = ControlGroup(self.group, self.timeout, "differences") if self.may_defer else self.control
         everyone = control.gather_text(facts)
@@ -304,10 +304,10 @@ class Consensus:
         return f"the ranks of the sequence disagree, so nothing was {done}. " + ". ".join(lines)
 
     def _even_out(self, control: ControlGroup) -> None:
-        """Pad every rank's queue to the longest, so that all issue the same number of collectives; discard the entries."""
+        """Pad every rank's queue to the longest, so that all issue the same number of collectives; then clear it."""
         if self.may_defer:
             waiting = len(self.deferred)
             most, self._calls = torch.stack(control.gather(torch.tensor([waiting, self._calls]))).amax(0).tolist()
             padding = [self._send(0, 0, 0) for _ in range(most - waiting)]
-            self._discarded = [x.digests for x in self.deferred] + padding  # alive until they have arrived
+            self._discarded = [x.digests for x in self.deferred] + padding  # kept until they have arrived
             self.deferred.clear()

@@ -1,4 +1,4 @@
-"""SequenceGroup: the ranks that hold one sequence, their agreement on each call, and the active group.
+"""SequenceGroup: the ranks that share one sequence, their agreement on each call, and the active group.
 
 Shape letters: N tokens of the sequence, R ranks, L tokens of a rank.
 """
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 _groups: dict[str, SequenceGroup] = {}
 _active = ThreadStack("active sequences")
 _numbers = itertools.count()
-#: most calls with cached routes in a group: several layers of a step, forward and backward
+#: most calls for which a group caches routes; enough for several layers of a step, forward and backward
 REMEMBERED = 32
 
 
 class SequenceGroup:
-    """One sequence on the ranks of a process group; give it to `dilated_attention(sequence=...)`, or make it `active`.
+    """One sequence on the ranks of a process group. Pass it to `dilated_attention(sequence=...)`, or make it `active`.
 
     Args:
         group: a torch.distributed process group; None is the world.
@@ -53,13 +53,13 @@ class SequenceGroup:
         stream: in the chunked layout, the tokens of a chunk; all ranks share each chunk (`MemorySettings.stream`).
         exchange: "auto", or one of `sequence.exchange.EXCHANGES`.
         head_size: ranks of a head-parallel group; its ranks trade tokens for heads, and the exchange runs between
-            groups. "auto": the cheapest size for each call (see `sequence.head_size`), 1 in the chunked layout.
-        ranks_per_node: ranks that share fast links; None: all of them.
-        loss_group: the ranks that add their losses, including data-parallel ranks; None: the ranks of the sequence.
-        timeout: timeout of control messages between ranks; None: torch's default.
-        links: the link speeds that "auto" uses, equal on all ranks; None: `Links.of_this_machine()`.
-        exchange_memory_gib: the most GiB of other ranks' rows, and of fp32 sums of their gradients, that the exchange of a
-            call may hold on a rank at once. "auto" takes an exchange within this limit. None: no limit.
+            groups. "auto" is the cheapest size for each call (see `sequence.head_size`), or 1 in the chunked layout.
+        ranks_per_node: ranks that share fast links; None means all ranks.
+        loss_group: the ranks that add their losses, including data-parallel ranks; None means the sequence's ranks.
+        timeout: timeout of control messages between ranks; None means torch's default.
+        links: the link speeds that "auto" uses, equal on all ranks; None means `Links.of_this_machine()`.
+        exchange_memory_gib: the most GiB that the exchange of a call may use on a rank for other ranks' rows and fp32
+            sums of their gradients. "auto" chooses an exchange within this limit. None means no limit.
 
     Attributes:
         forward_traffic, backward_traffic: bytes and messages of this rank since their last `clear()`.
@@ -67,8 +67,8 @@ class SequenceGroup:
 
     Raises:
         RuntimeError: without torch.distributed, or if this process is not in the group.
-        TypeError, ValueError: naming the argument.
-        OSError, ValueError: for this machine's file of links, see `Links.of_this_machine`.
+        TypeError, ValueError: if an argument is invalid. The message names it.
+        OSError, ValueError: if this machine's file of links cannot be read, see `Links.of_this_machine`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class SequenceGroup:
         if links is not None and not isinstance(links, Links):
             raise TypeError(f"links must be a Links or None, got {links!r}; Links.load(path) reads a file.")
         self.links = Links.of_this_machine() if links is None else links
-        # link speeds matter only if "auto" chooses by them
+        # link speeds matter only if "auto" uses them
         self._link_speeds = self.links.numbers if "auto" in (self.exchange, self.head_size) else None
         self.forward_traffic, self.backward_traffic = Traffic("forward"), Traffic("backward")
         self.agreed: Agreement | None = None
@@ -129,10 +129,10 @@ class SequenceGroup:
         return Place(self.ranks, self.rank, self.layout, self.stream)
 
     def positions(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        """Return global positions of this rank's `length` tokens, (L,) int64, on the CPU by default; all ranks call.
+        """Return the positions (L,) int64 of this rank's `length` tokens, on the CPU by default; a collective call.
 
         Raises:
-            ValueError: on every rank, if some rank does not hold the tokens of its shard.
+            ValueError: on every rank, if a rank does not have the tokens of its shard.
         """
         agreed = self.agree({"call": "positions"}, length)
         ranges = self.shard(agreed.seq_len).ranges(self.rank)
@@ -141,19 +141,19 @@ class SequenceGroup:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[SequenceGroup]:
-        """Let `dilated_attention` without `sequence=` compute over this group inside the context, in this thread only.
+        """Make `dilated_attention` without `sequence=` use this group inside the context, in this thread only.
 
-        With recomputation, run the backward inside the context, too, since it calls `dilated_attention` again.
+        With recomputation of activations, run the backward inside the context, too: it calls `dilated_attention` again.
         """
         self.was_active = True
         with _active.with_top(self):
             yield self
 
     def close(self) -> None:
-        """Forget the group and all that it holds. The op and later backwards can no longer find it by name."""
+        """Free everything that the group stores. The op and later backwards can no longer find the group by name."""
         _groups.pop(self.name, None)
         self.forget()
-        self._consensus = None  # with it the process groups
+        self._consensus = None  # it refers to the process groups
         self.group = self.loss_group = None  # type: ignore[assignment]
 
     def _open(self) -> Consensus:
@@ -165,13 +165,13 @@ class SequenceGroup:
         return self._consensus
 
     def forget(self) -> None:
-        """Free the routes of earlier calls, which hold device memory; later calls compute their routes again."""
+        """Free the routes of earlier calls, which use device memory. Later calls compute their routes again."""
         self._remembered.clear()
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return make(), cached by `key` while it is among the latest `REMEMBERED`; key None is not cached.
+        """Return make(), cached by `key`. The cache has the latest `REMEMBERED` keys; a key of None is not cached.
 
-        The cache is small because values hold device memory, and documents of one batch may never occur again.
+        The cache is small because values use device memory, and the documents of a batch may never occur again.
         """
         if key is None:
             return make()
@@ -192,24 +192,24 @@ class SequenceGroup:
         later: bool = False,
         chunk: int | None = None,
     ) -> Agreement:
-        """Compare a call on all ranks; every rank raises if one differs.
+        """Compare a call on all ranks; every rank raises if the call of one rank differs.
 
         Args:
             what: facts of the call by name; they must be equal on all ranks.
             length: this rank's tokens; None for a call without tokens.
-            seed: dropout seed; rank 0's is taken.
-            turn: another fact that must be equal, but changes with every call.
+            seed: this rank's dropout seed; the agreement has rank 0's.
+            turn: another fact that must be equal on all ranks, but changes with every call.
             later: inside `trusting`, defer the check to `settle` if an equal call (except for `turn`) was agreed on.
             chunk: tokens of a chunk on all ranks together, if the call is on one chunk; `agreed` is then not updated.
 
         Raises:
-            ValueError: on every rank, naming the rank and the fact that differs, or the rank and its wrong length.
+            ValueError: on every rank, if a fact differs or a length is wrong. The message names the rank and the fact.
             RuntimeError: if a CUDA graph is being recorded, or if other ranks do not answer.
         """
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a CUDA graph cannot record calls of several ranks: they compare each call through their hosts, which a "
-                "replay would pass over. Leave attention over a sequence out of the graph."
+                "a CUDA graph cannot record calls of several ranks: they compare each call through their hosts, and a "
+                "replay would skip that. Leave attention over a sequence out of the graph."
             )
         begin = time.perf_counter()
         facts = {**what, "layout": self.layout, "stream": self.stream, "exchange": self.exchange}
@@ -227,7 +227,7 @@ class SequenceGroup:
 
     @contextlib.contextmanager
     def trusting(self) -> Iterator[None]:
-        """Defer, on GPUs, the checks of calls that equal earlier ones; call `settle` before using results.
+        """On GPUs, defer the checks of calls that equal earlier calls. Call `settle` before using results.
 
         Without this context a rank waits in each call for the hosts of all other ranks.
         """
@@ -238,7 +238,7 @@ class SequenceGroup:
             self._trusted = before
 
     def settle(self) -> None:
-        """Flush the deferred checks.
+        """Do the deferred checks.
 
         Raises:
             ValueError: as `agree`.
@@ -249,7 +249,7 @@ class SequenceGroup:
             self.forward_traffic.log.agreeing += time.perf_counter() - begin
 
     def refuse(self, error: BaseException) -> None:
-        """Report to the ranks that wait to agree that this one cannot continue; the caller then raises `error`."""
+        """Report to the ranks that wait to agree that this rank cannot continue. The caller must then raise `error`."""
         self._open().refuse(error)
 
     def guard(self, check: Callable[..., Any], *args: Any) -> Any:
@@ -261,11 +261,11 @@ class SequenceGroup:
             raise
 
     def watch(self, log: TrafficLog | None) -> None:
-        """Let `log` record when rows are in transit and when ranks wait for them; None: no record."""
+        """Make `log` record when rows are in transit and when ranks wait for them; None ends the record."""
         self.forward_traffic.log = self.backward_traffic.log = log
 
     def _checked(self, with_tokens: bool, agreed: Agreement) -> None:
-        """Raise unless every rank holds its shard."""
+        """Raise ValueError unless every rank has the tokens of its shard."""
         if not with_tokens:
             return
         shard = self.shard(agreed.seq_len)
@@ -273,7 +273,7 @@ class SequenceGroup:
             if length != shard.length(rank):
                 raise ValueError(
                     f"rank {rank} of the sequence holds {length} tokens; of {agreed.seq_len} tokens in the {self.layout} "
-                    f"layout it has to hold {shard.length(rank)}. Got {list(agreed.lengths)}, "
+                    f"layout it must hold {shard.length(rank)}. Got {list(agreed.lengths)}, "
                     f"expected {[shard.length(r) for r in range(self.ranks)]}."
                 )
 
@@ -285,7 +285,7 @@ class SequenceGroup:
 
 
 def _checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the process group, the world for None."""
+    """Return the process group; None means the world."""
     outside = dist.GroupMember.NON_GROUP_MEMBER
     if group is not None and not isinstance(group, dist.ProcessGroup) and group is not outside:
         raise TypeError(f"group must be a torch.distributed process group or None (the world), got {group!r}.")
@@ -298,11 +298,11 @@ def _checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def active_sequence() -> SequenceGroup | None:
-    """Return this thread's innermost `SequenceGroup.active()`, or None; in a backward, the calling thread's.
+    """Return this thread's innermost active group, or None. In a backward, return the group of the calling thread.
 
     Raises:
-        RuntimeError: in a backward (that recomputes activations) outside of `active()`, while a group that was active is
-            still open: the forward may have used that group.
+        RuntimeError: in a backward that recomputes activations outside of `active()`, if a group that was active is
+            still open, because the forward may have used that group.
     """
     stack = _active.values
     if not stack and not torch.compiler.is_compiling() and in_backward():
@@ -326,7 +326,7 @@ def present_sequence() -> Callable[[], AbstractContextManager[None]]:
 
 @contextlib.contextmanager
 def no_sequence() -> Iterator[None]:
-    """Let no sequence be active in this thread inside the context: a rank then computes alone."""
+    """Make no sequence active in this thread inside the context, so that the rank computes alone."""
     with _active.with_top(None):
         yield
 

@@ -1,7 +1,7 @@
-"""The size of head-parallel groups: the cost of a call with each size, and the cheapest, for `head_size="auto"`.
+"""The size of head-parallel groups: the cost of a call with each size, and the cheapest size, for `head_size="auto"`.
 
-Integers and stated link speeds only. The ranks of a group trade tokens for heads, so that the exchange of rows runs
-between groups only. A rank holds the same tokens with every size, so each call may choose its size.
+Costs follow from integers and stated link speeds. The ranks of a group trade tokens for heads, so that only groups
+exchange rows with each other. A rank holds the same tokens with every size, so each call may choose its size.
 Shape letters: N tokens, L tokens of a rank, H query heads, K kv heads, D head dim, R ranks, M ranks of a group.
 """
 
@@ -28,8 +28,8 @@ from lightning_dilated.sequence.planner import (
 )
 from lightning_dilated.sequence.requirements import Problem, crosses, straddling
 
-#: bytes of GPU memory that a trade of tokens for heads reads and writes in both passes, for each number of q (with its
-#: output and their gradients), and for each number of k and of v; counted from the copies in bf16
+#: bytes of GPU memory that a trade of tokens for heads reads and writes in both passes, for each element of q (with its
+#: output and both gradients), and for each element of k and of v; counted from the copies in bf16
 TRADED_Q, TRADED_KV = 90, 50
 #: collectives of a trade, forward and backward
 ROUNDS = 3, 5
@@ -37,14 +37,14 @@ ROUNDS = 3, 5
 
 @dataclass(frozen=True)
 class Traded:
-    """Bytes that one rank receives from the others of its group in a pass."""
+    """Bytes that one rank receives from the other ranks of its group in each pass."""
 
     forward: int
     backward: int
 
 
 def in_groups(problem: Problem, size: int, member: int = 0) -> Problem:
-    """Return the problem of the ranks with number `member` in groups of `size`; `problem` is given for single ranks."""
+    """Return the problem of the ranks with number `member` in groups of `size`; `problem` must be without groups."""
     single = problem.shard
     shard = replace(single, ranks=single.ranks // size, members=size)
     first, stop = problem.heads
@@ -55,7 +55,7 @@ def in_groups(problem: Problem, size: int, member: int = 0) -> Problem:
 
 
 def traded(problem: Problem, size: int, rank: int, samples: int, head_dim: int, element_size: int) -> Traded:
-    """Return the exact bytes that a rank receives in a trade (as in `Wire.traffic`); `problem` is for single ranks."""
+    """Return the exact bytes that a rank receives in a trade (as in `Wire.traffic`); `problem` is without groups."""
     first, stop = problem.heads
     cuts = windows(stop - first, (stop - first) * problem.num_kv_heads // problem.num_heads, size)
     group, me = range(rank // size * size, (rank // size + 1) * size), rank % size
@@ -84,9 +84,9 @@ def head_prices(
     links: Links = DEFAULTS,
     exchange_memory: int | None = None,
 ) -> tuple[tuple[HeadPrice, ...], tuple[tuple[int, str], ...]]:
-    """Return (prices of the sizes that serve a call, reasons against the others); arguments as in `planner.plan`.
+    """Return (prices of the sizes that serve a call, (size, reason) of the others); for arguments see `planner.plan`.
 
-    `problem` is given for single ranks. A group is inside a node, and has no more ranks than the call has heads.
+    `problem` must be without groups. A group must be inside a node, and cannot have more ranks than the call has heads.
 
     Raises:
         ValueError: if no size serves the call.
@@ -185,10 +185,10 @@ def plan_in_groups(
     links: Links = DEFAULTS,
     exchange_memory: int | None = None,
 ) -> Plan:
-    """Return a rank's plan with the cheapest size of head-parallel groups; `problem` is given for single ranks.
+    """Return a rank's plan with the cheapest size of head-parallel groups; `problem` must be without groups.
 
-    Every rank of the sequence takes the same size. It is 1 if nothing crosses ranks, or if documents differ from batch
-    to batch, because batches are not priced one by one.
+    Every rank of the sequence chooses the same size. It is 1 if no segment crosses ranks, or if documents differ from
+    batch to batch, because batches are not priced one by one.
 
     Raises:
         ValueError: as `planner.plan`.
@@ -205,7 +205,7 @@ def plan_in_groups(
 
 
 def _not_priced(problem: Problem) -> str | None:
-    """Return why a call takes no groups at any price, or None."""
+    """Return the reason why a call has no groups at any price; None if groups are priced."""
     if not crosses(problem):
         return "no segment crosses a shard"
     if any((d.start, d.stop) != (0, problem.shard.seq_len) for d in problem.documents):

@@ -13,7 +13,7 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import pairs
 from lightning_dilated.sequence.planner import FLOPS, make_problem, plan
 
-#: zigzag has to save this share of attention's time, because two runs of tokens on a rank take more launches
+#: zigzag must save this share of attention's time, because two runs of tokens on a rank need more launches
 SAVED = 0.1
 #: features of a head in prices
 HEAD_DIM = 64
@@ -31,11 +31,11 @@ def cheapest_layout(
 ) -> str:
     """Return "contiguous" or "zigzag" for the causal attention of a model.
 
-    The cost of a layout is the mean rank's computation, the time of each layer's cheapest exchange, and the wait for the
-    busiest rank, in whole femtoseconds. "zigzag" has to cost a tenth less.
+    The cost of a layout, in whole femtoseconds, is the sum of the mean computation of a rank, the time of each layer's
+    cheapest exchange, and the wait for the busiest rank. "zigzag" is chosen if it costs over a tenth less.
 
     Args:
-        patterns: one for each layer.
+        patterns: the pattern of each layer.
         seq_len: N, the longest sequence.
         num_heads, num_kv_heads: H and K.
         ranks: R, the ranks that share a sequence.
@@ -43,7 +43,7 @@ def cheapest_layout(
         prices: `ranks_per_node` and `links` of `planner.plan`; heads have 64 features of 16 bits.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: if an argument is invalid. The message names it.
     """
     layers = Counter(patterns)
     if ranks == head_size or not layers:

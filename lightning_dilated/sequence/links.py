@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_dilated._validation import real, text_of
 
-#: environment variable: a file of links to read instead of the cached one; "defaults" reads none
+#: environment variable: a file of links to read instead of the cached file; "defaults" means no file
 VARIABLE = "LIGHTNING_DILATED_LINKS"
 NUMBERS = ("near", "far", "round", "message")
 
@@ -19,8 +19,8 @@ NUMBERS = ("near", "far", "round", "message")
 class Links:
     """Link speeds for prices: bytes/s of a GPU inside a node and between nodes, seconds of a round and a message.
 
-    The defaults are speeds of H200 nodes: 259 GB/s was measured for an all-to-all over NVLink; 50 GB/s is a 400 Gb/s
-    adapter a GPU; a round is an all-to-all of a few bytes. `lightning-dilated bench links` measures the links here.
+    The defaults are speeds of H200 nodes: 259 GB/s was measured for an all-to-all over NVLink, 50 GB/s is one 400 Gb/s
+    adapter per GPU, and a round is an all-to-all of a few bytes. `lightning-dilated bench links` measures your links.
 
     Attributes:
         near, far: bytes/s that a GPU receives from its own node, and from other nodes.
@@ -28,7 +28,7 @@ class Links:
         source: origin of the numbers; ignored in comparisons.
 
     Raises:
-        TypeError, ValueError: naming the field that is not a positive finite number.
+        TypeError, ValueError: if a field is not a positive finite number. The message names it.
     """
 
     near: float = 259e9
@@ -57,12 +57,12 @@ class Links:
 
     @classmethod
     def load(cls, path: str | Path) -> Links:
-        """Read a file that `save` wrote; if it names no source, the file is the source.
+        """Read a file that `save` wrote. If it names no source, the source is the path.
 
         Raises:
             TypeError: if `path` is not a path.
             OSError: if the file does not exist or cannot be read.
-            ValueError: naming the file, and the field that is missing, unknown or not a positive number.
+            ValueError: if a field is missing, unknown or not a positive number. The message names file and field.
         """
         if not isinstance(path, (str, Path)):
             raise TypeError(
@@ -74,7 +74,7 @@ class Links:
         except OSError as error:
             raise type(error)(f"{path}: {error.strerror}. {remedy}") from None
         except (ValueError, RecursionError) as error:  # RecursionError: values nested too deeply
-            raise ValueError(f"{path} is no JSON ({error}). {remedy}") from None
+            raise ValueError(f"{path} is not JSON ({error}). {remedy}") from None
         try:
             return cls(**{"source": str(path), **_checked(values)})
         except (TypeError, ValueError) as error:
@@ -92,10 +92,10 @@ class Links:
 
     @classmethod
     def of_this_machine(cls) -> Links:
-        """Read the file that LIGHTNING_DILATED_LINKS names, else the cached file (`cached`), else take the defaults.
+        """Read the file that LIGHTNING_DILATED_LINKS names, else the cached file; without a file, use the defaults.
 
         Raises:
-            OSError, ValueError: as `load`; a file that the variable names must exist.
+            OSError, ValueError: as `load`. A file that the variable names must exist.
         """
         named = os.environ.get(VARIABLE)
         if named == "defaults":
@@ -115,7 +115,7 @@ def cached() -> Path:
 
 
 def _checked(values: Any) -> dict[str, Any]:
-    """Return the values of a file; raise unless they are all the numbers and nothing unknown."""
+    """Return the values of a file; raise ValueError if a number is missing or a name is unknown."""
     if not isinstance(values, dict):
         raise ValueError(f"not a mapping of {', '.join(NUMBERS)}.")
     missing = [name for name in NUMBERS if name not in values]

@@ -1,6 +1,6 @@
-"""The plan of a sharded call: bytes, rounds, time, work and saved memory of every exchange, and the cheapest.
+"""The plan of a sharded call: bytes, rounds, time, work and saved memory of every exchange, and the cheapest exchange.
 
-Integers and stated link speeds only; nothing here touches a device or another process.
+A plan follows from integers and stated link speeds only; making it uses no device and no other process.
 
 Shape letters: N tokens, H query heads, D head dim, R ranks.
 """
@@ -34,10 +34,10 @@ from lightning_dilated.sequence.requirements import (
 )
 from lightning_dilated.sequence.shard import GIB, Shard, check_exchange
 
-#: most ranks that are priced, evenly spread if there are more
+#: at most this number of ranks is priced, evenly spread over all ranks
 PRICED = 8
-#: attention FLOP/s (both passes) and memory bytes/s of an H200, and bytes of a switch's fp32 copies a number of q: they
-#: convert waiting for a busier rank, and these copies, to the time scale of rows in transit
+#: attention FLOP/s (both passes) and memory bytes/s of an H200, and bytes of a switch's fp32 copies per element of q.
+#: They convert waiting for a busier rank, and these copies, to seconds
 FLOPS, MEMORY, COPIED = 400e12, 4e12, 40
 #: slowdown of causal attention over a whole long sequence (owners of a switch) relative to the pieces of zigzag ranks;
 #: 931 and 867 ms for 524,288 tokens on four H200
@@ -46,17 +46,17 @@ SWITCH_SLOWDOWN = 1.08
 MAX_SAVED_RATIO = 4
 #: default link speeds of prices
 DEFAULTS = Links()
-#: up to this many ranks, all are listed to count the memory of an exchange; of more ranks, only the priced ones
+#: the memory of an exchange is counted on all ranks up to this number; if there are more, on the priced ranks only
 LISTED_RANKS = 64
 
 
 class ExchangeMemoryError(ValueError):
-    """The named exchange of a call, or every exchange, holds more memory than allowed."""
+    """Raised if the named exchange of a call, or every exchange, needs more memory than allowed."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """The price of one exchange: bytes that the most expensive priced rank receives in both passes, and their time.
+    """The price of one exchange: bytes that the most expensive priced rank receives, and their time.
 
     Attributes:
         forward, backward: bytes received.
@@ -88,7 +88,7 @@ class HeadPrice:
     Attributes:
         exchange: exchange between groups; None if no segment crosses groups.
         traded: bytes that a rank receives in trades of tokens for heads, in both passes.
-        exchanged: bytes that it receives in the exchange between groups.
+        exchanged: bytes that a rank receives in the exchange between groups.
         seconds: time of the trade, its copies and the exchange, with nothing hidden behind computation.
         waiting: seconds of waiting for ranks with more to compute.
     """
@@ -113,16 +113,16 @@ class HeadPrice:
 
 @dataclass(frozen=True)
 class Plan:
-    """The exchange that `plan` chose for a call, with reasons; printed, it is a table.
+    """The exchange that `plan` chose for a call, with reasons. `str` returns a table.
 
     Attributes:
         problem: the call.
         exchange: name of the exchange; None if no segment crosses a shard.
         prices: prices of the exchanges that serve the call.
-        rejected: (exchange, reason) of the others.
+        rejected: (exchange, reason) of the other exchanges.
         links: the link speeds of the prices; None without prices.
         head_prices, head_reasons: with `head_size="auto"`, prices of sizes of head-parallel groups, and (size, reason)
-            of sizes that were not taken.
+            for sizes without a price.
     """
 
     problem: Problem
@@ -142,7 +142,7 @@ class Plan:
         return "\n".join([self._exchange_lines(), *self.head_lines()])
 
     def head_lines(self) -> list[str]:
-        """Return lines about sizes of head-parallel groups; none without head_size="auto"."""
+        """Return lines about sizes of head-parallel groups; an empty list without head_size="auto"."""
         if not self.head_prices and not self.head_reasons:
             return []
         lines = [f"head_size: {self.head_size}"]
@@ -170,8 +170,8 @@ class Plan:
         late = grows and self.problem.causal and self.problem.shard.layout == "contiguous"
         if late and self.prices and waits > min(p.seconds for p in self.prices):
             lines.append(
-                f"the last ranks have most keys to see: where rows travel, the others wait {waits * 1e3:.3f} ms for them; "
-                "layout='zigzag' gives every rank an early and a late part"
+                f"the last ranks' queries see most keys: if rows travel, the other ranks wait {waits * 1e3:.3f} ms for "
+                "them; layout='zigzag' gives every rank an early and a late part"
             )
         return "\n".join(lines)
 
@@ -191,19 +191,19 @@ def make_problem(
     head_size: int = 1,
     head_rank: int = 0,
 ) -> Problem:
-    """Return the problem of a call on `ranks` ranks; with head-parallel groups, of the ranks with number `head_rank`.
+    """Return the problem of a call on `ranks` ranks; `head_rank` is the rank's number in its head-parallel group.
 
     Args:
         pattern, num_heads, num_kv_heads, causal: as in the call.
         seq_len: N.
         layout: layout of the positions: "contiguous", "zigzag" or "strided".
-        cu_seqlens: bounds of packed documents; in place of `lengths`.
+        cu_seqlens: bounds of packed documents, instead of `lengths`.
         lengths: tokens of each sample.
-        batch: samples of N tokens, if neither is given.
+        batch: number of samples of N tokens, without `lengths` and `cu_seqlens`.
         head_size: ranks of a head-parallel group, a divisor of `ranks`.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: if an argument is invalid. The message names it.
     """
     num_heads, num_kv_heads = pattern.check_heads(num_heads, num_kv_heads)
     if integer(ranks, "ranks", 1) % integer(head_size, "head_size", 1):
@@ -221,7 +221,7 @@ def make_problem(
 
 # -- work --------------------------------------------------------------------------------------------------------------
 def rank_pairs(problem: Problem, exchange: str, rank: int) -> int:
-    """Count the (query, key) pairs that a rank computes, without narrow segments, which no exchange changes."""
+    """Count the (query, key) pairs that a rank computes in wide segments; no exchange changes pairs in narrow ones."""
     if exchange != "switch":
         return joint_pairs(problem, rank) + local_pairs(problem, rank)
     if problem.shard.interleaved:
@@ -230,7 +230,7 @@ def rank_pairs(problem: Problem, exchange: str, rank: int) -> int:
 
 
 def busiest_pairs(problem: Problem, exchange: str, ranks: Sequence[int]) -> int:
-    """The most pairs that a rank computes, of `ranks` and of the owners of segments that these ranks hold."""
+    """Return the most pairs that one rank computes, among `ranks` and the owners of these ranks' segments."""
     if exchange != "switch" or problem.shard.interleaved:
         return max(rank_pairs(problem, exchange, rank) for rank in ranks)
     tasks = (tasks_by_owner(problem, rank).values() for rank in ranks)
@@ -238,7 +238,7 @@ def busiest_pairs(problem: Problem, exchange: str, ranks: Sequence[int]) -> int:
 
 
 def mean_pairs(problem: Problem, exchange: str, ranks: Sequence[int]) -> float:
-    """The mean rank's pairs. Few of many ranks may own no segment, so a switch takes the mean of the ranks' own queries."""
+    """Return the mean pairs of `ranks`. A few ranks may own no segment, so a switch counts their queries' pairs."""
     by_queries = exchange == "switch" and len(ranks) < problem.shard.ranks and not problem.shard.interleaved
     return sum(rank_pairs(problem, "gather" if by_queries else exchange, rank) for rank in ranks) / len(ranks)
 
@@ -251,7 +251,7 @@ def joint_pairs(problem: Problem, rank: int) -> int:
 
 
 def local_pairs(problem: Problem, rank: int) -> int:
-    """Count the pairs among a rank's own rows in wide segments; if rows interleave, requests hold these pairs."""
+    """Count the pairs among a rank's own rows in wide segments; if rows interleave, requests include these pairs."""
     pairs = 0
     for piece in problem.shard.ranges(rank):
         for segment in wide_segments(problem, piece) if piece.step == 1 else ():
@@ -285,19 +285,19 @@ def held(problem: Problem, exchange: str, rank: int, per_node: int, head_dim: in
     rows = [landed(step) for step in program.rounds]
     if program.keep:
         return sum(rows) * (row + wide_row)
-    # a round's rows with their gradients, while the next ones arrive
+    # a round's rows with their gradients, while the next rows arrive
     return max(a * (row + wide_row) + b * row for a, b in itertools.pairwise([*rows, 0]))
 
 
 def most_held(problem: Problem, exchange: str, per_node: int, head_dim: int, element_size: int) -> int:
-    """Return the most that any rank, and any window of a head-parallel group, holds."""
+    """Return the most bytes that any rank holds at once, with any window of heads of a head-parallel group."""
     ranks = problem.shard.ranks
     listed = range(ranks) if ranks <= LISTED_RANKS else priced_ranks(ranks)
     return max(held(x, exchange, r, per_node, head_dim, element_size) for x in members_of(problem) for r in listed)
 
 
 def _too_much(holds: dict[str, int], bound: int, named: str | None = None) -> ExchangeMemoryError:
-    """Return the error, with its remedy, for the named exchange, or every exchange, that holds more than the limit."""
+    """Return the error, with its remedy, if the named exchange, or every exchange, holds more than the limit."""
     least = min(holds, key=lambda name: holds[name])
     sizes = ", ".join(f"{name} {_gib(n)}" for name, n in sorted(holds.items(), key=lambda x: x[1]))
     first = "no exchange of this call holds" if named is None else f"exchange={named!r} does not hold"
@@ -317,7 +317,7 @@ def _gib(size: int) -> str:
 
 # -- prices ------------------------------------------------------------------------------------------------------------
 def price(problem: Problem, exchange: str, per_node: int, head_dim: int, element_size: int, links: Links) -> Price:
-    """Return the price of an exchange for the most expensive priced rank and window of a head-parallel group."""
+    """Return the price of an exchange for the most expensive rank and window of heads among the priced ranks."""
     priced = priced_ranks(problem.shard.ranks)
     sizes = per_node, head_dim, element_size, links
     highest = max((_price(x, exchange, r, *sizes) for x in members_of(problem) for r in priced), key=_seconds)
@@ -354,7 +354,7 @@ def _seconds(x: Price) -> float:
 
 
 def _few_rows(problem: Problem) -> bool:
-    """Return True if at most `FEW` of a rank's rows belong to wide segments (of all branches together)."""
+    """Return True if at most the share `FEW` of a rank's rows belongs to wide segments (of all branches together)."""
     length = problem.shard.longest
     branches = enumerate(problem.pattern.branches)
     wide = [i for i, b in branches if b.segment_length is None or b.segment_length > length or b.shift]
@@ -363,7 +363,7 @@ def _few_rows(problem: Problem) -> bool:
 
 
 def members_of(problem: Problem) -> list[Problem]:
-    """Return the problem of every member of a head-parallel group; all members must choose one exchange."""
+    """Return the problem of every member of a head-parallel group; all members must choose the same exchange."""
     cuts = windows(problem.num_heads, problem.num_kv_heads, problem.shard.members)
     return [replace(problem, heads=cut) for cut in cuts if cut[0] < cut[1]]
 
@@ -393,14 +393,14 @@ def plan(
     Args:
         problem: see `make_problem`.
         exchange: "auto" or a name of `EXCHANGES`.
-        ranks_per_node: ranks that share fast links; None: all of them.
+        ranks_per_node: ranks that share fast links; None means all ranks.
         head_dim, element_size: D, and bytes of an element of q, k and v.
         links: the link speeds of this machine.
-        exchange_memory: the most bytes that a rank may hold at once, see `held`; None: no limit.
+        exchange_memory: the most bytes that a rank may hold at once, see `held`; None means no limit.
 
     Raises:
-        ValueError: if the named exchange cannot serve the problem, with the condition that fails; if the named
-            exchange, or every exchange, holds more than `exchange_memory`, with the amounts.
+        ValueError: if the named exchange cannot serve the problem, or if the named exchange, or every exchange, holds
+            more than `exchange_memory`. The message states the failed condition, or the bytes of each exchange.
     """
     check_exchange(exchange)
     if not crosses(problem):
@@ -408,8 +408,8 @@ def plan(
     refused = [*windowed(problem.pattern), *global_tokens(problem.pattern)]
     if problem.shard.interleaved and refused:
         raise ValueError(
-            f"layout='strided' does not serve {refused[0]}: the neighbours of every token lie on other ranks, and so do the "
-            "first tokens of a document. Use layout='contiguous' or 'zigzag', where a rank has runs of tokens."
+            f"layout='strided' does not serve {refused[0]}: the neighbours of every token, and the first tokens of a "
+            "document, are on other ranks. Use layout='contiguous' or 'zigzag', where a rank has runs of tokens."
         )
     per_node = problem.shard.ranks if ranks_per_node is None else max(1, ranks_per_node // problem.shard.members)
     reason = None if exchange == "auto" else _why_not(problem, exchange, per_node)

@@ -44,7 +44,7 @@ def intersect(a: range, b: range) -> range:
 
 
 def subtract(a: range, b: range) -> list[range]:
-    """Return `a` without `b`, as disjoint ranges: before, after, and the residues of `a` that `b` does not take."""
+    """Return `a` without `b`, as disjoint ranges: before `b`, after `b`, and the residues of `a` that `b` lacks."""
     taken = intersect(a, b)
     if not taken:
         return [a] if a else []
@@ -54,7 +54,7 @@ def subtract(a: range, b: range) -> list[range]:
         inner = range(taken[0], taken[-1], a.step)
         if period <= len(taken):
             out += [inner[i::period] for i in range(1, period)]
-        else:  # few elements are taken: the runs between them
+        else:  # few elements are taken, so return the runs between them
             out += [inner[i + 1 : i + period] for i in range(0, len(inner), period)]
     return [x for x in out if x]
 
@@ -69,7 +69,7 @@ def remove(pieces: Iterable[range], taken: Iterable[range]) -> list[range]:
             active.append(waiting.pop())
         remaining: list[range] = []
         for a in active:
-            if a[-1] < b.start:  # later ranges of `taken` start further on
+            if a[-1] < b.start:  # later ranges of `taken` start after `b` does
                 done.append(a)
             else:
                 remaining += subtract(a, b)

@@ -1,6 +1,6 @@
 """Requirements of attention over a sharded sequence: the call as a `Problem`, and each rank's row requests.
 
-A row request names query rows of a rank and the key rows on other shards that they see. All numbers are integers.
+A row request lists query rows of a rank and the key rows on other shards that they see. All numbers are integers.
 
 Shape letters: N tokens, H query heads, R ranks, w segment length, r dilation rate, o offset.
 """
@@ -20,7 +20,7 @@ from lightning_dilated.sequence.ranges import clip, intersect, union
 
 @dataclass(frozen=True, order=True)
 class Document:
-    """The tokens [start, stop) of the global sequence in each of `samples` samples from `sample` on."""
+    """The tokens [start, stop) of the global sequence in samples `sample`, ..., `sample` + `samples` - 1."""
 
     sample: int
     samples: int
@@ -36,8 +36,8 @@ class Document:
 class Problem:
     """One call of attention over a sharded sequence; equal on all ranks.
 
-    `documents` are the documents that no rank holds alone; `heads` = (first, stop) are the query heads computed here
-    (all, or the window of a head-parallel group). For a stream of chunks, pieces of chunks replace ranks.
+    `documents` are the documents that no rank holds alone. `heads` = (first, stop) are the query heads that this rank
+    computes (all, or its window in a head-parallel group). In a stream of chunks, pieces of chunks replace ranks.
     """
 
     pattern: DilatedPattern
@@ -50,7 +50,7 @@ class Problem:
 
     @property
     def group(self) -> int:
-        """Query heads that share a kv head."""
+        """Number of query heads that share a kv head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -81,10 +81,10 @@ class BranchSegment:
 
 @dataclass(frozen=True)
 class RowRequest:
-    """Query rows of one head and branch, and the key rows that they see: all, or (causal) keys not after the query.
+    """Query rows of one head and branch, and the key rows that they see: all, or with `causal` keys 0 to i for query i.
 
     No query row occurs twice in one `slot` of a branch. Queries also attend to `pads` zero keys. With `band` = (lower,
-    upper), query i sees key j if lower <= j - i <= upper, and every query sees a key.
+    upper), query i sees key j if lower <= j - i <= upper, and every query must see a key.
     """
 
     document: Document
@@ -99,14 +99,14 @@ class RowRequest:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs over the document's samples."""
+        """Number of (query, key) pairs over the document's samples."""
         n, m = len(self.queries), sum(map(len, self.keys))
         if self.band is not None:
             return self.document.samples * (_below(n, m, self.band[1]) - _below(n, m, self.band[0] - 1))
         return self.document.samples * (n * (n + 1) // 2 if self.causal else n * m)
 
     def cut(self, held: Sequence[range]) -> Iterator[RowRequest]:
-        """Yield the request for its keys at the positions `held`: no request, one or, with a band, one for each run."""
+        """Yield requests for the keys at the positions `held`: at most one, or with a band one for each run of keys."""
         parts = [part for keys in self.keys for piece in held if (part := intersect(keys, piece))]
         if self.band is None:
             if parts:
@@ -116,23 +116,23 @@ class RowRequest:
         for number, part in enumerate(parts):
             at = keys.index(part[0])
             lower, upper = self.band[0] - at, self.band[1] - at  # for key j of the part
-            first, stop = max(0, -upper), min(len(self.queries), len(part) - lower)  # queries that see a key of it
+            first, stop = max(0, -upper), min(len(self.queries), len(part) - lower)  # queries that see some key
             if first < stop:
                 band, slot = (lower + first, upper + first), self.slot + 2 * number
                 yield replace(self, queries=self.queries[first:stop], keys=(part,), band=band, slot=slot)
 
 
 def _below(n: int, m: int, upper: int) -> int:
-    """Count pairs (i, j) of i < n and j < m with j - i <= upper: row i has i + upper + 1, at least 0 and at most m."""
+    """Count pairs (i, j) of i < n and j < m with j - i <= upper: row i has i + upper + 1 pairs, limited to 0..m."""
     first = min(n, max(0, -upper))  # earlier rows have no pairs
-    full = min(n, max(first, m - upper - 1))  # the rows from here on have all m
+    full = min(n, max(first, m - upper - 1))  # rows full, full + 1, ... have m pairs
     return (full - first) * (first + full + 1 + 2 * upper) // 2 + (n - full) * m
 
 
 def straddling(documents: Sequence[Document], shard: Any) -> tuple[Document, ...]:
     """Return the documents of a call that are not inside one run of consecutive positions of one rank.
 
-    Documents must be in rising order of bounds (packed, or one a sample): only cuts between shards are looked up.
+    Documents must be sorted by their bounds (packed, or one for each sample): only cuts between shards are looked up.
     """
     if shard.interleaved:
         return tuple(d for d in documents if d.stop > d.start)
@@ -162,7 +162,7 @@ def served(problem: Problem, branch: int) -> list[int]:
 
 
 def segment_padding(problem: Problem, segment: BranchSegment, rows: range) -> int:
-    """Return n_pad of a segment for a head with these rows."""
+    """Return the number of zero keys (n_pad) of a head with these rows in a segment."""
     if problem.causal:
         return 0
     branch = problem.pattern.branches[segment.branch]
@@ -170,7 +170,7 @@ def segment_padding(problem: Problem, segment: BranchSegment, rows: range) -> in
 
 
 def wide_segments(problem: Problem, piece: range) -> Iterator[BranchSegment]:
-    """Yield the segments that hold positions of a piece of a rank and reach beyond it."""
+    """Yield the segments that contain positions of a rank's piece and extend beyond the piece."""
     for document in problem.documents:
         low, high = max(piece.start, document.start) - document.start, min(piece.stop, document.stop) - document.start
         if low >= high:
@@ -194,7 +194,7 @@ def row_requests(problem: Problem, rank: int) -> Iterator[RowRequest]:
 
 
 def piece_requests(problem: Problem, piece: range) -> Iterator[RowRequest]:
-    """Yield the requests of the queries at these positions for rows at other positions."""
+    """Yield the requests of the queries in `piece` for rows at other positions."""
     for segment in wide_segments(problem, piece):
         for head in served(problem, segment.branch):
             rows = segment_rows(problem, segment, head)
@@ -221,7 +221,7 @@ def piece_requests(problem: Problem, piece: range) -> Iterator[RowRequest]:
 def _window_requests(
     problem: Problem, segment: BranchSegment, head: int, rows: range, queries: range, width: int
 ) -> Iterator[RowRequest]:
-    """Yield requests for a window's rows outside of a run of queries: rows near its ends, and queries that see any."""
+    """Yield requests for a window's rows near the ends of a run of queries, with the queries that see these rows."""
     request = functools.partial(RowRequest, segment.document, segment.branch, head)
     at = rows.index(queries[0])
     before = rows[max(0, at - width + 1) : at]
@@ -239,9 +239,9 @@ def _window_requests(
 def _global_requests(
     problem: Problem, segment: BranchSegment, head: int, queries: range, tokens: int
 ) -> Iterator[RowRequest]:
-    """Yield requests of a run of queries for rows outside of it.
+    """Yield requests of a run of queries for rows outside of the run.
 
-    The document's first `tokens` queries see all rows (causal: earlier rows); later queries see these tokens.
+    The document's first `tokens` queries see all rows (causal: earlier rows). Later queries see these first tokens.
     """
     edge = min(segment.start + tokens, segment.stop)
     before, after = range(segment.start, queries.start), range(queries.stop, 0 if problem.causal else segment.stop)
@@ -280,7 +280,7 @@ def needed_rows(problem: Problem, rank: int) -> RowsByHead:
 
 
 def partners(problem: Problem, rank: int) -> list[int]:
-    """Return the ranks, including `rank`, that hold tokens of its documents; only these can exchange rows with it.
+    """Return the ranks, including `rank`, that hold tokens of its documents: only these ranks exchange rows with it.
 
     For a piece of a chunk, return the other pieces of the chunk; their ranks also hold earlier rows.
     """
@@ -297,7 +297,7 @@ def partners(problem: Problem, rank: int) -> list[int]:
 
 @functools.lru_cache(maxsize=1024)
 def crosses(problem: Problem) -> bool:
-    """Return True if any segment crosses a cut between shards; if not, no rank needs another."""
+    """Return True if any segment crosses a cut between shards. Otherwise no rank needs rows of another rank."""
     if problem.shard.interleaved:
         return bool(problem.documents)
     for document in problem.documents:

@@ -1,4 +1,4 @@
-"""Shards of a sequence: global position <-> (rank, local index) as ranges, and the cut of a batch to a rank.
+"""Shards of a sequence: global position <-> (rank, local index) as ranges, and a rank's part of a batch.
 
 Shape letters: N tokens of the sequence, R ranks, L the most tokens of a rank, B batch.
 """
@@ -18,13 +18,13 @@ from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.sequence.ranges import join
 
 LAYOUTS = ("contiguous", "zigzag", "strided", "chunked")
-#: names of `exchange.EXCHANGES`, which imports them all
+#: names of `exchange.EXCHANGES`, listed here because `exchange` imports all exchanges
 EXCHANGE_NAMES = ("gather", "butterfly", "switch", "ring", "hierarchical_gather", "hierarchical_butterfly")
 GIB = 1 << 30
 
 
 def cut(start: int, stop: int, part: int, parts: int) -> range:
-    """Return one of the pieces of [start, stop); all but the last ones have ceil((stop - start) / parts) positions."""
+    """Return piece `part` of [start, stop); pieces have ceil((stop - start) / parts) positions, the last ones fewer."""
     size = -(-(stop - start) // parts)
     return range(min(start + part * size, stop), min(start + (part + 1) * size, stop))
 
@@ -37,16 +37,16 @@ class Shard:
         seq_len: N, any number; ranks may be left empty (N = 9 on 4 ranks: 3, 3, 3, 0).
         ranks: R.
         layout: "contiguous": rank s holds [s L, (s + 1) L), L = ceil(N / R);
-            "zigzag": of 2 R chunks of C = ceil(N / 2R), rank s holds chunks s and 2 R - 1 - s;
+            "zigzag": the sequence has 2 R chunks of ceil(N / 2R), and rank s holds chunks s and 2 R - 1 - s;
             "strided": rank s holds the positions p with p mod R = s;
             "chunked": each chunk of `stream` positions (the last may be shorter) is cut into R pieces, and rank s holds
-            piece s of each.
-        members: ranks of a head-parallel group, which are neighbours and hold their positions together; `ranks` then
+            piece s of each chunk.
+        members: ranks of a head-parallel group. These are neighbours and hold their positions together; `ranks` then
             counts groups, and a group has the positions of its members, one member after another.
-        stream: C, in the chunked layout.
+        stream: C, the tokens of a chunk in the chunked layout.
 
     Raises:
-        ValueError, TypeError: naming the argument.
+        ValueError, TypeError: if an argument is invalid. The message names it.
     """
 
     seq_len: int
@@ -87,7 +87,7 @@ class Shard:
         return join(x for member in members for x in self._member_ranges(member))
 
     def peers(self, rank: int) -> range | None:
-        """Return the only ranks that exchange rows with a rank; None: they follow from the documents."""
+        """Return the only ranks that exchange rows with a rank; None if the documents determine them."""
         return None
 
     def held(self, rank: int) -> tuple[range, ...]:
@@ -144,7 +144,7 @@ class Shard:
         """Return the local index of a position on the rank that holds it.
 
         Raises:
-            IndexError: if `rank` does not hold it.
+            IndexError: if `rank` does not hold the position.
         """
         owner, index = self.owner(position)
         if owner != rank:
@@ -182,7 +182,7 @@ def check_exchange_memory(gib: float | None) -> int | None:
 
 
 def check_stream(layout: str, stream: int | None) -> None:
-    """Raise unless `stream` is set for the chunked layout, and for no other."""
+    """Raise TypeError or ValueError unless `stream` is set with the chunked layout, and None with other layouts."""
     if layout == "chunked":
         hint = " layout='chunked' cuts a sequence in chunks of this number of tokens."
         integer(0 if stream is None else stream, "stream", 1, hint)
@@ -200,7 +200,7 @@ def check_head_size(size: int | str) -> int | Literal["auto"]:
 
 
 def check_chunked(layout: str, exchange: str, head_size: int | str, exchange_memory_gib: float | None = None) -> None:
-    """Raise for settings that the chunked layout does not have."""
+    """Raise ValueError for settings that the chunked layout does not support."""
     if layout != "chunked":
         return
     if head_size not in (1, "auto"):
@@ -226,7 +226,7 @@ class Place:
         stream: tokens of a chunk in the layout "chunked", otherwise None.
 
     Raises:
-        TypeError, ValueError: for another layout, or a `stream` that does not fit it.
+        TypeError, ValueError: for an unknown layout, or a `stream` that does not fit the layout.
     """
 
     ranks: int = 1
@@ -250,12 +250,12 @@ class SequenceSpec:
     Args:
         dims: {entry: dimension of its tokens}; these entries are cut.
         whole: entries that every rank gets whole: `lengths`, `cu_seqlens`, an index, a label of the sequence.
-        shift: {entry: fill} for labels that hold the tokens themselves: before the cut, each position gets the next
-            token, and the last position of the sequence, of each length and of each document gets `fill` (the loss
-            ignores -100). An entry that is not named here is already shifted.
+        shift: {entry: fill} for labels that are the tokens themselves. Before the cut, each position gets the next
+            token; the last position of the sequence, of each sample (`lengths`) and of each document gets `fill` (the
+            loss ignores -100). Entries that are not named here must be shifted already.
 
     Raises:
-        TypeError, ValueError: naming the entry.
+        TypeError, ValueError: if an entry is invalid. The message names it.
     """
 
     dims: Mapping[Any, int]
@@ -281,7 +281,7 @@ class SequenceSpec:
         """Return this rank's part of a batch, as a batch of the same kind.
 
         Raises:
-            ValueError: for an entry that was not declared or is missing, or sequences of different lengths.
+            ValueError: if an entry is not declared, no sequence is found, or sequences have different lengths.
         """
         entries = self._entries(batch)
         seq_len = self._seq_len(entries)
@@ -332,7 +332,7 @@ class SequenceSpec:
         if len(set(sizes.values())) > 1:
             raise ValueError(
                 f"the sequences of a batch have different numbers of tokens: {sizes}. Entries that are cut must agree; "
-                "an entry with one value a sample belongs into SequenceSpec.whole."
+                "an entry with one value a sample belongs in SequenceSpec.whole."
             )
         return next(iter(sizes.values()))
 
@@ -356,8 +356,8 @@ class SequenceSpec:
 def _take(x: Tensor, dim: int, ranges: tuple[range, ...]) -> Tensor:
     """Copy the positions along a dimension to new storage, so that a worker sends only these bytes.
 
-    A page-locked tensor that is taken whole is not copied: from ordinary memory a GPU copies slowly while the host
-    waits.
+    A page-locked tensor that is taken whole is not copied, because a copy to a GPU from ordinary memory is slow and
+    makes the host wait.
     """
     if ranges == (range(x.shape[dim]),) and _page_locked(x):
         return x
@@ -368,7 +368,7 @@ def _take(x: Tensor, dim: int, ranges: tuple[range, ...]) -> Tensor:
 
 
 def _page_locked(x: Tensor) -> bool:
-    """Return True if x is a plain tensor that fills its page-locked memory; False in a worker, which asks no GPU."""
+    """Return True if x is a plain tensor that fills its page-locked memory; False in a worker, which uses no GPU."""
     if get_worker_info() is not None or type(x) is not Tensor or x.device.type != "cpu" or x.layout != torch.strided:
         return False
     plain = x.is_contiguous() and not x.is_conj() and not x.is_neg()

@@ -1,9 +1,9 @@
 """Closed forms of the strided layout: the rows of a rank that other ranks read, and the pairs that a rank computes.
 
 A rank holds every T-th position, so every segment extends over all ranks, and a rank has a piece of each segment.
-Segments with equal starts modulo T look the same to the ranks, so that one represents all. If the rate of a branch
-divides its segment length, its rows form one progression over the whole document. Causal rows at the end of each
-segment that no rank reads then form progressions with the segment length as step.
+Segments with equal starts modulo T look the same to the ranks, so that one segment represents them all. If the rate of
+a branch divides its segment length, its rows form one progression over the whole document. In causal attention no
+reader needs the last rows of each segment; these rows then form progressions with the segment length as step.
 
 Shape letters: N tokens, R ranks, T = R * members, w segment length, r dilation rate, o offset.
 """
@@ -43,7 +43,7 @@ class Repeated:
     period: int
 
     def within(self, held: range) -> Iterator[range]:
-        """Yield the elements in `held`; the step of `held` must divide the period."""
+        """Yield ranges of the positions that are in `held`; the step of `held` must divide the period."""
         rows = intersect(self.rows, held)
         if self.number <= len(rows):
             yield from (range(rows.start + x, rows.stop + x, rows.step) for x in self._shifts)
@@ -57,7 +57,7 @@ class Repeated:
 
 @dataclass(frozen=True)
 class BranchRows:
-    """Rows of one branch and offset: `whole` without `skipped`, and also `loose`."""
+    """Rows of one branch and offset: the rows of `whole` that are not in `skipped`, and the rows of `loose`."""
 
     whole: range
     skipped: tuple[Repeated, ...]
@@ -65,7 +65,7 @@ class BranchRows:
 
 
 def classes(problem: Problem, document: Document, branch: int) -> list[SegmentClass]:
-    """Return a branch's segments in a document: a short first one, whole ones by start modulo T, a short last one."""
+    """Return classes of a branch's segments in a document: short first, whole by start modulo T, short last."""
     spec, total = problem.pattern.branches[branch], problem.shard.total
     width = segment_width(spec, document.length)
     turns = total // math.gcd(width, total)
@@ -124,7 +124,7 @@ def _pairs(rows: range, queries: range, causal: bool) -> int:
 
 
 def owner_of(problem: Problem, segment: BranchSegment, head: int) -> int:
-    """Return the rank that owns a segment and head in a switch; the ranks that hold the segment take turns."""
+    """Return the rank that owns a segment and head in a switch; the ranks that hold the segment alternate by head."""
     number = segment.branch * problem.num_heads + head
     if segment.stop - segment.start >= problem.shard.total:
         return number % problem.shard.ranks
@@ -134,7 +134,7 @@ def owner_of(problem: Problem, segment: BranchSegment, head: int) -> int:
 
 @functools.lru_cache(maxsize=16384)
 def rows_read(problem: Problem, readers: frozenset[int], source: int) -> RowsByDocumentHead:
-    """Return {(document, kv head): rows} that `source` holds and a rank of `readers` needs; `source` may be one."""
+    """Return {(document, kv head): rows} that `source` holds and a reader needs; `source` may be a reader, too."""
     return _held(problem, source, _read_by(problem, readers))
 
 
@@ -164,7 +164,7 @@ def _owned_by(problem: Problem, owner: int, group: int) -> dict[tuple[Document, 
 
 
 def _last_of_members(rows: range, members: frozenset[int], total: int) -> int | None:
-    """Return the last of the rows that some member holds, or None."""
+    """Return the last row that a member holds; None if no member holds a row."""
     if len(members) == 1:
         held = intersect(rows, range(next(iter(members)), rows.stop, total))
         return held[-1] if held else None
@@ -175,7 +175,7 @@ def _last_of_members(rows: range, members: frozenset[int], total: int) -> int | 
 def _branch_rows(
     problem: Problem, last_row: LastRow, group: int, by_offset: bool
 ) -> dict[tuple[Document, int], list[BranchRows]]:
-    """Return the taken rows by document and `group` of heads; `by_offset`: rows are equal for heads of one offset."""
+    """Return the taken rows by document and `group` of heads; `by_offset`: heads of one offset have equal rows."""
     out: dict[tuple[Document, int], list[BranchRows]] = {}
     for document in problem.documents:
         for branch in range(len(problem.pattern.branches)):
@@ -200,7 +200,7 @@ def _rows_of_branch(problem: Problem, document: Document, branch: int, head: int
         taken = range(0) if last is None else clip(rows, rows.start, last + 1)
         if not joins or group.segment.stop - group.segment.start < width:
             loose.append(Repeated(taken, group.number, group.period))
-        elif taken:  # then rows of each whole segment are taken
+        elif taken:  # if so, rows of each whole segment are taken
             end = group.segment.stop + (group.number - 1) * group.period
             whole = range(min(rows.start, whole.start) if whole else rows.start, max(end, whole.stop), rate)
             skipped.append(Repeated(clip(rows, last + 1, rows.stop), group.number, group.period))

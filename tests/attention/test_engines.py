@@ -159,7 +159,7 @@ def test_small_blocks_are_launched_at_once(flops, changing, want, monkeypatch):
     monkeypatch.setattr(kernels, "capability", lambda device: (9, 0))
     request = Request(CUDA, torch.bfloat16, 64, block_flops=flops, changing=changing)
     choice = choose("auto", request)
-    assert choice.name == want and ("runs those below" in str(choice)) == (want == "triton")
+    assert choice.name == want and ("joins blocks below" in str(choice)) == (want == "triton")
     assert choose("sdpa", request).name == "cudnn"
     monkeypatch.setattr(kernels, "capability", lambda device: (8, 0))
     assert choose("auto", request).name == "cudnn"  # nothing was measured there

@@ -67,7 +67,7 @@ def test_a_wrong_file(tmp_path, name):
 def test_a_file_of_something_else(tmp_path, text):
     path = tmp_path / "links.json"
     path.write_bytes(text)
-    with pytest.raises(ValueError, match=r"links\.json is no JSON .*bench links --output"):
+    with pytest.raises(ValueError, match=r"links\.json is not JSON .*bench links --output"):
         Links.load(path)
 
 
@@ -156,5 +156,5 @@ def test_a_plan_says_its_links():
 
 def test_a_file_nested_too_deeply(tmp_path):
     (tmp_path / "links.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"links\.json is no JSON \(.*bench links --output"):
+    with pytest.raises(ValueError, match=r"links\.json is not JSON \(.*bench links --output"):
         Links.load(tmp_path / "links.json")

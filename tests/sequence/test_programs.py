@@ -121,8 +121,8 @@ def test_hierarchical_gather(data):
 
 NO_NODES = {
     (4, 1): "several ranks a node",
-    (4, 4): "share one of 4",
-    (4, 8): "share one of 8",
+    (4, 4): "share one node of 4",
+    (4, 8): "share one node of 8",
     (6, 4): "do not divide 6",
 }
 

@@ -21,17 +21,17 @@ from lightning_dilated.attention.backends.triton import TRITON
 from lightning_dilated.attention.backends.windows import with_windows
 
 #: compute capability -> FLOPs (mean of a block, forward and backward) below which triton's grouped launches are faster
-#: than a call of cuDNN for each block, which takes the host about 0.2 ms in each pass
+#: than one call of cuDNN for each block; such a call takes about 0.2 ms on the host in each pass
 GROUPED_BELOW: dict[tuple[int, int], float] = {(9, 0): 1.0e11}
 #: the threshold for other compute capabilities: triton's grouped launches are never preferred
 DEFAULT = 0.0
-#: as GROUPED_BELOW, if shapes change from call to call: the host takes about 30 ms to compile a graph of cuDNN for a
-#: new shape. With blocks of these FLOPs in twelve layers, triton loses about the same time to cuDNN on an H100
+#: the same if shapes change from call to call, because the host takes about 30 ms to compile a cuDNN graph for a new
+#: shape. With blocks of this many FLOPs, triton is slower than cuDNN by about this time in twelve layers on an H100
 CHANGING_BELOW: dict[tuple[int, int], float] = {(9, 0): 5.0e12}
-#: compute capability -> (query, key) pairs of a head up to which triton's forward, which continues from the running
-#: result, is faster than cuDNN's forward and a merge; for keys from other ranks or chunks
+#: for keys from other ranks or chunks: compute capability -> most (query, key) pairs of a head with which triton's
+#: forward, which updates the running result in place, is faster than cuDNN's forward and a merge
 CHAINED_UP_TO: dict[tuple[int, int], float] = {(9, 0): 2.0**24}
-#: as CHAINED_UP_TO, in forward and backward, for batches with shapes that change from call to call
+#: the same for the forward and backward of batches with shapes that change from call to call
 CHANGING_UP_TO = 2.0**24
 
 __all__ = [
@@ -51,7 +51,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 #: all engines by name
 ENGINES: dict[str, Engine] = {e.name: e for e in (CUDNN, FLASH, CPU_FLASH, TRITON, MATH)}
-#: names that pick the first of several engines that serves the call
+#: names of lists of engines; the first engine of the list that serves the call is used
 FAMILIES: dict[str, tuple[str, ...]] = {
     "sdpa": ("cudnn", "flash", "cpu_flash"),
     "auto": ("cudnn", "flash", "cpu_flash", "triton", "math"),
@@ -60,7 +60,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """The engine picked for a request, and the reasons against the engines before it."""
+    """The engine chosen for a request, and the reasons why the engines before it in the list were rejected."""
 
     engine: Engine
     rejected: dict[str, str]
@@ -75,7 +75,7 @@ class Choice:
 
 
 def environment(device: torch.device) -> tuple[object, ...]:
-    """Return the settings besides the request that decide on engine and executor and may change between calls."""
+    """Return settings outside the request that affect the choice of engine and executor, and may change at any time."""
     capability = kernels.capability(device) or (0, 0)
     limits = [table.get(capability, DEFAULT) for table in (GROUPED_BELOW, CHANGING_BELOW)]
     impl = torch.nn.attention.current_flash_attention_impl()
@@ -93,9 +93,9 @@ def for_rows(engine: Engine, rows: int) -> Engine:
 
 
 def for_band(engine: Engine, request: Request) -> Engine:
-    """Return the engine if it takes a `Band`, else another engine that does.
+    """Return the engine if it supports bands, else another engine that does.
 
-    On a GPU this is triton if it serves the request, and cuDNN for long windows if nvidia-cudnn-frontend is installed.
+    On a GPU this is triton or math; cuDNN itself computes long windows if nvidia-cudnn-frontend is installed.
     """
     if engine.bands:
         return engine
@@ -117,7 +117,7 @@ def check_name(name: str) -> str:
 
 
 def _candidates(name: str) -> tuple[str, ...]:
-    """Return the names of the engines of a family, or the engine, in order of preference.
+    """Return the names of a family's engines in order of preference, or the name of the engine.
 
     "flash" precedes cuDNN if the user activated another flash attention in torch
     (`torch.nn.attention.activate_flash_attention_impl("FA3")`).
@@ -129,18 +129,18 @@ def _candidates(name: str) -> tuple[str, ...]:
 
 
 def _grouped(request: Request) -> str | None:
-    """Return why triton's grouped launches are preferred to engines that are called block by block, or None."""
+    """Return why triton's grouped launches are preferred to engines that are called block by block; None if not."""
     capability = request.capability or kernels.capability(request.device)
     if capability is None:
         return None
     limit = (CHANGING_BELOW if request.changing else GROUPED_BELOW).get(capability, DEFAULT)
     if request.block_flops >= limit:
         return None
-    return f"would be called for blocks of {request.block_flops:.1e} FLOPs, and triton runs those below {limit:.1e} at once"
+    return f"would run blocks of {request.block_flops:.1e} FLOPs one by one, and triton joins blocks below {limit:.1e}"
 
 
 def triton_up_to(name: str, request: Request) -> tuple[float, float]:
-    """Return (forward, backward): most pairs of a head for which "auto" computes keys from other ranks by triton."""
+    """Return (forward, backward): most pairs of a head for which "auto" computes keys from other ranks with triton."""
     if name != "auto" or request.device.type != "cuda" or TRITON.why_not(request) is not None:
         return 0.0, 0.0
     if request.changing:
@@ -149,7 +149,7 @@ def triton_up_to(name: str, request: Request) -> tuple[float, float]:
     return (0.0 if capability is None else CHAINED_UP_TO.get(capability, 0.0)), 0.0
 
 
-#: kinds of calls with a logged choice
+#: kinds of calls for which the choice has been logged
 _seen: set[tuple] = set()
 
 
@@ -170,7 +170,7 @@ def choose(name: str, request: Request, say: bool = True) -> Choice:
     With `say`, log the choice of "auto" at level INFO, once for each kind of call.
 
     Raises:
-        ValueError: if no engine of `name` does, with reasons and the engines that serve the request.
+        ValueError: if no engine of `name` does. The message lists reasons and the engines that serve the request.
     """
     rejected, candidates = dict[str, str](), _candidates(name)
     if name == "auto" and (grouped := _grouped(request)) is not None and TRITON.why_not(request) is None:

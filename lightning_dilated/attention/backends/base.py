@@ -21,7 +21,7 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 class Band(NamedTuple):
-    """The computed pairs of a block: query row i and key row j with lower <= j - i <= upper."""
+    """The pairs of a block that are computed: query row i and key row j with lower <= j - i <= upper."""
 
     lower: int
     upper: int
@@ -33,8 +33,8 @@ class Terms(NamedTuple):
     Attributes:
         causal: whether query row i sees only key rows up to i; ignored if there is a band.
         scale: the factor of q.k.
-        dropout: the dropped pairs; None: no dropout.
-        band: the computed pairs; None: all pairs. Only engines with `bands` take a band.
+        dropout: the dropout of pairs; None means no dropout.
+        band: the pairs that are computed; None means all pairs. Only engines with `bands` support a band.
     """
 
     causal: bool
@@ -51,8 +51,8 @@ class Request:
         dropout: whether attention weights are dropped.
         scale: the factor of q.k.
         block_flops: mean FLOPs of a block's forward and backward; infinite if the blocks cannot share a few launches.
-        capability: compute capability of a GPU that this machine may not have; None: the capability of the device.
-        changing: whether shapes of blocks change from call to call, as with documents of any length.
+        capability: compute capability of a GPU that this machine may not have; None means the device's capability.
+        changing: whether shapes of blocks change from call to call, as with documents of different lengths.
     """
 
     device: torch.device
@@ -77,15 +77,15 @@ class Engine:
     forward(q, k, v, terms) takes strided views of q (G, J, n, D) and of k, v (G, J, m, D), m = n if causal, and returns
     out (G, J, n, D) and its natural log-sum-exp (G, J, n).
     backward(grad, q, k, v, out, lse, terms) takes the *merged* out and lse of the block's rows and returns dq, dk, dv.
-    `terms` are `Terms`; with a band every query row sees a key. Tests check every attribute.
+    `terms` are `Terms`. If they have a band, every query row must see a key. Tests check every attribute.
 
     Attributes:
-        devices: supported device types; empty: any.
-        dtypes: supported dtypes; empty: all floating dtypes.
+        devices: supported device types; () means any.
+        dtypes: supported dtypes; () means all floating dtypes.
         max_head_dim, head_dim_multiple: limits of the head dim.
         dropout: whether it applies `PairDropout` exactly, in the backward as well.
-        bands: whether it takes a `Band`.
-        empty: whether a call without rows is safe (the op never makes one).
+        bands: whether it supports a `Band`.
+        empty: whether a call without rows is safe (the op never makes such a call).
         alignment: alignment of every row, in bytes.
         deterministic: whether every run gives the same bits, in the backward as well.
         any_scale: whether a scale of 0 or below gives correct results.
@@ -115,7 +115,7 @@ class Engine:
     available: Callable[[torch.device], str | None] = lambda device: None
 
     def why_not(self, request: Request) -> str | None:
-        """Return None if the engine serves the request, else the reason why not."""
+        """Return the reason why the engine cannot serve the request; None if it can."""
         if self.devices and request.device.type not in self.devices:
             return f"runs on {', '.join(self.devices)}, not on {request.device.type}"
         if self.dtypes and request.dtype not in self.dtypes:
@@ -135,7 +135,7 @@ class Engine:
         return self.available(request.device) if request.capability is None else None
 
     def takes_strides(self, x: Tensor) -> bool:
-        """Return whether the engine takes the strides and the address of a (B, N, H, D) tensor."""
+        """Return whether the engine supports the strides and the address of a (B, N, H, D) tensor."""
         step = self.alignment // x.element_size() if self.alignment > 1 else 1
         aligned = all(s % max(step, 1) == 0 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
         return x.stride(-1) == 1 and aligned and x.data_ptr() % self.alignment == 0

@@ -1,7 +1,7 @@
-"""Sliding windows by cuDNN: a band in one call, by graphs of nvidia-cudnn-frontend (extra `windows`).
+"""Sliding windows by cuDNN: computes a band in one call, with graphs of nvidia-cudnn-frontend (extra `windows`).
 
-torch's cuDNN attention takes no band. Building a graph for each shape, strides, scale and band takes time, so the
-Triton kernels serve short blocks, which vary in length, and bands that cuDNN refuses.
+torch's cuDNN attention has no bands. Building a graph for each shape, strides, scale and band takes time. The Triton
+kernels therefore compute short blocks, which vary in length, and they compute bands that cuDNN refuses.
 Shape letters: G samples and segments, J heads, n rows, D head dim.
 """
 
@@ -37,7 +37,7 @@ def installed() -> bool:
 
 @functools.cache
 def with_bands(engine: Engine, other: Engine) -> Engine:
-    """Return cuDNN's engine with `bands`; `other` computes the bands that cuDNN's graphs do not serve."""
+    """Return cuDNN's engine with `bands`; the engine `other` computes bands that cuDNN's graphs do not support."""
     forward = functools.partial(_forward, engine, other)
     return replace(engine, forward=forward, backward=functools.partial(_backward, engine, other), bands=True)
 
@@ -51,7 +51,7 @@ class _Graph:
     workspace: int
 
     def run(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """Write the results in `tensors`, on torch's current stream."""
+        """Write the results into `tensors`, on torch's current stream."""
         space = torch.empty(max(1, self.workspace), dtype=torch.uint8, device=device)
         named = {self.tensors[name]: x for name, x in tensors.items()}
         self.graph.execute(named, space, handle=_handle(device))
@@ -66,7 +66,7 @@ def _place(x: Tensor) -> _Place:
 
 
 def _serves(q: Tensor, k: Tensor, band: Band) -> bool:
-    """Return whether graphs serve such blocks: every row sees itself, and no stride of 0 repeats elements."""
+    """Return whether graphs support the block: it is long, rows see themselves, and no stride of 0 repeats elements."""
     dense = all(step for x in (q, k) for n, step in zip(x.shape, x.stride(), strict=True) if n > 1)
     return q.shape == k.shape and q.shape[2] >= FEWEST and band.lower <= 0 <= band.upper and dense
 

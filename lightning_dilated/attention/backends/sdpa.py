@@ -35,7 +35,7 @@ def _without_dropout(function: Callable) -> Callable:
 def _cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Call cuDNN's backward with the strides that its cached graph reads; flash attention if copies are too large."""
+    """Call cuDNN's backward with the strides that its cached graph reads, or flash's if copies would be too large."""
     restrided = _with_first_strides((q, k, v), grad, out)
     if restrided is None:
         return compat.flash_attention_backward(grad, q, k, v, out, lse, causal, scale)
@@ -44,22 +44,22 @@ def _cudnn_backward(
 
 #: largest storage of a copy, as a multiple of the storage of q or the gradient
 MOST_SPREAD = 4
-#: shapes and strides of q, k, v -> strides of grad and out in the first backward with them. Entries and torch's graphs
-#: live as long as the process: without an entry, a later call could read its gradient with wrong strides
+#: shapes and strides of q, k, v -> strides of grad and out in the first backward with them. Entries are never removed,
+#: because torch never removes its graphs: without an entry, a later call could read its gradient with wrong strides
 _READ: dict[tuple, tuple[tuple[int, ...], ...]] = {}
 
 
 def _with_first_strides(inputs: tuple[Tensor, Tensor, Tensor], *read: Tensor) -> list[Tensor] | None:
-    """Return grad and out with their strides in the first backward with such q, k, v; copy them if the strides differ.
+    """Return grad and out, copied unless they have the strides of the first backward with these shapes of q, k, v.
 
     torch (seen in 2.11) caches the graph of cuDNN's backward only by the shapes and strides of q, k and v. The graph
     reads grad and out with the strides of its first call. With other strides, gradients are wrong, without an error.
 
-    Returns None if copies would take far more memory, as in a short call after a long one, and flash attention is
-    available.
+    Return None if flash attention is available and copies would take far more memory, as in a short call after a long
+    call.
     """
     key = tuple((x.shape, x.stride()) for x in inputs)
-    if (first := _READ.get(key)) is None:  # a copy cannot have the strides of an expanded gradient, which share memory
+    if (first := _READ.get(key)) is None:  # an expanded gradient shares memory, so a copy cannot have its strides
         first = _READ.setdefault(
             key, tuple((x.contiguous() if _extent(x.shape, x.stride()) is None else x).stride() for x in read)
         )
@@ -116,8 +116,8 @@ def _cuda_available(device: torch.device, name: str, op: str) -> str | None:
     return f"{name} needs compute capability 8.0" if version < (8, 0) else compat.missing_op(op)
 
 
-# Observed, without an error: cuDNN returns NaN for fp32 and None for no rows. cuDNN refuses a single row. The CPU op
-# kills the process if there are no rows. All three mask before they scale, so causal results with scale <= 0 are wrong.
+# Observed: cuDNN refuses a single row, and without an error returns NaN for fp32 and None for no rows. The CPU op kills
+# the process if there are no rows. All three mask before they scale, so causal results with scale <= 0 are wrong.
 CPU_FLASH = Engine(
     name="cpu_flash",
     forward=_without_dropout(compat.cpu_flash_attention_forward),

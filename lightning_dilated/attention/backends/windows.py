@@ -1,8 +1,8 @@
 """Windows by engines that have no bands: blocks of `width` rows attend to themselves and to neighbouring blocks.
 
-Within a block the window is causal attention. In the block before, row a sees the keys after a: with both orders
-reversed this is causal attention, too. Without causal attention a block sees all its rows, and row a sees the keys
-before a in the block after. The math engine computes the rows after the last full block.
+With causal attention, row a of a block sees the keys up to a in its block, and the keys after a in the previous block.
+The second part is causal attention with queries and keys in reverse order. Without causal attention, row a sees its
+whole block, and also the keys before a in the next block. The math engine computes rows after the last full block.
 Shape letters: G samples and segments, J heads, n rows, D head dim, w width.
 """
 
@@ -35,8 +35,8 @@ def with_windows(engine: Engine) -> Engine:
 class _Rows:
     """Query rows or key rows of a piece.
 
-    With `width` the rows are blocks, each computed as a sample. `inner` selects rows of each block (None: all), and
-    `reverse` reverses their order.
+    With `width` the rows are divided into blocks, and each block is computed as a sample. `inner` selects rows of each
+    block (None means all), and `reverse` reverses their order.
     """
 
     rows: slice
@@ -53,7 +53,7 @@ class _Rows:
         return (blocks if self.inner is None else blocks[:, :, :, self.inner]).transpose(1, 2)
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the rows in the form that an engine takes."""
+        """Return the rows of (G, J, n, ...) as an engine's input (G', J, rows, ...); blocks are samples."""
         if not self.width:
             return self.view(x)
         rows = self.view(x).flatten(0, 1)
@@ -100,7 +100,7 @@ def _pieces(n: int, width: int, causal: bool, size: int) -> Iterator[_Piece]:
 
 
 def _serves(q: Tensor, k: Tensor, band: Band) -> int:
-    """Return the width of a window that is computed by blocks; 0 for other bands."""
+    """Return the width of the window if the band is a window that can be computed by blocks; else 0."""
     width = 1 - band.lower
     window = q.shape[2] == k.shape[2] >= 2 * width and band.upper in (0, width - 1)
     return width if window and width >= NARROW else 0

@@ -1,4 +1,4 @@
-"""Executors: the ways to compute a call, behind one protocol, and the choice of one for the blocks of a rank.
+"""Executors: the ways to compute a call, with one protocol, and the choice of an executor for the blocks of a rank.
 
 `Grouped` runs all blocks in a few launches, `Fused` writes each output row once, `Blockwise` serves every call, and
 `WithGlobalTokens` adds the blocks of global tokens to another executor. The executors in `remote` wrap one of these on
@@ -36,9 +36,9 @@ def choose(call: Call, spans: Sequence[Span], q: Layout) -> Executor:
 
 
 def _with_global_tokens(call: Call, spans: Sequence[Span], q: Layout) -> WithGlobalTokens | None:
-    """Return an executor that computes global tokens apart; None if `Blockwise` must compute the other branches, too.
+    """Return an executor that computes global tokens separately; None if there are none, or `Blockwise` computes all.
 
-    Dropout depends on the index of a branch, so with dropout these branches must come first.
+    With dropout the other branches must come first in the pattern, because the mask depends on a branch's index.
     """
     pattern = call.window.pattern
     local_pattern, is_global = without_global(pattern), [b.tokens is not None for b in pattern.branches]

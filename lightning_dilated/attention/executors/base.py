@@ -21,7 +21,7 @@ from lightning_dilated.pattern.rows import Block, blocks, global_tokens
 
 
 class HeadWindow(NamedTuple):
-    """The query heads [heads[0], heads[1]) of a pattern for `num_heads` heads; tensors hold these heads only.
+    """The query heads [heads[0], heads[1]) of a pattern for `num_heads` heads; tensors contain only these heads.
 
     With `whole`, only segments that are complete in a span are computed; other ranks compute the cut segments.
     """
@@ -41,8 +41,8 @@ class HeadWindow(NamedTuple):
 class Call:
     """Settings that all blocks of one call share.
 
-    `branches`, if set, are the indices of the only branches that are computed. For keys from other ranks or chunks,
-    triton computes batches of up to `in_triton` (query, key) pairs of a head, (forward, backward).
+    If `branches` is set, only the branches with these indices are computed. `in_triton` is (forward, backward): triton
+    computes batches of keys from other ranks or chunks that have up to this number of pairs in a head.
     """
 
     engine: Engine
@@ -64,7 +64,7 @@ class Call:
 
 
 class Layout(NamedTuple):
-    """Properties of q (B, N, H, D) for planning; whether there is dropout, and whether `lengths`, or the bounds of
+    """Properties of q (B, N, H, D) for planning, whether there is dropout, and whether `lengths`, or the bounds of
     2**bits documents, are on the device."""
 
     shape: Sequence[int]
@@ -85,7 +85,7 @@ class Executor(Protocol):
         """Return (out (B, N, H, D), lse (B, H, N), rows to save for the backward or None) of q, k and v.
 
         Rows without a key are 0, and -inf in lse. lse is fp32 (fp64 for float64). out has the same dtype, or q's dtype
-        if it is `final`, because nothing will be merged into it.
+        with `final`, which promises that nothing will be merged into it.
         """
 
     def backward(
@@ -93,7 +93,7 @@ class Executor(Protocol):
     ) -> list[Tensor]:
         """Return dq, dk, dv from (grad, q, k, v, merged out), the merged lse and the rows saved by the forward.
 
-        With `total`, add to it; without, the gradients may have the dtype of q, k and v.
+        With `total`, add the gradients to it. Without it, the gradients may have the dtype of q, k and v.
         """
 
 
@@ -106,6 +106,6 @@ def empty_state(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend_pads(part: Tensor, part_lse: Tensor, pads: int) -> tuple[Tensor, Tensor]:
-    """Add `pads` zero keys with zero values (score 0) to a block's softmax: scales out by exp(lse - lse')."""
+    """Add `pads` zero keys with zero values (score 0) to a block's softmax: scale out by exp(lse - new lse)."""
     total, weight, _ = merge(part_lse, torch.full_like(part_lse, math.log(pads)))
     return part * weight.to(part.dtype)[..., None], total

@@ -1,7 +1,7 @@
 """The blockwise executor: computes one block after another in torch, for every kind of call.
 
-The forward merges each block into a running (out, lse). The backward needs no result of a single branch: with the
-merged out and lse, the flash-attention backward of each block gives its share of the exact gradient.
+The forward merges each block into a running (out, lse). The backward needs no results of single branches, because with
+the merged out and lse the flash-attention backward of each block computes its part of the exact gradient.
 Shape letters: B batch, N tokens, H query heads, D head dim, G samples and segments, J heads and n rows of a block.
 """
 
@@ -24,7 +24,7 @@ from lightning_dilated.pattern.rows import Block, window_band
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The executor: the blocks of `spans`, with one part in memory at a time."""
+    """Executor that computes the blocks of `spans` one by one, with one part in memory at a time."""
 
     call: Call
     spans: tuple[Span, ...]
@@ -70,7 +70,7 @@ class Blockwise:
         return (span, block) if has_all_rows and 1 in (span.batches, block.segments) else None
 
     def _walk(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Span, Block]]:
-        """Yield every (span, block) in a fixed order; split the samples if the strides need it."""
+        """Yield every (span, block) in a fixed order; split the samples if the strides require it."""
         for span in self.spans:
             for block in self.call.blocks(span):
                 for part in joined(span, block, *tensors):
@@ -78,13 +78,13 @@ class Blockwise:
 
 
 def suited(engine: Engine, *tensors: Tensor) -> list[Tensor]:
-    """Return the tensors, with copies in place of tensors with strides that the engine does not take."""
+    """Return the tensors; replace a tensor by a copy if the engine does not support its strides."""
     # clone, because .contiguous() would not copy a contiguous tensor at a misaligned address
     return [x if engine.takes_strides(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors]
 
 
 def _single_block(call: Call, inputs: Sequence[Tensor], span: Span, block: Block) -> tuple[Tensor, Tensor]:
-    """Return (out (B, N, H, D), lse (B, H, N)) of q, k, v with one block."""
+    """Return (out (B, N, H, D), lse (B, H, N)) of a call with one block; `inputs` are q, k and v."""
     out, lse = block_forward(call, inputs, span, block)
     lse = lse.unflatten(0, (span.batches, block.segments)).transpose(1, 2).flatten(2)
     return _rows_of(out, inputs[0]), lse.to(torch.promote_types(inputs[0].dtype, torch.float32))
@@ -129,7 +129,7 @@ def block_forward(call: Call, inputs: Sequence[Tensor], span: Span, block: Block
 def block_backward(
     call: Call, tensors: Sequence[Tensor], lse: Tensor, span: Span, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a block's shares of dq, dk, dv, (G, J, n, D) each; `tensors` are grad, q, k, v and the merged out."""
+    """Return a block's parts of dq, dk, dv, (G, J, n, D) each; `tensors` are grad, q, k, v and the merged out."""
     views = [row_view(x, span, block, kv) for x, kv in zip(tensors, (False, False, True, True, False), strict=True)]
     rows_lse = cell_view(lse.transpose(1, 2), span, block).flatten(0, 1).contiguous()
     engine, terms = engine_of(call, span, block, views[1])

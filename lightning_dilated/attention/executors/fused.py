@@ -57,7 +57,7 @@ def layout(
     Args:
         document: tokens of the document.
         part: (start, stop) in the document.
-        limits: most positions of a chunk for dense branches, and for thin ones, with parts of at most half the rows.
+        limits: most positions of a chunk (with dense branches, with thin branches: parts of at most half the rows).
         at_once: a branch that is computed for all positions at once, because its part is not larger than the result.
     """
     length, branches = part[1] - part[0], frozenset(range(len(window.pattern.branches)))
@@ -84,7 +84,7 @@ def layout(
 def _levels(
     pattern: DilatedPattern, num_heads: int, limits: tuple[int, int], names: frozenset[int], length: int
 ) -> list[tuple[int, frozenset[int]]]:
-    """Return (positions of a chunk, its branches), outermost first; the span has the branches that fit no chunk."""
+    """Return (positions of a chunk, its branches) by level; the first level, a span, has branches that fit no chunk."""
     branches = pattern.branches
     dense = {i for i in names if 2 * len(branches[i].heads or range(num_heads)) > num_heads * branches[i].dilation_rate}
     fine, inner = _fitting(pattern, dense, limits[0], 1)
@@ -127,11 +127,11 @@ def every_block(chunk: Chunk) -> list[Block]:
     return [*chunk.blocks, *(b for inner in chunk.inner for b in every_block(inner))]
 
 
-#: limits of a chunk are multiples of this number of (position, head, feature) triples: 131,072 tokens of 12 heads of 64
+#: limits of chunks are multiples of this number of (position, head, feature) triples (131,072 tokens, 12 heads of 64)
 HELD = 131072 * 12 * 64
 #: limit in the forward, which has one tensor in memory; the backward has three and the engine's workspace
 FORWARD = 4 * HELD
-#: limits in the backward: for branches with most rows, and for all others, where small calls gain by more segments
+#: limits in the backward: branches with most rows, and all others (small calls are faster with more segments)
 DENSE, THIN = HELD, 2 * HELD
 #: a call up to this size is one chunk in the backward
 WHOLE = 2 * HELD
@@ -146,7 +146,7 @@ def serves(pattern: DilatedPattern, q: Layout) -> bool:
 
 
 def suits(pattern: DilatedPattern, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Return whether the kernels take a (B, N, H, D) q, and the parts of all branches fit memory together."""
+    """Return whether the kernels support a q (B, N, H, D), and the parts of all branches fit in memory together."""
     batch, tokens, heads, _ = shape
     overlap = sum(len(b.heads or range(heads)) / heads / b.dilation_rate for b in pattern.branches)
     fits = batch < 2**16 and tokens < 2**31 - 2**16  # limits of a launch's grid, and of positions in 32 bits
@@ -154,7 +154,7 @@ def suits(pattern: DilatedPattern, shape: Sequence[int], dtype: torch.dtype) -> 
 
 
 def captured(device: torch.device) -> bool:
-    """Return whether a CUDA graph records the call: its replay would read addresses from a table that was freed."""
+    """Return whether a CUDA graph is recording. Its replay would read addresses from a table that has been freed."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -169,7 +169,7 @@ def backward_pieces(call: Call, spans: Sequence[Span], tensors: Sequence[Tensor]
         return _pieces(call, spans, tensors, (WHOLE, WHOLE), not add)
     pieces, _ = _pieces(call, spans, tensors, (DENSE, THIN), False)
     branch = None if add or len(pieces) > 1 else _result_branch(call, spans, tensors)
-    # a branch that chunks cut stays cut: the engine's workspace for all rows would take more memory than this saves
+    # do not join a branch that chunks cut: the engine's workspace for all rows would take more memory than this saves
     at_once = any(b.branch == branch for _, chunk in pieces for b in chunk.blocks)
     return pieces, branch if at_once else None
 
@@ -228,7 +228,7 @@ def _result(shape: torch.Size, dtype: torch.dtype, device: torch.device, part: T
 
 
 def _covered(spans: Sequence[Span], x: Tensor) -> bool:
-    """Return whether the spans have every position of a (B, N, ...) tensor."""
+    """Return whether the spans contain every position of a (B, N, ...) tensor."""
     return sum(span.batches * span.length for span in spans) == x.shape[0] * x.shape[1]
 
 
@@ -240,7 +240,7 @@ def _descend(device: torch.device, chunk: Chunk, make: Callable, combine: Callab
     """Walk through a span's outermost chunk, given its `parts`.
 
     On a GPU the inner chunks alternate between two streams, so that the sums and last waves of one chunk run
-    concurrently with the products of the next. They write different rows, and free their memory on their stream.
+    concurrently with the products of the next chunk. Chunks write different rows, and free memory on their stream.
     """
     if device.type != "cuda" or len(chunk.inner) < 2:
         walk(replace(chunk, blocks=()), make, combine, chunk.blocks, parts)
@@ -268,7 +268,7 @@ def _stream(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Fused:
-    """The executor: computes the parts of a chunk, then writes its output rows by one kernel."""
+    """Executor that computes the parts of a chunk, and then writes the chunk's output rows with one kernel."""
 
     call: Call
     spans: tuple[Span, ...]
@@ -348,7 +348,7 @@ def _index(blocks: tuple[Block, ...], branch: int | None) -> int | None:
 
 
 def _of_one_dtype(parts: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-    """Convert parts to one dtype with contiguous rows: the math engine, which serves small blocks, returns fp32."""
+    """Convert parts to one dtype with contiguous rows, because the math engine returns fp32 for small blocks."""
     dtypes = {p.dtype for p in parts}
     dtype = dtypes.pop() if len(dtypes) == 1 else like.dtype
     parts = [p.to(dtype) for p in parts]

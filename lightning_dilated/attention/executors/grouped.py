@@ -35,7 +35,7 @@ _recorded: dict[int, Work] = {}
 
 
 def plan(call: Call, spans: Sequence[Span], q: Layout) -> tuple[Work, ...] | None:
-    """Return the `Work`s of a call on tensors like q, each of a few launches; None if `Grouped` does not serve it."""
+    """Return the tables of a call on tensors like q, a few launches each; None if `Grouped` does not serve the call."""
     if call.engine.name != "triton" or q.dtype not in fused.DTYPES or not kernels.available(q.device):
         return None
     if q.shape[3] > 256 or not spans or not fits(spans, q.shape) or global_tokens(call.window.pattern):
@@ -57,7 +57,7 @@ def fits(spans: Sequence[Span], shape: Sequence[int]) -> bool:
 
 
 def block_flops(window: HeadWindow, causal: bool, spans: Sequence[Span], shape: Sequence[int]) -> float:
-    """Return the mean FLOPs of a block's forward and backward in a (B, N, H, D) call; infinite if it is not grouped."""
+    """Return the mean FLOPs of a block's forward and backward in a (B, N, H, D) call; inf if it cannot be grouped."""
     pattern = without_global(window.pattern)  # blocks of global tokens are computed one by one
     if not spans or not fits(spans, shape) or pattern is None:
         return math.inf
@@ -92,7 +92,7 @@ def _launches(spans: Sequence[Span], shape: Sequence[int]) -> list[list[Span]]:
 
 
 def _sizes(dtype: torch.dtype, dim: int, causal: bool) -> tuple[tuple[int, ...], int]:
-    """Return the rows of a program in each launch, and the output rows of a program that combines."""
+    """Return the rows of a program in each launch, and the output rows of a program that combines results."""
     from lightning_dilated.kernels import combine, grouped
 
     over_keys, over_rows = (grouped.backward_config(dtype, dim, causal, keys) for keys in (True, False))
@@ -122,7 +122,7 @@ def _empty(covered: bool, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _wait(work: Work, device: torch.device) -> None:
-    """Let this stream wait for the tables, which another stream may have sent; a CUDA graph never waits for them."""
+    """Make this stream wait for the tables, which another stream may have sent. A CUDA graph need not wait for them."""
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         work.wait()
 
@@ -151,7 +151,7 @@ def _sum(
 
 @dataclass(frozen=True)
 class Grouped:
-    """The executor: all blocks in the launches of `works`.
+    """Executor that computes all blocks in the launches of `works`.
 
     `lengths` on the device are the lengths of samples, (B,), or the bounds of documents, (2**bits + 1,) int32.
     """

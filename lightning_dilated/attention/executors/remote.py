@@ -1,9 +1,9 @@
 """Executors of a part of a sequence: each wraps the executor of a rank's local blocks and adds rows of other ranks.
 
-`RowExchange` receives rows of K and V, and also takes rows that a rank carries, such as rows of a stream's earlier
+`RowExchange` receives rows of K and V, and also uses rows that a rank carries, such as rows of a stream's earlier
 chunks. `AllToAll` sends queries, keys and values to the owners of (segment, head) problems, which send outputs back.
-`HeadParallel` exchanges tokens for heads around either. A batch has requests of equal shape, with indices of keys in a
-store of rows from other ranks or chunks.
+`HeadParallel` exchanges tokens for heads before and after another executor. A batch consists of requests of equal
+shape; their keys are indices into a store of rows from other ranks or chunks.
 Shape letters: B batch, L local tokens, H heads of q, D head dim, G requests of a batch, n queries and m keys of a
 request; a row of the store is (2, D): K and V.
 """
@@ -31,7 +31,7 @@ from lightning_dilated.sequence.exchange.transport import Wire
 
 
 def _engine_of(call: Call, batch: Batch, q: Tensor, in_triton: float) -> tuple[Engine, Terms]:
-    """Return the engine for a batch, and its terms; triton serves up to `in_triton` pairs of a head."""
+    """Return the engine for a batch, and its terms. Triton computes batches of up to `in_triton` pairs in a head."""
     keep = call.mask and BatchDropout(call.mask, batch.branch, *batch.positions())
     n, m = batch.queries.shape[1], batch.keys.shape[1]
     terms = Terms(batch.causal, call.scale, keep, None if batch.band is None else Band(*batch.band))
@@ -68,7 +68,7 @@ def merge_batch(call: Call, batch: Batch, q: Tensor, rows: Tensor, out: Tensor, 
 
 
 def _merges(out: Tensor, lse: Tensor, part: Tensor) -> bool:
-    """Return whether the kernel, which reads and writes each row once, serves these tensors."""
+    """Return whether the kernel, which reads and writes each row once, supports these tensors."""
     plain = out.dtype == lse.dtype == torch.float32 and out.is_contiguous() and lse.is_contiguous()
     return plain and part.stride(-1) == 1 and kernels.available(out.device)
 
@@ -88,7 +88,7 @@ def merge_rows(rows: Tensor, part: Tensor, part_lse: Tensor, out: Tensor, lse: T
 def add_batch(
     call: Call, batch: Batch, tensors: tuple[Tensor, ...], rows: Tensor, lse: Tensor, dq: Tensor, grads: Tensor
 ) -> None:
-    """Add a batch's share to dq (B, L, H, D), contiguous, and the store's gradients; `tensors` are grad, q and out."""
+    """Add a batch's gradients to dq (B, L, H, D), contiguous, and to the store's; `tensors` are grad, q and out."""
     engine, terms = _engine_of(call, batch, tensors[1], call.in_triton[1])
     k, v = _keys(rows, batch)
     grad, q, out = (take(x, batch.queries)[:, None] for x in tensors)
@@ -120,7 +120,7 @@ class RowExchange:
     def forward(
         self, inputs: Sequence[Tensor], final: bool, carried: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return as `Executor`; `carried` (n, 2, D) are rows that the rank has besides k and v."""
+        """Compute `Executor.forward`; `carried` (n, 2, D) are rows that the rank has in addition to k and v."""
         q, k, v = inputs
         queries = self.route.queries
         with Run(self.route, self.wires[0], k, v, carried=carried) as run:
@@ -137,7 +137,7 @@ class RowExchange:
         total: list[Tensor] | None = None,
         carried: tuple[Tensor, Tensor] | None = None,
     ) -> list[Tensor]:
-        """Return as `Executor`; `carried` are the rows of the forward, and their gradients, to which this adds."""
+        """Compute `Executor.backward`; `carried` are (rows of the forward, their gradients, updated in place)."""
         grad, q, k, v, out = tensors
         with BackwardRun(self.route, self.wires[1], k, v, received, lse.dtype, carried) as run:
             arrivals = ((x.batches, x.rows, x.grads) for x in run.arrivals())
@@ -180,7 +180,7 @@ def _add_requests(
 ) -> Tensor:
     """Return dq of the selected rows, (n, D), or of all rows, (B, L, H, D); `tensors` are grad, q, out and lse.
 
-    Adds the gradients of each arrival's rows to its third tensor.
+    Add the gradients of each arrival's rows to the third tensor of the arrival.
     """
     *sides, lse = tensors
     inputs, rows_lse = tuple(_select(selected, x) for x in sides), _select_lse(selected, lse)
@@ -224,7 +224,7 @@ class AllToAll:
         state = empty_state(queries)
         for batch in self.route.batches:
             merge_batch(self.call, batch, queries, rows, *state)
-        # out and lse in one fp32 tensor: only the merge into the result rounds
+        # out and lse are sent in one fp32 tensor, so that only the merge into the result rounds
         partial = torch.cat([state[0][0, :, 0], state[1][0, 0, :, None]], 1)
         for indices, part in run.by_peer(run.home(partial).wait()):
             merge_rows(indices, part[:, :-1], part[:, -1], out, lse)
@@ -261,7 +261,7 @@ def _as_tensor(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadParallel:
-    """Exchanges tokens for heads in a group of neighbouring ranks; each computes all the group's tokens for its heads.
+    """Exchanges tokens for heads in a group of neighbouring ranks; a rank computes the group's tokens for its heads.
 
     Attributes:
         inner: the executor of the rank's heads.

@@ -1,6 +1,6 @@
 """Integer tables for kernels, made from blocks: the parts of each output row, and the work of grouped launches.
 
-All layers and both passes share a table.
+All layers, and forward and backward, share one table.
 Shape letters: N tokens, H query heads, K kv heads, n rows of a block.
 """
 
@@ -73,7 +73,7 @@ def rate_of(b: Block) -> int:
 
 
 def _step(blocks: tuple[Block, ...], length: int) -> int:
-    """Return a multiple of most rates with which a program's rows usually stay in one segment."""
+    """Return a multiple of most rates, small enough that a program's rows are usually in one segment."""
     from lightning_dilated.kernels.combine import SUM
 
     widths = [b.segment_stride for b in blocks if b.segments > 1]
@@ -81,7 +81,7 @@ def _step(blocks: tuple[Block, ...], length: int) -> int:
 
 
 def _common_multiple(rates: Iterable[int], most: int) -> int:
-    """Return a common multiple, at most 64 and `most`, of as small rates as possible; the other rates are skipped."""
+    """Return the common multiple of the smallest rates; skip rates with which it would exceed 64 or `most`."""
     step = 1
     for rate in sorted(set(rates)):
         multiple = math.lcm(step, rate)
@@ -108,7 +108,7 @@ class _Document:
         jobs: (blocks, 16) int64, without offsets.
         windows: (blocks,) int32, as in `Work`.
         rows: by query head and by kv head: entries (entries, 7) int32, and their number for each head.
-        step, tiles: step and tiles of the programs that combine, in one sample.
+        step, tiles: step and tiles of the programs that combine results, in one sample.
     """
 
     jobs: Tensor
@@ -129,12 +129,12 @@ def work_of(
 ) -> Work:
     """Return the table of all blocks of a call, with programs for tiles of `sizes` rows.
 
-    A program that combines has `tokens` rows. With `cut`, the lengths of samples are on the device; with `bits`, the
-    bounds of 2**bits documents in the only span.
+    A program that combines results has `tokens` rows. With `cut`, the lengths of samples are on the device. With
+    `bits`, the bounds of 2**bits documents in the only span are on the device.
 
     Raises:
-        LookupError: while a CUDA graph records, if the table does not exist yet, because it cannot be sent then; and
-            for documents with positions of more than 32 bits.
+        LookupError: if the table does not exist yet while a CUDA graph records, because it cannot be sent then; or if
+            positions need more than 32 bits.
     """
     return _work(call.window, tuple(map(_fields, spans)), device, sizes, tokens, cut, bits)
 
@@ -228,11 +228,11 @@ def bits_of(documents: int) -> int:
 def packed_jobs(window: HeadWindow, tokens: int, documents: int) -> Tensor:
     """Return the jobs of a row of N `tokens`, (jobs + 1, 16) int64 with the columns of `DOCUMENT_JOB`.
 
-    Each head and branch that may have positions has a job. The last line has only the size of the buffer, as its first
-    row.
+    Each head and branch that may have positions has a job. The last line of the table contains only the number of rows
+    of the buffer, in the column `offset`.
 
     Raises:
-        LookupError: for positions of more than 32 bits.
+        LookupError: if positions need more than 32 bits.
     """
     pattern, num_heads, num_kv_heads, heads, _ = window
     group, jobs, rows = num_heads // num_kv_heads, [], 0
@@ -244,7 +244,7 @@ def packed_jobs(window: HeadWindow, tokens: int, documents: int) -> Tensor:
             if not branch.serves(h) or o >= longest:
                 continue
             w, r = segment_width(branch, tokens), min(branch.dilation_rate, longest)
-            numbers = 0 if r == 1 else 2 if t else 1  # without them, rows of two segments could coincide
+            numbers = 0 if r == 1 else 2 if t else 1  # without numbers, rows of two segments could coincide
             numbered = tokens // w + numbers * documents if numbers else 0
             head, kv_head = h - heads[0], h // group - heads[0] // group
             length = min(branch.segment_length or tokens, tokens)
@@ -333,7 +333,7 @@ def _outputs(rows: list[tuple[Tensor, Tensor]], job_counts: Tensor, to: functool
 
 @functools.lru_cache(maxsize=4096)
 def _document(window: HeadWindow, document: int, part: tuple[int, int] | None, tokens: int) -> _Document:
-    """Return the share of `part` of a document of `document` tokens."""
+    """Return the table's entries for `part` of a document with `document` tokens."""
     blocks, heads = window.blocks(document, part), window.heads
     length, group = (part[1] - part[0] if part else document), window.num_heads // window.num_kv_heads
     jobs = [
@@ -350,7 +350,7 @@ def _document(window: HeadWindow, document: int, part: tuple[int, int] | None, t
 
 
 def _rows(blocks: tuple[Block, ...], heads: int, kv: bool) -> tuple[Tensor, Tensor]:
-    """Return the entries by output head (kv head with `kv`), as in `Outputs`, and their number for each head."""
+    """Return the entries by output head (kv head with `kv`), as in `Outputs`, and the number of entries by head."""
     rows = rows_by_head(blocks, heads, kv)
     table = torch.tensor([x for head_rows in rows for x in head_rows], dtype=torch.int32).reshape(-1, 7)
     return table, torch.tensor([len(head_rows) for head_rows in rows], dtype=torch.int64)

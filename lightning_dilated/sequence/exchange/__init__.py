@@ -1,4 +1,4 @@
-"""Exchanges: each moves rows to the ranks that need them, exactly, or says why it cannot serve a problem."""
+"""Exchanges: an exchange moves rows to the ranks that need them, or states the reason why it cannot serve a problem."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["EXCHANGES", "Exchange"]
 
 
 def serves_everything(problem: Problem, per_node: int) -> str | None:
-    """Return None: no condition can fail."""
+    """Return None, because the exchange serves every problem."""
     return None
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One exchange. Its functions take (problem, rank, ranks per node); `why_not` takes no rank.
+    """One exchange. Its functions take (problem, rank, ranks per node), except that `why_not` takes no rank.
 
     Attributes:
         program: returns the messages that a rank sends and receives.
-        volume: returns the amount that a rank receives, without listing messages.
+        volume: returns the amounts that a rank receives, without listing messages.
         why_not: returns the condition that fails, or None.
     """
 
@@ -33,7 +33,7 @@ class Exchange:
     why_not: Callable[[Problem, int], str | None] = serves_everything
 
 
-#: exchanges by name; "auto" takes the first of equally cheap ones
+#: exchanges by name; if several are equally cheap, "auto" chooses the first
 EXCHANGES: dict[str, Exchange] = {
     x.name: x
     for x in (

@@ -1,7 +1,7 @@
-"""All-to-all exchanges that trade tokens for heads: `switch`, by (segment, head), and head-parallel groups of neighbours.
+"""All-to-all exchanges of tokens for heads: `switch`, by (segment, head), and head-parallel groups of neighbours.
 
-switch: one rank receives the rows of q, k and v of a (segment, head) and computes it whole; the outputs move back. The
-ranks that hold a segment take turns as owner by head and branch, which balances causal work; any number of heads works
+switch: the owner of a (segment, head) receives the rows of q, k and v, computes the attention and returns the outputs.
+The ranks that hold a segment own it in turn, by head and branch. This balances causal work. Any number of heads works
 with any number of ranks. With one segment for all tokens this is Ulysses (arXiv 2309.14509). Segments inside a shard do
 not move.
 Head-parallel groups: each rank gets all tokens of the group for its window of heads. Windows may be uneven; if a window
@@ -50,7 +50,7 @@ Windows = Sequence[tuple[int, int]]
 
 
 def windows(num_heads: int, num_kv_heads: int, members: int) -> list[tuple[int, int]]:
-    """Return (first, stop) query heads of each member, as equal as possible; whole kv groups if there are enough."""
+    """Return the query heads (first, stop) of each member, as even as possible; whole kv groups if there are enough."""
     unit = num_heads // num_kv_heads if num_kv_heads >= members else 1
     share, remainder = divmod(num_heads // unit, members)
     cuts = itertools.accumulate((share + (i < remainder) for i in range(members)), initial=0)
@@ -59,13 +59,13 @@ def windows(num_heads: int, num_kv_heads: int, members: int) -> list[tuple[int, 
 
 @dataclass
 class HeadGroup:
-    """Ranks, including this one, that trade tokens for heads; `lengths` holds the tokens of each."""
+    """Ranks, including this rank, that trade tokens for heads; `lengths` are the numbers of tokens of the ranks."""
 
     wire: Wire
     lengths: tuple[int, ...]
 
     def to_heads(self, tensors: Sequence[Tensor], cuts: Sequence[Windows]) -> list[Tensor]:
-        """Return (B, L, H, D) tensors of one dtype and D, each cut at its windows, as (B, G, own window, D)."""
+        """Exchange (B, L, H, D) tensors of one dtype and D, each cut at its windows, for (B, G, own window, D)."""
         batch, length, _, dim = tensors[0].shape
         rank, widths = self.wire.rank, [[b - a for a, b in cut] for cut in cuts]
         parts = [
@@ -86,7 +86,7 @@ class HeadGroup:
         ]
 
     def to_tokens(self, x: Tensor, cut: Windows, heads: int) -> Tensor:
-        """Return (B, G, own window, D) as (B, L, heads, D); heads that several ranks hold are summed."""
+        """Exchange (B, G, own window, D) for (B, L, heads, D); heads that several ranks hold are summed."""
         batch, _, width, dim = x.shape
         parts = [part.reshape(-1, dim) for part in x.split(list(self.lengths), 1)]
         length, widths = self.lengths[self.wire.rank], [b - a for a, b in cut]
@@ -101,7 +101,7 @@ class HeadGroup:
 
 @dataclass
 class AllToAllProgram:
-    """A rank's part: kv rows and query rows that move, and its tasks; outputs return on the queries' routes."""
+    """A rank's part of a switch: kv rows and query rows that move, and its tasks. Outputs return the same way."""
 
     keys: Round
     queries: Round
@@ -109,7 +109,7 @@ class AllToAllProgram:
 
 
 def tasks_by_owner(problem: Problem, rank: int) -> dict[int, list[RowRequest]]:
-    """Return {owner: tasks} for each wide segment that holds positions of `rank`, and each head."""
+    """Return {owner: tasks} for each head of each wide segment that contains positions of `rank`."""
     segments = dict.fromkeys(s for piece in problem.shard.ranges(rank) for s in wide_segments(problem, piece))
     tasks: dict[int, list[RowRequest]] = {}
     for segment in segments:
@@ -123,7 +123,7 @@ def tasks_by_owner(problem: Problem, rank: int) -> dict[int, list[RowRequest]]:
 
 
 def _segment_tasks(problem: Problem, segment: BranchSegment, head: int, rows: range) -> Iterator[RowRequest]:
-    """Yield an owner's tasks for a segment: all its rows among themselves, or the pairs with a global token."""
+    """Yield an owner's tasks for a segment: all pairs of its rows, or only the pairs with a global token."""
     branch = problem.pattern.branches[segment.branch]
     request = partial(RowRequest, segment.document, segment.branch, head)
     if branch.tokens is None:
@@ -148,7 +148,7 @@ def program(problem: Problem, rank: int, per_node: int) -> AllToAllProgram:
 
 
 def _rows(problem: Problem, tasks: list[RowRequest], owner: int, source: int, group: int) -> Message:
-    """Return the rows of an owner's tasks that `source` holds, none twice; `group` query heads share a row.
+    """Return the rows of an owner's tasks that `source` holds, each row once; `group` query heads share a row.
 
     The message is sorted by document and head, because sender and receiver list tasks in different orders.
     """
@@ -217,7 +217,7 @@ class OwnerRoute:
 
 @dataclass
 class CompiledSwitch:
-    """A rank's part of a switch with its indices on a device; queries of `batches` number received rows."""
+    """A rank's part of a switch with its indices on a device; `queries` of `batches` are indices of received rows."""
 
     keys: OwnerRoute
     queries: OwnerRoute
@@ -244,7 +244,7 @@ def _route(step: Round, local: LocalRows, device: torch.device) -> OwnerRoute:
 
 
 class SwitchRun:
-    """Rows of one call in transit, to the owners and back; `kept`: in the backward, the owner's rows of the forward."""
+    """Rows of one call in transit, to the owners and back. `kept`: rows that this owner received in the forward."""
 
     def __init__(self, compiled: CompiledSwitch, wire: Wire, kept: Tensor | None = None):
         self.compiled, self.wire, self.kept = compiled, wire, kept
@@ -279,7 +279,7 @@ class SwitchRun:
         return sides, lse
 
     def sums(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return zeros for the gradients of the rows that `arrived`."""
+        """Return zeros for the gradients of the rows that `arrived` returns."""
         queries, keys = (torch.zeros_like(x, dtype=dtype) for x in self.arrived())
         return queries, keys
 
@@ -301,7 +301,7 @@ class SwitchRun:
         return dq, grads
 
     def by_peer(self, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Split the rows that `home` returned by peer: (flat numbers, rows); a peer's numbers are distinct."""
+        """Split the rows that `home` returned by peer, as (flat numbers, rows). A peer's numbers are distinct."""
         route = self.compiled.queries
         sizes = list(route.sends.values())
         return list(zip(route.rows.split(sizes), rows.split(sizes), strict=True))

@@ -1,9 +1,9 @@
-"""butterfly: log2 R pairwise steps; after step j a rank holds the rows that branches 2^j shards wide read.
+"""butterfly: log2 R pairwise steps; after step j a rank holds the rows that branches with segments of 2^j shards read.
 
-Step j pairs a rank with rank XOR 2^(j-1). Each sends the rows of its half of their 2^j shards that branches at least as
-wide read, so that a head moves (S/2) log2 R rows (S = w/r rows of a segment). Offsets must nest: a wide branch reads
-a subset of the rows of the next narrower one. In the hierarchical form each rank of a node carries its share of the
-rows that the node needs, and the ranks of the node spread them over their faster links.
+Step j pairs a rank with rank XOR 2^(j-1). Each rank sends the rows of its half of the pair's 2^j shards that branches
+with at least that width read. A head moves (S/2) log2 R rows (S = w/r rows of a segment). Offsets must nest: a wide
+branch must read a subset of the rows of the next narrower branch. In the hierarchical form each rank receives a part of
+the rows that its node needs, and the ranks of the node exchange these rows over their faster links.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def why_not(problem: Problem, per_node: int) -> str | None:
 
 
 def _unfit_branch(problem: Problem, number: int) -> str | None:
-    """Return why the segments of a branch do not fit shards and their doublings, or None."""
+    """Return the reason why the segments of a branch do not fit the shards, or None."""
     branch = problem.pattern.branches[number]
     place, entry = problem.pattern.listed(number)
     local = problem.shard.seq_len // problem.shard.ranks
@@ -45,7 +45,7 @@ def _unfit_branch(problem: Problem, number: int) -> str | None:
             return f"branches[{place}]: its segments of {width} tokens do not divide the {local} tokens of a rank"
         return None
     if width % local or (width // local) & (width // local - 1):
-        return f"branches[{place}]: segments of {width} tokens are no power of two of the {local} tokens of a rank"
+        return f"branches[{place}]: segments of {width} tokens are not {local} (tokens of a rank) times a power of two"
     if width % branch.dilation_rate and width < problem.shard.seq_len:
         return f"branches[{place}]: dilation_rate={branch.dilation_rate} does not divide segment_length={width}"
     return None
@@ -77,7 +77,7 @@ def wide_branches(problem: Problem, head: int) -> list[tuple[int, int, int, int]
 
 
 def program(problem: Problem, rank: int, per_node: int) -> Program:
-    """Return log2 R rounds."""
+    """Return a program of log2 R rounds."""
     levels = range(1, problem.shard.ranks.bit_length())
     return Program([_swap(problem, rank, rank ^ (1 << (level - 1)), level) for level in levels])
 
@@ -90,7 +90,7 @@ def _swap(problem: Problem, rank: int, partner: int, level: int, share: tuple[in
 
 
 def half(problem: Problem, rank: int, level: int, share: tuple[int, int] = (0, 1)) -> Message:
-    """Return rows of a rank's half of its 2^level shards for branches as wide; `share` = (i, m): rows i, i + m, ..."""
+    """Return rows of a rank's half of 2^level shards for branches at least that wide; `share` = (i, m): rows[i::m]."""
     local = problem.shard.seq_len // problem.shard.ranks
     start = (rank >> (level - 1) << (level - 1)) * local
     stop = start + (local << (level - 1))
@@ -108,7 +108,7 @@ def _query_heads(problem: Problem, kv_head: int) -> list[int]:
 
 
 def _rows(problem: Problem, head: int, level: int, start: int, stop: int) -> range:
-    """Return rows in [start, stop) of a head's narrowest branch of at least 2^level shards; wider ones nest in it."""
+    """Return the rows in [start, stop) of a head's narrowest branch with segments of at least 2^level shards."""
     local = problem.shard.seq_len // problem.shard.ranks
     for width, rate, offset, _ in wide_branches(problem, head):
         if width >= local << level:
@@ -135,7 +135,7 @@ def hierarchical_why_not(problem: Problem, per_node: int) -> str | None:
 
 
 def hierarchical_program(problem: Problem, rank: int, per_node: int) -> Program:
-    """As `program` inside a node; across nodes each rank carries one in `per_node` rows, and the node spreads them."""
+    """Return rounds as in `program`; from other nodes a rank receives 1 in `per_node` rows and sends it to its node."""
     rounds, inside = [], per_node.bit_length() - 1
     node, number = divmod(rank, per_node)
     for level in range(1, problem.shard.ranks.bit_length()):

@@ -34,14 +34,14 @@ def hierarchical_why_not(problem: Problem, per_node: int) -> str | None:
     if per_node == 1:
         return "needs several ranks a node"
     if ranks <= per_node:
-        return f"needs several nodes, and the {ranks} ranks share one of {per_node}"
+        return f"needs several nodes, and the {ranks} ranks share one node of {per_node}"
     if ranks % per_node:
         return f"needs whole nodes, and {per_node} ranks a node do not divide {ranks}"
     return None
 
 
 def hierarchical_program(problem: Problem, rank: int, per_node: int) -> Program:
-    """Two rounds: a row enters each other node at the rank with its owner's number; then the node spreads it."""
+    """Return two rounds: a row enters each other node at the rank with its owner's number; that rank spreads it."""
     ranks = problem.shard.ranks
     node, number = divmod(rank, per_node)
     mates = range(node * per_node, (node + 1) * per_node)

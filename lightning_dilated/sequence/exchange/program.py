@@ -1,9 +1,9 @@
-"""Programs: a rank's part of an exchange as integers, in rounds of messages that list rows; and their volume.
+"""Programs: a rank's part of an exchange as integers, in rounds of messages that list rows; and the volume it receives.
 
-Sender and receiver compute each message with the same function of the same problem, so both know its rows without a
-control message. Volumes are counted without listing messages; `near` is inside a rank's node, `far` outside.
+Sender and receiver compute each message with the same function of the same problem, so they need no control message to
+agree on its rows. Volumes are counted without listing messages; `near` is inside a rank's node, `far` outside.
 
-Shape letters: D head dim. A unit is the D numbers of one head at one position: a row of K and V has two, a query one.
+Shape letters: D head dim. A unit is the D numbers of one head at one position; a row of K and V consists of two units.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def count(message: Iterable[RowSet]) -> int:
 
 
 def rows_for(problem: Problem, readers: Iterable[int], source: int) -> Message:
-    """Return the rows that rank `source` holds and a rank of `readers` needs, none twice; `source` may be a reader."""
+    """Return the rows that rank `source` holds and a reader needs, each row once; `source` may be a reader, too."""
     if problem.shard.interleaved:
         return strided_message(strided.rows_read(problem, frozenset(readers), source))
     messages = [rows_held_by(problem, needed_rows(problem, x), source) for x in readers]
@@ -95,7 +95,7 @@ def rows_held_by(problem: Problem, needs: RowsByHead, source: int) -> Message:
 
 
 def merge(messages: Iterable[Message]) -> Message:
-    """Merge messages into one that has each row once."""
+    """Merge messages into one message that has each row once."""
     rows: RowsByHead = {}
     for message in messages:
         for part in message:
@@ -106,7 +106,7 @@ def merge(messages: Iterable[Message]) -> Message:
 # -- volume ------------------------------------------------------------------------------------------------------------
 @dataclass
 class Units:
-    """Units in the tensors' dtype (`own`) and in fp32 (`wide`: gradients, partial outputs); fp32 `numbers` (lse)."""
+    """Counts of units in the tensors' dtype (`own`), fp32 units (`wide`: gradients, outputs), fp32 `numbers` (lse)."""
 
     own: float = 0
     wide: float = 0
@@ -144,7 +144,7 @@ class Origins:
     Attributes:
         total: number of rows.
         ranks: ranks that hold any of the rows.
-        held_by: returns the number of the rows that some ranks hold together.
+        held_by: a function that returns how many of the rows given ranks hold together.
     """
 
     total: int
@@ -153,7 +153,7 @@ class Origins:
 
     @classmethod
     def counted(cls, rows: Sequence[int]) -> Origins:
-        """Build from the number of rows that each rank holds."""
+        """Make the counts from the number of rows that each rank holds."""
         return cls(sum(rows), {rank for rank, n in enumerate(rows) if n}, lambda ranks: sum(rows[r] for r in ranks))
 
     @classmethod
@@ -193,7 +193,7 @@ def _held_count(problem: Problem, needs: RowsByHead, ranks: Iterable[int]) -> in
 
 
 def _sources(problem: Problem, needs: RowsByHead) -> set[int]:
-    """Return the ranks that hold rows of `needs`; every rank of a range's span, if its step is at most a chunk."""
+    """Return the ranks that hold rows of `needs`; for a range with a step up to a chunk, all ranks that it spans."""
     shard, ranks = problem.shard, set()
     for pieces in needs.values():
         for rows in pieces:

@@ -1,4 +1,4 @@
-"""Rows of (B, L, heads, D) tensors by number: index tensors for messages and batches of requests, and moves by index.
+"""Rows of (B, L, heads, D) tensors by number: index tensors for messages and batches, and copies of rows by index.
 
 A row's flat number is its index in a contiguous (B, L, heads) tensor.
 
@@ -180,7 +180,7 @@ class ReceivedRows:
         return cls(ranges.size if ranges else 0, carried=ranges)
 
     def add(self, message: Message) -> None:
-        """Reserve room for a message at the end."""
+        """Reserve numbers at the end of the store for the rows of a message."""
         for rows in message:
             self.ranges.setdefault((rows.document, rows.head), RangeIndex()).add(rows.rows, self.size)
             self.size += len(rows)
@@ -220,7 +220,7 @@ class Packing:
 
     @classmethod
     def of(cls, sets: Iterable[RowSet], own: LocalRows, store: ReceivedRows) -> Packing:
-        """Build from the rows of all messages of a round, in the order of the peers."""
+        """Make the indices for the rows of all messages of a round, in the order of the peers."""
         runs: dict[str, list[Progression]] = {"own": [], "own_at": [], "store": [], "store_at": []}
         base, located = 0, {}
         for rows in sets:
@@ -243,7 +243,7 @@ class Packing:
 def _located(
     rows: RowSet, own: LocalRows, store: ReceivedRows
 ) -> list[tuple[Literal["own", "store"], Progression, Progression]]:
-    """Return [("own" or "store", indices in the set, row numbers in `own` or `store`)]; received rows are in the store."""
+    """Return [("own" or "store", indices in the set, row numbers in `own` or `store`)] for all rows of the set."""
     located, at, relayed = [], 0, remove([rows.rows], own.pieces)
     for sample in range(rows.document.samples):
         missing = len(rows.rows)
@@ -263,7 +263,7 @@ class Batch:
     """Requests of one branch with equal numbers of queries and keys: one call of a backend.
 
     Attributes:
-        queries: (G, n) rows of q, flat numbers or numbers among selected rows; no row occurs twice.
+        queries: (G, n) rows of q, by flat number or by number in a selection; no row occurs twice.
         keys: (G, m) numbers in the store; if `distinct`, no row occurs twice.
         band: as in `RowRequest`.
     """
@@ -326,7 +326,7 @@ def _distinct(numbers: Tensor, size: int) -> bool:
 
 
 def _numbers(source: LocalRows | ReceivedRows, requested: Iterable[tuple[RowRequest, int, Iterable[range]]]) -> Tensor:
-    """Return the numbers in `source` of the requested rows, in order; each row must be there exactly once."""
+    """Return the numbers in `source` of the requested rows, in order; `source` must have each row exactly once."""
     runs: tuple[list[Progression], list[Progression]] = [], []
     single: tuple[list[np.ndarray], list[np.ndarray]] = [], []  # indices and numbers of single carried rows
     find, carried = source.find, None
@@ -359,7 +359,7 @@ class Rows:
     Attributes:
         at: sample, token and head of each row.
         flat, turned: row numbers in memory order (B, L, J), and in order (B, J, L). Indexing by one tensor launches
-            faster than by three.
+            faster than indexing by three.
     """
 
     at: tuple[Tensor, Tensor, Tensor]
@@ -397,19 +397,19 @@ class Rows:
 
 
 def add_rows(rows: Rows | None, x: Tensor, values: Tensor) -> None:
-    """Add values (n, D) to rows of x (B, L, J, D), None for all, in the dtype of `values`; round to x's dtype once."""
+    """Add values (n, D) to rows (None: all) of x (B, L, J, D) in the dtype of `values`; round to x's dtype once."""
     if rows is None:
         x.copy_(x.to(values.dtype) + values.view(x.shape))
     else:
         rows.put(x, rows.take(x).to(values.dtype) + values)
 
 
-#: largest selection of rows, as a share of a tensor's rows; above it all rows are used
+#: if a selection is larger than this share of a tensor's rows, all rows are used
 FEW = 0.25
 
 
 def select_rows(numbers: Sequence[Tensor], total: int, length: int, heads: int) -> tuple[Rows | None, list[Tensor]]:
-    """Return (the rows with these flat numbers, numbers within this selection), or (None, `numbers`) above `FEW` rows.
+    """Return (selection of the rows with these flat numbers, numbers in it), or (None, `numbers`) if it exceeds `FEW`.
 
     With a selection, only these rows need an fp32 copy, not the whole tensor.
     """
@@ -437,7 +437,7 @@ def take(x: Tensor, rows: Tensor) -> Tensor:
 def take_apart(store: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first and second halves, (..., D) each, of rows of an (n, 2, D) store.
 
-    On a GPU many rows are copied to separate memory: causal cuDNN is a third slower if K and V interleave.
+    On a GPU many rows are copied to separate memory, because causal cuDNN is a third slower if K and V interleave.
     """
     if not _use_kernel(store, rows):
         return store[rows].unbind(-2)
@@ -471,7 +471,7 @@ def add_at(total: Tensor, rows: Tensor, parts: Sequence[Tensor], distinct: bool 
         rows: (G, n) row numbers.
         distinct: True if no row number occurs twice.
     """
-    # the kernel adds to a repeated row in any order
+    # the kernel adds to a repeated row in arbitrary order
     ordered = not distinct and torch.are_deterministic_algorithms_enabled()
     if not ordered and total.is_contiguous() and _use_kernel(total, rows) and all(x.stride(-1) == 1 for x in parts):
         return _kernel().add(total.unbind(1) if len(parts) == 2 else [total], rows.contiguous(), parts, distinct)
@@ -479,7 +479,7 @@ def add_at(total: Tensor, rows: Tensor, parts: Sequence[Tensor], distinct: bool 
     total.index_add_(0, rows.flatten(), torch.stack(flat, 1) if len(parts) == 2 else flat[0])
 
 
-#: number of rows from which our kernels move them; with fewer, torch's kernels take less host time to launch
+#: fewest rows that our kernels move; for fewer rows torch's kernels take less host time to launch
 MANY = 2**17
 
 

@@ -1,10 +1,10 @@
-"""Running a program: rows leave and arrive, and their gradients return by the same route.
+"""Runs a program: sends and receives rows, and sends their gradients back by the same route.
 
 Besides the rows of its k and v, a rank may carry rows of earlier chunks. They are the first rows of its store; requests
 and messages read them there.
 
-The attention op starts a run, computes what needs no other rank, then takes one arrival after another. An arrival holds
-the batches of requests that can now be computed, and the rows that they read. This module imports no backend.
+The attention op starts a run, computes its local blocks, and then iterates over the arrivals. An arrival contains the
+batches of requests that can now be computed, and the rows that they read. This module imports no backend.
 
 Shape letters: B samples, L local tokens, K kv heads, D head dim; a row is (2, D): K and V.
 """
@@ -39,7 +39,7 @@ from lightning_dilated.sequence.requirements import Problem, RowRequest, row_req
 
 @dataclass
 class GradientReturn:
-    """The return of a round's gradients: rows `leaving` are sent back, and added to the rows that `packing` read."""
+    """The return of a round's gradients: rows `leaving` are sent back and added to the rows that `packing` has read."""
 
     leaving: Tensor | slice
     sends: dict[int, int]
@@ -74,10 +74,10 @@ class Compiled:
 
     Attributes:
         size: rows of the store; 0 without `keep`.
-        keep: the rows that arrive are saved for the backward.
-        queries: rows of q that batches refer to; None: all rows, by flat number.
-        keys: own rows of K and V that receive gradients; None: all rows, by flat number.
-        carried: number of carried rows, with which the store begins.
+        keep: whether the rows that arrive are saved for the backward.
+        queries: rows of q that batches refer to; None means all rows, by flat number.
+        keys: own rows of K and V that receive gradients; None means all rows, by flat number.
+        carried: number of carried rows, the first rows of the store.
         ready: batches of a program without rounds; they read carried rows only.
     """
 
@@ -93,7 +93,7 @@ class Compiled:
 def compile_program(
     problem: Problem, rank: int, program: Program, device: torch.device, carried: Sequence[CarriedRange] = ()
 ) -> Compiled:
-    """Compile a program to indices; assign requests to rounds. `carried`: rows held besides the rows of k and v."""
+    """Compile a program to indices, and assign requests to rounds. `carried`: rows besides the rows of k and v."""
     pieces = problem.shard.ranges(rank)
     queries, own = LocalRows(pieces, problem.heads), LocalRows(pieces, problem.kv_heads)
     store = ReceivedRows.after(carried)
@@ -122,7 +122,7 @@ def compile_program(
 def _renumbered(
     compiled: Compiled, problem: Problem, queries: LocalRows, own: LocalRows, device: torch.device
 ) -> Compiled:
-    """Copy to a device, with rows renumbered among the rows in use if these are few."""
+    """Copy to a device. If only few rows are used, replace row numbers by numbers within the used rows."""
     samples = max((d.sample + d.samples for d in problem.documents), default=0)
     sizes = lambda x: (samples * x.length * (x.heads[1] - x.heads[0]), x.length, x.heads[1] - x.heads[0])  # noqa: E731
     all_batches = [*compiled.ready, *(b for x in compiled.rounds for b in x.batches)]
@@ -154,7 +154,7 @@ def _covered(problem: Problem, request: RowRequest, store: ReceivedRows) -> bool
 
 
 def _from_source(problem: Problem, requests: list[RowRequest], rank: int, hops: int) -> list[RowRequest]:
-    """Cut requests down to the rows of the rank `hops` places before; zero pads count once, with this rank's rows."""
+    """Limit requests to the rows of the rank `hops` places before. Zero pads count once, with this rank's own rows."""
     held = problem.shard.ranges((rank - hops) % problem.shard.ranks)
     return [replace(part, pads=0 if hops else part.pads) for request in requests for part in request.cut(held)]
 
@@ -168,14 +168,14 @@ class Arrival:
     grads: Tensor | None = None
 
     def free(self) -> None:
-        """Release the tensors even if a caller still holds the arrival."""
+        """Release the tensors even if a caller still refers to the arrival."""
         self.rows = self.grads = None
 
 
 class Run:
-    """Rows of one call in transit. Create it before the local work, and take its arrivals after that.
+    """Rows of one call in transit. Create a run before the local work, and iterate over its arrivals afterwards.
 
-    On a GPU a program that saves rows posts all rounds at once on a separate stream, to overlap with the local work.
+    On a GPU a program that saves rows posts all rounds immediately, on a separate stream that overlaps with local work.
 
     Args:
         wire: None for a program without rounds.
@@ -202,7 +202,7 @@ class Run:
             self._begin()
 
     def _store(self, make: Callable[..., Tensor], carried: Tensor | None, arrived: Tensor | None = None) -> Tensor:
-        """Return (size, 2, D): carried rows, then arrived rows or room for them; no copy if there is only one kind."""
+        """Return (size, 2, D): carried rows, then arrived rows or memory for them. One kind alone is not copied."""
         if carried is None:
             return make((self.compiled.size, 2, self.k.shape[3])) if arrived is None else arrived
         if self.compiled.size == len(carried):
@@ -232,7 +232,7 @@ class Run:
         return [posted for posted in self._posted if posted is not None]
 
     def _begin(self) -> None:
-        """Post the first round, or all; also the second if the first receives nothing from other ranks (ring)."""
+        """Post the first round, or all rounds; also the second if the first has no rows from other ranks (ring)."""
         rounds = self.compiled.rounds
         copied = (
             len(rounds) > 1 and not (rounds[0].receives.keys() - {self.wire.rank}) and not len(rounds[1].packing.store)
@@ -268,7 +268,7 @@ class Run:
             if number + 1 == len(self._posted) < len(self.compiled.rounds):
                 self._post(number + 1, rows, self._send_buffer(number + 1))
             arrival = Arrival(step.batches, rows)
-            if not self.compiled.keep:  # a later round reuses its memory
+            if not self.compiled.keep:  # a later round reuses the memory of these rows
                 self._posted[number] = arrived = rows = None
             yield arrival
             if not self.compiled.keep:
@@ -276,7 +276,7 @@ class Run:
 
 
 class BackwardRun(Run):
-    """The backward of a call: arrivals have room for gradients, and `finish` adds gradients of own rows to dk and dv.
+    """The backward of a call: arrivals include sums of gradients, and `finish` adds gradients of own rows to dk and dv.
 
     Args:
         wide: the dtype of gradients in transit and of their sums.
@@ -302,7 +302,7 @@ class BackwardRun(Run):
         self._sum = torch.zeros(rows, 2, k.shape[3], dtype=wide, device=k.device)
 
     def arrivals(self) -> Iterator[Arrival]:
-        """Yield all batches at once if the rows were saved, else (ring) round by round as the rows pass again."""
+        """Yield one arrival with all batches if the rows were saved, else (ring) one for each round of moving rows."""
         if self.compiled.keep:
             self._grads = self._store(self._sum.new_zeros, self._carried)
             later = (batch for step in self.compiled.rounds for batch in step.batches)
@@ -323,7 +323,7 @@ class BackwardRun(Run):
         return torch.zeros(rows.shape, dtype=self._wide, device=rows.device)
 
     def _receive_buffer(self, number: int) -> Tensor:
-        """Allocate room for the gradients that arrive in a round."""
+        """Allocate memory for the gradients that arrive in a round."""
         return self._sum.new_empty(sum(self.compiled.rounds[number].gradients.receives.values()), *self._sum.shape[1:])
 
     def _return_all(self) -> None:
@@ -341,7 +341,7 @@ class BackwardRun(Run):
         self._returning.append((number, posted))
 
     def _collect(self, leave: int = 0) -> None:
-        """Sum arriving gradients, except of the last `leave` rounds; send gradients of relayed rows further back."""
+        """Add the gradients of all rounds but the last `leave`, and send gradients of relayed rows one round back."""
         while len(self._returning) > leave:
             number, posted = self._returning.pop(0)
             arrived = (posted.follow if self._ahead else posted.wait)()

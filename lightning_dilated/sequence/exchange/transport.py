@@ -1,7 +1,7 @@
 """Transport: the collective that all exchanges use, an all-to-all of rows, with a record of bytes and times.
 
-All ranks enter it in the order of the program, so it cannot deadlock; ranks without a message for each other exchange
-nothing in it. GPU times are measured by events that the host does not wait for, other times by the wall clock.
+All ranks enter collectives in the order of the program, so they cannot deadlock. Ranks without a message for each other
+exchange no bytes. GPU times are measured by events that the host does not wait for, other times by the wall clock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Mark = torch.cuda.Event | float
 
 @dataclass
 class Flight:
-    """One collective, from the time when its rows are ready to leave to the last arrival."""
+    """One collective, from the time when its rows are ready to be sent until the last row has arrived."""
 
     run: str  # forward or backward
     what: str
@@ -60,7 +60,7 @@ class Planned:
 
 @dataclass
 class TrafficLog:
-    """The communication since the last `clear`, in order; give it to `SequenceGroup.watch`.
+    """The communication since the last `clear`, in order; pass it to `SequenceGroup.watch`.
 
     Attributes:
         agreeing: seconds that the host waited for control messages.
@@ -95,7 +95,7 @@ def _watcher(device: torch.device) -> torch.cuda.Stream:
 
 
 def mark(device: torch.device) -> Mark:
-    """Return the time now; on a GPU, the moment when the current stream reaches this point."""
+    """Return the current time, or on a GPU an event for the moment when the current stream reaches this point."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -115,7 +115,7 @@ class Traffic:
     Attributes:
         run: the pass that is counted.
         sent_to, received_from: bytes by the peer's rank in the process group.
-        log: records when rows are in flight; None: no record.
+        log: records when rows are in flight; None means no record.
     """
 
     run: str = "forward"
@@ -144,7 +144,7 @@ class Posted:
 
     rows: Tensor
     work: dist.Work | None
-    sent: Tensor  # must live until the rows have left
+    sent: Tensor  # must exist until the rows have been sent
     flight: Flight | None = None
     log: TrafficLog | None = None
 
@@ -168,7 +168,7 @@ class Posted:
 
 @contextlib.contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU, run the body on the exchange's stream, after all work queued so far; elsewhere do nothing.
+    """On a GPU, run the body on the exchange's stream, after all work queued so far. This has no effect on a CPU.
 
     Memory allocated in the body belongs to that stream. Tensors that the caller's stream reads must be allocated before
     the body, or read after `Posted.wait`; free them after `rejoin`.
@@ -208,13 +208,13 @@ def rejoin(device: torch.device, traffic: Traffic, what: str) -> None:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream of high priority: its work is short, and other ranks wait for it."""
+    """Return a stream of high priority, because its work is short and other ranks wait for it."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows (n, ...) of one dtype and width in a collective of several blocks; counts as in `Wire.post`."""
+    """Rows (n, ...) of one dtype and width in a collective of several blocks; `sends`, `receives`: see `Wire.post`."""
 
     rows: Tensor
     sends: Mapping[int, int]
@@ -253,7 +253,7 @@ def _peers(counts: Iterable[Mapping[int, int]]) -> list[int]:
 
 @dataclass
 class Wire:
-    """Moves rows between the ranks of a call; `ranks` holds their numbers in the process group."""
+    """Moves rows between the ranks of a call; `ranks` are their numbers in the process group."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
@@ -290,7 +290,7 @@ class Wire:
         return Posted(out, work, rows, flight, traffic.log)
 
     def post_together(self, blocks: Sequence[Block], what: str = "rows") -> PostedBlocks:
-        """Post several blocks of rows in one collective; a peer's parts of the blocks follow one another."""
+        """Post several blocks of rows in one collective; a peer's parts of all blocks are consecutive."""
         parts = [_bytes(x.rows.contiguous()).split(list(x.sends.values())) for x in blocks]
         by_peer = [dict(zip(x.sends, part, strict=True)) for x, part in zip(blocks, parts, strict=True)]
         leaving = [part[peer].flatten() for peer in _peers(x.sends for x in blocks) for part in by_peer if peer in part]
@@ -304,5 +304,5 @@ class Wire:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Return x as (rows, bytes of a row): every backend moves bytes, but not every dtype."""
+    """Return x as (rows, bytes of a row), because every backend can move bytes, but not every dtype."""
     return x.flatten(1).view(torch.uint8)
