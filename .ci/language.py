@@ -1,6 +1,6 @@
-"""Checks the English of docstrings, comments and documentation: first words, chains of pronouns, long lines.
+"""Check the English of docstrings, comments and documentation: first words, chains of pronouns, long lines.
 
-`python .ci/language.py [--list]` prints what is above a budget and then exits with 1; `--list` prints every finding.
+`python .ci/language.py [--list]` prints findings above a budget and then exits with 1; `--list` prints every finding.
 """
 
 import ast
@@ -15,15 +15,15 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 #: no docstring, comment or paragraph begins with one of these
 FIRST = re.compile(r"(Of|What|Where|Whether|Within|Those|That)\b")
-#: limited together to `RATE` a thousand words
+#: at most `RATE` of these words in a thousand words
 CHAINS = re.compile(
     r"\b(that of|those of|of which|whose|so many|as many|lies?|stands?|stood|go on|goes on)\b", re.IGNORECASE
 )
 RATE = 1.5
-#: most characters of a line of prose in the documentation, and of a row of a table, without addresses
+#: most characters in a line of prose of the documentation, and in a row of a table, without link addresses and code
 PROSE, ROW = 140, 200
 ADDRESS = re.compile(r"\]\([^)]*\)|`[^`]*`|https?://\S+")
-#: remaining findings of each kind in each area; a budget only falls
+#: allowed findings of each kind in each area; never increase these budgets
 LEFT = {
     "package": {"first": 0, "chain": 0},
     "tests": {"first": 0, "chain": 0},
@@ -51,7 +51,7 @@ class Finding(NamedTuple):
 
 
 def of_code(path: Path) -> Iterator[Text]:
-    """Yield docstrings and comments of a file; consecutive lines of comments are one text."""
+    """Yield docstrings and lines of comments of a file; `begins` is set for the first of consecutive lines."""
     source = path.read_text()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -67,7 +67,7 @@ def of_code(path: Path) -> Iterator[Text]:
 
 
 def of_page(path: Path) -> Iterator[Text]:
-    """Yield lines of prose and rows of tables of a page, without its code."""
+    """Yield lines of prose and rows of tables of a page, without code blocks."""
     begins, code = True, False
     for number, line in enumerate(path.read_text().splitlines(), 1):
         code ^= line.startswith("```")
@@ -79,7 +79,7 @@ def of_page(path: Path) -> Iterator[Text]:
 
 
 def of_recipe(path: Path) -> Iterator[Text]:
-    """Comments of a recipe, without the commands in them."""
+    """Yield comments of a recipe, without commands."""
     begins = True
     for number, line in enumerate(path.read_text().splitlines(), 1):
         words = line.partition("# ")[2]
@@ -98,7 +98,7 @@ def areas() -> Iterator[tuple[str, list[Text]]]:
 
 
 def findings(area: str, texts: list[Text]) -> Iterator[Finding]:
-    """Yield everything in an area that breaks a rule."""
+    """Yield all texts of an area that break a rule."""
     for text in texts:
         bare = re.sub(r"`[^`]*`", "", text.words)
         if text.begins and FIRST.match(text.words):

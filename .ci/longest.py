@@ -1,9 +1,9 @@
-"""Write tests/longest.txt, the test files that take longest, from the durations that pytest printed.
+"""Write a list of the slowest test files, tests/longest.txt, from the durations in the output of pytest.
 
     python -m pytest -n 2 --dist loadfile --durations=0 > durations.txt
     python .ci/longest.py durations.txt
 
-Without a file it checks that every listed file exists, and exits with 1 otherwise. `tests/conftest.py` starts these first.
+Without an argument it exits with 1 if a listed file does not exist. `tests/conftest.py` starts the listed files first.
 """
 
 import re
@@ -13,7 +13,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 LIST = TESTS / "longest.txt"
-#: seconds from which a file is listed
+#: files that take more seconds than this are listed
 LONG = 10
 LINE = re.compile(r"\s*([\d.]+)s (?:call|setup|teardown)\s+tests/([^:]+)::")
 

@@ -1,11 +1,11 @@
-"""A hook of mkdocs: tutorials as notebooks, made from their pages, so that a page and its notebook hold the same code.
+"""A hook of mkdocs that writes notebooks from the pages of tutorials, so that page and notebook have the same code.
 
 Blocks of a tutorial are of five kinds:
 
-- `bash`, `python`: the reader runs them, in order, in one folder; all Python without a title in one session;
-- any with a title, as in `python title="train.py"`: a file in that folder;
-- `text`: what the block before it that runs prints, in part; … stands for anything;
-- `console`: runs once, in the checkout, before the rest.
+- `bash`, `python`: the reader runs them in order, in one folder; Python blocks without a title run in one session;
+- a block with a title, as in `python title="train.py"`: a file in this folder;
+- `text`: a part of the output of the last block that runs; … stands for any text;
+- `console`: runs once, in the checkout, before the other blocks.
 
 `python docs/notebooks.py FOLDER` writes the notebooks without building the site.
 """
@@ -43,7 +43,7 @@ class Cell:
 
 
 def cells(page: str) -> list[Cell]:
-    """The parts of a tutorial in the order of its page.
+    """Return the parts of a tutorial in the order of its page.
 
     Raises:
         ValueError: for a block of another language, or an output that belongs to no code.
@@ -72,7 +72,7 @@ def cells(page: str) -> list[Cell]:
 
 
 def notebook(page: str) -> dict[str, Any]:
-    """A tutorial in the format of Jupyter, version 4.5."""
+    """Return a tutorial in version 4.5 of Jupyter's notebook format."""
     listed = [_notebook_cell(number, cell) for number, cell in enumerate(cells(page))]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
@@ -92,12 +92,12 @@ def _notebook_cell(number: int, cell: Cell) -> dict[str, Any]:
 
 
 def notebook_path(page: str) -> str:
-    """Where the notebook of a page lies."""
+    """Return the path of the notebook of a page."""
     return str(Path(page).with_suffix(".ipynb"))
 
 
 def _text(page: str) -> str:
-    """A notebook as its file holds it, from the page in docs/."""
+    """Return the text of the notebook file for a page in docs/."""
     return json.dumps(notebook((Path(__file__).parent / page).read_text()), indent=1, ensure_ascii=False) + "\n"
 
 
@@ -111,7 +111,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Offer the notebook under the title of its page."""
+    """Insert a link to the notebook below the title of its page."""
     if page.file.src_uri not in PAGES:
         return markdown
     title, _, rest = markdown.partition("\n")

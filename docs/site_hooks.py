@@ -1,6 +1,6 @@
-"""Hooks of mkdocs: files outside of docs/ that a page links to become part of the site, and dead links are warnings.
+"""Hooks of mkdocs that add files outside of docs/ to the site if a page links to them, and warn of dead links.
 
-A Markdown file of the checkout becomes a page; so does a recipe or a source file, whose text is shown. Other files are
+A Markdown file, a recipe or a source file of the checkout becomes a page with its text. Other files are
 copied. `mkdocs build --strict` fails on a warning. Addresses on the site are those in the checkout, without `docs/`.
 """
 
@@ -21,9 +21,9 @@ LOG = logging.getLogger("mkdocs.hooks.site")
 SHOWN = {".yaml": "yaml", ".yml": "yaml", ".py": "python", ".toml": "toml", ".txt": "text", ".json": "json"}
 #: README.md would be the same page as docs/index.md
 RENAMED = {"README.md": "readme.md"}
-#: pages of the navigation that lie outside of docs/
+#: pages of the navigation that are outside of docs/
 PAGES = ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "recipes/README.md")
-#: pages that stand for their folder: they end with a list of its pages
+#: pages that represent their folder; a list of the other pages in the folder is appended
 FOLDERS = ("benchmarks/results/README.md",)
 #: a link or image, or brackets in prose that the site would take for a reference; inside code they are neither
 LINK = re.compile(
@@ -33,7 +33,7 @@ LINK = re.compile(
 
 
 def links(text: str) -> Iterator[str]:
-    """The targets of a page's links and images."""
+    """Return the targets of all links and images on a page."""
     return (found["target"] for found in LINK.finditer(text) if found["target"])
 
 
@@ -55,20 +55,20 @@ def linked_path(root: Path, page: str, target: str) -> str | None:
 
 
 def _listed(root: Path, readme: str) -> list[str]:
-    """The other pages of a folder that has a README.md, the latest first."""
+    """Return the other pages of a folder with a README.md, sorted from the latest to the earliest."""
     folder = (root / readme).parent
     return sorted((p.relative_to(root).as_posix() for p in folder.glob("*.md") if p.name != "README.md"), reverse=True)
 
 
 def site_path(path: str) -> str:
-    """Where a file of the checkout lies among the sources of the site."""
+    """Return the path of a checkout file among the sources of the site."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return RENAMED.get(path, f"{path}.md" if Path(path).suffix in SHOWN else path)
 
 
 def rewritten(root: Path, page: str, text: str) -> str:
-    """A page with its links to files of the checkout as links on the site, and brackets as brackets."""
+    """Return a page with links to checkout files replaced by links of the site, and with escaped brackets."""
     folder = posixpath.dirname(site_path(page))
 
     def replace(match: re.Match[str]) -> str:
@@ -85,7 +85,7 @@ def rewritten(root: Path, page: str, text: str) -> str:
 
 
 def linked_files(root: Path) -> list[str]:
-    """Every file outside of docs/ that the site needs: linked to from docs/, from `PAGES`, or from such a file."""
+    """Return all files outside of docs/ that pages in docs/ or `PAGES` link to, directly or through other files."""
     todo = [path.relative_to(root).as_posix() for path in sorted((root / "docs").rglob("*.md"))] + list(PAGES)
     seen = set(todo)
     for page in todo:  # grows
@@ -100,7 +100,7 @@ def linked_files(root: Path) -> list[str]:
 
 
 def page_text(root: Path, path: str) -> str:
-    """The Markdown of a page that shows a file outside of docs/."""
+    """Return the Markdown of a page that shows a file outside of docs/."""
     text = (root / path).read_text()
     if path in FOLDERS:
         text += "\n## Files\n\n" + "".join(f"- [{Path(p).stem}]({Path(p).name})\n" for p in _listed(root, path))
@@ -136,13 +136,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Warn of links of the built site that lead nowhere."""
+    """Warn of dead links in the built site."""
     for page, target in dead_links(Path(config.site_dir)):
         LOG.warning("%s links to %s, which is not on the site", page, target)
 
 
 class _Page(HTMLParser):
-    """The anchors of a page, and what it links to or loads."""
+    """The anchors of a page, and the targets of its links, images and scripts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class _Page(HTMLParser):
 
 
 def dead_links(site: Path) -> list[tuple[str, str]]:
-    """(page, target) of each link to a file or an anchor that the built site does not have."""
+    """Return (page, target) of each link to a file or an anchor that the built site does not have."""
     pages = {path.relative_to(site).as_posix(): _Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
     # its links begin at the root of the server
     pages.pop("404.html", None)
