@@ -53,7 +53,7 @@ def pack(chains: Sequence[Sequence[Path]], more: Sequence[Sequence[Path]], out: 
             seen.add(versions[-1])
             header.append([f"{trees[-1].name}/{name}", held, [len(x) for x in versions]])
             texts += versions
-    with lzma.open(out, "wb", preset=6) as file:
+    with lzma.open(out, "wb", preset=1) as file:
         file.write(json.dumps(header).encode() + b"\n" + b"".join(texts))
     return {"files": len(header), "versions": len(texts), "bytes": sum(map(len, texts)), "packed": out.stat().st_size}
 

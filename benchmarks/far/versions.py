@@ -48,6 +48,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--lr", type=float, default=2e-3)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--test", type=int, nargs="+", default=[65536])
+    p.add_argument("--test-probes", type=int, nargs="+", default=[2, 1])
     p.add_argument("--samples", type=int, default=64, help="of a test")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -117,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.save({"sizes": vars(model.sizes), "options": args, "weights": model.state_dict()}, a.out / f"{a.name}.pt")
     model.eval()
     for size in a.test:
-        for probes in dict.fromkeys((a.probes, 1)) if a.far == "codes" else [1]:
+        for probes in a.test_probes if a.far == "codes" else [1]:
             began = time.monotonic()
             local = max(w for n, w in zip(a.lengths, a.local, strict=True) if n <= max(size, min(a.lengths)))
             row = test(model, task, size, Settings(local, probes), a)
