@@ -61,7 +61,7 @@ class Sizes:
 class Settings:
     """Settings that may change between steps: local segment length, lookups of a query, all rows or not.
 
-    sample: if codes are taught, the part of the positions whose losses are computed. The head is a dense one then,
+    sample: if codes are taught, the positions of a sequence whose losses are computed. The head is a dense one then,
     without a null key. 0: all positions, and a null key.
     """
 
@@ -69,7 +69,7 @@ class Settings:
     probes: int = 1
     soft: bool = False
     taught: bool = False
-    sample: float = 0.0
+    sample: int = 0
 
 
 @dataclass
@@ -258,7 +258,7 @@ class Layer(nn.Module):
         query = torch.cat([q, z_q.softmax(-1).flatten(2).to(q.dtype)], -1)
         packed = torch.cat([k, v, chances.flatten(2).to(k.dtype)], -1)
         if taught and call.settings.sample:
-            at = torch.randint(q.shape[1], (len(q), max(1, int(call.settings.sample * q.shape[1]))), device=q.device)
+            at = torch.randint(q.shape[1], (len(q), call.settings.sample), device=q.device)
             call.collect(*codes.mix(self.sampled(query, packed, at), self.null)[1:], chances, chosen(z_q, at))
             return self.dense(q, k, v, None)
         if call.settings.soft:

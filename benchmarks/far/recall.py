@@ -130,7 +130,7 @@ def train(model: Model, task: Task, a: argparse.Namespace, loss_of: LossOf = los
     total, step, began, curve, seconds = sum(a.steps), 0, time.monotonic(), [], {}
     limit = getattr(a, "seconds", None) or math.inf
     for size, steps, local in zip(a.lengths, a.steps, a.local, strict=True):
-        settings = Settings(local, a.probes, size <= a.soft_until, a.taught_from is not None, getattr(a, "sample", 0.0))
+        settings = Settings(local, a.probes, size <= a.soft_until, a.taught_from is not None, getattr(a, "sample", 0))
         for _ in range(steps):
             done = max(step / total, (time.monotonic() - began) / limit)
             if done >= 1:
