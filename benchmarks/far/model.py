@@ -21,6 +21,7 @@ BASE = 1e7
 class Sizes:
     """The sizes of a model.
 
+    far_layer, also: the layer with a far head, and further ones.
     start: initial convolutions of codes.
     alike: the projections of codes of queries and keys begin with equal weights.
     std: of the embedding, which the output shares, scaled so that logits begin alike; None: as for all matrices.
@@ -43,22 +44,32 @@ class Sizes:
     std: float | None = None
     sharp: float | None = None
     query_taps: bool = False
+    also: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.far not in FAR:
             raise ValueError(f"far is {self.far!r}; take one of {', '.join(FAR)}")
-        if not 0 <= self.far_layer < self.depth:
-            raise ValueError(f"far_layer is {self.far_layer}, but layers are 0 to {self.depth - 1}")
+        if not 0 <= min(self.far_layers) <= max(self.far_layers) < self.depth:
+            raise ValueError(f"far layers are {self.far_layers}, but layers are 0 to {self.depth - 1}")
+
+    @property
+    def far_layers(self) -> tuple[int, ...]:
+        return (self.far_layer, *self.also)
 
 
 @dataclass
 class Settings:
-    """Settings that may change between steps: local segment length, lookups of a query, all rows or not."""
+    """Settings that may change between steps: local segment length, lookups of a query, all rows or not.
+
+    sample: if codes are taught, the positions of a sequence whose losses are computed. The head is a dense one then,
+    without a null key. 0: all positions, and a null key.
+    """
 
     local: int = 2048
     probes: int = 1
     soft: bool = False
     taught: bool = False
+    sample: int = 0
 
 
 @dataclass
@@ -78,6 +89,23 @@ class Call:
     start: int
     carried: Carried | None
     aux: dict[str, Tensor]
+
+    def collect(
+        self, agree: Tensor, contrast: Tensor, chances: Tensor, asking: Tensor, rows: Tensor | None = None
+    ) -> None:
+        """Add a far head's losses, and its rows, to those of earlier layers.
+
+        `balance` is over all rows, `spread` over asked queries: without `spread` the asked keys may share one code.
+        """
+        losses = {"agree": agree.mean(), "contrast": contrast.mean(), "balance": codes.balance(chances)}
+        losses["spread"] = codes.balance(asking.softmax(-1))
+        for name, value in (losses if rows is None else {**losses, "rows": rows}).items():
+            self.aux[name] = self.aux[name] + value if name in self.aux else value
+
+
+def chosen(x: Tensor, at: Tensor) -> Tensor:
+    """Return (B, A, …) of x (B, N, …) at positions (B, A)."""
+    return x[torch.arange(len(x), device=x.device)[:, None], at]
 
 
 def convolve(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
@@ -129,15 +157,15 @@ class Layer(nn.Module):
         super().__init__()
         width, self.sizes, self.index = sizes.width, sizes, index
         self.dim, self.shifted = width // sizes.heads, index % 2
-        self.far = sizes.far if index == sizes.far_layer and sizes.far != "window" else None
+        self.far = sizes.far if index in sizes.far_layers and sizes.far != "window" else None
         self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
         self.fc1, self.fc2 = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
         self.taps = Taps(2 * width)
-        if index == sizes.far_layer:  # in all arms: the far head's keys begin with the token before
+        if index in sizes.far_layers:  # in all arms: the far head's keys begin with the token before
             self.taps.weight.data[1, width - self.dim : width] = sizes.before
-        self.far_taps = Taps(self.dim) if sizes.query_taps and index == sizes.far_layer else None
+        self.far_taps = Taps(self.dim) if sizes.query_taps and index in sizes.far_layers else None
         if self.far == "codes":
             queries, keys = {
                 "pair": ((1, 0, 0, 0), (1, sizes.before, 0, 0)),
@@ -229,21 +257,23 @@ class Layer(nn.Module):
         chances = z_k.softmax(-1)
         query = torch.cat([q, z_q.softmax(-1).flatten(2).to(q.dtype)], -1)
         packed = torch.cat([k, v, chances.flatten(2).to(k.dtype)], -1)
+        if taught and call.settings.sample:
+            at = torch.randint(q.shape[1], (len(q), call.settings.sample), device=q.device)
+            call.collect(*codes.mix(self.sampled(query, packed, at), self.null)[1:], chances, chosen(z_q, at))
+            return self.dense(q, k, v, None)
         if call.settings.soft:
             read = codes.soft(query, packed, self.dim, sizes.groups, taught).shaped(1, *q.shape[:2])
         else:
             read = self.look_up(query, packed, z_q, codes.numbers(z_k), call)
         out, agree, contrast = codes.mix(read, self.null)
-        # `balance` is over all rows, `spread` over asked queries: without `spread` the asked keys may share one code
-        asking = z_q.softmax(-1)[torch.arange(len(q), device=q.device)[:, None], at]
-        call.aux.update(
-            agree=agree.gather(1, at).mean(),
-            contrast=contrast.gather(1, at).mean(),
-            balance=codes.balance(chances),
-            spread=codes.balance(asking),
-            rows=read.count.sum(0),
-        )
+        call.collect(agree.gather(1, at), contrast.gather(1, at), chances, chosen(z_q, at), read.count.sum(0))
         return out
+
+    def sampled(self, query: Tensor, packed: Tensor, at: Tensor) -> codes.Read:
+        """Read all rows j <= p at some positions p, (B, A), without a gradient to the scores."""
+        allowed = at[..., None] >= torch.arange(packed.shape[1], device=at.device)
+        parts = codes.attend(chosen(query, at), packed, allowed, self.dim, self.sizes.groups, True)
+        return codes.Read(*parts, at + 1).shaped(1, *at.shape)
 
     def look_up(self, query: Tensor, packed: Tensor, z_q: Tensor, code: Tensor, call: Call) -> codes.Read:
         """Read exactly: rows of code (B, N), also of earlier chunks, for (P, B, N, …) lookups."""

@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ import torch.nn.functional as F
 from model import FAR, Model, Settings, Sizes
 from task import KINDS, Task
 from torch import Tensor
+
+LossOf = Callable[..., tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -118,22 +121,26 @@ def loss_of(
     return nats + extra * (step >= (a.taught_from or 0)), nats.detach(), aux
 
 
-def train(model: Model, task: Task, a: argparse.Namespace) -> dict[str, Any]:
-    """Train at each length. Return the results."""
+def train(model: Model, task: Task, a: argparse.Namespace, loss_of: LossOf = loss_of) -> dict[str, Any]:
+    """Train at each length, until the steps or `a.seconds` are over. Return the results."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=a.device == "cuda"
     )
     gen = torch.Generator(a.device).manual_seed(1000 + a.seed)
     total, step, began, curve, seconds = sum(a.steps), 0, time.monotonic(), [], {}
+    limit = getattr(a, "seconds", None) or math.inf
     for size, steps, local in zip(a.lengths, a.steps, a.local, strict=True):
-        settings = Settings(local, a.probes, size <= a.soft_until, a.taught_from is not None)
+        settings = Settings(local, a.probes, size <= a.soft_until, a.taught_from is not None, getattr(a, "sample", 0))
         for _ in range(steps):
+            done = max(step / total, (time.monotonic() - began) / limit)
+            if done >= 1:
+                break
             batch = task.draw(size, max(1, a.tokens // size), gen, a.queries)
             loss, nats, aux = loss_of(model, batch, settings, a, step)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for group in optimizer.param_groups:
-                group["lr"] = a.lr * min(1, (step + 1) / 100, (1 - step / total) / 0.2)
+                group["lr"] = a.lr * min(1, (step + 1) / 100, (1 - done) / 0.2)
             optimizer.step()
             optimizer.zero_grad()
             curve.append(nats)
@@ -153,7 +160,7 @@ def train(model: Model, task: Task, a: argparse.Namespace) -> dict[str, Any]:
                 )
         seconds[size] = round(time.monotonic() - began, 1)
     tenths = [round(x.mean().item() / math.log(2), 3) for x in torch.stack(curve).tensor_split(10)]
-    return {"trained": total, "train bits": tenths, "seconds": seconds}
+    return {"trained": step, "train bits": tenths, "seconds": seconds}
 
 
 @torch.no_grad()

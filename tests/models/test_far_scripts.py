@@ -9,7 +9,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "far"
-NAMES = ("codes", "task", "model", "recall", "stream")
+NAMES = ("codes", "task", "model", "recall", "stream", "pairs", "versions")
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +156,59 @@ def test_keys_of_two_tokens_in_a_full_haystack(far):
     assert all(140 < len(tokens.unique()) < 185 for tokens in keys.T)
     with pytest.raises(ValueError, match="a stream has keys of one token"):
         far["task"].Stream(task, 96, 48, 0)
+
+
+def write_trees(folder):
+    """Write two versions of 40 files; one line in eight of the second is another."""
+    for i in range(40):
+        lines = [b"value_%d_%d = function(%d)  # a line of its own\n" % (i, j, i * j) for j in range(30)]
+        for name in ("old", "new"):
+            path = folder / name / f"part{i % 3}" / f"file{i}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"".join(lines))
+            lines[i % 8 :: 8] = [b"changed_%d = %d\n" % (j, i) for j in range(len(lines[i % 8 :: 8]))]
+
+
+@pytest.fixture
+def corpus(far, tmp_path):
+    """Pack two versions of 40 files."""
+    write_trees(tmp_path)
+    counts = far["pairs"].pack([[tmp_path / "old", tmp_path / "new"]], [], tmp_path / "corpus.bin")
+    assert counts["files"] == 40 and counts["versions"] == 80
+    return tmp_path / "corpus.bin"
+
+
+def test_pairs_of_versions(far, corpus):
+    """The second half is the new version of the first half's files, from the same line; held-out files are not trained."""
+    size, pairs = 512, far["pairs"]
+    trained, held = pairs.read(corpus)
+    assert len(trained) + len(held) == 40 and 1 <= len(held) <= 6
+    task = pairs.Versions(corpus, copies=0.5)
+    old, new = (b"".join(x) for x in zip(*trained, strict=True))
+    tokens, at, answers, _ = task.draw(size, 64, torch.Generator().manual_seed(0))
+    assert torch.equal(tokens.gather(1, at + 1), answers) and at.shape == (64, size - 1)
+    copies = 0
+    for row in tokens:
+        sample = bytes(row.tolist())
+        first, again = sample[: size // 2], sample[size // 2 :]
+        assert first in old + old[:size] and (first == again or again in new + new[:size])
+        assert first[:40] == again[:40]  # the line that both begin with, half a sample apart
+        copies += first == again
+        assert not any(x[60:100] in sample for pair in held for x in pair)
+    assert 20 < copies < 44
+    starts = task.held.walk(size)
+    assert len(starts) > 1 and (starts[1:] - starts[:-1]).min() >= size // 2
+    even = torch.full((1, 1, 1), 1 / 256).expand(256, 256, 256)
+    assert pairs.lookup_bits(sample, even, size) < 3 < pairs.lookup_bits(sample, even, 0)
+
+
+def test_tiny_versions(far, corpus, tmp_path):
+    """Codes in two layers learn, and a run writes its rows."""
+    options = (
+        f"--data {corpus} --device cpu --width 16 --heads 2 --depth 4 --far-layers 1 3 --lengths 32 64 --local 8 16 "
+        f"--steps 3 2 --soft-until 32 --tokens 64 --test 64 --samples 2 --taught-from 1 --out {tmp_path}"
+    )
+    far["versions"].main(options.split())
+    rows = [json.loads(line) for line in (tmp_path / "versions.jsonl").read_text().splitlines()]
+    assert [row["probes"] for row in rows if "test" in row] == [2, 1]
+    assert all(row["samples"] == 2 and 0 < row["second"] < 9 and row["rows"] >= 0 for row in rows if "test" in row)
