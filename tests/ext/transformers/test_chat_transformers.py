@@ -191,7 +191,7 @@ def test_misuse(tmp_path, folder):
     rows = [chat("the cat", "sat on", "a mat", "dry")]
     with pytest.raises(ValueError, match=r"has no chat template: set data\.template"):
         make(tmp_path, hf_folder(tmp_path / "plain"), rows).check()
-    with pytest.raises(ValueError, match=r"cannot be told.*generation %}"):
+    with pytest.raises(ValueError, match=r"cannot be determined.*generation %}"):
         make(tmp_path, folder, rows, template=FORGETS).check()
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="has no tokenizer that transformers can read"):
