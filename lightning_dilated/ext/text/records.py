@@ -142,9 +142,9 @@ def load(arguments: Mapping[str, Any], name: str) -> Any:
     if split is None and len(loaded) == 1:
         return next(iter(loaded.values()))
     if split not in loaded:
-        lack = "no split is chosen" if split is None else f"there is no split {split!r}"
+        lack = "choose a split" if split is None else f"there is no split {split!r}"
         raise ValueError(
-            f"data.{name} is {path}, but {lack}; it has {', '.join(loaded)}: set {{path: {path}, split: {[*loaded][0]}}}"
+            f"data.{name}: {lack} of {path}; it has {', '.join(loaded)}: set {{path: {path}, split: {next(iter(loaded))}}}"
         )
     return loaded[split]
 

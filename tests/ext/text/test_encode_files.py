@@ -33,7 +33,7 @@ def test_characters_without_a_token_are_not_left_out(tmp_path: Path) -> None:
 
 AFFIXED = {
     "end of a word": ("axb ax", r"a.txt holds 'x' \(U\+0078\), which the tokenizer would"),
-    "inside a word": ("ab a<s>b<", r"a.txt holds '<' \(U\+003C\), which the tokenizer"),  # "<s>" is a token, "<" is none
+    "inside a word": ("ab a<s>b<", r"a.txt holds '<' \(U\+003C\), which the token"),  # "<s>" is a token, "<" is none
     "all there": ("ab ax\nb<s>x", None),
     "a word at cuts": ("c" * 2000 + "x b", None),  # c has a token inside of words only
 }
