@@ -233,9 +233,9 @@ def _intervals(
             "ring_dilated computes causal attention, dense or in a sliding window, but this model's mask is another one, "
             f"such as two-way attention, or blocks that see each other both ways. {SDPA}"
         )
-    # on ranks, a layout's positions jump in every row
+    # skipped on ranks, because the positions of a layout jump in every row
     if batch > 1 and active_sequence() is None and bool(further.any()):
-        raise ValueError(_several_rows(batch) + " A model that attends within chunks of tokens is not computed.")
+        raise ValueError(_several_rows(batch) + " A model that attends within chunks of tokens is not supported.")
     return further.any(0).nonzero()[:, 0].cpu() + 1
 
 

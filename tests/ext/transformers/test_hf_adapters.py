@@ -111,7 +111,9 @@ def test_misuse(base, tmp_path):
             HFCausalLM(**options)
     other = HFCausalLM(config("llama", hidden_size=64)).save_pretrained(tmp_path / "other")
     (folder / "decoder_config.json").unlink()
-    with pytest.raises(ValueError, match=r"do not fit LlamaForCausalLM: .*weight is .*Give the model that they were"):
+    with pytest.raises(
+        ValueError, match=r"do not fit LlamaForCausalLM: .*weight is .*Give the model that the adapters"
+    ):
         HFCausalLM(other, adapters=folder).configure_model()
     options = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3", "base_model_name_or_path": str(base)}))
