@@ -86,7 +86,7 @@ class ShortConvolution(Mixer):
         cu_seqlens: Tensor | None = None,
         chunk: LayerPlace | None = None,
     ) -> Tensor:
-        """Return (B, L, C) from x (B, L, C), which are this rank's tokens of an active `SequenceGroup`, or a chunk.
+        """Return (B, L, C) from x (B, L, C): all tokens, this rank's in an active `SequenceGroup`, or a stream's chunk.
 
         Args:
             lengths: (B,) on the CPU, number of real tokens of each right-padded sample, in the whole sequence.
@@ -123,7 +123,7 @@ class ShortConvolution(Mixer):
             grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
             return CONVOLUTION(x, weight, lengths, cu_seqlens, None, self.right, group.name, grad)[0]
         n, left, same = x.shape[1], self.taps - 1 - self.right, None
-        if lengths is not None or cu_seqlens is not None:  # not for all calls, because n may be symbolic
+        if lengths is not None or cu_seqlens is not None:  # else n may be symbolic
             seen = Seen.of(range(-left, n + self.right), lengths, cu_seqlens, x.device)
             same = seen.table(n, left, self.right, x.device)
         return _convolved(nn.functional.pad(x, (0, 0, left, self.right)), weight, left, same)

@@ -25,7 +25,7 @@ class Tile:
     Attributes:
         elements: tokens times channels.
         channels: maximum number of channels.
-        warps: warps of a program; it has more threads than channels, and they read the weights as they multiply.
+        warps: warps of a program, for more threads than channels; the threads read the weights as they multiply.
         stages: number of tiles that a backward program has in flight: tiles that it prefetches, and the current tile.
     """
 

@@ -22,7 +22,7 @@ Report = tuple[list[dict[str, Any]], dict[str, float]]
 class CountsAnswers(pl.Callback):
     """Counts right answers and labels in validation and test, and logs shares of right answers.
 
-    A subclass defines `counters` (returns C), `add` (counts a batch's predictions (B, L)) and `evaluate` ((C,) counts).
+    A subclass defines `counters` (returns C), `add` (counts a batch's predictions (B, L)) and `evaluate` (reports).
     """
 
     def __init__(self) -> None:

@@ -97,7 +97,7 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def log_predict_only(writer: pl.Callback, trainer: pl.Trainer) -> None:
-    """Log that a writer writes in `predict` only, except in a fit, because its recipe may also serve `predict`."""
+    """Log in `validate` and `test` that a writer writes in `predict` only; a fit's recipe may also serve `predict`."""
     if trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING):
         command = trainer.state.fn.value
         rank_zero_info(f"{type(writer).__name__} writes nothing in `{command}`: run `predict` in place of it")

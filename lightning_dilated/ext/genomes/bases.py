@@ -85,7 +85,7 @@ def reduced(sequence: str) -> str:
 
 
 def reverse_complement(tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the reverse complement of tokens (..., N): the reversed tokens, with A and T swapped, and C and G.
+    """Return the reverse complement of tokens (..., N): reverse the tokens, swap A with T, and swap C with G.
 
     Args:
         tokens: (..., N) integers; 4 (N) and above, such as a mask token, are not changed.

@@ -52,7 +52,7 @@ class GenomeDataModule(SequenceDataModule):
             epoch and the window's number determine which. Validation and test read the file's strand.
         n_policy: "skip" or "token", as above.
         max_n_fraction: maximum share of N in a window under "skip", from 0 to 1.
-        short: for records shorter than a window: "error", or "skip" to leave them out and name them in an info line.
+        short: action for records shorter than a window: "error" raises; "skip" leaves them out and logs their names.
         val_limit: maximum number of windows of the validation split; null for all.
         cache_dir: null is genomes in the package's cache folder ($LIGHTNING_DILATED_CACHE, or lightning-dilated in
             $XDG_CACHE_HOME or ~/.cache). If missing, it is created for this user alone (mode 0700).

@@ -194,8 +194,8 @@ def read_index(
 ) -> list[tuple[str, int, int, int, int]]:
     """Return (name, bases, byte of the first base, bases a line, bytes a line) of each record, from samtools' .fai.
 
-    An index next to the file is used unless it is older; else one is written there, or in `cache` if that fails. For a
-    URL the index next to it is copied to `cache`, or one is written there.
+    An index next to the file is used unless it is older than the file. Otherwise an index is written there, or into
+    `cache` if that fails. For a URL, the index next to it is copied into `cache`, or a new index is written there.
 
     Raises: ModuleNotFoundError without pyfaidx, ValueError for a file that is not FASTA, with `source`.
     """

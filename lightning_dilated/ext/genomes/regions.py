@@ -29,7 +29,7 @@ def read_bed(path: str | Path, records: Sequence[Record], opener: FileOpener | N
     """Read the regions of a BED file (or URL), plain or compressed by gzip, in file order.
 
     The columns are record, start (counted from 0), stop, and optionally name, score and strand (+, - or .), separated
-    by tabs or blanks. Lines that begin with #, "track" or "browser" are skipped. `records` are the genome's.
+    by tabs or blanks. Lines that begin with #, "track" or "browser" are skipped. `records` are the genome's records.
 
     Raises:
         FileNotFoundError, ValueError: for a file without regions, an invalid line, an unknown record, or an end outside

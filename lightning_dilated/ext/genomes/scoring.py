@@ -98,7 +98,7 @@ def _tokens(model: Any, number: int, sequence: Any) -> Tensor:
 
 
 def padded(sequences: Sequence[Tensor], device: Any) -> tuple[Tensor, Tensor | None]:
-    """Return (tokens (B, N) on the device, padded on the right with 0; lengths (B,) on the CPU, or None if all are N)."""
+    """Return (tokens (B, N) on the device, right-padded with 0; lengths (B,) on the CPU, or None if all are N)."""
     sizes = [len(x) for x in sequences]
     tokens = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
     return send(tokens, device), None if min(sizes) == max(sizes) else torch.tensor(sizes)
@@ -116,7 +116,7 @@ def read_by(strands: str) -> tuple[bool, ...]:
 
 
 def left_out(model: Any, ignore_tokens: Iterable[int] | None) -> list[int]:
-    """Return the tokens that are not scored: `ignore_tokens`, or by default a genome's N and never masked tokens."""
+    """Return the tokens not to score: `ignore_tokens`, or by default a genome's N and tokens that are never masked."""
     never = set(range(model.vocab_size, model.embedded_tokens))  # a mask token has no probability
     if ignore_tokens is not None:
         return sorted(never | {integer(x, "ignore_tokens", 0) for x in ignore_tokens})

@@ -57,7 +57,7 @@ class BootstrapIntervals(pl.Callback):
         self.intervals: dict[str, tuple[float, float, float]] = {}
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check the model, and set the CSV's path. Collective, because `trainer.log_dir` is."""
+        """Check the model, and set the CSV's path. All ranks call it, because `trainer.log_dir` is collective."""
         if not isinstance(pl_module, PooledModule) or pl_module.task is None:
             raise TypeError(
                 f"BootstrapIntervals is for a model with one prediction a sequence, got {type(pl_module).__name__}"

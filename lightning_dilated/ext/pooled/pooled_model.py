@@ -347,7 +347,7 @@ class PooledModule(TransformerModel):
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """Return (sum of losses, weighted by class; number of samples), equal on all ranks of the sequence.
 
-        Cox's likelihood returns the number of events instead.
+        For Cox's likelihood, the second value is the number of events.
         """
         logits, label = self._outcome(batch)
         losses = self.head.losses(logits, label)
@@ -386,9 +386,9 @@ class PooledModule(TransformerModel):
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """Return the batch's `index`, `slide_id` and `label`, if it has them, and the head's predictions, each (B,).
 
-        Without a task, and with `predict_embeddings`, there is also `embedding` (B, E). Survival labels are `time` and
-        `event`. `prediction_class` is the name of the predicted class, if the training data named its classes. A label
-        that the Trainer's precision has rounded is left out.
+        Without a task, or with `predict_embeddings`, `embedding` (B, E) is also returned. Survival labels are returned
+        as `time` and `event`. `prediction_class` is the name of the predicted class, if the training data named its
+        classes. A label that the Trainer's precision has rounded is left out.
         """
         self.configure_model()
         embedding = self.embed(batch)
@@ -414,7 +414,7 @@ class PooledModule(TransformerModel):
         return int(block[1]) + 1 if block else 0 if name.startswith(self.input_layers) else self.depth + 1
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """See DilatedModule; `layer_decay` gives each layer its own groups, with a factor `lr_scale` of the rate."""
+        """See DilatedModule; `layer_decay` gives each layer its own groups, with a factor of the rate, `lr_scale`."""
         if self.layer_decay == 1:
             return super().parameter_groups()
         groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}

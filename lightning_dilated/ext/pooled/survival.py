@@ -54,7 +54,7 @@ class SurvivalHead(Head):
 
 
 class HazardHead(SurvivalHead):
-    """Discrete-time survival: K logits of the hazard h_k, the probability of the event in bin k if it has not happened.
+    """Discrete-time survival: K logits of hazards h_k, the probability of the event in bin k if in no earlier bin.
 
     Gensheimer & Narasimhan 2019, doi 10.7717/peerj.6257. Bin k contains the times from edge k - 1 to below edge k; the
     last bin has no upper edge. A sample with an event in bin k has the loss -log h_k - sum over j < k of log(1 - h_j).

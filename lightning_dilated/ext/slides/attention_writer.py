@@ -38,12 +38,12 @@ class AttentionWriter(pl.Callback):
         path: path of the folder; None means `attention` in the logger's folder.
         pictures: write the PNGs.
         thumbnails: the background of the heat maps: a folder of pictures of whole slides, called SLIDE_ID.png, .jpg,
-            .jpeg, .tif or .tiff; or one file, for one slide. A slide without a picture gets white and a warning.
+            .jpeg, .tif or .tiff; or one file, for one slide. If a slide has no picture, warn and use white.
         scale: scale of the colours, see `data.write_heat_map`.
 
     Raises:
         TypeError, ValueError, FileNotFoundError: when `predict` begins, for a model other than SlideEncoder, ranks that
-            share a slide or shard weights, missing thumbnails, or thumbnails for merged groups or slides without a size.
+            share a slide or shard weights, missing thumbnails, or thumbnails of merged groups or slides without a size.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from lightning_dilated.sequence import SequenceSpec
 
 #: coordinates of rows that are not tiles: class token and padding
 BLANK = -1
-#: the reason in errors for the minimum number of rows of a slide
+#: the reason for the minimum number of rows of a slide, for errors
 ROWS = "a slide has the class token's row and at least one tile"
 _EXACT = {torch.float32: 2**24, torch.float64: 2**53}
 
@@ -193,7 +193,7 @@ class SlideBackbone(TransformerModel):
         padding: "masked", exact attention, or "attended", as released weights were trained (the softmax includes zero
             pads of the last segment).
         global_class_token: whether the class token sees all tiles of its slide, and all tiles see it, in every layer
-            (`Global(1)` next to the other branches). For new models: released weights were trained without it.
+            (`Global(1)` next to the other branches). For new models only; released weights were trained without it.
         pattern: a pattern as in `TransformerModel`, in place of segment_lengths, dilation_rates, max_wsi_size, padding
             and global_class_token.
         options: ffn_dim, dropout, attention_dropout, drop_path, engine and the options of training.

@@ -19,7 +19,7 @@ from lightning_dilated._validation import integer
 from lightning_dilated.ext.slides.files import H5, PT, EmptySlide, Slide, slide_name
 from lightning_dilated.ext.slides.labels import Row
 
-#: minimum number of cells per tile; tissue cut on separate grids makes a few tiles share cells, a wrong unit many
+#: minimum number of cells per tile; few tiles share a cell if tissue is cut on separate grids, many in a wrong unit
 UNIQUE = 0.9
 #: minimum number of distances between neighbours to judge the tile size
 ENOUGH = 16
@@ -84,7 +84,7 @@ def tile_cells(coords: np.ndarray, tile_size: int) -> np.ndarray:
 
 
 def tile_step(coords: np.ndarray) -> int | None:
-    """Return the most common distance of neighbours in a row or column; None if no two tiles are in one."""
+    """Return the most common distance of neighbours in a row or column; None if no row or column has two tiles."""
     gaps = _gaps(coords)
     if not len(gaps):
         return None

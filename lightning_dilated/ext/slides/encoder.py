@@ -158,7 +158,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         return {"features": features, "coords": rows["coords"][:, 1:].repeat(batch_size, 1, 1)}
 
     def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """Return embeddings (B, E), and logits (B, C) with a task."""
+        """Return embeddings (B, E), and logits (B, C) if the model has a task."""
         return self._exported(self(inputs["features"], inputs["coords"]))
 
     @classmethod
@@ -215,7 +215,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         return model.eval()
 
     def released_state_dict(self) -> dict[str, Tensor]:
-        """Return the encoder's weights by the names of a GigaPath release, without the table of positions.
+        """Return the encoder's weights with the names of a GigaPath release, without the table of positions.
 
         Raises: ValueError while the model has low-rank updates.
         """
@@ -311,7 +311,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         return self.tile_tokens(features, coords, tiles), None if tiles is None else tiles + 1
 
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return (B, E), or (D, E) of packed slides, from this rank's rows of a training batch with blank first rows."""
+        """Return (B, E), or (D, E) for packed slides, from this rank's rows of a batch with blank first rows."""
         self.configure_model()
         checked_by_all(self._check_entries, batch)
         lengths = check_lengths(batch.get("lengths"), -1, 2, "it counts the class token's row and at least one tile")

@@ -27,9 +27,9 @@ from lightning_dilated.data.opener import FileOpener, is_url
 from lightning_dilated.ext.text.remote import RemoteFile
 
 # -- sizes in the attributes -------------------------------------------------------------------------------------------
-# TRIDENT writes `patch_size_level0`, `level0_width` and `level0_height`, and `overlap` in the pixels of `patch_size`. CLAM
-# writes `patch_size` and `downsampled_level_dim`, which count pixels of the level `patch_level`, and `downsample`, the
-# number of level-0 pixels per pixel of that level. Coordinates of both count level-0 pixels.
+# TRIDENT writes `patch_size_level0`, `level0_width` and `level0_height`, and `overlap` in the pixels of `patch_size`.
+# CLAM writes `patch_size` and `downsampled_level_dim`, which count pixels of the level `patch_level`, and `downsample`,
+# the number of level-0 pixels per pixel of that level. Coordinates of both programs count level-0 pixels.
 
 #: pixels that no slide reaches; a larger attribute is not a size
 _LARGEST = 1 << 31

@@ -117,7 +117,7 @@ class SlidePretrainer(SlideBackbone):
         return ~keep & (tiles if lengths is None else tiles & (positions < lengths[:, None]))
 
     def hidden_rows(self, hidden: Tensor) -> Tensor:
-        """Return numbers (M,) int64 of the hidden rows among all B L; computed on the CPU to avoid waiting for a GPU."""
+        """Return numbers (M,) int64 of the hidden rows among all B L, on the CPU to avoid waiting for a GPU."""
         return hidden.flatten().nonzero()[:, 0]
 
     def reconstruct(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

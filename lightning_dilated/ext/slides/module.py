@@ -353,7 +353,7 @@ class SlideDataModule(SplitDataModule):
         return side_by_side(sizes, grid) * cell
 
     def groups(self, split: str) -> list[str]:
-        """Return the group of each sample of a split, such as its patient; its own name without groups."""
+        """Return the group of each sample of a split, such as its patient; without groups, the sample's name."""
         return [self.inventory.groups[members[0]] for members in self._samples(split).values()]
 
     @property

@@ -35,11 +35,11 @@ class SlideSequences(Dataset):
         slides: headers of the files.
         labels: one per sample, a number or several; None for none.
         class_token: whether a blank row comes first.
-        max_tiles: maximum tiles of a slide; of more tiles, take a random subset that depends only on (seed, epoch,
+        max_tiles: maximum tiles of a slide; a larger slide gives a random subset that depends only on (seed, epoch,
             index in `slides`). None for all.
         order: order of a slide's tiles: "file", or "raster": by rows of the slide from top to bottom and left to right.
         seed: seed of the subsets.
-        groups: {name: indices in `slides`} of each sample; None: each slide is a sample, by its own name.
+        groups: {name: indices in `slides`} of each sample; None: each slide is a sample with its own name.
         shifts: (slides, 2) int64, added to coordinates to separate the slides of a sample; None for 0.
     """
 

@@ -120,7 +120,7 @@ def _quotas(counts: dict[int, int], unassigned: dict[int, list[str]], size: int,
     total = sum(counts.values())
     available = {c: max(0, len(unassigned[c]) - keep) for c in counts}
     size = min(size, sum(map(len, unassigned.values())))
-    if sum(available.values()) < size:  # many classes of one group each
+    if sum(available.values()) < size:  # many classes have one group each
         available = {c: len(unassigned[c]) for c in counts}
     exact = {c: size * n / total for c, n in counts.items()}
     out = {c: min(int(exact[c]), available[c]) for c in counts}

@@ -133,7 +133,7 @@ def locked(file: Path, root: Path | None = None) -> Iterator[None]:
 class BlockCache:
     """Blocks by key. The least recently used blocks are evicted if a new one would make the folder exceed `limit`.
 
-    A block's file is renamed into place when complete. It ends in a checksum; if that is wrong, the block is missing.
+    A block's file is renamed into place when complete. A block with a wrong checksum counts as missing.
 
     Args:
         folder: folder of the blocks; created with the first block.

@@ -141,7 +141,7 @@ class ChatDataModule(ReadsConversations, SplitDataModule):
         return encoded(rows, self.tokenizer, self.train_on, self.column, self.cache_dir)
 
     def _fitting(self, store: TokenStore, numbers: np.ndarray, split: str) -> Conversations:
-        """Return the conversations of a split, after applying `too_long`. Raises ValueError if that is "error"."""
+        """Return the split's conversations; longer ones are skipped or cut, or raise ValueError, as `too_long` says."""
         lengths = np.diff(store.bounds)[numbers]
         longer = lengths > self.seq_len
         if not longer.any():

@@ -2,9 +2,9 @@
 
 A long text is encoded in overlapping pieces. Neighbouring pieces are joined at a run of tokens on which they agree, far
 from the ends of both. The result equals an encoding of the whole text if the tokenizer looks at most OVERLAP // 2 =
-2,048 characters before and after the start of a token. Tokenizers that cut at words do, if no word is longer. Pieces
-that disagree are encoded together, or raise an error. A dependence on more distant text is NOT detected while the
-pieces agree; a pre-tokenizer that pairs quotes ('"[^"]*"') thousands of characters apart is an example.
+2,048 characters before and after the start of a token. Tokenizers that cut at words meet this condition if no word is
+longer. Pieces that disagree are encoded together, or raise an error. A dependence on more distant text is NOT detected
+while the pieces agree; a pre-tokenizer that pairs quotes ('"[^"]*"') thousands of characters apart is an example.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def encode_files(
     """Encode UTF-8 text files, each one document, into a .bin of uint16 (a vocabulary of up to 65,536) or uint32.
 
     A text of more than 131,072 characters is encoded in pieces. The tokens equal an encoding of the whole text if the
-    tokenizer looks at most 2,048 characters around a token (see above). A tokenizer that looks farther, such as for
-    pairs of quotes, may split such a text differently, without an error. A special token that a text spells out becomes
+    tokenizer looks at most 2,048 characters around a token (see above). A tokenizer that looks farther, as to
+    pair quotes, may split such a text differently, without an error. A special token that a text spells out becomes
     that token, as in the library. No special tokens are added at the ends. `out` appears only when it is complete.
 
     Args:
@@ -124,7 +124,7 @@ def encode_files(
 
 
 def check_text(path: str) -> int:
-    """Return the size of a UTF-8 file. Raises ValueError for an empty file, or with the first byte that is not UTF-8."""
+    """Return the size of a UTF-8 file. Raises ValueError for an empty file, or for a byte that is not UTF-8."""
     size = os.path.getsize(path)
     if size == 0:
         raise ValueError(f"{path} is empty: an empty document has nothing to learn from; leave it out.")

@@ -68,7 +68,7 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def end_token(self, name: str | None = None) -> int:
-        """Return the id of the end-of-document token `name`; None: the default one. Raises ValueError if missing."""
+        """Return the id of the end token `name`; None: the tokenizer's default. Raises ValueError if it is missing."""
 
     @abstractmethod
     def files(self) -> dict[str, str]:

@@ -55,7 +55,7 @@ Pack = Callable[[Iterator[Document], int, int], Rows]
 
 
 def filled(documents: Iterator[Document], size: int, offset: int = 0) -> Rows:
-    """Yield rows of `size` tokens; a document that crosses the end of a row continues in the next as a separate one.
+    """Yield rows of `size` tokens; a document that crosses the end of a row continues as a new document in the next.
 
     The last row may be shorter. `offset` is the number of tokens to skip in the first document.
     """
@@ -198,7 +198,7 @@ class StreamedRows(Dataset):
                 self._open[reader] = at, rows
                 return row
 
-    # -- notes -----------------------------------------------------------------------------------------------------------
+    # -- recorded positions --------------------------------------------------------------------------------------------
     def _file(self, reader: int) -> Path:
         return self.folder / f"reader-{reader:05d}"
 
@@ -267,7 +267,7 @@ class StreamedDataModule(SplitDataModule):
             workers. Rows depend on S. An S that divides the number of files is fastest.
         epoch_rows: rows of an epoch, a multiple of S; training continues across epochs.
         val_paths, test_paths: data for validation and for test; null for none.
-        val_limit: maximum number of validation rows, taken from the start. Memory holds them and all test rows.
+        val_limit: maximum number of validation rows, taken from the start. These and all test rows stay in memory.
         num_workers, pin_memory: see `SplitDataModule`.
         cache_dir: folder of the recorded positions; null is `streams` in the package's cache folder.
     """

@@ -1,6 +1,6 @@
 """Random access to the rows of JSON Lines, JSON, Parquet, and `datasets` (an optional extra); a row is a mapping.
 
-JSON needs no further library. Parquet, folders of `save_to_disk` and anything else that `datasets` loads need the extra.
+JSON needs no other library. Parquet, folders of `save_to_disk` and all else that `datasets` loads need the extra.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class RemoteFiles:
     def _look_up(self, url: str) -> FileState:
         return self._retried(url, lambda: _state_of(url, _info(url)))
 
-    # -- reading ---------------------------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------------------
     def open(self, url: str) -> BinaryIO:
         """Open a file for reading from its beginning; fetches only the blocks that are read."""
         return io.BufferedReader(RemoteFile(self, url), 1 << 16)  # type: ignore[return-value]

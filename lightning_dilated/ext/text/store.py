@@ -1,6 +1,6 @@
 """Conversations as tokens on disk: encoded once per machine, in a folder named after a digest of their content.
 
-Shape letters: C conversations, T tokens of all of them.
+Shape letters: C conversations, T tokens of all conversations.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def _spans(
     tokenizer: ChatTokenizer, chat: Conversation, ids: list[int], numbers: Sequence[int]
 ) -> list[tuple[int, int, int]]:
     """Return (begin, trimmed end, end) of the tokens of each message in `numbers`; an answer begins after its header.
-    The trimmed end excludes white space after a special token. Raises ValueError if prefixes change when rendered."""
+    The trimmed end excludes white space after a special token. Raises ValueError if a prefix renders differently."""
     if not numbers:
         return []
     text = tokenizer.render(chat)
@@ -179,8 +179,8 @@ def _spans(
 def cut_tokens(tokenizer: ChatTokenizer, text: str, ids: list[int], cuts: Sequence[int]) -> list[int | None]:
     """Return for each cut the k such that ids[:k] are the tokens of text[:cut], or None if there is no such k.
 
-    Only the text after the last cut that precedes a special token is encoded again: tokenizers split a text at special
-    tokens first, so tokens after a special token do not depend on the text before it.
+    Only the text after the last cut that precedes a special token is encoded again. Tokenizers first split a text at
+    special tokens, so tokens after a special token do not depend on the text before it.
     """
     places: list[int | None] = []
     at, done = 0, 0  # text[:at] has the tokens ids[:done]

@@ -49,7 +49,7 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return (out (B, N, H, D), None) for query (B, H, N, D), key and value (B, K, N, D), as AttentionInterface requires.
+    """Return (out (B, N, H, D), None) of query (B, H, N, D), key and value (B, K, N, D), as AttentionInterface does.
 
     Args:
         module: the attention layer; its config may hold patterns, see `set_pattern`.

@@ -134,7 +134,7 @@ def check_generation(decoder: Any, tokens: Tensor, options: Mapping[str, Any], h
         )
     new, whole = option("max_new_tokens"), option("max_length")
     if new is not None or whole is not None:
-        check_positions(decoder, whole if new is None else tokens.shape[1] + new - 1)  # the last one is not fed back
+        check_positions(decoder, whole if new is None else tokens.shape[1] + new - 1)  # the last token is not fed back
     check_padding(options.get("attention_mask"), tokens)
 
 

@@ -79,7 +79,7 @@ class _Layer(CacheLayerMixin):
         self.skipped = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the first tokens allocate the buffers."""
+        """Do nothing, because the first tokens allocate the buffers."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Return new keys and values (B, K, n, D) unchanged; the layer's attention adds them."""

@@ -189,7 +189,7 @@ def _runners(stack: DecoderLayers, layers: list[nn.Module]) -> list[Callable[...
 
 
 def _called(layer: nn.Module, *args: Any, **options: Any) -> Tensor:
-    """Run a compiled layer; uncompiled with a cache, because each new token would be a new length to compile."""
+    """Run a layer; run it uncompiled if it has a cache, because each new token would be a new length to compile."""
     cached = any(options.get(name) is not None for name in ("cache", "past_key_values"))
     return (uncompiled(layer) if cached else layer)(*args, **options)
 

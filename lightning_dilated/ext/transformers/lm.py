@@ -229,7 +229,7 @@ class HFCausalLM(WithTokenizer):
         length = tokens.shape[1] if agreed is None else agreed.seq_len
         if bounds is not None and len(bounds) > 1:
             length = int(bounds.diff().max())
-        if not is_fake(tokens):  # fake in a plan
+        if not is_fake(tokens):  # tokens are fake in a plan
             self._check_length(length)
             check_lengths(batch.get("lengths"), tokens, length)
         shared = group is not None and group.ranks > 1

@@ -170,7 +170,7 @@ def _mask_of_whole(
 
 
 def _follows(lengths: tuple[int, int], offsets: tuple[int, int]) -> bool:
-    """Return whether the keys are exactly the new tokens, and earlier tokens exist, as a `DilatedCache` reports."""
+    """Return whether a `DilatedCache` is in use: the keys are exactly the new tokens, and there are earlier tokens."""
     return offsets[0] == offsets[1] > 0 and lengths[0] == lengths[1]
 
 
@@ -354,7 +354,7 @@ def _several_rows(batch: int) -> str:
 
 
 def _restarts(positions: Tensor) -> Tensor:
-    """Return the sorted columns, on the CPU, where a position is not the previous one plus 1, as transformers does."""
+    """Return the sorted columns, on the CPU, at which transformers starts documents: positions do not rise by 1."""
     return (positions.diff(dim=-1) != 1).any(0).nonzero()[:, 0].cpu() + 1
 
 
