@@ -270,7 +270,7 @@ def check_depth(depth: int, requested: int | None, published: int | None, where:
         published: layers of the published model of these sizes, if any; errors call it `what`.
     """
     if requested is not None and requested != depth:
-        raise ValueError(f"{where} has {depth} layers, but depth={requested} was requested: is the file complete?")
+        raise ValueError(f"{where} has {depth} layers, and depth={requested} was asked for: is the file complete?")
     if requested is None and published is not None and depth < published:
         raise ValueError(
             f"{where} has {depth} layers, and {what} of its width has {published}: its last layers are missing. Download it "

@@ -69,7 +69,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_targets(options: dict[str, Any], decoder: Any) -> None:
-    """Add adapters to a decoder, whose parameters may be on the meta device, to check that the options fit it.
+    """Add adapters to a decoder to check that the options fit it; parameters may be on the meta device.
 
     Raises: ValueError for a module that the decoder does not have; the message lists the decoder's linear layers.
     """

@@ -242,7 +242,7 @@ def _intervals(
 def _check_padding_mask(mask: Tensor, batch: int, length: int) -> None:
     if mask.shape != (batch, length):
         raise ValueError(
-            f"attention_mask must have the tokens' shape {(batch, length)}, got {tuple(mask.shape)}. On ranks that share a "
+            f"attention_mask must be {(batch, length)}, like the tokens; got {tuple(mask.shape)}. On ranks that share a "
             "sequence, pass each rank's own part."
         )
 
