@@ -387,7 +387,7 @@ class Genome:
         """Return bases [start, stop) of a record: (stop - start,) uint8 codes.
 
         Raises:
-            IndexError: outside the record.
+            IndexError: for bases outside the record.
             ValueError: if the file has changed since it was indexed.
         """
         return np.minimum(CODES[self.letters(number, start, stop)], N_CODE)
