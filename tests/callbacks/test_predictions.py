@@ -237,7 +237,7 @@ def test_other_predictions_are_refused(tmp_path, name):
     ({"index": torch.arange(2), "name": ["a", "b", "c"]}, r"one value a sequence under every name.*'name': 3"),
     ({"index": torch.arange(2), "score": torch.ones(2)}, r"columns index, score \(2\) after batches with index, name \(2\)"),
     ({"name": ["a"], "index": torch.arange(1)}, r"columns name, index"),
-    ({"e0": torch.arange(2), "embedding": torch.ones(2, 2)}, r"two columns 'e0', one of them out of 'embedding'"),
+    ({"e0": torch.arange(2), "embedding": torch.ones(2, 2)}, r"two columns 'e0', one of them made from 'embedding'"),
 ])  # fmt: skip
 def test_batches_of_other_columns_are_refused(tmp_path, second, says):
     """A value in another column would be a silent error."""

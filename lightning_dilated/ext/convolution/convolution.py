@@ -1,7 +1,7 @@
 """ShortConvolution: a depthwise convolution over a few neighbouring tokens, within documents, on any number of ranks.
 
-One rank uses Triton kernels or, for calls that they do not serve, plain torch operations, which torch.compile fuses.
-Several ranks use a custom op that exchanges rows. Chunks of a stream use the same op and leave rows for the next chunk.
+On one rank, Triton kernels compute a call if they support it; else torch operations do, which torch.compile fuses.
+Several ranks use a custom op that exchanges rows. Chunks of a stream use the same op and store rows for the next chunk.
 Shape letters: B batch, L tokens of this rank, C channels, W taps.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lightning_dilated.ext.convolution.kernels import Neighbours
     from lightning_dilated.ext.decoding.kv_cache import KVCache
 
-#: dtypes that the kernels take, and the most taps, which are unrolled
+#: dtypes that the kernels support, and their maximum number of taps (loops over taps are unrolled)
 DTYPES, MOST_TAPS = (torch.bfloat16, torch.float16, torch.float32), 8
 #: tokens over which a backward program sums the gradient of the weight, a power of two
 ROWS = 256
@@ -65,7 +65,7 @@ class ShortConvolution(Mixer):
     Args:
         channels: C.
         taps: W, at least 2.
-        causal: True: a token reads itself and the W - 1 tokens before it; False: (W - 1) // 2 before, the others after.
+        causal: True: a token reads itself and the W - 1 tokens before it; False: (W - 1) // 2 taps precede the token.
 
     Raises:
         TypeError, ValueError: for `taps` that is not an integer of at least 2; the message calls it kv_conv.
@@ -86,7 +86,7 @@ class ShortConvolution(Mixer):
         cu_seqlens: Tensor | None = None,
         chunk: LayerPlace | None = None,
     ) -> Tensor:
-        """Return (B, L, C) from x (B, L, C), this rank's tokens in an active `SequenceGroup` or a stream's chunk.
+        """Return (B, L, C) from x (B, L, C): all tokens, this rank's in an active `SequenceGroup`, or a stream's chunk.
 
         Args:
             lengths: (B,) on the CPU, number of real tokens of each right-padded sample, in the whole sequence.
@@ -115,7 +115,7 @@ class ShortConvolution(Mixer):
         group, weight = active_sequence(), self.weight.to(x.dtype)
         if chunk is not None and self.right:
             raise ValueError(
-                "a stream computes one chunk after the other: its convolutions are causal. Set causal=True."
+                "a stream computes one chunk after the other, so its convolutions must be causal. Set causal=True."
             )
         if chunk is not None:
             return CONVOLUTION(x, weight, None, cu_seqlens, chunk.place, self.right, chunk.context, False)[0]
@@ -123,7 +123,7 @@ class ShortConvolution(Mixer):
             grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
             return CONVOLUTION(x, weight, lengths, cu_seqlens, None, self.right, group.name, grad)[0]
         n, left, same = x.shape[1], self.taps - 1 - self.right, None
-        if lengths is not None or cu_seqlens is not None:  # without documents, the number of tokens may be a symbol
+        if lengths is not None or cu_seqlens is not None:  # else n may be symbolic
             seen = Seen.of(range(-left, n + self.right), lengths, cu_seqlens, x.device)
             same = seen.table(n, left, self.right, x.device)
         return _convolved(nn.functional.pad(x, (0, 0, left, self.right)), weight, left, same)
@@ -135,7 +135,7 @@ class ShortConvolution(Mixer):
         return partial(self, lengths=lengths, cu_seqlens=cu_seqlens, chunk=place)
 
     def mix_new(self, cache: KVCache) -> Callable[[Tensor], Tensor]:
-        """See `Mixer.mix_new`; the cache keeps the rows that the next tokens need."""
+        """See `Mixer.mix_new`; the cache stores the rows that the next tokens need."""
 
         def continued(x: Tensor) -> Tensor:
             y, rows = self.continued(x, cache.kept.get(self.option))
@@ -148,7 +148,7 @@ class ShortConvolution(Mixer):
         """Convolve new tokens x (B, n, C) that follow the rows `before` (B, W - 1, C); None at the start.
 
         Returns:
-            (B, n, C), and the rows of both inputs (B, W - 1 + n, C).
+            outputs (B, n, C), and the rows of both inputs (B, W - 1 + n, C).
         """
         before = x.new_zeros(x.shape[0], self.taps - 1, x.shape[2]) if before is None else before
         rows = torch.cat([before, x], 1)
@@ -169,7 +169,7 @@ def _convolved(rows: Tensor, weight: Tensor, left: int, same: Tensor | None) -> 
 
 
 def _gradients(grad: Tensor, rows: Tensor, weight: Tensor, left: int, same: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows (B, left + n + right, C) and of the weight (W, C), at least fp32."""
+    """Return the gradients of the rows (B, left + n + right, C) and of the weight (W, C), at least fp32."""
     wide = torch.promote_types(grad.dtype, torch.float32)
     n, grad = grad.shape[1], grad.to(wide)
     d_rows, d_weight = torch.zeros_like(rows, dtype=wide), torch.empty_like(weight, dtype=wide)
@@ -183,7 +183,7 @@ def _gradients(grad: Tensor, rows: Tensor, weight: Tensor, left: int, same: Tens
 
 @dataclass(frozen=True)
 class Seen:
-    """The pairs of rows, at consecutive positions, that read each other as neighbours.
+    """Determines which neighbours a row may read, for rows at consecutive positions.
 
     Attributes:
         documents: (B or 1, rows) int32, the index of each row's document; None: no documents.
@@ -195,7 +195,7 @@ class Seen:
 
     @classmethod
     def of(cls, positions: range, lengths: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> Seen:
-        """Return the pairs for `positions`, which may reach beyond the sequence."""
+        """Make the object for rows at `positions`, which may begin before the sequence and end after it."""
         documents = None
         if cu_seqlens is not None:
             at = torch.arange(positions.start, positions.stop, dtype=torch.int32, device=device)
@@ -204,13 +204,13 @@ class Seen:
         return cls(documents, None if lengths is None else send(lengths, device) - positions.start)
 
     def neighbours(self, weight: Tensor, right: int) -> Neighbours:
-        """Convert to the kernels' description."""
+        """Convert to the type that the kernels take."""
         from lightning_dilated.ext.convolution.kernels import Neighbours
 
         return Neighbours(len(weight) - 1 - right, self.documents, self.lengths)
 
     def table(self, n: int, left: int, right: int, device: torch.device) -> Tensor | None:
-        """Which neighbours each row reads, (B or 1, n, W) bool, for the rows between `left` and `right`; None: all."""
+        """Return which neighbours the n rows between `left` and `right` read, (B or 1, n, W) bool; None: all."""
         if self.documents is not None:
             return self.documents.unfold(1, left + 1 + right, 1) == self.documents[:, left : left + n, None]
         if self.lengths is None:
@@ -234,7 +234,7 @@ def _run(rows: Tensor, weight: Tensor, right: int, seen: Seen) -> Tensor:
 
 
 def _run_backward(grad: Tensor, rows: Tensor, weight: Tensor, right: int, seen: Seen) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows (B, left + n + right, C) and of the weight (W, C), at least fp32."""
+    """Return the gradients of the rows (B, left + n + right, C) and of the weight (W, C), at least fp32."""
     left = len(weight) - 1 - right
     if not grad.shape[1]:
         wide = torch.promote_types(grad.dtype, torch.float32)
@@ -253,7 +253,7 @@ def _run_backward(grad: Tensor, rows: Tensor, weight: Tensor, right: int, seen: 
 def local_convolution(
     parts: Sequence[Tensor], weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, right: int
 ) -> list[Tensor]:
-    """Return y (B, L, C_i), contiguous, for each part (B, L, C_i) of x; weight (W, C) has the channels of all parts."""
+    """Return y (B, L, C_i), contiguous, for each part (B, L, C_i); weight (W, C) has the channels of all parts."""
     from lightning_dilated.ext.convolution.kernels import forward
 
     parts, neighbours = [_dense(x) for x in parts], _seen(parts[0], lengths, cu_seqlens).neighbours(weight, right)
@@ -274,7 +274,7 @@ def local_convolution_backward(
     cu_seqlens: Tensor | None,
     right: int,
 ) -> list[Tensor]:
-    """Return the gradient of each part, and (n, W, C) fp32 with the gradient of the weight as its sum over n."""
+    """Return the gradient of each part, and (n, W, C) fp32; its sum over n is the gradient of the weight."""
     from lightning_dilated.ext.convolution.kernels import backward
 
     parts, neighbours = [_dense(x) for x in parts], _seen(parts[0], lengths, cu_seqlens).neighbours(weight, right)
@@ -289,7 +289,7 @@ def _(grads, parts, weight, *extra):
 
 
 def _sums(x: Tensor, weight: Tensor) -> Tensor:
-    """An uninitialised tensor (n, W, C) for the sums of n backward programs."""
+    """Return an uninitialised tensor (n, W, C) for the sums of n backward programs."""
     return x.new_empty((x.shape[0] * (-(-x.shape[1] // ROWS)), *weight.shape), dtype=torch.float32)
 
 
@@ -320,8 +320,8 @@ def _local_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 
 def _refuse(ctx: Any, *grads: Any) -> None:
     raise RuntimeError(
-        "a layer's short convolution has no double backward by kernels: its gradient was asked to be differentiated again. "
-        "Leave out create_graph=True, or compute in float64, which torch's own operations serve."
+        "the kernels of a layer's short convolution have no double backward: its gradient cannot be differentiated again. "
+        "Leave out create_graph=True, or compute in float64, for which torch operations are used."
     )
 
 
@@ -341,7 +341,7 @@ def unflat(x: Tensor, like: Tensor) -> Tensor:
 
 
 def call_facts(x: Tensor, weight: Tensor, backward: bool, **extra: Any) -> dict[str, Any]:
-    """Facts of a call that must be equal on all ranks."""
+    """Return the facts of a call that must be equal on all ranks."""
     facts = {"call": "kv_conv", "pass": "backward" if backward else "forward", "batch": x.shape[0], "dtype": x.dtype}
     return {**facts, "taps and channels": tuple(weight.shape), **extra}
 
@@ -399,7 +399,7 @@ def run_forward(
     x: Tensor, weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, place: Tensor | None, right: int,
     where: str, grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (y (B, L, C), rows read, number of the call) on the group's ranks, or in the context, named `where`."""
+    """Return (y (B, L, C), rows read, number of the call); `where` names the group of ranks or a stream's context."""
     near = _neighbours(x, weight, (lengths, cu_seqlens), place, right, where, grad, None)
     read = near.read(x)
     parts = [_run(rows, weight, right, seen) for rows, seen, _ in near.runs(x, read)]

@@ -1,4 +1,4 @@
-"""Halos: a rank's tokens with their neighbours on other ranks, and convolutions over a sharded sequence.
+"""Halos: neighbouring tokens that are stored on other ranks, and convolutions over a sharded sequence.
 
 Shape letters: B batch, L tokens of this rank, E channels, S chunks (runs of positions) of a rank, F features.
 """
@@ -21,7 +21,7 @@ from lightning_dilated.sequence.exchange.transport import Traffic, Wire
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 from lightning_dilated.sequence.shard import Shard
 
-#: slices of local rows or halo rows, by the rank that receives or sends them
+#: rank -> slices of the local rows that it receives, or of the halo rows that it sends
 Slices = dict[int, tuple[slice, ...]]
 
 
@@ -30,10 +30,10 @@ class HaloRoute:
     """The rows around each chunk of a rank, and the ranks that hold them.
 
     Attributes:
-        chunks: positions of the rank, in local order: none on an empty shard, one if contiguous, at most two in zigzag.
-        left, right: rows before and after each chunk.
+        chunks: the rank's ranges of positions, in local order: none on an empty shard, up to two in zigzag, else one.
+        left, right: number of rows before and after each chunk.
         sends: local rows, by the rank that receives them.
-        receives: rows of the halo, by the rank that sends them; rows without a sender are outside the sequence.
+        receives: halo rows, by the rank that sends them; rows without a sender are outside the sequence.
     """
 
     chunks: tuple[range, ...]
@@ -48,7 +48,7 @@ class HaloRoute:
         return len(self.chunks) * (self.left + self.right)
 
     def fetch(self, rows: Tensor, wire: Wire) -> Tensor:
-        """Return the halo (S (left + right), F) of this rank's rows (L, F), 0 outside the sequence; collective."""
+        """Return the halo (S (left + right), F) of this rank's rows (L, F), 0 outside the sequence. Collective."""
         taken = _take(rows, self.sends)
         received = wire.post(taken, _counts(self.sends), _counts(self.receives), what="halo").wait()
         halo = rows.new_zeros(self.rows, rows.shape[1])
@@ -57,7 +57,7 @@ class HaloRoute:
         return halo
 
     def give_back(self, grad: Tensor, into: Tensor, wire: Wire) -> None:
-        """Send the halo's gradient (S (left + right), F) to the rows' owners; add received ones to `into` (L, F)."""
+        """Send the halo's gradient (S (left + right), F) to the rows' owners; add received rows to `into` (L, F)."""
         taken = _take(grad, self.receives)
         received = wire.post(taken, _counts(self.receives), _counts(self.sends), what="halo").wait()
         for part, cut in _split(received, self.sends):
@@ -91,11 +91,11 @@ def halo_route(shard: Shard, rank: int, left: int, right: int) -> HaloRoute:
     """Return the route of one rank.
 
     Raises:
-        ValueError: for the strided layout, which has every token's neighbours on other ranks.
+        ValueError: for the strided layout, because all neighbours of a token are on other ranks.
     """
     if shard.layout == "strided" and shard.ranks > 1:
         raise ValueError(
-            "layout='strided' has no halo: all neighbours of a token lie on other ranks. Set layout='contiguous' or "
+            "layout='strided' has no halo: all neighbours of a token are on other ranks. Set layout='contiguous' or "
             "'zigzag' for models with convolutions (kv_conv, SequenceConv1d, sequence_halo)."
         )
     receives = slices_by_rank((owner, slot) for slot, owner, _ in _halo_rows(shard, rank, left, right))
@@ -163,25 +163,25 @@ class _Halo(torch.autograd.Function):
 def sequence_halo(
     x: Tensor, left: int, right: int = 0, dim: int = 1, sequence: SequenceGroup | None = None
 ) -> list[Tensor]:
-    """This rank's chunks of consecutive tokens, each with the `left` tokens before it and the `right` tokens after it.
+    """Return this rank's chunks of consecutive tokens, each with `left` tokens before it and `right` tokens after it.
 
     A local function of tokens gives the same result on any number of ranks if it is applied to each chunk:
-    `torch.cat([f(chunk) for chunk in sequence_halo(x, 3)], 1)`, where f takes (B, 3 + n, E) to (B, n, E). Each rank
-    receives `left + right` rows a chunk; their gradients are added to their owners'. See also `SequenceConv1d`.
+    `torch.cat([f(chunk) for chunk in sequence_halo(x, 3)], 1)`, where f maps (B, 3 + n, E) to (B, n, E). Each rank
+    receives `left + right` rows a chunk; the owners of these rows add their gradients. See also `SequenceConv1d`.
 
     Args:
         x: (B, L, ...) or any shape with this rank's tokens along `dim`.
-        left, right: tokens before and after; several ranks may hold them.
+        left, right: numbers of tokens before and after a chunk; several ranks may hold these tokens.
         sequence: the ranks; None: the active group, or one rank if there is none.
 
     Returns:
         for each chunk a tensor of x's shape with left + n + right along `dim`, 0 outside the sequence. One rank and the
-        contiguous layout have one chunk, zigzag up to two. An empty shard has one chunk with n = 0; its loss must use
-        the chunk, because the gradients of other ranks' rows pass through all ranks.
+        contiguous layout have one chunk, zigzag up to two. An empty shard has one chunk with n = 0; the rank's loss
+        must use this chunk, because all ranks must run the backward, which exchanges gradients.
 
     Raises:
-        TypeError, ValueError: for numbers below 0, a `dim` that x does not have, and the strided layout; on every rank,
-            if shapes or dtypes differ or a rank's number of tokens is not its shard's.
+        TypeError, ValueError: for numbers below 0, a `dim` that x does not have, and the strided layout; also, on every
+            rank, if shapes or dtypes differ between ranks or a rank's number of tokens is not its shard's.
     """
     group = active_sequence() if sequence is None else sequence
     if group is None:
@@ -212,10 +212,10 @@ def _arguments(x: Tensor, left: int, right: int, dim: int) -> int:
 
 
 class SequenceConv1d(nn.Conv1d):
-    """nn.Conv1d along the tokens of (B, L, E), with one token out for each token in, equal on any number of ranks.
+    """nn.Conv1d along the tokens of (B, L, E): one output per token, and the same outputs on any number of ranks.
 
-    A rank receives the few tokens that its neighbours hold (`sequence_halo`), in the contiguous and zigzag layouts.
-    Parameters and their names are nn.Conv1d's.
+    A rank receives neighbouring tokens from other ranks (`sequence_halo`), in the contiguous and zigzag layouts.
+    Parameters have the names and shapes of nn.Conv1d's.
 
     Args:
         in_channels, out_channels, kernel_size, dilation, groups, bias, device, dtype: as in nn.Conv1d; kernel_size and
@@ -224,7 +224,7 @@ class SequenceConv1d(nn.Conv1d):
             nn.Conv1d(padding="same").
 
     Raises:
-        ValueError: for a stride or padding: each token gives one token.
+        ValueError: for a stride or padding, because each token must have one output.
     """
 
     reads_neighbours = True  # the layer reads other ranks' tokens, so it may run on shards
@@ -235,12 +235,12 @@ class SequenceConv1d(nn.Conv1d):
         refused = sorted(options.keys() - {"dilation", "groups", "bias", "device", "dtype"})
         if refused:
             raise ValueError(
-                f"SequenceConv1d takes no {', '.join(refused)}: every token gives one, and zeros pad the sequence. "
+                f"SequenceConv1d takes no {', '.join(refused)}: every token has one output, and zeros pad the sequence. "
                 "Leave it out; causal=True shifts the kernel to the past."
             )
         super().__init__(in_channels, out_channels, kernel_size, **options)
         reach = self.dilation[0] * (self.kernel_size[0] - 1)
-        #: how many tokens before and after itself a token reads
+        #: numbers of tokens that a token reads before and after itself
         self.reach = (reach, 0) if causal else (reach // 2, reach - reach // 2)
 
     def forward(self, x: Tensor) -> Tensor:

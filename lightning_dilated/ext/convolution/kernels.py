@@ -2,7 +2,7 @@
 
 A program computes a tile of tokens times channels. It reads the tile once for each tap, one row further each time;
 after the first read, the rows come from cache. Products are summed in fp32, with weights rounded to the dtype of the
-rows. Triton has no lists and no starred expressions: a tuple, extended by +, holds a tensor for each tap.
+rows. A tuple that is extended by + holds a tensor for each tap, because Triton has no lists or starred expressions.
 Shape letters: B batch, N tokens, C channels of a part, W taps, P programs along the tokens of a sample.
 """
 
@@ -24,9 +24,9 @@ class Tile:
 
     Attributes:
         elements: tokens times channels.
-        channels: most channels.
-        warps: enough for more threads than channels, which then read the weights as they multiply.
-        stages: tiles that a backward program has in flight: those it reads ahead, and the one it computes.
+        channels: maximum number of channels.
+        warps: warps of a program, for more threads than channels; the threads read the weights as they multiply.
+        stages: number of tiles that a backward program has in flight: tiles that it prefetches, and the current tile.
     """
 
     elements: int
@@ -35,14 +35,14 @@ class Tile:
     stages: int = 1
 
     def sizes(self, channels: int, tokens: int) -> dict[str, int]:
-        """Return a kernel's constants for rows of `channels` channels and at most `tokens` tokens."""
+        """Return a kernel's constants for rows of `channels` channels and tiles of at most `tokens` tokens."""
         width = min(self.channels, triton.next_power_of_2(channels))
         return {"TOKENS": min(tokens, self.elements // width), "CHANNELS": width, "num_warps": self.warps}
 
 
-#: 16 elements a thread forward; 8 backward, where registers hold a sum for each tap and element
+#: 16 elements a thread in the forward; 8 in the backward, where registers hold a sum for each tap and element
 FORWARD, BACKWARD = Tile(4096, 128, 8), Tile(1024, 64, 4, 2)
-#: most tokens of a tile
+#: maximum tokens of a tile
 TOKENS = 256
 
 
@@ -51,9 +51,9 @@ class Neighbours:
     """The neighbours that a token reads.
 
     Attributes:
-        left: tokens before it.
+        left: number of tokens before it.
         documents: (B or 1, N) int32, the index of each token's document; None: no documents.
-        lengths: (B,) integers, tokens of each right-padded sample, which do not read the padding; None: no padding.
+        lengths: (B,) integers, tokens of each right-padded sample; tokens do not read the padding. None: no padding.
     """
 
     left: int
@@ -61,7 +61,7 @@ class Neighbours:
     lengths: Tensor | None = None
 
     def arguments(self, x: Tensor) -> tuple[tuple[Tensor | int, ...], dict[str, object]]:
-        """Return (tensors and stride, constants) of a kernel over x (B, N, C); x replaces missing tensors."""
+        """Return (tensors and stride, constants) for a kernel over x (B, N, C); x is passed for missing tensors."""
         documents, lengths = (x if y is None else y for y in (self.documents, self.lengths))
         stride = 0 if len(documents) == 1 else documents.stride(0)
         constants = {"LEFT": self.left, "PACKED": self.documents is not None, "PADDED": self.lengths is not None}
@@ -70,7 +70,7 @@ class Neighbours:
 
 @triton.jit
 def _pairs(reader, source, reader_document, source_document, end, tokens, PACKED: tl.constexpr, PADDED: tl.constexpr):
-    """Return whether each reader reads its source, where at least one of the two is inside the sequence."""
+    """Return whether each reader reads its source; both must be inside the sequence."""
     visible = (reader >= 0) & (reader < tokens) & (source >= 0) & (source < tokens)
     if PACKED:
         visible &= reader_document == source_document
@@ -81,7 +81,7 @@ def _pairs(reader, source, reader_document, source_document, end, tokens, PACKED
 
 @triton.jit
 def _document(documents, p, tokens, PACKED: tl.constexpr):
-    """The index of each token's document, -1 outside the sequence; a placeholder if there are no documents."""
+    """Return the index of each token's document, -1 outside the sequence; a placeholder if there are no documents."""
     if PACKED:
         return tl.load(documents + p, mask=(p >= 0) & (p < tokens), other=-1)
     return p
@@ -96,7 +96,7 @@ def _length(lengths, sample, tokens, PADDED: tl.constexpr):
 
 @triton.jit
 def _weights(weight, w_sw, w_sc, c, channels, TAPS: tl.constexpr, KIND: tl.constexpr):
-    """The weight of each tap, (1, CHANNELS), rounded to the dtype of the rows."""
+    """Return the weight of each tap, (1, CHANNELS), rounded to the dtype of the rows."""
     every = ()
     for i in tl.static_range(TAPS):
         tap = tl.load(weight + i * w_sw + c * w_sc, mask=c < channels, other=0.0)
@@ -114,7 +114,7 @@ def _zeros(TAPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _rows(x, p, x_sn, c, mask):
-    """The rows p, (TOKENS, CHANNELS); 0 outside the mask."""
+    """Load the rows p, (TOKENS, CHANNELS); 0 outside the mask."""
     return tl.load(x + p.to(tl.int64)[:, None] * x_sn + c[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
@@ -158,7 +158,7 @@ def _backward(
     TAPS: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add to each token the gradients of the tokens that read it: the same number of taps, in the opposite order."""
+    """Add to each token's gradient the gradients of the tokens that read it; the taps run in the opposite order."""
     blocks = tl.cdiv(channels, CHANNELS)
     at = (tl.program_id(0) // blocks).to(tl.int64)
     sample, first = at // programs, (tl.program_id(0) // blocks % programs) * ROWS
@@ -197,7 +197,7 @@ def forward(x: Tensor, weight: Tensor, neighbours: Neighbours, around: tuple[int
     """Return y (B, n, C), contiguous, from x (B, N, C) with stride 1 along C, and weight (W, C).
 
     Args:
-        around: numbers of rows at the start and end of x without a row in y; n is N minus both.
+        around: numbers of rows at the start and at the end of x that have no row in y; n is N minus both numbers.
     """
     count = x.shape[1] - sum(around)
     y, sizes = x.new_empty(x.shape[0], count, x.shape[2]), FORWARD.sizes(x.shape[2], TOKENS)
@@ -224,7 +224,7 @@ def backward(
     """Return dx (B, N, C), contiguous, from y's gradient and x (B, N, C) with stride 1 along C, and weight (W, C).
 
     Args:
-        sums: (B P, W, C) fp32, stride 1 along C; filled with parts of the gradient of weight, the sum over B P.
+        sums: (B P, W, C) fp32, stride 1 along C; receives parts of weight's gradient, which is their sum over B P.
         rows: tokens of a program, a power of two; a sample has P = ceil(N / rows) programs.
         dtype: dtype of dx; None: x's.
     """

@@ -32,14 +32,14 @@ class AccuracyByDepth(CountsAnswers):
     `LongContextDataModule`.
 
     An answer is right if each of its tokens is the likeliest one, given the right tokens before it. Samples are counted
-    over all ranks; a sample counts if its whole answer was computed. After each validation and test the table is
-    printed, appended to `accuracy_by_depth.csv`, and drawn as `accuracy_by_depth_TASK.png`.
+    over all ranks; samples that were not computed are left out. After each validation and test the table is printed,
+    appended to `accuracy_by_depth.csv`, and drawn as `accuracy_by_depth_TASK.png`.
 
-    Logged: `val_accuracy`, the share of all samples, and `val_accuracy_N` of each length N; in test `test_accuracy` and
-    so on.
+    Logs `val_accuracy`, the share over all samples, and `val_accuracy_N` for each length N; in test `test_accuracy` and
+    `test_accuracy_N`.
 
     Args:
-        folder: folder of CSV and picture; None: the run's folder.
+        folder: folder of the CSV and the picture; None: the run's folder.
         table: print the table.
         picture: draw the picture.
 
@@ -50,8 +50,8 @@ class AccuracyByDepth(CountsAnswers):
 
     Raises:
         TypeError: when a run starts, for another model or other data.
-        ValueError: when a run starts, for a vocabulary below the data's, or lengths without positions in the model. A
-            length beyond a rotary model's own is a warning.
+        ValueError: when a run starts, if the model's vocabulary is smaller than the data's, or if the model has learned
+            positions for fewer tokens. With rotary positions, greater lengths only give a warning.
     """
 
     def __init__(self, folder: str | Path | None = None, table: bool = True, picture: bool = True) -> None:
@@ -61,13 +61,13 @@ class AccuracyByDepth(CountsAnswers):
         self._where = Path()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check model and data; determine the folder, which needs every rank."""
+        """Check model and data, and determine the folder. Collective, because all ranks determine it."""
         data = datamodule(trainer)
         check_model(self, pl_module, "watch_predictions")
         if not isinstance(data, LongContextDataModule):
             kind = "loaders alone" if data is None else type(data).__name__
             raise TypeError(
-                f"AccuracyByDepth needs a LongContextDataModule, which knows lengths and depths; got {kind}. Give the "
+                f"AccuracyByDepth needs a LongContextDataModule, which has lengths and depths; got {kind}. Give the "
                 "Trainer such a DataModule, or remove the callback."
             )
         check_fits(pl_module, data)
@@ -105,7 +105,7 @@ class AccuracyByDepth(CountsAnswers):
 
 
 def check_fits(model: Any, data: LongContextDataModule) -> None:
-    """Raise ValueError if the model lacks tokens or positions of the data; warn above the length that it is made for."""
+    """Raise ValueError if the model lacks tokens or positions of the data; warn of lengths that it is not made for."""
     longest, most = max(data.lengths), model.made_for
     if data.vocab_size > model.vocab_size:
         raise ValueError(
@@ -158,7 +158,7 @@ def _with_length(rows: list[dict[str, Any]], length: int) -> list[dict[str, Any]
 
 
 def headline(rows: list[dict[str, Any]]) -> str:
-    """Return a line on the contents of the table, with the accuracy of guessing."""
+    """Return a line that describes the table, with the accuracy of guessing."""
     first = rows[0]
     guess = f"{100 * first['unbound']:.3g} among the values of the text, {100 * first['blind']:.3g} among all"
     return f"{first['task']}: percent of right answers by length and depth (guessing: {guess})"

@@ -3,8 +3,8 @@
     weight[p,j,h] = c(p,j,h) exp(s_pj) / (sum_i c(p,i,h) exp(s_pi) + n_pad(p,h)),   s = scale q.k
 
 c is the number of branches in which query p sees key j; n_pad is the number of zero keys that padding="attended" adds,
-else 0. These are the weights of the one softmax that `dilated_attention` computes: weighting v by them gives its
-output. Shape letters: B batch, N tokens, Q chosen queries, H query heads, K kv heads, D head dim.
+else 0. `dilated_attention` computes one softmax with these weights, so its output is the sum of v weighted by them.
+Shape letters: B batch, N tokens, Q chosen queries, H query heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def attention_weights(
             f"attention_weights needs all keys, but {sequence.ranks} ranks share the sequence. Call it on one rank with the "
             "whole sequence (sequence_gather puts q and k together), outside of the strategy's steps."
         )
-    q, k = autocast(q, k)  # the op computes with these numbers
+    q, k = autocast(q, k)  # round as the op does
     lengths, cu_seqlens, scale = check_call(q, k, k, pattern, causal, scale, 0.0, lengths, cu_seqlens, False, "auto")
     positions = _positions(queries, q.shape[1])
     counts, pads = _counts(q, k, pattern, positions, causal, _documents(q, lengths, cu_seqlens))
@@ -75,7 +75,7 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _softmax(scores: Tensor, counts: Tensor, pads: Tensor) -> Tensor:
-    """Turn scores (B, H, Q, N) into weights, in place; each key counts c times, next to n_pad zero keys."""
+    """Turn scores (B, H, Q, N) into weights, in place; each key counts c times, and n_pad zero keys are added."""
     if not scores.numel():
         return scores
     scores.masked_fill_(counts == 0, -torch.inf)
@@ -99,7 +99,7 @@ def _positions(queries: Sequence[int] | Tensor, seq_len: int) -> list[int]:
 
 
 def _documents(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> list[list[int]]:
-    """Return the bounds of the documents of each sample; tokens after the last bound belong to none."""
+    """Return the bounds of the documents of each sample; tokens after the last bound belong to no document."""
     batch, seq_len = q.shape[:2]
     if cu_seqlens is not None:
         return [check_bounds(cu_seqlens.tolist(), seq_len)]
@@ -113,7 +113,7 @@ def _documents(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> 
 def _counts(
     q: Tensor, k: Tensor, pattern: DilatedPattern, positions: list[int], causal: bool, documents: list[list[int]]
 ) -> tuple[Tensor, Tensor]:
-    """Return c (B, H, Q, N) and n_pad (B, H, Q) on the CPU, computed once for samples with equal documents."""
+    """Return c (B, H, Q, N) and n_pad (B, H, Q) on the CPU; compute them once for samples with equal documents."""
     batch, seq_len, heads = q.shape[:3]
     counts = torch.zeros(batch, heads, len(positions), seq_len, dtype=torch.int32)
     pads = torch.zeros(batch, heads, len(positions), dtype=torch.int64)
@@ -132,7 +132,7 @@ def _sample_counts(
     kv_heads: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return c (H, Q, N) and n_pad (H, Q) of one sample: in a branch a query sees every r-th position of its segment."""
+    """Return c (H, Q, N) and n_pad (H, Q) of one sample. In a branch a query sees every r-th key of its segment."""
     counts = torch.zeros(heads, len(positions), seq_len, dtype=torch.int32)
     pads = torch.zeros(heads, len(positions), dtype=torch.int64)
     for start, stop in itertools.pairwise(bounds):

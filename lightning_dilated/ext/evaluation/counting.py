@@ -1,4 +1,4 @@
-"""CountsAnswers: the base of AccuracyByDepth and RecallByDistance, and rows that are appended to a CSV.
+"""CountsAnswers: the base of AccuracyByDepth and RecallByDistance; and a function to append rows to a CSV.
 
 Shape letters: B batch, L tokens of this rank, C counters.
 """
@@ -22,7 +22,7 @@ Report = tuple[list[dict[str, Any]], dict[str, float]]
 class CountsAnswers(pl.Callback):
     """Counts right answers and labels in validation and test, and logs shares of right answers.
 
-    A subclass defines `counters` (returns C), `add` (counts a batch's predictions (B, L)) and `evaluate` ((C,) counts).
+    A subclass defines `counters` (returns C), `add` (counts a batch's predictions (B, L)) and `evaluate` (reports).
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def datamodule(trainer: pl.Trainer) -> Any:
 
 
 def check_model(callback: pl.Callback, model: object, hook: str, suffix: str = "") -> None:
-    """Raise TypeError for a model without the attribute that hands losses or predictions to the callback."""
+    """Raise TypeError for a model without the attribute `hook`, which passes losses or predictions to the callback."""
     if not hasattr(model, hook):
         raise TypeError(
             f"{type(callback).__name__} needs a causal language model, a LongNetLM or HFCausalLM{suffix}; got "

@@ -1,4 +1,4 @@
-"""`lightning-dilated evaluate`: how much of its context a language model uses, by questions about it."""
+"""`lightning-dilated evaluate`: measure how much of its context a language model uses, by questions about it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SAMPLES = {
 
 
 def load_causal_model(path: str | Path, tile: int | None = None) -> DilatedModule:
-    """Load as `load_any`. Raises ValueError also for models that do not predict the next token."""
+    """Load a model as `load_any` does. Raises ValueError also for a model that does not predict the next token."""
     model = load_any(path, tile)
     if not model.predicts_next_token:
         raise ValueError(
@@ -108,7 +108,7 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
 
 
 def run(argv: list[str]) -> None:
-    """Check everything that can be checked before the model runs, then evaluate task by task."""
+    """Check the options, the model and the data of all tasks, then evaluate task by task."""
     args = parser().parse_args(argv)
     check_device(args.device)
     integer(args.devices, "--devices", 1)
@@ -129,7 +129,7 @@ def run(argv: list[str]) -> None:
 
 
 def checked_folder(path: str) -> Path:
-    """Return the folder. Raises FileExistsError if it is a file, or holds an earlier result."""
+    """Return the folder of `--out`. Raises FileExistsError if it is a file, or contains an earlier result."""
     out = Path(path)
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"--out {out} is a file; give a folder.")
@@ -162,7 +162,7 @@ def tokenizer_of(args: argparse.Namespace, model: LongNetLM | HFCausalLM, folder
 
 
 def data_of(args: argparse.Namespace, task: str, tokenizer: str | None) -> LongContextDataModule:
-    """Return the samples of a task. Raises TypeError, ValueError or FileNotFoundError with the option."""
+    """Return the samples of a task. Raises TypeError, ValueError or FileNotFoundError that names the option."""
     options = {name: getattr(args, name) for name in (*_SAMPLES, "distractors")}
     try:
         data = LongContextDataModule(
@@ -176,7 +176,7 @@ def data_of(args: argparse.Namespace, task: str, tokenizer: str | None) -> LongC
 
 
 def trainer_of(args: argparse.Namespace, out: Path) -> pl.Trainer:
-    """Return a Trainer that only tests, with the callback that counts."""
+    """Return a Trainer for `test`, with an `AccuracyByDepth` callback."""
     cuda = args.device.startswith("cuda")
     number = args.device.partition(":")[2]
     if number and args.devices > 1:

@@ -29,8 +29,8 @@ FIELDS = ("step", "part", "first", "last", "tokens", "bits")
 class LossByPosition(pl.Callback):
     """Validation loss by octave and by eighth of the position, summed over all ranks; for a LongNetLM or HFCausalLM.
 
-    Octave k has positions 2^k - 1 to 2^(k + 1) - 2, counted from 0 in their sequence, or in their document if batches
-    are packed. Eighths divide the length of the sequence, sample or document. After each validation the table is
+    Octave k has positions 2^k - 1 to 2^(k + 1) - 2, counted from 0 in the sequence, or in the document if batches are
+    packed. Eighths divide the length of the sequence, sample or document. After each validation the table is
     printed and appended to `loss_by_position.csv` in the run's folder, and `loss_by_position.png` is redrawn. If a
     model uses distant context, its loss falls from octave to octave.
 
@@ -43,8 +43,8 @@ class LossByPosition(pl.Callback):
             the number of the eighth), tokens, bits (per token).
 
     Raises:
-        TypeError: when a run starts, for another model.
-        ValueError: when a fit or validation starts, for data that are streams.
+        TypeError: when a run starts, for a model other than LongNetLM and HFCausalLM.
+        ValueError: when a fit or validation starts, if the batches are steps of streams.
     """
 
     def __init__(self, table: bool = True, picture: bool = True) -> None:
@@ -54,7 +54,7 @@ class LossByPosition(pl.Callback):
         self._folder = Path()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that each token has a loss and a position in its sequence; determine the folder, which needs every rank."""
+        """Check that the model has token losses and the data has positions; determine the folder. Collective."""
         check_model(self, pl_module, "watch_losses", ", with a loss for each token")
         if stage in ("fit", "validate"):
             _refuse_streams(trainer, "LossByPosition")
@@ -78,7 +78,7 @@ class LossByPosition(pl.Callback):
             self._sums[1].index_add_(0, index, torch.ones_like(index, dtype=torch.float64))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Sum over the ranks; rank 0 writes."""
+        """Sum the losses of all ranks; rank 0 writes the table."""
         pl_module.watch_losses = None  # type: ignore[assignment]
         sums, self._sums = self._sums, None
         if sums is None:
@@ -104,7 +104,7 @@ class LossByPosition(pl.Callback):
 
 
 def _places(batch: Mapping[str, Any], shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Return (each position in its document, tokens of that document), (B, L) int64 on the CPU."""
+    """Return (position of each token in its document, tokens of the document), (B, L) int64 on the CPU."""
     size, local = shape
     positions = token_positions(0, local)
     group = active_sequence()
@@ -159,19 +159,19 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
 class RecallByDistance(CountsAnswers):
     """Share of right answers in validation and test, in total and by octave of the distance, summed over all ranks.
 
-    For a LongNetLM or HFCausalLM on `FarRecallDataModule`, or on another DataModule with `index` (B,) in its batches
-    and a method `distances(split, index)`: (N,) integers for a sample of "val" or "test", at each label the distance in
-    tokens back to its answer, or 0 to leave the label out. An answer is right if its token is the likeliest.
+    The model is a LongNetLM or HFCausalLM. The data is a `FarRecallDataModule`, or a DataModule with `index` (B,) in
+    its batches and a method `distances(split, index)`, which returns (N,) integers for a sample of "val" or "test": at
+    each label the distance in tokens back to its answer, or 0 to leave it out. The answer is the likeliest token.
 
-    Logged: `val_accuracy`, and `val_accuracy_D` for each octave with labels: distances D to 2 D - 1, D a power of two.
-    In test `test_accuracy` and so on.
+    Logs `val_accuracy`, and `val_accuracy_D` for each octave with labels: distances D to 2 D - 1, D a power of two; in
+    test `test_accuracy` and `test_accuracy_D`.
 
     Attributes:
         rows: rows of the last validation or test: mappings of first and last (distances), labels, accuracy.
 
     Raises:
         TypeError: when a run starts, for another model, or data without `distances`.
-        ValueError: when a run starts, for data that are streams.
+        ValueError: when a run starts, if the batches are steps of streams.
     """
 
     def __init__(self) -> None:
@@ -179,14 +179,14 @@ class RecallByDistance(CountsAnswers):
         self._distances: Callable[[int], Tensor] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that the model gives answers and the data their distances."""
+        """Check that the model has predictions and the data has distances."""
         check_model(self, pl_module, "watch_predictions", ", with an answer for each label")
         data = datamodule(trainer)
         if not callable(getattr(data, "distances", None)):
             kind = "loaders alone" if data is None else type(data).__name__
             raise TypeError(
-                "RecallByDistance needs a DataModule that knows the distances, such as FarRecallDataModule, or one with a "
-                f"method distances(split, index); got {kind}. Give the Trainer such a DataModule, or remove the callback."
+                "RecallByDistance needs a DataModule with a method distances(split, index), as of FarRecallDataModule; "
+                f"got {kind}. Give the Trainer such a DataModule, or remove the callback."
             )
         _refuse_streams(trainer, "RecallByDistance")
 
@@ -196,7 +196,7 @@ class RecallByDistance(CountsAnswers):
         return OCTAVES
 
     def add(self, batch: Mapping[str, Any], predictions: Tensor) -> None:
-        """Add a batch's predictions (B, L) at this rank's positions; only labels that have a distance count."""
+        """Count a batch's predictions (B, L) at this rank's positions; labels without a distance are left out."""
         if self._counts is None or self._distances is None:
             return
         positions = token_positions(0, predictions.shape[1])  # collective, also on ranks without labels
@@ -222,7 +222,7 @@ def _refuse_streams(trainer: pl.Trainer, callback: str) -> None:
     data = datamodule(trainer)
     if "stream" in getattr(getattr(data, "sequence_spec", None), "whole", ()):
         raise ValueError(
-            f"{callback} looks at positions in a sequence, and batches of {type(data).__name__} are steps of streams: "
+            f"{callback} needs positions in a sequence, but batches of {type(data).__name__} are steps of streams: "
             "remove the callback, or take a DataModule of separate sequences, such as ByteDataModule."
         )
 

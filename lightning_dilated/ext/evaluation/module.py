@@ -1,4 +1,4 @@
-"""LongContextDataModule: values stated anywhere in filler and asked for at the end, by length and depth.
+"""LongContextDataModule: questions about values that are stated within filler, by length and depth.
 
 Shape letters: B batch, N tokens of a sample.
 """
@@ -17,7 +17,7 @@ from lightning_dilated.ext.evaluation.recall_tasks import RuleDataModule, RuleSa
 from lightning_dilated.ext.evaluation.renderers import Form, Parts, TextForm, TokenForm
 
 FORMS = ("text", "tokens")
-#: entries of a sample that run over its tokens, and their padding values
+#: entries of a sample with one value per token -> their padding values
 _PADDING = {"tokens": 0, "labels": -100}
 
 
@@ -40,11 +40,11 @@ class LongContextSamples(RuleSamples):
         return self.cell_of(self.split, index).length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return sample `index`, whole. Raises IndexError if there is no such sample."""
+        """Return the whole sample `index`. Raises IndexError if there is no such sample."""
         return {**self.make(self.generator(index), self.split, self.cell_of(self.split, index)), "index": index}
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """Return the sample at some positions only; positions after its end are padding."""
+        """Return the sample at the positions `ranges`; positions after its end are padding."""
         sample = self[index]
         positions = torch.tensor([position for x in ranges for position in x], dtype=torch.int64)
         inside, length = positions < sample["lengths"], sample["lengths"]
@@ -72,51 +72,51 @@ def _refuse_tokenizer(tokenizer: str | None) -> None:
 
 
 class LongContextDataModule(RuleDataModule):
-    """Questions about a long context: filler states the value of a key, and the end asks for it.
+    """Questions about a long context: statements within filler give values to keys, and the end asks for a key's value.
 
     Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64, and "lengths" (B,) if samples of a batch
-    differ in length; tokens are padded by 0. Each token of the answer is the label of the position before it; all other
-    labels are -100. The answer's tokens follow the question (teacher forcing), so an answer is right if every label is
-    the likeliest token.
+    differ in length; tokens are padded with 0. Each token of the answer is the label of the position before it; all
+    other labels are -100. The answer's tokens follow the question (teacher forcing), so an answer is right if every
+    label is the likeliest token.
 
     Tasks, of the kinds of RULER (arXiv 2404.06654):
 
-    - needle: a key has a value, which is asked for. Distractors are other keys with other values.
-    - multi_key: the same, with more distractors.
-    - multi_value: each key has `num_values` values at different places; all are asked for, in order.
-    - tracing: a variable has a value, a second variable has the value of the first, and so on; the value of the last
-      is asked for. Distractors are other such chains.
+    - needle: the question asks for the value of a key. Distractors are other keys with other values.
+    - multi_key: the same as needle, with more distractors.
+    - multi_value: each key has `num_values` values at different places; the question asks for all of them, in order.
+    - tracing: a variable has a value, a second variable has the value of the first, and so on; the question asks for
+      the value of the last one. Distractors are other chains of variables.
 
     Forms: "text" is English in bytes or the tokens of a tokenizer; "tokens" has its own small vocabulary, for models
     that are trained on the task.
 
     Validation and test have `samples_per_cell` samples of each length and depth, in the order of `lengths` and then of
-    `depths`. Depth is the percentage of the filler before the first statement that the answer needs (text is cut
-    between lines, at the nearest place); further statements of that answer are anywhere after it. Distractors are
-    placed in the same way, at uniformly drawn depths. Training samples draw a length, and a depth from 0 to 100.
+    `depths`. Depth is the percentage of the filler that precedes the first statement of the answer (in text, the
+    nearest end of a line). Further statements of the answer are anywhere after the first one. Distractors are placed
+    in the same way, at uniformly drawn depths. Training samples draw a length, and a depth from 0 to 100.
 
     Keys and values of a sample all differ and are drawn uniformly, so each value occurs once. `guess` is the share of
     right answers if a model draws from all values ("blind"), or from the values in the text ("unbound"). At depths 0
-    and 100 the asked value is mostly the first or last of all, which gives it away; averaged over evenly spaced depths,
-    choosing by place is as good as "unbound".
+    and 100 the right value is mostly the first or last one, so a model can choose it by its place. Averaged over
+    evenly spaced depths, choosing by place is as good as "unbound".
 
     `callbacks.AccuracyByDepth` reports the share of right answers.
 
     Args:
         task: "needle", "multi_key", "multi_value" or "tracing".
-        lengths: N of the samples, tokens with question and answer.
+        lengths: N of the samples, including question and answer.
         depths: 0 to 100.
         samples_per_cell: samples of each length and depth, in validation and in test.
         form: "text" or "tokens".
-        tokenizer: for text, a tokenizer.json or a folder with one, as transformers saves it; null for bytes. Special
-            tokens that it puts before a text also begin a sample.
-        distractors: keys that are not asked for (in tracing: chains); null is 3, and 15 for multi_key.
+        tokenizer: for text, a tokenizer.json or a folder with one, as transformers saves it; null for bytes. A sample
+            begins with the special tokens that the tokenizer adds before a text.
+        distractors: number of distractors; null is 3, and 15 for multi_key.
         num_values: for multi_value, values of a key.
         hops: for tracing, statements from the value's variable to the variable that is asked for.
         value_digits: for text, digits of a value.
-        vocabulary: for tokens, number of symbols for keys, and for values.
-        fillers: for tokens, kinds of filler.
-        key_tokens, value_tokens: for tokens, symbols of a key and of a value.
+        vocabulary: for tokens, number of symbols for keys, and also for values.
+        fillers: for tokens, number of different filler tokens.
+        key_tokens, value_tokens: for tokens, number of symbols of a key and of a value.
         batch_size, train_size, seed, num_workers, pin_memory: see `RuleDataModule`.
 
     Raises: TypeError, ValueError or FileNotFoundError for values outside these ranges, lengths without room for the
@@ -188,11 +188,11 @@ class LongContextDataModule(RuleDataModule):
 
     @property
     def guess(self) -> dict[str, float]:
-        """Shares of right answers by guessing, "blind" and "unbound", see above."""
+        """Shares of right answers by guessing: "blind" and "unbound", see the class."""
         return self.task.guesses(self.form.values)
 
     def rule(self) -> str:
-        """Return a description of the samples; a checkpoint's data are compared by it."""
+        """Return a description of the samples, to compare the data with a checkpoint's."""
         task = self.task
         sizes = f"{task.distractors} distractors, {task.num_values} values, {task.hops} hops"
         return f"{task.name} ({sizes}) over {self.lengths} tokens at {self.depths} %, {self.form.rule()}"
@@ -226,7 +226,7 @@ class LongContextDataModule(RuleDataModule):
         return self.form.parts(self.task.draw(rng, self.form.keys, self.form.values))
 
     def make(self, rng: np.random.Generator, split: str, cell: Cell | None = None) -> dict[str, Any]:
-        """Make a sample of a cell: {"tokens": (N,), "labels": (N,) int64, "lengths": N}; None: of the first cell."""
+        """Make a sample {"tokens": (N,), "labels": (N,) int64, "lengths": N}; `cell` None is the first cell."""
         length, depth = cell or Cell(self.lengths[0], self.depths[0])
         problem = self.task.draw(rng, self.form.keys, self.form.values)
         parts = self.form.parts(problem)

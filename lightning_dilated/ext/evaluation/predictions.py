@@ -18,18 +18,18 @@ from torch import Tensor
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes `predictions.csv` into the run folder, batch by batch. If ranks have different samples, each writes a file,
-    `predictions.RANK.csv`; if ranks share a sequence, the first of them writes.
+    """Writes `predictions.csv` into the run folder, batch by batch. If ranks have different samples, each rank writes
+    its own `predictions.RANK.csv`; if ranks share a sequence, the first of these ranks writes.
 
     A prediction must be a mapping of names to tensors (B,), to tensors (B, E) or to lists of B words or numbers, as
     from the `predict_step` of `LongNetLM` and `SlideEncoder`. A tensor (B, E) becomes columns NAME_0, NAME_1 and so on;
     a tensor "embedding" becomes e0, e1 and so on.
 
-    For a text, the last columns are the `file` and the `offset` of the sequence's first token in it, in bytes, or in
+    For a text, the last columns are the `file` of the sequence and the `offset` of its first token, in bytes, or in
     tokens for a file of tokens.
 
-    Words (names of slides, classes and columns) that begin with = + - @, a tab, a line break or ' get a ' in front,
-    because a spreadsheet would run them as a formula; numbers never do. To restore a word, remove the first ':
+    A ' is put before words (names of slides, classes and columns) that begin with = + - @, a tab, a line break or ',
+    because a spreadsheet would run them as formulas. Numbers are not changed. To restore a word, remove the first ':
     `text.removeprefix("'")`.
 
     Args:
@@ -43,7 +43,7 @@ class PredictionWriter(BasePredictionWriter):
         self._header: list[str] | None = None
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start a new file; determining the folder needs every rank."""
+        """Start a new file. Collective, because all ranks determine the folder."""
         self._started, self._header = False, None
         self._target = self._find_target(trainer)
 
@@ -68,7 +68,7 @@ class PredictionWriter(BasePredictionWriter):
         if self._header not in (None, list(columns)):
             raise ValueError(
                 f"{type(pl_module).__name__}.predict_step returned the columns {_shortened(columns)} after batches with "
-                f"{_shortened(self._header)}; the rows of one CSV have the same ones. Return the same names for every batch."
+                f"{_shortened(self._header)}; all rows of a CSV need the same columns. Return equal names for every batch."
             )
         self._header = list(columns)
         if not getattr(trainer.strategy, "is_first_of_sequence", True):
@@ -97,14 +97,14 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def log_predict_only(writer: pl.Callback, trainer: pl.Trainer) -> None:
-    """Log that a writer writes in `predict` only, except in a fit, because its recipe may also serve `predict`."""
+    """Log in `validate` and `test` that a writer writes in `predict` only; a fit's recipe may also serve `predict`."""
     if trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING):
         command = trainer.state.fn.value
         rank_zero_info(f"{type(writer).__name__} writes nothing in `{command}`: run `predict` in place of it")
 
 
 def _places(trainer: pl.Trainer, columns: dict[str, list[Any]], dataloader_idx: int) -> dict[str, list[Any]]:
-    """Return columns of the place of each sequence, by its `index`; none if the data do not know it."""
+    """Return the columns `file` and `offset`, looked up by `index`; {} if the data set has no method `place_of`."""
     if "index" not in columns or {"file", "offset"} & columns.keys():
         return {}
     loaders: Any = trainer.predict_dataloaders
@@ -128,7 +128,7 @@ def _columns(step: str, prediction: Any) -> dict[str, list[Any]]:
         )
     sizes = {name: len(x) for name, x in prediction.items()}
     if len(set(sizes.values())) > 1:
-        raise ValueError(f"{step} must return one value a sequence under every name, got {sizes} of them.")
+        raise ValueError(f"{step} must return one value a sequence under every name, but the numbers are {sizes}.")
     out: dict[str, list[Any]] = {}
     for name, x in prediction.items():
         prefix = "e" if name == "embedding" else f"{name}_"
@@ -137,7 +137,7 @@ def _columns(step: str, prediction: Any) -> dict[str, list[Any]]:
         else:
             new = {name: x.tolist() if isinstance(x, Tensor) else list(x)}
         if twice := sorted(out.keys() & new.keys()):
-            raise ValueError(f"{step} returns two columns {twice[0]!r}, one of them out of {name!r}: rename one.")
+            raise ValueError(f"{step} returns two columns {twice[0]!r}, one of them made from {name!r}: rename one.")
         out |= new
     return out
 
@@ -153,12 +153,12 @@ def _shortened(names: Any) -> str:
     return f"{', '.join(map(str, shown[:6]))}{', ...' if len(shown) > 6 else ''} ({len(shown)})"
 
 
-#: first characters of a formula, also in full-width letters; and ' itself, so that it can be removed again
+#: first characters of formulas, also full-width; and ' itself, so that `removeprefix` restores every word
 _MARKED = tuple("'=+-@\t\r\n＝＋－＠")
 
 
 def guarded_field(value: Any) -> Any:
-    """Put ' before a word that begins with ' or like a formula; keep numbers, the strands + and -, and other words.
+    """Put ' before a word that begins with ' or like a formula; return other words, numbers, and + and - unchanged.
 
     Excel and LibreOffice take a field that begins with = + - @, a tab or a line break for a formula, which may start
     programs and send data away; names of slides and classes come from other people's files.

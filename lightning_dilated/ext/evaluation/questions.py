@@ -1,6 +1,6 @@
-"""Problems: statements and question of a sample, as numbers of keys and values; forms turn them into tokens.
+"""Problems: the statements and the question of a sample. Keys and values are numbers, which forms turn into tokens.
 
-The kinds of tasks are RULER's (arXiv 2404.06654): retrieval with one key, many keys and many values, and tracing of
+The tasks are of RULER's kinds (arXiv 2404.06654): retrieval with one key, many keys and many values, and tracing of
 variables.
 """
 
@@ -19,7 +19,7 @@ TASKS = tuple(DISTRACTORS)
 
 
 class Statement(NamedTuple):
-    """A key has a value, or with `value` None the value of the key `other`."""
+    """The key `key` has the value `value`, or the value of the key `other` if `value` is None."""
 
     key: int
     value: int | None = None
@@ -28,7 +28,7 @@ class Statement(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Statements in groups, the asked group first; the text keeps the order within a group.
+    """Groups of statements, with the group of the answer first. The text keeps the order within a group.
 
     Attributes:
         groups: groups of statements; the first holds the statements that the answer needs.
@@ -47,9 +47,9 @@ class Task:
 
     Attributes:
         name: one of TASKS.
-        distractors: keys that are not asked for; in "tracing" chains.
+        distractors: number of keys that are not asked for; in "tracing", number of chains.
         num_values: values of a key in "multi_value"; else 1.
-        hops: in "tracing" statements between the value and the variable that is asked for; else 0.
+        hops: in "tracing", number of statements between the value and the variable that is asked for; else 0.
     """
 
     name: str
@@ -79,16 +79,16 @@ class Task:
         return Problem(groups, chains[0][-1], drawn[0])
 
     def guesses(self, values: int) -> dict[str, float]:
-        """Return chances of a right answer: "blind", drawn from all `values` values; "unbound", drawn from the values in
-        the text and given in the order of the text."""
+        """Return probabilities of a right guess: "blind" draws from all `values` values; "unbound" draws from the
+        values in the text and gives them in the order of the text."""
         return {"blind": 1 / math.perm(values, self.num_values), "unbound": 1 / math.comb(self.values, self.num_values)}
 
 
 def places(rng: np.random.Generator, problem: Problem, depth: float, room: int) -> np.ndarray:
-    """Return the tokens of filler before each statement, 0 to `room`, in the order of the groups.
+    """Return the number of filler tokens before each statement, 0 to `room`, in the order of the groups.
 
-    The first asked statement has `depth` percent of the filler before it; the first statement of another group is
-    anywhere. Further statements of a group are anywhere after its first, in order.
+    The first statement of the answer has `depth` percent of the filler before it; the first statement of another group
+    is anywhere. Further statements of a group are anywhere after its first statement, in order.
     """
     result = []
     for number, group in enumerate(problem.groups):

@@ -22,7 +22,7 @@ def sample_generator(seed: int, split: str, index: int) -> np.random.Generator:
 
 
 class RuleSamples(Dataset):
-    """Samples that a DataModule's `make(rng, split)` draws: mappings with entries `along` over N positions.
+    """Samples that a DataModule's `make(rng, split)` draws: mappings; the entries `along` have N positions.
 
     Args:
         task: the DataModule.
@@ -40,7 +40,7 @@ class RuleSamples(Dataset):
         return f"{self.rule()}, seed {self.seed}, {self.count} of {self.split}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return sample `index`, whole. Raises IndexError if there is no such sample."""
+        """Return the whole sample `index`. Raises IndexError if there is no such sample."""
         return {**self.make(self.generator(index), self.split), "index": index}
 
     def generator(self, index: int) -> np.random.Generator:
@@ -50,7 +50,7 @@ class RuleSamples(Dataset):
         return sample_generator(self.seed, self.split, index)
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """Return the sample with its sequences at some positions only."""
+        """Return the sample with its sequences at the positions `ranges` only."""
         sample = self[index]
         positions = torch.tensor([position for x in ranges for position in x], dtype=torch.int64)
         return {name: value[positions] if name in self.along else value for name, value in sample.items()}
@@ -63,12 +63,12 @@ class RuleDataModule(SplitDataModule):
         seq_len: N, tokens of a sequence.
         batch_size: B, sequences of a batch on each device.
         train_size, val_size, test_size: number of samples of each split; validation and test may be 0.
-        seed, num_workers, pin_memory: see `SplitDataModule`; `seed` also makes the samples.
+        seed, num_workers, pin_memory: see `SplitDataModule`; `seed` also determines the samples.
 
     Raises: TypeError or ValueError for values outside these ranges.
     """
 
-    #: entries of a sample that run over the positions
+    #: entries of a sample with one value per position
     along: tuple[str, ...] = ("tokens",)
 
     def __init__(
@@ -90,7 +90,7 @@ class RuleDataModule(SplitDataModule):
         }
 
     def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
-        """Draw one sample of a split by `rng` alone."""
+        """Draw one sample of a split, with random numbers from `rng` only."""
         raise TypeError(f"{type(self).__name__} must define make(rng, split).")
 
     def rule(self) -> str:
@@ -108,27 +108,27 @@ class RuleDataModule(SplitDataModule):
         return f"{self.rule()}: {', '.join(f'{size:,} {split}' for split, size in self.sizes.items())}"
 
     def wanted(self, split: str) -> str | None:
-        """Return None if a split was requested, else the setting that left it out."""
+        """Return None if a split was requested, else a message with the setting that leaves it out."""
         return None if self.sizes[split] else f"data.{split}_size is 0; set it above 0"
 
 
 class FarRecallDataModule(RuleDataModule):
     """Pairs of a key and a value anywhere in the first half; the second half repeats each key and asks for its value.
 
-    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. The second half holds each key at least
-    once, in any order and anywhere, followed by its value. The label at such a key is that value; all other labels are
-    -100. Token 0 is the filler, 1 to V the keys, V + 1 to 2 V the values. The keys of a sample differ. Its values are
-    drawn uniformly, so guessing costs ln V nats and is right once in V. On average a key's first query is half a
-    sequence after its pair: a model with no path from one half to the other can only guess.
+    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. The second half contains each key at
+    least once, at random places and in random order, followed by its value. The label at such a key is its value; all
+    other labels are -100. Token 0 is the filler, 1 to V are keys, V + 1 to 2 V are values. The keys of a sample differ.
+    Values are drawn uniformly, so guessing costs ln V nats and is right with probability 1 / V. On average a key's
+    first query is half a sequence after its pair, so a model with no path between the halves can only guess.
 
-    With more queries than pairs, keys are repeated, and a repeated query can be answered from the query before it. Such
-    queries teach a model the lookup at a short distance, and count in training only. Validation and test have labels
-    only at each key's first query, so that their loss measures recall over the distance. `callbacks.RecallByDistance`
-    reports the share of right answers by that distance.
+    With more queries than pairs, keys are repeated, and a repeated query can be answered from an earlier query. Such
+    queries teach a model to look up values at a short distance, and have labels in training only. Validation and test
+    have labels only at each key's first query, so that their loss measures recall over the distance to the pair.
+    `callbacks.RecallByDistance` reports the share of right answers by that distance.
 
     With `pair_tokens` 1 a pair is one token, 1 + V + V k + v for the key k and value v counted from 0. The label of a
-    query is then the whole pair, and no answer follows a query. Nothing has to be bound, every query is distant, and
-    only the path is measured.
+    query is then the whole pair, and no answer follows a query. The model need not associate two tokens, and every
+    query is distant, so the task measures only whether information crosses the distance.
 
     Args:
         seq_len: N.
@@ -179,7 +179,7 @@ class FarRecallDataModule(RuleDataModule):
         self.vocab_size = 1 + self.vocabulary * (2 if pair_tokens == 2 else 1 + self.vocabulary)
 
     def rule(self) -> str:
-        """Return a description of the samples; a checkpoint's data are compared by it."""
+        """Return a description of the samples, to compare the data with a checkpoint's."""
         return (
             f"far recall of {self.num_pairs} pairs out of {self.vocabulary} over {self.seq_len:,} tokens, "
             f"{self.num_queries} queries" + (", a token a pair" if self.pair_tokens == 1 else "")
@@ -213,7 +213,7 @@ class FarRecallDataModule(RuleDataModule):
         return torch.from_numpy(distances)
 
     def _draw(self, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-        """Return (keys, values and first positions of the pairs; the pair that each query asks for, query positions)."""
+        """Return (keys of the pairs, their values, their first positions, pair of each query, query positions)."""
         count, half, size = self.num_pairs, self.seq_len // 2, self.pair_tokens
         keys = 1 + rng.permutation(self.vocabulary)[:count]
         values = 1 + self.vocabulary + rng.integers(0, self.vocabulary, count)
@@ -225,5 +225,5 @@ class FarRecallDataModule(RuleDataModule):
 
 
 def _places(rng: np.random.Generator, room: int, count: int, size: int) -> np.ndarray:
-    """Return sorted starts of `count` runs of `size` neighbours in `room` places, without overlap, uniformly drawn."""
+    """Draw sorted starts of `count` runs of `size` adjacent places in `room` places, uniformly and without overlap."""
     return np.sort(rng.choice(room - count * (size - 1), count, replace=False)) + np.arange(count) * (size - 1)

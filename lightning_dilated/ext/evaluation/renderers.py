@@ -56,7 +56,7 @@ class Form(Protocol):
     def parts(self, problem: Problem) -> Parts: ...
 
     def filler(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return (F = `count` tokens, increasing places from 0 to F where they may be cut, or None for all)."""
+        """Return (F = `count` tokens, increasing places from 0 to F at which they may be cut; None: at any place)."""
         ...
 
     def rule(self) -> str:
@@ -67,14 +67,14 @@ class Form(Protocol):
 class TokenForm:
     """A vocabulary of 0 for padding, 1 for the question, `fillers` tokens of filler, V symbols of keys and V of values.
 
-    "Key k has value v" is written as the tokens of k and then of v; "key k has the value of key j" as the tokens of k
-    and then of j. The question is 1 and the tokens of a key, and the answer the tokens of its value or values. Numbers
-    are written in digits of base V.
+    "Key k has value v" is written as the tokens of k and then the tokens of v; "key k has the value of key j" as the
+    tokens of k and then the tokens of j. The question is 1 and the tokens of a key. The answer is the tokens of its
+    value or values. Numbers are written in digits of base V.
 
     Args:
         vocabulary: V.
         fillers: number of different filler tokens.
-        key_tokens, value_tokens: tokens of a key, of a value; there are V ** tokens of them.
+        key_tokens, value_tokens: tokens of a key and of a value; n tokens give V ** n different keys or values.
     """
 
     def __init__(self, vocabulary: int, fillers: int, key_tokens: int, value_tokens: int) -> None:
@@ -160,7 +160,7 @@ class TextForm:
         return Parts(self._beginning, self._encode(lines), *self._split(question, answer))
 
     def _split(self, question: str, answer: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of both, encoded together; a token across the border belongs to the answer."""
+        """Return the tokens of question and answer, encoded together; a token across the border is the answer's."""
         if self._tokenizer is None:
             return list(question.encode()), list(answer.encode())
         encoding = self._tokenizer.encode(question + answer, add_special_tokens=False)
@@ -168,7 +168,7 @@ class TextForm:
         return encoding.ids[:first], encoding.ids[first:]
 
     def filler(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Draw lines uniformly; their beginning is cut off to fit."""
+        """Draw lines uniformly, and cut off their beginning to return `count` tokens."""
         if not count:
             return np.zeros(0, np.int64), np.zeros(1, np.int64)
         drawn = np.zeros(0, np.int64)
@@ -201,7 +201,7 @@ def _file(path: str | Path) -> Path:
 
 
 def _start(tokenizer: Tokenizer) -> list[int]:
-    """Return special tokens that the tokenizer puts before a text, such as a beginning of text."""
+    """Return the special tokens that the tokenizer adds before a text, such as a beginning-of-text token."""
     around: Any = tokenizer.encode("a")
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     special = [bool(x) for x in around.special_tokens_mask]

@@ -73,7 +73,7 @@ def answer(values: list[int]) -> str:
 
 
 def filler_lines() -> list[str]:
-    """Return sentences without numbers or keys, always the same ones."""
+    """Return sentences without numbers or keys; every call returns the same sentences."""
     rng = np.random.default_rng(0)
     parts = (_PEOPLE.split(), _DEEDS.split(), _THINGS.split(), _WHERE.split(","))
     drawn = zip(*(rng.integers(0, len(part), _LINES).tolist() for part in parts), strict=True)

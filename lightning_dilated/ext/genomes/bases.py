@@ -13,9 +13,9 @@ from torch import Tensor
 
 LETTERS = "ACGTN"
 N_CODE = 4
-#: in `CODES`: an IUPAC letter for several bases, and a character that is no nucleotide
+#: codes in `CODES` of an IUPAC letter for several bases, and of a character that is no nucleotide
 OTHER, ILLEGAL = 5, 255
-#: code of the base on the other strand, by code
+#: COMPLEMENTS[code] is the code of the base on the other strand
 COMPLEMENTS = (3, 2, 1, 0, N_CODE)
 
 
@@ -40,7 +40,7 @@ def encode_bases(sequence: str) -> Tensor:
 
     Raises:
         TypeError: for anything but a string.
-        ValueError: for a character that is no nucleotide, with its place, counted from 1.
+        ValueError: for a character that is no nucleotide; the message has its position, counted from 1.
     """
     if not isinstance(sequence, str):
         raise TypeError(f'a sequence of bases is a string such as "ACGT", got a {type(sequence).__name__}.')
@@ -77,7 +77,7 @@ _FIRST = str.maketrans("RYSWKMBDHVU", "ACCAGACAAAT")
 
 
 def reduced(sequence: str) -> str:
-    """Return letters in upper case, with ambiguous IUPAC letters as their alphabetically first base, as in a VCF's REF.
+    """Return upper-case letters; each ambiguous IUPAC letter becomes its alphabetically first base, as in a VCF's REF.
 
     N stays N, and U becomes T.
     """
@@ -85,10 +85,10 @@ def reduced(sequence: str) -> str:
 
 
 def reverse_complement(tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the reverse complement of tokens (..., N): reversed, with A and T, C and G swapped; other tokens are kept.
+    """Return the reverse complement of tokens (..., N): reverse the tokens, swap A with T, and swap C with G.
 
     Args:
-        tokens: (..., N) integers; 4 (N) and above, such as a mask token, have no complement.
+        tokens: (..., N) integers; 4 (N) and above, such as a mask token, are not changed.
         lengths: (B,), for tokens (B, N) that are padded on the right: the padding stays in place.
     """
     other = complement(tokens)
@@ -103,6 +103,6 @@ def complement(tokens: Tensor) -> Tensor:
 
 
 def backward_places(tokens: int, lengths: Tensor) -> Tensor:
-    """Return source positions (B, N) that reverse the first `lengths` (B,) of each row and keep the other positions."""
+    """Return source positions (B, N) that reverse the first `lengths` (B,) tokens of each row and keep the others."""
     at = torch.arange(tokens, device=lengths.device).expand(len(lengths), -1)
     return torch.where(at < lengths[:, None], lengths[:, None] - 1 - at, at)

@@ -29,17 +29,17 @@ class GenomeDataModule(SequenceDataModule):
     """Genomes in FASTA files (.fa, .fna, .fasta, plain or .gz) as consecutive windows of bases.
 
     Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. Tokens are A 0, C 1, G 2, T 3, N 4;
-    lower case (the soft mask) counts as upper case, U as T, and other IUPAC letters as N, which an info line counts. A
+    lower case (the soft mask) counts as upper case, U as T, and other IUPAC letters as N (an info line counts them). A
     label is the next base on the strand that is read, or -100 if that is N or outside the split. Masked modelling
     ignores the labels. Bases after the last whole window of a record are unused; `describe` counts them.
 
-    N means unknown bases: assembly gaps of up to megabases teach nothing. By default (`n_policy="skip"`) windows with
+    N is an unknown base; assembly gaps are runs of N of up to megabases. By default (`n_policy="skip"`) windows with
     more than `max_n_fraction` of N are left out; "token" keeps every window. Remaining N are tokens, but never labels.
 
     A plain file is read by range through its index, FILE.fai (as from `samtools faidx`). A missing index is written
     next to the file, or into `cache_dir` if that fails. A gzip file cannot be read by range: it is decompressed once,
     block by block, into `cache_dir`; a file that unpacks to more than 100 times its size (and 16 MiB) is refused.
-    `check` reads every base once, in every process (about 15 core seconds for a gigabase); then a rank reads its slice.
+    `check` reads every base once in every process (about 15 core seconds per gigabase). Later, ranks read only slices.
 
     Args:
         paths: files, directories (read recursively) or globs, or URLs of them.
@@ -47,12 +47,12 @@ class GenomeDataModule(SequenceDataModule):
         batch_size: B, windows of a batch on each device.
         val_fraction, test_fraction: shares of each record, taken from its end; null is 0.05, or 0 if `val_names` or
             `test_names` is set. With a test_fraction of 1 everything is test data, for `predict` and `test`.
-        val_names, test_names: records that are validation (or test) data as a whole, instead of a share of each.
+        val_names, test_names: names of records that are validation (or test) data as a whole.
         reverse_complement: share of the training windows that are read from the other strand, from 0 to 1; `seed`, the
             epoch and the window's number determine which. Validation and test read the file's strand.
         n_policy: "skip" or "token", as above.
         max_n_fraction: maximum share of N in a window under "skip", from 0 to 1.
-        short: for records shorter than a window: "error", or "skip" to leave them out and name them in an info line.
+        short: action for records shorter than a window: "error" raises; "skip" leaves them out and logs their names.
         val_limit: maximum number of windows of the validation split; null for all.
         cache_dir: null is genomes in the package's cache folder ($LIGHTNING_DILATED_CACHE, or lightning-dilated in
             $XDG_CACHE_HOME or ~/.cache). If missing, it is created for this user alone (mode 0700).
@@ -61,15 +61,15 @@ class GenomeDataModule(SequenceDataModule):
             whole window of a record, are then samples of their own length (at least two bases). Samples are packed into
             one row: {"tokens": (1, n), "labels": (1, n), "cu_seqlens": (D + 1,) int32 on the CPU, the bounds of the D
             samples, "index": (D,)}. null does not pack.
-        bed: a BED file, plain or .gz: windows are cut from its regions only, each from its first base on; a region
-            belongs to the splits of its bases. Regions with a strand are read on it, - regions from their last base on,
-            regardless of `reverse_complement`; `short` then applies to short regions. Regions may overlap.
-        predict_strands: strands that `predict` reads: "forward", the file's (or the region's own strand), "reverse", or
+        bed: a BED file, plain or .gz: only its regions are cut into windows, from a region's first base on; each base
+            is in the split of its place in the record. A region with a strand is read on that strand (-: from its last
+            base on), regardless of `reverse_complement`. `short` then applies to regions. Regions may overlap.
+        predict_strands: strands that `predict` reads: "forward", the strand of the file or of the region; "reverse"; or
             "both", which gives two rows per window.
         seed, num_workers, pin_memory: see `SplitDataModule`.
 
-    `predict` reads the test split. Its batches also hold the place of each window in the file, as lists and tensors of
-    B: `record`, `start` and `stop` (counted from 0, as in BED), `strand` (+ or -) and, with `bed`, `region`, its name.
+    `predict` reads the test split. Its batches also contain the place of each window in the file, as lists and tensors
+    (B,): `record`, `start`, `stop` (counted from 0, as in BED), `strand` (+ or -) and, with `bed`, the `region`'s name.
 
     Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
     """
@@ -197,7 +197,7 @@ class GenomeDataModule(SequenceDataModule):
         return [region for region in cut if region.stop > region.start]
 
     def _short_ones(self, genome: Genome) -> list[tuple[str, int]]:
-        """Read the BED file if any; return (name, bases) of records, or of its regions, shorter than a window."""
+        """Return (name, bases) of records shorter than a window; with a BED file, read it and return its regions."""
         ones = [(record.name, record.length) for record in genome.records]
         if self.bed is not None:
             self._bed_regions = read_bed(self.bed, genome.records, self.opener)
@@ -239,7 +239,7 @@ class GenomeDataModule(SequenceDataModule):
             if missing:
                 shown = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
                 raise ValueError(
-                    f"data.{split}_names holds {missing}, but no record is called so (a name is a header's first word). "
+                    f"data.{split}_names holds {missing}, but no record has this name (the first word of a header). "
                     f"There are: {shown}"
                 )
 
@@ -282,14 +282,14 @@ class GenomeWindows(Dataset):
 
     Args:
         genome: the records.
-        regions: `Region`s, or (record number, start, stop) of each; labels do not leave a region.
+        regions: `Region`s, or tuples (record number, start, stop); labels do not leave a region.
         seq_len: N.
         max_n: leave out windows with more N than this; None keeps all.
         reverse_complement: share of the windows that are read from the other strand, drawn in each epoch.
-        seed: determines, with the epoch and the window's number, whether a window is reversed.
+        seed: determines, with the epoch and the window's number, whether a window is read from the other strand.
         limit: maximum number of windows.
-        ragged: the bases after the last whole window of a region are one more window, if they have a base and its
-            label; `max_n` is then lowered in proportion.
+        ragged: make the bases after the last whole window of a region one more window, if there are at least two (a
+            base and its label); `max_n` of this window is lowered in proportion.
     """
 
     def __init__(
@@ -312,11 +312,11 @@ class GenomeWindows(Dataset):
         sizes = self._regions[:, 2] - self._regions[:, 1]
         self._ends = np.cumsum(np.maximum(0, -(-(sizes - 1) // seq_len)) if ragged else sizes // seq_len)
         self.windows = int(self._ends[-1]) if regions else 0
-        #: bases of all windows, including windows that are left out for their N
+        #: bases of all windows, including windows with too many N
         self.bases = int(self._all_lengths().sum())
         self._kept = None if max_n is None else self._with_few_n(max_n)
         count = self.windows if self._kept is None else len(self._kept)
-        self.left_out = self.windows - count  # for their N
+        self.left_out = self.windows - count  # windows with too many N
         self.count = count if limit is None else min(count, limit)
         if ragged:
             #: bases of each window
@@ -324,7 +324,7 @@ class GenomeWindows(Dataset):
             self.lengths = (lengths if self._kept is None else lengths[self._kept])[: self.count]
 
     def _all_lengths(self) -> np.ndarray:
-        """Return the bases of each window, including windows that are left out for their N."""
+        """Return the bases of each window, including windows with too many N."""
         lengths = np.full(self.windows, self.seq_len, dtype=np.int64)
         if self.ragged:
             sizes, last = self._regions[:, 2] - self._regions[:, 1], np.diff(self._ends, prepend=0)
@@ -355,7 +355,7 @@ class GenomeWindows(Dataset):
         return self.count
 
     def fingerprint(self) -> str:
-        """Return a text that differs if the bases or their windows do."""
+        """Return a string that changes if the bases or their windows change."""
         known = self._strands.tobytes() if self._strands.any() else b""
         cut = hashlib.blake2b(self._regions.tobytes() + known, digest_size=8).hexdigest()
         strands = f"{self.reverse_complement} reversed by {self.seed}"
@@ -377,7 +377,7 @@ class GenomeWindows(Dataset):
         return Region(number, first, last, int(self._strands[region]), self._names[region])
 
     def reversed(self, index: int) -> bool:
-        """Return whether this epoch reads a window from the other strand, equal in every process and on every rank."""
+        """Return whether this epoch reads a window from the other strand; every process returns the same."""
         strand = self._strands[self._place(index)[3]]
         if strand:
             return bool(strand < 0)
@@ -392,7 +392,7 @@ class GenomeWindows(Dataset):
         return self.read_ranges(index, (range(self.length_of(index)),))
 
     def read_ranges(self, index: int, ranges: tuple[range, ...], flip: bool | None = None) -> dict[str, Any]:
-        """Return the window at some positions only; reads the bases of each range, and one more for the last label.
+        """Return the window at the positions `ranges`; read the bases of each range, and one more for the last label.
 
         `flip` selects the other strand; None: see `reversed`.
         """

@@ -29,7 +29,7 @@ from lightning_dilated.ext.files.files import ByteStream
 from lightning_dilated.ext.genomes.bases import CODES, ILLEGAL, N_CODE, OTHER
 from lightning_dilated.ext.text.block_cache import cache_root, locked, private_folder, within
 
-#: maximum ratio of unpacked to packed bytes, and bytes of text that are always allowed; gzip itself reaches 1,032
+#: maximum ratio of unpacked to packed bytes (gzip reaches 1,032), and bytes of text that are always allowed
 MOST_PACKED = 100
 SMALL = 1 << 24
 #: maximum characters of a line of a VCF or BED file
@@ -59,7 +59,7 @@ def plain_file(path: str, cache: Path, opener: FileOpener | None = None) -> str:
     if not packed and not _is_unclean(first):
         if path.endswith((".gz", ".bgz", ".bz2", ".zip")):
             raise ValueError(
-                f"{path} is not compressed by gzip, though its name ends so: rename it, or compress it by gzip"
+                f"{path} is not compressed by gzip, though its name suggests it: rename it, or compress it by gzip"
             )
         return path
     target = _cached(path, cache, ".fa", opener)
@@ -73,7 +73,7 @@ def plain_file(path: str, cache: Path, opener: FileOpener | None = None) -> str:
 
 
 def _is_unclean(first: bytes) -> bool:
-    """Return whether a file that begins so has a byte order mark, or lines that end in CR alone."""
+    """Return whether the beginning of a file has a byte order mark, or lines that end in CR alone."""
     return first.startswith(codecs.BOM_UTF8) or b"\r" in first[:-1].replace(b"\r\n", b"")
 
 
@@ -119,8 +119,8 @@ def table_rows(
                 number += 1
                 if len(line) > LONGEST:
                     raise ValueError(
-                        f"{path}, line {number:,} has more than {LONGEST:,} characters, which no line of {what} has: is it "
-                        "the right file?"
+                        f"{path}, line {number:,} has more than {LONGEST:,} characters, too long for {what}: is it the "
+                        "right file?"
                     )
                 row = _fields(line.rstrip("\n"), columns, blanks)
                 if row and not line.startswith("#"):
@@ -192,10 +192,10 @@ def _cached(path: str, cache: Path, suffix: str, opener: FileOpener, version: ob
 def read_index(
     path: str, source: str, cache: Path, opener: FileOpener | None = None
 ) -> list[tuple[str, int, int, int, int]]:
-    """Return (name, bases, byte of the first, bases a line, bytes a line) of every record, from a .fai as of samtools.
+    """Return (name, bases, byte of the first base, bases a line, bytes a line) of each record, from samtools' .fai.
 
-    An index next to the file is used unless it is older; else one is written there, or in `cache` if that fails. For a
-    URL the index next to it is copied to `cache`, or one is written there.
+    An index next to the file is used unless it is older than the file. Otherwise an index is written there, or into
+    `cache` if that fails. For a URL, the index next to it is copied into `cache`, or a new index is written there.
 
     Raises: ModuleNotFoundError without pyfaidx, ValueError for a file that is not FASTA, with `source`.
     """
@@ -284,7 +284,7 @@ def _fasta(path: str, opener: FileOpener) -> Any:
             return opener.open(path)
 
     class Times:
-        """Equal times, because the index in use is known to be the file's."""
+        """Returns equal times, so that pyfaidx accepts the index, which is known to belong to the file."""
 
         def stat(self, path: str) -> dict[str, float]:
             return {"mtime": 0.0}
@@ -322,13 +322,13 @@ class Record:
     file: str
     name: str
     length: int
-    offset: int  # of its first base, in the stream
+    offset: int  # byte of its first base in the stream
     line_bases: int
     line_bytes: int
     # set by the scan
     checksum: int = 0
     others: int = 0  # IUPAC letters that became N
-    run_starts: np.ndarray | None = None  # of runs of N, sorted; they may touch
+    run_starts: np.ndarray | None = None  # bounds of runs of N, sorted; two runs may be adjacent
     run_stops: np.ndarray | None = None
 
     def byte(self, base: int) -> int:
@@ -380,15 +380,15 @@ class Genome:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of files read for bases, including line ends; the check's own reads do not count."""
+        """Bytes that were read from the files after the scan, including line ends."""
         return self.stream.bytes_read
 
     def read(self, number: int, start: int, stop: int) -> np.ndarray:
         """Return bases [start, stop) of a record: (stop - start,) uint8 codes.
 
         Raises:
-            IndexError: outside the record.
-            ValueError: if the file changed since it was indexed.
+            IndexError: for bases outside the record.
+            ValueError: if the file has changed since it was indexed.
         """
         return np.minimum(CODES[self.letters(number, start, stop)], N_CODE)
 
@@ -459,7 +459,7 @@ def _scan_record(stream: ByteStream, record: Record, begin: int) -> None:
 
 
 def _check_between(stream: ByteStream, record: Record, start: int, stop: int, name: str | None) -> None:
-    """Check that exactly one header, with this `name`, is between records, and nothing after the last."""
+    """Check that bytes [start, stop) hold one header, with this `name`; no header for None, after the last record."""
     if not 0 <= start <= stop <= len(stream) or stop - start > 1 << 20:
         raise stale(record.file, f"record {record.name!r}")
     lines = [line for line in stream.read(start, stop).tobytes().splitlines() if line.strip() and line[:1] != b";"]
@@ -474,6 +474,6 @@ def _refuse_twice(records: list[Record]) -> None:
         first = records_by_content.setdefault((record.name, record.length, record.checksum), record)
         if first is not record:
             raise ValueError(
-                f"the record {record.name!r} is in {first.file} and again, base for base, in {record.file}, so a split "
-                "could hold what another was trained on: leave one of the files out of data.paths"
+                f"the record {record.name!r} is in {first.file} and again, base for base, in {record.file}, so its bases "
+                "could be in two splits: leave one of the files out of data.paths"
             )

@@ -1,4 +1,4 @@
-"""Regions of records: whole records, shares of them, or regions of a BED file, each with its strand."""
+"""Regions of records: whole records, parts of them, or the regions of a BED file, each with a strand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_dilated.ext.genomes.files import Record, table_rows
 
 
 class Region(NamedTuple):
-    """Bases [start, stop) of a record, by its number; `strand` is 1 or -1, or 0 if either may be read."""
+    """Bases [start, stop) of the record with number `record`; `strand` is 1, -1, or 0 if either strand may be read."""
 
     record: int
     start: int
@@ -29,7 +29,7 @@ def read_bed(path: str | Path, records: Sequence[Record], opener: FileOpener | N
     """Read the regions of a BED file (or URL), plain or compressed by gzip, in file order.
 
     The columns are record, start (counted from 0), stop, and optionally name, score and strand (+, - or .), separated
-    by tabs or blanks. Lines that begin with #, "track" or "browser" are skipped. `records` are the genome's.
+    by tabs or blanks. Lines that begin with #, "track" or "browser" are skipped. `records` are the genome's records.
 
     Raises:
         FileNotFoundError, ValueError: for a file without regions, an invalid line, an unknown record, or an end outside
@@ -43,21 +43,21 @@ def read_bed(path: str | Path, records: Sequence[Record], opener: FileOpener | N
         if fields[0].partition(" ")[0] not in ("track", "browser"):
             regions.append(_region(f"{path}, line {number}", fields, numbers, records))
     if not regions:
-        raise ValueError(f"{path} holds no region: a BED file has a line for each, record, start and stop.")
+        raise ValueError(f"{path} holds no region: a line of a BED file has a record, a start and a stop.")
     return regions
 
 
 def _region(where: str, fields: list[str], numbers: Mapping[str, Sequence[int]], records: Sequence[Record]) -> Region:
     if len(fields) < 3:
-        raise ValueError(f"{where} has {len(fields)} columns, and a region has at least 3: record, start and stop.")
+        raise ValueError(f"{where} has {len(fields)} columns, but a region has at least 3: record, start and stop.")
     name, start, stop = fields[:3]
     if not all(x.isascii() and x.isdigit() for x in (start, stop)) or int(start) >= int(stop):
         raise ValueError(
-            f"{where}: start and stop are {start!r} and {stop!r}; they are numbers, counted from 0, and start is below stop."
+            f"{where}: start and stop are {start!r} and {stop!r}; they must be numbers, counted from 0, with start < stop."
         )
     strand = fields[5].strip() if len(fields) > 5 else "."
     if strand not in ("+", "-", "."):
-        raise ValueError(f"{where}: the strand is {strand!r}; it is +, - or . (either).")
+        raise ValueError(f"{where}: the strand is {strand!r}; it must be +, - or . (either).")
     matches = numbers.get(name, ())
     if len(matches) != 1:
         shown = ", ".join(list(numbers)[:8]) + (", ..." if len(numbers) > 8 else "")
@@ -67,6 +67,6 @@ def _region(where: str, fields: list[str], numbers: Mapping[str, Sequence[int]],
         )
     length = records[matches[0]].length
     if int(stop) > length:
-        raise ValueError(f"{where}: stop is {int(stop):,}, and {name} has {length:,} bases.")
+        raise ValueError(f"{where}: stop is {int(stop):,}, but {name} has {length:,} bases.")
     label = fields[3].strip() if len(fields) > 3 else ""
     return Region(matches[0], int(start), int(stop), {"+": 1, "-": -1, ".": 0}[strand], label)

@@ -1,4 +1,4 @@
-"""`lightning-dilated score`: score the alleles of a VCF file by a model of a genome; writes a CSV row for each."""
+"""`lightning-dilated score`: score the alleles of a VCF file by a model of a genome, and write a CSV row for each."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def window_of(model: TokenModel, window: int | None) -> int:
         return integer(window, "--window", 2)
     if model.max_seq_len is None:
         raise ValueError(
-            "the checkpoint does not say for which length the model was made (max_seq_len): give --window, such as the "
-            "data.seq_len that it was trained with."
+            "the checkpoint does not record the length that the model was made for (max_seq_len): give --window, such as "
+            "the data.seq_len that it was trained with."
         )
     return model.max_seq_len
 

@@ -19,7 +19,7 @@ from lightning_dilated.ext.genomes.variants import AlleleWindows
 from lightning_dilated.memory.chunked_loss import IGNORE
 from lightning_dilated.models.longnet.lm import Strands
 
-#: bases, N, and room for a mask token or padding; a larger vocabulary is not a genome's
+#: maximum vocabulary of a genome: bases, N, and some more for a mask token or padding
 MOST_GENOME_TOKENS = 16
 
 
@@ -40,7 +40,7 @@ class Scores(NamedTuple):
 
 
 class AlleleScores(NamedTuple):
-    """Scores of two alleles of M variants, on the CPU: (M,) float64 nats and numbers of tokens of each."""
+    """Scores of the two alleles of M variants, on the CPU: for each allele (M,) float64 nats and numbers of tokens."""
 
     reference: Tensor
     alternative: Tensor
@@ -60,10 +60,10 @@ def reads_bases(model: Any) -> bool:
 
 
 def read_sequences(model: Any, sequences: Any, strands: str) -> list[Tensor]:
-    """Return each sequence as tokens (N,) int64 on the CPU. Raises TypeError or ValueError as `score`."""
+    """Return each sequence as tokens (N,) int64 on the CPU. Raises TypeError or ValueError for invalid sequences."""
     one_of(strands, "strands", ("forward", "reverse", "both"))
     if strands != "forward" and not reads_bases(model):
-        raise ValueError(f"strands={strands!r} is for genomes, and this model has vocab_size={model.vocab_size}.")
+        raise ValueError(f"strands={strands!r} is for genomes, but this model has vocab_size={model.vocab_size}.")
     if isinstance(sequences, str) or (isinstance(sequences, Tensor) and sequences.ndim == 1):
         raise TypeError("sequences are several: put a single one in a list.")
     if isinstance(sequences, Tensor) and sequences.ndim != 2:
@@ -98,25 +98,25 @@ def _tokens(model: Any, number: int, sequence: Any) -> Tensor:
 
 
 def padded(sequences: Sequence[Tensor], device: Any) -> tuple[Tensor, Tensor | None]:
-    """Return (tokens (B, N) on the device, padded on the right with 0; lengths (B,) on the CPU, or None if all are N)."""
+    """Return (tokens (B, N) on the device, right-padded with 0; lengths (B,) on the CPU, or None if all are N)."""
     sizes = [len(x) for x in sequences]
     tokens = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
     return send(tokens, device), None if min(sizes) == max(sizes) else torch.tensor(sizes)
 
 
 def in_batches(sizes: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Yield numbers of sequences in batches of similar length, the longest first, so that memory runs out early if ever."""
+    """Yield batches of sequence numbers. Lengths in a batch are similar; the longest batch is first, to fail early."""
     order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
     yield from (order[i : i + batch_size] for i in range(0, len(order), batch_size))
 
 
 def read_by(strands: str) -> tuple[bool, ...]:
-    """Return for each reading whether it reads the other strand."""
+    """Return, for each pass over a sequence, whether the pass reads the other strand."""
     return {"forward": (False,), "reverse": (True,), "both": (False, True)}[strands]
 
 
 def left_out(model: Any, ignore_tokens: Iterable[int] | None) -> list[int]:
-    """Return the tokens that are not scored: `ignore_tokens`, else tokens that the model never masks, and a genome's N."""
+    """Return the tokens not to score: `ignore_tokens`, or by default a genome's N and tokens that are never masked."""
     never = set(range(model.vocab_size, model.embedded_tokens))  # a mask token has no probability
     if ignore_tokens is not None:
         return sorted(never | {integer(x, "ignore_tokens", 0) for x in ignore_tokens})
@@ -154,7 +154,7 @@ def _scored(tokens: Tensor, never: Sequence[int]) -> Tensor:
 
 
 def _causal(model: Any, sequences: Sequence[Tensor], never: Sequence[int], batch_size: int) -> Tensor:
-    """Return (B, 2) float64: nats of all tokens but the first, each given the tokens before it, and their number."""
+    """Return (B, 2) float64: nats of all tokens except the first, given the tokens before each; and their number."""
     out = torch.zeros(len(sequences), 2, dtype=torch.float64)
     for numbers in in_batches([len(x) for x in sequences], batch_size):
         chosen = [sequences[i] for i in numbers]
@@ -162,7 +162,7 @@ def _causal(model: Any, sequences: Sequence[Tensor], never: Sequence[int], batch
         target = torch.full(tokens.shape, IGNORE)
         for row, x in zip(target, chosen, strict=True):
             row[: len(x) - 1] = torch.where(_scored(x, never), x, IGNORE)[1:]
-        # later tokens do not change a token's nats, so the model need not know the padding
+        # the model need not get the lengths, because later tokens do not change a token's nats
         nats = model._label_nats({"tokens": tokens, "labels": send(target, model.embedding.weight.device)})
         out[numbers, 0] = -nats.double().sum(1).cpu()
         out[numbers, 1] = (target != IGNORE).sum(1).double()
@@ -172,7 +172,7 @@ def _causal(model: Any, sequences: Sequence[Tensor], never: Sequence[int], batch
 def _masked(
     model: Any, sequences: Sequence[Tensor], never: Sequence[int], passes: int | None, batch_size: int
 ) -> Tensor:
-    """Return (B, 2) float64: nats of the tokens, each masked and given the others, and their number."""
+    """Return (B, 2) float64: nats of the tokens, each masked and predicted from the others; and their number."""
     rows = []
     for number, tokens in enumerate(sequences):
         scored, step = _scored(tokens, never), passes or len(tokens)
@@ -184,8 +184,8 @@ def _masked(
     return _site_nats(model, rows, len(sequences), batch_size)
 
 
-#: indices of the results that a row adds to, the tokens (N,) that each of them scores, and the sites (M,); the model
-#: reads the first tokens, with all sites masked
+#: (indices of the results that a row adds to, for each of them the tokens (N,) to score, sites (M,)); the model reads
+#: the first of these tokens, with all sites masked
 MaskedRow = tuple[Sequence[int], Sequence[Tensor], Tensor]
 
 
@@ -203,7 +203,7 @@ def _site_nats(model: Any, rows: Sequence[MaskedRow], results: int, batch_size: 
 
 
 def site_log_probabilities(model: Any, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Return for each (tokens (N,), sites (M,)) log-probabilities (M, V) float64 at the sites, all of them masked."""
+    """Return, for each (tokens (N,), sites (M,)), log-probabilities (M, V) float64 at the sites, all sites masked."""
     tokens, lengths = padded([x for x, _ in rows], model.embedding.weight.device)
     at = torch.zeros(tokens.shape, dtype=torch.bool)
     for row, (_, sites) in zip(at, rows, strict=True):
@@ -211,14 +211,14 @@ def site_log_probabilities(model: Any, rows: Sequence[tuple[Tensor, Tensor]]) ->
     at = send(at, model.embedding.weight.device)
     logits = model(tokens.masked_fill(at, model.mask_token), at=at, lengths=lengths)
     by_row = logits.double().log_softmax(-1).cpu().split([len(sites) for _, sites in rows])
-    # logits come in the order of positions
+    # logits are in the order of positions; return the order of `sites`
     return [x[sites.argsort().argsort()] for x, (_, sites) in zip(by_row, rows, strict=True)]
 
 
 # -- two alleles -------------------------------------------------------------------------------------------------------
 def compared_sites(windows: AlleleWindows, flank: int) -> Tensor:
-    """Return the sites (M,) to compare in both windows: for a substitution the different tokens, which are masked together;
-    else from `flank` tokens before the alleles to `flank` after them."""
+    """Return the sites (M,) to compare in both windows: for a substitution the tokens that differ, which are masked
+    together; else all tokens from `flank` before the alleles to `flank` after them."""
     if windows.substitution:
         return (windows.reference != windows.alternative).nonzero()[:, 0]
     return torch.arange(max(0, windows.start - flank), min(len(windows.reference), windows.stop + flank))

@@ -27,10 +27,10 @@ class OtherStrand:
     def __init__(self, vocab_size: int) -> None:
         if not len(COMPLEMENTS) <= vocab_size <= MOST_GENOME_TOKENS:
             raise ValueError(
-                f"strands='both' is for genomes, whose vocab_size is 5 to {MOST_GENOME_TOKENS} (A C G T N first), got "
-                f"{vocab_size}."
+                f"strands='both' is for genomes, which have a vocab_size of 5 to {MOST_GENOME_TOKENS} (A C G T N first), "
+                f"got {vocab_size}."
             )
-        #: complement of each token; tokens that are no bases map to themselves
+        #: complement of each token; a token that is no base is its own complement
         self.complements = [*COMPLEMENTS, *range(len(COMPLEMENTS), vocab_size)]
 
     def read(self, tokens: Tensor, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ class OtherStrand:
         group = active_sequence()
         if group is not None and group.ranks > 1:
             raise ValueError(
-                f"strands='both' reads sequences backwards, which {group.ranks} ranks that share each do not offer: set "
+                f"strands='both' reads sequences backwards, but {group.ranks} ranks share each sequence: set "
                 "sequence_size=1 of the strategy, or strands='forward' and data.reverse_complement."
             )
         if options.get("positions") is not None:

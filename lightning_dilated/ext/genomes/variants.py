@@ -56,20 +56,20 @@ def read_variants(path: str | Path) -> list[Variant]:
     for number, fields in table_rows(path, "a VCF file", 5):
         variants += _alleles(f"{path}, line {number}", number, fields)
     if not variants:
-        raise ValueError(f"{path} holds no variant: a VCF file has a line for each, behind its header (lines with #).")
+        raise ValueError(f"{path} holds no variant: a VCF file has a line for each, after its header (lines with #).")
     return variants
 
 
 def _alleles(where: str, number: int, fields: list[str]) -> list[Variant]:
     if len(fields) < 5:
         raise ValueError(
-            f"{where} has {len(fields)} columns, and a variant has at least 5, divided by tabs: CHROM POS ID REF ALT."
+            f"{where} has {len(fields)} columns, but a variant has at least 5, divided by tabs: CHROM POS ID REF ALT."
         )
     record, position, name, ref, alternatives = fields
     if not position.isascii() or not position.isdigit():
-        raise ValueError(f"{where}: POS is {position!r}, and it is a number, counted from 1.")
+        raise ValueError(f"{where}: POS is {position!r}, but must be a number, counted from 1.")
     if not ref or _wrong(ref):
-        raise ValueError(f"{where}: REF is {ref!r}, and it is one or more bases (A C G T N).")
+        raise ValueError(f"{where}: REF is {ref!r}, but must be one or more bases (A C G T N).")
     out = []
     for alt in alternatives.split(","):
         note = _note(alt)
@@ -108,7 +108,7 @@ def check_references(variants: Sequence[Variant], genome: Genome, vcf: str | Pat
     if len(numbers) < len(genome.records):
         names = [record.name for record in genome.records]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{fasta} has two records {twice!r}, so it is not known which a variant lies in: rename one.")
+        raise ValueError(f"{fasta} has two records {twice!r}, so a variant's record is ambiguous: rename one of them.")
     wrong = [(variant, problem) for variant in variants if (problem := _mismatch(variant, genome, numbers))]
     if wrong:
         variant, problem = wrong[0]
@@ -122,7 +122,7 @@ def check_references(variants: Sequence[Variant], genome: Genome, vcf: str | Pat
 
 
 def _mismatch(variant: Variant, genome: Genome, numbers: dict[str, int]) -> str:
-    """Return the mismatch of a variant, with {fasta} as a placeholder of the file; "" if it fits."""
+    """Return the mismatch of a variant, with {fasta} as a placeholder for the file's name; "" if the variant fits."""
     number = numbers.get(variant.record)
     if number is None:
         known = [record.name for record in genome.records]
@@ -144,12 +144,12 @@ def _mismatch(variant: Variant, genome: Genome, numbers: dict[str, int]) -> str:
 
 @dataclass(frozen=True)
 class AlleleWindows:
-    """A variant in its surroundings: N bases with the reference allele, and N with the alternative allele.
+    """A variant with the bases around it: N bases with the reference allele, and N with the alternative allele.
 
     Attributes:
         reference, alternative: (N,) int64 tokens each.
-        start, stop: positions [start, stop) of the alleles in both windows, with the length of the longer allele and
-            without shared bases at their ends. Next to a shorter allele the range also holds neighbouring bases.
+        start, stop: positions [start, stop) of the alleles in both windows, without shared bases at their ends. The
+            range has the length of the longer allele; in the other window it also contains neighbouring bases.
         substitution: whether the alleles have equal lengths.
     """
 
@@ -163,14 +163,14 @@ class AlleleWindows:
 def allele_windows(genome: Genome, number: int, start: int, ref: str, alt: str, length: int) -> AlleleWindows | None:
     """Return windows of `length` bases around a variant, or None if the alleles do not fit into them.
 
-    The variant is in the middle, or nearer to an end of the record, where the windows end, too. Both windows have the
-    same length. They are equal before the alleles, and the window of the shorter allele has more of the record after
-    it; or the reverse, if the record ends too soon. A record shorter than `length` shortens both windows.
+    The variant is in the middle of the windows, unless they reach an end of the record. Both windows have the same
+    length. They are equal before the alleles, and the window of the shorter allele has more bases of the record after
+    it; if the record ends too soon, they are equal after the alleles. A shorter record shortens both windows.
 
     Args:
         genome: source of the record.
         number: number of the record.
-        start: the first base of `ref` in it, counted from 0.
+        start: the first base of `ref` in the record, counted from 0.
         ref, alt: the alleles.
         length: N, at least 2.
     """

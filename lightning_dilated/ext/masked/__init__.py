@@ -1,1 +1,1 @@
-"""Masked language models: masks that ranks draw alike, and LongNetMLM."""
+"""Masked language models: LongNetMLM, and masks that are the same on any number of ranks."""

@@ -1,7 +1,7 @@
 """LongNetMLM, a bidirectional masked language model with dilated attention, and its masks.
 
-A mask is a hash of sample number and global position. It does not depend on ranks, workers, devices or the order of calls,
-so every rank can compute its own part.
+A mask is a hash of sample number and global position. It does not depend on ranks, workers, devices or the order of
+calls, so every rank can compute its own part.
 
 Shape letters: B batch, L tokens of this rank, V vocabulary, N tokens (a rank's own, on many ranks), M masked tokens.
 """
@@ -36,11 +36,11 @@ _BEGIN, _CHOOSE, _TREAT, _REPLACE = range(4)
 
 
 def sample_numbers(index: object) -> Tensor:
-    """Return a batch's `index`, the samples' numbers, as a tensor; TypeError unless they are integers."""
+    """Return a batch's `index`, the samples' numbers, as a tensor. Raises TypeError if they are not integers."""
     numbers = torch.as_tensor(index)
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise TypeError(
-            f"index must hold integers, each sample's number, got {numbers.dtype}: numbers that round to the same one would "
+            f"index must hold integers, each sample's number, got {numbers.dtype}: samples with equal rounded numbers would "
             "share a mask. Let the dataset return an int."
         )
     return numbers
@@ -56,15 +56,15 @@ class Masking:
 
     Args:
         fraction: in (0, 1).
-        span: tokens, at least 1. Chosen spans may be adjacent: masked runs have span / (1 - fraction) tokens on average.
-        keep, random: at least 0, at most 1 together.
-        mask_token: its id.
-        vocab_size: V; random tokens are drawn from all tokens but `never`.
+        span: tokens, at least 1. Chosen spans may be adjacent, so masked runs have span / (1 - fraction) on average.
+        keep, random: at least 0; their sum is at most 1.
+        mask_token: id of the token that replaces masked tokens.
+        vocab_size: V; random tokens are drawn from all tokens except `never`.
         never: tokens that are never chosen, such as a genome's N.
         seed: seed of the hash.
 
     Raises:
-        ValueError: naming the model's argument.
+        ValueError: for an invalid value; the message names the model's argument.
     """
 
     fraction: float
@@ -91,12 +91,12 @@ class Masking:
 
     @property
     def drawn(self) -> list[int]:
-        """The candidates for random tokens."""
+        """The tokens that random tokens are drawn from."""
         return [x for x in range(self.vocab_size) if x not in self.never]
 
     @property
     def block(self) -> int:
-        """A span starts at every multiple of this number of positions, so ranks look no further back for its start."""
+        """Positions of a block. Each block starts a span, so ranks look back less than a block for a span's start."""
         return 1 << max(10, math.ceil(math.log2(1024 * self.span)))
 
     def apply(
@@ -139,7 +139,7 @@ class Masking:
         return torch.where(chosen & ~unchanged, replaced, tokens), chosen
 
     def _span_starts(self, row: Tensor, positions: Tensor, documents: Documents | None = None) -> Tensor:
-        """The first position (B, L) of each token's span, from hashes of rows (B, 1) or of documents in one row (D, 1)."""
+        """Return the first position (B, L) of each token's span, from hashes of rows (B, 1) or of documents (D, 1)."""
         if self.span == 1:
             return send(positions, row.device).expand(len(row) if documents is None else 1, -1)
         if documents is not None:
@@ -162,32 +162,31 @@ class Masking:
 
 
 class LongNetMLM(TokenModel):
-    """Predicts masked tokens (bytes by default, or a genome's) from both sides.
+    """Predicts masked tokens (bytes by default, or a genome's) from the tokens on both sides.
 
     Batches are mappings with `tokens` (B, N) and `index` (B,), each sample's number; optionally `lengths` (B,) and
-    `cu_seqlens`, see `dilated_attention`. With `index` (D,) each of the D documents is a sample. `labels` are not used. The
-    masks are a hash of `mask_seed`, the sample's number, the token's position in the sample and, in training, the optimizer
-    step: the same on any number of ranks and workers, new in every step, and fixed in validation and test. In predict they
-    are a hash of `mask_seed` and the position alone, see `predict_step`.
+    `cu_seqlens`, see `dilated_attention`. With `index` (D,) each of the D documents is a sample. `labels` are not used.
+    Masks are a hash of `mask_seed`, the sample's number, the token's position in the sample and, in training, the
+    optimizer step. They are the same on any number of ranks and workers, new in every step, and fixed in validation and
+    test. In `predict` they are a hash of `mask_seed` and the position only, see `predict_step`.
 
     Args:
         pattern, vocab_size: see `TokenModel`.
-        mask_token: the token that replaces masked tokens, one of the V tokens; None embeds one more.
+        mask_token: the token that replaces masked tokens, one of the V tokens; None embeds an additional token.
         mask_fraction: share of the tokens that are masked and counted by the loss.
         mask_span: mean length, in tokens, of the spans that are masked together; see `Masking`.
         keep_fraction: share of the masked tokens that the model sees unchanged.
         random_fraction: share of the masked tokens that the model sees as a random token.
-        ignore_tokens: tokens that are never masked, such as a genome's N; `mask_token` never is.
+        ignore_tokens: tokens that are never masked, such as a genome's N; `mask_token` is never masked either.
         mask_seed: seed of the masks.
-        strands: "both", for genomes: the model also reads the reverse complement, maps its logits back to the sequence's
-            positions and bases, and averages. The logits of a reverse complement then equal the mapped logits of the
-            sequence, bit by bit if the same kernels compute both. Twice the work. Ranks cannot share a sequence.
+        strands: "both", for genomes: average the logits with the reverse complement's logits, mapped back to positions
+            and bases of the sequence. The logits of a reverse complement then equal the mapped logits of the sequence,
+            bit by bit if the same kernels compute both. It is twice the work, and ranks cannot share a sequence.
         options: other arguments of `TokenModel`, except `bytes_per_token`.
 
-    Logged with the mean loss: bits per token, and in validation and test the accuracy over all masked tokens.
+    Bits per token, and in validation and test the accuracy over all masked tokens, are logged with the mean loss.
 
-    Raises:
-        ValueError, TypeError: naming the argument.
+    Raises: ValueError or TypeError for an invalid argument; the message names it.
     """
 
     causal = False
@@ -208,7 +207,7 @@ class LongNetMLM(TokenModel):
     ) -> None:
         super().__init__(pattern, vocab_size, bytes_per_token=1.0, **options)
         if self.options.position_encoding == "xpos":
-            raise ValueError("position_encoding='xpos' decays to the past and grows to the future; use rotary or none.")
+            raise ValueError("position_encoding='xpos' works for causal attention only; use rotary or none.")
         for name, token in (("mask_token", mask_token), *(("ignore_tokens", x) for x in ignore_tokens or ())):
             if token is not None and integer(token, name, 0) >= vocab_size:
                 raise ValueError(
@@ -228,7 +227,7 @@ class LongNetMLM(TokenModel):
 
     @property
     def embedded_tokens(self) -> int:
-        """Number of rows of the embedding: V, and one more for a mask token that is none of the V tokens."""
+        """Number of rows of the embedding: V, or V + 1 if the mask token is not one of the V tokens."""
         return max(self.vocab_size, self.mask_token + 1)
 
     def forward(
@@ -242,14 +241,14 @@ class LongNetMLM(TokenModel):
     ) -> Tensor:
         """Return logits (B, N, V) from tokens (B, N), with `self.mask_token` in place of the tokens to predict.
 
-        With `at` (B, N) bool, only the logits of the M tokens where it is True: (M, V).
+        With `at` (B, N) bool, return only the logits (M, V) of the M tokens at which it is True.
         """
         self.configure_model()
         x = self._read(tokens, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens)
         return self._logits(x if at is None else x[at])
 
     def _read(self, tokens: Tensor, **options: Any) -> Tensor:
-        """Hidden states (B, N, E) before the last norm; (B, N, 2 E) with both strands, the other strand's second."""
+        """Return hidden states (B, N, E) before the last norm; with both strands (B, N, 2 E), the other strand last."""
         x = self._hidden(tokens, **options)
         if self._other_strand is None:
             return x
@@ -258,12 +257,12 @@ class LongNetMLM(TokenModel):
         return torch.cat([x, other.gather(1, places[:, :, None].expand_as(other))], -1)
 
     def _last_states(self, tokens: Tensor, **options: Any) -> Tensor:
-        """Normed states (B, N, E); the mean with both strands."""
+        """Return normed states (B, N, E); with both strands, the mean of their states."""
         parts = [self.final_norm(x) for x in self._read(tokens, **options).split(self.dim, -1)]
         return parts[0] if len(parts) == 1 else (parts[0] + parts[1]) / 2
 
     def _logits(self, x: Tensor) -> Tensor:
-        # the embedding may have one more row, the mask token's
+        # leave out the additional row of a mask token
         weight = self.head.weight[: self.vocab_size]
         logits = [nn.functional.linear(self.final_norm(part), weight) for part in x.split(self.dim, -1)]
         if self._other_strand is None:
@@ -279,13 +278,14 @@ class LongNetMLM(TokenModel):
         ignore_tokens: Sequence[int] | None = None,
         batch_size: int = 8,
     ) -> NamedTuple:
-        """Return the pseudo-log-likelihood of each of B sequences, in nats (arXiv 1910.14659): each token given all others.
+        """Return the pseudo-log-likelihood of each of B sequences, in nats (arXiv 1910.14659).
 
-        Each token is masked alone, in one pass of the model for each token of the sequence. Nothing is random.
+        It is the sum over tokens of the log-probability of a token given all others. Each token is masked alone, in its
+        own pass of the model. Nothing is random.
 
         Args:
             sequences, strands, batch_size: see `LongNetLM.score`.
-            passes: K; pass j masks tokens j, j + K, ... together: N / K times less work, with less context. None: N.
+            passes: K; pass j masks tokens j, j + K, ... together, with N / K times less work and less context. None: N.
             ignore_tokens: tokens that are not scored; None: tokens that are never masked, and N for a genome.
 
         Raises:
@@ -296,7 +296,7 @@ class LongNetMLM(TokenModel):
         return hook("score sequences")(self, sequences, strands, passes, ignore_tokens, batch_size)
 
     def masked(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return (the model's input, True for tokens to predict) for this rank's part of a batch: (B, N) int64 and bool.
+        """Return (the model's input, True for tokens to predict) of this rank's part of a batch, (B, N) int64 and bool.
 
         In training mode the masks depend on the Trainer's step (0 without a Trainer); otherwise they are fixed.
 
@@ -331,7 +331,7 @@ class LongNetMLM(TokenModel):
         return terms[:, 0], terms[:, 1].detach() > 0, sample
 
     def _terms(self, x: Tensor, labels: Tensor) -> Tensor:
-        """(nats, 1 if the likeliest token is right) as (1, M, 2), from hidden states (1, M, E) and labels (1, M)."""
+        """Return (nats, 1 if the likeliest token is right) as (1, M, 2), from states (1, M, E) and labels (1, M)."""
         logits, labels = self._logits(x[0]), labels[0]
         losses = token_nats(logits, labels, self.compile_blocks)
         return torch.stack([losses, (logits.detach().argmax(-1) == labels).to(losses)], -1)[None]
@@ -343,18 +343,18 @@ class LongNetMLM(TokenModel):
             return losses.sum(), torch.full((), len(right), device=losses.device)
         x, chosen = self._states(batch)
         labels = batch["tokens"].masked_fill(~chosen, IGNORE)
-        if self.vocab_size > self.dim:  # below, logits of all tokens cost less than waiting for the number of masks
+        if self.vocab_size > self.dim:  # else logits of all tokens cost less than waiting for the number of masks
             x, labels = x[chosen][None], labels[chosen][None]
         return self._losses(x, labels, summed=True), chosen.sum()
 
     def _states(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """(hidden states before the last norm (B, N, E), True for tokens to predict (B, N))."""
+        """Return (hidden states before the last norm (B, N, E), True for tokens to predict (B, N))."""
         self.configure_model()
         inputs, chosen = self.masked(batch)
         return self._read(inputs, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens")), chosen
 
     def planning_copy(self, depth: int) -> LongNetMLM:
-        """Copy as DilatedModule, with a loss over all tokens: masks depend on values, which fake tensors do not have."""
+        """Copy as DilatedModule; the loss is over all tokens, because masks need values, which fake tensors lack."""
         model = super().planning_copy(depth)
 
         def loss_terms(batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
@@ -380,17 +380,17 @@ class LongNetMLM(TokenModel):
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """Return `masked` (number of masked tokens), `bits_per_token` and `accuracy` of each sample, each (B,).
 
-        The last two are NaN without masked tokens. The batch's entries such as `index` are repeated. With
-        `predict_embeddings` the prediction is `embedding` instead.
+        `bits_per_token` and `accuracy` are NaN without masked tokens. Entries of the batch such as `index` are also
+        returned. With `predict_embeddings` the prediction is `embedding` instead.
 
-        Every sample is masked at the same positions: a sequence has the same numbers in any row, batch and number of ranks,
-        and sequences that differ in a few tokens can be compared. For a likelihood of a sequence or a score of a variant
-        see `score` and `score_alleles`.
+        Every sample is masked at the same positions, so a sequence has the same values in any row and batch and on any
+        number of ranks, and sequences that differ in a few tokens can be compared. For a likelihood of a sequence or a
+        score of a variant, see `score` and `score_alleles`.
         """
         if self.predict_embeddings:
             return self._predicted(batch, {"embedding": self._sample_embeddings(batch)})
         check_form(self, batch, tokens=("(B, N)", "tokens"))
-        # index 0 for all: with the sample's number, equal sequences would get different masks
+        # index 0 for all samples, because different numbers would give equal sequences different masks
         same_masks = {**batch, "index": torch.zeros_like(sample_numbers(batch["index"]))} if "index" in batch else batch
         losses, right, sample = self.masked_terms(same_masks)
         terms = torch.stack([losses.double(), right.double(), torch.ones_like(losses, dtype=torch.float64)])
@@ -401,5 +401,5 @@ class LongNetMLM(TokenModel):
         return self._predicted(batch, values)
 
 
-#: the class's own method, to recognise a user's replacement
+#: the method of this class, to detect that a user has replaced it
 _MASKED_TERMS = LongNetMLM.masked_terms

@@ -31,13 +31,13 @@ class BootstrapIntervals(pl.Callback):
     """Write `test_metrics.csv` into the run folder after `test`, with a row for each metric of the model's head.
 
     Each metric has a percentile bootstrap interval (Efron 1979, doi 10.1214/aos/1176344552); a table is printed, too.
-    Predictions of all ranks are gathered. A resample draws groups of samples with replacement, keeping their number:
-    slides of a patient are not independent, so `group_column` of SlideDataModule defines the groups; without it each
+    Predictions of all ranks are gathered. A resample draws G of the G groups of samples, with replacement.
+    Slides of a patient are not independent, so `group_column` of SlideDataModule defines the groups; without it each
     sample is a group. The interval depends only on the predictions and `seed`, not on the number of ranks. It shows how
     much the metric would vary with other patients of this cohort, not with another training.
 
     Columns: metric, value, low, high, level, samples, groups, resamples, and undefined: the number of resamples that
-    are left out because they have no value (as AUROC if one class is drawn).
+    are left out because the metric has no value (such as AUROC if only one class is drawn).
 
     Args:
         resamples: number of resamples; 1,000 take some seconds.
@@ -46,7 +46,7 @@ class BootstrapIntervals(pl.Callback):
         path: path of the CSV; None means `test_metrics.csv` in the logger's folder.
 
     Raises:
-        TypeError: when a test begins, for a model without such a head.
+        TypeError: when a test begins, if the model is not a `PooledModule` with a task.
     """
 
     def __init__(self, resamples: int = 1000, level: float = 0.95, seed: int = 0, path: str | None = None) -> None:
@@ -57,7 +57,7 @@ class BootstrapIntervals(pl.Callback):
         self.intervals: dict[str, tuple[float, float, float]] = {}
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check the model, and find the folder; every rank must take part."""
+        """Check the model, and set the CSV's path. All ranks call it, because `trainer.log_dir` is collective."""
         if not isinstance(pl_module, PooledModule) or pl_module.task is None:
             raise TypeError(
                 f"BootstrapIntervals is for a model with one prediction a sequence, got {type(pl_module).__name__}"
@@ -100,13 +100,13 @@ class BootstrapIntervals(pl.Callback):
         for row in rows:
             if row["undefined"]:
                 rank_zero_warn(
-                    f"{row['metric']} is undefined in {row['undefined']:,} of {self.resamples:,} resamples, which its "
-                    "interval leaves out: there are few groups of some class."
+                    f"{row['metric']} is undefined in {row['undefined']:,} of {self.resamples:,} resamples, and its "
+                    "interval leaves them out: a class has few groups."
                 )
 
 
 def group_numbers(index: np.ndarray, data: Any) -> np.ndarray:
-    """The group of each sample, (S,) int64, numbered from 0.
+    """Return the group of each sample, (S,) int64, numbered from 0.
 
     Args:
         index: (S,) index of each sample in the test split; -1 if batches do not have it.
@@ -140,7 +140,7 @@ def bootstrap(
     values = metrics(scores, labels)
     drawn: dict[str, list[float]] = {name: [] for name in values}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of metrics without a value, which are counted
+        warnings.simplefilter("ignore")  # metrics without a value warn, but are counted below
         for _ in range(resamples):
             rows = torch.from_numpy(np.concatenate([members[g] for g in rng.integers(0, count, count)]))
             for name, value in metrics(scores[rows], labels[rows]).items():

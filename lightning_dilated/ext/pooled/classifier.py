@@ -38,15 +38,15 @@ class LongNetClassifier(PooledModule):
         feature_dim: F, for batches of features.
         vocab_size: V, for batches of tokens. Set one of the two.
         task: "classification", "regression", "ordinal" or "survival"; None makes embeddings only.
-        num_classes: classes; for a regression its targets, 1 if None; see `PooledModule`.
-        pool: "mean" over the tokens, or "first", the first token's.
+        num_classes: the number of classes, or of a regression's targets (None: 1); see `PooledModule`.
+        pool: embedding of a sequence: "mean" over its tokens' states, or the state of its "first" token.
         options: of `PooledModule` and `TransformerModel`, except residual_dtype, shift_layers and shift_below.
 
     Raises:
-        ValueError, TypeError: naming the argument.
+        ValueError, TypeError: for an invalid argument; the message names it.
     """
 
-    #: coordinates stay on the host, which checks them for blank rows; reading them from a GPU would wait for it
+    #: coordinates stay on the host to be checked for blank rows, because reading them from a GPU would wait for it
     host_entries = (*PooledModule.host_entries, "coords")
     sequence_spec = SequenceSpec(
         {"features": 1, "tokens": 1}, whole=["label", "lengths", "cu_seqlens", "index", "slide_id"]
@@ -114,11 +114,11 @@ class LongNetClassifier(PooledModule):
         return {"features": torch.randn(*shape, self.width, device=device)}
 
     def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """Return embeddings (B, E), and with a task logits (B, C), see `forward`."""
+        """Return embeddings (B, E), and logits (B, C) as in `forward` if the model has a task."""
         return self._exported(self.embed(inputs))
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Logits (B, num_classes), or embeddings (B, E) without a task, from features (B, N, F) or tokens (B, N).
+        """Return logits (B, num_classes) of features (B, N, F) or tokens (B, N); embeddings (B, E) without a task.
 
         Logits are unnormalised log-probabilities for classification, log-probabilities for an ordinal task, and the
         predicted targets for regression.
@@ -127,7 +127,7 @@ class LongNetClassifier(PooledModule):
         return embedding if self.head is None else self.head(embedding)
 
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
-        """Pooled hidden states (B, E), on every rank of the sequence; (D, E) for a row of D packed samples."""
+        """Return pooled states (B, E), on every rank of the sequence; (D, E) for a row of D packed samples."""
         self.configure_model()
         checked_by_all(self._check_input, batch)
         lengths = check_lengths(batch.get("lengths"), -1, 1, "a sample has at least one token")
@@ -167,7 +167,7 @@ class LongNetClassifier(PooledModule):
 
 
 def _blank_in_front(coords: Any, cu_seqlens: Any) -> list[int]:
-    """The samples (or documents of one row) that begin with a blank row: coordinates (B, N, 2) of -1."""
+    """Return the samples (or documents of one row) that begin with a blank row, with coordinates (B, N, 2) of -1."""
     if not isinstance(coords, Tensor) or not coords.numel():
         return []
     first = coords[:, 0]

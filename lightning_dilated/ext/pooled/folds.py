@@ -20,21 +20,21 @@ COLUMNS = ("metric", "mean", "std", "min", "max", "folds")
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         "lightning-dilated folds",
-        description=f"Read the {FILE} that `test` wrote for each fold, and print the mean and the standard deviation (of a "
-        "fold, with n - 1) of each metric.",
+        description=f"Read the {FILE} that `test` wrote for each fold, and print the mean and the standard deviation (with "
+        "n - 1) of each metric over the folds.",
     )
     p.add_argument(
         "folds",
         nargs="+",
         type=Path,
-        help=f"one for each fold: a folder, of which the newest {FILE} is taken, or such a file",
+        help=f"for each fold, a {FILE}, or a folder, from which the newest {FILE} is taken",
     )
     p.add_argument("--out", type=Path, help="write the summary as a CSV")
     return p
 
 
 def metrics_file(path: Path) -> Path:
-    """The file of a fold; raises FileNotFoundError if there is none."""
+    """Return the metrics file of a fold. Raises FileNotFoundError if there is none."""
     if path.is_file():
         return path
     files = sorted(path.rglob(FILE), key=lambda x: x.stat().st_mtime) if path.is_dir() else []
@@ -61,7 +61,7 @@ def read_metrics(path: Path) -> dict[str, float]:
 
 
 def summary(folds: dict[Path, dict[str, float]]) -> list[dict[str, float | str | int]]:
-    """Return a row of `COLUMNS` for each metric; NaN in one fold makes the metric's numbers NaN.
+    """Return a row of `COLUMNS` for each metric. If a metric is NaN in one fold, its statistics are NaN.
 
     Args:
         folds: {file: {metric: value}}, two or more.
@@ -88,7 +88,7 @@ def summary(folds: dict[Path, dict[str, float]]) -> list[dict[str, float | str |
 
 
 def run(argv: list[str]) -> None:
-    """Print the summary of the folds, and write it."""
+    """Print the summary of the folds, and write it to `--out`."""
     args = parser().parse_args(argv)
     files = [metrics_file(path) for path in args.folds]
     twice = next((path for path in files if files.count(path) > 1), None)

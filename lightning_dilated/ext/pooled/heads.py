@@ -28,10 +28,10 @@ class Head(nn.Module):
 
     name: str
     classes: int
-    #: numbers in a sample's scores; numbers in its label, None for a class
+    #: number of scores of a sample; number of values in its label, None if the label is a class
     columns: int
     label_columns: int | None = None
-    #: True if the loss compares all samples of an epoch, so that it is no sum over batches
+    #: True if the loss compares all samples of an epoch, so that it is not a sum over batches
     of_epoch = False
     linear: nn.Linear
 
@@ -55,7 +55,7 @@ class ClassificationHead(Head):
         self.linear = nn.Linear(dim, classes)
 
     def check(self, label: Tensor) -> Tensor:
-        """Return the labels as int64 (B,); raise for labels that are not classes."""
+        """Return the labels as int64 (B,). Raises as `check_classes`."""
         return check_classes(label, self.classes)
 
     def losses(self, logits: Tensor, label: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class ClassificationHead(Head):
 class OrdinalHead(ClassificationHead):
     """Cumulative link model with the logistic link (McCullagh 1980): P(y > k) = sigmoid(s - t_k), t increasing.
 
-    An embedding has one score s, and there are C - 1 thresholds t; the loss is the class's negative log-likelihood.
+    s is a linear function of the embedding; t are C - 1 thresholds. The loss is the negative log-likelihood of a class.
     """
 
     name = "ordinal"
@@ -135,8 +135,8 @@ class RegressionHead(Head):
         """Return the labels (B, C); raise for other shapes, infinite or NaN values, and 16-bit dtypes."""
         if label.dtype in (torch.bfloat16, torch.float16):
             raise TypeError(
-                f"the labels are {label.dtype}, rounded: Trainer(precision='bf16-true' or '16-true') casts the numbers of a "
-                "batch. Train with precision='bf16-mixed', or make the labels of the data whole numbers."
+                f"the labels are rounded to {label.dtype}: Trainer(precision='bf16-true' or '16-true') casts the numbers of "
+                "a batch. Train with precision='bf16-mixed', or make the labels of the data integers."
             )
         shaped = label[:, None] if label.ndim == 1 else label
         if shaped.ndim != 2 or shaped.shape[1] != self.classes:
@@ -183,7 +183,7 @@ def make_head(task: str, dim: int, num_classes: int | None, regression_loss: str
     if task == "regression":
         return RegressionHead(dim, 1 if num_classes is None else num_classes, regression_loss)
     if num_classes is None:
-        raise ValueError(f"task={task!r} needs num_classes, how many classes the labels have.")
+        raise ValueError(f"task={task!r} needs num_classes, the number of classes of the labels.")
     return HEADS[task](dim, num_classes)
 
 
@@ -191,7 +191,7 @@ def check_classes(label: Tensor, classes: int) -> Tensor:
     """Return the labels (B,) as int64.
 
     Raises:
-        TypeError, ValueError: unless they are integers in [0, classes), one for each sample.
+        TypeError, ValueError: if they are not integers in [0, classes), one for each sample.
     """
     if label.is_floating_point() or label.dtype == torch.bool or label.ndim != 1:
         raise TypeError(f"labels of classes must be integers (B,), got {label.dtype} of shape {tuple(label.shape)}.")
@@ -208,8 +208,8 @@ def check_classes(label: Tensor, classes: int) -> Tensor:
 def class_metrics(scores: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
     """AUROC, balanced accuracy and Cohen's kappa with quadratic weights, from probabilities (S, C) and labels (S,).
 
-    AUROC is one class against the others; it and balanced accuracy (recall) are means over the classes that occur. An
-    undefined number (AUROC if only one class occurs) is NaN, not 0.
+    AUROC (of one class against the others) and balanced accuracy (recall) are means over the classes that occur. A
+    metric without a value, such as AUROC if only one class occurs, is NaN, not 0.
     """
     present = [c for c in range(classes) if bool((labels == c).any())]
     nan = scores.new_full((), torch.nan)

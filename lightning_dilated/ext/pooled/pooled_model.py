@@ -1,4 +1,4 @@
-"""PooledModule, the base of models with one prediction a sequence: pooling, head, metrics, and fine-tuning (with LoRA).
+"""PooledModule, the base of models with one prediction per sequence: pooling, head, metrics and fine-tuning (LoRA).
 
 Shape letters: B batch, N tokens, L tokens of this rank, E embedding dim, C classes.
 """
@@ -26,7 +26,7 @@ from lightning_dilated.models.transformer_model import TransformerModel
 from lightning_dilated.pattern.layers import LayersLike
 from lightning_dilated.sequence import active_sequence, sequence_sum
 
-#: linear layers of a block, and its parameters outside linear layers (the joint projection of q, k and v)
+#: linear layers of a block that get updates, and its parameters outside linear layers (joint projection of q, k, v)
 LAYERS = ("out_proj", "fc1", "fc2", "gate")
 PARAMETERS = ("attention.in_proj_weight",)
 
@@ -55,7 +55,7 @@ def add_lora(transformer: nn.Module, rank: int, alpha: float) -> None:
 
 
 def merge_lora(transformer: nn.Module) -> None:
-    """Add the updates to the weights in place, which leaves a plain transformer."""
+    """Add the low-rank updates to the weights in place, and remove peft's layers."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, module in reversed(list(transformer.named_modules())):  # inner modules first
@@ -68,33 +68,33 @@ def merge_lora(transformer: nn.Module) -> None:
 class PooledModule(TransformerModel):
     """Base of models that make one prediction for a whole sequence; a subclass defines `build` and `embed`.
 
-    All ranks of a sequence get the pooled embedding and compute the same head and loss; metrics count a sample once.
+    Every rank of a sequence gets the pooled embedding and computes the same loss; metrics count each sample once.
 
     Args:
         pattern, options: see `TransformerModel`.
         task: "classification", "regression", "ordinal", "survival" (labels (B, 2): time, event); None: embeddings only.
-        num_classes: C; targets of a regression, 1 if None; bins of time of discrete survival, 4 if None.
+        num_classes: C, the number of classes, targets of a regression (None: 1) or bins of discrete survival (None: 4).
         regression_loss: "mse" or "smooth_l1".
-        class_weights: factors of the training loss by class: a list of C numbers, or "balanced", S / (C S_c) for S
-            training samples, S_c in the class. Classes then count equally, and the mean weight over the samples is 1.
+        class_weights: factors of each class's training loss: a list of C numbers; or "balanced", S / (C S_c) for a
+            class with S_c of the S training samples, so that classes count equally and a sample's mean weight is 1.
             Validation and test have no weights.
         survival_loss: "discrete", hazards in bins of time, exact for any batch and number of ranks; or "cox", the
-            partial likelihood, in training only over a rank's batch (see `survival.CoxHead`).
-        time_bins: the C - 1 edges of the bins of time; None: quantiles of the training events, kept in checkpoints.
-        predict_embeddings: let `predict` return each sample's embedding besides its prediction.
+            partial likelihood, which training estimates from a rank's batch (see `survival.CoxHead`).
+        time_bins: the C - 1 edges of the bins of time; None: quantiles of the training events, saved in checkpoints.
+        predict_embeddings: let `predict` return each sample's embedding in addition to its prediction.
         layer_decay: d in (0, 1]: layer i of `depth` learns with d^(depth + 1 - i) times the learning rate; the input
             projection counts as layer 0, the head and last norm as depth + 1 (as in BEiT, arXiv 2106.08254).
         freeze_encoder: train the head only; all other modules stay in eval mode.
         lora_rank: rank of low-rank updates of the blocks, which train with the head (arXiv 2106.09685; extra `lora`).
         lora_alpha: the updates are scaled by lora_alpha / lora_rank; None: twice the rank.
 
-    Logged with `val_loss` and `test_loss`, exact over the epoch and all ranks: `auroc`, `balanced_accuracy` and
-    `quadratic_kappa`, or `mse` and `r2`, or `concordance` (Harrell's), each prefixed with the stage's name.
+    Metrics of validation and test are exact over the epoch and all ranks: `auroc`, `balanced_accuracy` and
+    `quadratic_kappa`; or `mse` and `r2`; or Harrell's `concordance`. Their names begin with the stage, as in `val_mse`.
     """
 
     also_in_config = ("classes", "tile_order")
     predicts_label = predicts_rows = True
-    #: first parts of the names of parameters below the first block
+    #: prefixes of the names of parameters below the first block
     input_layers: tuple[str, ...] = ()
 
     def __init__(
@@ -133,7 +133,7 @@ class PooledModule(TransformerModel):
         self.class_weights = checked_weights(class_weights, task, num_classes)
         self.survival_loss, self.time_bins = survival_loss, time_bins
         if task != "survival" and (survival_loss != "discrete" or time_bins is not None):
-            raise ValueError(f"survival_loss and time_bins are for task='survival', and the task is {task!r}.")
+            raise ValueError(f"survival_loss and time_bins are for task='survival', but the task is {task!r}.")
         self.predict_embeddings = flag(predict_embeddings, "predict_embeddings")
         self.layer_decay, self.freeze_encoder = layer_decay, flag(freeze_encoder, "freeze_encoder")
         self.head: nn.Module | None = None
@@ -152,14 +152,14 @@ class PooledModule(TransformerModel):
     # -- defined by subclasses
     # -------------------------------------------------------------------------------------------
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
-        """Pooled embeddings (B, E) of a batch, on every rank of the sequence; (D, E) for a row of D packed samples."""
+        """Return the batch's pooled embeddings (B, E), on every rank of the sequence; (D, E) for D packed samples."""
         raise TypeError(f"{type(self).__name__} must define embed(batch).")
 
     def _exported(self, embedding: Tensor) -> dict[str, Tensor]:
         return {"embeddings": embedding} | ({} if self.head is None else {"logits": self.head(embedding)})
 
     def example_label(self) -> dict[str, Tensor]:
-        """Make the part of `example_batch` that says what to predict for one sample.
+        """Make the label of `example_batch`, for one sample.
 
         Raises:
             ValueError: for a model that only makes embeddings.
@@ -182,7 +182,7 @@ class PooledModule(TransformerModel):
         return make_head(self.task, self.dim, self.num_classes, self.regression_loss)
 
     def planning_copy(self, depth: int) -> Self:
-        """See DilatedModule; the copy needs neither bins of time nor class weights, which depend on the data."""
+        """See DilatedModule; the copy has placeholder bins of time and no class weights, which depend on the data."""
         copy = super().planning_copy(depth)
         copy.class_weights = copy._loss_weights = None
         if copy.task == "survival" and copy.survival_loss == "discrete" and copy.time_bins is None:
@@ -190,7 +190,7 @@ class PooledModule(TransformerModel):
         return copy
 
     def setup(self, stage: str) -> None:
-        """Check that the data has a class for each output, and the classes that the model was trained on."""
+        """Check that the data has `num_classes` classes, and that the model was trained on these classes."""
         super().setup(stage)
         classes = self._data_classes()
         if classes is not None and len(classes) != self.num_classes:
@@ -222,7 +222,7 @@ class PooledModule(TransformerModel):
         return [sum(counts) / (present * n) if n else 1.0 for n in counts]
 
     def _prepare_survival(self) -> None:
-        """Take bins of time from the training data, once; check that Cox's likelihood has samples to compare."""
+        """Take bins of time from the training data if unset; check that Cox's likelihood has samples to compare."""
         if self.survival_loss == "cox":
             if self._data_setting("batch_size", 2) == 1 and self._data_setting("pack_tokens") is None:
                 raise ValueError(
@@ -255,8 +255,8 @@ class PooledModule(TransformerModel):
         classes = self._data_classes()
         if trained is not None and classes is not None and classes != trained:
             raise ValueError(
-                f"the model was trained on the classes {trained}, in this order, but the data's are {classes}: its "
-                f"scores would be of other classes. Set data.classes to {trained}, or train a new model on the data's."
+                f"the model was trained on the classes {trained}, in this order, but the data's are {classes}: its scores "
+                f"would belong to other classes. Set data.classes to {trained}, or train a new model on the data."
             )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -277,7 +277,7 @@ class PooledModule(TransformerModel):
             self.time_bins = self.hparams["time_bins"] = list(bins)
             if self.head is not None:
                 self.head.edges = self.time_bins
-        # older slide checkpoints have no order: they were trained in the order of the files
+        # slide checkpoints without an order are older: they were trained in the order of the files
         self.tile_order = checkpoint.get("tile_order", "file" if "SlideDataModule" in checkpoint else None)
         if attached_trainer(self) is not None:
             self._keep_order()
@@ -317,13 +317,13 @@ class PooledModule(TransformerModel):
             )
         check_mapping(self, batch, "the model's input and label (B,)", "label")
         if "label" not in batch:
-            raise ValueError(f"the batch holds {list(batch)}, but no label to train with or to compare with.")
+            raise ValueError(f"the batch holds {list(batch)}, but no label, which training and evaluation need.")
         self.configure_model()
         label = checked_by_all(self._checked, batch["label"])
         return self.head(self.embed(batch)), send(label, self.head.linear.weight.device)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """See DilatedModule; labels are checked on the CPU first, because reading a GPU would wait for it."""
+        """See DilatedModule; labels are checked on the CPU first, because reading them from a GPU would wait for it."""
         moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
         if self.head is not None and isinstance(batch, Mapping) and "label" in batch:
             try:
@@ -336,7 +336,7 @@ class PooledModule(TransformerModel):
         return moved
 
     def _checked(self, label: Any) -> Tensor:
-        """Labels as the head takes them; read from the device only if they changed after they were moved."""
+        """Return the head's checked labels; read them from the device only if they changed after they were moved."""
         moved, version, checked = self._read
         if moved is None or label is not moved or version_of(label) != version:
             return self.head.check(torch.as_tensor(label))
@@ -347,7 +347,7 @@ class PooledModule(TransformerModel):
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """Return (sum of losses, weighted by class; number of samples), equal on all ranks of the sequence.
 
-        For Cox's likelihood the number is the number of events.
+        For Cox's likelihood, the second value is the number of events.
         """
         logits, label = self._outcome(batch)
         losses = self.head.losses(logits, label)
@@ -356,10 +356,10 @@ class PooledModule(TransformerModel):
         return losses.sum(), self.head.count(label)
 
     def _weights(self, losses: Tensor) -> Tensor:
-        """The weights of classes, (C,), like `losses`."""
+        """Return the weights of the classes, (C,), with the dtype and device of `losses`."""
         if self._loss_weights is None:
             raise ValueError(
-                "class_weights='balanced' counts the training samples when fit begins; outside of Trainer.fit give a list."
+                "class_weights='balanced' counts the training samples when fit begins; without Trainer.fit give a list."
             )
         return send(torch.tensor(self._loss_weights, dtype=losses.dtype), losses.device)
 
@@ -375,20 +375,20 @@ class PooledModule(TransformerModel):
     def _report(self, stage: str) -> None:
         metric = self.epoch_scores[stage]
         scores, labels, _ = metric.whole_epoch()  # from all ranks, gathered by torchmetrics
-        if self.head.of_epoch:  # equal on all ranks, and their sums and counts are added
+        if self.head.of_epoch:  # all ranks add the same sum and count, which does not change the mean
             self.mean_loss[stage].update(self.head.losses(scores, labels).sum(), self.head.count(labels))
         super()._report(stage)
         metric.reset()
         for i, (name, value) in enumerate(self.head.metrics(scores, labels).items()):
-            # a progress bar has room for one name: Rich truncates more
+            # only one metric, because Rich truncates a longer progress bar
             self._log_of_all(f"{stage}_{name}", value.float(), prog_bar=stage == "val" and i == 0)
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """Return the batch's `index`, `slide_id` and `label`, if it has them, and the head's predictions, each (B,).
 
-        Without a task, and with `predict_embeddings`, there is also `embedding` (B, E). Survival labels are `time` and
-        `event`. `prediction_class` is the name of the predicted class, if the training data named its classes. A label
-        that the Trainer's precision has rounded is left out.
+        Without a task, or with `predict_embeddings`, `embedding` (B, E) is also returned. Survival labels are returned
+        as `time` and `event`. `prediction_class` is the name of the predicted class, if the training data named its
+        classes. A label that the Trainer's precision has rounded is left out.
         """
         self.configure_model()
         embedding = self.embed(batch)
@@ -409,12 +409,12 @@ class PooledModule(TransformerModel):
 
     # -- fine-tuning ---------------------------------------------------------------------------------------------------
     def layer_of(self, name: str) -> int:
-        """The layer of a parameter: 0 below the blocks, i + 1 in block i, depth + 1 above."""
+        """Return the layer of a parameter: 0 below the blocks, i + 1 in block i, depth + 1 above the blocks."""
         block = re.search(r"\bblocks\.(\d+)\.", name)
         return int(block[1]) + 1 if block else 0 if name.startswith(self.input_layers) else self.depth + 1
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """See DilatedModule; `layer_decay` gives two groups a layer, with `lr_scale`, a factor of the rate."""
+        """See DilatedModule; `layer_decay` gives each layer its own groups, with a factor of the rate, `lr_scale`."""
         if self.layer_decay == 1:
             return super().parameter_groups()
         groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
@@ -434,7 +434,7 @@ def checked_weights(weights: Any, task: str | None, num_classes: int | None) -> 
     if weights is None or (weights == "balanced" and task in ("classification", "ordinal")):
         return weights
     if task not in ("classification", "ordinal"):
-        raise ValueError(f"class_weights are for task='classification' or 'ordinal', and the task is {task!r}.")
+        raise ValueError(f"class_weights are for task='classification' or 'ordinal', but the task is {task!r}.")
     if isinstance(weights, (list, tuple)):
         weights = [real(w, f"class_weights[{i}]", least=0) for i, w in enumerate(weights)]
     if not isinstance(weights, list) or len(weights) != num_classes:
@@ -449,21 +449,21 @@ def checked_by_all(check: Any, *arguments: Any) -> Any:
 
 
 def first_token(x: Tensor, positions: Tensor, documents: Documents | None = None) -> Tensor:
-    """The token of x (B, L, E) at global position 0, (B, E), on every rank. `positions` (L,) are global.
+    """Return the token of x (B, L, E) at global position 0, (B, E), on every rank. `positions` (L,) are global.
 
-    For a row of D `documents`, each document's first token, (D, E).
+    For a row of D `documents`, return the first token of each document, (D, E).
     """
     if documents is not None:
         return documents.first(x)
-    # position 0 is the first of a shard in every layout; one rank holds it
+    # in every layout, position 0 is the first position of one rank's shard
     holds = active_sequence() is None or bool((positions[:1] == 0).any())
-    return sequence_sum(x[:, : int(holds)].sum(1))  # on other ranks an empty sum, which is part of the graph
+    return sequence_sum(x[:, : int(holds)].sum(1))  # other ranks add an empty sum, to keep it in the graph
 
 
 def check_lengths(lengths: Any, rows: int, least: int, what: str) -> Tensor | None:
-    """Return lengths (B,) int64 on the CPU; raise ValueError for one below `least`, or above `rows` if `rows` >= 0.
+    """Return lengths (B,) int64 on the CPU. Raises ValueError for one below `least`, or above `rows` if `rows` >= 0.
 
-    While torch traces the call, values are not checked: the graph serves any values.
+    While torch traces the call, values are not checked, because the graph serves any values.
     """
     if lengths is None:
         return None

@@ -1,4 +1,4 @@
-"""Samples of pooled models: all scores of an epoch, and the check of samples that are packed into one row.
+"""Samples of pooled models: all scores of an epoch, and a check of samples that are packed into one row.
 
 Shape letters: B batch, C scores of a sample, S samples of an epoch, D documents.
 """
@@ -17,11 +17,11 @@ from lightning_dilated.models.metrics import Float64Metric
 class EpochScores(Float64Metric):
     """All scores and labels of an epoch and of all ranks, for metrics that are not sums over batches, such as AUROC.
 
-    If batches have it, the index in the data set orders the samples, so the order is equal on any number of ranks.
+    If batches contain `index`, samples are sorted by it, so their order is the same on any number of ranks.
 
     Args:
         columns: C, scores of a sample.
-        label_columns: numbers of a label; None for labels (B,).
+        label_columns: number of values in a label; None for labels (B,).
     """
 
     def __init__(self, columns: int, label_columns: int | None = None) -> None:
@@ -33,7 +33,7 @@ class EpochScores(Float64Metric):
         self._begin()
 
     def _begin(self) -> None:
-        """Start with empty tensors: a rank may have no sample, and gathering needs equal dtypes and numbers of dims."""
+        """Start with empty tensors, because a rank may have no sample, and gathering needs equal dtypes and dims."""
         for name, shape in self._shapes.items():
             setattr(self, name, [torch.empty(shape, dtype=torch.float64, device=self.device)])
 
@@ -50,12 +50,12 @@ class EpochScores(Float64Metric):
         self.index.append((unknown if index is None else index.to(scores.device)).detach().double())
 
     def compute(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (scores (S, C), labels, index (S,) or -1), fp64."""
+        """Return (scores (S, C), labels, index (S,), -1 if unknown), fp64."""
         whole = lambda x: torch.cat(x) if isinstance(x, list) else x  # noqa: E731 - gathered states are one tensor
         return whole(self.scores), whole(self.labels), whole(self.index)
 
     def whole_epoch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `compute`'s tensors by rising index, in full shape for one sample, too: torchmetrics squeezes it."""
+        """Return the tensors of `compute` sorted by index, with the dims that torchmetrics squeezes for one sample."""
         scores, labels, index = (
             x.reshape(-1, *shape[1:]) for x, shape in zip(self.compute(), self._shapes.values(), strict=True)
         )
@@ -64,11 +64,11 @@ class EpochScores(Float64Metric):
 
 
 def check_documents(batch: Mapping[str, Any], rows: int, least: int, what: str) -> None:
-    """Raise ValueError for packed samples that a pooled model cannot tell apart.
+    """Raise ValueError if samples are packed in a form that a pooled model cannot read.
 
     Args:
         rows: B of the batch.
-        least: the fewest tokens of a sample; `what` gives the reason.
+        least: minimum number of tokens of a sample; `what` is the reason.
     """
     bounds = batch.get("cu_seqlens")
     if bounds is None:
@@ -76,7 +76,7 @@ def check_documents(batch: Mapping[str, Any], rows: int, least: int, what: str) 
     bounds = torch.as_tensor(bounds)
     if bounds.is_floating_point() or bounds.ndim != 1 or len(bounds) < 2 or rows != 1:
         raise ValueError(
-            f"samples packed into one row have cu_seqlens (D + 1,) integers and a batch of 1, got {tuple(bounds.shape)} of "
+            f"samples packed into one row need cu_seqlens (D + 1,) integers and a batch of 1, got {tuple(bounds.shape)} of "
             f"{bounds.dtype} and a batch of {rows}."
         )
     if batch.get("lengths") is not None:
@@ -90,6 +90,6 @@ def check_documents(batch: Mapping[str, Any], rows: int, least: int, what: str) 
     label = batch.get("label")
     if label is not None and len(torch.as_tensor(label)) != len(sizes):
         raise ValueError(
-            f"the batch packs {len(sizes)} samples (cu_seqlens), but has {len(torch.as_tensor(label))} labels: give one a "
-            "sample."
+            f"the batch packs {len(sizes)} samples (cu_seqlens), but has {len(torch.as_tensor(label))} labels: give each "
+            "sample a label."
         )

@@ -1,6 +1,6 @@
 """Survival: heads for times to an event (discrete-time hazards, Cox's partial likelihood), and Harrell's concordance.
 
-A label is (time, event): event is 1 if it happened at that time, 0 if it had not happened by then (censored).
+A label is (time, event). `event` is 1 if the event happened at `time`, and 0 if it had not happened by then (censored).
 
 Shape letters: B batch, E embedding dim, K bins of time, S samples of an epoch.
 """
@@ -19,9 +19,9 @@ from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.ext.pooled.heads import Head
 
 LOSSES = ("discrete", "cox")
-#: bins of time without num_classes
+#: number of time bins if num_classes is None
 BINS = 4
-#: rows that are computed at a time when all samples are compared with all
+#: rows of a chunk when every sample is compared with every other
 ROWS = 1024
 
 
@@ -35,8 +35,8 @@ class SurvivalHead(Head):
         """Return the labels (B, 2); raise TypeError or ValueError for other shapes and values."""
         if label.dtype in (torch.bfloat16, torch.float16):
             raise TypeError(
-                f"the times are {label.dtype}, rounded: Trainer(precision='bf16-true' or '16-true') casts the numbers of a "
-                "batch. Train with precision='bf16-mixed'."
+                f"the times are rounded to {label.dtype}: Trainer(precision='bf16-true' or '16-true') casts the numbers "
+                "of a batch. Train with precision='bf16-mixed'."
             )
         if label.ndim != 2 or label.shape[1] != 2:
             raise ValueError(
@@ -54,17 +54,17 @@ class SurvivalHead(Head):
 
 
 class HazardHead(SurvivalHead):
-    """Discrete-time survival: K logits of the hazard, the probability of the event in a bin if it has not happened yet.
+    """Discrete-time survival: K logits of hazards h_k, the probability of the event in bin k if in no earlier bin.
 
-    Gensheimer & Narasimhan 2019, doi 10.7717/peerj.6257. Bin k holds the times from edge k - 1 to below edge k; the
+    Gensheimer & Narasimhan 2019, doi 10.7717/peerj.6257. Bin k contains the times from edge k - 1 to below edge k; the
     last bin has no upper edge. A sample with an event in bin k has the loss -log h_k - sum over j < k of log(1 - h_j).
-    A censored sample has only the sum, over the bins that it surely survived. The loss is a sum over samples, so it is
-    exact for any batch and on any number of ranks.
+    A sample that is censored in bin k has only the sum. The loss is a sum over samples, so it is exact for any batch
+    and on any number of ranks.
 
     Args:
         dim: E.
         bins: K.
-        edges: K - 1 rising times; None until they are known.
+        edges: K - 1 increasing times; None until they are known.
     """
 
     def __init__(self, dim: int, bins: int, edges: Sequence[float] | None = None) -> None:
@@ -76,13 +76,13 @@ class HazardHead(SurvivalHead):
         """Return the checked labels (B, 2); raise ValueError if the edges of the bins are unknown."""
         if self.edges is None:
             raise ValueError(
-                "the bins of time are not known: fit takes them from SlideDataModule's training slides, and a checkpoint "
-                "has them; else give time_bins, their edges."
+                "the bins of time are not known: fit takes them from SlideDataModule's training slides, and checkpoints "
+                "store them. With other data, set time_bins to the edges of the bins."
             )
         return super().check(label)
 
     def bins(self, time: Tensor) -> Tensor:
-        """The bin of each time, (B,) int64."""
+        """Return the bin of each time, (B,) int64."""
         edges = send(torch.tensor(self.edges, dtype=torch.float64), time.device)
         return torch.bucketize(time.double(), edges, right=True)
 
@@ -95,15 +95,15 @@ class HazardHead(SurvivalHead):
         return -survived - label[:, 1].to(z) * nn.functional.logsigmoid(z).gather(1, bin_of)[:, 0]
 
     def survival(self, logits: Tensor) -> Tensor:
-        """The probability that the event did not happen by the end of each bin, (B, K) fp64."""
+        """Return the probability that the event did not happen by the end of each bin, (B, K) fp64."""
         return nn.functional.logsigmoid(-logits.double()).cumsum(1).exp()
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Risks (B, 1) fp64: minus the expected number of survived bins."""
+        """Return risks (B, 1) fp64: the negative expected number of survived bins."""
         return -self.survival(logits).sum(1, keepdim=True)
 
     def predictions(self, logits: Tensor) -> dict[str, Tensor]:
-        """The risk, and the probability of survival at each edge, each (B,)."""
+        """Return "risk" and, for each edge, the probability of survival "survival_at_<edge>", each (B,)."""
         survival, edges = self.survival(logits), self.edges or range(1, self.classes)
         return {"risk": self.scores(logits)[:, 0]} | {f"survival_at_{t:g}": survival[:, k] for k, t in enumerate(edges)}
 
@@ -111,9 +111,9 @@ class HazardHead(SurvivalHead):
 class CoxHead(SurvivalHead):
     """Proportional hazards: a log-risk without bias, with Cox's partial likelihood, and Efron's rule for tied times.
 
-    The loss compares a sample that had the event with all samples at risk at that time. Training sees only the batch of
-    this process, so it estimates the likelihood: larger batches are better, and ranks do not compare their samples.
-    Validation and test are exact: their risk set is the whole epoch on all ranks.
+    The loss compares a sample that had the event with all samples at risk at that time. In training, only samples of
+    this process's batch are compared, so the loss is an estimate of the likelihood, which is better for larger batches.
+    In validation and test, all samples of the epoch on all ranks are compared, so the loss is exact.
 
     Args:
         dim: E.
@@ -146,8 +146,8 @@ class CoxHead(SurvivalHead):
 def cox_losses(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
     """Negative log partial likelihood of each sample with an event, 0 for other samples; tied events by Efron's rule.
 
-    Of d events at one time, event l = 0 .. d - 1 (in the order of the batch) is compared with all samples at risk,
-    minus l / d of the d tied ones (Efron 1977, doi 10.1080/01621459.1977.10480613). Only the sum is Efron's.
+    If d events have one time, event l = 0 .. d - 1 (in the order of the batch) is compared with all samples at risk,
+    minus l / d of the d tied events. The sum of their losses is Efron's (1977, doi 10.1080/01621459.1977.10480613).
 
     Args:
         risk: (B,) log-risks.
@@ -168,7 +168,7 @@ def cox_losses(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
         top = risk[None].detach().masked_fill(~at_risk, -torch.inf).amax(1)
         weights = (risk[None] - top[:, None]).masked_fill(~at_risk, -torch.inf).exp()
         total = weights.sum(1) - share * (weights * tied).sum(1)
-        # the row itself is at risk, and a share of at most (d - 1) / d of d tied ones is removed
+        # total > 0: the row itself is at risk, and at most (d - 1) / d of the d tied events are subtracted
         out.append(torch.where(happened[rows], total.log() + top - risk[rows], 0.0))
     return torch.cat(out) if out else risk
 
@@ -177,7 +177,7 @@ def concordance_index(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
     """Harrell's concordance: the share of ordered pairs in which the sample with the earlier event has the higher risk.
 
     Equal risks count half (Harrell et al. 1982, doi 10.1001/jama.1982.03320430047030). A pair is ordered if the earlier
-    time is an event. At equal times it is ordered if only one is an event; the other sample lived longer.
+    time is an event. If the times are equal and only one is an event, the event counts as the earlier time.
 
     Args:
         risk, time, event: (S,).
@@ -199,14 +199,14 @@ def concordance_index(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
 
 
 def quantile_edges(labels: Sequence[tuple[float, float]], bins: int) -> list[float]:
-    """Return K - 1 edges between K bins that hold equally many events.
+    """Return K - 1 edges between K bins with equal numbers of events.
 
     Args:
         labels: (time, event) of the training samples.
         bins: K.
 
     Raises:
-        ValueError: if the times of events do not differ enough.
+        ValueError: if the events have too few different times.
     """
     times = np.array([time for time, event in labels if event], np.float64)
     edges = np.quantile(times, np.arange(1, bins) / bins) if len(times) else np.empty(0)
@@ -220,7 +220,7 @@ def quantile_edges(labels: Sequence[tuple[float, float]], bins: int) -> list[flo
 
 
 def check_edges(edges: Sequence[float] | None, bins: int) -> list[float] | None:
-    """Return the edges of K bins as a list; raise TypeError or ValueError unless K - 1 rising times above 0."""
+    """Return the edges of K bins as a list. Raises TypeError or ValueError unless they are K - 1 rising times > 0."""
     if edges is None:
         return None
     values = [real(t, f"time_bins[{i}]", above=0) for i, t in enumerate(edges)]
@@ -232,7 +232,7 @@ def check_edges(edges: Sequence[float] | None, bins: int) -> list[float] | None:
 
 
 def survival_head(dim: int, bins: int | None, loss: str, edges: Sequence[float] | None) -> nn.Module:
-    """Make the head of a survival loss; raise TypeError or ValueError for options that do not fit each other."""
+    """Make the head of a survival loss. Raises TypeError or ValueError for options that contradict each other."""
     one_of(loss, "survival_loss", LOSSES)
     if loss == "cox":
         if bins is not None or edges is not None:

@@ -37,13 +37,13 @@ class AttentionWriter(pl.Callback):
         layer, heads: as in `SlideEncoder.attention_map`; one layer only.
         path: path of the folder; None means `attention` in the logger's folder.
         pictures: write the PNGs.
-        thumbnails: a folder of pictures of whole slides, called SLIDE_ID.png, .jpg, .jpeg, .tif or .tiff, as background
-            of the heat maps; or one such file, for one slide. Slides without one get a white background and a warning.
+        thumbnails: the background of the heat maps: a folder of pictures of whole slides, called SLIDE_ID.png, .jpg,
+            .jpeg, .tif or .tiff; or one file, for one slide. If a slide has no picture, warn and use white.
         scale: scale of the colours, see `data.write_heat_map`.
 
     Raises:
-        TypeError, ValueError, FileNotFoundError: when predicting begins, for another model, or if ranks share a slide
-            or shard the weights; for missing thumbnails, or thumbnails of merged groups or of slides of unknown size.
+        TypeError, ValueError, FileNotFoundError: when `predict` begins, for a model other than SlideEncoder, ranks that
+            share a slide or shard weights, missing thumbnails, or thumbnails of merged groups or slides without a size.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class AttentionWriter(pl.Callback):
         self.layer, self.heads, self.path = layer, heads, path
         self.pictures, self.thumbnails, self.scale = flag(pictures, "pictures"), thumbnails, scale
         if thumbnails is not None and not pictures:
-            raise ValueError("thumbnails are the ground of pictures: set pictures to True, or leave thumbnails out.")
+            raise ValueError("thumbnails are the background of pictures: set pictures to True, or omit thumbnails.")
         #: {slide: (thumbnail, size of the slide)}
         self._grounds: dict[str, tuple[Path, tuple[int, int]]] = {}
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check the model and strategy, and determine the folder, which needs every rank."""
+        """Check the model and strategy, and determine the folder. Collective, because all ranks determine it."""
         if not isinstance(pl_module, SlideEncoder):
             raise TypeError(f"AttentionWriter is for a SlideEncoder, got {type(pl_module).__name__}: leave it out.")
         strategy = trainer.strategy
@@ -95,7 +95,7 @@ class AttentionWriter(pl.Callback):
         data = trainer.datamodule
         if not isinstance(data, SlideDataModule) or data.merge_groups:
             what = "samples of several slides" if isinstance(data, SlideDataModule) else "no SlideDataModule's slides"
-            raise ValueError(f"thumbnails are matched with slides by name, and these are {what}: leave thumbnails out.")
+            raise ValueError(f"thumbnails are matched with slides by name, but these are {what}: leave thumbnails out.")
         sizes = {slide.name: slide.extent for slide in data.dataset("test").slides}
         if not where.exists():
             raise FileNotFoundError(f"thumbnails {where}: no such file or folder.")
@@ -112,7 +112,7 @@ class AttentionWriter(pl.Callback):
         if without:
             rank_zero_warn(
                 f"{len(without)} of {len(sizes)} slides have no thumbnail in {where}, so their heat maps have a white "
-                f"ground: {', '.join(without[:5])}{', ...' if len(without) > 5 else ''}."
+                f"background: {', '.join(without[:5])}{', ...' if len(without) > 5 else ''}."
             )
         unknown = [name for name in sizes if name in paths and sizes[name] is None]
         if unknown:
@@ -136,7 +136,7 @@ class AttentionWriter(pl.Callback):
         if names is None or any(Path(name).name != name for name in names):
             raise ValueError(
                 f"AttentionWriter names its files by the batch's slide_id, a list of file names without folders; got "
-                f"{names!r}. SlideDataModule gives it."
+                f"{names!r}. Batches of SlideDataModule have it."
             )
         self._folder.mkdir(parents=True, exist_ok=True)
         features, coords, bounds = batch["features"], batch["coords"], batch.get("cu_seqlens")
@@ -158,7 +158,7 @@ class AttentionWriter(pl.Callback):
         for i, name in enumerate(names):
             count = tiles.shape[1] if counts is None else int(counts[i])
             attention = maps[i, ..., :count].T if self.heads == "all" else maps[i, :count]
-            # savez would not append the ending to a name that has one
+            # savez may append an ending to a path, but not to an open file
             values, places = attention.cpu().numpy(), coords[i, :count].cpu().numpy()
             with (self._folder / f"{name}.npz").open("wb") as file:
                 np.savez(file, attention=values, coords=places)

@@ -1,6 +1,6 @@
 """SlideBackbone: from tile features of slides to hidden states, shared by the slide encoder and its pretraining.
 
-It also has the positions of tiles: checks and cells of coordinates, and the fixed 2-D sin-cos embedding of cells.
+This module also computes positions of tiles: it checks coordinates, and has the fixed 2-D sin-cos embedding of cells.
 
 Shape letters: B batch, N rows (tiles and the class token), E embedding dim, T tiles, L rows of this rank, F features.
 """
@@ -28,7 +28,7 @@ from lightning_dilated.sequence import SequenceSpec
 
 #: coordinates of rows that are not tiles: class token and padding
 BLANK = -1
-#: the minimum rows of a slide, for errors
+#: the reason for the minimum number of rows of a slide, for errors
 ROWS = "a slide has the class token's row and at least one tile"
 _EXACT = {torch.float32: 2**24, torch.float64: 2**53}
 
@@ -36,8 +36,8 @@ _EXACT = {torch.float32: 2**24, torch.float64: 2**53}
 class GridPositions(nn.Module):
     """The sin-cos table of a `grid` x `grid` slide (as ViT-MAE, arXiv 2111.06377), computed for the requested cells.
 
-    A cell (x, y) gets [sin(y w), cos(y w), sin(x w), cos(x w)] with w = 10000^(-4 i / E), i < E / 4: row 1 + x grid + y
-    of a released GigaPath table. It has no parameters and no state.
+    A cell (x, y) gets [sin(y w), cos(y w), sin(x w), cos(x w)] with w = 10000^(-4 i / E), i < E / 4. This is row 1 + x
+    grid + y of a released GigaPath table. The module has no parameters and no state.
     """
 
     def __init__(self, dim: int, grid: int) -> None:
@@ -139,8 +139,8 @@ def released_segments(max_wsi_size: int, tile_size: int, branches: int = 5) -> l
     side = integer(max_wsi_size, "max_wsi_size", 1) // integer(tile_size, "tile_size", 1)
     if side < 32:
         raise ValueError(
-            f"max_wsi_size={max_wsi_size} of tiles of {tile_size} pixels has {side} tiles along an axis; segments start at "
-            "1,024 tiles, which takes 32. Raise it, or give segment_lengths."
+            f"max_wsi_size={max_wsi_size} with tiles of {tile_size} pixels has {side} tiles along an axis, but the first "
+            "segment of 1,024 tiles needs 32. Raise max_wsi_size, or give segment_lengths."
         )
     steps = max(1, branches - 1)
     last = int(math.log2(side * side))
@@ -155,20 +155,20 @@ def released_pattern(
     padding: str,
     global_class_token: bool = False,
 ) -> DilatedPattern:
-    """Return GigaPath's pattern for these arguments of a slide model; None is the release's. Raises ValueError."""
+    """Return GigaPath's pattern for the arguments of a slide model; None is the released value. Raises ValueError."""
     rates = list(RELEASED_RATES if dilation_rates is None else dilation_rates)
     if segment_lengths is None:
         size = RELEASED_SIDE * tile_size if max_wsi_size is None else max_wsi_size
         segment_lengths = released_segments(size, tile_size, len(rates))
     elif max_wsi_size is not None:
-        raise ValueError("give segment_lengths or max_wsi_size, not both: each says how long the segments are.")
+        raise ValueError("give segment_lengths or max_wsi_size, not both: each determines the segment lengths.")
     pattern = DilatedPattern.longnet(list(segment_lengths), rates, offsets="blocked", padding=padding)
     if not flag(global_class_token, "global_class_token"):
         return pattern
     if padding != "masked":
         raise ValueError(
-            f"global_class_token=True needs padding='masked', got {padding!r}: released weights, whose padding that is, "
-            "were trained without it."
+            f"global_class_token=True needs padding='masked', got {padding!r}, the padding of released weights, which "
+            "were trained without a global class token."
         )
     return replace(pattern, branches=(*pattern.branches, Global(1)))
 
@@ -190,10 +190,10 @@ class SlideBackbone(TransformerModel):
         max_wsi_size: pixels along an axis of the largest slide, which determines the segments; None: 1024 tiles.
         tile_size: side of a tile, in the pixels of coords.
         grid: cells of the positions along an axis; fixed by the weights (GigaPath: 1000).
-        padding: "masked", exact attention, or "attended", as released weights were trained (zero pads of the last
-            segment take part in the softmax).
+        padding: "masked", exact attention, or "attended", as released weights were trained (the softmax includes zero
+            pads of the last segment).
         global_class_token: whether the class token sees all tiles of its slide, and all tiles see it, in every layer
-            (`Global(1)` next to the other branches). For new models: released weights were trained without it.
+            (`Global(1)` next to the other branches). For new models only; released weights were trained without it.
         pattern: a pattern as in `TransformerModel`, in place of segment_lengths, dilation_rates, max_wsi_size, padding
             and global_class_token.
         options: ffn_dim, dropout, attention_dropout, drop_path, engine and the options of training.
@@ -273,7 +273,7 @@ class SlideBackbone(TransformerModel):
         if missing:
             raise ValueError(
                 f"the batch holds {list(batch)}, but no {' and no '.join(missing)}, which a slide encoder needs (a "
-                "LongNetClassifier does without coords)."
+                "LongNetClassifier needs no coords)."
             )
         check_form(self, batch, features=("(B, N, F)", "floats"), coords=("(B, N, 2)", "numbers"))
         check_documents(batch, len(batch["features"]), 2, ROWS)
@@ -288,7 +288,7 @@ class SlideBackbone(TransformerModel):
 
     # -- rows ----------------------------------------------------------------------------------------------------------
     def _placed(self, x: Tensor, coords: Tensor, counted: Tensor) -> Tensor:
-        """Return projected tiles (B, L, E) plus their positions, in the dtype of the parameters; checks coordinates."""
+        """Check coordinates, and return projected tiles (B, L, E) plus their positions, in the parameters' dtype."""
         counted = counted.to(coords.device)
         if torch.compiler.is_compiling():
             cells = torch.ops.lightning_dilated.checked_cells(coords, counted, self.tile_size, self.grid)
@@ -301,7 +301,7 @@ class SlideBackbone(TransformerModel):
         return self.patch_embed(features.to(self.patch_embed.weight.dtype))
 
     def tile_tokens(self, features: Tensor, coords: Tensor, lengths: Tensor | None) -> Tensor:
-        """Return the class token and the tiles, (B, 1 + T, E), from tiles alone (B, T, F); `lengths` (B,) count tiles."""
+        """Return the class token and the tiles, (B, 1 + T, E), from tiles (B, T, F); `lengths` (B,) count the tiles."""
         self._check_shapes(features, coords)
         counted = _within(torch.arange(features.shape[1]), lengths, len(features))
         x = self._placed(self._project(features), coords, counted)
@@ -355,7 +355,7 @@ class SlideBackbone(TransformerModel):
 
 
 def _check_blank(coords: Tensor, positions: Tensor, packed: bool) -> None:
-    """Raise unless each slide's first row is blank; unless `packed`, only this rank's first row can be one."""
+    """Raise ValueError if a slide's first row is not blank. Without `packed`, it can only be this rank's first row."""
     if torch.compiler.is_compiling():  # a graph must serve any values
         return
     at = (positions == 0).nonzero()[:, 0] if packed else torch.arange(int((positions[:1] == 0).any()))
@@ -366,7 +366,7 @@ def _check_blank(coords: Tensor, positions: Tensor, packed: bool) -> None:
     raise ValueError(
         "batches carry one blank row in front of the tiles, for the class token: features 0, coords (-1, -1), counted in "
         f"lengths (or cu_seqlens). A slide's first row has coords {in_front[row, slide].tolist()}. SlideDataModule adds it; "
-        "the model called with tiles alone does, too."
+        "the model also adds it if it is called with tiles alone."
     )
 
 

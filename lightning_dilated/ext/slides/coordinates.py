@@ -1,7 +1,7 @@
 """Checks of slides before training: coordinates against the tile size, files against the csv, sizes.
 
-An encoder places a tile at the cell (floor(x / tile_size), floor(y / tile_size)). Coordinates in another unit, or at
-another magnification than `tile_size`, raise no error there: many tiles share a cell, or all tiles are too far apart.
+An encoder places a tile at the cell (floor(x / tile_size), floor(y / tile_size)). It raises no error for coordinates in
+another unit or at another magnification than `tile_size`: many tiles would share a cell, or be too far apart.
 
 Shape letters: N tiles of a slide.
 """
@@ -19,7 +19,7 @@ from lightning_dilated._validation import integer
 from lightning_dilated.ext.slides.files import H5, PT, EmptySlide, Slide, slide_name
 from lightning_dilated.ext.slides.labels import Row
 
-#: minimum share of unique cells; contours cut on separate grids share a few, but a lower share means a wrong unit
+#: minimum number of cells per tile; few tiles share a cell if tissue is cut on separate grids, many in a wrong unit
 UNIQUE = 0.9
 #: minimum number of distances between neighbours to judge the tile size
 ENOUGH = 16
@@ -38,7 +38,7 @@ def check_coordinates(
         coords: (N, 2) x and y of each tile's upper left corner in pixels; a tensor on any device, or an array. Real
             tiles only, without rows of a class token and of padding (-1, -1).
         tile_size: side of a tile in the same pixels, such as TRIDENT's `patch_size_level0` for its level-0 coordinates.
-        grid: n, if positions exist for n x n cells only.
+        grid: number of cells along an axis that have positions; None for no limit.
         where: prefix of the error; name the slide.
         extent: (width, height) of the slide in the same pixels, if known.
 
@@ -84,7 +84,7 @@ def tile_cells(coords: np.ndarray, tile_size: int) -> np.ndarray:
 
 
 def tile_step(coords: np.ndarray) -> int | None:
-    """Return the most common distance of neighbours in a row or column; None if no two tiles share one."""
+    """Return the most common distance of neighbours in a row or column; None if no row or column has two tiles."""
     gaps = _gaps(coords)
     if not len(gaps):
         return None
@@ -200,7 +200,7 @@ def _far_apart(values: np.ndarray, tile_size: int) -> str:
 def overlap_fault(coords: np.ndarray, tile_size: int, slide: Slide) -> str:
     """Return a fault if a file states a side but no overlap, and most neighbours are not `tile_size` apart.
 
-    CLAM writes such files for a step_size below the patch_size: cells of that side would hold several tiles.
+    CLAM writes such files if step_size is below patch_size. Cells of the stated side would then contain several tiles.
     """
     gaps = _gaps(coords)
     if slide.tile_size is None or slide.overlap_known or len(gaps) < ENOUGH:
@@ -255,7 +255,7 @@ class Inventory:
 def matched(
     files: dict[str, str], rows: list[Row] | None, csv: str, leave_out: bool
 ) -> tuple[list[str], list[Row] | None]:
-    """Match files and rows, in the order of the files; an unmatched file or row is an error, or dropped with a warning."""
+    """Match files and rows, in the order of the files; unmatched ones raise an error, or are dropped with a warning."""
     if rows is None:
         return list(files.values()), None
     row_of = {row.slide: row for row in rows}
@@ -266,7 +266,7 @@ def matched(
         remedy = "correct names, data.paths or the csv, or set data.unmatched to 'leave_out'"
         raise ValueError(f"{_listed('slides lack a file or a label', faults)}\nTo go on, {remedy}")
     if not names:
-        raise ValueError(f"no file of data.paths is named in {csv}; the first of each: {faults[0]}; {faults[-1]}")
+        raise ValueError(f"no file of data.paths is named in {csv}; the first faults: {faults[0]}; {faults[-1]}")
     if faults:
         warnings.warn(_listed("slides are left out", faults), stacklevel=3)
     return [files[name] for name in names], [row_of[name] for name in names]
@@ -310,13 +310,13 @@ def check_sizes(slides: list[Slide], max_tiles: int | None) -> None:
     if max_tiles is not None and longest.tiles > max_tiles:
         count = sum(s.tiles > max_tiles for s in slides)
         raise ValueError(
-            f"{count} of {len(slides)} slides have more than data.max_tiles = {max_tiles} tiles, the most "
+            f"{count} of {len(slides)} slides have more than data.max_tiles = {max_tiles} tiles; the longest is "
             f"{longest.path} with {longest.tiles}: raise data.max_tiles, or set data.over to 'sample'"
         )
 
 
 def one_tile_size(slides: list[Slide], tile_size: int | None) -> int | None:
-    """Return the side of a tile that option and slides agree on; None if none states it. Raises ValueError otherwise."""
+    """Return the tile side that option and slides state; None if none does. Raises ValueError if they disagree."""
     stated = {s.tile_size: s.path for s in reversed(slides) if s.tile_size}
     if tile_size is not None:
         # a smaller size is the distance of overlapping tiles, which `overlap_fault` compares with the coordinates
@@ -350,7 +350,7 @@ def by_name(paths: list[str]) -> dict[str, str]:
 
 
 def each(what: str, function: Any, items: list[Any]) -> list[Any]:
-    """Return [function(item) ...]; collect all ValueErrors into one."""
+    """Return [function(item) ...]; collect the ValueErrors of all items into one."""
     results, faults = [], []
     for item in items:
         try:

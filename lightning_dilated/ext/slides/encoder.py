@@ -1,4 +1,4 @@
-"""SlideEncoder: LongNet over tile features of whole slides (GigaPath's architecture), for embeddings, fine-tuning and maps.
+"""SlideEncoder: GigaPath's LongNet over tile features of whole slides, for embeddings, fine-tuning and heat maps.
 
 Shape letters: B batch, N tokens, Q chosen queries, H query heads, E embedding dim, T tiles, F features.
 """
@@ -43,13 +43,13 @@ def layer_weights(
     layers: Sequence[int],
     lengths: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return attention weights of chosen queries and layers, exact and without an N x N matrix; skips later layers.
+    """Return exact attention weights of chosen queries and layers, without an N x N matrix; later layers do not run.
 
-    They are computed from the op's own q and k, including low-rank updates and autocast.
+    They are computed from the q and k that the op gets, which include low-rank updates and autocast.
 
     Args:
-        transformer: a stack without rotary positions, in eval mode; `lengths` (B,) are its argument.
-        x: (B, N, E), its input.
+        transformer: a stack without rotary positions, in eval mode.
+        x, lengths: (B, N, E) and (B,), the stack's inputs.
         queries: Q positions in [0, N).
         layers: numbers in [0, depth), in increasing order.
 
@@ -63,7 +63,7 @@ def layer_weights(
         q, k = args[:2]
         weights.append(attention_weights(q, k, core.pattern, queries, scale=core.scale, **options))
 
-    with torch.compiler.set_stance("force_eager"):  # a hook would make torch recompile the block
+    with torch.compiler.set_stance("force_eager"):  # because a hook would make torch recompile the block
         for i, block in enumerate(transformer.blocks[: max(layers) + 1]):
             cores = [m for m in block.modules() if isinstance(m, DilatedAttention)] if i in layers else []
             hooks = [core.register_forward_pre_hook(look, with_kwargs=True) for core in cores]
@@ -108,9 +108,9 @@ class SlideEncoder(SlideBackbone, PooledModule):
     """The slide encoder of GigaPath (doi 10.1038/s41586-024-07441-w): tile features and coordinates to one embedding.
 
     Called with tiles it returns embeddings, see `forward`. For training, batches are mappings with `features` (B, N, F)
-    with a blank first row, `coords` (B, N, 2) with -1 in that row, `lengths` (B,) that count it, and `label`. Or D
-    slides are packed into one row: B = 1, a blank row in front of each, `cu_seqlens` (D + 1,) int32 on the CPU, and
-    `label` (D,); predictions are then (D,).
+    with a blank first row, `coords` (B, N, 2) with -1 in that row, `lengths` (B,) that count it, and `label`. For D
+    slides packed into one row, B = 1, each slide has a blank row in front, `cu_seqlens` is (D + 1,) int32 on the CPU,
+    and `label` is (D,); predictions are then (D,).
 
     Args:
         pool: "class", the class token, or "mean" over the tiles; the result is then normalised.
@@ -122,7 +122,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
 
     Raises:
         FileNotFoundError: if there is no file `pretrained`.
-        ValueError, TypeError: names the argument.
+        ValueError, TypeError: for an invalid argument; the message names it.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         return {"features": features, "coords": rows["coords"][:, 1:].repeat(batch_size, 1, 1)}
 
     def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """Return embeddings (B, E), and logits (B, C) with a task."""
+        """Return embeddings (B, E), and logits (B, C) if the model has a task."""
         return self._exported(self(inputs["features"], inputs["coords"]))
 
     @classmethod
@@ -172,8 +172,8 @@ class SlideEncoder(SlideBackbone, PooledModule):
                 12l384d), alone or inside a fine-tuned model; loaded with `weights_only=True`.
             compat: attention as released, which attends to zero pads (`padding="attended"`); False masks them.
             num_heads, grid: not determined by weights; every release has 16 heads and 1000 cells.
-            options: other arguments of `SlideEncoder`. The file must have `depth` layers if given, else at least the
-                layers of GigaPath's encoder of its width, if there is one.
+            options: other arguments of `SlideEncoder`. If `depth` is given, the file must have that number of layers;
+                else at least the number of layers of GigaPath's encoder of its width, if there is one.
 
         Raises:
             FileNotFoundError, ValueError: with the missing parts of the file. Unused entries are logged in one line.
@@ -203,7 +203,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         if not settings:
             raise ValueError(
                 f"{path} is not a Lightning checkpoint, so it has no settings. SlideEncoder(pretrained=...) reads its "
-                "weights, from_gigapath those of a release."
+                "weights; from_gigapath reads the weights of a release."
             )
         settings = file_arguments(settings, path, options)
         known = {name: make_values(value) for name, value in settings.items() if name not in PRETRAINING}
@@ -215,12 +215,12 @@ class SlideEncoder(SlideBackbone, PooledModule):
         return model.eval()
 
     def released_state_dict(self) -> dict[str, Tensor]:
-        """Return the encoder's weights by the names of a GigaPath release, without the table of positions.
+        """Return the encoder's weights with the names of a GigaPath release, without the table of positions.
 
         Raises: ValueError while the model has low-rank updates.
         """
         if self.lora_rank is not None:
-            raise ValueError("a release has no place for low-rank updates: call merge_lora() first.")
+            raise ValueError("a release cannot contain low-rank updates: call merge_lora() first.")
         return to_released(self.state_dict())
 
     def build(self) -> None:
@@ -242,7 +242,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
             features: (B, T, F), any floating dtype; padded on the right.
             coords: (B, T, 2), x and y in whole pixels of each tile's upper left corner.
             lengths: (B,), tiles of each slide; None: no padding. Padding does not change a slide's embedding.
-            all_layers: return a list: for the input to the first layer, and for each layer's output.
+            all_layers: return a list, with embeddings from the first layer's input and from each layer's output.
 
         Returns:
             (B, E), or a list of depth + 1 of these.
@@ -268,7 +268,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         heads: Literal["mean", "all"] = "mean",
         queries: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return the attention of the class token to each tile, exact and without an N x N matrix: a slide's heat map.
+        """Return the exact attention of the class token to each tile, without an N x N matrix: a slide's heat map.
 
         Memory beyond encoding the slides is O(B H T) per layer (times the number of `queries`).
 
@@ -282,19 +282,19 @@ class SlideEncoder(SlideBackbone, PooledModule):
             (B, T) fp32 (fp64 for fp64 weights), without a gradient: column t is tile t in the order of `features`, 0 in
             the padding and for tiles that no branch of the pattern reaches. Up to three more dims, in this order:
             layers in front for layer="all", (.., B, H, T) for heads="all", (.., Q, T) for `queries`; a query beyond its
-            slide's length has 0. A row sums to 1 minus the class token's own weight (and, with padding="attended", the
+            slide has weights 0. A row sums to 1 minus the class token's own weight (and, with padding="attended", the
             weight of zero pads). For slide b with n tiles, `heat_map(weights[b, :n], coords[b, :n], tile_size)` is a
             picture and `write_attention(path, weights[b, :n])` writes into its file (both in `lightning_dilated.data`).
 
         Raises:
-            TypeError, ValueError: as `forward`; for other arguments, in training mode, or if ranks share a sequence.
+            TypeError, ValueError: as `forward`; for invalid arguments, in training mode, or if ranks share a sequence.
         """
         _one_rank("attention_map takes whole slides on one rank: call it outside of the steps that share a sequence.")
         layers = chosen_layers(layer, self.depth)
         if heads not in ("mean", "all"):
             raise ValueError(f"heads must be mean or all, got {heads!r}.")
         if self.training:
-            raise ValueError("attention_map is for a model in eval mode, as dropout changes it: call .eval() before.")
+            raise ValueError("attention_map is for a model in eval mode, without dropout: call .eval() before.")
         x, rows = self._tiles(features, coords, lengths)
         query_rows = [0] if queries is None else tile_rows(queries, features.shape[1])
         weights = layer_weights(self.transformer, x, query_rows, layers, rows)
@@ -311,7 +311,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         return self.tile_tokens(features, coords, tiles), None if tiles is None else tiles + 1
 
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return (B, E), or (D, E) of packed slides, from this rank's rows of a training batch with blank first rows."""
+        """Return (B, E), or (D, E) for packed slides, from this rank's rows of a batch with blank first rows."""
         self.configure_model()
         checked_by_all(self._check_entries, batch)
         lengths = check_lengths(batch.get("lengths"), -1, 2, "it counts the class token's row and at least one tile")

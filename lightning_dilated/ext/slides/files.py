@@ -27,16 +27,16 @@ from lightning_dilated.ext.files.files import spread
 from lightning_dilated.ext.text.remote import RemoteFile
 
 # -- sizes in the attributes -------------------------------------------------------------------------------------------
-# TRIDENT writes `patch_size_level0`, `level0_width` and `level0_height`, and `overlap` in the pixels of `patch_size`. CLAM
-# writes `patch_size` and `downsampled_level_dim`, which count pixels of the level `patch_level`, and `downsample`, the
-# number of level-0 pixels per pixel of that level. Coordinates of both count level-0 pixels.
+# TRIDENT writes `patch_size_level0`, `level0_width` and `level0_height`, and `overlap` in the pixels of `patch_size`.
+# CLAM writes `patch_size` and `downsampled_level_dim`, which count pixels of the level `patch_level`, and `downsample`,
+# the number of level-0 pixels per pixel of that level. Coordinates of both programs count level-0 pixels.
 
 #: pixels that no slide reaches; a larger attribute is not a size
 _LARGEST = 1 << 31
 
 
 def states_overlap(attributes: Mapping[str, Any]) -> bool:
-    """Return whether `tile_size_of` knows the overlap of tiles. CLAM (step_size below patch_size) does not write it."""
+    """Return whether the attributes state the overlap of tiles; CLAM, with step_size below patch_size, does not."""
     return all(name in attributes for name in ("patch_size_level0", "overlap", "patch_size"))
 
 
@@ -166,7 +166,7 @@ def _h5_of_url(h5py: Any, path: str, opener: FileOpener) -> Iterator[Any]:
             if isinstance(error, OSError):
                 raise _unreadable(path, error) from error
             raise
-        # h5py's frames keep the file open, and HDF5 the source; closing it after Python has ended crashes the process.
+        # the traceback's frames keep the file open; HDF5 closing it after the end of Python would crash the process
         for x in (error, store_error):
             traceback.clear_frames(x.__traceback__)
         if store_error is error:
@@ -235,7 +235,7 @@ def _is_there(path: str, file: Any, name: str) -> bool:
         try:
             link = group.get(part, getlink=True)
         except TypeError as error:
-            raise _elsewhere(path, name, "a link of a kind of its own, to", "somewhere") from error
+            raise _elsewhere(path, name, "a user-defined link to", "another place") from error
         if isinstance(link, h5py.ExternalLink):
             raise _elsewhere(path, name, "an external link to", link.filename)
         if isinstance(link, h5py.SoftLink):
@@ -267,9 +267,9 @@ PT = (".pt", ".pth")
 IMAGES = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vsi", ".czi")
 #: maximum rows of one read, to bound the memory of conversion and checks
 BLOCK = 4096
-#: rows at most this far apart are read together, because a call costs as much as a few rows
+#: rows at most this far apart are read together, because a call costs as much as reading a few rows
 NEAR = 16
-#: tiles of a slide that its fingerprint reads
+#: number of tiles of a slide that its fingerprint reads
 SAMPLED = 8
 
 
@@ -387,7 +387,7 @@ class SlideReader:
     def digest(self, path: str) -> bytes:
         """Return a digest of the features and coordinates of SAMPLED tiles, including the first and the last.
 
-        It covers nothing else, so attention may be written into the file. For a URL it covers the store's version of
+        Writing attention into the file does not change the digest. For a URL the digest is of the store's version of
         the content, such as an ETag, so that thousands of slides need not be read.
         """
         digest = hashlib.blake2b(digest_size=16)
@@ -401,7 +401,7 @@ class SlideReader:
         return digest.digest()
 
     def _finite(self, path: str, values: Tensor, tiles: np.ndarray) -> Tensor:
-        """Return the values of these tiles in the reader's dtype, checked."""
+        """Return the values of these tiles in the reader's dtype. Raises ValueError if one is not finite."""
         out = values.to(self.dtype)
         # one pass without a mask: the float64 sum of finite values of these types is finite
         if out.sum(dtype=torch.float64).isfinite():
@@ -425,7 +425,7 @@ class SlideReader:
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[tuple[_Rows, _Rows | None]]:
-        """Yield (features, coords) of an open file, after all checks that need no row."""
+        """Yield (features, coords) of an open file, after all checks that do not read a row."""
         refuse_special(path)
         opened = opened_h5(path, self.opener) if path.lower().endswith(H5) else _pt(path, self.features, self.opener)
         with opened as arrays:
@@ -447,7 +447,7 @@ class SlideReader:
             )
         if self.coords is None:
             return _Rows(features), None
-        remedy = "data.coords_name to the array of x and y (a SlideEncoder needs one; null does for models that do not)"
+        remedy = "data.coords_name to the array of x and y, or to null for a model without positions (no SlideEncoder)"
         coords = _array(path, arrays, self.coords, remedy)
         self._check_coords(path, coords, shape[-2])
         return _Rows(features), _Rows(coords)
@@ -501,13 +501,13 @@ def _array(path: str, arrays: Any, name: str, option: str) -> Any:
 
 
 def _check_stored(path: str, tensor: Tensor, name: str) -> None:
-    """Raise ValueError unless a tensor's values are all in the file."""
+    """Raise ValueError if the file does not contain all values of a tensor."""
     plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
     if not plain or tensor.is_nested:
         kind = str(tensor.layout).removeprefix("torch.") if tensor.layout != torch.strided else tensor.device.type
         kind = "quantized" if tensor.is_quantized else kind
         raise ValueError(
-            f"{path}: {name!r} is a {kind} tensor: save an ordinary one, as of .to_dense() or .dequantize()"
+            f"{path}: {name!r} is a {kind} tensor: save it as an ordinary tensor, by .to_dense() or .dequantize()"
         )
     stored = tensor.untyped_storage().nbytes() // tensor.element_size()
     if tensor.numel() > stored:

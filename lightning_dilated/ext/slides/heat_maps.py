@@ -16,12 +16,12 @@ from lightning_dilated.data.opener import refuse_url
 from lightning_dilated.ext.slides.coordinates import check_coordinates, tile_cells
 from lightning_dilated.ext.slides.files import H5, SlideReader, import_h5py
 
-#: maximum cells of a picture; more are taken for a mistake
+#: maximum cells of a picture; more raise an error, because they are probably a mistake
 MOST_CELLS = 10**8
 
 
 def heat_map(weights: Any, coords: Any, tile_size: int = 256) -> np.ndarray:
-    """Return one value per tile as a picture; grid[row, column] covers pixels from (row, column) * tile_size on.
+    """Return a picture with one value per tile; grid[row, column] covers pixels from (row, column) * tile_size on.
 
     Args:
         weights: (N,) such as `encoder.attention_map(...)[0]`, or `attention_weights(...)[0, :, 0].mean(0)` of other
@@ -45,7 +45,7 @@ def heat_map(weights: Any, coords: Any, tile_size: int = 256) -> np.ndarray:
     return grid
 
 
-#: pixels of the longer side of a picture without a thumbnail, and of the largest tile in it
+#: for pictures without a thumbnail: maximum pixels of the longer side, and of a tile's side
 LONGEST, LARGEST_TILE = 2048, 16
 #: maximum difference between the proportions of a thumbnail and of the slide
 PROPORTION = 0.05
@@ -127,14 +127,14 @@ def _factors(path: Any, shape: tuple[int, int], slide_size: tuple[int, int] | No
     """Return thumbnail pixels per slide pixel along x and y, (2,)."""
     if slide_size is None:
         raise ValueError(
-            f"thumbnail {os.fspath(path)} can be drawn on only where the slide's size is known, and its file does not state "
-            "it: give slide_size, width and height in the pixels of coords, or leave the thumbnail out"
+            f"thumbnail {os.fspath(path)} needs the slide's size, which the slide's file does not state: give slide_size, "
+            "width and height in the pixels of coords, or leave the thumbnail out"
         )
     factors = np.array(shape[::-1]) / np.array(slide_size)
     if abs(factors[0] / factors[1] - 1) > PROPORTION:
         raise ValueError(
-            f"thumbnail {os.fspath(path)} has {shape[1]} x {shape[0]} pixels, and the slide {slide_size[0]} x "
-            f"{slide_size[1]}, which are other proportions: is it of another slide, or turned?"
+            f"thumbnail {os.fspath(path)} has {shape[1]} x {shape[0]} pixels, but the slide has {slide_size[0]} x "
+            f"{slide_size[1]}, other proportions: is it of another slide, or rotated?"
         )
     return factors
 
@@ -169,9 +169,9 @@ def write_attention(
     path = os.fspath(path)
     refuse_url(path, "path")
     if not path.lower().endswith(H5):
-        raise ValueError(f"{path}: attention is written to .h5 files; torch.save it next to a .pt slide yourself")
+        raise ValueError(f"{path}: attention is written to .h5 files only; for a .pt slide, torch.save it separately")
     if name in (features_name, coords_name):
-        raise ValueError(f"name is {name!r}, which holds the slide itself: choose another")
+        raise ValueError(f"name is {name!r}, which is an array of the slide itself: choose another")
     reader = SlideReader(features_name, coords_name)
     tiles = reader.inspect(path).tiles
     values = _plain(weights).astype(np.float32)

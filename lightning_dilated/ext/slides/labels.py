@@ -24,7 +24,7 @@ LONGEST = 1 << 22
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns; `split` "auto" is a column called split if there is one; None: no such column.
+    """Names of columns, or None for no column. `split` "auto" is the column "split" if the csv has it.
 
     `time` and `event` are the columns of survival.
     """
@@ -166,7 +166,7 @@ def _row(where: str, line: int, values: list[str], header: dict[str, int], colum
 def class_numbers(
     path: str, rows: Iterable[Row], classes: list[str] | None, trained: bool = False
 ) -> tuple[list[str], list[int]]:
-    """Return (classes, number of each row's class): in the order of `classes`, else sorted, whole numbers by size.
+    """Return (classes, class number of each row). If `classes` is None, labels are sorted, whole numbers by value.
 
     Args:
         path, rows: path of the csv, for errors, and its rows.
@@ -185,11 +185,11 @@ def class_numbers(
         broken = [row for row, x in zip(rows, numbers, strict=True) if x != int(x)]
         if broken:
             raise ValueError(
-                f"{path}, line {broken[0].line}: the label {broken[0].label} is not a class, as it is not a whole number: "
+                f"{path}, line {broken[0].line}: the label {broken[0].label} is not a class, because it is a fraction: "
                 "set data.labels to 'numbers' for regression"
             )
         if not any(_padded(word) for word in words):  # 01 and 1 may be two classes, so padded numbers stay words
-            words = [str(int(x)) for x in numbers]  # 1.0, as tables with gaps have it, is 1
+            words = [str(int(x)) for x in numbers]  # tables with gaps write 1 as 1.0
     names = (
         sorted(set(words), key=lambda x: (0, int(x), "") if _whole(x) else (1, 0, x)) if classes is None else classes
     )
@@ -223,7 +223,7 @@ def _written_whole(word: str) -> str:
 
 
 def survival_of(path: str, rows: Iterable[Row], columns: Columns) -> list[tuple[float, float]]:
-    """Return (time, event) of each row: event 1 if it happened at that time, 0 if it had not by then (censored).
+    """Return (time, event) of each row: event is 1 if it happened at that time, 0 if it had not by then (censored).
 
     Raises:
         ValueError: with the line, for a time that is negative or not finite, or an event other than 0 and 1; and if no
@@ -240,13 +240,13 @@ def survival_of(path: str, rows: Iterable[Row], columns: Columns) -> list[tuple[
         if event not in (0, 1):
             raise ValueError(
                 f"{path}, line {row.line}: {columns.event!r} is {row.event!r}, but it must be 1 (the event happened at this "
-                "time) or 0 (it had not by then): correct it, or set data.event_column. Where the table says censored 1 or "
-                "0, write 1 minus that"
+                "time) or 0 (it had not by then): correct it, or set data.event_column. If the table has 1 for censored, "
+                "write 1 minus that value"
             )
         out.append((time, float(event)))
     if not any(event for _, event in out):
         raise ValueError(
-            f"{path}: {columns.event!r} is 0 everywhere; survival is learned from events: is it 1 - censored?"
+            f"{path}: {columns.event!r} is 0 everywhere, but training needs events: does the column mean censored?"
         )
     return out
 

@@ -31,8 +31,8 @@ class SlidePretrainer(SlideBackbone):
     is the mean squared error over hidden tiles. `SlideEncoder.from_pretrained_mae` reads checkpoints.
 
     Batches are mappings with `features`, `coords`, `lengths` or `cu_seqlens` as in `SlideEncoder`, and `index` (B,), or
-    (D,) for packed slides: the slide's number in the data set. Hidden tiles depend on (mask_seed, optimizer step,
-    index, position) alone, on any number of ranks and in a resumed run; validation hides the same tiles every time.
+    (D,) for packed slides: the slide's number in the data set. Hidden tiles depend only on (mask_seed, optimizer step,
+    index, position), not on the number of ranks or a resume. Validation hides the same tiles every time.
 
     Args:
         mask_ratio: probability in (0, 1) that a tile is hidden.
@@ -43,7 +43,7 @@ class SlidePretrainer(SlideBackbone):
         options: options of `SlideBackbone`; the decoder has no dropout.
 
     Raises:
-        ValueError, TypeError: names the argument.
+        ValueError, TypeError: for an invalid argument; the message names it.
     """
 
     def __init__(
@@ -85,21 +85,21 @@ class SlidePretrainer(SlideBackbone):
         return {**self.example_rows(tokens), "index": torch.zeros(1, dtype=torch.int64)}
 
     def planning_copy(self, depth: int) -> SlidePretrainer:
-        """Copy as DilatedModule does, with the mean number of hidden tiles, because the true ones depend on values."""
+        """Copy as DilatedModule does, with the mean number of hidden tiles, because the true number needs values."""
         copy = super().planning_copy(depth)
         rows = lambda hidden: torch.zeros(round(self.hiding.p * hidden.numel()), dtype=torch.int64)  # noqa: E731
         copy.hidden_rows = rows  # type: ignore[method-assign]
         return copy
 
     def token_features(self) -> tuple[int, ...]:
-        """Return features of a row plus the decoder's input, and of the decoder's output, averaged over hidden tiles."""
+        """Return (features of a row and of the decoder's input, mean features of the decoder's output per row)."""
         return self.feature_dim + self.decoder_dim, round(self.hiding.p * self.feature_dim)
 
     def planning_notes(self) -> list[str]:
         """Return a note on the number of hidden tiles."""
         return [
-            f"as many tiles are hidden as in the mean, mask_ratio={self.hiding.p:g}; what the decoder's blocks save is "
-            "counted as temporary."
+            f"the mean number of tiles is hidden, mask_ratio={self.hiding.p:g}; activations that the decoder's blocks save "
+            "are counted as temporary."
         ]
 
     def hidden_tiles(
@@ -117,7 +117,7 @@ class SlidePretrainer(SlideBackbone):
         return ~keep & (tiles if lengths is None else tiles & (positions < lengths[:, None]))
 
     def hidden_rows(self, hidden: Tensor) -> Tensor:
-        """Return numbers (M,) int64 of the hidden rows among all B L; computed on the CPU to avoid waiting for a GPU."""
+        """Return numbers (M,) int64 of the hidden rows among all B L, on the CPU to avoid waiting for a GPU."""
         return hidden.flatten().nonzero()[:, 0]
 
     def reconstruct(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -158,5 +158,5 @@ def _check_index(batch: Mapping[str, Any]) -> None:
     if bounds is not None and len(batch["index"]) != len(bounds) - 1:
         raise ValueError(
             f"the batch packs {len(bounds) - 1} slides (cu_seqlens), but has {len(batch['index'])} numbers in index: give "
-            "one a slide."
+            "each slide a number."
         )

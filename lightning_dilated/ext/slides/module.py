@@ -47,7 +47,7 @@ from lightning_dilated.sequence.shard import SequenceSpec
 _HINT = "pass existing .h5 or .pt files, directories or globs in data.paths"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-#: shifts of no slides
+#: shifts if there are no slides
 _EMPTY = np.empty((0, 2), np.int64)
 
 
@@ -57,9 +57,9 @@ class SlideDataModule(SplitDataModule):
     Batches are {"features": (B, Nmax, F), "coords": (B, Nmax, 2) int64, "lengths": (B,) int64, "label", "index": (B,),
     "slide_id": list of B names}, padded on the right with features 0 and coords -1. Labels are (B,) int64 classes, (B,)
     float32 numbers, or (B, 2) float32 times and events. A slide's name is its file name without the suffix. With
-    `class_token` each slide begins with a blank row like padding, which `lengths` counts: a slide of T tiles has T + 1
-    positions, tile t at position t + 1. Under "ring_dilated" a rank reads only the tiles of its part (for B > 1, of its
-    part of the positions of the longest slide).
+    `class_token` each slide begins with a blank row, with the values of padding but counted by `lengths`: a slide of T
+    tiles has T + 1 positions, with tile t at position t + 1. With strategy "ring_dilated" a rank reads only the tiles
+    at its positions (for B > 1, its positions in the longest slide).
 
     Args:
         paths: slide files, directories (read recursively) or globs, or URLs of them. A .pt file by URL is read whole,
@@ -71,48 +71,48 @@ class SlideDataModule(SplitDataModule):
         label_column: column of the label.
         split_column: column of train, val or test; "auto" uses a column called `split` if there is one; null splits by
             fractions.
-        group_column: slides with the same value here, such as a patient's, stay in one split; a split column that puts
-            them into several is an error.
+        group_column: slides with the same value in this column, such as a patient, stay in one split; a split column
+            that puts them into several splits is an error.
         classes: the labels in the order of their numbers; null takes the classes of the tested model, or sorts the
             labels of the csv.
         val_fraction, test_fraction: shares of the slides (or groups) for validation and test, from 0 to below 1, chosen
-            by `seed`; each split gets its share of every class (see `labels.split_groups`). With test_fraction 1 and
-            val_fraction 0, or a split column that says test everywhere, all slides are tested or predicted.
-        unmatched: "error" if a slide has no line or a line no slide; "leave_out" drops them with a warning, and drops
-            slides without a tile too.
+            by `seed`; each split gets its share of every class (see `splits.split_groups`). With test_fraction 1 and
+            val_fraction 0, or a split column with test in every line, all slides are tested or predicted.
+        unmatched: "error" raises if a slide has no line or a line has no slide; "leave_out" drops such slides and lines
+            with a warning, and also slides without a tile.
         batch_size: B, slides of a batch on each device.
         class_token: put a blank row first.
         max_tiles: maximum tiles of a slide; null for no limit.
-        over: for longer slides: "error", or "sample", a random subset, new in each epoch of training.
+        over: action for slides with more tiles: "error" raises; "sample" takes a new random subset in each epoch.
         order: order of a slide's tiles in the sequence, which changes what a dilated branch sees: "raster", by rows of
             the slide from top to bottom and left to right, or "file", as in the file. null takes the order that the
             model was trained with, and for a new model "raster" (without coordinates "file").
         features_name, coords_name: the arrays' names in a file; coords_name null reads slides without coordinates.
         feature_dtype: "float32", "float16" or "bfloat16".
-        tile_size: side of a tile (less the overlap of tiles) in pixels of the coordinates, which are checked against
+        tile_size: side of a tile minus the overlap of tiles, in pixels of the coordinates, which are checked against
             it; null takes the file's (TRIDENT's patch_size_level0, CLAM's patch_size), or the model's if the file has
             none. CLAM does not write its step_size: if that is below the patch_size, set it here, in level-0 pixels.
-        check_values: features to read before training: of the "first" slide of each split, or of "all"; features are
-            checked again on every read. Coordinates of all slides are always read.
+        check_values: check the features of the "first" slide of each split, or of "all" slides, before training.
+            Features are checked again on every read. The coordinates of all slides are always checked.
         seed: fixes the training order, the splits and the subsets.
         num_workers: processes that load batches; 0 loads in the main process.
         pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous (null: if there is a
             GPU). Slides are large, and page-locked memory is not freed.
         pack_tokens: maximum positions of a batch on each device: slides are packed into one row, in place of
-            `batch_size` padded ones; null does not pack. A larger slide is a batch by itself. Batches are then
+            `batch_size` padded ones; null does not pack. A larger slide gets its own batch. Batches are then
             {"features": (1, N, F), "coords": (1, N, 2), "cu_seqlens": (D + 1,) int32 on the CPU, bounds of the D slides
             with their blank rows, "label", "index": (D,), "slide_id": list of D names}.
         sampling: "all" takes each training slide once an epoch; "balanced" draws all classes equally often: an epoch
             has the same length and repeats slides of rare classes (`ResumableSampler`).
         folds: number of folds of a cross-validation, in place of `test_fraction`: slides (or groups) are dealt to folds
-            with equal shares of every class. One fold is tested, and `val_fraction` of the other slides validates.
+            with equal shares of every class. One fold is tested; `val_fraction` of the other slides is for validation.
         fold: number of the tested fold, from 0 to folds - 1.
         time_column, event_column: columns of survival: time to the event or to the last visit, in any unit, and 1 if
             the event happened at that time, else 0.
         merge_groups: make one sample of all slides of a group, such as a patient: one class token, then the tiles of
             each slide; coordinates are shifted so that slides are side by side. The sample is named after the group,
             and the labels of its slides must agree.
-        cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null is remote in the package's cache folder)
+        cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null: `remote` in the package's cache folder)
             and its maximum size in GiB, see `FileOpener`.
 
     Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
@@ -192,7 +192,7 @@ class SlideDataModule(SplitDataModule):
         self.test_fraction = real(test_fraction, "data.test_fraction", least=0, most=1)
         if self.val_fraction + self.test_fraction > 1:
             raise ValueError(
-                f"data.val_fraction {val_fraction} and data.test_fraction {test_fraction} are above 1 together: lower one "
+                f"data.val_fraction {val_fraction} and data.test_fraction {test_fraction} add up to more than 1: lower one "
                 "(to test or predict all slides, set data.val_fraction to 0 and data.test_fraction to 1)"
             )
         self.unmatched = one_of(unmatched, "data.unmatched", ("error", "leave_out"))
@@ -202,7 +202,7 @@ class SlideDataModule(SplitDataModule):
         self._order = None if order is None else one_of(order, "data.order", ("file", "raster"))
         if coords_name is None and order == "raster":
             raise ValueError(
-                "data.order 'raster' needs coordinates, but data.coords_name is null: set one or the other"
+                "data.order 'raster' needs coordinates, but data.coords_name is null: set data.order to 'file', or a name"
             )
         dtype = DTYPES[one_of(feature_dtype, "data.feature_dtype", tuple(DTYPES))]
         self.reader = SlideReader(features_name, coords_name, dtype, self.opener)
@@ -222,12 +222,12 @@ class SlideDataModule(SplitDataModule):
         return self._order or self._trained_order or ("file" if self.reader.coords is None else "raster")
 
     def follow_order(self, trained: str) -> None:
-        """Take the order of tiles that the model was trained with; if `order` differs, keep it and warn."""
+        """Take the order of tiles that the model was trained with; if the option `order` differs, warn and keep it."""
         self._trained_order = one_of(trained, "the model's order of tiles", ("file", "raster"))
         if self.order != trained:
             rank_zero_warn(
-                f"the model was trained with data.order {trained!r}, and tiles come in the order {self.order!r} now, which "
-                f"changes its numbers: set data.order to {trained!r}, or to null."
+                f"the model was trained with data.order {trained!r}, but data.order is {self.order!r} now, which changes "
+                f"the model's outputs: set data.order to {trained!r}, or to null."
             )
         dataset: Any = None if self._train_loader is None else self._train_loader.dataset
         while dataset is not None and not isinstance(dataset, SlideSequences):
@@ -242,7 +242,7 @@ class SlideDataModule(SplitDataModule):
         self._trained_classes = trained
 
     def setup(self, stage: str | None = None) -> None:
-        """Set up as SplitDataModule does, with the classes of a trained model outside of `fit`."""
+        """Set up as SplitDataModule does; outside of `fit`, use the classes of the trained model."""
         self._trained_order = None
         if self.trainer is not None and stage != "fit":
             self.follow_classes(getattr(self.trainer.lightning_module, "classes", None) or self._trained_classes)
@@ -346,14 +346,14 @@ class SlideDataModule(SplitDataModule):
         return out
 
     def _shifts(self, members: list[int]) -> np.ndarray:
-        """Return shifts (slides, 2) of a sample's slides in pixels, whole cells of the model."""
+        """Return shifts (slides, 2) of a sample's slides, in pixels; they are multiples of the model's cells."""
         tile_size, grid = self._places
         cell = self.tile_size or tile_size or 1
         sizes = np.array([self.inventory.largest[i] for i in members], np.int64) // cell + 1
         return side_by_side(sizes, grid) * cell
 
     def groups(self, split: str) -> list[str]:
-        """Return the group of each sample of a split, such as its patient; its own name without groups."""
+        """Return the group of each sample of a split, such as its patient; without groups, the sample's name."""
         return [self.inventory.groups[members[0]] for members in self._samples(split).values()]
 
     @property
@@ -401,8 +401,8 @@ class SlideDataModule(SplitDataModule):
     def check_places(self, tile_size: int, grid: int | None = None) -> None:
         """Compare the coordinates of all slides with the cells of a model, and log in one line what cannot be compared.
 
-        A `SlideEncoder` calls it before it uses this module. Files are read if neither they nor `data.tile_size` state
-        a tile size; a stated size must equal the model's.
+        A `SlideEncoder` calls this method before it uses the data. If neither the files nor `data.tile_size` state a
+        tile size, all coordinates are read and compared; a stated size must equal the model's.
 
         Args:
             tile_size: side of a cell, in pixels of the coordinates.
@@ -451,7 +451,7 @@ class SlideDataModule(SplitDataModule):
 
     # -- the parts of check --------------------------------------------------------------------------------------------
     def _splits(self, rows: list[Row] | None, groups: list[str], strata: list[int] | None) -> tuple[list[str], bool]:
-        """Return (split of each slide, whether the csv has them)."""
+        """Return (split of each slide, whether the splits are from the csv)."""
         if rows is not None and rows[0].split is not None:
             column = "split" if self.columns.split == "auto" else str(self.columns.split)
             if self.folds is not None:
@@ -467,7 +467,7 @@ class SlideDataModule(SplitDataModule):
         return split_groups(groups, strata, self.val_fraction, self.test_fraction, self.seed), False
 
     def _strata(self, labels: list[Any] | None) -> list[int] | None:
-        """Return the labels that splits are balanced by: classes, or slides with and without an event."""
+        """Return the labels that splits are balanced by: classes, or for survival whether a slide has an event."""
         if self.labels == "survival":
             return [int(event) for _, event in labels or ()]
         return labels if self.labels == "classes" else None
@@ -527,10 +527,10 @@ class SlideDataModule(SplitDataModule):
         self._logged_unchecked = True
         slides, parts = self.inventory.slides, []
         if self.tile_size is None and tile_size is None:
-            parts.append("whether they fit a tile size, as neither the files nor data.tile_size state one")
+            parts.append("whether they fit a tile size, because neither the files nor data.tile_size state one")
         if few:
             parts.append(
-                f"whether {few:,} of {len(slides):,} slides were cut at a larger tile_size than the model's {tile_size}, as "
+                f"whether {few:,} of {len(slides):,} slides were cut at a larger tile_size than the model's {tile_size}: "
                 "they have few neighbouring tiles and state no size"
             )
         without = sum(slide.extent is None for slide in slides)
@@ -539,4 +539,4 @@ class SlideDataModule(SplitDataModule):
                 f"whether x and y are swapped in {without:,} of {len(slides):,} slides, which do not state the slide's size"
             )
         if parts:
-            rank_zero_info(f"data: not checked of the coordinates: {'; '.join(parts)}")
+            rank_zero_info(f"data: not checked for the coordinates: {'; '.join(parts)}")

@@ -1,4 +1,4 @@
-"""SlideSequences: slides as sequences of unequal length, with only the requested tiles read; and their batches.
+"""SlideSequences: slides as sequences of unequal length, which read only requested tiles; and their batches.
 
 A slide of T tiles is a sequence of N = T positions, or N = T + 1 with a class token: its blank row (features 0, coords
 -1) comes first, and tile t has position t + 1.
@@ -25,21 +25,21 @@ NOWHERE = -1
 class SlideSequences(Dataset):
     """Samples of slides in a fixed order.
 
-    Each is {"features": (N, F), "coords": (N, 2) int64, "length": N, "label", "index", "slide_id": the sample's name}.
+    A sample is {"features": (N, F), "coords": (N, 2) int64, "length": N, "label", "index", "slide_id": its name}.
 
-    A sample is a slide, or with `groups` several slides in one sequence. "label" is present if there are labels,
-    "coords" if the reader has a name for them.
+    It is one slide, or with `groups` several slides in one sequence. "label" is present if there are labels, and
+    "coords" if the reader has a name for coordinates.
 
     Args:
         reader: reads the files.
         slides: headers of the files.
         labels: one per sample, a number or several; None for none.
         class_token: whether a blank row comes first.
-        max_tiles: maximum tiles of a slide, a random subset that depends on (seed, epoch, index in `slides`) alone;
-            None for all.
+        max_tiles: maximum tiles of a slide; a larger slide gives a random subset that depends only on (seed, epoch,
+            index in `slides`). None for all.
         order: order of a slide's tiles: "file", or "raster": by rows of the slide from top to bottom and left to right.
         seed: seed of the subsets.
-        groups: {name: indices in `slides`} of each sample; None: each slide is a sample, by its own name.
+        groups: {name: indices in `slides`} of each sample; None: each slide is a sample with its own name.
         shifts: (slides, 2) int64, added to coordinates to separate the slides of a sample; None for 0.
     """
 
@@ -96,7 +96,7 @@ class SlideSequences(Dataset):
         return self.read_ranges(index, (range(self.length_of(index)),))
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """Return the sample at some positions only, in this order; "length" stays N. Positions from N on are padding.
+        """Return the sample at the positions `ranges`, in this order; "length" is N. Positions from N on are padding.
 
         Only the tiles at these positions are read (and rows between tiles that are a few rows apart, as in the strided
         layout; with order="raster" all coordinates).
@@ -107,7 +107,7 @@ class SlideSequences(Dataset):
         """
         members = self._known(index)
         if any(r and min(r[0], r[-1]) < 0 for r in ranges):
-            raise IndexError(f"positions {ranges} were asked for, but they begin at 0")
+            raise IndexError(f"positions {ranges} were asked for, but positions begin at 0")
         tiles_at = np.concatenate([np.arange(r.start, r.stop, r.step) for r in ranges] or [np.empty(0, np.int64)])
         tiles_at = tiles_at - self.class_token
         ends = np.cumsum([self._taken(slide) for slide in members])
@@ -165,9 +165,9 @@ def _placed(parts: list[torch.Tensor], rows: np.ndarray, count: int, blank: int)
 
 
 def side_by_side(sizes: np.ndarray, grid: int | None) -> np.ndarray:
-    """Place S slides of (columns, rows) cells without overlap; return the first cell (column, row) of each, (S, 2) int64.
+    """Place S slides of (columns, rows) cells without overlap, and return the first cell of each, (S, 2) int64.
 
-    They are placed in rows from left to right, each row as wide as the grid; None for one row.
+    They are placed from left to right in rows that are as wide as `grid`; None places them in one row.
     """
     out, x, y, height = np.zeros_like(sizes), 0, 0, 0
     for i, (columns, rows) in enumerate(sizes):
@@ -183,8 +183,8 @@ def collate_slides(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         {"features": (B, Nmax, F), "coords": (B, Nmax, 2), "lengths": (B,) int64, "label", "index": (B,), "slide_id":
-        list of B str}; "coords" and "label" if the samples have them. Labels are (B,) int64 classes, (B,) float32
-        numbers, or (B, 2) float32 times and events.
+        list of B str}, with "coords" and "label" only if the samples have them. Labels are (B,) int64 classes, (B,)
+        float32 numbers, or (B, 2) float32 times and events.
     """
     batch: dict[str, Any] = {"features": _padded([s["features"] for s in samples], 0)}
     if "coords" in samples[0]:

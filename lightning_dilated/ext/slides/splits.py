@@ -46,8 +46,8 @@ def deal_groups(groups: list[str], labels: list[int] | None, folds: int, seed: i
     names = sorted(set(groups))
     if len(names) < folds:
         raise ValueError(
-            f"data.folds is {folds}, but there are only {len(names)} groups of slides (data.group_column; without it each "
-            "slide is one): lower data.folds"
+            f"data.folds is {folds}, but there are only {len(names)} groups of slides (data.group_column; without it, each "
+            "slide is a group): lower data.folds"
         )
     strata = _strata(groups, labels)
     order = [names[i] for i in np.random.default_rng([seed, folds]).permutation(len(names))]
@@ -59,7 +59,7 @@ def deal_groups(groups: list[str], labels: list[int] | None, folds: int, seed: i
 def split_folds(
     groups: list[str], labels: list[int] | None, folds: int, fold: int, val_fraction: float, seed: int
 ) -> list[str]:
-    """Return a split for each slide: fold number `fold` tests, `val_fraction` of the other slides validates, others train.
+    """Return the split of each slide: "test" in fold `fold`, "val" for `val_fraction` of the others, else "train".
 
     Arguments are the same as in `split_groups` and `deal_groups`.
     """
@@ -76,12 +76,12 @@ def split_folds(
 def split_groups(
     groups: list[str], labels: list[int] | None, val_fraction: float, test_fraction: float, seed: int
 ) -> list[str]:
-    """Return a split for each slide: random groups according to the fractions, with each class in its share.
+    """Return the split of each slide: random groups according to the fractions, with each class in its share.
 
-    Slides of one group stay together. A fraction above 0 gives at least one group. If it gives at least one group per
-    class, each class with a group to spare gives one; one group of a class stays for training. A group counts as its
-    rarest class: the class that the fewest groups have. The result depends only on the names of the groups, their
-    classes and the seed.
+    Slides of one group stay together. A split with a fraction above 0 gets at least one group. If its number of groups
+    is at least the number of classes, it gets one of each class, except the last group of a class, which is for
+    training. A group counts as its rarest class: the class that the fewest groups have. The result depends only on the
+    names of the groups, their classes and the seed.
 
     Args:
         groups: group of each slide.
@@ -107,7 +107,7 @@ def split_groups(
 
 
 def _strata(groups: list[str], labels: list[int] | None) -> dict[str, int]:
-    """Return the class that each group counts as: the rarest of its slides, so that splits share rare classes."""
+    """Return the class that each group counts as: the rarest class of its slides, so that splits share rare classes."""
     classes: dict[str, set[int]] = {}
     for group, label in zip(groups, labels or [0] * len(groups), strict=True):
         classes.setdefault(group, set()).add(label)
@@ -116,17 +116,17 @@ def _strata(groups: list[str], labels: list[int] | None) -> dict[str, int]:
 
 
 def _quotas(counts: dict[int, int], unassigned: dict[int, list[str]], size: int, keep: int) -> dict[int, int]:
-    """Divide `size` groups among classes by their shares, limited to unassigned groups; rounded to sum to `size`."""
+    """Divide `size` groups among classes in proportion, limited to unassigned groups; the quotas sum to `size`."""
     total = sum(counts.values())
     available = {c: max(0, len(unassigned[c]) - keep) for c in counts}
     size = min(size, sum(map(len, unassigned.values())))
-    if sum(available.values()) < size:  # many classes of one group each
+    if sum(available.values()) < size:  # many classes have one group each
         available = {c: len(unassigned[c]) for c in counts}
     exact = {c: size * n / total for c, n in counts.items()}
     out = {c: min(int(exact[c]), available[c]) for c in counts}
     if size >= len(counts):
         out = {c: max(out[c], min(1, available[c])) for c in counts}
-    # classes are in a random order, which decides between equal remainders
+    # `max` takes the first of equal remainders; the order of classes is random
     while (missing := size - sum(out.values())) > 0:
         c = max((c for c in counts if out[c] < available[c]), key=lambda c: exact[c] - out[c])
         out[c] += 1

@@ -32,8 +32,8 @@ def write_synthetic_slides(
     """Write slides slide_000, slide_001, ... and labels.csv (slide_id, label, score, patient) to a folder.
 
     Features are standard normal noise; tiles within a round spot (0.2 to 0.6 of the tissue) add `signal` times a
-    direction of the slide's class. `score`, for regression, is the label plus the spot's share; two slides belong to a
-    patient. Equal arguments write equal values.
+    direction of the slide's class. `score`, for regression, is the label plus the spot's share; each patient has two
+    slides. Equal arguments write equal values.
 
     Args:
         folder: created if missing; files of the same names are replaced.
@@ -43,7 +43,7 @@ def write_synthetic_slides(
         classes: slides take labels 0 to classes - 1 in rotation.
         tile_size: side of a tile in level-0 pixels; coordinates are multiples of it.
         signal: length of the class direction that spots add, in standard deviations of the noise.
-        seed: fixes everything.
+        seed: seed of all random values.
         kind: "h5" (as TRIDENT writes: `features`, `coords` with sizes of tile and slide) or "pt" (a dict of tensors).
 
     Returns:
@@ -79,7 +79,7 @@ def write_synthetic_slides(
 
 
 def _tissue(rng: np.random.Generator, tiles: int) -> np.ndarray:
-    """Return T cells (T, 2) int64 in raster order where a smooth random field is highest: blobs with ragged edges."""
+    """Return the T cells (T, 2) int64 with the highest values of a smooth random field, in raster order."""
     side = int(np.ceil(np.sqrt(3 * tiles))) + 2
     y, x = np.mgrid[:side, :side] / side
     field = np.zeros((side, side))

@@ -1,4 +1,4 @@
-"""Weight files of slide encoders, by the names of releases (GigaPath) or of this package, checked by name and shape.
+"""Weight files of slide encoders, with parameter names of releases (GigaPath) or of this package; checks their shapes.
 
 Shape letters: E embedding dim, F features of a tile.
 """
@@ -19,7 +19,7 @@ from lightning_dilated.ext.slides.backbone import GridPositions, released_patter
 from lightning_dilated.models.pretrained import check_finite, layers_of
 from lightning_dilated.pattern.layers import read_patterns
 
-#: {release: ours} of a layer's parameters; q, k and v are joined
+#: {name in a release: our name} of a layer's parameters, except q, k and v, which we join
 LAYER = {
     "self_attn.inner_attn_ln": "attention.sub_norm",
     "self_attn.out_proj": "attention.out_proj",
@@ -91,10 +91,10 @@ def released_parameters(depth: int) -> dict[str, tuple[str, ...]]:
 
 
 def own_weights(stored: Mapping[str, Tensor], where: str, grid: int, report: bool = False) -> dict[str, Tensor]:
-    """Return the encoder's part of a state dict, in this package's names.
+    """Return the encoder's part of a state dict, with this package's names.
 
     Args:
-        stored: a release, alone or in a larger model (with names such as `slide_encoder.norm.bias`), or ours.
+        stored: a state dict of a release, alone or in a larger model (`slide_encoder.norm.bias`), or of this package.
         where: the file, for messages.
         grid: cells along an axis, to check a stored table of positions.
         report: log unused entries of the file in one line.
@@ -139,7 +139,7 @@ def own_weights(stored: Mapping[str, Tensor], where: str, grid: int, report: boo
 
 
 def to_released(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the encoder's part of our state dict by the names of a release; the inverse of `own_weights`."""
+    """Return the encoder's part of our state dict with the names of a release; the inverse of `own_weights`."""
     names, released = released_parameters(_own_depth(state)), {}
     for name, x in state.items():
         if OWN.match(name):
@@ -152,7 +152,7 @@ def _own_depth(state: Mapping[str, Tensor]) -> int:
 
 
 def _check_own(state: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError unless all layers exist and their shapes fit each other; by this package's names."""
+    """Raise ValueError if layers are missing or shapes do not fit each other; `state` has this package's names."""
     layers_of([m[1] for m in map(_OWN_LAYERS.match, state) if m], len(state), where)
     try:
         check_layer_shapes(to_released(state), where)
@@ -161,7 +161,7 @@ def _check_own(state: Mapping[str, Tensor], where: str) -> None:
 
 
 def sizes_of(state: Mapping[str, Tensor], where: str = "the weights") -> dict[str, int]:
-    """Return feature_dim, dim, depth and ffn_dim of weights by our names; weights do not determine the number of heads.
+    """Return feature_dim, dim, depth and ffn_dim of weights with our names; the number of heads is not determined.
 
     Raises: ValueError with `where`, for weights of anything but an encoder.
     """
@@ -206,14 +206,14 @@ def load_backbone(model: Any, path: str | Path) -> None:
 
 
 def _check_settings(model: Any, path: str | Path) -> None:
-    """Raise ValueError if heads, tile size or grid of our checkpoint, which shapes do not show, are not the model's."""
+    """Raise ValueError if a checkpoint of ours has other heads, tile size or grid; shapes do not show these."""
     stored = read_file(path)
     settings = stored.get("hyper_parameters") if isinstance(stored, Mapping) else None
     for name in ("num_heads", "tile_size", "grid") if isinstance(settings, Mapping) else ():
         if name in settings and settings[name] != getattr(model, name):
             raise ValueError(
-                f"{path} was trained with {name}={settings[name]}, and this model has {name}={getattr(model, name)}: its "
-                f"weights would mean something else. Set the model's {name} to {settings[name]}."
+                f"{path} was trained with {name}={settings[name]}, but this model has {name}={getattr(model, name)}, which "
+                f"its weights do not fit. Set the model's {name} to {settings[name]}."
             )
     if not isinstance(settings, Mapping) or not {"pattern", "segment_lengths"} & settings.keys():
         return
@@ -233,7 +233,7 @@ def _check_table(table: Tensor, grid: int, where: str) -> None:
     side = round((rows - 1) ** 0.5)
     if rows != 1 + side * side or side != grid:
         raise ValueError(
-            f"{where} has {rows} positions, those of a {side} x {side} grid; set grid={side} (it is {grid})."
+            f"{where} has {rows} positions, for a {side} x {side} grid, but grid is {grid}; set grid={side}."
         )
     # sample the rows: the whole table would take gigabytes
     index = torch.linspace(0, side * side - 1, min(side * side, 4096), dtype=torch.float64).long()
@@ -241,7 +241,7 @@ def _check_table(table: Tensor, grid: int, where: str) -> None:
     stored, expected = table.reshape(rows, dim), GridPositions(dim, grid)(cells)[0]
     if bool(stored[0].any()) or not torch.allclose(stored[1 + index].float(), expected, rtol=0, atol=2e-3):
         raise ValueError(
-            f"{where}: pos_embed is not the fixed sin-cos table, so its positions were learned or are others."
+            f"{where}: pos_embed is not the fixed sin-cos table, so its positions are learned, or of another kind."
         )
 
 

@@ -43,7 +43,7 @@ def within(path: Path, root: Path) -> Path:
 
     The user chooses `root`, which may be reached through links. Its contents may belong to another user.
 
-    Raises: OSError if the path, or a folder between, is a symbolic link, or exists and is neither a file nor a folder.
+    Raises: OSError if the path, or a folder between it and `root`, is a link, or neither a file nor a folder.
     """
     for step in (*reversed(path.parents), path):
         if step != root and step.is_relative_to(root):
@@ -62,7 +62,7 @@ def within(path: Path, root: Path) -> Path:
 
 def opened(path: Path, root: Path, flags: int = os.O_RDONLY) -> int:
     """Return the descriptor of a regular file in a cache folder. Raises OSError, as `within`."""
-    # a link or fifo that appears after the check is neither followed nor waited for
+    # do not follow a link, or wait for a fifo, that appears after the check
     extra = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     handle = os.open(within(path, root), flags | extra, 0o600)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -110,7 +110,7 @@ def private_folder(folder: Path, root: Path | None = None) -> None:
 
 @contextlib.contextmanager
 def locked(file: Path, root: Path | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on `file` across processes and threads of this machine; creates file and folder.
+    """Hold an exclusive lock on `file` across processes and threads of this machine; create the file and its folder.
 
     `root` is the cache folder that contains the file; None: the file's folder.
     """
@@ -118,7 +118,7 @@ def locked(file: Path, root: Path | None = None) -> Iterator[None]:
     private_folder(file.parent, root)
     try:
         import fcntl
-    except ImportError:  # Windows has no fcntl: files are written whole and replaced atomically
+    except ImportError:  # Windows has no fcntl; atomic replacement alone keeps files whole
         yield
         return
     handle = opened(file, root, os.O_RDWR | os.O_CREAT)
@@ -133,11 +133,11 @@ def locked(file: Path, root: Path | None = None) -> Iterator[None]:
 class BlockCache:
     """Blocks by key. The least recently used blocks are evicted if a new one would make the folder exceed `limit`.
 
-    A block's file appears whole, by a rename, and ends in a checksum. A file with a wrong checksum counts as missing.
+    A block's file is renamed into place when complete. A block with a wrong checksum counts as missing.
 
     Args:
         folder: folder of the blocks; created with the first block.
-        limit: maximum bytes of all blocks; 0 stores none. Processes with different limits each apply their own.
+        limit: maximum bytes of all blocks; 0 stores none. Each process applies its own limit.
     """
 
     folder: str
@@ -211,7 +211,7 @@ class BlockCache:
             total = self._shrink(self.limit - size)
         if total + size > self.limit:
             total = self._shrink(min(int(self.limit * STAYS), self.limit - size))
-        # count before the move: a process that dies in between leaves a count that is too high, never too low
+        # update the counter first: if the process dies in between, the counter is too high, never too low
         os.replace(write_part(counter, Path(self.folder), str(total + size).encode()), counter)
         os.replace(part, target)
 
@@ -221,7 +221,7 @@ class BlockCache:
         blocks = within(Path(self.folder) / "blocks", Path(self.folder))
         for folder in (x for x in os.scandir(blocks) if x.is_dir(follow_symlinks=False)):
             for entry in os.scandir(folder.path):
-                with contextlib.suppress(FileNotFoundError):  # its process may have moved or removed a part
+                with contextlib.suppress(FileNotFoundError):  # another process may have moved or removed the file
                     state = entry.stat(follow_symlinks=False)
                     if not entry.name.endswith(".part"):
                         files.append((state.st_mtime_ns, state.st_size, entry.path))

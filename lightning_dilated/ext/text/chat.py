@@ -33,19 +33,19 @@ class ChatDataModule(ReadsConversations, SplitDataModule):
     """Conversations packed into rows: batches of {"tokens", "labels", "index", "cu_seqlens"} for causal models.
 
     tokens and labels are (1, N). Labels are the next token if the assistant writes it, and -100 elsewhere. cu_seqlens
-    (D + 1,) int32 on the CPU holds the bounds of the D conversations of the row, index (D,) their numbers. Losses and
-    gradients equal the result of separate conversations. Each machine encodes the data once, into the package's cache
-    folder; each rank then reads only its part of a row.
+    (D + 1,) int32 on the CPU holds the bounds of the D conversations of the row, index (D,) their numbers. Packing
+    does not change losses and gradients. Each machine encodes the data once, into the package's cache folder; each rank
+    then reads only its part of a row.
 
     Args:
         paths: files (.jsonl, .json, .parquet), directories or globs, folders of `datasets.save_to_disk`; or the
-            arguments of `datasets.load_dataset` as a mapping: {path: owner/name, split: train}. All but JSON needs the
-            extra `datasets`. A row has `messages`, a list of {"role", "content"}, or `prompt` and `completion`.
+            arguments of `datasets.load_dataset` as a mapping: {path: owner/name, split: train}. All formats except JSON
+            need the extra `datasets`. A row has `messages`, a list of {"role", "content"}, or `prompt`, `completion`.
         tokenizer: a folder of transformers or the name of a repository, with its chat template; or a tokenizer.json.
         seq_len: maximum tokens of a conversation.
         template: a Jinja chat template, or a file that holds one, in place of the tokenizer's own.
         train_on: "assistant" trains on tokens that the assistant writes, "all" on every token.
-        too_long: for conversations of more than `seq_len` tokens: raise an "error", "skip" or "cut" them.
+        too_long: action for conversations of more than `seq_len` tokens: "error" raises, "skip" omits, "cut" cuts them.
         pack_tokens: maximum tokens of a row, see `SplitDataModule`; null is `seq_len`. 1 puts each conversation into
             its own row.
         val_paths, test_paths: conversations for validation and for test, instead of a share of `paths`.
@@ -92,7 +92,7 @@ class ChatDataModule(ReadsConversations, SplitDataModule):
         self._about = ""
 
     def check(self) -> None:
-        """Encode all conversations, unless this machine has them, and check that each requested split has one.
+        """Encode all conversations that this machine has not encoded yet; check that each requested split has one.
 
         Raises: OSError, ValueError or ModuleNotFoundError with the row, the problem and the remedy.
         """
@@ -141,7 +141,7 @@ class ChatDataModule(ReadsConversations, SplitDataModule):
         return encoded(rows, self.tokenizer, self.train_on, self.column, self.cache_dir)
 
     def _fitting(self, store: TokenStore, numbers: np.ndarray, split: str) -> Conversations:
-        """Return the conversations of a split that fit. Raises ValueError for one that is too long, unless allowed."""
+        """Return the split's conversations; longer ones are skipped or cut, or raise ValueError, as `too_long` says."""
         lengths = np.diff(store.bounds)[numbers]
         longer = lengths > self.seq_len
         if not longer.any():
@@ -153,7 +153,7 @@ class ChatDataModule(ReadsConversations, SplitDataModule):
             first = int(numbers[int(np.argmax(longer))])
             raise ValueError(
                 f"{about} (the first is row {first:,}, counted from 0): raise data.seq_len, or set data.too_long to skip, "
-                "which leaves them out, or to cut, which ends them there"
+                "which leaves them out, or to cut, which cuts them at that length"
             )
         unlearned = longer & (store.first[numbers] >= self.seq_len)
         dropped = longer if self.too_long == "skip" else unlearned

@@ -1,10 +1,10 @@
 """encode_files: encode text files into a file of tokens, in bounded memory.
 
 A long text is encoded in overlapping pieces. Neighbouring pieces are joined at a run of tokens on which they agree, far
-from the ends of both. The result equals the whole text's for every tokenizer that looks at most OVERLAP // 2 = 2,048
-characters before and after the start of a token, such as one that cuts at words, unless a word is longer. Pieces that
-disagree are encoded together, or refused. A dependence on more distant text is NOT detected while the pieces agree, as
-in a pre-tokenizer that pairs quotes ('"[^"]*"') thousands of characters apart.
+from the ends of both. The result equals an encoding of the whole text if the tokenizer looks at most OVERLAP // 2 =
+2,048 characters before and after the start of a token. Tokenizers that cut at words meet this condition if no word is
+longer. Pieces that disagree are encoded together, or raise an error. A dependence on more distant text is NOT detected
+while the pieces agree; a pre-tokenizer that pairs quotes ('"[^"]*"') thousands of characters apart is an example.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 
 #: characters of a piece, and characters that it shares with the next piece
 PIECE, OVERLAP = 1 << 17, 1 << 12
-#: pieces that are encoded at once, on several cores
+#: pieces that are encoded in one call, on several cores
 _AT_ONCE = 8
 #: maximum characters of pieces that are encoded together because they could not be joined
 LONGEST = 1 << 23
 #: minimum number of tokens on which two pieces must agree
 _AGREE = 4
-#: (file, start, text, whether it is the last) of a piece
+#: a piece of text: (file, start, text, whether it is the file's last piece)
 _Text = tuple[str, int, str, bool]
 
 
 @dataclass(frozen=True)
 class EncodedFiles:
-    """A report of `encode_files`, with the settings for TokenDataModule and the model.
+    """The report of `encode_files`, with the settings for TokenDataModule and the model.
 
     Attributes:
         path: path of the file of tokens.
         files: number of texts.
-        documents: number of ends of documents, including ends that a text spells out.
+        documents: number of end tokens, including end tokens that a text spells out.
         tokens: number of tokens in the file.
         text_bytes: bytes of the texts.
-        unknown: number of unknown tokens, for text outside the vocabulary.
+        unknown: number of unknown tokens, which replace text outside the vocabulary.
         dtype: "uint16" or "uint32".
         vocab_size: vocabulary size of the tokenizer.
-        eos_token: id of the token that ends documents; None if ends are not written.
+        eos_token: id of the token that ends documents; None if no end tokens are written.
     """
 
     path: str
@@ -66,7 +66,7 @@ class EncodedFiles:
 
     @property
     def bytes_per_token(self) -> float:
-        """Mean bytes of text per token, with ends of documents counted as tokens: `bytes_per_token` of a LongNetLM."""
+        """Mean bytes of text per token, including end tokens; the argument `bytes_per_token` of `LongNetLM`."""
         return self.text_bytes / self.tokens
 
 
@@ -79,23 +79,23 @@ def encode_files(
 ) -> EncodedFiles:
     """Encode UTF-8 text files, each one document, into a .bin of uint16 (a vocabulary of up to 65,536) or uint32.
 
-    The tokens equal the whole text's if the tokenizer looks at most 2,048 characters around a token (see above). A
-    tokenizer that looks farther, as for pairs of quotes, may split a text of more than 131,072 characters differently,
-    without an error. Special tokens that a text spells out become those tokens, as in the library. No template tokens
-    are added. `out` appears only when it is complete.
+    A text of more than 131,072 characters is encoded in pieces. The tokens equal an encoding of the whole text if the
+    tokenizer looks at most 2,048 characters around a token (see above). A tokenizer that looks farther, as to
+    pair quotes, may split such a text differently, without an error. A special token that a text spells out becomes
+    that token, as in the library. No special tokens are added at the ends. `out` appears only when it is complete.
 
     Args:
         tokenizer: a tokenizer.json of Hugging Face's `tokenizers` (extra `tokenizers`).
         inputs: files, directories (read recursively, all files) or globs; files of a directory are sorted.
         out: the .bin file to write.
-        eos_token: the text of the token after each document; None takes the tokenizer's only special token.
-        documents: False writes no ends of documents.
+        eos_token: the text of the token that ends each document; None takes the tokenizer's only special token.
+        documents: False writes no end tokens.
 
     Raises:
         ModuleNotFoundError: without `tokenizers`.
-        OSError, ValueError: before anything is written: for files that are missing, empty or not UTF-8 (with the byte's
-            offset), an `out` that exists or is not .bin, a tokenizer that cannot be read, lacks the token, or would
-            silently drop characters.
+        OSError, ValueError: before anything is written, for files that are missing, empty or not UTF-8 (with the byte's
+            offset), for an `out` that exists or is not .bin, and for a tokenizer that cannot be read, lacks the token,
+            or would silently drop characters.
     """
     loaded = load_tokenizer(tokenizer)
     how = "name it by eos_token, or write no ends by documents=False (--no_documents)"
@@ -124,7 +124,7 @@ def encode_files(
 
 
 def check_text(path: str) -> int:
-    """Return the size of a UTF-8 file. Raises ValueError for an empty file, or with the first byte that is not UTF-8."""
+    """Return the size of a UTF-8 file. Raises ValueError for an empty file, or for a byte that is not UTF-8."""
     size = os.path.getsize(path)
     if size == 0:
         raise ValueError(f"{path} is empty: an empty document has nothing to learn from; leave it out.")
@@ -134,11 +134,11 @@ def check_text(path: str) -> int:
 
 
 def _refuse_dropped(tokenizer: Tokenizer, files: list[str]) -> None:
-    """Raise if the tokenizer would silently drop anything but white space; encodes all texts to find out."""
+    """Encode all texts, and raise ValueError if the tokenizer would silently drop anything except white space."""
     if (marking := marking_dropped(tokenizer)) is None:
         return
     marker, mark = marking
-    half = OVERLAP // 2  # a cut may split words closer to it; the neighbouring piece has them whole
+    half = OVERLAP // 2  # a cut may split words within this distance; the neighbouring piece contains them whole
     for (file, begin, text, last), encoding in _encodings(marker, itertools.chain.from_iterable(map(_pieces, files))):
         if mark not in encoding.ids:
             continue
@@ -148,9 +148,9 @@ def _refuse_dropped(tokenizer: Tokenizer, files: list[str]) -> None:
         if dropped:
             shown = ", ".join(f"{x!r} ({' '.join(f'U+{ord(y):04X}' for y in x)})" for x in dropped[:5])
             raise ValueError(
-                f"{file} holds {shown}{' and others' if len(dropped) > 5 else ''}, for which, normalised and where they are "
-                "in a word, the tokenizer has neither a token nor an unknown token, so they would be silently left out: "
-                "change the text (such as to upper case), give the tokenizer an unk_token, or take one of bytes."
+                f"{file} holds {shown}{' and others' if len(dropped) > 5 else ''}, which the tokenizer would silently "
+                "drop: after normalisation, and at their place in a word, they have no token, and it has no unk_token. "
+                "Change the text (such as to upper case), give the tokenizer an unk_token, or take a byte-level one."
             )
 
 
@@ -190,7 +190,7 @@ def _decoded(path: str, size: int = 1 << 20) -> Iterator[str]:
 class _Piece:
     """A piece of a text from character `begin` on, with its token ids (T,) and their character ranges (T, 2).
 
-    An earlier piece has already written the tokens before `first`.
+    The tokens before `first` have already been written as tokens of an earlier piece.
     """
 
     file: str
@@ -203,7 +203,7 @@ class _Piece:
 
 
 def _pieces(file: str) -> Iterator[_Text]:
-    """Yield pieces of a file that share OVERLAP characters with the next piece."""
+    """Yield the pieces of a file; each shares OVERLAP characters with the next one."""
     text, begin = "", 0
     for block in _decoded(file):
         text += block
@@ -214,7 +214,7 @@ def _pieces(file: str) -> Iterator[_Text]:
 
 
 def _documents(tokenizer: Tokenizer, files: list[str], end: int | None) -> Iterator[np.ndarray]:
-    """Yield the ids of all texts in order, in parts; each text is followed by its end."""
+    """Yield the ids of all texts in order, in parts; each text is followed by the end token."""
     left: _Piece | None = None
     waiting: list[_Piece] = []
     for piece in _encoded(tokenizer, itertools.chain.from_iterable(map(_pieces, files))):
@@ -226,7 +226,7 @@ def _documents(tokenizer: Tokenizer, files: list[str], end: int | None) -> Itera
             left = replace(piece, first=seam[1])
         else:
             waiting.append(piece)
-            # double the length each time, so that re-encoding costs at most as much as one more encoding
+            # wait until the length has doubled, so that all re-encoding costs at most one more encoding of the text
             if piece.last or piece.begin + len(piece.text) - left.begin >= 2 * len(left.text):
                 left, waiting = _joined(tokenizer, left, waiting), []
         if piece.last:
@@ -249,7 +249,7 @@ def _encodings(tokenizer: Tokenizer, pieces: Iterator[_Text]) -> Iterator[tuple[
 
 def _encoded(tokenizer: Tokenizer, pieces: Iterator[_Text]) -> Iterator[_Piece]:
     for (file, begin, text, last), encoding in _encodings(tokenizer, pieces):
-        whole = begin == 0 and last  # needs no places
+        whole = begin == 0 and last  # a single piece is not joined, so it needs no character ranges
         places = [] if whole else encoding.offsets
         yield _Piece(file, begin, text, last, np.array(encoding.ids, np.int64), np.array(places).reshape(-1, 2))
 
@@ -257,8 +257,8 @@ def _encoded(tokenizer: Tokenizer, pieces: Iterator[_Text]) -> Iterator[_Piece]:
 def _seam(left: _Piece, right: _Piece) -> tuple[int, int] | None:
     """Return (index in left, index in right) of the first token in the middle half of the overlap, or None.
 
-    None means that the pieces differ there. A token that depends on OVERLAP // 2 characters around it is right in at
-    least one of the pieces, so tokens on which both agree are right.
+    None means that the pieces differ there. A token that depends on at most OVERLAP // 2 characters around it is
+    correct in at least one of the pieces, so tokens on which the pieces agree are correct.
     """
     quarter = OVERLAP // 4
     runs = []
@@ -269,7 +269,7 @@ def _seam(left: _Piece, right: _Piece) -> tuple[int, int] | None:
     alike = b - a == d - c >= _AGREE and np.array_equal(left.ids[a:b], right.ids[c:d])
     if not alike or not np.array_equal(left.places[a:b] + left.begin, right.places[c:d] + right.begin):
         return None
-    return int(a), int(c)  # a is never before left.first, which has the same place in the previous overlap
+    return int(a), int(c)  # a >= left.first, because left.first is in the previous overlap
 
 
 def _joined(tokenizer: Tokenizer, left: _Piece, pieces: list[_Piece]) -> _Piece:
@@ -281,7 +281,7 @@ def _joined(tokenizer: Tokenizer, left: _Piece, pieces: list[_Piece]) -> _Piece:
     if new is None or not np.array_equal(new.ids[: left.first], left.ids[: left.first]):
         raise ValueError(
             f"{left.file}: the tokenizer finds no place to cut the text after character {left.begin:,} (a run of one "
-            f"character, or a word without end): cut the file there, or leave that part out."
+            f"character, or an endless word): cut the file there, or leave that part out."
         )
     return replace(new, last=pieces[-1].last, first=left.first)
 
@@ -289,23 +289,23 @@ def _joined(tokenizer: Tokenizer, left: _Piece, pieces: list[_Piece]) -> _Piece:
 def marking_dropped(tokenizer: Tokenizer) -> tuple[Tokenizer, int] | None:
     """Return (a tokenizer that emits a mark for dropped text, the mark), or None if `tokenizer` drops nothing.
 
-    BPE without an unknown token silently drops text that its vocabulary lacks. The dropped text depends on the word (a
-    suffix at its end, a prefix inside) and on the normaliser, so single characters do not show it. The other tokens may
-    differ from the tokens of `tokenizer`.
+    BPE without an unknown token silently drops text that its vocabulary lacks. A character may be dropped only at the
+    end of a word, only inside a word, or only after normalisation, so encoding single characters is no sufficient test.
+    The other tokens may differ from the tokens of `tokenizer`.
     """
     state = json.loads(tokenizer.to_str())
     model = state["model"]
     if model["type"] != "BPE" or model["unk_token"] is not None or _has_all_bytes(state):
         return None
     name = max(model["vocab"], key=len) + "\0"  # longer than any token, so it is new
-    # loading numbers the added tokens from the size of the vocabulary on; stay above all of them
+    # on loading, the added tokens are numbered from the vocabulary's size on; this mark is above all of them
     mark = vocabulary_size(tokenizer) + len(state["added_tokens"]) + 1
     model["vocab"][name], model["unk_token"], state["post_processor"] = mark, name, None
     return type(tokenizer).from_str(json.dumps(state)), mark
 
 
 def _has_all_bytes(state: dict[str, Any]) -> bool:
-    """Return whether a BPE has a token for each of the 256 bytes, and its words consist of or fall back to bytes."""
+    """Return whether a BPE is byte-level or falls back to bytes, and has a token for each of the 256 bytes."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     model, last = state["model"], state["pre_tokenizer"] or {"type": None}

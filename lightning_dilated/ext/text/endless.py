@@ -1,4 +1,4 @@
-"""StreamDataModule: a text as parallel streams, each read step by step from beginning to end.
+"""StreamDataModule: serve a text as parallel streams. Each stream is read step by step from beginning to end.
 
 Shape letters: B streams of a batch, S streams of all ranks, N tokens of a step (`seq_len`), n tokens of a given step.
 """
@@ -30,9 +30,9 @@ class StreamSequences(Dataset):
         start, stop: the range of the text.
         seq_len: N, tokens of a step.
         streams: S.
-        separator: the token that ends a document; None: there are no documents.
-        vocab_size: larger or equal tokens are an error; None: any token is allowed.
-        whole: leave out a last step of less than N tokens.
+        separator: the token that ends a document; None treats the text as one document.
+        vocab_size: tokens must be below this number; None allows any token.
+        whole: leave out the last step if it has fewer than N tokens.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StreamSequences(Dataset):
     ) -> None:
         self.text, self.start, self.seq_len, self.streams = text, start, seq_len, streams
         self.separator, self.vocab_size = separator, vocab_size
-        #: tokens of a stream; every one has a label
+        #: tokens of a stream; each token has a next token as its label
         self.length = max(0, stop - start - 1) // streams
         self.steps = self.length // seq_len if whole else -(-self.length // seq_len)
 
@@ -56,7 +56,7 @@ class StreamSequences(Dataset):
         return self.steps * self.streams
 
     def fingerprint(self) -> str:
-        """Return a text that depends on names, sizes and some blocks of the files, the range, and the streams."""
+        """Return a string that depends on the files' names, sizes and some blocks, the range, and the streams."""
         place = f"{self.streams} streams of {self.length} tokens from token {self.start}, separator {self.separator}"
         return f"{self.text.fingerprint()}, {place}{MARK}{self.text.content()}"
 
@@ -89,27 +89,27 @@ class StreamSequences(Dataset):
 class StreamDataModule(SequenceDataModule):
     """Text, binary or token files as S streams, each read from beginning to end: a step continues the previous step.
 
-    For models with a method `stream`, such as `LongNetLM`: it carries a stream's state from step to step. Gradients end
-    at the bounds of steps (truncated back-propagation). Each split is cut into S contiguous streams of equal length;
-    each data-parallel rank serves S / ranks whole streams. An epoch is one pass through all streams. Steps come in
-    order, without shuffling. Checkpoints save the position, and a run may resume with another number of ranks.
+    The model needs a method `stream`, such as `LongNetLM.stream`, which carries a stream's state from step to step.
+    Gradients do not cross steps (truncated back-propagation). Each split is cut into S contiguous streams of equal
+    length; each data-parallel rank serves S / ranks whole streams. An epoch is one pass through all streams. Steps are
+    not shuffled. Checkpoints save the position, and a run may resume with another number of ranks.
 
-    Batches: `tokens` (B, n) int64; `labels` (B, n) int64, the next token of each, also across steps, -100 after the end
-    of a document; `starts` (B, n) bool, True at the start of a stream or document; `stream` (B,) int64, the numbers of
-    the streams; `position` (B,) int64, tokens of the stream before this step; `index` (B,) int64. n is N. Training
-    leaves out a stream's last step if it is shorter.
+    Batches: `tokens` (B, n) int64; `labels` (B, n) int64, the next token of each token, also across steps, and -100 for
+    a separator; `starts` (B, n) bool, True at the start of a stream or document; `stream` (B,) int64, the numbers of
+    the streams; `position` (B,) int64, tokens of the stream before this step; `index` (B,) int64. n is N, but the last
+    step of a stream may be shorter; training leaves it out.
 
     Args:
         paths: files, directories (read recursively) or globs, or URLs of them.
         seq_len: N, tokens of a step.
         streams: S, a multiple of the data-parallel ranks.
-        separator: the byte or token that ends a document; later tokens do not see earlier documents. null: one text.
+        separator: the byte or token that ends a document; tokens do not see earlier documents. null: one document.
         vocab_size: null reads bytes, 256 different values; a number reads token files as `TokenDataModule` does.
         dtype: dtype of .bin token files, see `TokenDataModule`.
-        val_fraction, test_fraction: shares of the tokens for validation and test, the last ones, from 0 to below 1.
+        val_fraction, test_fraction: shares of the tokens for validation and test, taken from the end; below 1.
         num_workers, pin_memory: see `SplitDataModule`.
-        suffixes: suffixes of files to take from a directory, such as ['.txt']; null for all (of tokens: .npy and .bin).
-        cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null is remote in the package's cache folder)
+        suffixes: suffixes of files to take from a directory, such as ['.txt']; null: all, or .npy and .bin for tokens.
+        cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null: `remote` in the package's cache folder)
             and its maximum size in GiB, see `FileOpener`.
 
     Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
@@ -142,7 +142,7 @@ class StreamDataModule(SequenceDataModule):
         if dtype is not None:
             one_of(dtype, "data.dtype", RAW_DTYPES, " Or null, for uint16.")
             if vocab_size is None:
-                raise ValueError(f"data.dtype = {dtype} is that of token files: set data.vocab_size, or leave it out")
+                raise ValueError(f"data.dtype = {dtype} needs token files: set data.vocab_size, or omit data.dtype")
         self.reads_tokens, self.dtype = vocab_size is not None, dtype
         self.vocab_size = 256 if vocab_size is None else integer(vocab_size, "data.vocab_size", 1)
         self.separator = None if separator is None else integer(separator, "data.separator", 0)
@@ -153,9 +153,9 @@ class StreamDataModule(SequenceDataModule):
         self._text: ByteStream | TokenStream | None = None
 
     def setup(self, stage: str | None = None) -> None:
-        """Set up as `SplitDataModule` does; check that the model carries streams, and that ranks hold whole streams.
+        """Set up as `SplitDataModule` does, and check that the model has `stream` and that ranks share no sequence.
 
-        Raises: ValueError, TypeError with the remedy.
+        Raises: TypeError if the model has no method `stream`; ValueError if ranks share a sequence.
         """
         super().setup(stage)
         if self.trainer is None:
@@ -174,7 +174,7 @@ class StreamDataModule(SequenceDataModule):
             )
 
     def check(self) -> None:
-        """Look up all files and sizes, and check that the streams of each requested split have a step.
+        """Look up all files and their sizes, and check that each requested split has at least one step.
 
         Raises: OSError or ValueError with the sizes and the remedy.
         """
@@ -198,7 +198,7 @@ class StreamDataModule(SequenceDataModule):
         return StreamSequences(self._text, start, stop, self.seq_len, self.streams, self.separator, known, whole)
 
     def per_rank(self, replicas: int) -> int:
-        """Return the number of streams of each rank. Raises ValueError if ranks do not divide the streams."""
+        """Return the number of streams of each rank. Raises ValueError if S is no multiple of the ranks."""
         if self.streams % replicas:
             raise ValueError(
                 f"data.streams = {self.streams} is no multiple of the {replicas} data-parallel ranks, and each rank reads "
@@ -207,7 +207,7 @@ class StreamDataModule(SequenceDataModule):
         return self.streams // replicas
 
     def describe(self) -> str:
-        """Return one line: tokens of all files, and tokens of a stream of each split."""
+        """Return one line: the tokens of all files, S, and the tokens of a stream in each split."""
         data = {split: self.dataset(split) for split in SPLITS}
         sizes = ", ".join(f"{x.length:,} {split}" for split, x in data.items())
         return f"{len(data['train'].text):,} tokens; {self.streams:,} streams of {sizes}, {self.seq_len:,} a step"

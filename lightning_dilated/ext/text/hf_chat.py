@@ -18,7 +18,7 @@ from lightning_dilated.ext.text.template import ChatTokenizer
 
 @dataclass
 class ChatEncoder:
-    """Encode a conversation and mark the tokens to train on; counts conversations that are too long."""
+    """Encodes a conversation and marks the tokens to train on; counts conversations that are too long."""
 
     tokenizer: ChatTokenizer
     column: str
@@ -28,14 +28,14 @@ class ChatEncoder:
     longer: int = 0
 
     def __call__(self, row: Any, where: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return (tokens, marks), or None to skip it. Raises ValueError if it is too long, unless allowed."""
+        """Return (tokens, marks), or None to skip the row. Raises ValueError for a long row with `too_long` "error"."""
         ids, learn = self.tokenizer.tokens(conversation(row, where, self.column), self.train_on)
         if len(ids) <= self.seq_len:
             return ids, learn
         if self.too_long == "error":
             raise ValueError(
-                f"{where} has {len(ids):,} tokens, more than data.seq_len = {self.seq_len:,}: raise it, or set "
-                "data.too_long to skip, which leaves such conversations out, or to cut, which ends them there"
+                f"{where} has {len(ids):,} tokens, more than data.seq_len = {self.seq_len:,}: raise data.seq_len, or "
+                "set data.too_long to skip (leave such conversations out) or to cut (cut them at that length)"
             )
         self.longer += 1
         if self.longer & (self.longer - 1) == 0:  # 1, 2, 4, 8, ...
@@ -51,7 +51,7 @@ class ChatStreamDataModule(ReadsConversations, StreamedDataModule):
     """Conversations as in `ChatDataModule`, encoded during training: no cache is written, and lengths are unknown.
 
     Each reader packs its own conversations into rows, in order. Rows are the same on any number of ranks and loader
-    workers, and a resumed run continues after the rows that were used. At its end the source starts over.
+    workers, and a resumed run continues after the rows that were used. The source starts over at its end.
 
     Args:
         paths, tokenizer, seq_len, template, train_on, too_long, column: see `ChatDataModule`. A repository is streamed.

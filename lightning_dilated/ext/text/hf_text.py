@@ -15,7 +15,7 @@ from lightning_dilated.ext.text.packed_stream import Encode, StreamedDataModule,
 
 @dataclass
 class TextEncoder:
-    """Encode a text and append the end of a document; all tokens are trained on."""
+    """Encodes a text and appends the end-of-document token; all tokens are trained on."""
 
     tokenizer: TextTokenizer
     column: str
@@ -27,7 +27,7 @@ class TextEncoder:
         if not isinstance(text, str):
             columns = ", ".join(map(repr, row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
             raise ValueError(
-                f"{where} has no text in {self.column!r}, but {columns}: set data.column to the one that holds the texts"
+                f"{where} has no text in {self.column!r}, but {columns}: set data.column to the column with the texts"
             )
         ids = self.tokenizer.encode(text)
         tokens = np.array([*ids, self.end], dtype=np.int64)
@@ -40,17 +40,17 @@ class TextStreamDataModule(LoadsTokenizer[TextTokenizer], StreamedDataModule):
     Batches are {"tokens": (1, N), "labels": (1, N) the next token, "index": (1,)}, all int64, and "cu_seqlens" (D + 1,)
     int32 on the CPU, the bounds of documents. A document ends after `eos_token`, which has the label -100. A document
     that crosses the end of a row is continued in the next row as a separate document. Rows are the same on any number
-    of ranks and loader workers, and a resumed run continues after the rows that were used. At its end the source starts
-    over.
+    of ranks and loader workers, and a resumed run continues after the rows that were used. The source starts over at
+    its end.
 
     Args:
         paths: files (.jsonl, .json, .parquet), directories or globs, folders of `datasets.save_to_disk`; or the
-            arguments of `datasets.load_dataset` as a mapping, {path: owner/name, split: train}, which is streamed. All
-            but JSON needs the extra `datasets`.
+            arguments of `datasets.load_dataset` as a mapping, {path: owner/name, split: train}, which is streamed.
+            All formats except JSON need the extra `datasets`.
         tokenizer: a folder of transformers or the name of a repository; or a tokenizer.json.
         seq_len: N, tokens of a row.
         column: the name of the text in a row.
-        eos_token: the text of the token after each document; null is the tokenizer's own.
+        eos_token: the text of the token that ends a document; null is the tokenizer's own end token.
         readers, epoch_rows, val_paths, test_paths, val_limit, num_workers, pin_memory, cache_dir: see
             `StreamedDataModule`.
 

@@ -41,11 +41,11 @@ class LoadsTokenizer(ABC, Generic[Loaded]):
 
     @property
     def vocab_size(self) -> int:
-        """V of the tokenizer; models compare it with their own."""
+        """V, the tokenizer's vocabulary size; models compare it with their own."""
         return self.tokenizer.vocab_size
 
     def tokenizer_files(self) -> dict[str, str]:
-        """Return the tokenizer's files by name, for checkpoints."""
+        """Return {file name: text} of the tokenizer, for checkpoints."""
         return self.tokenizer.files()
 
 
@@ -55,7 +55,7 @@ class TextTokenizer(ABC):
     source: str
     #: V: tokens are 0 to V - 1
     vocab_size: int
-    #: tokens at which the tokenizer splits a text first
+    #: special tokens; the tokenizer first splits a text at them
     special: frozenset[int]
 
     @abstractmethod
@@ -68,14 +68,14 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def end_token(self, name: str | None = None) -> int:
-        """Return the token after a document, by its text; None: the tokenizer's own. Raises ValueError if missing."""
+        """Return the id of the end token `name`; None: the tokenizer's default. Raises ValueError if it is missing."""
 
     @abstractmethod
     def files(self) -> dict[str, str]:
-        """Return the tokenizer's files by name, from which it can be loaded."""
+        """Return {file name: text} of files from which the tokenizer can be loaded."""
 
     def digest(self) -> str:
-        """Return a digest of everything that determines the tokens."""
+        """Return a digest of the tokenizer's files, which determine the tokens."""
         return hashlib.blake2b(json.dumps(sorted(self.files().items())).encode(), digest_size=16).hexdigest()
 
 
@@ -139,12 +139,12 @@ def load_text_tokenizer(source: str) -> TextTokenizer:
 
 
 def is_json(source: str) -> bool:
-    """Return whether a tokenizer is one file, a tokenizer.json."""
+    """Return whether `source` is a single file, a tokenizer.json."""
     return Path(source).suffix == ".json" or Path(source).is_file()
 
 
 def checked_source(source: object) -> str:
-    """Check `data.tokenizer`. Raises TypeError if it is not a name."""
+    """Return `data.tokenizer` after a check. Raises TypeError if it is not a non-empty string, ValueError for a URL."""
     if not isinstance(source, str) or not source:
         raise TypeError(
             "data.tokenizer must be a folder of transformers, the name of a repository, or a tokenizer.json; got "
@@ -188,7 +188,7 @@ def load_transformers(source: str) -> Any:
 
 
 def transformers_files(tokenizer: Any) -> dict[str, str]:
-    """Return the text files that `save_pretrained` of a tokenizer writes, by name.
+    """Return {name: text} of the text files that the tokenizer's `save_pretrained` writes.
 
     Raises: ValueError for a tokenizer without tokenizer.json.
     """
@@ -197,5 +197,5 @@ def transformers_files(tokenizer: Any) -> dict[str, str]:
         paths = sorted(x for x in Path(folder).rglob("*") if x.is_file())
         names = [x.relative_to(folder).as_posix() for x in paths]
         if MAIN not in names:
-            raise ValueError(f"the tokenizer is kept in {', '.join(names)}, without {MAIN}: convert it first")
+            raise ValueError(f"the tokenizer's files are {', '.join(names)}, without {MAIN}: convert it first")
         return {name: x.read_text() for name, x in zip(names, paths, strict=True) if is_known(name)}

@@ -18,7 +18,7 @@ _SWITCHES = ("weight", "train")
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in the form that templates take, the tools that they may call, and the row's location for errors."""
+    """Messages in the form that chat templates take, the available tools, and the row's location for errors."""
 
     messages: list[dict[str, Any]]
     where: str
@@ -57,7 +57,7 @@ def conversation(row: Any, where: str, column: str = "messages") -> Conversation
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Return whether a message may be learned: neither its `weight` nor its `train` is 0 or false."""
+    """Return False if the `weight` or `train` of a message is 0 or false, else True."""
     return all(message.get(name, 1) for name in _SWITCHES)
 
 
@@ -103,7 +103,7 @@ def _is_text(content: Any) -> bool:
 
 
 def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
-    """Return a list of objects, or None if empty; each object, or the list, may be JSON text. Raises ValueError."""
+    """Return a list of objects, or None if it is empty; the list or each object may be JSON text. Raises ValueError."""
     read = _from_json(value, what)
     several = [read] if isinstance(read, Mapping) else read or []
     objects = [_from_json(x, what) for x in several] if isinstance(several, list) else [None]

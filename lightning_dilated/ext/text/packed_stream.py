@@ -1,8 +1,8 @@
 """StreamedRows: rows packed from documents as they are read, and StreamedDataModule, which serves them.
 
 Documents are encoded during training, so their lengths are unknown in advance. Reader i of S packs its own documents
-into rows; row g of all is row g // S of reader g mod S. Rows therefore depend neither on ranks nor on loader workers,
-each of R ranks needs only S / R readers, and a number of rows gives the position in training.
+into rows; the global row g is row g // S of reader g mod S. Rows therefore depend neither on ranks nor on loader
+workers, each of R ranks needs only S / R readers, and the number of used rows determines the position in training.
 
 Shape letters: N tokens of a row, D documents of a row, S readers, R data-parallel ranks.
 """
@@ -29,7 +29,7 @@ from lightning_dilated.ext.text.sources import Readers, open_readers
 from lightning_dilated.ext.text.store import next_tokens
 from lightning_dilated.ext.text.tokens import collate_documents
 
-#: (row, its location) -> (tokens, mark of each token to train on), or None to skip the row
+#: (row, its location) -> (tokens, True for each token to train on), or None to skip the row
 Encode = Callable[[Any, str], tuple[np.ndarray, np.ndarray] | None]
 
 
@@ -55,7 +55,7 @@ Pack = Callable[[Iterator[Document], int, int], Rows]
 
 
 def filled(documents: Iterator[Document], size: int, offset: int = 0) -> Rows:
-    """Yield rows of `size` tokens; a document that crosses the end of a row continues in the next as a separate one.
+    """Yield rows of `size` tokens; a document that crosses the end of a row continues as a new document in the next.
 
     The last row may be shorter. `offset` is the number of tokens to skip in the first document.
     """
@@ -75,7 +75,7 @@ def filled(documents: Iterator[Document], size: int, offset: int = 0) -> Rows:
 
 
 def packed(documents: Iterator[Document], size: int, offset: int = 0) -> Rows:
-    """Yield rows of whole documents with at most `size` tokens; a longer document is a row by itself."""
+    """Yield rows of whole documents with at most `size` tokens; a longer document gets its own row."""
     parts: list[tuple[np.ndarray, np.ndarray]] = []
     count = 0
     for position, tokens, labels in documents:
@@ -95,11 +95,11 @@ def _row(parts: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, torch.Tensor]:
 
 
 class PackedReaders:
-    """Rows that readers pack from their documents, from any position on.
+    """Rows that each reader packs from its own documents; reading may start at any position.
 
     Args:
-        readers: readers of the source.
-        encode: makes a document from a row of the source.
+        readers: the readers of the source.
+        encode: converts a row of the source to a document.
         pack: `filled` or `packed`.
         size: tokens of a row.
     """
@@ -133,22 +133,22 @@ class PackedReaders:
 
 
 class StreamedRows(Dataset):
-    """The rows of an epoch by number, which should be read in order; any other order is correct but slow.
+    """The rows of an epoch by number. Rows should be read in order; any other order is correct but slow.
 
-    The position of each row is noted in `folder`, so that workers of a later epoch, and a resumed run, need not encode
-    used documents again. Without notes they do.
+    The position of each row is recorded in `folder`, so that workers of a later epoch, and a resumed run, need not
+    encode used documents again.
 
     Args:
         source: the source of rows.
         epoch_rows: rows of an epoch; the next epoch continues after them.
-        folder: folder of the notes, one file per reader; they are valid for this source only.
+        folder: folder of the recorded positions, one file per reader; valid for this source only.
         identity: identifies the source and all settings that rows depend on.
     """
 
     def __init__(self, source: PackedReaders, epoch_rows: int, folder: Path, identity: str) -> None:
         self.source, self.epoch_rows, self.folder, self.identity = source, epoch_rows, folder, identity
         self.seq_len, self.epoch = source.size, 0
-        self._open: dict[int, tuple[int, Rows]] = {}  # by reader: the next row's number, and the rows from it on
+        self._open: dict[int, tuple[int, Rows]] = {}  # reader -> (number of the next row, rows from there on)
         self._last: tuple[int, dict[str, torch.Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class StreamedRows(Dataset):
         self.epoch = epoch
 
     def length_of(self, index: int) -> int:
-        """Return N of a row, after reading it. Raises IndexError if there is no such row."""
+        """Read a row and return its number of tokens. Raises IndexError if there is no such row."""
         return len(self._row(index)["tokens"])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class StreamedRows(Dataset):
         return {**self._row(index), "index": index}
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """Return the row at some positions, with the bounds of its documents in the whole row."""
+        """Return the tokens of a row at `ranges`, with the bounds of its documents in the whole row."""
         return at_positions({**self._row(index), "index": index}, ranges)
 
     def _row(self, index: int) -> dict[str, torch.Tensor]:
@@ -198,7 +198,7 @@ class StreamedRows(Dataset):
                 self._open[reader] = at, rows
                 return row
 
-    # -- notes -----------------------------------------------------------------------------------------------------------
+    # -- recorded positions --------------------------------------------------------------------------------------------
     def _file(self, reader: int) -> Path:
         return self.folder / f"reader-{reader:05d}"
 
@@ -212,7 +212,7 @@ class StreamedRows(Dataset):
             os.close(handle)
 
     def _noted(self, reader: int, number: int) -> tuple[int, Position]:
-        """Return (row, its position) of the last noted row up to `number`."""
+        """Return (number, position) of the last row up to `number` with a recorded position."""
         try:
             with open(opened(self._file(reader), self.folder.parent), "rb") as file:
                 notes = np.fromfile(file, np.int64)
@@ -246,17 +246,17 @@ class InMemoryRows(Dataset):
 
 
 def at_positions(row: dict[str, Any], ranges: tuple[range, ...]) -> dict[str, Any]:
-    """Return a row at some positions only; document bounds still refer to the whole row."""
+    """Select the tokens and labels of a row at `ranges`; document bounds still refer to the whole row."""
     parts = {name: [row[name][x.start : x.stop : x.step] for x in ranges] for name in ("tokens", "labels")}
     empty = torch.empty(0, dtype=torch.int64)
     return {**row, **{name: torch.cat([empty, *values]) for name, values in parts.items()}}
 
 
 class StreamedDataModule(SplitDataModule):
-    """Base of the DataModules that encode documents during training; a subclass defines `encoder` and `pack`.
+    """Base of the DataModules that encode documents in training; a subclass defines `encoder`, `settings` and `pack`.
 
-    Batches are one row: tokens and labels (1, N) int64, cu_seqlens (D + 1,) int32 on the CPU, index (1,). The source
-    starts over at its end, so set `trainer.max_steps`. Documents are read in file order: shuffle them first.
+    A batch is one row: tokens and labels (1, N) int64, cu_seqlens (D + 1,) int32 on the CPU, index (1,). The source
+    starts over at its end, so set `trainer.max_steps`. Documents are read in file order, so shuffle the files first.
 
     Args:
         paths: files (.jsonl, .json, .parquet), directories or globs, folders of `datasets.save_to_disk`; or the
@@ -264,12 +264,12 @@ class StreamedDataModule(SplitDataModule):
         seq_len: maximum tokens of a document.
         row_tokens: maximum tokens of a row.
         readers: S, independent passes through the source; a multiple of the data-parallel ranks times their loader
-            workers. Rows depend on it. Best a number that divides the number of files.
+            workers. Rows depend on S. An S that divides the number of files is fastest.
         epoch_rows: rows of an epoch, a multiple of S; training continues across epochs.
         val_paths, test_paths: data for validation and for test; null for none.
-        val_limit: number of validation rows, taken from the start. They and all test rows are held in memory.
+        val_limit: maximum number of validation rows, taken from the start. These and all test rows stay in memory.
         num_workers, pin_memory: see `SplitDataModule`.
-        cache_dir: folder of the notes; null is `streams` in the package's cache folder.
+        cache_dir: folder of the recorded positions; null is `streams` in the package's cache folder.
     """
 
     shuffles = False
@@ -298,7 +298,7 @@ class StreamedDataModule(SplitDataModule):
         self.epoch_rows = integer(epoch_rows, "data.epoch_rows", 1)
         if epoch_rows % readers:
             raise ValueError(
-                f"data.epoch_rows is {epoch_rows}, which data.readers = {readers} does not divide: set it to "
+                f"data.epoch_rows is {epoch_rows}, not a multiple of data.readers = {readers}: set it to "
                 f"{-(-epoch_rows // readers) * readers}"
             )
         self.val_limit = integer(val_limit, "data.val_limit", 1)
@@ -306,16 +306,16 @@ class StreamedDataModule(SplitDataModule):
         self._parts: dict[str, Dataset] = {}
         self._checked = False
 
-    # -- what a subclass defines ---------------------------------------------------------------------------------------
+    # -- methods that a subclass defines -------------------------------------------------------------------------------
     def encoder(self) -> Encode:
         """Return the function that makes documents from rows; it is pickled for workers."""
         raise TypeError(f"{type(self).__name__} must define encoder().")
 
     def settings(self) -> str:
-        """Return a text of all settings that documents depend on, without the source."""
+        """Return a string of all settings that determine the documents, except the source."""
         raise TypeError(f"{type(self).__name__} must define settings().")
 
-    # -- what SplitDataModule asks -------------------------------------------------------------------------------------
+    # -- methods of SplitDataModule ------------------------------------------------------------------------------------
     def check(self) -> None:
         """Open the sources and read the first row of each. Raises: OSError, ValueError or ModuleNotFoundError."""
         if self._checked:
@@ -342,14 +342,14 @@ class StreamedDataModule(SplitDataModule):
             workers = f" with {self.num_workers} loader workers each" if self.num_workers else ""
             least = replicas * max(1, self.num_workers)
             raise ValueError(
-                f"data.readers is {self.readers}, which {replicas} data-parallel ranks{workers} cannot divide among them: "
-                f"set it to a multiple of {least}, such as {-(-self.readers // least) * least}, and data.epoch_rows to a "
-                "multiple of that"
+                f"data.readers is {self.readers}, which {replicas} data-parallel ranks{workers} cannot divide evenly: set "
+                f"it to a multiple of {least}, such as {-(-self.readers // least) * least}, and data.epoch_rows to a "
+                "multiple of the new data.readers"
             )
         return super().train_dataloader()
 
     def describe(self) -> str:
-        """Return one line: readers, and the sources."""
+        """Return one line: readers, tokens of a row, and rows of validation and test."""
         counts = ", ".join(f"{len(self.dataset(x)):,} rows of {x}" for x in SPLITS[1:] if self.wanted(x) is None)  # type: ignore[arg-type]
         return f"{self.readers:,} readers, rows of up to {self.row_tokens:,} tokens{'; ' if counts else ''}{counts}"
 

@@ -1,6 +1,6 @@
-"""Rows of data by number: mappings from JSON Lines, JSON, Parquet, and `datasets` (an optional extra).
+"""Random access to the rows of JSON Lines, JSON, Parquet, and `datasets` (an optional extra); a row is a mapping.
 
-JSON needs no further library. Parquet, folders of `save_to_disk` and anything else that `datasets` loads need the extra.
+JSON needs no other library. Parquet, folders of `save_to_disk` and all else that `datasets` loads need the extra.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_dilated.ext.text.tokenizer import whole_texts
 SUFFIXES = [".jsonl", ".json", ".parquet"]
 #: files that mark a folder of `save_to_disk`
 _SAVED = ("dataset_info.json", "dataset_dict.json")
-#: bytes that are searched at once for line breaks
+#: bytes that are read at a time to find line breaks
 _BLOCK = 1 << 24
 #: maximum bytes of a line of JSON Lines
 LONGEST = 1 << 28
@@ -37,7 +37,7 @@ class Digest(Protocol):
 
 
 class Rows(Protocol):
-    """Rows by number."""
+    """Rows that are read by their number."""
 
     def __len__(self) -> int: ...
 
@@ -53,7 +53,7 @@ class Rows(Protocol):
 
 
 def library() -> ModuleType:
-    """Import `datasets`. Raises ModuleNotFoundError with the extra."""
+    """Import `datasets`. Raises ModuleNotFoundError that names the extra."""
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -142,9 +142,9 @@ def load(arguments: Mapping[str, Any], name: str) -> Any:
     if split is None and len(loaded) == 1:
         return next(iter(loaded.values()))
     if split not in loaded:
-        lack = "no split is chosen" if split is None else f"there is no split {split!r}"
+        lack = "choose a split" if split is None else f"there is no split {split!r}"
         raise ValueError(
-            f"data.{name}: of {path} {lack}; it has {', '.join(loaded)}: set {{path: {path}, split: {next(iter(loaded))}}}"
+            f"data.{name}: {lack} of {path}; it has {', '.join(loaded)}: set {{path: {path}, split: {next(iter(loaded))}}}"
         )
     return loaded[split]
 
@@ -155,10 +155,10 @@ def load_parquet(files: Sequence[str], streaming: bool = False) -> Any:
 
 
 def without_fillers(value: Any, feature: Any) -> Any:
-    """Remove nulls that a table adds to a row for fields which only other rows have.
+    """Remove the nulls that a table adds to a row for fields that only other rows have.
 
-    Nulls in lists stay, and nulls in values that a column stores as JSON: a table adds none there. `feature` is the
-    value's type in `datasets`; None if unknown.
+    Nulls in lists, and in values that a column stores as JSON, are kept because a table adds none there. `feature` is
+    the value's type in `datasets`; None if unknown.
     """
     if isinstance(value, Mapping) and (feature is None or isinstance(feature, Mapping)):
         inner = {} if feature is None else feature
@@ -176,7 +176,7 @@ def _json_rows(path: str) -> Rows:
 
 
 class JsonLines:
-    """The rows of a file with one JSON value per line, without empty lines. One pass over the file finds the lines."""
+    """The non-empty lines of a file, each one a JSON value. One pass over the file finds the lines."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -234,7 +234,7 @@ class JsonArray:
             self._rows = whole_texts(json.loads(Path(path).read_bytes()))
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"{path} begins as a JSON array and is none ({error}): write it again, or one object a line as .jsonl"
+                f"{path} begins as a JSON array but is none ({error}): write it again, or as .jsonl, an object a line"
             ) from None
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
-"""RemoteFiles: data files by URL (s3://, gs://, hf://, ...): listed, looked up once, read by range.
+"""RemoteFiles: list data files by URL (s3://, gs://, hf://, ...), look up each file once, and read ranges of bytes.
 
-Blocks are fetched through fsspec and stored in a `BlockCache`. Nothing stays open between reads, so the object can be
-pickled, and used in forked and in spawned processes.
+Blocks are fetched through fsspec and stored in a `BlockCache`. Nothing stays open between reads, so a RemoteFiles can
+be pickled, and used in forked and in spawned processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_dilated.ext.text.block_cache import BlockCache, cache_root
 #: bytes of a block, and the maximum number of blocks in one request
 BLOCK = 1 << 20
 RUN = 16
-#: blocks that a process holds in memory
+#: maximum number of blocks that a process holds in memory
 HELD = 16
 #: concurrent requests when many files are looked up
 THREADS = 16
@@ -74,7 +74,7 @@ Result = TypeVar("Result")
 
 
 class FileState(NamedTuple):
-    """Bytes of a remote file, and its content's version in the store, such as an ETag."""
+    """The size of a remote file in bytes, and the store's version of its content, such as an ETag."""
 
     size: int
     version: str
@@ -83,14 +83,14 @@ class FileState(NamedTuple):
 class RemoteFiles:
     """Open files by URL.
 
-    The state of a remote file is looked up once and pickled with this object. Later reads compare it, so a file that
-    changes raises an error and never yields a mixture. Requests that fail are tried TRIES times.
+    The state of a remote file is looked up once and pickled with this object. Later reads compare it with the current
+    state and raise an error if the file has changed. A failing request is tried up to TRIES times.
 
     Args:
         cache_dir: folder of the blocks; None: `remote` in the package's cache folder (`cache_root`).
         cache_gib: maximum GiB of the blocks there; 0 stores none on disk.
 
-    Raises: methods raise the errors of `explained`.
+    Raises: the methods raise the errors of `explained`.
     """
 
     def __init__(self, cache_dir: str | None = None, cache_gib: float = CACHE_GIB) -> None:
@@ -109,9 +109,9 @@ class RemoteFiles:
     def expand(self, url: str, suffixes: Sequence[str] | None, hint: str) -> list[str]:
         """Return the files of a URL: the file itself, a folder's files (ending in `suffixes`), or a glob's matches.
 
-        They are sorted by name; hidden ones are left out, as in local folders.
+        Files are sorted by name; hidden files are left out, as in local folders.
 
-        Raises: FileNotFoundError ending in `hint`, or as `explained`.
+        Raises: FileNotFoundError with a message that ends in `hint`; other errors as `explained`.
         """
         if _MAGIC.search(url) and scheme_of(url) not in ("http", "https"):
             files = self._retried(url, lambda: _globbed(url))
@@ -124,19 +124,19 @@ class RemoteFiles:
             if not files:
                 expected = "no file" if suffixes is None else f"no file ending in {', '.join(suffixes)}"
                 raise FileNotFoundError(f"the folder {url} holds {expected} (hidden ones are left out); {hint}")
-        # a store may format times in a list differently from a file's, so take only content versions from a list
+        # a store may format times in listings differently, so use a listing only for states with a content version
         self._states |= {name: _state_of(name, x) for name, x in files.items() if any(x.get(y) for y in _VERSIONS)}
         return list(files)
 
     def look_up(self, paths: Iterable[str]) -> None:
-        """Look up the states of all URLs that are not known yet, several at a time."""
+        """Look up the states of all URLs that have not been looked up yet, several at a time."""
         unknown = [path for path in dict.fromkeys(paths) if is_url(path) and path not in self._states]
         if unknown:
             with ThreadPoolExecutor(THREADS) as pool:
                 self._states |= dict(zip(unknown, pool.map(self._look_up, unknown), strict=True))
 
     def state(self, url: str) -> FileState:
-        """Return a file's state when it was first looked up."""
+        """Return the state that a file had when it was first looked up."""
         if url not in self._states:
             self._states[url] = self._look_up(url)
         return self._states[url]
@@ -158,14 +158,14 @@ class RemoteFiles:
         for url in self._states:
             if num_workers and scheme_of(url) == "memory":
                 raise ValueError(
-                    f"{url} lies in the memory of this process, which data.num_workers = {num_workers} loader processes do "
-                    "not share: set data.num_workers to 0, or write the files to a disk or a store"
+                    f"{url} is in the memory of this process, which data.num_workers = {num_workers} loader processes "
+                    "do not share: set data.num_workers to 0, or write the files to a disk or a store"
                 )
 
     def _look_up(self, url: str) -> FileState:
         return self._retried(url, lambda: _state_of(url, _info(url)))
 
-    # -- reading ---------------------------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------------------
     def open(self, url: str) -> BinaryIO:
         """Open a file for reading from its beginning; fetches only the blocks that are read."""
         return io.BufferedReader(RemoteFile(self, url), 1 << 16)  # type: ignore[return-value]
@@ -209,7 +209,7 @@ class RemoteFiles:
         return self._stored(url, number, number + 1)[0]
 
     def _stored(self, url: str, number: int, last: int) -> list[bytes]:
-        """Return a block from memory or disk; else fetch it, with the missing blocks after it, in one request."""
+        """Return a block from memory or disk, or fetch it and the missing blocks after it in one request."""
         key = self._key(url, number)
         block = self._held.get(key) or self.cache.get(key)
         if block is not None:
@@ -250,12 +250,12 @@ class RemoteFiles:
             except _FINAL:
                 raise
             except Exception:
-                _check_same(url, state)  # the range may exceed a file that became shorter
+                _check_same(url, state)  # the read fails if the file has become shorter
                 raise
-            # check after the read, so that no byte of a newer file can be included
+            # check after the read, so that no byte of a newer version is returned
             _check_same(url, state)
             if len(data) != stop - start:
-                raise OSError(f"{len(data):,} bytes came in place of {stop - start:,}")
+                raise OSError(f"the store returned {len(data):,} bytes instead of {stop - start:,}")
             return data
 
         data = self._retried(url, request)
@@ -278,7 +278,7 @@ class RemoteFiles:
 
 
 class RemoteBytes:
-    """A remote file as an array of bytes: slices are read on demand."""
+    """A remote file as an array of bytes that reads slices on demand."""
 
     def __init__(self, files: RemoteFiles, url: str) -> None:
         self.files, self.url = files, url
@@ -288,7 +288,7 @@ class RemoteBytes:
 
 
 class RemoteFile(io.RawIOBase):
-    """A seekable remote file; `error` holds the error of a failed read, because libraries may hide it."""
+    """A seekable remote file; `error` stores the error of a failed read, because libraries may hide it."""
 
     def __init__(self, files: RemoteFiles, url: str) -> None:
         self.files, self.url, self.size = files, url, files.size(url)
@@ -307,7 +307,7 @@ class RemoteFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
         if base + offset < 0:
-            raise ValueError(f"position {base + offset} of {self.url} lies before its beginning")
+            raise ValueError(f"position {base + offset} of {self.url} is before its beginning")
         self._at = base + offset
         return self._at
 
@@ -326,16 +326,16 @@ class RemoteFile(io.RawIOBase):
 
 # -- the store ---------------------------------------------------------------------------------------------------------
 def explained(url: str, error: Exception) -> Exception:
-    """Return the error to raise if a store cannot be read, with the URL, the cause and the remedy.
+    """Convert the error of a store to the error to raise, with the URL, the cause and the remedy.
 
-    FileNotFoundError, PermissionError, ModuleNotFoundError (with the package to install), ValueError for an unknown
-    scheme or a changed file, ConnectionError for anything that a later try may fix.
+    The result is FileNotFoundError, PermissionError, ModuleNotFoundError (with the package to install), ValueError (for
+    an unknown scheme or a changed file), or ConnectionError for anything that a later try may fix.
     """
     scheme, reason = scheme_of(url), " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, FileNotFoundError | IsADirectoryError):
         return FileNotFoundError(
-            f"{url} is no file or folder that its store has ({reason}): check the spelling of bucket and path; data "
-            "that was looked up must stay while it is in use"
+            f"{url} is no file or folder of its store ({reason}): check the spelling of bucket and path; data that was "
+            "looked up must stay while it is in use"
         )
     if isinstance(error, PermissionError) or type(error).__name__ in _NO_LOGIN:
         remedy = _LOGIN.get(scheme, "see the store's package for how to log in")
@@ -349,7 +349,7 @@ def explained(url: str, error: Exception) -> Exception:
         return error if url in reason else type(error)(f"{url} cannot be read: {reason}")
     return ConnectionError(
         f"{url} could not be read in {TRIES} tries ({type(error).__name__}: {reason}): check the network and the store, and "
-        "go on from the last checkpoint"
+        "resume from the last checkpoint"
     )
 
 
@@ -359,7 +359,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
     check_address(url)
     if scheme_of(url) == "memory" and get_worker_info() is not None:
-        raise ValueError(f"{url} lies in the memory of another process than this loader's: set data.num_workers to 0")
+        raise ValueError(f"{url} is in the memory of another process, not this worker's: set data.num_workers to 0")
     # no cached listings: a lookup must return the current state
     return url_to_fs(url, use_listings_cache=False)
 
@@ -389,7 +389,7 @@ def _check_same(url: str, state: FileState) -> None:
 
 
 def _listed(url: str) -> tuple[bool, dict[str, dict[str, Any]]]:
-    """Return (whether it is a folder, the store's `info` of its files); a file lists itself."""
+    """Return (whether the URL is a folder, {URL of a file: its `info`}); a file lists itself."""
     fs, path = _filesystem(url)
     info = fs.info(path)
     if info.get("type") != "directory":
@@ -402,7 +402,7 @@ def _globbed(url: str) -> dict[str, dict[str, Any]]:
     before = path[: _MAGIC.search(path).start()]  # type: ignore[union-attr]
     root, pattern = before.rpartition("/")[0], path[len(before.rpartition("/")[0]) :]
     listed = fs.glob(path, detail=True)
-    if not listed and fs.isfile(path):  # a name with brackets
+    if not listed and fs.isfile(path):  # the file's own name contains brackets
         return {_named(fs, path): fs.info(path)}
     return _visible(fs, root, listed, hidden="/." in pattern)
 

@@ -44,7 +44,7 @@ class NumberedReaders:
     def __init__(self, rows: Rows, count: int, name: str) -> None:
         if len(rows) < count:
             raise ValueError(
-                f"data.{name} has {len(rows):,} rows for {count:,} readers, which take one each at least: lower "
+                f"data.{name} has {len(rows):,} rows, but each of {count:,} readers needs at least one: lower "
                 "data.readers, or pass more data"
             )
         self.table, self.count = rows, count
@@ -66,8 +66,8 @@ class StreamReaders:
         self.own_shards = dataset.num_shards % count == 0
         if not self.own_shards and count > 1:
             rank_zero_info(
-                f"data: {name} has {dataset.num_shards:,} shards, which {count:,} readers cannot divide: each reads past "
-                "the rows of the others. Set data.readers to a number that divides the shards, for less to read."
+                f"data: {name} has {dataset.num_shards:,} shards, which {count:,} readers cannot divide evenly, so "
+                "each reader also reads the others' rows. Set data.readers to a number that divides the shards."
             )
 
     def rows(self, reader: int, start: int) -> Iterator[tuple[Any, str]]:
@@ -83,14 +83,14 @@ class StreamReaders:
 
 
 def _each(dataset: Any) -> Iterator[dict[str, Any]]:
-    """Yield all rows of a streaming dataset; iterating the dataset itself would split it among a loader's workers."""
+    """Yield all rows of a streaming dataset. Its own `__iter__` would split the rows among a loader's workers."""
     for batch in dataset.iter(batch_size=_AT_ONCE):
         for values in zip(*batch.values(), strict=True):
             yield without_fillers(dict(zip(batch, values, strict=True)), dataset.features)
 
 
 def open_readers(sources: list[str] | dict[str, Any], name: str, count: int) -> tuple[Readers, str]:
-    """Return (S readers of `data.<name>`, fingerprint). JSON is read by number, Parquet and repositories as streams.
+    """Return (S readers of `data.<name>`, fingerprint). JSON is read by number; Parquet and repositories are streamed.
 
     Raises: OSError or ValueError with the file and the remedy; ModuleNotFoundError if `datasets` is needed and missing.
     """

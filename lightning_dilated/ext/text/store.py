@@ -1,6 +1,6 @@
-"""Conversations as tokens on disk: encoded once on a machine, in a folder named after a digest of their content.
+"""Conversations as tokens on disk: encoded once per machine, in a folder named after a digest of their content.
 
-Shape letters: C conversations, T tokens of all of them.
+Shape letters: C conversations, T tokens of all conversations.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def encoded(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str, cache
         column: see `conversation`.
         cache_dir: folder of the stores; None: `chat` in the package's cache folder.
 
-    Raises: ValueError for the first row that is no conversation, or as `ChatTokenizer.tokens`; OSError.
+    Raises: ValueError for the first row that is not a conversation, and as `ChatTokenizer.tokens`; OSError.
     """
     root = cache_root() / "chat" if cache_dir is None else Path(cache_dir).expanduser()
     private_folder(root)
@@ -134,11 +134,11 @@ def _write(folder: Path, samples: Iterator[tuple[np.ndarray, np.ndarray]]) -> No
 
 
 class Conversations(RangedSamples):
-    """Conversations of a store as samples of unequal length: tokens, and the next token of each if it is trained on.
+    """Conversations of a store as samples of unequal length: tokens, and labels as in `next_tokens`.
 
     Args:
         store: the tokens.
-        numbers: (S,) numbers of the store's conversations that are samples, in order.
+        numbers: (S,) for each sample, the number of its conversation in the store.
         seq_len: maximum tokens of a sample; longer conversations are cut.
     """
 
@@ -149,7 +149,7 @@ class Conversations(RangedSamples):
         self.lengths = np.minimum(np.diff(store.bounds)[numbers], seq_len)
 
     def fingerprint(self) -> str:
-        """Return a text that depends on all tokens, and on which conversations are samples."""
+        """Return a string that depends on all tokens, and on the choice and lengths of the samples."""
         places = hashlib.blake2b(self.numbers.tobytes() + self.lengths.tobytes(), digest_size=8).hexdigest()
         return f"{len(self)} conversations {places}{MARK}{self.store.digest}"
 
@@ -162,7 +162,7 @@ class Conversations(RangedSamples):
 
 
 def next_tokens(ids: np.ndarray, learn: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens (count,) and labels (count,): the next token if it is trained on, else -100; -100 at the end."""
+    """Return tokens (count,) and labels (count,). A label is the next token, or -100 at the end or if not learned."""
     labels = np.full(count, IGNORE, dtype=np.int64)
     labels[: len(ids) - 1] = np.where(learn[1:], ids[1:], IGNORE)[:count]
     return ids[:count], labels

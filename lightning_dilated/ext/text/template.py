@@ -1,9 +1,9 @@
 """ChatTokenizer: conversations to tokens by a chat template, with a mark on the assistant's tokens.
 
-A template with {% generation %} tags marks the assistant's text itself. Without tags, the text of the assistant's
-message i is the difference of two renderings: of the messages before it (with the header that asks for an answer), and
-of the messages up to and including it. Both must be prefixes of the whole conversation, as text and as tokens; this is
-verified.
+If the template has {% generation %} tags, they mark the assistant's text. Otherwise the text of the assistant's message
+i is the difference between two renderings: one ends before the message (with the header that starts an answer), the
+other ends after it. Both renderings must be prefixes of the whole conversation, as text and as tokens; a check raises
+ValueError if they are not.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lightning_dilated.ext.text.load_tokenizer import JsonText, TextTokenizer, T
 from lightning_dilated.ext.text.messages import ANSWERS, Conversation, is_learned, part_texts
 from lightning_dilated.ext.text.tokenizer import panics_named
 
-#: same expression as in transformers
+#: the same expression as in transformers
 _TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 #: placed around the text inside a template's tags; no text should contain these characters
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
-#: placed around the number of a content part, to detect whether a template writes it; Python would escape it
+#: placed around the number of a content part, to detect whether a template writes the part; `repr` would escape it
 _PART = "\ue0f2"
 #: transformers' names for special tokens; a tokenizer.json does not have them
 _NAMED = {"bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"}
@@ -58,8 +58,8 @@ class ChatTokenizer(TextTokenizer):
             learn: "assistant" for tokens that the assistant writes, "all" for every token; both skip messages that
                 opt out, see `is_learned`.
 
-        Raises: ValueError with the conversation's location, if the template refuses it, if no token is the assistant's,
-            or if the assistant's tokens cannot be determined.
+        Raises: ValueError with the conversation's location, if the template refuses the conversation, if no token is to
+            be learned, or if the assistant's tokens cannot be determined.
         """
         chat = self._with_contents(conversation)
         if learn == "all":
@@ -150,8 +150,8 @@ def _by_prefixes(tokenizer: ChatTokenizer, chat: Conversation) -> tuple[list[int
 def _spans(
     tokenizer: ChatTokenizer, chat: Conversation, ids: list[int], numbers: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """Return (first token, end without white space after a special token, end) of each of these messages, an answer
-    without its header. Raises ValueError if the template writes a prefix differently from the whole conversation."""
+    """Return (begin, trimmed end, end) of the tokens of each message in `numbers`; an answer begins after its header.
+    The trimmed end excludes white space after a special token. Raises ValueError if a prefix renders differently."""
     if not numbers:
         return []
     text = tokenizer.render(chat)
@@ -167,7 +167,7 @@ def _spans(
         begin, end = places[2 * n : 2 * n + 2]
         if begin is None or end is None:
             cut = cuts[2 * n] if begin is None else cuts[2 * n + 1]
-            raise _unstable(chat, i, f"a token reaches over {text[cut - 20 : cut]!r} | {text[cut : cut + 20]!r}")
+            raise _unstable(chat, i, f"a token crosses {text[cut - 20 : cut]!r} | {text[cut : cut + 20]!r}")
         last = end
         while last > begin and not tokenizer.decode([ids[last - 1]]).strip():
             last -= 1
@@ -177,10 +177,10 @@ def _spans(
 
 
 def cut_tokens(tokenizer: ChatTokenizer, text: str, ids: list[int], cuts: Sequence[int]) -> list[int | None]:
-    """Return for each place of a text the k with ids[:k] = tokens of text[:place], or None if there is no such k.
+    """Return for each cut the k such that ids[:k] are the tokens of text[:cut], or None if there is no such k.
 
-    Only the text after the last place before a special token is encoded again. Tokenizers split a text at special
-    tokens first, so later tokens do not depend on the text before one.
+    Only the text after the last cut that precedes a special token is encoded again. Tokenizers first split a text at
+    special tokens, so tokens after a special token do not depend on the text before it.
     """
     places: list[int | None] = []
     at, done = 0, 0  # text[:at] has the tokens ids[:done]
@@ -210,10 +210,10 @@ def _unstable(chat: Conversation, message: int, what: str) -> ValueError:
         "template), or train on all tokens (data.train_on: all)"
     )
     if not is_learned(chat.messages[message]):
-        remedy = "Leave out the row, or the weight (or train) by which this message is not learned"
+        remedy = "Remove the row, or the weight (or train) of this message, which excludes it from training"
     return ValueError(
-        f"{chat.where}: which tokens message {message} has cannot be told, as the chat template writes the "
-        f"beginning of a conversation in another way than within the whole: {what}. {remedy}"
+        f"{chat.where}: the tokens of message {message} cannot be determined, because the chat template writes the "
+        f"beginning of a conversation alone differently than as part of the whole: {what}. {remedy}"
     )
 
 
@@ -241,7 +241,7 @@ class JsonTokenizer(JsonText, ChatTokenizer):
     def tagged(self, conversation: Conversation) -> tuple[list[int], list[int]]:
         data = json.dumps([conversation.messages, conversation.tools], ensure_ascii=False)
         if _OPEN in data or _CLOSE in data:
-            raise ValueError(f"{conversation.where} holds the character U+E0F0 or U+E0F1, which stand for tags here")
+            raise ValueError(f"{conversation.where} holds the character U+E0F0 or U+E0F1, which are reserved for tags")
         pieces = re.split(f"[{_OPEN}{_CLOSE}]", self._written(conversation, None, False))
         ends = np.cumsum([len(x) for x in pieces]).tolist()
         text, cuts = "".join(pieces), ends[:-1]
@@ -251,7 +251,7 @@ class JsonTokenizer(JsonText, ChatTokenizer):
         for begin, end, cut in zip(places[::2], places[1::2], cuts[::2], strict=True):
             if begin is None or end is None:
                 raise ValueError(
-                    f"{conversation.where}: a token reaches over an end of the template's {{% generation %}} tags, near "
+                    f"{conversation.where}: a token crosses a bound of the template's {{% generation %}} tags, near "
                     f"{text[max(0, cut - 20) : cut + 20]!r}: let them begin and end at special tokens or line breaks"
                 )
             mask[begin:end] = [1] * (end - begin)
@@ -287,11 +287,11 @@ def _compiled(template: str) -> Any:
     environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
     environment.globals["raise_exception"] = refuse
     try:
-        # Jinja's own search for them would compute constants, such as a text of 10^10 characters
+        # Jinja's own search for undeclared names would evaluate constants, such as a text of 10^10 characters
         names = list(environment.parse(template).find_all(nodes.Name))
         named = {x.name for x in names if x.ctx == "load"} & _NAMED - {x.name for x in names if x.ctx != "load"}
         compiled = environment.from_string(template)
-    except Exception as error:  # Jinja's own, and the Python compiler's for deeply nested code
+    except Exception as error:  # errors of Jinja, or of the Python compiler for deeply nested code
         raise ValueError(f"the chat template cannot be read ({error}). {_WHAT}") from None
     if named:
         raise ValueError(
@@ -325,7 +325,7 @@ class _Budget:
             raise ValueError(f"it takes more than {SECONDS:g} seconds")
 
 
-#: budget of the current rendering; None while Jinja compiles: nothing is counted
+#: budget of the current rendering; None while Jinja compiles, when nothing is counted
 _BUDGET: ContextVar[_Budget | None] = ContextVar("budget", default=None)
 
 
@@ -338,14 +338,14 @@ def _spend(characters: int = 0, steps: int = 1) -> None:
 #: parts of a format string that hold widths, for `%` and for braces; and fields that take a width from an argument
 _FIELDS = re.compile(r"[%)][-#0 +.\d]*|\{[^{}]*|(?<=\})[^{}]*\}")
 _ASKS = re.compile(r"[%)][-#0 +.\d]*\*|\{[^{}]*\{")
-#: functions with integer arguments that are not sizes; a macro has no name, and its body is counted
+#: functions with integer arguments that are not sizes; "" is a macro, and its body is counted instead
 _NO_SIZES = {"", "append", "d", "default", "dict", "get", "join", "namespace", "replace", "reject", "rejectattr"}
 _NO_SIZES |= {"select", "selectattr", "set"}
 
 
 def _size(value: Any, widths: bool = False) -> int:
-    """Return the size that an argument can cause: characters, entries, the number itself, and with `widths` the numbers
-    in a text."""
+    """Return the size that an argument can give a result: its characters or entries, or its value if it is an integer.
+    `widths` adds the numbers in a text."""
     if isinstance(value, int):
         return max(0, int(value))
     if isinstance(value, str):
@@ -354,14 +354,14 @@ def _size(value: Any, widths: bool = False) -> int:
 
 
 def _size_of_format(form: str, values: Any) -> int:
-    """Return the maximum characters of a formatted string; an integer value counts only as a width."""
+    """Return the maximum characters of a formatted string; integer values count only if they are widths."""
     asks = _ASKS.search(form) is not None
     most = max([1, *(_size(x, asks) for x in values if asks or not isinstance(x, int))])
     return max(1, len(form) + _size(" ".join(_FIELDS.findall(form)), True)) * most
 
 
 def _bounded(name: str, value: Any, args: Any, kwargs: Any, call: Any) -> Any:
-    """Return `call()` of a function or filter on a value; charges its size before the call if known, else after it."""
+    """Return `call()`; charge the size that its arguments can cause before the call, and the actual size after it."""
     arguments = [*args, *kwargs.values()]
     if name in ("format", "format_map") and isinstance(value, str):
         _spend(_size_of_format(value, [y for x in arguments for y in (x.values() if isinstance(x, dict) else (x,))]))
@@ -378,7 +378,7 @@ def _bounded(name: str, value: Any, args: Any, kwargs: Any, call: Any) -> Any:
 
 @functools.cache
 def bounded_environment() -> type[Any]:
-    """Return Jinja's sandbox with limits on steps and characters of a text; exceeding one raises in `_refusing`."""
+    """Return Jinja's sandbox with limits on the steps and characters of a rendering; they apply in `_refusing`."""
     from jinja2 import nodes, pass_context
     from jinja2.compiler import CodeGenerator
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -407,7 +407,7 @@ def bounded_environment() -> type[Any]:
                 costs = [nodes.Const(text), nodes.Const(steps)]
                 count = nodes.Call(nodes.EnvironmentAttribute("spend"), costs, [], None, None)
                 inner.body.insert(0, nodes.ExprStmt(count).set_lineno(inner.lineno))
-            for inner in list(node.find_all(nodes.Concat)):  # no method of an environment sees `~`
+            for inner in list(node.find_all(nodes.Concat)):  # an environment cannot intercept `~`
                 joined = nodes.Filter(nodes.List(inner.nodes), "_concat", [], [], None, None)
                 inner.__class__, inner.__dict__ = (
                     nodes.Filter,
@@ -443,16 +443,16 @@ def bounded_environment() -> type[Any]:
 
 
 def _written(context: Any, value: Any) -> Any:
-    """Charge the text that a template writes."""
+    """Charge the characters of a value that a template writes, and return the value."""
     _spend(len(value) if isinstance(value, str) else 1, steps=0)
     return value
 
 
 def _size_of_result(operator: str, left: Any, right: Any) -> int:
-    """Return the number of characters, entries or digits of an operator's result."""
+    """Return an upper bound on the characters, bits or bytes of an operator's result."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * max(0, right) if operator == "**" else left.bit_length() + right.bit_length()
-        return bits if bits < 1 << 16 else CHARACTERS + 1  # products of long numbers take too long
+        return bits if bits < 1 << 16 else CHARACTERS + 1  # reject long numbers, because products take too long
     if operator == "+":
         return sum(len(x) * (1 if isinstance(x, str) else 16) for x in (left, right) if isinstance(x, Sized))
     if operator == "%" and isinstance(left, str):
@@ -465,7 +465,7 @@ def _size_of_result(operator: str, left: Any, right: Any) -> int:
 
 
 def _refusing(chat: Conversation, render: Any) -> str:
-    """Return `render()` within its limits. Raises ValueError with the conversation if the template refuses it."""
+    """Return `render()`, limited by a budget. Raises ValueError with the conversation's location for any error."""
     token = _BUDGET.set(_Budget())
     try:
         return render()
@@ -480,7 +480,7 @@ def _refusing(chat: Conversation, render: Any) -> str:
 
 # -- transformers ------------------------------------------------------------------------------------------------------
 class TransformersTokenizer(TransformersText, ChatTokenizer):
-    """A tokenizer of transformers with its own chat template, or another."""
+    """A tokenizer of transformers, with its own chat template or `template`."""
 
     def __init__(self, source: str, template: str | None) -> None:
         super().__init__(source)
@@ -492,8 +492,8 @@ class TransformersTokenizer(TransformersText, ChatTokenizer):
         self.template = stored if isinstance(stored, str) else json.dumps(stored)
         if _TAGS.search(self.template) and not self.tokenizer.is_fast:
             raise ValueError(
-                f"data.tokenizer {source} has no tokenizer.json, without which the template's {{% generation %}} tags "
-                "cannot be placed: convert it, as save_pretrained of its fast class does"
+                f"data.tokenizer {source} has no tokenizer.json, which the template's {{% generation %}} tags need: "
+                "convert the tokenizer, as save_pretrained of its fast class does"
             )
 
     def render(self, conversation: Conversation, count: int | None = None, asks: bool = False) -> str:

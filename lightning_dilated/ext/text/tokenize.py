@@ -21,7 +21,7 @@ def fit_arguments(paths: str, **values: object) -> str:
 
 
 def tokenize_parser() -> argparse.ArgumentParser:
-    about = "Encode UTF-8 text files, each one document, into a .bin of tokens. Takes the extra tokenizers."
+    about = "Encode UTF-8 text files, each one document, into a .bin of tokens. Needs the extra tokenizers."
     p = argparse.ArgumentParser("lightning-dilated tokenize", description=about)
     p.add_argument("--tokenizer", required=True, help="a tokenizer.json of Hugging Face's tokenizers")
     p.add_argument("--out", required=True, help="the file to write, in .bin")
@@ -42,7 +42,7 @@ def tokenize_report(written: EncodedFiles) -> str:
     ]
     if written.unknown:
         share = written.unknown / written.tokens
-        lines.append(f"unknown: {written.unknown:,} tokens ({share:.2%}) stand for what the vocabulary does not have")
+        lines.append(f"unknown: {written.unknown:,} tokens ({share:.2%}) stand for text that the vocabulary lacks")
     arguments = fit_arguments(
         written.path,
         data__vocab_size=written.vocab_size,

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 _CONTEXT = 16
 #: replaces bytes that are not (yet) text, and ids that the tokenizer does not have
 _BROKEN = "\ufffd"
-#: half of a character beyond U+FFFF
+#: a surrogate: half of a character beyond U+FFFF
 _HALF = re.compile("[\ud800-\udfff]")
 
 
 @contextlib.contextmanager
 def panics_named(path: str | Path) -> Iterator[None]:
-    """Turn the library's panics, which are no Exceptions, into a ValueError that names the tokenizer."""
+    """Turn a panic of the library, which is not an Exception, into a ValueError that names the tokenizer."""
     try:
         yield
     except BaseException as error:
@@ -40,7 +40,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     Raises:
         ModuleNotFoundError: without the library.
-        FileNotFoundError, ValueError: for a missing file, or a file that is not a tokenizer's.
+        FileNotFoundError, ValueError: for a missing file, or a file that holds no tokenizer.
     """
     library = _tokenizer_class(path)
     if not Path(path).is_file():
@@ -51,7 +51,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def tokenizer_of(text: str, where: str) -> Tokenizer:
-    """Load a tokenizer from the text of its tokenizer.json; errors are `load_tokenizer`'s and name `where`."""
+    """Load a tokenizer from the text of a tokenizer.json. Raises as `load_tokenizer`, with `where` as the path."""
     library = _tokenizer_class(where)
     return _checked(lambda: library.from_str(text), where)
 
@@ -105,9 +105,9 @@ def unknown_token(tokenizer: Tokenizer) -> int | None:
 
 
 def whole_text(text: str) -> str:
-    r"""Replace each half of a surrogate pair by U+FFFD, because no tokenizer accepts one.
+    r"""Replace each lone surrogate by U+FFFD, because no tokenizer accepts one.
 
-    JSON can hold a half, such as "\\ud83d", if a program has cut an emoji's escape in two.
+    JSON contains a lone surrogate, such as "\\ud83d", if a program has cut an emoji's escape in two.
     """
     if _HALF.search(text) is None:
         return text
@@ -124,17 +124,17 @@ def whole_texts(value: Any) -> Any:
 
 
 def encode(tokenizer: Tokenizer, text: str, path: str | Path = "of the model") -> list[int]:
-    """Return the ids of a text, without a template's tokens; see `whole_text`. `path` names the tokenizer in errors."""
+    """Return the ids of `whole_text(text)`, without added special tokens. `path` names the tokenizer in errors."""
     with panics_named(path):
         return tokenizer.encode(whole_text(text), add_special_tokens=False).ids
 
 
 def decoded(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text that each token adds to a prompt; "" while a character lacks bytes.
+    """Yield the text that each token adds to a prompt; "" while a character is incomplete.
 
-    Special tokens are shown. An id that the tokenizer does not have (models pad their vocabulary) is one U+FFFD.
+    Special tokens are shown. An id that the tokenizer does not have (models pad their vocabulary) yields one U+FFFD.
     """
-    ids, shown = prompt[-_CONTEXT:], len(prompt[-_CONTEXT:])  # ids of the window, and how many are already decoded
+    ids, shown = prompt[-_CONTEXT:], len(prompt[-_CONTEXT:])  # ids to decode, and how many of them have been yielded
     for token in tokens:
         if tokenizer.id_to_token(token) is None:
             yield _added(tokenizer, ids, shown) + _BROKEN
@@ -151,16 +151,16 @@ def decoded(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> I
 
 
 def _added(tokenizer: Tokenizer, ids: list[int], shown: int) -> str:
-    """Return the text that ids[shown:] add to ids[:shown]: alone they may decode differently (a leading space)."""
+    """Return the text that ids[shown:] add to ids[:shown]; decoded alone, they may lose a leading space."""
     with panics_named("of the model"):
         before = tokenizer.decode(ids[:shown], skip_special_tokens=False)
         return tokenizer.decode(ids, skip_special_tokens=False)[len(before) :]
 
 
 def end_token(tokenizer: Tokenizer, path: str, name: str | None, how: str) -> int:
-    """Return the token that ends a document, by its text; None: the only special token. `how` is the error's remedy.
+    """Return the id of the end-of-document token `name`; None: the only special token. `how` is the error's remedy.
 
-    Raises: ValueError for an unknown name, and for None unless there is exactly one special token.
+    Raises: ValueError for an unknown name, or for None if the tokenizer does not have exactly one special token.
     """
     special = special_tokens(tokenizer)
     known = f"its special tokens are {', '.join(special)}" if special else "it has no special tokens"

@@ -1,4 +1,4 @@
-"""Folders of adapters as peft writes and reads them, plus the decoder's config at training time."""
+"""Folders of adapters in peft's format, plus the decoder's config at training time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_folder(path: str | Path) -> bool:
 
 
 def check_plain(folder: str | Path) -> None:
-    """Refuse options that name a module, because peft would import it; transformers reads the options of any folder.
+    """Refuse options that make peft import a module. transformers reads the options in any folder of a model.
 
     Raises: ValueError that names the option.
     """
@@ -42,8 +42,8 @@ def check_plain(folder: str | Path) -> None:
     values = _read_values(path) if path.is_file() else {}
     if values.get("megatron_config"):
         raise ValueError(
-            f"{path} has megatron_config, with which peft imports the module that megatron_core names, and a file does not "
-            "decide which is imported. Take that out of it, if you trust the adapters."
+            f"{path} has megatron_config, with which peft imports the module that megatron_core names. A file must not "
+            "decide which module is imported: remove megatron_config from it if you trust the adapters."
         )
 
 
@@ -57,7 +57,7 @@ def base_of(folder: str | Path) -> str:
     if not base or not isinstance(base, str):
         raise ValueError(f"{folder} holds adapters only, and does not name the model that they belong to. {remedy}")
     if Path(base).is_absolute() and not Path(base).is_dir():
-        raise ValueError(f"{folder} holds adapters only, of {base}, which is not there. {remedy}")
+        raise ValueError(f"{folder} holds adapters only, of {base}, which does not exist. {remedy}")
     return base
 
 
@@ -68,9 +68,9 @@ def stored_config(folder: str | Path) -> dict[str, Any] | None:
 
 
 def check_base(folder: str | Path, values: Mapping[str, Any], config: Any) -> None:
-    """Compare the config that adapters were trained with to the config of the model that receives them.
+    """Compare the config that adapters were trained with to the config of the model that will receive them.
 
-    transformers would drop layers of a deeper model, and add random layers to a shallower one.
+    Without this check, transformers would drop layers of a deeper model, and add random layers to a shallower one.
 
     Raises: ValueError for a model of another kind or size.
     """
@@ -81,8 +81,8 @@ def check_base(folder: str | Path, values: Mapping[str, Any], config: Any) -> No
     for name, (old, new) in pairs.items():
         if old != new and (name == "model_type" or None not in (old, new)):
             raise ValueError(
-                f"the adapters in {folder} were trained on a model with {name}={old!r}, and this one has {new!r}. Give the "
-                "model that they were trained with, as HFCausalLM(base, adapters=...)."
+                f"the adapters in {folder} were trained on a model with {name}={old!r}, and this one has {new!r}. Give "
+                "the model that they were trained with, as HFCausalLM(base, adapters=...)."
             )
 
 
@@ -132,7 +132,7 @@ def stored_options(folder: str | Path, lora: Mapping[str, Any] | None) -> dict[s
         if name not in _FREE and not same:
             raise ValueError(
                 f"lora.{name} is {value!r}, and the adapters in {folder} have {plain(getattr(stored, name))!r}. Leave lora "
-                "out to train them on, or adapters to begin anew."
+                "out to continue their training, or leave adapters out to train new ones."
             )
         options[name] = value
     return options
@@ -141,7 +141,7 @@ def stored_options(folder: str | Path, lora: Mapping[str, Any] | None) -> dict[s
 def load(adapted: Any, folder: str | Path) -> None:
     """Load the weights of a folder into adapters.
 
-    Raises: ValueError for a damaged file, and for weights with other names or shapes; names one of them.
+    Raises: ValueError for a damaged file, and for weights with other names or shapes; the message names one of them.
     """
     import peft
 
@@ -158,8 +158,8 @@ def load(adapted: Any, folder: str | Path) -> None:
         name = differ[0]
         raise ValueError(
             f"the adapters in {folder} do not fit {type(adapted.get_base_model()).__name__}: {name} is "
-            f"{theirs.get(name, 'not there')}, and would have to be {ours.get(name, 'absent')} ({len(differ)} differ). Give "
-            "the model that they were trained with."
+            f"{theirs.get(name, 'absent')}, but must be {ours.get(name, 'absent')} ({len(differ)} weights differ). Give "
+            "the model that the adapters were trained with."
         )
     peft.set_peft_model_state_dict(adapted, weights)
 
@@ -170,9 +170,9 @@ def save(adapted: Any, folder: str | Path, config: Any) -> None:
 
 
 def save_merged(adapted: Any, folder: str | Path) -> None:
-    """Write a folder of transformers with the updates added to the weights; merging copies the decoder.
+    """Add the updates to the weights in a copy of the decoder, and write the copy as a folder of transformers.
 
-    If embedding and output projection share a weight and one of them has adapters, each gets a weight.
+    If embedding and output projection share a weight and at least one has adapters, each gets its own weight.
     """
     with torch.no_grad():
         merged = copy.deepcopy(adapted)

@@ -49,7 +49,7 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return (out (B, N, H, D), None) for query (B, H, N, D), key and value (B, K, N, D), as AttentionInterface requires.
+    """Return (out (B, N, H, D), None) of query (B, H, N, D), key and value (B, K, N, D), as AttentionInterface does.
 
     Args:
         module: the attention layer; its config may hold patterns, see `set_pattern`.
@@ -93,7 +93,7 @@ def _pattern_of(
 def _documents(
     module: nn.Module, mask: VisibleKeys, position_ids: Tensor | None, bounds: Tensor | None
 ) -> Tensor | None:
-    """Return the global bounds of packed documents: known ones, or from positions and `bounds`."""
+    """Return the global bounds of packed documents, from `known_documents` or else from positions and `bounds`."""
     if mask.known:
         return mask.bounds
     documents = mask.documents(position_ids, bounds)
@@ -107,7 +107,7 @@ def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[
             raise ValueError(f"ring_dilated does not compute {what}, and {type(module).__name__} has {name}. {remedy}")
     if options.get("output_attentions"):
         raise ValueError(
-            f"ring_dilated never holds the attention weights that output_attentions=True asks for. {EAGER}"
+            f"ring_dilated does not compute the attention weights that output_attentions=True asks for. {EAGER}"
         )
     if getattr(module, "is_cross_attention", False):
         raise ValueError(f"ring_dilated is self-attention, and {type(module).__name__} is cross attention. {SDPA}")
@@ -115,25 +115,25 @@ def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[
         raise ValueError(f"ring_dilated is causal, and {type(module).__name__} is not (is_causal=False). {SDPA}")
     if isinstance(mask, Tensor):
         raise ValueError(
-            f"ring_dilated takes no mask of shape {tuple(mask.shape)}: one of all pairs of tokens "
+            f"ring_dilated takes no mask of shape {tuple(mask.shape)}, because a mask of all pairs of tokens "
             "grows with N^2. Give attention_mask (B, N), ones and then zeros, for padding, and position_ids that restart, "
             "or cu_seq_lens_q, for documents."
         )
     if not isinstance(mask, (VisibleKeys, CachedStep)):
         raise ValueError(
-            f"{type(module).__name__} got no mask of transformers' create_causal_mask ({mask!r}), so what its tokens see is "
-            f"not known. {SDPA}"
+            f"{type(module).__name__} got no mask of transformers' create_causal_mask ({mask!r}), so it is unknown what its "
+            f"tokens see. {SDPA}"
         )
 
 
 def _check_model(module: nn.Module, documents: Tensor | None) -> None:
-    """Raise if rotary frequencies or other layers would see a part of the sequence, or mix documents."""
+    """Raise if rotary frequencies, or layers other than attention, need the whole sequence or would mix documents."""
     group, config = active_sequence(), getattr(module, "config", None)
     shared = group is not None and group.ranks > 1
     if shared and follows_length(config):
         raise ValueError(
-            f"rotary frequencies of {type(module).__name__} follow the length of a sequence (rope_type dynamic or "
-            "longrope), of which each rank has a part. Train it by HFCausalLM, or take another rope_type, such as yarn."
+            f"rotary frequencies of {type(module).__name__} depend on the sequence length (rope_type dynamic or longrope), "
+            "but each rank has only a part of it. Train it by HFCausalLM, or take another rope_type, such as yarn."
         )
     if shared or documents is not None:
         refuse_states(config)
@@ -143,7 +143,7 @@ def _own_attention(module: nn.Module, masked: int | None, layer: int | None) -> 
     refuse_chunks(getattr(module, "config", None), getattr(module, "layer_idx", None))
     if layer is not None and layer != masked:
         raise ValueError(
-            f"{type(module).__name__} has sliding_window={layer}, but its mask has {masked}: which holds is not known. "
+            f"{type(module).__name__} has sliding_window={layer}, but its mask has {masked}, and only one can be right. "
             f"{SDPA}"
         )
     return DilatedPattern.dense() if masked is None else DilatedPattern([Window(masked)])
@@ -154,7 +154,7 @@ def _documents_of(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
     if queries is None or keys is None or keys is queries:
         return keys if queries is None else queries
     if queries.shape != keys.shape or not bool((queries == keys).all()):
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ, as those of cross attention do. Give equal ones.")
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ, as in cross attention. Give equal ones.")
     return queries
 
 
@@ -168,15 +168,15 @@ def _check_cache(module: nn.Module, key: Tensor, mask: Any, sliding_window: int 
     pattern = own_pattern(module) or fixed_pattern(module) or _own_attention(module, mask.window, sliding_window)
     if pattern != layer.rows.pattern:
         raise ValueError(
-            f"the DilatedCache was made for {layer.rows.pattern}, and {type(module).__name__} attends by {pattern}. Make it "
-            "by dilated_cache(model.config), after set_pattern."
+            f"the DilatedCache was made for {layer.rows.pattern}, but {type(module).__name__} attends by {pattern}. Make a "
+            "cache by dilated_cache(model.config), after set_pattern."
         )
 
 
 def _not_from_cache(module: nn.Module) -> ValueError:
     return ValueError(
-        f"{type(module).__name__} attends to keys of another layer, or to new ones alone, which a DilatedCache does not "
-        "serve. Pass use_cache=False; layers with their own attention take transformers' cache."
+        f"{type(module).__name__} attends to keys of another layer, or to new keys alone, which a DilatedCache does not "
+        "support. Pass use_cache=False; layers with their own attention take transformers' cache."
     )
 
 
@@ -187,7 +187,7 @@ def _decoded(
     group = active_sequence()
     if group is not None and group.ranks > 1:
         raise ValueError(
-            "a DilatedCache serves one rank, and ranks share this sequence: generate outside of it, each rank alone."
+            "a DilatedCache serves one rank, but ranks share this sequence: generate outside of the SequenceGroup."
         )
     if dropout:
         raise ValueError(
@@ -208,12 +208,12 @@ def _cached_step(
     is_causal: bool | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Attend to a transformers cache by transformers' own "sdpa"."""
+    """Attend to a cache of transformers by transformers' "sdpa"."""
     if has_pattern(module):
         raise ValueError(
-            f"{type(module).__name__} has a pattern, and transformers' own caches serve only layers that keep their own "
-            "attention. Pass cache=ld.integrations.transformers.dilated_cache(model.config) to generate, or "
-            "use_cache=False; HFCausalLM.generate does so by itself."
+            f"{type(module).__name__} has a pattern, but transformers' own caches serve only layers without a pattern. "
+            "Pass cache=ld.integrations.transformers.dilated_cache(model.config) to generate, or "
+            "use_cache=False; HFCausalLM.generate makes this cache automatically."
         )
     from transformers import AttentionInterface
 

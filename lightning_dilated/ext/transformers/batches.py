@@ -15,13 +15,13 @@ from lightning_dilated._compat.torch import is_fake
 from lightning_dilated.ext.transformers.padding import Padding
 from lightning_dilated.memory.chunked_loss import IGNORE
 
-#: entries of other libraries' batches, which would be ignored, and their equivalents here
+#: entries of other libraries' batches, which would be ignored -> the equivalent entry of this package
 _OTHERS = {
     "attention_mask": "lengths (B,), the tokens of right-padded samples",
-    "position_ids": "cu_seqlens, the bounds of packed documents, at which positions begin anew",
+    "position_ids": "cu_seqlens, the bounds of packed documents, at which positions restart",
     "input_ids": "tokens",
 }
-#: options of generate that draft tokens and take some of them back
+#: options of generate that draft tokens and remove some of them later
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
 #: names of modules that hold learned embeddings of positions
 _POSITIONS = ("wpe", "embed_positions", "position_embedding", "position_embeddings")
@@ -68,8 +68,8 @@ def check_tokens(tokens: Any, vocab_size: int, name: str, least: int) -> None:
     low, high = (int(x) for x in tokens.aminmax())
     if low < least or high >= vocab_size:
         raise ValueError(
-            f"{name} must lie from {least} to {vocab_size - 1}, as vocab_size={vocab_size} of the model says; got {low} to "
-            f"{high}. Take the tokenizer of the model, or a model with as many tokens."
+            f"{name} must lie from {least} to {vocab_size - 1}, because the model has vocab_size={vocab_size}; got {low} to "
+            f"{high}. Take the model's own tokenizer, or a model with a larger vocabulary."
         )
 
 
@@ -90,7 +90,7 @@ def check_positions(decoder: nn.Module, length: int) -> None:
     most = _learned_positions(decoder)
     if most is not None and length > most:
         raise ValueError(
-            f"{length:,} tokens go beyond the {most:,} positions that {type(decoder).__name__} has learned embeddings of. "
+            f"{length:,} tokens go beyond the {most:,} positions for which {type(decoder).__name__} has learned embeddings. "
             "Give shorter sequences (data.seq_len, or fewer new tokens), or take a model with rotary positions."
         )
 
@@ -123,18 +123,18 @@ def check_generation(decoder: Any, tokens: Tensor, options: Mapping[str, Any], h
     kind = option("cache_implementation")
     if kind is not None and (has_pattern or kind not in ("dynamic", "offloaded", "quantized")):
         raise ValueError(
-            f"cache_implementation={kind!r} is not served: caches of a fixed size have masks of their own, and a pattern "
-            "decodes by a dilated_cache. Leave it out; dilated_cache(config, max_length=N) has a fixed size."
+            f"cache_implementation={kind!r} is not supported: caches of a fixed size need other masks, and a pattern "
+            "needs a dilated_cache. Leave it out; dilated_cache(config, max_length=N) has a fixed size."
         )
     drafts = [name for name in _DRAFTS if option(name) is not None]
     if has_pattern and drafts:
         raise ValueError(
-            f"{drafts[0]} drafts tokens and takes some back, and a dilated_cache holds only the rows that later tokens see. "
-            "Leave it out, or pass use_cache=False without it."
+            f"{drafts[0]} drafts tokens and removes some later, but a dilated_cache holds only the rows that later tokens "
+            "see. Leave it out, or pass use_cache=False instead of a dilated_cache."
         )
     new, whole = option("max_new_tokens"), option("max_length")
     if new is not None or whole is not None:
-        check_positions(decoder, whole if new is None else tokens.shape[1] + new - 1)  # the last one is not fed back
+        check_positions(decoder, whole if new is None else tokens.shape[1] + new - 1)  # the last token is not fed back
     check_padding(options.get("attention_mask"), tokens)
 
 
@@ -144,7 +144,7 @@ def check_padding(mask: Any, tokens: Tensor) -> None:
         return
     if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
         shape = f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else f"{type(mask).__name__}"
-        raise ValueError(f"attention_mask must be (B, N) = {tuple(tokens.shape)}, as the prompts are; got {shape}.")
+        raise ValueError(f"attention_mask must be (B, N) = {tuple(tokens.shape)}, like the prompts; got {shape}.")
     padding = Padding.of(mask)
     if padding is not None:
         padding.check_prompts()

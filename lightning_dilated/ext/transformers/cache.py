@@ -1,7 +1,7 @@
 """DilatedCache: the bounded key and value caches of this package behind the Cache interface of transformers.
 
-`update` returns a layer's new keys and values unchanged and marks the keys; the attention function then attends to the
-cache and adds them. Import this module lazily: it imports transformers.
+`update` returns a layer's new keys and values unchanged and marks the keys; the attention function then adds them to
+the cache and attends to it. Import this module lazily, because it imports transformers.
 
 Shape letters: B batch, n new tokens, K kv heads, D head dim.
 """
@@ -36,8 +36,8 @@ class DilatedCache(Cache):
             )
         if follows_length(text):
             raise ValueError(
-                "rotary frequencies of this model follow the length of a sequence (rope_type dynamic or longrope), so "
-                "cached keys would be wrong once it is longer. Pass use_cache=False, or take another rope_type (yarn)."
+                "rotary frequencies of this model depend on the sequence length (rope_type dynamic or longrope), so "
+                "cached keys would be wrong for later tokens. Pass use_cache=False, or take another rope_type (yarn)."
             )
         heads = text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -49,11 +49,11 @@ class DilatedCache(Cache):
         self._depth = len(self.layers)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **options: Any) -> Any:
-        """See `_Layer.update`. Raises ValueError for layers beyond the config's, as of a model that loops over layers."""
+        """See `_Layer.update`. Raises ValueError for layers that the config does not have, as in a model with loops."""
         if layer_idx >= self._depth:
             raise ValueError(
                 f"a DilatedCache was made for {self._depth} layers, and the model asks for number {layer_idx}, counted from "
-                "0. Make it of this model's config; a model that runs its layers in loops takes use_cache=False."
+                "0. Make it with this model's config; a model that runs its layers in loops needs use_cache=False."
             )
         return super().update(key_states, value_states, layer_idx, *args, **options)
 
@@ -64,7 +64,7 @@ class DilatedCache(Cache):
 
 
 class _Layer(CacheLayerMixin):
-    """The cache of a layer. transformers counts columns; columns of padding are not stored."""
+    """The cache of a layer. Counts for transformers include `skipped` columns of padding, which are not stored."""
 
     supports_early_init = False
 
@@ -79,13 +79,13 @@ class _Layer(CacheLayerMixin):
         self.skipped = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the first tokens allocate the buffers."""
+        """Do nothing, because the first tokens allocate the buffers."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Return new keys and values (B, K, n, D) unchanged; the layer's attention adds them."""
         if self.get_seq_length() != self.handed:
             raise ValueError(
-                f"a DilatedCache handed on {self.handed} tokens, of which ring_dilated attended to "
+                f"a DilatedCache got {self.handed} tokens from this layer, but ring_dilated attended to "
                 f"{self.get_seq_length()}: the model has another attention, or an earlier call with this cache failed. Load "
                 'the model with attn_implementation="ring_dilated", or pass no DilatedCache; after a failure make a new one.'
             )
@@ -125,16 +125,16 @@ class _Layer(CacheLayerMixin):
         left, ours = (none if x is None else x for x in (None if padding is None else padding.left, self.left))
         if not torch.equal(left, ours):
             raise ValueError(
-                f"the prompts of a DilatedCache have {ours.tolist() or 'no'} tokens of padding before them, and by the "
-                f"attention_mask of later tokens it is {left.tolist() or 'none'}. Pass the prompts' mask with a one "
-                "appended for each token since."
+                f"the prompts of a DilatedCache have {ours.tolist() or 'no'} tokens of padding before them, but the "
+                f"attention_mask of later tokens has {left.tolist() or 'none'}. Pass the prompts' mask with a one appended "
+                "for each later token."
             )
         if padding is not None:
             padding.check_prompts()
         if self.rows.clock.ragged and new > 1:
             raise ValueError(
-                f"a DilatedCache reads prompts of different lengths at once, and then a token of each; got {new} tokens. "
-                "Leave prefill_chunk_size out; go on with an answer sample by sample, or with equally long prompts."
+                f"a DilatedCache reads prompts of different lengths in one call, then one token per call; got {new} tokens. "
+                "Leave prefill_chunk_size out; to add several tokens, pass one sample, or prompts of equal length."
             )
 
     def get_seq_length(self) -> int:
@@ -166,7 +166,7 @@ class _Layer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
-            self._refuse("take tokens back, as assisted decoding asks")
+            self._refuse("remove tokens, as assisted decoding requires")
 
     def offload(self) -> NoReturn:
         self._refuse("be offloaded")

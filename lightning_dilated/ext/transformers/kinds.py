@@ -1,4 +1,4 @@
-"""Kinds of decoder layers: attention that this package computes, and layers that it must refuse.
+"""Kinds of decoder layers: layers with attention that this package computes, and layers that it refuses.
 
 A config lists the kind of each layer in `layer_types`. This package computes the attention only if the decoder's code
 calls transformers' attention interface; other code accepts any name and computes its own attention.
@@ -13,7 +13,7 @@ from torch import nn
 
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
-#: kinds of layers that read other tokens by attention alone, or not at all
+#: kinds of layers in which a token reads other tokens only by attention, or not at all
 _ATTENTION_ALONE = {"full_attention", SLIDING, CHUNKED, "mlp", "moe"}
 #: name that modeling files of transformers import to call the chosen attention
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
@@ -40,15 +40,15 @@ def other_kinds(config: Any) -> list[str]:
 
 
 def refuse_states(config: Any) -> None:
-    """Raise ValueError for a decoder with layers that mix tokens by other means than attention, as a state or filters.
+    """Raise ValueError for a decoder with layers that mix tokens by a state or a filter instead of attention.
 
-    Such layers run over a whole row: packed documents would see each other, and each rank would start from zero.
+    Such layers run over a whole row: packed documents would see each other, and each rank would start from no state.
     """
     if kinds := other_kinds(config):
         raise ValueError(
-            f"layers of {config.model_type} are of the kind {', '.join(kinds)}, which hands tokens on by other means than "
-            "attention: packed documents would see each other, and on ranks that share a sequence each would begin anew. "
-            "Train with one document a row (data.pack_tokens: 1), and without ranks that share it (strategy "
+            f"layers of {config.model_type} are of the kind {', '.join(kinds)}, which mixes tokens by other means than "
+            "attention: packed documents would see each other, and each rank that shares a sequence would start with an "
+            "empty state. Train with one document a row (data.pack_tokens: 1), and with one rank a sequence (strategy "
             "sequence_size: 1)."
         )
 

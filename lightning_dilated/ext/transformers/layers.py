@@ -1,9 +1,9 @@
 """DecoderLayers: the layers of a decoder of transformers as a stack that `MemorySettings` act on.
 
-In training transformers lets our function run a single layer (`GradientCheckpointingLayer`), which serves recomputation
-of single layers. Groups of layers and offloading need the loop over all layers: `Loop` hands the decoder one callable
-for each layer. The callables return the hidden states unchanged until the last one runs all layers. Parameter names
-do not change.
+In training, transformers lets a function of this module run each layer (`GradientCheckpointingLayer`). That suffices to
+recompute single layers. Groups of layers and offloading need the loop over all layers, so `Loop` gives the decoder one
+callable for each layer. Each callable returns the hidden states unchanged, except the last one, which runs all layers.
+Parameter names do not change.
 
 Shape letters: B batch, N tokens, E embedding dim.
 """
@@ -32,7 +32,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def layers_of(base: nn.Module, depth: int) -> nn.ModuleList | None:
-    """Return the list of `depth` layers that a decoder without its head runs in order, or None."""
+    """Return the list of `depth` layers that `base`, a decoder without its head, runs in order, or None."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     lists = (m for m in base.children() if isinstance(m, nn.ModuleList) and len(m) == depth)
@@ -45,7 +45,7 @@ class DecoderLayers(StackMemory):
     Args:
         decoder: the decoder with its head.
         layers: the decoder's list of layers; its class becomes `Loop`.
-        token_wise: whether a layer's feed-forward, `mlp`, treats each token independently.
+        token_wise: whether a layer's feed-forward, `mlp`, computes each token independently.
         config: the config of the layers.
     """
 
@@ -101,7 +101,7 @@ class DecoderLayers(StackMemory):
         if settings.head_chunks > 1:
             raise ValueError(
                 f"head_chunks={settings.head_chunks} is not offered for {kind}: a decoder of transformers projects q, k "
-                "and v of all heads by itself. Set head_chunks=1; policy, every, offload and tile work with it."
+                "and v of all heads in one call. Set head_chunks=1; policy, every, offload and tile work with it."
             )
         if settings.tile is not None and self.compiled:
             raise ValueError(
@@ -110,11 +110,11 @@ class DecoderLayers(StackMemory):
             )
         if settings.tile is not None and not self._has_tiles:
             raise ValueError(
-                f"tile={settings.tile} needs a feed-forward `mlp` that is known to compute each token alone, and that of "
-                f"{kind} is not. Leave tile out; policy, every and offload work with it."
+                f"tile={settings.tile} needs a feed-forward `mlp` that computes each token independently, which is not "
+                f"known of {kind}. Leave tile out; policy, every and offload work with it."
             )
 
-    # -- what planning asks --------------------------------------------------------------------------------------------
+    # -- methods for planning ------------------------------------------------------------------------------------------
     def attentions(self) -> list[BlockAttention]:
         c = self._config
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
@@ -149,7 +149,7 @@ class DecoderLayers(StackMemory):
 
     @property
     def takes_the_loop(self) -> bool:
-        """True if layers run in groups, or their inputs are offloaded."""
+        """True in training if layers run in groups, or if their inputs are offloaded."""
         return torch.is_grad_enabled() and (self._memory.every > 1 or self._memory.offload > 0)
 
 
@@ -189,7 +189,7 @@ def _runners(stack: DecoderLayers, layers: list[nn.Module]) -> list[Callable[...
 
 
 def _called(layer: nn.Module, *args: Any, **options: Any) -> Tensor:
-    """Run a compiled layer, uncompiled if it has a cache: each new token would be a new length to compile."""
+    """Run a layer; run it uncompiled if it has a cache, because each new token would be a new length to compile."""
     cached = any(options.get(name) is not None for name in ("cache", "past_key_values"))
     return (uncompiled(layer) if cached else layer)(*args, **options)
 
@@ -202,7 +202,7 @@ def _deferred(stack: DecoderLayers, layers: list[nn.Module]) -> list[Callable[..
     def call(layer: nn.Module, x: Tensor, *args: Any, **options: Any) -> Tensor:
         if begun and x is not begun[0]:
             raise ValueError(
-                f"every and offload take the loop over layers, and the decoder of {type(layer).__name__} changes the "
+                f"every and offload run all layers in one loop, but the decoder of {type(layer).__name__} changes the "
                 "hidden states between layers. Leave both settings out; policy and tile work with it."
             )
         begun[:] = [x]

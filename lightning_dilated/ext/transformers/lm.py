@@ -62,7 +62,7 @@ class HFCausalLM(WithTokenizer):
     Batches have the format of `LongNetLM`: mappings with `tokens` (B, N) and `labels` (B, N), the next token of each
     position or -100; optionally `lengths` (B,) and `cu_seqlens` as in `dilated_attention`. Rotary positions are global
     on every rank and restart with each document. Perplexity is logged with each mean loss, and bits per byte if the
-    bytes of a token are known, else bits per token.
+    mean bytes of a token are known, else bits per token.
 
     Args:
         model: a folder or hub repository, to load its weights; or a config (of transformers, or its values as a mapping
@@ -70,11 +70,11 @@ class HFCausalLM(WithTokenizer):
         pattern: see `set_pattern`. None: the pattern in the model's config if any, else the model's own attention.
         config: values that replace values of the model's config, such as {"max_position_embeddings": 65536,
             "rope_parameters": {"rope_type": "yarn", "factor": 8.0, ...}} to continue training at longer sequences.
-        tile: number of tokens per tile of logits, in place of (B, N, V) at once; for Llama, Qwen 2 and 3, Mistral,
-            Gemma 3 and Phi.
-        lora: train low-rank updates only and freeze the model's own weights: options of `peft.LoraConfig` as a mapping,
-            such as {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}. Adapters are fp32 even if weights
-            have 16 bits. Needs the extra `lora`.
+        tile: compute the loss from logits of this many tokens at a time; None: logits (B, N, V) at once. For Llama,
+            Qwen 2 and 3, Mistral, Gemma 3 and Phi.
+        lora: options of `peft.LoraConfig` as a mapping, such as {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj",
+            "v_proj"]}, to train low-rank updates only and freeze the model's own weights. Adapters are fp32 even if
+            weights have 16 bits. Needs the extra `lora`.
         adapters: a folder of adapters, written by `save_pretrained` or peft. Their training continues with the stored
             options, patterns and config; `lora` is optional. None: new adapters, unless `model` is a folder of
             adapters; its own adapters are then loaded, with the base model that it names.
@@ -83,14 +83,14 @@ class HFCausalLM(WithTokenizer):
         compile_blocks: compile every layer on its first run by torch.compile, and on a GPU the loss of vocabularies of
             at least 1,024 tokens; generation stays uncompiled.
         bytes_per_token: mean bytes of a token; bits per byte are loss / (ln 2 bytes_per_token). None: the value of the
-            data, which `ByteDataModule` has; with other data `bits_per_token` is logged.
+            data, such as `ByteDataModule`; if the data has none, `bits_per_token` is logged.
         optimizer, lr_scheduler: see `DilatedModule`.
 
     A checkpoint holds the config and all weights, also weights frozen by `lora`; it loads without `model`'s folder.
 
     Raises:
         ModuleNotFoundError: without transformers, or for `lora` without peft.
-        TypeError, ValueError: names the argument.
+        TypeError, ValueError: for an invalid argument; the message names it.
     """
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["lengths", "cu_seqlens", *PLACE])
@@ -155,11 +155,11 @@ class HFCausalLM(WithTokenizer):
         if self.tile is not None and not self._is_plain():
             kind = self.config.get_text_config(decoder=True).model_type
             raise ValueError(
-                f"tile={self.tile} needs logits that are the output projection of the hidden states, as "
-                f"{', '.join(PLAIN_HEADS)} have them without a soft cap; {kind} may change them. Leave tile out."
+                f"tile={self.tile} needs a decoder with logits that are the output projection of the hidden states "
+                f"({', '.join(PLAIN_HEADS)}, without a soft cap); {kind} may change them. Leave tile out."
             )
         if self.lora is not None:
-            with torch.device("meta"):  # takes no memory; a wrong module name fails here
+            with torch.device("meta"):  # takes no memory; fails early for a wrong module name
                 check_targets(self.lora, self._decoder(None))
 
     def _decoder(self, source: str | None) -> Any:
@@ -183,7 +183,7 @@ class HFCausalLM(WithTokenizer):
         if tokens > size:
             raise ValueError(
                 f"the model's vocab_size={size} is below the data's {tokens} tokens: set data.tokenizer to the model's "
-                f"own, or take a config with vocab_size {tokens} (whose embedding is trained from the start)."
+                f"own, or take a config with vocab_size {tokens} (its embedding is trained from the start)."
             )
 
     def build(self) -> None:
@@ -220,7 +220,7 @@ class HFCausalLM(WithTokenizer):
         return text.model_type in PLAIN_HEADS and not getattr(text, "final_logit_softcapping", None)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply nn.Module's, but keep adapters in fp32: 16 bits would lose small steps."""
+        """Extend `nn.Module._apply`: keep adapters in fp32, because 16 bits would lose small updates."""
         before = wide_adapters(self._built_outside())
         result = super()._apply(*args, **kwargs)
         keep_wide(self, before)
@@ -235,15 +235,15 @@ class HFCausalLM(WithTokenizer):
         length = tokens.shape[1] if agreed is None else agreed.seq_len
         if bounds is not None and len(bounds) > 1:
             length = int(bounds.diff().max())
-        if not is_fake(tokens):  # fake in a plan
+        if not is_fake(tokens):  # tokens are fake in a plan
             self._check_length(length)
             check_lengths(batch.get("lengths"), tokens, length)
         shared = group is not None and group.ranks > 1
         if agreed is not None and 0 in agreed.lengths:
             raise ValueError(
                 f"a sequence of {agreed.seq_len} tokens on {len(agreed.lengths)} ranks leaves rank "
-                f"{agreed.lengths.index(0)} without any, which decoders of transformers do not compute. Pack more into a "
-                "row (data.pack_tokens), leave such short samples out, or share sequences among fewer ranks (strategy "
+                f"{agreed.lengths.index(0)} without tokens, but decoders of transformers need at least one. Pack more into "
+                "a row (data.pack_tokens), leave such short samples out, or share sequences among fewer ranks (strategy "
                 "sequence_size)."
             )
         if shared or (bounds is not None and len(bounds) > 2):
@@ -281,10 +281,10 @@ class HFCausalLM(WithTokenizer):
     def forward(
         self, batch: Mapping[str, Any] | Tensor, *, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Return logits (B, N, V) of tokens (B, N) or of a batch; in an active sequence, of this rank's tokens.
+        """Return logits (B, N, V) of tokens (B, N) or of a batch; logits of this rank's tokens in an active sequence.
 
         Args:
-            lengths, cu_seqlens: as in `dilated_attention`, only with tokens; a batch holds its own.
+            lengths, cu_seqlens: as in `dilated_attention`; only if `batch` is a tensor of tokens.
 
         Raises: ValueError for lengths or cu_seqlens together with a batch.
         """
@@ -293,7 +293,7 @@ class HFCausalLM(WithTokenizer):
             batch = {"tokens": batch, **options}
         elif options:
             raise ValueError(
-                f"{' and '.join(options)} belong into the batch, where forward takes one in place of tokens."
+                f"{' and '.join(options)} must be entries of the batch if forward takes a batch instead of tokens."
             )
         self.configure_model()
         with self._call(batch) as (tokens, options):
@@ -333,7 +333,7 @@ class HFCausalLM(WithTokenizer):
 
     @torch.no_grad()
     def _show_likeliest(self, batch: Mapping[str, Any], likeliest: Callable[[Tensor], Tensor]) -> None:
-        """Give the watching callback the likeliest token at each label; `likeliest` takes a mask (B, L) of labels."""
+        """Pass the likeliest token at each label to `watch_predictions`; `likeliest` takes a mask (B, L) of labels."""
         if self.watch_predictions is not None:
             counted = batch["labels"] != IGNORE
             tokens = torch.full(counted.shape, IGNORE, device=counted.device)
@@ -350,8 +350,8 @@ class HFCausalLM(WithTokenizer):
     def generate(self, tokens: Tensor, **options: Any) -> Any:
         """Continue prompts (B, N) by `generate` of transformers: returns (B, N + new) tokens, or outputs by name.
 
-        A pattern decodes with a `dilated_cache`, and its rows equal the rows of the whole sequence. Layers with their
-        own attention use transformers' cache. Dropout is off. Generation runs on one rank, even after training on more.
+        With a pattern, decoding uses a `dilated_cache`; its rows equal the rows of a forward over the whole sequence.
+        Layers with their own attention use transformers' cache. Dropout is off. Generation runs on one rank.
 
         Args:
             tokens: prompts. Pad shorter ones on the left with any tokens, and set `attention_mask` (B, N) to 0 there.
@@ -403,7 +403,7 @@ class HFCausalLM(WithTokenizer):
             attention_mask: (B, N), 0 at padding, which is on the left; None: all prompts have N tokens.
 
         Raises:
-            ValueError, TypeError: as in `generate`, and for options that define no distribution; on the first step.
+            ValueError, TypeError: on the first step, as in `generate`, and for options that define no distribution.
         """
         sampling, ends = Sampling(temperature, top_k, top_p), stop_tokens(stop, self.vocab_size)
         self._check_prompts(tokens)
@@ -431,7 +431,7 @@ class HFCausalLM(WithTokenizer):
         """Raise unless prompts (B, N) can be continued; builds the model."""
         check_prompts(tokens, self.vocab_size)
         self.configure_model()
-        refuse_sharded(self, "generation takes whole ones")
+        refuse_sharded(self, "generation needs whole parameters")
 
     def _new_cache(self) -> Any:
         """Return this package's cache if the decoder has a pattern, else transformers' cache."""
@@ -449,7 +449,7 @@ class HFCausalLM(WithTokenizer):
         name = "bits_per_token" if size is None else "bits_per_byte"
         return {name: bits / (1 if size is None else size), "perplexity": loss.exp()}
 
-    # -- what planning asks --------------------------------------------------------------------------------------------
+    # -- methods for planning ------------------------------------------------------------------------------------------
     def example_batch(self, tokens: int) -> dict[str, Any]:
         """Return a batch of one random text."""
         text = torch.randint(0, self.vocab_size, (1, tokens))
@@ -483,12 +483,12 @@ class HFCausalLM(WithTokenizer):
 
     @property
     def learns_positions(self) -> bool:
-        """True for a decoder without rotary positions, which has no positions beyond `made_for`."""
+        """True for a decoder without rotary positions; such a decoder has no positions beyond `made_for`."""
         return getattr(self.config.get_text_config(decoder=True), "rope_parameters", None) is None
 
     # -- folders of transformers ---------------------------------------------------------------------------------------
     def save_pretrained(self, folder: str | Path, merge: bool = False) -> Path:
-        """Write a folder of transformers, which loads without this package; its config holds a pattern.
+        """Write a folder of transformers, which loads without this package; its config contains the patterns, if any.
 
         With `lora` the folder is peft's: it holds the adapters and the name of their base model, plus a
         `decoder_config.json` with which `HFCausalLM(folder)` continues training. If the data has a tokenizer, it is
@@ -505,7 +505,7 @@ class HFCausalLM(WithTokenizer):
         if Path(folder).is_file():
             raise FileExistsError(f"save_pretrained writes a folder, and {folder} is a file. Give another name.")
         self.configure_model()
-        refuse_sharded(self, "a folder holds whole ones")
+        refuse_sharded(self, "a folder stores whole parameters")
         if self._adapted and merge:
             adapter_folders.save_merged(self._adapted[0], folder)
         elif self._adapted:
@@ -529,8 +529,8 @@ def refuse_sharded(module: nn.Module, why: str) -> None:
     """Raise ValueError for parameters that are sharded over ranks."""
     if any(isinstance(p, DTensor) for p in module.parameters()):
         raise ValueError(
-            f"the parameters are sharded over ranks, and {why}. Save a checkpoint, run `lightning-dilated consolidate`, and "
-            "take the model that load_from_checkpoint makes of its file."
+            f"the parameters are sharded over ranks, but {why}. Save a checkpoint, run `lightning-dilated consolidate`, and "
+            "load the model from its file by load_from_checkpoint."
         )
 
 

@@ -69,9 +69,9 @@ def _plain(value: Any) -> Any:
 
 
 def check_targets(options: dict[str, Any], decoder: Any) -> None:
-    """Raise for options that do not fit a decoder. Changes the decoder; its parameters may be on the meta device.
+    """Add adapters to a decoder to check that the options fit it; parameters may be on the meta device.
 
-    Raises: ValueError for a module that the decoder does not have; lists its linear layers.
+    Raises: ValueError for a module that the decoder does not have; the message lists the decoder's linear layers.
     """
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
         names = options.get(key)
@@ -92,18 +92,18 @@ def check_targets(options: dict[str, Any], decoder: Any) -> None:
     if options.get("ensure_weight_tying") and any(hasattr(x, "lora_A") or hasattr(x, "modules_to_save") for x in ends):
         raise ValueError(
             "lora.ensure_weight_tying makes embedding and output projection share their adapters or copies, which cannot be "
-            "copied, merged and loaded for every decoder. Leave it out: each of the two that target_modules or "
-            "modules_to_save names has its own."
+            "copied, merged and loaded for every decoder. Leave it out: the embedding and the output projection then have "
+            "separate adapters or copies."
         )
 
 
 def _linear_names(decoder: nn.Module) -> list[str]:
     names = (name.rpartition(".")[2] for name, m in decoder.named_modules() if isinstance(m, nn.Linear))
-    return list(dict.fromkeys(name for name in names if name != "default"))  # peft's own layers
+    return list(dict.fromkeys(name for name in names if name != "default"))  # peft names its layers "default"
 
 
 def add_adapters(decoder: Any, options: dict[str, Any]) -> Any:
-    """Add adapters to a decoder in place and freeze all other weights; returns peft's wrapper of the decoder.
+    """Add adapters to a decoder in place, freeze all other weights, and return peft's wrapper of the decoder.
 
     New adapters do not change outputs. They have the dtype of the weights, or fp32 if weights have 16 bits.
     """
@@ -120,7 +120,7 @@ def wide_adapters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def keep_wide(module: nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """Restore fp32 values from `wide_adapters` in adapters that were cast to 16 bits, as by precision="bf16-true"."""
+    """Restore the fp32 values `before`, from `wide_adapters`, in adapters that were since cast to 16 bits."""
     for name, values in before.items():
         p = module.get_parameter(name)
         if p.dtype in (torch.bfloat16, torch.float16):

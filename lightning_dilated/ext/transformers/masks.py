@@ -39,17 +39,17 @@ def known_documents(bounds: Tensor | None) -> Iterator[None]:
 
 
 class VisibleKeys:
-    """The causal mask of one forward with its restrictions; transformers hands it to each layer.
+    """The causal mask of one forward with its restrictions; transformers passes it to each layer.
 
     Attributes:
         length: L.
         window: number of keys that a token sees, including itself; None: all earlier tokens.
         padding: padding of the samples, or None.
         has_padding_mask: whether the caller gave an `attention_mask`; transformers then ignores documents.
-        starts: (D - 1,) first tokens of further documents on this rank, as transformers reads position_ids.
-        known: whether `known_documents` set `bounds`; nothing else then defines the documents.
+        starts: (D - 1,) first tokens of all documents but the first on this rank, as transformers reads position_ids.
+        known: whether `known_documents` set `bounds`; if True, `bounds` alone defines the documents.
         bounds: int32 (D + 1,) on the CPU, the global bounds of packed documents; None: one document.
-        follows: whether the tokens follow the tokens of a `DilatedCache`.
+        follows: whether the tokens continue the tokens of a `DilatedCache`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class VisibleKeys:
     def documents(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Tensor | None:
         """Return the global bounds of packed documents, int32 (D + 1,) on the CPU; None: one document.
 
-        The first layer reads them and the other layers reuse them. A collective call in a sequence on ranks.
+        The first layer computes the bounds and the other layers reuse them. Collective if ranks share the sequence.
 
         Raises:
             ValueError: if `cu_seq_lens`, `position_ids` and the mask contradict each other; for documents in several
@@ -114,11 +114,11 @@ def visible_keys(
         group.guard(_refuse_none, group, q_length)
     elif isinstance(q_offset, Tensor) or kv_length + kv_offset > q_length + q_offset:
         raise ValueError(
-            f"got {kv_length} keys of {q_length} tokens, as from a cache of a fixed size (cache_implementation='static'), "
-            "whose masks ring_dilated does not make, or from prefixes. Leave it out, pass cache=dilated_cache(model.config, "
-            "max_length=N), or load the model with attn_implementation='sdpa'."
+            f"got {kv_length} keys for {q_length} tokens: ring_dilated does not support a prefix or a cache of a fixed size "
+            "(cache_implementation='static'). Leave it out, pass cache=dilated_cache(model.config, max_length=N), or load "
+            "the model with attn_implementation='sdpa'."
         )
-    offsets = cast(int, q_offset), kv_offset  # else ranks share the sequence, and a cache is refused
+    offsets = cast(int, q_offset), kv_offset  # a tensor only on ranks, where a cache is refused below
     if offsets != (0, 0) or kv_length != q_length:
         return _mask_after_cache(batch_size, (q_length, kv_length), offsets, **options)
     return _mask_of_whole(batch_size, q_length, **options)
@@ -134,7 +134,7 @@ def _mask_after_cache(
 ) -> VisibleKeys | CachedStep:
     """Return the mask of `lengths` (queries, keys) that begin at positions `offsets` after a cache."""
     checked_on_all(_refuse_cache_on_ranks, active_sequence(), *lengths)
-    if _follows(lengths, offsets) and local_size != 1:  # at 1 a sliding window has the same sizes
+    if _follows(lengths, offsets) and local_size != 1:  # transformers' cache of a window of 1 has the same sizes
         padding = None if attention_mask is None else Padding.of(attention_mask)
         none = torch.empty(0, dtype=torch.int64)
         return VisibleKeys(lengths[0], local_size, padding, attention_mask is not None, none, follows=True)
@@ -170,7 +170,7 @@ def _mask_of_whole(
 
 
 def _follows(lengths: tuple[int, int], offsets: tuple[int, int]) -> bool:
-    """Return whether the keys are exactly the new tokens after earlier ones, as a `DilatedCache` reports them."""
+    """Return whether a `DilatedCache` is in use: the keys are exactly the new tokens, and there are earlier tokens."""
     return offsets[0] == offsets[1] > 0 and lengths[0] == lengths[1]
 
 
@@ -184,15 +184,15 @@ def _refuse_none(group: SequenceGroup, length: int) -> None:
     """Raise for a rank without tokens, before the code of transformers fails on that rank alone."""
     if not length:
         raise ValueError(
-            f"rank {group.rank} of {group.ranks} holds no token of this sequence, which decoders of transformers do not "
-            "compute. Give the sequence as many tokens as ranks or more (pack several into a row), or share it among fewer."
+            f"rank {group.rank} of {group.ranks} holds no token of this sequence, but decoders of transformers need at "
+            "least one. Give the sequence at least a token for each rank (pack several into a row), or use fewer ranks."
         )
 
 
 def _refuse_cache_on_ranks(group: SequenceGroup | None, queries: int, keys: int) -> None:
     if group is not None:
         raise ValueError(
-            f"ring_dilated on ranks that share a sequence has no cache and no prefix: got {queries} queries and {keys} "
+            f"ring_dilated on ranks that share a sequence supports no cache and no prefix: got {queries} queries and {keys} "
             "keys. Pass each rank's own part of attention_mask; generate outside of the sequence."
         )
 
@@ -205,10 +205,10 @@ def _intervals(
     device: torch.device | str,
     added: bool,
 ) -> Tensor:
-    """Check that each token sees one interval of keys, and return starts (D - 1,) of further documents on the CPU.
+    """Check that each token sees one interval of keys, and return the starts (D - 1,) of later documents on the CPU.
 
-    For each token p the function is read at p + 1 (unseen), p, p - 1 (unseen at the start of a document), the first key
-    of the interval, and the key before it (unseen). `added`: the model adds its own functions to the mask.
+    For each token p the function is evaluated at p + 1 (unseen), p, p - 1 (unseen if p starts a document), the first
+    key of the interval, and the key before it (unseen). `added`: the model adds its own functions to the mask.
     """
     if added or mask_function is None:
         raise ValueError(
@@ -230,20 +230,20 @@ def _intervals(
     further = begins[:, 1:]
     if bool(wrong.any()):
         raise ValueError(
-            "ring_dilated computes causal attention, dense or by a sliding window, and this model's mask is neither, such "
-            f"as two-way attention, or blocks that see each other both ways. {SDPA}"
+            "ring_dilated computes causal attention, dense or in a sliding window, but this model's mask is another one, "
+            f"such as two-way attention, or blocks that see each other both ways. {SDPA}"
         )
-    # on ranks, a layout's positions jump in every row
+    # skipped on ranks, because the positions of a layout jump in every row
     if batch > 1 and active_sequence() is None and bool(further.any()):
-        raise ValueError(_several_rows(batch) + " A model that attends within chunks of tokens is not computed.")
+        raise ValueError(_several_rows(batch) + " A model that attends within chunks of tokens is not supported.")
     return further.any(0).nonzero()[:, 0].cpu() + 1
 
 
 def _check_padding_mask(mask: Tensor, batch: int, length: int) -> None:
     if mask.shape != (batch, length):
         raise ValueError(
-            f"attention_mask must be {(batch, length)}, as the tokens are; got {tuple(mask.shape)}. On ranks that share a "
-            "sequence it is each rank's own part."
+            f"attention_mask must be {(batch, length)}, like the tokens; got {tuple(mask.shape)}. On ranks that share a "
+            "sequence, pass each rank's own part."
         )
 
 
@@ -264,8 +264,8 @@ def _shared_documents(
     group.guard(_check_starts, mask, position_ids)
     if position_ids is None:
         error = ValueError(
-            "a sequence on ranks needs position_ids, the global positions of each rank's tokens, and this model does not "
-            "hand them to its attention. Train it on one rank."
+            "a sequence on ranks needs position_ids, the global positions of each rank's tokens, but this model does not "
+            "pass them to its attention. Train it on one rank."
         )
         group.refuse(error)
         raise error
@@ -277,9 +277,9 @@ def _shared_documents(
         return _checked_bounds(mask, cu_seq_lens, starts)
     if group.ranks > 1 and _are_each_ranks_own(positions, group):
         raise ValueError(
-            "position_ids count from 0 on every rank, as transformers makes them where none are given. Pass the global "
-            "positions of this rank's tokens, group.positions(length)[None]; where documents really begin at each rank's "
-            "first token, pass their global bounds as cu_seq_lens_q, too."
+            "position_ids count from 0 on every rank, as transformers' default positions do. Pass the global positions of "
+            "this rank's tokens, group.positions(length)[None]; if documents really begin at each rank's first token, pass "
+            "their global bounds as cu_seq_lens_q, too."
         )
     if mask.has_padding_mask:
         _refuse_ignored_documents(mask, positions)
@@ -300,9 +300,7 @@ def _check_known(starts: Tensor, bounds: Tensor | None) -> None:
 def _check_starts(mask: VisibleKeys, position_ids: Tensor | None) -> None:
     """Raise if the mask restarts at a token where this rank's position_ids (B, L) do not."""
     if position_ids is not None and position_ids.ndim != 2:
-        raise ValueError(
-            f"position_ids must be (1, N) or (B, N), as a text has them; this model has {tuple(position_ids.shape)}. {SDPA}"
-        )
+        raise ValueError(f"position_ids must be (1, N) or (B, N); this model has {tuple(position_ids.shape)}. {SDPA}")
     restarts = [] if position_ids is None or not len(mask.starts) else _restarts(position_ids).tolist()
     if not set(mask.starts.tolist()) <= set(restarts):
         raise ValueError(_chunks(mask.starts.tolist()))
@@ -312,13 +310,13 @@ def _check_jumps(mask: VisibleKeys, position_ids: Tensor) -> None:
     """Raise if transformers built the mask without reading this rank's position_ids."""
     if not mask.has_padding_mask and len(_restarts(position_ids)) != len(mask.starts):
         raise ValueError(
-            "position_ids of this rank's tokens restart or jump, and transformers does not look at them with a cache, so "
-            "whether they are documents is not known. Pass use_cache=False."
+            "position_ids of this rank's tokens restart or jump, but transformers ignores them with a cache, so it is "
+            "unknown whether they mark documents. Pass use_cache=False."
         )
 
 
 def _refuse_ignored_documents(mask: VisibleKeys, positions: Tensor) -> None:
-    """Raise for positions (B, N) that restart among real tokens, if transformers makes a mask of one document."""
+    """Raise for positions (B, N) that restart among real tokens, because transformers' mask is of one document."""
     restarts = positions.diff(dim=1) < 1
     if mask.padding is not None:
         real = mask.padding.real()
@@ -329,8 +327,8 @@ def _refuse_ignored_documents(mask: VisibleKeys, positions: Tensor) -> None:
             "Leave attention_mask out, and pass use_cache=False" if mask.has_padding_mask else "Pass use_cache=False"
         )
         raise ValueError(
-            "position_ids restart, which says that documents are packed, but transformers makes a mask of one document: "
-            f"with {why} it does not look at them, and tokens would attend across documents. {remedy}."
+            "position_ids restart, as for packed documents, but transformers makes a mask of one document: "
+            f"with {why} it ignores position_ids, and tokens would attend across documents. {remedy}."
         )
 
 
@@ -343,20 +341,20 @@ def _are_each_ranks_own(positions: Tensor, group: SequenceGroup) -> bool:
 
 def _chunks(starts: list[int]) -> str:
     return (
-        f"this model's mask begins anew at tokens {starts[:8]}, where position_ids do not: it attends within chunks of "
+        f"this model's mask restarts at tokens {starts[:8]}, where position_ids do not: it attends within chunks of "
         f"tokens, as Llama 4 does, which ring_dilated does not compute. {SDPA}"
     )
 
 
 def _several_rows(batch: int) -> str:
     return (
-        f"documents are packed in a batch of {batch} rows (position_ids that restart): packed documents take a batch of 1. "
+        f"documents are packed in a batch of {batch} rows (position_ids restart): packed documents need a batch of 1. "
         "Concatenate the rows to one, or pad each document to a row and give attention_mask."
     )
 
 
 def _restarts(positions: Tensor) -> Tensor:
-    """Return sorted columns on the CPU where a row's position is not its predecessor plus 1, as transformers does."""
+    """Return the sorted columns, on the CPU, at which transformers starts documents: positions do not rise by 1."""
     return (positions.diff(dim=-1) != 1).any(0).nonzero()[:, 0].cpu() + 1
 
 

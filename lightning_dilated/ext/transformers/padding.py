@@ -1,4 +1,4 @@
-"""Padding: the positions of real tokens in padded samples, one contiguous run for each sample.
+"""Padding: the positions of the real tokens in padded samples; each sample has one contiguous run.
 
 Attention takes rows that begin with their first real token: `aligned` rotates rows, `restored` rotates outputs back.
 
@@ -26,14 +26,14 @@ class Padding:
     def __init__(self, lengths: Tensor, left: Tensor, columns: int, device: torch.device) -> None:
         self.lengths, self.left, self.columns = lengths, left, columns
         self.has_left = bool(left.any())
-        # built once here, because a compiled layer takes the indices as constants
+        # built once here, because a compiled layer needs the indices as constants
         self._aligned, self._restored = (self._rows(x).to(device) for x in (left, -left))
 
     @classmethod
     def of(cls, mask: Tensor, group: SequenceGroup | None = None) -> Padding | None:
-        """Read a mask (B, L) of this rank's tokens, 1 or True for real tokens; None if all are real. Collective in a group.
+        """Return the padding of a mask (B, L), 1 or True for real tokens; None if all are real. Collective in a group.
 
-        Raises: ValueError for holes, and for left padding of a sequence that ranks share.
+        Raises: ValueError for padding between real tokens, and for left padding of a sequence that ranks share.
         """
         whole = mask.to(torch.bool)
         if group is not None:
@@ -64,11 +64,11 @@ class Padding:
         row = int(self.right.bool().int().argmax())
         if not self.lengths[row]:
             raise ValueError(
-                f"attention_mask of sample {row} has no real token among the first {self.columns}, so there is nothing to "
-                "continue. Give each prompt at least one token, and leave prefill_chunk_size out."
+                f"attention_mask of sample {row} has no real token among the first {self.columns}, so generation has no "
+                "prompt. Give each prompt at least one token, and leave prefill_chunk_size out."
             )
         raise ValueError(
-            f"attention_mask of sample {row} has padding on the right, and new tokens would come behind it. To generate, "
+            f"attention_mask of sample {row} has padding on the right, so new tokens would follow padding. To generate, "
             'pad on the left: tokenizer.padding_side = "left".'
         )
 
@@ -94,10 +94,10 @@ def _refuse(wrong: Tensor, left: Tensor, group: SequenceGroup | None) -> None:
     if bool(wrong.any()):
         raise ValueError(
             f"attention_mask of sample {int(wrong.int().argmax())} has holes: ring_dilated takes real tokens in one run, "
-            "with padding before or behind them. Remove the padding in between, or pass samples one by one."
+            "with padding before or after them. Remove the padding in between, or pass samples one by one."
         )
     if group is not None and group.ranks > 1 and bool(left.any()):
         raise ValueError(
-            f"attention_mask of sample {int(left.bool().int().argmax())} has padding on the left, and ranks that share a "
-            'sequence take it on the right only. Set tokenizer.padding_side = "right".'
+            f"attention_mask of sample {int(left.bool().int().argmax())} has padding on the left, but ranks that share a "
+            'sequence support padding on the right only. Set tokenizer.padding_side = "right".'
         )

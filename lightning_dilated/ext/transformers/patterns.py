@@ -48,7 +48,7 @@ def set_pattern(model: Any, pattern: LayersLike | None) -> None:
 
 
 def text_config(model: Any, caller: str = "set_pattern") -> Any:
-    """Return the config of a model's attention layers. Raises TypeError if there is no model or no decoder."""
+    """Return the config of a model's attention layers. Raises TypeError if `model` is no model or no decoder."""
     config = getattr(model, "config", model)
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"{caller} takes a model or a config of transformers, got {type(model).__name__}.")
@@ -80,7 +80,7 @@ FIXED = "compiled_pattern"
 def fix_patterns(layers: Any, config: Any) -> None:
     """Store patterns in the attention layers, because torch.compile cannot read them from a config."""
     patterns = dict.fromkeys(layer_pattern(config, i) for i in range(len(layers)))
-    objects = {x: x for x in patterns}  # layers with equal patterns share an object, and so a graph
+    objects = {x: x for x in patterns}  # layers with equal patterns share one object, so they share a graph
     for i, layer in enumerate(layers):
         for module in layer.modules():
             if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
@@ -98,7 +98,7 @@ def has_pattern(module: Any) -> bool:
 
 
 def own_pattern(module: Any) -> DilatedPattern | None:
-    """Return the pattern that `set_pattern` set for an attention layer, or None; None also for a `fixed_pattern`.
+    """Return the pattern that `set_pattern` set for an attention layer; None if unset, or with a `fixed_pattern`.
 
     Raises: ValueError for a layer without `layer_idx` if there are several patterns.
     """
@@ -110,7 +110,7 @@ def own_pattern(module: Any) -> DilatedPattern | None:
     layer = 0 if len(patterns) == 1 else getattr(module, "layer_idx", None)
     if layer is None:
         raise ValueError(
-            f"{type(module).__name__} has no layer_idx, so which of {len(patterns)} patterns it takes is unknown. Give "
+            f"{type(module).__name__} has no layer_idx, so it is unknown which of {len(patterns)} patterns it takes. Give "
             "set_pattern one pattern for all layers."
         )
     return DilatedPattern.decode(json.dumps(patterns[layer % len(patterns)]))

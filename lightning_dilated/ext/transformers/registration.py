@@ -17,11 +17,11 @@ OLDEST = (5, 24)
 def register() -> None:
     """Let `from_pretrained` and `from_config` of transformers take `attn_implementation="ring_dilated"`.
 
-    Such a model computes its own attention, dense or by sliding windows, exactly. In an active `SequenceGroup` ranks
-    share the tokens of a sequence. `set_pattern` gives its layers other patterns. A second call changes nothing.
+    Such a model computes exactly its own attention, dense or in sliding windows; `set_pattern` replaces this attention
+    by patterns. In an active `SequenceGroup`, ranks share the tokens of a sequence. A second call changes nothing.
 
     Raises:
-        ModuleNotFoundError: if transformers is missing; names the extra that installs it.
+        ModuleNotFoundError: if transformers is missing; the message names the extra that installs it.
         ImportError: for a release before `OLDEST`; its masks and caches have other methods.
     """
     try:
@@ -45,9 +45,9 @@ def register() -> None:
 def dilated_cache(config: Any, max_length: int | None = None) -> Any:
     """Return a new cache for `model.generate(tokens, cache=dilated_cache(model.config))`, or for calls of the model.
 
-    It serves models with `attn_implementation="ring_dilated"`, with patterns or their own attention. Decoded rows equal
-    the rows of a forward over the whole sequence. The cache holds only the rows that later tokens can see: the current
-    segment or window, or every row for a branch over the whole sequence. Prompts may be padded on the left.
+    The model must have `attn_implementation="ring_dilated"`; its layers may have patterns or their own attention.
+    Decoded rows equal the rows of a forward over the whole sequence. The cache stores only rows that later tokens can
+    see: the current segment or window, or all rows if a branch spans the sequence. Prompts may be padded on the left.
 
     Args:
         config: the model's config, or the model.
@@ -59,7 +59,7 @@ def dilated_cache(config: Any, max_length: int | None = None) -> Any:
     Raises:
         ModuleNotFoundError: without transformers.
         TypeError: if `config` is neither a model nor a config.
-        ValueError: for rotary frequencies that follow the length of a sequence, and for layers other than attention.
+        ValueError: for rotary frequencies that depend on the sequence length, and for layers other than attention.
     """
     from lightning_dilated.ext.transformers.cache import DilatedCache  # imports transformers
 

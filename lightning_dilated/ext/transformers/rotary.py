@@ -1,7 +1,7 @@
-"""Rotary positions: checks of options and lengths; on ranks, frequencies that follow the length.
+"""Rotary positions: checks of options and lengths, and frequencies that depend on the sequence length, on ranks.
 
-transformers derives the length from the positions that it gets, and a rank has only a part of them. Hooks therefore
-append the furthest position of the sequence to the rank's positions, and remove its angles from the result.
+transformers derives the length from the positions that it gets, but a rank has only some of them. Hooks therefore
+append the last position of the sequence to the rank's positions, and remove its angles from the result.
 
 Shape letters: B batch, L tokens of this rank.
 """
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from lightning_dilated._compat.torch import ThreadStack
 
-#: kinds of `rope_parameters` with frequencies that follow the length
+#: kinds of `rope_parameters` with frequencies that depend on the sequence length
 BY_LENGTH = ("dynamic", "longrope")
-#: kinds with a factor that is a ratio of lengths; llama3's factor is not: Llama 3.1 has 8 for 16 times the tokens
+#: kinds in which `factor` is a ratio of lengths; in llama3 it is not (Llama 3.1: factor 8 for 16 times the tokens)
 BY_RATIO = ("yarn", "longrope")
-#: the furthest position of the current sequence, if a caller set it
+#: the last position of the current sequence, if a caller set it
 _furthest = ThreadStack("furthest position")
 
 
@@ -34,12 +34,12 @@ def _each_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def follows_length(config: Any) -> bool:
-    """Return whether rotary frequencies of a config follow the length of a sequence."""
+    """Return whether the rotary frequencies of a config depend on the sequence length."""
     return any(x.get("rope_type") in BY_LENGTH for x in _each_parameters(config))
 
 
 def check_rope(config: Any) -> None:
-    """Raise ValueError for rotary options that transformers only warns about, or rejects when it builds the model."""
+    """Raise ValueError for rotary options that transformers only warns about, or rejects later, building the model."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -53,8 +53,8 @@ def check_rope(config: Any) -> None:
         for name in ("short_factor", "long_factor"):
             if name in x and len(x[name]) != pairs:
                 raise ValueError(
-                    f"rope_parameters has {len(x[name])} numbers as {name}, and this model takes {pairs}, one for each "
-                    "pair of rotated features of a head."
+                    f"rope_parameters.{name} has {len(x[name])} numbers, but this model needs {pairs}, one for each pair of "
+                    "rotated features of a head."
                 )
 
 
@@ -66,10 +66,10 @@ def length_warning(config: Any, length: int) -> str | None:
     original: Any = most if stretched is None else stretched["original_max_position_embeddings"]
     if most is not None and length > most:
         return (
-            f"a sequence of {length:,} tokens goes beyond max_position_embeddings={most} of {config.model_type}, whose "
-            "positions beyond it were not trained. Set model.config to {max_position_embeddings: "
-            f"{length}, rope_parameters: {{...}}}}, the latter with another rope_type (yarn, and a factor of "
-            f"{_factor(length, original)} or more) or a larger rope_theta, and train on at that length."
+            f"a sequence of {length:,} tokens goes beyond max_position_embeddings={most} of {config.model_type}, which was "
+            "not trained on later positions. Set model.config to {max_position_embeddings: "
+            f"{length}, rope_parameters: {{...}}}}, with another rope_type (yarn, and a factor of "
+            f"{_factor(length, original)} or more) or a larger rope_theta, and continue training at that length."
         )
     if stretched is not None and length > _stretched_to(stretched):
         lists = " (and long_factor to match)" if stretched["rope_type"] == "longrope" else ""
@@ -77,7 +77,7 @@ def length_warning(config: Any, length: int) -> str | None:
             f"a sequence of {length:,} tokens goes beyond the rotary scaling of {config.model_type}: rope_type "
             f"{stretched['rope_type']} with factor={stretched['factor']:g} and original_max_position_embeddings={original} "
             f"serves {_stretched_to(stretched):,} tokens. Set factor in model.config.rope_parameters to "
-            f"{_factor(length, original)} or more{lists}, and train on at that length."
+            f"{_factor(length, original)} or more{lists}, and continue training at that length."
         )
     return None
 
@@ -94,13 +94,13 @@ def _factor(length: int, original: int) -> str:
 
 @contextlib.contextmanager
 def furthest_position(position: int) -> Iterator[None]:
-    """Use the frequencies of a sequence with this last position in this context; needs `whole_lengths`."""
+    """Context in which decoders prepared by `whole_lengths` use frequencies of a sequence that ends at `position`."""
     with _furthest.with_top(position):
         yield
 
 
 def whole_lengths(decoder: nn.Module) -> None:
-    """Make a decoder's rotary layers that follow the length take the length from `furthest_position`."""
+    """Make a decoder's rotary layers take the sequence length from `furthest_position` if they depend on it."""
     for module in decoder.modules():
         if hasattr(module, "rope_type") and follows_length(getattr(module, "config", None)):
             module.register_forward_pre_hook(_append, with_kwargs=True)
@@ -110,7 +110,7 @@ def whole_lengths(decoder: nn.Module) -> None:
 def _append(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Append the furthest position to the arguments of a rotary layer."""
+    """Append the last position of the sequence to the arguments of a rotary layer."""
     if not _furthest.values:
         return None
     if "position_ids" in kwargs:

@@ -45,8 +45,8 @@ class Source:
         if isinstance(model, (str, Path)) and adapter_folders.is_folder(model):
             if adapters is not None:
                 raise ValueError(
-                    f"model={str(model)!r} is a folder of adapters, and adapters={str(adapters)!r} another. Give the model "
-                    "that the latter belong to, or leave adapters out."
+                    f"model={str(model)!r} and adapters={str(adapters)!r} are both folders of adapters. Give the base model "
+                    "of the latter as model, or leave adapters out."
                 )
             model, adapters = adapter_folders.base_of(model), model
         if adapters is None:
@@ -86,11 +86,11 @@ def _read_config(model: Any) -> tuple[str | None, Any]:
         model = AutoConfig.for_model(**model)
     if not isinstance(model, PreTrainedConfig):
         raise TypeError(f"model must be a folder, a hub repository or a config of transformers, got {model!r:.200}.")
-    return None, type(model).from_dict(model.to_dict())  # a copy: transformers sets its attention implementation
+    return None, type(model).from_dict(model.to_dict())  # copy, because transformers sets attn_implementation in it
 
 
 def is_of_package(folder: str | Path) -> bool:
-    """Return whether `consolidate` or `save_pretrained` of this package wrote a folder, not transformers."""
+    """Return whether a folder was written by this package's `consolidate` or `save_pretrained`, not by transformers."""
     return "class_path" in stored_values(folder)
 
 
@@ -177,7 +177,7 @@ def changed_config(config: Any, changes: Any) -> Any:
     former = [x for x in ("rope_theta", "rope_scaling") if x in changes and x not in text]
     if former:
         raise ValueError(
-            f"config has {former[0]}, which transformers keeps in rope_parameters: give config rope_parameters, such as "
+            f"config has {former[0]}, which transformers keeps in rope_parameters: set config.rope_parameters, such as "
             "{'rope_type': 'default', 'rope_theta': 500000.0}."
         )
     known_keys(changes, f"config of {config.model_type}", text)
@@ -190,8 +190,8 @@ def changed_config(config: Any, changes: Any) -> Any:
     rope = changes.get("rope_parameters")
     if base is not None and isinstance(rope, Mapping) and "rope_theta" not in rope and rope.get("rope_type"):
         raise ValueError(
-            f"config.rope_parameters has no rope_theta, and would lose the model's, {base:g}. Add rope_theta: {base:g}, or "
-            "the base that you want."
+            f"config.rope_parameters has no rope_theta, so the model's rope_theta={base:g} would be lost. Add rope_theta: "
+            f"{base:g}, or the base that you want."
         )
     text.update(changes)
     try:
@@ -201,7 +201,7 @@ def changed_config(config: Any, changes: Any) -> Any:
 
 
 def with_depth(config: Any, depth: int) -> Any:
-    """Return a config with `depth` layers, which cycle through the same kinds; includes every kind if possible."""
+    """Return a config with `depth` layers that cycle through the same kinds; every kind is included if possible."""
     values = config.to_dict()
     text = values.get("text_config", values)
     if types := text.get("layer_types"):

@@ -136,7 +136,7 @@ def test_a_failed_validation_leaves_the_model_alone(tmp_path, monkeypatch):
 def test_what_has_no_distances_is_refused(tmp_path):
     with pytest.raises(TypeError, match=r"RecallByDistance needs a causal language model.*got LongNetMLM"):
         quiet(tmp_path, RecallByDistance()).validate(LongNetMLM(PATTERN, **SIZES), task())
-    with pytest.raises(TypeError, match=r"a method distances\(split, index\); got loaders alone"):
+    with pytest.raises(TypeError, match=r"a method distances\(split, index\), .* got loaders alone"):
         quiet(tmp_path, RecallByDistance()).validate(tiny(), loader(batch(1, 9)))
     (tmp_path / "text.txt").write_bytes(b"text" * 400)
     with pytest.raises(TypeError, match="got ByteDataModule"):

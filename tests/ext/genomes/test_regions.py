@@ -106,13 +106,13 @@ def test_unknown_bases_of_a_minus_region(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("one 3", "line 1 has 2 columns, and a region has at least 3"),
+        ("one 3", "line 1 has 2 columns, but a region has at least 3"),
         ("one 3 x", "line 1: start and stop are '3' and 'x'"),
         ("one 3 3", "line 1: start and stop are '3' and '3'"),
         ("one -3 3", "line 1: start and stop are '-3' and '3'"),
         ("one 3 9 x 0 *", r"line 1: the strand is '\*'"),
         ("three 3 9", "line 1: there is no record called 'three' .* There are: one, two"),
-        ("two 3 61", "line 1: stop is 61, and two has 60 bases"),
+        ("two 3 61", "line 1: stop is 61, but two has 60 bases"),
         ("# nothing", "holds no region"),
         ("one 3 9\ntwo 3 60 long", r"1 region \(one:3-9 \(6\)\) is shorter than a window .* leave such regions out"),
     ],

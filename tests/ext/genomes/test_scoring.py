@@ -306,7 +306,7 @@ def test_ranks_that_share_a_sequence_are_refused(monkeypatch):
     model = build(LongNetMLM, strands="both").eval()
     shared = type("Group", (), {"ranks": 2})()
     monkeypatch.setattr("lightning_dilated.ext.genomes.strands.active_sequence", lambda: shared)
-    with pytest.raises(ValueError, match="strands='both' reads sequences backwards, which 2 ranks"):
+    with pytest.raises(ValueError, match="strands='both' reads sequences backwards, but 2 ranks"):
         model._read(torch.zeros(1, 4, dtype=torch.int64))
 
 

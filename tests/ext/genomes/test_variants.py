@@ -43,7 +43,7 @@ def test_alleles(tmp_path: Path, name: str, end: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("a 3 x A", "line 3 has 4 columns, and a variant has at least 5"),
+        ("a 3 x A", "line 3 has 4 columns, but a variant has at least 5"),
         ("a -3 x A C", "line 3: POS is '-3'"),
         ("a 3 x A,C C", "line 3: REF is 'A,C'"),
         ("a 3 x A CQ", "line 3: ALT holds 'CQ'"),

@@ -91,5 +91,5 @@ def test_refused_by_the_data():
         trainer(max_steps=1).fit(model(class_weights="balanced"), Data())
     with pytest.raises(ValueError, match="correct for rare classes twice"):
         trainer(max_steps=1).fit(model(class_weights="balanced"), Data([6, 2], sampling="balanced"))
-    with pytest.raises(ValueError, match=r"outside of Trainer\.fit give a list"):
+    with pytest.raises(ValueError, match=r"without Trainer\.fit give a list"):
         classifier("balanced").loss_terms({"features": torch.randn(1, 12, 3), "label": torch.tensor([0])})

@@ -153,7 +153,7 @@ def test_autocast_does_not_round_logits(name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_labels_that_were_rounded_are_refused(dtype):
-    with pytest.raises(TypeError, match=r"labels are torch\.\w+16, rounded: .*bf16-mixed"):
+    with pytest.raises(TypeError, match=r"labels are rounded to torch\.\w+16: .*bf16-mixed"):
         make_head("regression", 4, 1, "mse").check(torch.tensor([1234.6]).to(dtype))
 
 

@@ -67,7 +67,7 @@ def draw(path, out, module=None, **options):
 
 
 def test_pictures_on_thumbnails(slides, tmp_path):
-    with pytest.warns(UserWarning, match=r"1 of 3 slides have no thumbnail in .*white ground: slide_002"):
+    with pytest.warns(UserWarning, match=r"1 of 3 slides have no thumbnail in .*white background: slide_002"):
         draw(slides, tmp_path, thumbnails=str(slides / "thumbs"), heads="all")
     for slide in data(slides).dataset("test").slides:
         with np.load(tmp_path / f"{slide.name}.npz") as file:

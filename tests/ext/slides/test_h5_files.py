@@ -109,7 +109,7 @@ FILES = {
     "half written": ("a.h5", half_written, "in 3 chunks, of which only 2 were written"),
     "expanded": ("a.pt", expanded, r"'features' declares the shape \(1000000000000, 4\), but the file holds only 1 of"),
     "expanded coords": ("a.pt", expanded_coords, "'coords' declares the shape .* holds only 2 of its 18 values"),
-    "sparse": ("a.pt", sparse, "'features' is a sparse_coo tensor: save an ordinary one"),
+    "sparse": ("a.pt", sparse, "'features' is a sparse_coo tensor: save it as an ordinary tensor"),
     "meta": ("a.pt", on_meta, "'features' is a meta tensor"),
     "a fifo": ("a.h5", os.mkfifo, "is neither a regular file nor a directory"),
     "a fifo of torch": ("a.pt", os.mkfifo, "is neither a regular file nor a directory"),

@@ -118,7 +118,7 @@ BAD = {
     "coords": (np.ones(20), {"coords": grid(19)}, r"coords must be \(20, 2\)"),
     "coords twice": (np.ones(20), {"coords": grid(20) // 2048}, "coordinates occur twice"),
     "another slide": (np.ones(20), {"coords": grid(20) + 1}, r"has no tile at \(1, 1\) \(20 of 20 are missing\)"),
-    "the features": (np.ones(20), {"name": "features", "overwrite": True}, "which holds the slide itself"),
+    "the features": (np.ones(20), {"name": "features", "overwrite": True}, "which is an array of the slide itself"),
 }  # fmt: skip
 
 
@@ -175,8 +175,8 @@ def test_on_a_thumbnail(tmp_path):
 
 
 THUMBNAILS = {
-    "size": ({}, ValueError, "only where the slide's size is known.*give slide_size"),
-    "proportions": ({"slide_size": (1280, 2560)}, ValueError, "has 100 x 50 pixels, and the slide 1280 x 2560"),
+    "size": ({}, ValueError, "needs the slide's size.*give slide_size"),
+    "proportions": ({"slide_size": (1280, 2560)}, ValueError, "has 100 x 50 pixels, but the slide has 1280 x 2560"),
     "missing": ({"thumbnail": "none.png", "slide_size": (2560, 1280)}, FileNotFoundError, "none.png: no such file"),
     "text": ({"thumbnail": "text.png", "slide_size": (2560, 1280)}, ValueError, "cannot be read as a picture"),
     "scale": ({"scale": "log"}, ValueError, "scale must be one of rank, linear"),

@@ -73,7 +73,7 @@ SLIDES = {
     "truncated": (lambda p: truncate(p, 0.5), "truncated, as by a copy.*copy or write it again"),
     "damaged": (damaged, "damaged or cut short"),
     "no features": (lambda p: write_as(p, feats=F, coords=C), "no 'features'; it holds coords, feats: set data.features_n"),
-    "no coords": (lambda p: write(p, F), "no 'coords'; it holds features: set data.coords_name to .*SlideEncoder needs"),
+    "no coords": (lambda p: write(p, F), "no 'coords'; it holds features: set data.coords_name to .*without positions"),
     "nothing": (lambda p: write_as(p), "no 'features'; it holds nothing"),
     "a group": (groups, "'features' is a Group, not an array"),
     "lengths": (lambda p: write(p, F, C[:-1]), "'features' has 12 tiles and 'coords' has 11"),
@@ -267,7 +267,7 @@ CHECKS = {
     "fractions": ({"val_fraction": 0.6, "test_fraction": 0.4}, "the train split has none of the 6 slides"),
     "too much": (
         {"test_fraction": 1},
-        "val_fraction 0.1 and data.test_fraction 1 are above 1.*set data.val_fraction to 0",
+        "val_fraction 0.1 and data.test_fraction 1 add up to more than 1.*set data.val_fraction to 0",
     ),
     "split": ({}, "split must be one of train, val, test; got 'dev'"),
 }

@@ -80,7 +80,7 @@ def test_trained_ones_keep_theirs(folder, checkpoints, tmp_path, name, want, way
 
 def test_another_order_that_is_asked_for_says_so(folder, checkpoints):
     module = data(folder, order="raster")
-    with pytest.warns(UserWarning, match=r"trained with data\.order 'file', and tiles come in the order 'raster' now"):
+    with pytest.warns(UserWarning, match=r"trained with data\.order 'file', but data\.order is 'raster' now"):
         trainer().test(model(), module, ckpt_path=checkpoints["old"], verbose=False, weights_only=True)
     assert served(module) == "raster"
 

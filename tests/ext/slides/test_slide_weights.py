@@ -144,7 +144,7 @@ BAD = {
         lambda state: {**table(state), "pos_embed": torch.ones(1, 1025, 64)},
         "not the fixed sin-cos",
     ),
-    "another grid": (lambda state: table(state, side=16), "257 positions, those of a 16 x 16 grid; set grid=16"),
+    "another grid": (lambda state: table(state, side=16), "257 positions, for a 16 x 16 grid, .*; set grid=16"),
     "no weights": (lambda state: {"model": "none"}, "holds no weights"),
 }
 

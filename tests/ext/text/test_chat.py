@@ -352,8 +352,8 @@ def test_misuse(module, name):
 
 
 TEMPLATES = {
-    "forgets thoughts": (FORGETS, r"message 1 has cannot be told.*'<think></think>"),
-    "glued": (GLUED, "message 1 has cannot be told.*a token reaches over"),
+    "forgets thoughts": (FORGETS, r"message 1 cannot be determined.*'<think></think>"),
+    "glued": (GLUED, "message 1 cannot be determined.*a token crosses"),
     "refuses": ("{{ raise_exception('roles must alternate') }}", r"refuses this conversation \(roles must alternate\)"),
     "nothing within tags": (CHATML + "{% generation %}{% endgeneration %}", "leaves no token to learn"),
 }

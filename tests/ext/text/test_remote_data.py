@@ -200,9 +200,7 @@ def test_the_memory_of_a_process_is_not_shared(store: str, tmp_path: Path, cache
     tokens(tmp_path / "a.bin", 2000)
     upload(tmp_path, "memory:///data")
     data = token_data("memory:///data", num_workers=2, **cached)
-    with pytest.raises(
-        ValueError, match=r"memory:///data/a\.bin lies in the memory of this process, .*num_workers to 0"
-    ):
+    with pytest.raises(ValueError, match=r"memory:///data/a\.bin is in the memory of this process, .*num_workers to 0"):
         data.setup("fit")
 
 

@@ -271,10 +271,10 @@ MISUSES = {
     "eos": (ValueError, r"which token of .* ends a document\? Set data.eos_token", {"eos_token": None}),
     "no such eos": (ValueError, "no token '</s>'", {"eos_token": "</s>"}),
     "readers": (ValueError, "data.readers", {"readers": 0}),
-    "too many readers": (ValueError, "3 rows for 4 readers", {"readers": 4}),
+    "too many readers": (ValueError, "3 rows, but each of 4 readers", {"readers": 4}),
     "epoch": (
         ValueError,
-        r"data.epoch_rows is 9, which data.readers = 2 does not divide: set it to 10",
+        r"data.epoch_rows is 9, not a multiple of data.readers = 2: set it to 10",
         {"epoch_rows": 9},
     ),
     "seq_len": (ValueError, "data.seq_len", {"seq_len": 1}),
@@ -294,7 +294,7 @@ def test_readers_that_cannot_be_shared(text):
     for workers, replicas, least in ((0, 3, 3), (2, 1, 2), (3, 1, 3)):
         data = text(texts(30), readers=4 if workers != 2 else 3, epoch_rows=12, num_workers=workers)
         data._replica = lambda replicas=replicas: (0, replicas)
-        with pytest.raises(ValueError, match=f"cannot divide among them: set it to a multiple of {least}"):
+        with pytest.raises(ValueError, match=f"cannot divide evenly: set it to a multiple of {least}"):
             data.train_dataloader()
 
 

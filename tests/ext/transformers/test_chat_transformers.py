@@ -116,8 +116,8 @@ def test_misused_datasets(tmp_path, folder, hub):
     table.save_to_disk(tmp_path / "saved")
     saved, splits = str(tmp_path / "saved"), str(tmp_path / "splits")
     for source, message in {
-        "no split": ({"path": splits}, "no split is chosen; it has train, extra"),
-        "another split": ({"path": splits, "split": "dev"}, "there is no split 'dev'; it has train, extra"),
+        "no split": ({"path": splits}, "choose a split of .*; it has train, extra"),
+        "another split": ({"path": splits, "split": "dev"}, "there is no split 'dev' of .*; it has train, extra"),
         "one without splits": ({"path": saved, "split": "train"}, "leave `split` out"),
         "options": ({"path": saved, "revision": "x"}, r"takes `split` and `streaming` only; got \['revision'\]"),
     }.values():
@@ -191,7 +191,7 @@ def test_misuse(tmp_path, folder):
     rows = [chat("the cat", "sat on", "a mat", "dry")]
     with pytest.raises(ValueError, match=r"has no chat template: set data\.template"):
         make(tmp_path, hf_folder(tmp_path / "plain"), rows).check()
-    with pytest.raises(ValueError, match=r"cannot be told.*generation %}"):
+    with pytest.raises(ValueError, match=r"cannot be determined.*generation %}"):
         make(tmp_path, folder, rows, template=FORGETS).check()
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="has no tokenizer that transformers can read"):

@@ -70,7 +70,7 @@ def test_a_checkpoint_of_the_second_run_needs_no_folder(base, tmp_path):
     base.rename(tmp_path / "base gone")
     loaded = HFCausalLM.load_from_checkpoint(tmp_path / "run.ckpt").eval()
     assert loaded.lora == after.lora and torch.equal(loaded(batch()), after.eval()(batch()))
-    with pytest.raises(ValueError, match=r"which is not there.*HFCausalLM\(base, adapters="):
+    with pytest.raises(ValueError, match=r"which does not exist.*HFCausalLM\(base, adapters="):
         HFCausalLM(tmp_path / "gone")
     moved = HFCausalLM(tmp_path / "base gone", adapters=tmp_path / "gone")
     assert moved.lora == after.lora
@@ -101,7 +101,7 @@ def test_misuse(base, tmp_path):
             r"lora\.target_modules is \['q_proj'\]",
             {"model": folder, "lora": {"target_modules": ["q_proj"]}},
         ),
-        (ValueError, "is a folder of adapters, and adapters=.* another", {"model": folder, "adapters": folder}),
+        (ValueError, "and adapters=.* are both folders of adapters", {"model": folder, "adapters": folder}),
         (FileNotFoundError, "holds no adapter_config.json", {"model": base, "adapters": base}),
         (FileNotFoundError, "holds no adapter_config.json", {"model": base, "adapters": tmp_path / "nowhere"}),
         (TypeError, "adapters must be a folder", {"model": base, "adapters": 7}),
@@ -111,7 +111,9 @@ def test_misuse(base, tmp_path):
             HFCausalLM(**options)
     other = HFCausalLM(config("llama", hidden_size=64)).save_pretrained(tmp_path / "other")
     (folder / "decoder_config.json").unlink()
-    with pytest.raises(ValueError, match=r"do not fit LlamaForCausalLM: .*weight is .*Give the model that they were"):
+    with pytest.raises(
+        ValueError, match=r"do not fit LlamaForCausalLM: .*weight is .*Give the model that the adapters"
+    ):
         HFCausalLM(other, adapters=folder).configure_model()
     options = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3", "base_model_name_or_path": str(base)}))

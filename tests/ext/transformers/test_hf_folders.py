@@ -34,7 +34,7 @@ def test_forward_takes_tokens():
         packed = model(x[:1], cu_seqlens=bounds)
         assert torch.equal(packed, model({"tokens": x[:1], "cu_seqlens": bounds}))
         torch.testing.assert_close(packed[:, 5:], model(x[:1, 5:]), rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="lengths belong into the batch"):
+    with pytest.raises(ValueError, match="lengths must be entries of the batch"):
         model({"tokens": x}, lengths=lengths)
     with pytest.raises(TypeError, match="a batch is a mapping of tokens"):
         model([1, 2, 3])

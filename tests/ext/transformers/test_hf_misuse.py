@@ -56,12 +56,12 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4}
 ROPES = {
     "kind": ({"rope_type": "yarm", "rope_theta": 1e4}, "rope_type='yarm'; it is one of default, dynamic"),
     "no factor": (YARN, "Missing required keys.*factor.*Add them"),
-    "no base": ({"rope_type": "linear", "factor": 2.0}, "would lose the model's, 10000"),
+    "no base": ({"rope_type": "linear", "factor": 2.0}, "rope_theta=10000 would be lost"),
     "text": ({**YARN, "rope_type": "linear", "factor": "4"}, "a number above 0 as factor, got '4'"),
     "no growth": ({**YARN, "rope_type": "linear", "factor": 0}, "a number above 0"),
     "factors": (
         {**YARN, "rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0] * 4},
-        "1 numbers as short_factor, and this model takes 4",
+        "short_factor has 1 numbers, but this model needs 4",
     ),
 }
 
@@ -131,10 +131,10 @@ def test_a_wrong_token_on_one_rank_is_an_error_on_all(pools):
 
 # -- generation --------------------------------------------------------------------------------------------------------
 CALLS = {
-    "static": (ValueError, "cache_implementation='static' is not served", {"cache_implementation": "static"}),
-    "quantized": (ValueError, "'quantized' is not served", {"cache_implementation": "quantized"}),
+    "static": (ValueError, "cache_implementation='static' is not supported", {"cache_implementation": "static"}),
+    "quantized": (ValueError, "'quantized' is not supported", {"cache_implementation": "quantized"}),
     "config": (
-        ValueError, "'static' is not served",
+        ValueError, "'static' is not supported",
         {"generation_config": transformers.GenerationConfig(cache_implementation="static")},
     ),
     "lookup": (ValueError, "prompt_lookup_num_tokens drafts tokens", {"prompt_lookup_num_tokens": 3}),

@@ -143,7 +143,7 @@ def test_refused():
         generate(holes)
     with pytest.raises(ValueError, match=r"sample 1 has no real token among the first 5.*prefill_chunk_size"):
         generate(mask, prefill_chunk_size=5)
-    with pytest.raises(ValueError, match=r"prompts of different lengths at once.*prefill_chunk_size"):
+    with pytest.raises(ValueError, match=r"prompts of different lengths in one call.*prefill_chunk_size"):
         generate(padded("left", [N, 15, 16, 17])[1], prefill_chunk_size=8)
     with torch.no_grad():
         for later in (None, torch.cat([mask.flip(0), mask[:, -1:]], 1)):

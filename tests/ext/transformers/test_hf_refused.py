@@ -57,7 +57,7 @@ def states_on_ranks(rank, group, name, plain):
 @pytest.mark.parametrize("plain", [False, True])
 def test_states_on_ranks(pools, plain):
     for answer in pools(2).answers(2, states_on_ranks, "filters", plain):
-        assert answer.error == "ValueError" and "each would begin anew" in answer.message, answer.trace
+        assert answer.error == "ValueError" and "start with an empty state" in answer.message, answer.trace
 
 
 @pytest.mark.parametrize("length", [6, N])
@@ -188,7 +188,7 @@ def test_new_keys_alone():
     from lightning_dilated.ext.transformers.masks import visible_keys
 
     mask, q = visible_keys(1, 1, 1, q_offset=8, kv_offset=8), torch.randn(1, 2, 1, 8)
-    with pytest.raises(ValueError, match="or to new ones alone"):
+    with pytest.raises(ValueError, match="or to new keys alone"):
         attend(torch.nn.Module(), q, q, q, mask)
 
 

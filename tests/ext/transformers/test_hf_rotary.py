@@ -117,7 +117,7 @@ LLAMA3 = {**KINDS["llama3"], "factor": 1.25}
 
 @pytest.mark.parametrize("family, rope, message", [
     ("llama", YARN, r"23 tokens goes beyond the rotary scaling of llama: rope_type yarn with factor=1.25 and "
-     r"original_max_position_embeddings=16 serves 20 tokens. Set factor .* to 1.44 or more, and train"),
+     r"original_max_position_embeddings=16 serves 20 tokens. Set factor .* to 1.44 or more, and continue"),
     ("llama", LONGROPE, r"rope_type longrope .* serves 20 tokens. .* 1.44 or more \(and long_factor to match\)"),
     ("gemma3", {"sliding_attention": KINDS["theta"], "full_attention": YARN}, "gemma3_text: rope_type yarn with"),
 ], ids=["yarn", "longrope", "a kind of layers"])  # fmt: skip

@@ -291,7 +291,7 @@ MODELS = {
         "within chunks",
     ),
     "two-way": ("gemma3", {"use_bidirectional_attention": True}, "mask"),
-    "two-way by config": ("LlamaConfig", {"is_causal": False}, "neither"),
+    "two-way by config": ("LlamaConfig", {"is_causal": False}, "another one"),
 }  # fmt: skip
 
 
@@ -320,7 +320,7 @@ def test_refused_layers():
         "within chunks": {"position_ids": torch.arange(N)[None], "attention_mask": visible_keys(
             1, N, N, mask_function=transformers.masking_utils.chunked_causal_mask_function(8, torch.zeros(1)), local_size=8
         )},
-        "as a text has them": {"position_ids": torch.zeros(3, 1, N)},
+        r"must be \(1, N\)": {"position_ids": torch.zeros(3, 1, N)},
     }.items():  # fmt: skip
         with pytest.raises(ValueError, match=message):
             attend(layer, **{"query": q, "key": q, "value": q, "attention_mask": mask, **options})
@@ -343,7 +343,7 @@ def test_refused_patterns():
     with pytest.raises(TypeError, match="a model or a config of transformers, got Linear"):
         set_pattern(torch.nn.Linear(2, 2), PATTERN)
     set_pattern(model, PATTERN)
-    with pytest.raises(ValueError, match="caches serve only layers that keep their own"):
+    with pytest.raises(ValueError, match="caches serve only layers without a pattern"):
         model.generate(tokens(1, 4), max_new_tokens=2)
     assert model.generate(tokens(1, 4), max_new_tokens=2, use_cache=False).shape == (1, 6)
 
