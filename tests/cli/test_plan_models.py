@@ -44,7 +44,7 @@ def test_slide_pretraining(cli):
     assert "decoder: 1 x 48, heads of 12" in out and "a token is a row of a slide: a tile, or the class token's" in out
     assert "65,536 tokens, 32,768 a rank" in out and "of all 4 layers" in out
     assert "as many tiles are hidden as in the mean, mask_ratio=0.75" in out
-    assert "the recipe's batches hold 2 on each data rank" in out
+    assert "the recipe's batches have 2 on each data rank" in out
 
 
 def test_labelled_slides(cli, recipe):
