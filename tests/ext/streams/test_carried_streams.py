@@ -161,7 +161,7 @@ def test_other_head_chunks():
         model.loss_terms(batch(0, 30))
         model.loss_terms(batch(30, 30))
         model.transformer.memory = MemorySettings(head_chunks=after)
-        with pytest.raises(ValueError, match=f"head_chunks={before}, and the memory settings say {after}"):
+        with pytest.raises(ValueError, match=f"head_chunks={before}, but the memory settings have {after}"):
             model.loss_terms(batch(60, 30))
 
 
