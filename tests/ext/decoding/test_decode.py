@@ -260,7 +260,7 @@ def test_a_cache_begins_anew():
 #: (lengths of prompts or None, chunks before, the call, message)
 WRONG = {
     "a batch of other lengths": ([3, 4, 5], [], qkv(4, 2, 5, 2), "made for 3 samples .lengths., got a batch of 2"),
-    "across the prompts' end": ([3, 5], [4], qkv(4, 2, 2, 2), "longest prompt has 5 tokens, and this call adds tokens 4"),
+    "across the prompts' end": ([3, 5], [4], qkv(4, 2, 2, 2), "longest prompt has 5 tokens, and this call adds"),
     "several after prompts": ([3, 5], [5], qkv(4, 2, 2, 2), "after prompts of different lengths a call adds one token"),
     "another batch": (None, [5], qkv(4, 2, 1, batch=2), r"\(B, kv heads, D\) = \(1, 2, 3\)"),
     "other kv heads": (None, [5], qkv(4, 4, 1), r"\(B, kv heads, D\) = \(1, 2, 3\)"),
