@@ -87,9 +87,9 @@ def test_sizes_of_options(recipe):
     ({}, ["--vocab", 8], "--vocab 8: a SlidePretrainer has no vocab_size. Leave the option out."),
     ({}, ["--kv_heads", 2], "--kv_heads 2: a SlidePretrainer has no num_kv_heads"),
     ({}, ["--residual_dtype", "bfloat16"], "--residual_dtype bfloat16: a SlidePretrainer has no residual_dtype"),
-    ({}, ["--geometric", 64, "--tokens", "1K", "--offsets", "blocked"], "--offsets blocked: a SlidePretrainer's are"),
+    ({}, ["--geometric", 64, "--tokens", "1K", "--offsets", "blocked"], "the offsets of a SlidePretrainer are fixed"),
     ({"class_path": "SlideEncoder"}, [], "this SlideEncoder has no task"),
-    ({"task": "regression", "freeze_encoder": True}, [], "Leave freeze_encoder out of the recipe to plan full training"),
+    ({"task": "regression", "freeze_encoder": True}, [], "leave freeze_encoder out of the recipe"),
 ])  # fmt: skip
 def test_refused(cli, recipe, more, options, says):
     config = SLIDES

@@ -1,4 +1,4 @@
-"""Cache the keys and values that later tokens can use; results equal those of attention over the full sequence.
+"""Cache the keys and values that later tokens can use, so that decoding equals attention over the full sequence.
 
 In a branch, a head uses only its own residue of the current segment. So the cache keeps at most ceil(w / r) rows for
 each branch, kv head and residue, for any number of tokens; for a window, it keeps the latest `width` rows of each
@@ -235,9 +235,9 @@ class KVCache:
             heads = _index(lane.heads, q.device)
             tile = max(1, SCORES // (len(lane.heads) * count * q.shape[0]))
             for at in range(0, len(queries), tile):
-                some = queries[at : at + tile]
-                rows = slice(some.start, some.stop, some.step)
-                distance = count + torch.arange(at, at + len(some), device=q.device)[:, None]  # to the first key
+                in_tile = queries[at : at + tile]
+                rows = slice(in_tile.start, in_tile.stop, in_tile.step)
+                distance = count + torch.arange(at, at + len(in_tile), device=q.device)[:, None]  # to the first key
                 visible = distance - torch.arange(count, device=q.device) < branch.window
                 _merge(out[:, rows], lse[:, rows], heads, *_dense(q[:, rows][:, :, heads], keys, values, visible))
 

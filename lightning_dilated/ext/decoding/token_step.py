@@ -338,7 +338,7 @@ def _step_of(
         return None
     kind, weights = device.type, Weights(model).addresses
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    mode = torch.is_inference_mode_enabled()  # tensors made in inference mode can be changed only in it
+    mode = torch.is_inference_mode_enabled()  # inference tensors can be changed only in inference mode
     key = len(tokens), room(model, longest), sampling, ends, device, cast, mode, weights
     steps = {k: step for k, step in _steps.pop(model, {}).items() if k[-1] == weights}
     step = steps.pop(key, None)
@@ -358,12 +358,12 @@ def _stays(model: CausalModel) -> bool:
 
 def _few(steps: dict[tuple, TokenStep]) -> dict[tuple, TokenStep]:
     """Return the latest steps within `KEPT` and `KEPT_BYTES`, but at least the last step."""
-    few: dict[tuple, TokenStep] = {}
+    latest: dict[tuple, TokenStep] = {}
     for key, step in reversed(steps.items()):
-        if few and (len(few) == KEPT or sum(x.nbytes for x in few.values()) + step.nbytes > KEPT_BYTES):
+        if latest and (len(latest) == KEPT or sum(x.nbytes for x in latest.values()) + step.nbytes > KEPT_BYTES):
             break
-        few[key] = step
-    return dict(reversed(few.items()))
+        latest[key] = step
+    return dict(reversed(latest.items()))
 
 
 def refuse(model: CausalModel, error: Exception) -> None:

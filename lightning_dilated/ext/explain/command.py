@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seq_len", "--seq-len", type=int, help="tokens")
     p.add_argument("--heads", type=int)
     p.add_argument("--kv_heads", "--kv-heads", type=int)
-    p.add_argument("--head_dim", "--head-dim", type=int, help="for the FLOPs (default: the recipe's, else 64)")
+    p.add_argument("--head_dim", "--head-dim", type=int, help="head dim for the FLOPs (default: the recipe's, else 64)")
     p.add_argument("--depth", type=int, help="layers")
     p.add_argument(
         "--causal", action=argparse.BooleanOptionalAction, help="(default: the recipe's, else both directions)"

@@ -143,7 +143,7 @@ class _Rows:
         segments, rows: S and m; both may be larger than needed, and the extra rows are no tokens.
         width: w, or N + t if `whole`.
         whole: whether a sequence of any supported length fits into one segment.
-        step: number of heads whose scores are computed in one step.
+        step: number of heads for which scores are computed in one step.
         device: the call's device.
     """
 

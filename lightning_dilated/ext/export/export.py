@@ -247,11 +247,11 @@ def _compare(model: DilatedModule, run: Any, length: int, batch_size: int, path:
     """Return the largest relative difference between file and model; raise ValueError if it exceeds the tolerance."""
     inputs, error = model.export_inputs(length, batch_size), 0.0
     expected = model.export_outputs(**inputs)
-    for (name, want), got in zip(expected.items(), run(inputs), strict=True):
-        want = want.detach().cpu()
-        largest = max(1.0, want.abs().max().item())
-        difference = (got.cpu().double() - want.double()).abs().max().item() / largest
-        if not difference <= TOLERANCE.get(want.dtype, 0.0):  # also true for NaN
+    for (name, value), output in zip(expected.items(), run(inputs), strict=True):
+        value = value.detach().cpu()
+        largest = max(1.0, value.abs().max().item())
+        difference = (output.cpu().double() - value.double()).abs().max().item() / largest
+        if not difference <= TOLERANCE.get(value.dtype, 0.0):  # also true for NaN
             raise ValueError(
                 f"{path.name} was not written: its {name} differs from the model's by {difference:.1e} of the largest "
                 f"number at length {length}. Please report the model's settings."

@@ -102,7 +102,7 @@ def answer(question: Question) -> str | None:
     model, tokens, now = question.model, question.tokens, question.settings
     try:
         subject = counted_model_of(model, question.precision, None, question.compile_blocks, question.gpu.capability)
-    except (TypeError, ValueError):  # a model that cannot be planned
+    except (TypeError, ValueError):  # the model cannot be planned
         return None
     case = Case(subject, Facts.of(model, subject), question.setup, question.gpu)
     able = candidates_of(case.facts)
@@ -174,7 +174,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _dumped(value: Any) -> bytes | None:
-    """Return the value's pickle; None if it cannot be pickled or holds tensors."""
+    """Return the value's pickle; None if it cannot be pickled or contains tensors."""
     out = io.BytesIO()
     try:
         _Pickler(out).dump(value)
@@ -216,9 +216,9 @@ def _otherwise(case: Case, able: list[MemorySettings], now: MemorySettings, toke
 def _by_host(case: Case, able: list[MemorySettings], tokens: int) -> list[str]:
     """Return a list with one remedy, offloading block inputs, and the host memory that it takes; an empty list if it
     does not help. The host's free memory is not checked, because the limit that machines report grows with use."""
-    away = [replace(x, offload=1.0) for x in able if x.policy == "block"]
+    offloading = [replace(x, offload=1.0) for x in able if x.policy == "block"]
     roomy = replace(case, host=float("inf"))
-    needs = {x: roomy.memory(x, tokens).host / GIB for x in away if roomy.fits(x, tokens)}
+    needs = {x: roomy.memory(x, tokens).host / GIB for x in offloading if roomy.fits(x, tokens)}
     if not needs:
         return []
     best = min(needs, key=needs.__getitem__)

@@ -68,7 +68,7 @@ def recommended(case: Case, settings: Sequence[MemorySettings], tokens: int | No
 
 
 def in_words(settings: MemorySettings) -> str:
-    """Describe settings in a few words."""
+    """Format settings as a short text."""
     parts = ["all kept" if settings.policy == "none" else settings.policy]
     parts += [f"every={settings.every}"] * (settings.every > 1)
     parts += [f"tile={settings.tile}"] * (settings.tile is not None)
@@ -131,14 +131,14 @@ def whole_recipe(
 def _strategy(listed: Any, setup: Setup, options: dict[str, Any]) -> Any:
     """Return the recipe's strategy if it has the planned class, else the planned strategy, with all changed options."""
     path = str((listed.get("class_path") if isinstance(listed, dict) else listed) or "")
-    alike = path.rpartition(".")[2] in (setup.strategy, CLASSES[setup.strategy].rpartition(".")[2])
-    arguments = dict(listed.get("init_args") or {}) if alike and isinstance(listed, dict) else {}
+    same = path.rpartition(".")[2] in (setup.strategy, CLASSES[setup.strategy].rpartition(".")[2])
+    arguments = dict(listed.get("init_args") or {}) if same and isinstance(listed, dict) else {}
     options = {**options, "cpu_offload": setup.cpu_offload, "bucket_cap_mb": setup.bucket_cap_mb}
     defaults = {"exchange": "auto", "head_size": 1, "cpu_offload": False}
     arguments |= {x: value for x, value in options.items() if value != arguments.get(x, defaults.get(x))}
     if not arguments:
-        return listed if alike else setup.strategy
-    return {"class_path": path if alike and path != setup.strategy else CLASSES[setup.strategy], "init_args": arguments}
+        return listed if same else setup.strategy
+    return {"class_path": path if same and path != setup.strategy else CLASSES[setup.strategy], "init_args": arguments}
 
 
 def _changes(settings: MemorySettings, setup: Setup, residual: str | None) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def find_gpu(name: str, gib: float | None = None) -> Gpu:
     gpu = known.get(plain(name))
     if gpu is None:
         raise ValueError(
-            f"--gpu must be one of {', '.join(GPUS)}; got {name!r}. Another one: the nearest of these and --gpu-memory GIB."
+            f"--gpu must be one of {', '.join(GPUS)}; got {name!r}. For others, take the nearest and --gpu-memory GIB."
         )
     if gib is None:
         return gpu
@@ -201,7 +201,7 @@ def dense_yardstick(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Callable[[], None]:
-    """Return a function that runs torch's attention, forward and backward, on dense tensors of a pattern's block sizes.
+    """Return a function that runs torch's attention, forward and backward, on contiguous tensors of a pattern's sizes.
 
     The tensors have the pattern's segments, heads and rows, but the function does no dilation, no merging and no joint
     backward, so it measures the cost of the FLOPs alone. A window becomes segments with the same number of pairs a row.

@@ -124,7 +124,7 @@ class Machine:
             real(getattr(self, name), name, least=0)
         tokens = [p.tokens for p in self.parts]
         if not tokens or tokens != sorted(set(tokens)):
-            raise ValueError(f"parts must be of rising tokens, at least one; got {tokens}.")
+            raise ValueError(f"parts must be a non-empty list with rising tokens, got tokens {tokens}.")
 
     @property
     def element_size(self) -> int:
@@ -159,7 +159,7 @@ class Machine:
         known = [f.name for f in dataclasses.fields(self)][1:11]
         unknown = sorted(set(sizes) - set(known))
         if unknown:
-            raise TypeError(f"{unknown[0]!r} is no size of a measured model; there are {', '.join(known)}.")
+            raise TypeError(f"{unknown[0]!r} is no size of a measured model; its sizes are {', '.join(known)}.")
         wrong = [
             f"{name}={x!r} (measured: {getattr(self, name)!r})" for name, x in sizes.items() if x != getattr(self, name)
         ]
@@ -237,13 +237,13 @@ def _sum(tokens: int, *shares: tuple[Parts, float]) -> Parts:
 
 def _checked(path: str | Path, kind: type, fields: Any) -> dict[str, Any]:
     """Return the fields as a dict; raise if their names do not match the dataclass `kind`."""
-    want = {f.name for f in dataclasses.fields(kind)}
-    needed = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
-    have = set(fields) if isinstance(fields, dict) else set()
-    if not needed <= have <= want:
+    every = {f.name for f in dataclasses.fields(kind)}
+    required = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
+    names = set(fields) if isinstance(fields, dict) else set()
+    if not required <= names <= every:
         parts = [
             f"{word} {', '.join(sorted(x))}"
-            for word, x in (("lacks", needed - have), ("has unknown", have - want))
+            for word, x in (("lacks", required - names), ("has unknown", names - every))
             if x
         ]
         raise ValueError(

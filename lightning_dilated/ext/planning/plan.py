@@ -200,7 +200,7 @@ def _check_stream(request: Request, strategy: str, settings: Sequence[MemorySett
     if sizes and strategy == "ring_dilated_fsdp":
         raise ValueError(
             f"--stream {sizes[0]} is not offered with {strategy}, which would gather all weights for every chunk. Take "
-            "--strategy ring_dilated, whose GPUs hold all weights, or leave --stream out."
+            "--strategy ring_dilated, where each GPU has all weights, or leave --stream out."
         )
 
 
@@ -372,8 +372,8 @@ def _layers(x: Exchanged, depth: int) -> list[tuple[str, Exchanged]]:
     numbers: dict[Exchanged, list[int]] = {}
     for layer, one in enumerate(cycle_to(x.cycle, depth)):
         numbers.setdefault(replace(one, others=()), []).append(layer)
-    few = lambda layers: ", ".join(map(str, layers[:3])) + (", ..." if len(layers) > 3 else "")  # noqa: E731
-    return [(f"of layers {few(layers)}", one) for one, layers in numbers.items()]
+    first_three = lambda layers: ", ".join(map(str, layers[:3])) + (", ..." if len(layers) > 3 else "")  # noqa: E731
+    return [(f"of layers {first_three(layers)}", one) for one, layers in numbers.items()]
 
 
 def _prices(layer: str, x: Exchanged) -> list[str]:

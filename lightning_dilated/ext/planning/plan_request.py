@@ -117,7 +117,7 @@ def _head_size(text: str) -> int | str:
 def _memory(p: Any) -> None:
     p.add_argument("--policy", choices=POLICIES)
     p.add_argument("--every", type=number, help="number of blocks in a group")
-    p.add_argument("--offload", type=float, help="fraction of block inputs up to 1, GiB of a rank above 1")
+    p.add_argument("--offload", type=float, help="up to 1: fraction of block inputs; above 1: GiB of each rank")
     p.add_argument("--tile", type=number, help="number of tokens in a tile")
     p.add_argument("--head_chunks", "--head-chunks", type=number, help="number of head windows")
     p.add_argument(
@@ -308,7 +308,7 @@ def _branches(args: argparse.Namespace, cls: type, whole: bool) -> dict[str, Any
     if whole:
         return {"pattern": pattern.to_dict()}
     if args.offsets:
-        raise ValueError(f"--offsets {args.offsets}: a {cls.__name__}'s are fixed, as its releases' are. Leave it out.")
+        raise ValueError(f"--offsets {args.offsets}: the offsets of a {cls.__name__} are fixed. Leave the option out.")
     lists = {"segment_lengths": "segment_length", "dilation_rates": "dilation_rate"}
     lists_of_branches = {name: [getattr(b, field) for b in pattern.branches] for name, field in lists.items()}
     return lists_of_branches | ({"max_wsi_size": None} if "max_wsi_size" in options_of(cls) else {})

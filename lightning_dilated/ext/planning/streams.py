@@ -201,9 +201,9 @@ class Carried:
         if settings.truncate:
             return cls((live + one) * size + one * wide, 0)
         stored *= size
-        here = min(stored, int(gpu_memory * ON_GPU))
+        stored_on_gpu = min(stored, int(gpu_memory * ON_GPU))
         # a layer that moves to the next chunk has the rows, or gradients, of both chunks in memory
-        return cls(live * (size + wide) + one * (size + wide) + here, stored - here)
+        return cls(live * (size + wide) + one * (size + wide) + stored_on_gpu, stored - stored_on_gpu)
 
     @classmethod
     def of_steps(cls, call: OpCall, depth: int, tokens: int, step: int) -> Carried:

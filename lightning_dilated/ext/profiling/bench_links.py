@@ -166,7 +166,7 @@ def checked(args: argparse.Namespace, launcher: tuple[int, int, int] | None) -> 
     local_ranks = launcher[2] if launcher else args.ranks
     args.ranks_per_node = local_ranks if args.ranks_per_node is None else args.ranks_per_node
     if args.ranks < 2:
-        raise ValueError(f"links are between ranks: at least 2, got {args.ranks}. Raise --ranks, or use torchrun.")
+        raise ValueError(f"links need at least 2 ranks, got {args.ranks}. Raise --ranks, or use torchrun.")
     if gpus and local_ranks > gpus:
         raise ValueError(f"{local_ranks} ranks, but this machine has {gpus} GPUs. Lower --ranks, or use --device cpu.")
     if args.ranks_per_node < 1 or args.ranks % args.ranks_per_node:

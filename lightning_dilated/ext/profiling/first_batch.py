@@ -28,7 +28,7 @@ ALLOWED = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch
 def check_first_batch(
     module: pl.LightningModule, batch: Any, spec: SequenceSpec | None, group: SequenceGroup, dtype: torch.dtype
 ) -> None:
-    """Raise on every rank if the loss or gradients of many ranks differ from those of one rank.
+    """Raise on every rank if the loss or gradients on many ranks differ from the results on one rank.
 
     The comparison finds code that mixes tokens, uses local positions, or averages over a shard.
 
@@ -45,11 +45,11 @@ def check_first_batch(
     """
     if spec is None or not isinstance(batch, Mapping):
         raise ValueError(
-            "check_first_batch needs a sequence_spec and batches that are mappings; set it to False without."
+            "check_first_batch needs a sequence_spec and batches that are mappings; without these set it to False."
         )
     if not module.automatic_optimization:
         raise ValueError(
-            "check_first_batch runs training_step, which under manual optimization trains; set it to False."
+            "check_first_batch runs training_step, which would train under manual optimization; set it to False."
         )
     head = _head(batch, spec, group)
     place = group.place
@@ -76,13 +76,13 @@ def _differences(
 ) -> dict[str, tuple[float, float]]:
     """Return {name: (largest difference, largest value)}. These are equal on all ranks, so all ranks raise or none."""
     pairs = []
-    for name, want in one.items():
-        got = many[name]
-        if isinstance(want, DTensor):  # a sharded gradient is the mean over ranks, not the sum
-            got, want = got.to_local() * group.ranks, want.to_local()
+    for name, expected in one.items():
+        actual = many[name]
+        if isinstance(expected, DTensor):  # a sharded gradient is the mean over ranks, not the sum
+            actual, expected = actual.to_local() * group.ranks, expected.to_local()
         else:
-            dist.all_reduce(got, group=group.group)
-        pairs.append([x.abs().max().item() if x.numel() else 0.0 for x in (got - want, want)])
+            dist.all_reduce(actual, group=group.group)
+        pairs.append([x.abs().max().item() if x.numel() else 0.0 for x in (actual - expected, expected)])
     worst = torch.tensor(pairs, dtype=torch.float64, device=one["loss"].device)
     worst = worst.nan_to_num(nan=torch.inf)  # the maximum over ranks might drop NaN
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group.loss_group)

@@ -20,11 +20,11 @@ GROUPED_FROM = 32
 
 
 class Transition(NamedTuple):
-    """The map S -> a S - X^T Y S of each chunk. a: (T, K, 1, 1), None for 1; X and Y: (T, K, C, D), None for 0."""
+    """The map S -> a S - X^T Y S of each chunk: a (T, K, 1, 1), None for 1; X and Y (T, K, C, D), None for 0."""
 
-    decay: Tensor | None = None
-    left: Tensor | None = None
-    right: Tensor | None = None
+    decay: Tensor | None = None  # a
+    left: Tensor | None = None  # X
+    right: Tensor | None = None  # Y
 
 
 class GatedChunks(NamedTuple):

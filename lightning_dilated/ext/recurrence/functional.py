@@ -322,8 +322,8 @@ def _check_gates(kind: str, k: Tensor, log_decay: Any, beta: Any) -> None:
             raise TypeError(f"kind='gated_delta' needs {name}, a torch.Tensor (B, N, K); got {type(x).__name__}.")
         if x.shape != k.shape[:3] or not x.is_floating_point() or x.device != k.device:
             raise ValueError(
-                f"{name} must be a floating tensor {tuple(k.shape[:3])}, a number a token and kv head, on {k.device}; got "
-                f"{x.dtype} {tuple(x.shape)} on {x.device}."
+                f"{name} must be a floating tensor {tuple(k.shape[:3])} on {k.device}, a number for each token and kv "
+                f"head; got {x.dtype} {tuple(x.shape)} on {x.device}."
             )
         # values are checked only on the CPU, because on other devices this would wait for the device
         if x.device.type == "cpu" and x.numel() and not torch.compiler.is_compiling() and _readable(x):
@@ -336,7 +336,7 @@ def _check_gates(kind: str, k: Tensor, log_decay: Any, beta: Any) -> None:
 def _check_segment(kind: str, segment: Any) -> None:
     if kind in SEGMENTED:
         if segment is None:
-            raise ValueError(f"kind={kind!r} needs segment, the tokens of a memory segment: segment=2048, say.")
+            raise ValueError(f"kind={kind!r} needs segment, the tokens of a memory segment, such as segment=2048.")
         integer(segment, "segment", 1)
     elif segment is not None:
         raise ValueError(f"segment={segment!r} belongs to kinds {', '.join(SEGMENTED)}, not to {kind!r}; leave it out.")
@@ -364,7 +364,7 @@ def _integers(values: Any, name: str, shapes: bool) -> tuple[int, ...] | None:
             return tuple(values.tolist())
         if not shapes:
             raise ValueError(
-                f"{name} has no values ({type(values).__name__} on {values.device}), while q has; give a list."
+                f"{name} has no values ({type(values).__name__} on {values.device}), but q has values; give a list."
             )
         return (0,) * len(values)
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):

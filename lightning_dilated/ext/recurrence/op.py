@@ -1,8 +1,8 @@
 """Define recurrent_attention as one torch op, for compiled blocks and recomputation. The op saves only its inputs.
 
 The backward computes the call again and differentiates it, including the exchange of states if ranks share the
-sequence. On one rank a long sequence is computed window by window, and the backward starts at the last window. FLOPs of
-a forward are those of the rule (`Recurrence.flops`); FLOPs of a backward are twice this number.
+sequence. On one rank a long sequence is computed window by window, and the backward starts at the last window. The
+FLOPs of a forward are counted by the rule (`Recurrence.flops`); a backward counts twice this number.
 Shape letters: B batch, L tokens of this rank, H query heads, K kv heads, D head dim.
 """
 
@@ -141,7 +141,7 @@ def _window_backward(
 
 
 def _windows(part: Part, tensors: Sequence[Tensor | None], settings: dict[str, Any]) -> list[Part]:
-    """Return the windows of a part; ranks that share the part compute it in one window."""
+    """Split a part into windows; ranks that share the part compute it in one window."""
     return [part] if settings["sequence"] is not None else part.split(_window(settings["kind"], *tensors[:3]))
 
 

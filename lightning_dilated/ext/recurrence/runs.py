@@ -234,7 +234,7 @@ def _segments(call: Call, document: int) -> int:
 
 
 class _Rows:
-    """Row numbers for the positions of a run."""
+    """Compute the row indices of a run's positions."""
 
     def __init__(self, call: Call, pieces: tuple[range, ...], length: int) -> None:
         self.call, self.pieces, self.length = call, pieces, length

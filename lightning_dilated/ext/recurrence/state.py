@@ -59,7 +59,7 @@ class RecurrentState:
         return replace(self._each(torch.zeros_like), tokens=torch.zeros_like(self.tokens))
 
     def where(self, replaced: Sequence[bool], other: RecurrentState) -> RecurrentState:
-        """Return this state with samples replaced by those of `other` where `replaced` (S,) is True."""
+        """Return this state with the samples of `other` where `replaced` (S,) is True."""
         flags = torch.tensor(replaced)
         if not flags.any():
             return self

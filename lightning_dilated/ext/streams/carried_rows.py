@@ -20,12 +20,12 @@ from lightning_dilated.pattern.rows import head_rows, segment_at
 from lightning_dilated.sequence.ranges import clip, common, remove, size, union
 from lightning_dilated.sequence.requirements import Document, Problem, needed_rows, served
 
-#: `stop` of a document whose end is unknown
+#: `stop` of a document with an unknown end
 ENDLESS = 1 << 60
 
 
 class CarriedRows(NamedTuple):
-    """Rows of one kv head that later chunks read; `last` is the last position that reads them."""
+    """Rows of one kv head that later chunks read; `last`: the last position that reads them."""
 
     document: Document
     head: int
@@ -34,12 +34,12 @@ class CarriedRows(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Number of rows, over the document's samples."""
+        """Number of rows, summed over the document's samples."""
         return self.document.samples * len(self.rows)
 
 
 def chunk_count(seq_len: int, chunk: int) -> int:
-    """Number of chunks of C tokens in N; the last one may be shorter."""
+    """Return the number of chunks of C tokens in N tokens; the last chunk may be shorter."""
     return -(-seq_len // chunk)
 
 
@@ -104,7 +104,7 @@ class CarryPlan:
             self._left += leaving
             self._lasts = np.concatenate([self._lasts, np.array([x.last for x in leaving], np.int64)])
             self._counts.append(len(self._left))
-        # an array, because there may be thousands of entries; chunks may be asked for in falling order
+        # search in an array, because there may be thousands of entries, and callers may pass falling chunks
         lasts = self._lasts[: self._counts[chunk]]
         return [self._left[i] for i in np.flatnonzero(lasts >= self.shard.begin(chunk)).tolist()]
 
@@ -174,11 +174,11 @@ def _by_last(shard: ChunkShard, rows: range, reach: int, final: int) -> Iterator
     while rows:
         last = min(rows[0] + reach, final)
         end = shard.begin(min(max(0, last - shard.start) // shard.stream + 1, shard.chunks))
-        some = rows
+        joined = rows
         if last < end <= final:  # otherwise all rows have their last reader in the same chunk
-            some = rows[: -(-(end - reach - rows.start) // rows.step)]
-        yield min(some[-1] + reach, final), some
-        rows = rows[len(some) :]
+            joined = rows[: -(-(end - reach - rows.start) // rows.step)]
+        yield min(joined[-1] + reach, final), joined
+        rows = rows[len(joined) :]
 
 
 def _disjoint(progressions: list[tuple[int, range]]) -> list[tuple[int, list[range]]]:

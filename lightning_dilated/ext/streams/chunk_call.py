@@ -85,7 +85,7 @@ def chunk_route(plan: CarryPlan, chunk: int, device: torch.device) -> ChunkRoute
 
 @dataclass(frozen=True)
 class ChunkPart:
-    """A rank's part of a chunk: its positions, the problem of the call, and spans (`local`) without carried rows."""
+    """A rank's part of a chunk: its positions, the problem of the call, and `local`, the spans of documents in it."""
 
     positions: range
     problem: Problem

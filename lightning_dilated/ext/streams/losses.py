@@ -246,8 +246,8 @@ class ModelStreams:
             begins = _begins(position, started, batch["starts"].cpu())
             every = [x for at in begins for x in itertools.pairwise([*at, position + n])]
         elif memory.truncate and self._sharing_ranks(model) == 1 and self.in_chunks(model, batch):
-            alike = spans(len(batch["tokens"]), n, batch.get("lengths"), batch.get("cu_seqlens"))
-            position, every = 0, [(x.start, x.start + x.length) for x in alike for _ in range(x.batches)]
+            document_spans = spans(len(batch["tokens"]), n, batch.get("lengths"), batch.get("cu_seqlens"))
+            position, every = 0, [(x.start, x.start + x.length) for x in document_spans for _ in range(x.batches)]
         else:
             return None
         shard = ChunkShard(position, position + n, memory.stream or n)
@@ -283,7 +283,7 @@ class ModelStreams:
         checkpoint["streams"] = dict(sorted(loaded.items()))
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the states of training streams, on any number of ranks."""
+        """Restore the states of training streams; the number of ranks may have changed."""
         self.carried.load_state_dicts(checkpoint.get("streams", {}))
 
     def finish_batch(self) -> None:

@@ -79,7 +79,7 @@ class ChunkNeighbours:
             last = torch.cat([before, x[:, -self.left :]], 1)[:, -self.left :]  # x may have fewer than W - 1 rows
             self.tails.leave(self.chunk, last.clone())
         if self.route is not None:
-            computed = torch.cat([before, x], 1)  # rows that this rank computed
+            computed = torch.cat([before, x], 1)  # all rows that this rank computed
             before = unflat(self.route.fetch(flat(computed), self._wire("forward_traffic")), x).movedim(1, 0)
         return before.clone(memory_format=torch.contiguous_format)
 

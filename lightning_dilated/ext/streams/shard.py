@@ -46,7 +46,7 @@ class ChunkShard:
         return min(self.start + chunk * self.stream, self.stop)
 
     def positions(self, chunk: int) -> range:
-        """The positions of a chunk."""
+        """Return the positions of a chunk."""
         return range(self.begin(chunk), self.begin(chunk + 1))
 
     def piece(self, number: int) -> range:

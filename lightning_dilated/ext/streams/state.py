@@ -92,7 +92,7 @@ class StreamState:
         """
         positions = sorted({s.position for s in states})
         if len(positions) != 1:
-            raise ValueError(f"states of one position can be joined; got {len(states)}, at positions {positions}.")
+            raise ValueError(f"joined states must be at one position; got {len(states)}, at positions {positions}.")
         rows: dict[tuple[int, int], list[Carried]] = {}
         for first, state in zip(itertools.accumulate([0, *(len(s.starts) for s in states)]), states, strict=False):
             for key, (carried, pieces) in state.rows.items():

@@ -146,7 +146,7 @@ class LayerRows:
         """Enter the same chunk again, the next chunk, or, in the descent, the previous one; `like`: the chunk's k."""
         if self.rows is None:
             self.rows = like.new_empty(0, 2, like.shape[3])
-        self.rows = self.rows.to(like.device, like.dtype)  # a state's rows may have another precision
+        self.rows = self.rows.to(like.device, like.dtype)  # rows of a state may have another dtype
         if chunk == self.chunk + 1 and self._leaving is not None:
             self._ascend()
         elif chunk == self.chunk - 1 and self._dropped:
@@ -338,7 +338,7 @@ class Stream(Context):
 
     @property
     def seq_len(self) -> int:
-        """The number of tokens, including those of earlier calls."""
+        """The number of tokens, including tokens of earlier calls."""
         return self.shard.stop
 
     @property
@@ -346,7 +346,7 @@ class Stream(Context):
         return self.shard.chunks
 
     def number(self, chunk: int) -> int:
-        """The index of this rank's piece of a chunk."""
+        """Return the index of this rank's piece of a chunk."""
         return chunk * self.shard.each + self.rank
 
     def tokens(self, chunk: int) -> range:

@@ -38,7 +38,7 @@ class Chunks(NamedTuple):
     Attributes:
         seq_len, chunk: N and C.
         depth: number of layers.
-        dropout: whether attention weights are dropped; the masks are equal to those of one pass.
+        dropout: whether attention weights are dropped; the masks are the same as in one pass.
         truncate: whether gradients end at the bounds of chunks.
         before: the state of earlier calls, without gradients; the stream's `left` is set then. None: a new sequence.
         starts: with `before`: for each sample, the positions at which documents begin; see `Stream.go_on`.
@@ -80,7 +80,7 @@ def sharing() -> SequenceGroup | None:
 
 
 def check_streamed(modules: Sequence[nn.Module], dtype: torch.dtype, chunk: int) -> None:
-    """Raise if a stream's result or gradients would differ from those of one pass.
+    """Raise if a stream's result or gradients would differ from one pass over the whole sequence.
 
     Raises:
         ValueError: for FSDP, fp16, and ranks that share the sequence in a layout that does not match its chunks.

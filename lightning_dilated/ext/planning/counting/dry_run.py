@@ -176,7 +176,7 @@ def step(
     if compat.function_modes():
         # with torch 2.13, a later garbage collection then ended the process
         raise RuntimeError(
-            "memory cannot be counted within `with torch.device(...)` or another TorchFunctionMode: leave it."
+            "memory cannot be counted inside `with torch.device(...)` or another TorchFunctionMode: count outside."
         )
     dtype, products = PRECISIONS[precision]
     tape, gpu = tape or Tape(), as_on_gpu()

@@ -193,7 +193,7 @@ def footprint(subject: CountedModel, sizes: tuple[int, int] | None = None, graph
     )
     if [(p.part, p.op, p.heads) for p in short.pieces] != [(p.part, p.op, p.heads) for p in long.pieces]:
         raise RuntimeError(
-            "steps of two lengths were not the same sequence of work, so the memory of others cannot be derived."
+            "steps of two lengths consist of different pieces, so the memory at other lengths cannot be derived."
         )
     return Footprint(
         subject, sizes, short.hidden[dry_run.MAIN] // sizes[0], tuple(_moments(subject, short, long)),
@@ -300,8 +300,8 @@ def exchanged(
 
 
 def _priced(chosen: Plan, name: str, per_node: int, dim: int, size: int, links: Links) -> Exchanged:
-    """Estimate the bytes on many ranks. Assume that each rank sends as much as the rank that receives most, and that
-    all queries of the densest branch that is wider than a rank attend to other ranks' keys."""
+    """Estimate the bytes on many ranks. Assume that each rank sends the number of bytes that the busiest rank receives,
+    and that all queries of the densest branch that is wider than a rank attend to other ranks' keys."""
     problem = chosen.problem
     prices = chosen.prices or (price(problem, name, per_node, dim, size, links),)
     kept = next(p for p in prices if p.exchange == name).kept
@@ -315,8 +315,8 @@ def _priced(chosen: Plan, name: str, per_node: int, dim: int, size: int, links: 
         if segment_width(b, problem.shard.seq_len) > shard
     ]
     queries = max(rows, default=0)
-    few = queries * dim * (2 * size + wide), queries * dim * (3 * size + wide)
-    return Exchanged(chosen, name, kept, 2 * kept + few[0], 3 * kept * wide // size + few[1], queries)
+    of_queries = queries * dim * (2 * size + wide), queries * dim * (3 * size + wide)
+    return Exchanged(chosen, name, kept, 2 * kept + of_queries[0], 3 * kept * wide // size + of_queries[1], queries)
 
 
 def _of(chosen: Plan, name: str, per_node: int, dim: int, size: int) -> Exchanged:
@@ -330,7 +330,7 @@ def _of(chosen: Plan, name: str, per_node: int, dim: int, size: int) -> Exchange
         packed, landed = zip(*(_buffers(x, rank) for x in rounds), strict=True)
         queries = 0 if problem.shard.interleaved else arriving(problem, rank)[2]
         # forward: rows of q, out and the fp32 sum of out; backward: rows of grad, q, out and the fp32 sum of dq
-        few = queries * dim * (2 * size + wide), queries * dim * (3 * size + wide)
+        of_queries = queries * dim * (2 * size + wide), queries * dim * (3 * size + wide)
         if isinstance(program, AllToAllProgram):  # all rounds are in memory together
             kept, forward, backward = (
                 sum(landed) * row,
@@ -343,7 +343,7 @@ def _of(chosen: Plan, name: str, per_node: int, dim: int, size: int) -> Exchange
         else:  # two rounds are in memory together
             kept, forward = 0, 2 * (max(landed) + max(packed)) * row
             backward = 2 * (max(landed) + max(packed)) * (row + wide_row)
-        each.append((kept, forward + few[0], backward + few[1], queries))
+        each.append((kept, forward + of_queries[0], backward + of_queries[1], queries))
     return Exchanged(chosen, name, *map(max, zip(*each, strict=True)))
 
 

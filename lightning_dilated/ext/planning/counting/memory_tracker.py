@@ -85,7 +85,7 @@ class Meter(compat.TorchDispatchMode):
         self._held: dict[int, _Held] = {}
         self._serials = itertools.count()
         self._since = 0  # index of the first event after `reset_peak`
-        self._lock = threading.RLock()  # storages are freed in other threads, too
+        self._lock = threading.RLock()  # other threads may free storages
 
     # -- queries ------------------------------------------------------------------------------------------------------
     def reset_peak(self) -> None:
@@ -240,7 +240,7 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
         yield from compat.sparse_parts(tensor)
     else:
         raise TypeError(
-            f"a Meter counts strided tensors and sparse ones of coordinates, got one of layout {tensor.layout}."
+            f"a Meter counts strided tensors and sparse COO tensors, got a tensor of layout {tensor.layout}."
         )
 
 
@@ -285,7 +285,7 @@ class Piece:
 class Tape(Meter):
     """A `Meter` that also records `pieces`; each loop over tiles is a separate piece."""
 
-    #: whether a layer runs all tiles; else it leaves out middle tiles, which use as much memory as the second tile
+    #: whether a layer runs all tiles; if not, it skips middle tiles, because their memory equals the second tile's
     every_tile = False
 
     def __init__(self, **options: Any) -> None:
@@ -327,7 +327,7 @@ class Tape(Meter):
 
     def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Iterable[tuple[Tensor, str]]:
         if (op := OPS.get(func)) is not None:
-            # the piece before the call; its peak includes the call's results if these made the peak
+            # the piece before the call; its peak includes the results of the call if they caused the peak
             self.pieces.append(Piece(self.part, self.peak, self._begin, self._static, casts=self._casts))
             self.peak = self.live
             self._cut(op, inputs[0 if op in (FORWARD, NAMES[RECURRENCE]) else 1])

@@ -57,7 +57,7 @@ def counted_model_of(
     compiled = getattr(model, "compile_blocks", False) if compile_blocks is None else compile_blocks
     if compiled and getattr(model, "lora_rank", None) is not None:
         raise ValueError(
-            "blocks with low-rank updates are not compiled: leave --compile out where there is a lora_rank."
+            "blocks with low-rank updates are not compiled: if the model has a lora_rank, leave --compile out."
         )
     native = isinstance(main[1], DilatedTransformer)
     by_operator = not (compiled or native)
@@ -100,8 +100,8 @@ def _checked(model: DilatedModule) -> DilatedModule:
         )
     if not any(p.requires_grad for p in by_name[MAIN].blocks.parameters()):
         raise ValueError(
-            f"the blocks of this {name} are frozen, and a step is counted as if its backward went through them: the plan "
-            "would be too high. Leave freeze_encoder out of the recipe to plan full training, which takes more."
+            f"the blocks of this {name} are frozen, but a plan counts a backward through all blocks, so it would be "
+            "too high. To plan full training, which takes more memory, leave freeze_encoder out of the recipe."
         )
     return built
 

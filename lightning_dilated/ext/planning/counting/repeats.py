@@ -107,7 +107,7 @@ def lengthened(pieces: Sequence[Piece], repeat: Repeat, size: int, trained: int)
     between, returning = index["between",], index.get(("backward", end - 1), len(pieces))
     returned = index.get(("backward", first - 1), len(pieces))
     saved, casts = pieces[after].begin - pieces[begun].begin, pieces[after].casts - pieces[begun].casts
-    # autocast's copies of weights live until a loop over tiles or the end of the forward; layers may save them
+    # autocast keeps copies of weights until a loop over tiles or the end of the forward; layers may save them
     cleared = next((i for i in range(after, between) if pieces[i].casts < pieces[after].casts), between)
     saved_casts = casts if pieces[between].casts >= pieces[after].casts else 0
     freed, gradients = saved - casts + saved_casts, 0

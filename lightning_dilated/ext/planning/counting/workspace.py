@@ -265,7 +265,7 @@ def recurrence_workspace(forward: bool, call: OpCall, spec: str, meter: Callable
     described = op.RecurrenceSpec.decode(spec)
     sizes = call.heads, call.kv_heads, call.head_dim
     (short, low), (long, high) = _metered(forward, sizes, call.dtype, spec, meter)
-    shared = call.whole is not None and call.whole > call.tokens  # ranks compute all of their tokens at once
+    shared = call.whole is not None and call.whole > call.tokens  # such ranks compute their tokens in one window
     whole = not described.causal or shared
     tokens = call.tokens if whole else min(call.tokens, op.WINDOW)
     rows = call.heads * (1 if forward else 2) + (0 if forward else 2 * call.kv_heads)  # a window's results are copied

@@ -296,7 +296,7 @@ class CudaProbe:
         return allocated["peak"], reserved["peak"], allocated["current"]
 
     def _count(self, groups: Sequence[int | None]) -> None:
-        """Count the gradients of the blocks in `groups`; None stands for parameters outside blocks."""
+        """Count the gradients of the blocks in `groups`; None in `groups`: parameters outside blocks."""
         for i in groups:
             tensors = (part for g in gradients(self._groups[i]) for part in parts(g))
             self._grads[i] = sum(t.numel() * t.element_size() for t in tensors if t.device == self.device)
