@@ -52,7 +52,7 @@ class Question:
 
 
 class Streams(NamedTuple):
-    """The streams of a rank, if each step trains on the next tokens of them: their number, and tokens of each."""
+    """The streams on which a rank trains step by step: their number, and the number of tokens of each."""
 
     count: int
     length: int

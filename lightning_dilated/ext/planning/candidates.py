@@ -102,7 +102,7 @@ def _lines(config: dict[str, Any]) -> list[str]:
 def whole_recipe(
     recipe: dict[str, Any], settings: MemorySettings, setup: Setup, options: dict[str, Any], residual: str | None
 ) -> list[str]:
-    """Return the lines of a recipe with its settings replaced by these and everything else unchanged.
+    """Return the lines of a recipe with these settings in place of its own and all other entries unchanged.
 
     `options`: strategy options that `setup` does not contain.
     """

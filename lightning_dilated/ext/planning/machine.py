@@ -247,6 +247,6 @@ def _checked(path: str | Path, kind: type, fields: Any) -> dict[str, Any]:
             if x
         ]
         raise ValueError(
-            f"{path}: a {kind.__name__} {' and '.join(parts)}. Measure anew: benchmarks/step_parts.py --output."
+            f"{path}: a {kind.__name__} {' and '.join(parts)}. Measure again by benchmarks/step_parts.py --output."
         )
     return dict(fields)

@@ -50,7 +50,7 @@ class Sums:
 
     @property
     def as_planned(self) -> bool | None:
-        """Whether the bytes are equal to the planned bytes; None for tensors that the plan does not count."""
+        """True if the bytes are equal to the planned bytes; None for tensors that the plan does not count."""
         if self.what not in EXCHANGED:
             return None
         return (self.sent, self.received) == (self.planned_sent, self.planned_received)

@@ -101,7 +101,7 @@ class Verdict:
 
     @property
     def agrees(self) -> bool:
-        """Whether all errors are present and within the dtype's limit; NaN is outside the limit."""
+        """True if all errors are present and within the dtype's limit; NaN is outside the limit."""
         within = [self.errors.get(name, torch.inf) <= ALLOWED[self.check.dtype] for name in self.check.names]
         return not self.note and all(within)
 

@@ -139,7 +139,7 @@ class OuterOptimizer:
     Args:
         named: the trained parameters by name, with equal initial values in all regions.
         settings: schedule and options of the outer steps.
-        peers: the ranks at this rank's place in all regions, which have the same parameters; None: one region.
+        peers: in each region, the rank with this rank's place, which has the same parameters; None: one region.
 
     Attributes:
         steps: number of inner steps so far.

@@ -29,7 +29,7 @@ class RegionTraining:
         self._timeout = strategy._options.rank_timeout
         self.outer: OuterOptimizer | None = None
         self.group: dist.ProcessGroup | None = None
-        self._peers: dist.ProcessGroup | None = None  # the ranks at this rank's place in all regions
+        self._peers: dist.ProcessGroup | None = None  # in each region, the rank with this rank's place
         self._peers_on_host: dist.ProcessGroup | None = None  # the same ranks, over gloo
         self._loaded_outer: dict[str, Any] | None = None  # state in the checkpoint that this fit continues
         self._loaded_local = False  # whether the checkpoint had this region's state
