@@ -4,8 +4,8 @@ The times in `h200.json` were measured on one H200 with compiled blocks by bench
 `long_forward` and `long_backward`: these are published numbers, 413 and 433 TFLOP/s of cuDNN on an H100 (arXiv
 2407.08608, head dim 64, 16,384 rows). Whole steps reach these speeds. Short calls were measured at 487 and 438 TFLOP/s
 (benchmarks/results/2026-11-26_h200.md). docs/planning.md describes how times are scaled. A recurrence adds the time of
-its rule, measured on an H100 (`h100_recurrence.json`) and scaled by FLOPs, and the time of the kernels around the rule,
-computed from the bytes that they move. So does a short convolution. `planning.ranks` adds waits between ranks.
+its rule, measured on an H100 (`h100_recurrence.json`) and scaled by FLOPs. The time of other kernels of recurrences and
+short convolutions is computed from the bytes that they move. `planning.ranks` adds waits between ranks.
 
 Shape letters: N tokens of the sequence, R ranks, L tokens of a rank, D head dim.
 """

@@ -315,7 +315,7 @@ def _branches(args: argparse.Namespace, cls: type, whole: bool) -> dict[str, Any
 
 
 def _tokens(path: Path, model: DilatedModule, data: Any) -> int | None:
-    """Return N of the recipe's data: the data's seq_len, or the rows of a slide with the most tiles; else None."""
+    """Return N of the recipe's data: its seq_len (or the default), or the rows of the largest slide; else None."""
     if not data and "labels" not in getattr(model.sequence_spec, "dims", ()):
         return None
     most = _init_args(data).get("max_tiles")

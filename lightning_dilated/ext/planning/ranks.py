@@ -59,7 +59,7 @@ class Step:
 
     Attributes:
         ranks, tokens: R, and N of the whole sequence.
-        exchange: name of the first pattern's exchange that crosses ranks; None if no pattern crosses ranks.
+        exchange: name of the exchange of the first pattern that crosses ranks; None if no pattern crosses ranks.
         seconds: seconds of the step.
         compute: seconds by kind of work on the busiest rank.
         exposed: seconds that the busiest rank waits for communication.

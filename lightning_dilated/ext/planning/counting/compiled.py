@@ -63,7 +63,7 @@ class Kernels:
         if _extern(node):
             return True
         if not isinstance(node.meta.get("val"), Tensor):
-            return False  # a node with several results; each of them is a node that is written
+            return False  # the node has several results; each result is a separate node, which is written
         users = list(_readers(node))
         if any(user.op == "output" or _extern(user) for user in users) or _numbers(node) < _width(node):
             return True

@@ -174,7 +174,7 @@ def step(
         RuntimeError: if called inside `with torch.device(...)` or another TorchFunctionMode.
     """
     if compat.function_modes():
-        # with torch 2.13, a later garbage collection then ended the process
+        # with torch 2.13, counting there led to a crash of the process in a later garbage collection
         raise RuntimeError(
             "memory cannot be counted inside `with torch.device(...)` or another TorchFunctionMode: count outside."
         )

@@ -155,7 +155,7 @@ class Footprint:
         return dry_run.PRECISIONS[self.subject.precision][0].itemsize
 
     def room(self, moment: Moment, call: OpCall) -> int:
-        """Return the bytes of workspace, in addition to its results, that the op needs in the moment's layer."""
+        """Return the bytes of the op's workspace, in addition to its results, in the moment's layer."""
         piece = moment.piece
         if not piece.op:
             return 0
