@@ -53,7 +53,7 @@ def test_description_reads_what_it_writes(name):
     ("arguments", "error", "says"),
     [
         ({"kind": "mamba"}, ValueError, "kind must be one of gated_delta, linear, delta; got 'mamba'"),
-        ({"kind": "linear"}, ValueError, "'linear' needs segment, the tokens of a memory segment, such as"),
+        ({"kind": "linear"}, ValueError, "'linear' needs segment, the tokens of a memory segment: segment=2048"),
         ({"segment": 4}, ValueError, "segment=4 belongs to kinds linear, delta, not to 'gated_delta'"),
         ({"kind": "delta", "segment": 0}, ValueError, "segment must be at least 1, got 0"),
         ({"kind": "delta", "segment": 2.5}, TypeError, "segment must be an integer"),
