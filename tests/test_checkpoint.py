@@ -24,9 +24,9 @@ CASES = {
     "too large": (270, 2.5, 271, "the tokenizer has 271 tokens"),
     "the same": (270, 2.5, 270, None),
     "half": (270, 2.5, 135, None),
-    "three of 270": (270, 2.5, 3, UserWarning("the tokenizer has 3 tokens only")),
+    "three of 270": (270, 2.5, 3, UserWarning("the tokenizer has only 3 tokens")),
     "padded to 1,024": (3072, 2.5, 2048, None),
-    "more than padding": (3072, 2.5, 2047, UserWarning("the tokenizer has 2047 tokens only")),
+    "more than padding": (3072, 2.5, 2047, UserWarning("the tokenizer has only 2047 tokens")),
 }
 
 

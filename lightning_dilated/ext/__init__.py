@@ -1,9 +1,9 @@
-"""Extensions of the core, one a folder: engines of layers, domains and instruments. `_extensions.py` names them.
+"""Extensions of the core, each in one folder: engines of layers, domains and instruments. `_extensions.py` lists them.
 
-`MAY_IMPORT` says which other folders of `ext/` a folder imports. `.ci/lint.py` checks it.
+`MAY_IMPORT` lists the other folders of `ext/` that a folder may import. `.ci/lint.py` checks the imports.
 """
 
-#: folder: the other folders that it may import; a folder without a row imports the core alone
+#: the folders that each folder may import; folders that are not listed import only the core
 MAY_IMPORT = {
     "decoding": ("text",),
     "evaluation": ("text", "transformers"),

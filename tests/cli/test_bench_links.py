@@ -94,8 +94,8 @@ def test_under_a_launcher(home):
 
 
 REFUSED = {
-    "one rank": (["--ranks", 1], ["at least 2, got 1"]),
-    "no ranks": (["--ranks", 0], ["at least 2, got 0"]),
+    "one rank": (["--ranks", 1], ["at least 2 ranks, got 1"]),
+    "no ranks": (["--ranks", 0], ["at least 2 ranks, got 0"]),
     "nodes": (["--ranks_per_node", 3], ["--ranks_per_node 3 must divide the 2 ranks"]),
     "empty nodes": (["--ranks_per_node", 0], ["--ranks_per_node 0 must divide"]),
     "sizes": (["--sizes", 0], ["--sizes must be at least 1, got 0"]),
@@ -129,7 +129,7 @@ def test_launchers_that_say_otherwise(cli, home, monkeypatch, told, argv, texts)
 
 def test_the_cpu_does_not_speak_for_gpus(cli, home, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    refused(cli("bench", "links", *SMALL), ["GPUs are here", "name a file with --output"])
+    refused(cli("bench", "links", *SMALL), ["runs on GPUs read", "name a file with --output"])
 
 
 @pytest.mark.gpu

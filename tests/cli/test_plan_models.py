@@ -44,7 +44,7 @@ def test_slide_pretraining(cli):
     assert "decoder: 1 x 48, heads of 12" in out and "a token is a row of a slide: a tile, or the class token's" in out
     assert "65,536 tokens, 32,768 a rank" in out and "of all 4 layers" in out
     assert "the mean number of tiles is hidden, mask_ratio=0.75" in out
-    assert "the recipe's batches hold 2 on each data rank" in out
+    assert "the recipe's batches have 2 on each data rank" in out
 
 
 def test_labelled_slides(cli, recipe):
@@ -87,9 +87,9 @@ def test_sizes_of_options(recipe):
     ({}, ["--vocab", 8], "--vocab 8: a SlidePretrainer has no vocab_size. Leave the option out."),
     ({}, ["--kv_heads", 2], "--kv_heads 2: a SlidePretrainer has no num_kv_heads"),
     ({}, ["--residual_dtype", "bfloat16"], "--residual_dtype bfloat16: a SlidePretrainer has no residual_dtype"),
-    ({}, ["--geometric", 64, "--tokens", "1K", "--offsets", "blocked"], "--offsets blocked: a SlidePretrainer's are"),
+    ({}, ["--geometric", 64, "--tokens", "1K", "--offsets", "blocked"], "the offsets of a SlidePretrainer are fixed"),
     ({"class_path": "SlideEncoder"}, [], "this SlideEncoder has no task"),
-    ({"task": "regression", "freeze_encoder": True}, [], "Leave freeze_encoder out of the recipe to plan full training"),
+    ({"task": "regression", "freeze_encoder": True}, [], "leave freeze_encoder out of the recipe"),
 ])  # fmt: skip
 def test_refused(cli, recipe, more, options, says):
     config = SLIDES

@@ -1,6 +1,6 @@
-"""Private interfaces of torch that extensions use, each behind a function that states its versions.
+"""Wrap the private interfaces of torch that extensions use, each in a function that states its versions.
 
-`tests/test_compat.py` tests each and names the parts that break if it changes.
+`tests/test_compat.py` tests each function, and names the parts of the package that break if it changes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ CAST = torch.ops.aten._to_copy.default
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the function that `compile()` set to replace hooks and forward: `_compiled_call_impl`; 2.11 to 2.13."""
+    """Return the function by which `compile()` replaces hooks and forward: `_compiled_call_impl`; 2.11 to 2.13."""
     return module._compiled_call_impl
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return the module and all its descendants, each once; like `modules()` in another order and a third of the time.
+    """Return the module and all its descendants, each once. This takes a third of the time of `modules()`.
 
     Uses `Module._modules`. Holds for torch 2.11 to 2.13.
     """
@@ -62,7 +62,7 @@ def packs_saved_tensors() -> bool:
 
 def memory_users(x: Tensor) -> int:
     """Return the number of tensors that share x's memory, including x: `torch._C._storage_Use_Count`; 2.11 to 2.13."""
-    storage = x.untyped_storage()  # this object counts as well
+    storage = x.untyped_storage()  # this reference counts, too, and is subtracted
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
@@ -76,10 +76,10 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any 
     """Record a CUDA graph on a stream by `torch.cuda.graph`, with its own cuBLAS workspaces; torch 2.11 to 2.13.
 
     Torch keeps a workspace for each thread and stream. `torch._C._cuda_clearCublasWorkspaces` frees all of them, and
-    Lightning's Trainer calls it at its start and end. A graph recorded with such a workspace would then write to freed
-    memory. Clear before recording, so that the graph allocates its own workspaces, and after it, so that nothing else
-    uses them. Other threads may copy to the GPU meanwhile. Graphs recorded without this function lose their workspaces.
-    """
+    Lightning's Trainer calls it at its start and end, so a graph recorded with such a workspace would write to freed
+    memory. This function clears them before recording, so that the graph allocates its own, and after it, so that no
+    other code uses these. Workspaces of graphs recorded without this function are freed. Other threads may copy to the
+    GPU during the recording."""
     torch._C._cuda_clearCublasWorkspaces()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
@@ -112,7 +112,7 @@ def is_traced() -> bool:
 
 
 def run_on_device(func: Any, device: str, args: Any, kwargs: Any) -> Any:
-    """Run an operator's function of a device type, so that modes see the operations inside it.
+    """Run an operator's kernel for a device type, so that dispatch modes see the operations inside it.
 
     Uses `OpOverload.redispatch` and `torch._C._dispatch_key_for_device`. Holds for torch 2.11 to 2.13.
     """
@@ -136,7 +136,7 @@ def changes_inputs(func: Any) -> bool:
 
 
 def returns_view(func: Any) -> bool:
-    """Return whether a result is an input's memory: `OpOverload._schema`, except for `_unsafe_view`; 2.11 to 2.13."""
+    """Return whether a result shares an input's memory: `_unsafe_view`, else by `OpOverload._schema`; 2.11 to 2.13."""
     unsafe = func is torch.ops.aten._unsafe_view.default
     return unsafe or any(result.alias_info is not None for result in func._schema.returns)
 
@@ -164,13 +164,13 @@ def with_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> context
 def ahead_of_time(
     function: Callable[..., Any], compiler: Callable[..., Any], partition: Callable[..., Any], parameters: int
 ) -> Callable[..., Any]:
-    """Return the function as forward and backward graphs, as `torch.compile` with Inductor makes them.
+    """Compile a function into a forward and a backward graph, as `torch.compile` with Inductor does.
 
     Uses AOTAutograd's `aot_function` and Inductor's table of decompositions. Holds for torch 2.11 to 2.13.
 
     Args:
-        compiler: turns a graph and its inputs into a function.
-        partition: divides the joint graph.
+        compiler: returns a function from a graph and its inputs.
+        partition: divides the joint graph into forward and backward.
         parameters: number of leading arguments that are parameters.
     """
     from torch._functorch.aot_autograd import aot_function
@@ -197,7 +197,7 @@ def dump_memory(path: str) -> None:
 
 
 def copy_all(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy each value to its place in a few launches: `torch._foreach_copy_`. Holds for torch 2.11 to 2.13."""
+    """Copy each of `values` to the tensor in `to`, in few launches: `torch._foreach_copy_`; 2.11 to 2.13."""
     torch._foreach_copy_(to, values)
 
 
@@ -216,7 +216,7 @@ def autograd_within_op() -> Iterator[None]:
 def map_tree(function: Callable[[Any], Any], tree: Any, leaf: type | None = None) -> Any:
     """Apply a function to each leaf of a tree of containers: `torch.utils._pytree.tree_map`; 2.11 to 2.13.
 
-    `leaf`: a type of containers that count as leaves.
+    `leaf`: a container type that counts as a leaf.
     """
     return tree_map(function, tree, is_leaf=None if leaf is None else lambda x: isinstance(x, leaf))
 
@@ -227,7 +227,7 @@ def namespace_of(target: object) -> str | None:
 
 
 def options_of_inductor(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that this Inductor has: `torch._inductor.config`. Holds for torch 2.11 to 2.13."""
+    """Return the options that the installed Inductor has: `torch._inductor.config`. Holds for torch 2.11 to 2.13."""
     import torch._inductor.config as config
 
     return {name: value for name, value in options.items() if hasattr(config, name)}
@@ -253,8 +253,8 @@ def is_op(target: object) -> bool:
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of a module or class in a context, for every thread of the process.
 
-    For functions of torch that no public hook reaches under fake tensors. Use it only in processes that plan, never in
-    one that trains. If torch has renamed the attribute, this raises AttributeError.
+    Some functions of torch have no public hook under fake tensors. Use this only in a planning process, never in one
+    that trains. If torch has renamed the attribute, this raises AttributeError.
     """
     before = getattr(owner, name)
     setattr(owner, name, value)

@@ -1,4 +1,4 @@
-"""Private names of transformers."""
+"""Wrap private names of transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_dilated.ext._compat.torch import replaced
 
 
 def recompute_by(layer: Any, function: Callable[..., Any] | None) -> None:
-    """Make a decoder layer run in training by `function(run, hidden_states, ...)`; None: as usual.
+    """Make a decoder layer call `function(run, hidden_states, ...)` in training; None: run the layer as usual.
 
     Sets `gradient_checkpointing` and `_gradient_checkpointing_func` of `GradientCheckpointingLayer`. Known to hold for
     transformers 5.24.
@@ -42,7 +42,7 @@ def _compiled_in(environment: type[Any], template: str) -> Any:
 
 
 def skip_documents_without_tokens() -> None:
-    """Let models create a mask without tokens, as on a rank of a short sequence.
+    """Let models create a mask for 0 tokens, which a rank of a short sequence may have.
 
     Replaces `transformers.masking_utils.find_packed_sequence_indices`, which reads the last position of a row. Known to
     hold for transformers 5.24.

@@ -1,1 +1,1 @@
-"""Decoding: prompts, sampling, the step from a token to the next."""
+"""Continue prompts with causal models: caches, sampling, and the step from one token to the next."""

@@ -1,7 +1,7 @@
-"""The slots of a layer's cache: the rows of keys and values that branches keep, and rows for new tokens. Integers only.
+"""Compute, in integers, which rows of keys and values a layer's cache keeps and where new tokens are stored.
 
 Shape letters: B batch, n new tokens, H query heads, K kv heads; w segment length, t shift, r dilation rate; a slot
-holds one residue's rows of one kv head in a branch.
+contains the rows of one residue and one kv head in a branch.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import AnyBranch
 from lightning_dilated.pattern.rows import head_rows
 
-#: least rows of a new buffer without `max_length`, unless its branch needs fewer
+#: least rows of a slot in a growing buffer, unless its branch needs fewer
 SMALLEST = 64
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One residue of a branch: its slots, their kv heads, and the query heads that use them, slot by slot.
+    """One residue of a branch: its slots, their kv heads, and the query heads that use each slot.
 
-    All slots list the same number of query heads; in shorter lists a head repeats and is computed twice.
+    All slots list the same number of query heads. If a slot has fewer, its heads are repeated and computed twice.
     """
 
     slots: slice
@@ -41,10 +41,10 @@ class BranchSlots:
 
     Attributes:
         width, shift, rate: w (None: the whole sequence), t and r.
-        window: rows of a window, stored in a ring of the latest rows; None: a segment, stored in order.
-        limit: number of global tokens, the only positions that are kept; None: no limit.
+        window: number of rows of a window, stored in a ring buffer; None: a segment, stored in order.
+        limit: number of global tokens, if only their positions are kept; None: no limit.
         users: (residue, kv head) of each slot -> the query heads that use it.
-        lanes: residue -> its lane, for every residue that any head uses.
+        lanes: residue -> its lane, for each residue that a head uses.
     """
 
     width: int | None
@@ -72,28 +72,28 @@ class BranchSlots:
         return cls(*sizes, {slot: tuple(users[slot]) for slot in slots}, lanes)
 
     def first(self, position: int) -> int:
-        """The position of index 0 of the segment of `position`; negative in a first segment that a shift cuts."""
+        """Return the position of index 0 in the segment of `position`; negative if a shift cuts the first segment."""
         return 0 if self.width is None else (position + self.shift) // self.width * self.width - self.shift
 
     def positions(self, residue: int, first: int, stop: int) -> range:
-        """The positions of a residue below `stop`, in the segment with index 0 at position `first`."""
+        """Return the positions of a residue below `stop`, in the segment that begins at position `first`."""
         stop = stop if self.limit is None else min(stop, self.limit)
         return head_rows(max(first, 0), stop, first, self.rate, residue)
 
     def count(self, residue: int, first: int, stop: int) -> int:
-        """How many of these positions are kept."""
+        """Return how many of `positions(residue, first, stop)` are kept."""
         rows = len(self.positions(residue, first, stop))
         return rows if self.window is None else min(rows, self.window)
 
     @property
     def longest(self) -> int | None:
-        """The sequence length at which slots stop growing; None: they grow with every token."""
+        """The sequence length at which slots stop growing; None if they grow with every token."""
         if self.limit is not None:
             return self.limit
         return self.width if self.window is None else self.window * self.rate
 
     def rows(self, length: int) -> int:
-        """Most rows of a slot in sequences of up to `length` tokens."""
+        """Return the most rows of a slot in sequences of up to `length` tokens."""
         return -(-(length if self.longest is None else min(self.longest, length)) // self.rate)
 
     def places(self, residue: int, first: int, begin: int, stop: int) -> tuple[range, Tensor]:
@@ -107,7 +107,7 @@ class BranchSlots:
         return new, (len(rows) - len(new) + torch.arange(len(new))) % self.window
 
     def grown(self, capacity: int, stop: int) -> int:
-        """A slot's capacity for all rows below `stop`: unchanged if it suffices, else doubled up to ceil(w / r)."""
+        """Return a capacity for all rows below `stop`: unchanged if it suffices, else doubled, at most ceil(w / r)."""
         rows = -(-(stop - max(self.first(stop - 1), 0)) // self.rate)
         rows = min(x for x in (rows, self.window, self.limit) if x is not None)
         if rows <= capacity:
@@ -122,10 +122,10 @@ def layer_slots(pattern: DilatedPattern, num_heads: int, num_kv_heads: int) -> t
 
 
 class Places:
-    """The rows for new tokens in the buffers of a layer's slots; cached for layers with the same slots.
+    """The rows of a layer's buffer in which new tokens are stored. Layers with equal slots share the cached indices.
 
     Attributes:
-        branches: the slots.
+        branches: the slots of each branch.
         capacities: rows of a slot in each branch.
         bases: the first row of each branch in the buffer.
         total: rows of the buffer for each sample.
@@ -139,10 +139,10 @@ class Places:
         self._latest: tuple[object, tuple[Tensor, Tensor]] | None = None
 
     def indices(self, spans: Sequence[tuple[int, int]], shape: tuple[int, ...], device: torch.device):
-        """Return (rows of the flat buffer, rows of new keys (B, n, K, D) as (B n K, D)) to copy, int64 on the device.
+        """Return indices for a copy: (rows of the flat buffer, rows of new keys viewed as (B n K, D)), int64.
 
         Args:
-            spans: the positions [start, stop) of each sample's new tokens.
+            spans: (start, stop) of the positions of each sample's new tokens.
             shape: (B, n, K).
         """
         key = tuple(spans), shape, device
@@ -169,7 +169,7 @@ class Places:
         return send(torch.cat(to), device), send(torch.cat(source), device)
 
     def _of_sample(self, start: int, stop: int, kv_heads: int) -> tuple[Tensor, Tensor]:
-        """Return (rows of the buffer, rows of the new keys) of one sample."""
+        """Return (rows of the buffer, rows of the new keys) for one sample."""
         to, source = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
         for branch, capacity, base in zip(self.branches, self.capacities, self.bases, strict=True):
             if stop <= start:
@@ -192,11 +192,11 @@ class Places:
 class Clock:
     """The position of each sample's next token, shared by the caches of a model.
 
-    Samples may have prompts of different lengths, padded on the right. Tokens beyond a prompt's length are not kept;
-    the first token after the longest prompt follows the last kept token of each sample.
+    Samples may have prompts of different lengths, padded on the right. Padding is not kept. The first token after the
+    longest prompt gets the position after the last token of its own prompt.
 
     Args:
-        lengths: tokens of each prompt; None: all prompts have the same length.
+        lengths: number of tokens of each prompt; None: all prompts have the same length.
     """
 
     def __init__(self, lengths: Sequence[int] | None = None) -> None:
@@ -205,28 +205,28 @@ class Clock:
         self.longest = max(self.lengths) if self.lengths else 0
         self._places: dict[object, Places] = {}
         self._tensor: Tensor | None = None
-        self._columns = 0  # tokens that `_tensor` counts
+        self._columns = 0  # number of added tokens for which `_tensor` is up to date
 
     @property
     def ragged(self) -> bool:
-        """Return whether positions differ between samples."""
+        """True if positions differ between samples."""
         return self.lengths is not None and len(set(self.lengths)) > 1
 
     def kept(self, columns: int, batch: int) -> list[int]:
-        """Count the kept tokens of each sample after `columns` added tokens, padding included."""
+        """Return the number of kept tokens of each sample after `columns` tokens, including padding, were added."""
         if self.lengths is None:
             return [columns] * batch
         return [min(columns, x) + max(0, columns - self.longest) for x in self.lengths]
 
     def added(self, columns: int, new: int, batch: int) -> list[int]:
-        """Count how many of `new` tokens after `columns` are kept in each sample."""
+        """Return how many of the `new` tokens after `columns` tokens are kept in each sample."""
         return [b - a for a, b in zip(self.kept(columns, batch), self.kept(columns + new, batch), strict=True)]
 
     def positions(self, columns: int, batch: int, device: torch.device) -> Tensor:
-        """The position of the token after `columns` in each sample, (B,) int64 on the device; only after the prompts.
+        """Return the position of each sample's token after `columns` tokens, (B,) int64. Call it only after prompts.
 
-        The tensor stays the same, so that a captured CUDA graph finds it; a step of one token copies nothing to it.
-        """
+        The tensor keeps its address, so that a captured CUDA graph can read it. A step of one token needs no copy from
+        the host."""
         tensor = self._tensor
         if tensor is None or tensor.device != device or len(tensor) != batch:
             self._tensor = tensor = torch.tensor(self.kept(columns, batch), device=device)
@@ -238,17 +238,17 @@ class Clock:
         return tensor
 
     def places(self, slots_key: tuple[DilatedPattern, int, int], capacities: tuple[int, ...]) -> Places:
-        """The `Places` of layers with these slots (pattern, H, K) and capacities."""
+        """Return the `Places` of layers with these slots (pattern, H, K) and capacities."""
         key = slots_key, capacities
         if key not in self._places:
             self._places[key] = Places(layer_slots(*slots_key), capacities)
         return self._places[key]
 
     def count(self, tokens: int) -> None:
-        """Count tokens that a replayed graph has added; a negative number takes back tokens that did not run."""
+        """Count tokens that a replayed graph added; a negative number takes back tokens that were only captured."""
         self._columns += tokens
 
     def begin(self, lengths: Sequence[int] | None) -> None:
-        """Start with other prompts, keeping the tensors' addresses."""
+        """Restart with other prompts; tensors keep their addresses."""
         fresh = Clock(lengths)
         self.lengths, self.longest, self._columns = fresh.lengths, fresh.longest, -1

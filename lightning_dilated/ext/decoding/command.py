@@ -1,4 +1,4 @@
-"""`lightning-dilated generate`: continue a prompt with a language model from a checkpoint, over bytes or tokens."""
+"""Implement `lightning-dilated generate`: continue a prompt with a language model over bytes or tokens."""
 
 from __future__ import annotations
 
@@ -31,23 +31,21 @@ _COUNT = 256
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("lightning-dilated generate", description="Continue a prompt with a language model.")
-    p.add_argument("--config", "-c", type=Path, help="a yaml of these options; options next to it win")
+    p.add_argument("--config", "-c", type=Path, help="a YAML file with these options; other options override it")
     p.add_argument(
         "--ckpt_path",
-        help="checkpoint of a LongNetLM or HFCausalLM, or a folder of save_pretrained, also of transformers",
+        help="checkpoint of a LongNetLM or HFCausalLM, or a folder that save_pretrained wrote, here or in transformers",
     )
     p.add_argument(
-        "--tokenizer", help="the tokenizer.json of a model over tokens (default: the checkpoint's, else bytes)"
+        "--tokenizer", help="tokenizer.json of a model over tokens (default: the checkpoint's; without one, bytes)"
     )
     p.add_argument("--prompt", help="text to continue; - reads standard input")
     p.add_argument("--max_new_bytes", type=int, help=f"bytes to add (default {_COUNT})")
-    p.add_argument(
-        "--max_new_tokens", type=int, help=f"with a tokenizer, tokens to add in place of bytes (default {_COUNT})"
-    )
+    p.add_argument("--max_new_tokens", type=int, help=f"tokens to add, if there is a tokenizer (default {_COUNT})")
     p.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default %(default)s)")
-    p.add_argument("--top_k", type=int, help="draw from the k likeliest only")
+    p.add_argument("--top_k", type=int, help="draw from the k likeliest tokens")
     p.add_argument("--top_p", type=float, help="draw from the likeliest tokens that together have this probability")
-    p.add_argument("--stop", help=r"ends the text: a character of one byte, such as '\n', or with a tokenizer a token")
+    p.add_argument("--stop", help=r"token that ends the text; for bytes, a character of one byte, such as '\n'")
     p.add_argument("--stream", action="store_true", help="print the text as it is drawn")
     p.add_argument("--seed", type=int, default=0, help="seed of the draws (default %(default)s)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default %(default)s)")
@@ -71,7 +69,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
             raise ValueError(f"--config {config} of generate holds {wrong}; its keys are {', '.join(known)}.")
         defaults = {k: _typed(config, known[k], v) for k, v in values.items() if v is not None}
         _one_count(f"--config {config}", defaults.get("max_new_bytes"), defaults.get("max_new_tokens"))
-        if options.max_new_bytes is not None or options.max_new_tokens is not None:  # overrides both of the config
+        if options.max_new_bytes is not None or options.max_new_tokens is not None:  # override both config entries
             defaults.update(max_new_bytes=None, max_new_tokens=None)
         p.set_defaults(**defaults)
     _one_count("generate", options.max_new_bytes, options.max_new_tokens)
@@ -100,7 +98,7 @@ def _typed(config: Path, action: argparse.Action, value: object) -> object:
 
 
 def unescaped(text: str) -> str:
-    r"""Return a character or token from itself or its escape, such as \n; "" for an invalid escape."""
+    r"""Return the text, or the character of an escape such as \n; "" for an invalid escape."""
     try:
         character = codecs.decode(text, "unicode_escape") if text.startswith("\\") else text
         character.encode()  # raises for half a surrogate pair
@@ -110,7 +108,7 @@ def unescaped(text: str) -> str:
 
 
 def checked_text(option: str, text: str) -> str:
-    """Return the text; raise ValueError for bytes that are not UTF-8, which the shell and standard input pass on."""
+    """Return the text; raise ValueError if it is not UTF-8, which neither the shell nor standard input checks."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -123,7 +121,7 @@ def checked_text(option: str, text: str) -> str:
 
 
 def prompt_of(text: str) -> str:
-    """Return the text to continue, from standard input for "-"; raise ValueError if it is empty or not UTF-8."""
+    """Return the text to continue ("-": standard input); raise ValueError if it is empty or not UTF-8."""
     try:
         prompt = checked_text("--prompt", sys.stdin.read() if text == "-" else text)
     except UnicodeDecodeError as error:
@@ -137,7 +135,7 @@ def prompt_of(text: str) -> str:
 
 
 def stop_token(text: str | None, tokenizer: Tokenizer) -> int | None:
-    """Return the token that ends the text, given as text."""
+    """Return the id of the token that ends the generated text; `text`: the token as text."""
     if text is None:
         return None
     whole = tokenizer.token_to_id(text)
@@ -148,7 +146,7 @@ def stop_token(text: str | None, tokenizer: Tokenizer) -> int | None:
 
 
 def stop_byte(text: str | None) -> int | None:
-    """Return the byte that ends the text, given as a character or its escape."""
+    """Return the byte that ends the generated text; `text`: a character or its escape."""
     if text is None:
         return None
     character = unescaped(text)
@@ -158,7 +156,7 @@ def stop_byte(text: str | None) -> int | None:
 
 
 def print_bytes(parts: Iterable[bytes]) -> None:
-    """Print UTF-8 text as its bytes arrive, with the replacement character for invalid bytes."""
+    """Print UTF-8 text as its bytes arrive; print the replacement character for invalid bytes."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for part in parts:
         print(decoder.decode(part), end="", flush=True)
@@ -166,7 +164,7 @@ def print_bytes(parts: Iterable[bytes]) -> None:
 
 
 def count_of(args: argparse.Namespace, stored: bool = False) -> int:
-    """Return how many bytes or tokens to draw; `stored` says whether the checkpoint holds a tokenizer."""
+    """Return how many bytes or tokens to draw; `stored`: whether the checkpoint contains a tokenizer."""
     if args.max_new_tokens is not None and args.tokenizer is None and not stored:
         raise ValueError("--max_new_tokens goes with --tokenizer; a model over bytes takes --max_new_bytes.")
     name = "max_new_bytes" if args.max_new_tokens is None else "max_new_tokens"
@@ -176,7 +174,7 @@ def count_of(args: argparse.Namespace, stored: bool = False) -> int:
 
 @dataclass(frozen=True)
 class Request:
-    """Checked options: the tokens to continue, how many to add, the token that ends the text, the tokenizer or None."""
+    """Checked options: the prompt's tokens, the number to add, the token that ends the text, and the tokenizer."""
 
     args: argparse.Namespace
     ids: list[int]
@@ -186,7 +184,7 @@ class Request:
 
     @classmethod
     def of(cls, args: argparse.Namespace, prompt: str) -> Request:
-        """Check the options and encode the text to continue."""
+        """Check the options, and encode the prompt."""
         if args.stop is not None:
             checked_text("--stop", args.stop)
         check_sampling(args.temperature, args.top_k, args.top_p)
@@ -216,7 +214,7 @@ class Request:
 
 
 def run(argv: list[str]) -> None:
-    """Parse, load, generate, and print the prompt with its continuation."""
+    """Run the command: print the prompt and its continuation."""
     args = parsed(argv)
     prompt = prompt_of(args.prompt)
     request = Request.of(args, prompt)

@@ -1,4 +1,4 @@
-"""Continuing prompts with a causal model: the prompt is read in chunks, then tokens are drawn one by one.
+"""Continue prompts with a causal model: read the prompt in chunks, and then draw tokens one by one.
 
 Shape letters: B batch, N tokens of a prompt, V vocabulary.
 """
@@ -23,16 +23,16 @@ from lightning_dilated.ext.decoding.token_step import CausalModel, TokenStep, We
 from lightning_dilated.sequence import active_sequence
 from lightning_dilated.sequence.group import no_sequence
 
-#: tokens of a prompt that are processed at once
+#: tokens of a prompt that are processed in one call of the model
 PROMPT_CHUNK = 1 << 16
-#: tokens that `generate` starts before it checks whether all samples have ended
+#: number of further tokens that `generate` launches before it checks whether all samples have ended
 AHEAD = 16
 
 
 def checked_prompt(
     tokens: Tensor, lengths: Tensor | Sequence[int] | None, vocab_size: int
 ) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return (int64 tokens (B, N) from 0 to V - 1, with 0 in the padding; tokens of each prompt, None without padding).
+    """Return (int64 tokens (B, N) in 0..V - 1, with 0 as padding; number of tokens of each prompt, or None if equal).
 
     Raises:
         TypeError, ValueError: for an invalid prompt.
@@ -60,7 +60,7 @@ def checked_prompt(
 
 
 def prompt_lengths(lengths: Tensor | Sequence[int] | None, tokens: Tensor) -> tuple[int, ...] | None:
-    """Return the tokens of each prompt of (B, N), None without padding; raise for invalid `lengths`."""
+    """Return the number of tokens of each prompt, or None if there is no padding; raise for invalid `lengths`."""
     if lengths is None:
         return None
     values = lengths.tolist() if hasattr(lengths, "tolist") else lengths
@@ -121,16 +121,16 @@ def generate_stream(
     same options replay it. Models with hooks, sharded or CPU weights, or their own forward use no graph.
 
     Args:
-        temperature: divides the logits; 0 takes the likeliest token.
+        temperature: divisor of the logits; 0: take the likeliest token.
         top_k: draw from the k likeliest tokens.
-        top_p: draw from the likeliest tokens with probabilities that sum to top_p.
+        top_p: draw from the likeliest tokens, up to a total probability of top_p.
         generator: random number generator on the prompt's device; None: torch's default.
-        stop: a token, or a list or set of tokens, that ends a row. An ended row repeats its last token; when all rows
+        stop: a token that ends a row, or a list or set of them. An ended row repeats its last token; when all rows
             have ended, the stream ends.
-        prompt_chunk: tokens of the prompt that are processed at once; it bounds the memory.
-        lengths: (B,) tokens of each prompt, if they differ; rows are padded on the right with any tokens.
-        max_length: most tokens of a row, prompt included, that caches have room for if heads see the whole sequence;
-            None: what this call needs. A later call within this length reuses caches and graph.
+        prompt_chunk: tokens of the prompt that are processed in one call of the model; it limits the memory.
+        lengths: (B,) number of tokens of each prompt, if they differ; rows are padded on the right with any tokens.
+        max_length: most tokens of a row, including the prompt, for which caches have room if heads see the whole
+            sequence; None: the length of this call. Later calls within this length reuse caches and graph.
 
     Raises:
         ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, options that
@@ -160,18 +160,18 @@ def generate_stream(
 
 
 class Continuation(Iterator[Tensor]):
-    """The tokens that continue prompts, step by step; computation begins with the first `next`."""
+    """An iterator over the tokens that continue prompts; the first `next` starts the computation."""
 
     def __init__(self, model: CausalModel, request: _Request) -> None:
         self._model, self._request = model, request
-        # a caller may draw random numbers in between, or stop early, so only greedy decoding may run ahead
+        # only greedy decoding may run ahead, because the caller may stop early or draw random numbers in between
         self._drawn = _stream(model, request, 1 if request.sampling.temperature == 0 else 0)
 
     def __next__(self) -> Tensor:
         return next(self._drawn)
 
     def close(self) -> None:
-        """Free the memory held for further tokens."""
+        """Stop, and free the memory for further tokens."""
         self._drawn.close()
 
     def joined(self) -> Tensor:
@@ -200,12 +200,12 @@ def _stream(model: CausalModel, request: _Request, ahead: int) -> Iterator[Tenso
         if started:
             yield from _replayed(request, step, Weights(model), ahead if request.ends else 0)
             return
-    del step  # frees its caches
+    del step  # free its caches
     yield from _one_by_one(model, request)
 
 
 def _one_by_one(model: CausalModel, request: _Request) -> Iterator[Tensor]:
-    """Yield tokens, each from a call of the model."""
+    """Yield tokens without a graph, by one call of the model for each."""
     ends = torch.tensor(request.ends, device=request.tokens.device, dtype=torch.int64)
     ended = torch.zeros(len(request.tokens), dtype=torch.bool, device=request.tokens.device)
     caches, last = model.transformer.new_caches(lengths=request.lengths), request.last()
@@ -216,19 +216,19 @@ def _one_by_one(model: CausalModel, request: _Request) -> Iterator[Tensor]:
         last = torch.where(ended, last, drawn)
         if len(ends):
             ended = ended | torch.isin(last, ends)
-        yield last.clone()  # the caller may change it
+        yield last.clone()  # a copy, because the caller may change it
         if len(ends) and bool(ended.all()):
             return
 
 
 def _started(model: CausalModel, request: _Request, step: TokenStep) -> bool:
-    """Return whether the step has drawn the first token; False if it cannot be captured."""
+    """Read the prompts, capture the step and draw the first token; return False if the capture fails."""
     step.begin(request.lengths, request.ends)
     logits = _read(model, request, step.caches)
     try:
         if request.count > 1:
             step.prepare(model)
-    except Exception as error:  # after any error, the path without a graph still works
+    except Exception as error:  # after any error, tokens can be drawn without a graph
         refuse(model, error)
         return False
     step.start(logits, request.last(), request.generator)
@@ -236,9 +236,9 @@ def _started(model: CausalModel, request: _Request, step: TokenStep) -> bool:
 
 
 def _replayed(request: _Request, step: TokenStep, weights: Weights, ahead: int) -> Iterator[Tensor]:
-    """Yield the step's tokens; start `ahead` further ones before the host waits to see whether all samples ended.
+    """Yield the step's tokens. Launch `ahead` further tokens before the host waits for the check of ended samples.
 
-    The generator is reset to its state before tokens that were drawn after the end.
+    If all samples ended, reset the generator to its state before the tokens that were drawn in excess.
     """
     under_way: deque[tuple[Tensor, _Flag | None, Tensor | None]] = deque()
     started = 0
@@ -260,7 +260,7 @@ def _replayed(request: _Request, step: TokenStep, weights: Weights, ahead: int) 
 
 
 class _Flag:
-    """A bool of the device, copied to the host without blocking either."""
+    """A bool on the device, which is copied to the host asynchronously."""
 
     def __init__(self, value: Tensor) -> None:
         self._value, self._event = value.clone(), None
@@ -270,17 +270,17 @@ class _Flag:
             self._event.record(torch.cuda.current_stream(value.device))
 
     def read(self) -> bool:
-        """Wait for the value and return it."""
+        """Wait for the copy, and return the value."""
         if self._event is not None:
             self._event.synchronize()
         return bool(self._value)
 
 
 def _read(model: CausalModel, request: _Request, caches: list[KVCache]) -> Tensor:
-    """Read the prompts into the caches; return the logits (B, V) after them. Raise ValueError for NaN logits."""
+    """Read the prompts into the caches; return the next token's logits (B, V). Raise ValueError if they are NaN."""
     logits = _logits(model, request, caches)
     if bool(logits.isnan().any()):
-        raise ValueError("the model's logits after the prompt are NaN, so no token can be drawn: its weights may be.")
+        raise ValueError("the model's logits after the prompt are NaN, so no token can be drawn. Check its weights.")
     return logits
 
 
@@ -300,7 +300,7 @@ def _logits(model: CausalModel, request: _Request, caches: list[KVCache]) -> Ten
 
 @contextmanager
 def evaluating(model: CausalModel) -> Iterator[None]:
-    """Set the model to eval mode, with no active sequence; then restore each module's mode (new ones: the model's)."""
+    """Set the model to eval mode, without an active sequence; then restore all modes. New modules get the model's."""
     modules: Callable[[], Iterator[Any]] = getattr(model, "modules", lambda: iter([model]))
     before, mode = {id(m): m.training for m in modules()}, model.training
     trains = any(before.values())
@@ -317,9 +317,9 @@ def evaluating(model: CausalModel) -> Iterator[None]:
 
 
 def generate(model: CausalModel, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
-    """Return the prompt (B, N >= 1) followed by up to `max_new_tokens` tokens, (B, N + new); a stop token ends earlier.
+    """Return the prompt (B, N >= 1) and up to `max_new_tokens` further tokens, (B, N + new), fewer after stop tokens.
 
-    With `lengths`, each row holds its own prompt, its continuation, and its last token repeated to the end.
+    With `lengths`, each row contains its prompt, its continuation, and repetitions of its last token.
     For arguments and errors see `generate_stream`.
     """
     return generate_stream(model, tokens, max_new_tokens, **options).joined()

@@ -1,10 +1,10 @@
-"""One new token of each sample in two launches: store its rows in a cache, and attend to the rows of all branches.
+"""Decode one new token of each sample in two launches: store its rows in a cache, and attend to rows of all branches.
 
-A slot holds rows 0, 1, ... of the current segment, in order. The query heads of one kv head and one residue of a branch
-share it. A token has the index (p + shift) mod width in its segment. It uses only the slots of its residue: index mod
-rate == residue. Its row is index div rate, minus the rows that a shift cuts off the first segment. A program has one
-sample, one branch, the n-th slot of the token's residue and a share of the slot's rows; a program without rows ends at
-once. Grid and tables are therefore the same for every position, and a CUDA graph can replay both launches.
+A slot contains rows 0, 1, ... of the current segment, in order. The query heads of one kv head and one residue of a
+branch share a slot. A token at position p has the index (p + shift) mod width in its segment. It uses only the slots of
+its residue, index mod rate. Its row is index div rate, minus the rows that a shift cuts off the first segment. Each
+program has one sample, one branch, the n-th slot of the token's residue and a share of the slot's rows; without rows it
+exits immediately. So grid and tables do not depend on positions, and a CUDA graph can replay both launches.
 Shape letters: B batch, H query heads, K kv heads, D head dim, R rows of a sample's cache.
 """
 
@@ -24,31 +24,31 @@ from torch import Tensor
 
 from lightning_dilated.kernels.tiles import LOG2E, block_dim, precision
 
-#: most rows that a program reads at once, and most bytes of their keys; entries that the merge reads at once
+#: most rows that a program reads in one step, most bytes of their keys, and entries that the merge reads in one step
 KEYS, TILE, ENTRIES = 64, 1 << 14, 64
-#: largest head dim, because registers hold it
+#: largest head dim, because a row must fit into registers
 MOST_DIM = 256
-#: fewest rows of a program, by batch size: a small batch needs more programs to keep the GPU busy
+#: least rows of a program, by batch size: a small batch needs more programs to keep the GPU busy
 SHARE = {1: 128, 2: 128, 4: 256, 8: 256}
 MOST_SHARE = 512
-#: most programs of a slot; more only if a program would read more than WIDE rows
+#: most programs of a slot, unless a program would then read more than WIDE rows
 PROGRAMS, WIDE = 256, 2048
-#: rows of a program from which loads run ahead of the computation
+#: least rows of a program for which loads are pipelined
 DEEP = 512
 
 
 class Slot(NamedTuple):
-    """One slot in integers.
+    """The description of one slot in integers.
 
     The slots of a branch are consecutive, ordered by residue.
 
     Attributes:
         branch: index of the branch.
-        width: segment length; for one segment over the whole sequence, any number beyond all positions.
-        window: rows of the ring of latest rows; `NO_WINDOW` for a segment; -x keeps the first x rows.
-        skipped: rows that a shift cuts off the first segment.
-        base: first of its `capacity` rows in the cache.
-        heads: the query heads that use it.
+        width: segment length; for one segment over the whole sequence, any number above all positions.
+        window: rows of the ring buffer of a window; `NO_WINDOW` for a segment; -x: keep the first x rows.
+        skipped: number of rows that a shift cuts off the first segment.
+        base: first of the slot's `capacity` rows in the cache.
+        heads: the query heads that use the slot.
     """
 
     branch: int
@@ -64,13 +64,13 @@ class Slot(NamedTuple):
     heads: tuple[int, ...]
 
 
-#: `window` of a branch without one
+#: `window` of a branch that is no window
 NO_WINDOW = 2**31 - 1
 #: columns of the tables. Branches: width, rate, shift, first row of the lookup, its rows, window. Slots: residue,
 #: skipped, base, kv head, programs, first part, first user, users. Entries: width, rate, shift, residue, first part,
 #: step, parts
 BRANCH, SLOT, ENTRY = 6, 8, 7
-#: a branch of a larger rate has no lookup by residue: each of its slots counts as a branch
+#: largest rate of a branch with a lookup by residue; with larger rates, each slot counts as a branch
 LOOKUP = 4096
 
 
@@ -81,13 +81,13 @@ class Launch:
     Attributes:
         programs: (programs, 3) int32: branch, index among the residue's slots, share.
         branches: (branches, BRANCH) int64.
-        lookup: (rows, 2) int32, by branch and residue: the first slot, number of slots.
+        lookup: (rows, 2) int32, by branch and residue: first slot, number of slots.
         slots: (slots, SLOT) int64.
-        users: query heads of the slots, one slot after another, int32.
-        entries: (entries, ENTRY) int64, slot by slot for each query head, one head after another.
+        users: int32, the query heads of all slots, in the order of slots.
+        entries: (entries, ENTRY) int64, the slots of each query head, in the order of heads.
         starts: (H + 1,) int32, the first entry of each head.
-        parts: number of results of a sample: one for each slot, share and user.
-        group: most query heads of a slot.
+        parts: number of results of a sample: one for each slot, share and query head.
+        group: largest number of query heads of a slot.
         deep: whether a program may read `DEEP` rows.
     """
 
@@ -104,13 +104,13 @@ class Launch:
 
 
 def shares(capacity: int, batch: int) -> int:
-    """How many programs share the rows of a slot."""
+    """Return the number of programs that share the rows of a slot."""
     rows = SHARE.get(1 << (batch - 1).bit_length(), MOST_SHARE)
     return max(1, min(-(-capacity // rows), max(PROGRAMS, -(-capacity // WIDE))))
 
 
 def _branches(slots: tuple[Slot, ...]) -> list[list[int]]:
-    """The indices of the slots that are looked up together."""
+    """Return lists of the indices of slots that share a lookup."""
     groups: dict[tuple[int, int], list[int]] = {}
     for number, slot in enumerate(slots):
         groups.setdefault((slot.branch, number if slot.rate > LOOKUP else -1), []).append(number)
@@ -119,7 +119,7 @@ def _branches(slots: tuple[Slot, ...]) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=64)
 def launch(slots: tuple[Slot, ...], heads: int, batch: int, device: torch.device) -> Launch:
-    """The tables for these slots of a cache and H query heads."""
+    """Return the tables for the slots of a cache and H query heads."""
     programs: list[tuple[int, ...]] = []
     branches: list[tuple[int, ...]] = []
     lookup: list[tuple[int, int]] = []
@@ -163,7 +163,7 @@ def serves(q: Tensor) -> bool:
 
 @triton.jit
 def _place(branch, position):
-    """Return (in the first segment?, row, residue) of a position in a branch of (width, rate, shift, ...)."""
+    """Return (whether it is in the first segment, row, residue) of a position; `branch`: width, rate, shift, ..."""
     width, rate = tl.load(branch), tl.load(branch + 1)
     index = position + tl.load(branch + 2)
     segment = index // width
@@ -174,7 +174,7 @@ def _place(branch, position):
 
 @triton.jit
 def _rotated(x, head_stride, heads, column, cos, sin, ROTARY: tl.constexpr, DIM: tl.constexpr):
-    """The rows of x, (heads, columns) fp32, rotated by a row of cosines and sines."""
+    """Return the rows of x, (heads, columns) fp32, rotated by a row of cosines and a row of sines."""
     inside = (column < DIM)[None, :]
     at = x + heads[:, None] * head_stride
     value = tl.load(at + column[None, :], mask=inside & (heads >= 0)[:, None], other=0.0).to(tl.float32)
@@ -208,7 +208,7 @@ def _attend(
     window = tl.load(branch + 5)
     room = tl.abs(window)
     rows = tl.minimum(row + 1, room).to(tl.int32)
-    # in a window the new row replaces the oldest; after global tokens it is not kept
+    # in a window the new row replaces the oldest row; rows after the global tokens are not kept (-1)
     row = tl.where(window > 0, row % room, tl.where(row < room, row, -1)).to(tl.int32)
     each = tl.cdiv(tl.cdiv(rows, KEYS), count) * KEYS
     begin = share * each
@@ -227,7 +227,7 @@ def _attend(
             sine = tl.load(sin + angle, mask=inside, other=0.0)
             if XPOS:
                 grown = tl.load(factor + angle, mask=inside, other=1.0)
-        # unused query rows have the index -1
+        # rows of the block without a query head have the index -1
         heads = tl.load(users + tl.load(slot + 6) + g, mask=g < size, other=-1)
         query = _rotated(q + sample * q_sb, q_sh, heads, column, cosine * grown, sine * grown, ROTARY, DIM)
         query = query.to(rows_k.dtype.element_ty)
@@ -291,7 +291,7 @@ def _merge(
         entry = entries + e * 7
         _, _, residue = _place(entry, position)
         first, step, count = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6).to(tl.int32)
-        count = tl.where(residue == tl.load(entry + 3), count, 0)  # parts of other residues belong to earlier tokens
+        count = tl.where(residue == tl.load(entry + 3), count, 0)  # other residues' parts are of earlier tokens
         for start in tl.range(0, count, ENTRIES):
             at = sample * parts + first + (start + i) * step
             lse = tl.load(part_lse + at, mask=start + i < count, other=float("-inf"))
@@ -327,9 +327,9 @@ def decode(
         k, v: (B, K, D), unit stride along D, in q's dtype.
         rows: keys and values of the cache, (B, R, D) each, contiguous, in q's dtype; changed in place.
         positions: (B,) int64, the position of each sample's token.
-        tables: the cache's tables.
+        tables: the tables of the cache.
         scale: scale of the scores.
-        table: rotates q and k: cosines, sines (B or 1, D/2) fp32, and xPos's scale or None; None: no rotation.
+        table: rotary table for q and k: (cosines, sines, xPos scale or None), (B or 1, D/2) fp32; None: no rotation.
     """
     batch, heads, dim = q.shape
     block, group = block_dim(dim), 1 if tables.group == 1 else max(16, triton.next_power_of_2(tables.group))

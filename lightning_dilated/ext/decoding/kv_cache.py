@@ -1,10 +1,10 @@
-"""Decoding: new tokens against a bounded cache of keys and values, equal to the same rows of the full sequence.
+"""Cache the keys and values that later tokens can use, so that decoding equals attention over the full sequence.
 
 In a branch, a head uses only its own residue of the current segment. So the cache keeps at most ceil(w / r) rows for
-each branch, kv head and residue, for any number of tokens; for a window, the latest `width` rows of each residue. One
-buffer for k and one for v hold the rows of all branches.
-Shape letters: B batch, n new tokens, H query heads, K kv heads, D head dim; S slots of a branch (a slot holds one
-residue's rows of one kv head); w segment length, r dilation rate; W taps of `kv_conv`.
+each branch, kv head and residue, for any number of tokens; for a window, it keeps the latest `width` rows of each
+residue. The rows of all branches are in one buffer for k and one for v.
+Shape letters: B batch, n new tokens, H query heads, K kv heads, D head dim; S slots of a branch (a slot contains the
+rows of one residue and one kv head); w segment length, r dilation rate; W taps of `kv_conv`.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ if TYPE_CHECKING:
     from lightning_dilated.attention.modules import MultiheadDilatedAttention
     from lightning_dilated.models.transformer import DilatedTransformer
 
-#: most scores of cached keys that are computed at once
+#: most scores of cached keys that are computed in one step
 SCORES = 1 << 26
 
 
 class KVCache:
-    """The keys and values of one layer that later tokens can use; `length` tokens have been added.
+    """The keys and values of one layer that later tokens can use; `length`: number of tokens that were added.
 
-    Memory is O(sum over branches of w / r) rows for each kv head: (rows of the widest residue) x slots for each branch.
-    Branches over the whole sequence (segment_length None) keep every row of the residues in use.
+    Memory is O(sum over branches of w / r) rows for each kv head: in each branch, slots times rows of the longest slot.
+    Branches over the whole sequence (segment_length None) keep all rows of the residues that heads use.
 
     Args:
         pattern: the layer's pattern.
         num_heads: H of the layer.
         num_kv_heads: K of the layer; None means H.
-        max_length: most tokens of a sample, which limits branches with wider segments. The buffers then have their
-            final size and address; None: they grow by doubling, up to ceil(w / r) rows.
+        max_length: most tokens of a sample; it limits branches with wider segments, and buffers have their final size
+            and address from the start. None: buffers grow by doubling, up to ceil(w / r) rows.
         clock: positions shared with other layers' caches, for prompts of different lengths; None: a separate clock.
-        recurrence: the layer's recurrence; the cache then also holds its state, of constant size.
+        recurrence: the layer's recurrence; the cache then also stores its state, which has a constant size.
 
     Raises:
-        ValueError: for numbers of heads that the pattern does not allow.
+        ValueError: if the pattern does not allow these numbers of heads.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class KVCache:
         self.num_heads, self.num_kv_heads = pattern.check_heads(num_heads, num_kv_heads)
         self.max_length = None if max_length is None else integer(max_length, "max_length", 1)
         self.clock = Clock() if clock is None else clock
-        #: tokens added to the longest sample
+        #: number of tokens that were added to the longest sample
         self.length = 0
-        #: the mixers' data for the next token, by name: tensors of the last rows before a convolution (B, W - 1, C),
-        #: zeros after `reset`, and states with `select` and `nbytes`
+        #: data of the mixers for the next token, by name: the last rows before a convolution (B, W - 1, C), which
+        #: `reset` sets to 0, or a state object with `select` and `nbytes`
         self.kept: dict[str, Any] = {}
         self._shape: tuple[int, int, int] | None = None
         self._slots_key = pattern, self.num_heads, self.num_kv_heads
@@ -85,15 +85,15 @@ class KVCache:
         self._places = self.clock.places(self._slots_key, tuple(fixed))
         self._k: Tensor | None = None
         self._v: Tensor | None = None
-        self._launch: tuple[Any, Any] | None = None  # the key and the kernels' tables
-        self._views: list[tuple[Tensor, Tensor]] = []  # of k and v, for each branch (B, S, capacity, D)
+        self._launch: tuple[Any, Any] | None = None  # a key, and the kernels' tables for it
+        self._views: list[tuple[Tensor, Tensor]] = []  # for each branch, views of k and v (B, S, capacity, D)
 
     # -- storing -------------------------------------------------------------------------------------------------------
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Add (B, n, K, D) keys and values, rotated to their positions if the layer has rotary positions.
+        """Add keys and values (B, n, K, D), already rotated if the layer has rotary positions.
 
         Raises:
-            ValueError: for shapes that do not fit the layer or earlier calls, and for more tokens than `max_length`.
+            ValueError: if shapes do not fit the layer or earlier calls, or there are more tokens than `max_length`.
         """
         batch, end = len(k), self.length + k.shape[1]
         self.check(k, v)
@@ -108,33 +108,33 @@ class KVCache:
         self.length = end
 
     def check(self, k: Tensor, v: Tensor) -> None:
-        """Raise unless (B, n, K, D) keys and values fit this layer and the samples of earlier calls."""
+        """Raise ValueError if keys and values (B, n, K, D) do not fit this layer or the samples of earlier calls."""
         shape, lengths = (k.shape[0], *k.shape[2:]), self.clock.lengths
         if k.shape != v.shape or k.shape[2] != self.num_kv_heads or shape != (self._shape or shape):
             expected = self._shape or ("B", self.num_kv_heads, "D")
             raise ValueError(
                 f"the cache takes k and v of (B, n, kv heads, D) with (B, kv heads, D) = {expected}; "
-                f"got {tuple(k.shape)} and {tuple(v.shape)}. Every sequence takes a cache of its own."
+                f"got {tuple(k.shape)} and {tuple(v.shape)}. Make a new cache for each batch."
             )
         if lengths is not None and len(lengths) != shape[0]:
             raise ValueError(f"the cache was made for {len(lengths)} samples (lengths), got a batch of {shape[0]}.")
         end = self.length + k.shape[1]
         if self.length < self.clock.longest < end:
             raise ValueError(
-                f"a call adds tokens of prompts or later ones, not both: the longest prompt has {self.clock.longest} "
-                f"tokens, and this call adds {self.length} to {end - 1}."
+                f"a call must add either tokens of prompts or later ones: the longest prompt has {self.clock.longest} "
+                f"tokens, and this call adds tokens {self.length} to {end - 1}."
             )
         if self.clock.ragged and k.shape[1] > 1 and self.length >= self.clock.longest:
             raise ValueError("after prompts of different lengths a call adds one token to each sample.")
         if self._limited and end > (self.max_length or end):
             raise ValueError(
-                f"the cache was made for max_length={self.max_length} tokens, and this call adds the one of position "
-                f"{end - 1}: make it longer."
+                f"the cache was made for max_length={self.max_length} tokens, but this call adds a token at position "
+                f"{end - 1}: raise max_length."
             )
         self._shape = shape
 
     def _make_room(self, like: Tensor, stops: Sequence[int]) -> None:
-        """Allocate buffers for all rows that later tokens can use, below the `stop` of each sample."""
+        """Allocate buffers for the rows of all positions below the `stop` of each sample that later tokens can use."""
         capacities = self._places.capacities
         for stop in set(stops) if self.max_length is None else ():
             grown = (b.grown(rows, stop) for b, rows in zip(self._branches, capacities, strict=True))
@@ -152,15 +152,15 @@ class KVCache:
         self._views = [(self._rows_of(self._k, i), self._rows_of(self._v, i)) for i in range(len(self._branches))]
 
     def _rows_of(self, buffer: Tensor, branch: int, places: Places | None = None) -> Tensor:
-        """A view of a branch's rows, (B, S, capacity, D)."""
+        """Return a view of a branch's rows, (B, S, capacity, D)."""
         places = places or self._places
         slots, capacity = len(self._branches[branch].users), places.capacities[branch]
         return buffer.narrow(1, places.bases[branch], slots * capacity).unflatten(1, (slots, capacity))
 
     def remember(self, name: str, rows: Tensor, new: int) -> None:
-        """Keep the last W - 1 rows of (B, W - 1 + n, C) for the next call; `rows` end with the rows of n new tokens.
+        """Store the last W - 1 of `rows` (B, W - 1 + n, C), which end with n new tokens, for the next call.
 
-        The padding of prompts is left out. The update is in place, so that a captured graph finds the rows.
+        Padding of prompts is left out. Later calls update the rows in place, so that a captured graph reads them.
         """
         last = rows[:, new:]
         if self.clock.ragged and self.length < self.clock.longest:
@@ -176,10 +176,10 @@ class KVCache:
     def attend(
         self, q: Tensor, out: Tensor, lse: Tensor, start: int, scale: float, engine: Engine | None = None
     ) -> None:
-        """Merge the cache's attention of queries (B, n, H, D), from position `start` on, into out and lse.
+        """Attend from queries (B, n, H, D) at positions from `start` on to the cache, and merge into out and lse.
 
-        out (B, n, H, D) and lse (B, n, H), at least fp32, are changed in place. A single token may have different
-        positions in the samples. `engine` computes blocks that are large enough, matrix products the others.
+        out (B, n, H, D) and lse (B, n, H), in fp32 or wider, are changed in place. If n is 1, samples may have other
+        positions. `engine` computes large blocks; matrix products compute small blocks.
         """
         stops = self.clock.kept(self.length, q.shape[0])
         for rows, stop in _alike(stops):
@@ -191,9 +191,9 @@ class KVCache:
         self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, start: int, stop: int, scale: float,
         engine: Engine | None,
     ) -> None:  # fmt: skip
-        """`attend` for one branch and for samples with `stop` tokens."""
+        """Run `attend` for one branch and for samples with `stop` tokens."""
         branch = self._branches[number]
-        if branch.window is not None and stop <= start:  # each query reads different earlier tokens
+        if branch.window is not None and stop <= start:  # each query reads different cached rows
             self._attend_window(number, samples, q.to(out.dtype) * scale, out, lse, stop)
             return
         first = branch.first(stop - 1)
@@ -218,9 +218,9 @@ class KVCache:
                 _merge(out[:, rows], lse[:, rows], heads, *_dense(queries, keys, values))
 
     def _attend_window(self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, stop: int) -> None:
-        """`attend` for a window and queries that follow `stop` cached tokens.
+        """Run `attend` for a window and queries that follow `stop` cached tokens.
 
-        Query a of a residue reads the last `window` - 1 - a cached rows.
+        The a-th query of a residue reads the last `window` - 1 - a cached rows.
         """
         branch = self._branches[number]
         for skip in range(min(q.shape[1], branch.rate)):
@@ -235,14 +235,14 @@ class KVCache:
             heads = _index(lane.heads, q.device)
             tile = max(1, SCORES // (len(lane.heads) * count * q.shape[0]))
             for at in range(0, len(queries), tile):
-                some = queries[at : at + tile]
-                rows = slice(some.start, some.stop, some.step)
-                distance = count + torch.arange(at, at + len(some), device=q.device)[:, None]  # to the first key
+                in_tile = queries[at : at + tile]
+                rows = slice(in_tile.start, in_tile.stop, in_tile.step)
+                distance = count + torch.arange(at, at + len(in_tile), device=q.device)[:, None]  # to the first key
                 visible = distance - torch.arange(count, device=q.device) < branch.window
                 _merge(out[:, rows], lse[:, rows], heads, *_dense(q[:, rows][:, :, heads], keys, values, visible))
 
     def kernel_serves(self, q: Tensor) -> bool:
-        """Return whether `step` supports a token with these queries (B, 1, H, D)."""
+        """Return whether `step` supports queries q (B, 1, H, D)."""
         if q.shape[1] != 1 or not kernels.available(q.device) or self.length < self.clock.longest:
             return False
         from lightning_dilated.ext.decoding.kernels import serves
@@ -250,7 +250,7 @@ class KVCache:
         return serves(q[:, 0]) and (self._k is None or self._k.dtype == q.dtype)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: RotaryTable | None) -> Tensor:
-        """Add one token with k and v (B, 1, K, D); return (B, 1, H, D). `table` rotates q and k."""
+        """Add one token with k and v (B, 1, K, D), and return its attention (B, 1, H, D). `table` rotates q and k."""
         from lightning_dilated.ext.decoding.kernels import decode, launch
 
         self.check(k, v)
@@ -260,7 +260,7 @@ class KVCache:
         positions = self.positions(len(q), q.device)
         if self._launch is None or self._launch[0] != (self._places, len(q), q.device):
             tables = launch(_kernel_slots(self._slots_key, self._places.capacities), self.num_heads, len(q), q.device)
-            # kept as long as the cache, because a captured graph reads it
+            # keep the tables as long as the cache, because a captured graph reads them
             self._launch = (self._places, len(q), q.device), tables
         rotation = None if table is None else tuple(None if x is None else x.flatten(0, -2) for x in table.on(q.device))
         q, k, v = (x[:, 0] if x.stride(-1) == 1 else x[:, 0].contiguous() for x in (q, k, v))
@@ -270,13 +270,13 @@ class KVCache:
         return out[:, None]
 
     def positions(self, batch: int, device: torch.device) -> Tensor:
-        """The position of each sample's next token, (B,) int64 on the device; only after the prompts."""
+        """Return the position of each sample's next token, (B,) int64 on the device; call it only after the prompts."""
         return self.clock.positions(self.length, batch, device)
 
     def token_positions(self, x: Tensor) -> tuple[Tensor | None, int | None]:
-        """Return (positions of x (B, n, ...) for a rotary table, the furthest one); (None, None): all follow `length`.
+        """Return (positions of x (B, n, ...), the largest one) for rotary tables; (None, None): length, length + 1, ...
 
-        The positions of one token are read from the device, because samples differ or a captured graph moves them.
+        Positions of a single token are a device tensor if samples differ, or if a captured graph may advance them.
         """
         if x.shape[1] != 1 or self.length < self.clock.longest or not (self.clock.ragged or x.is_cuda):
             return None, None
@@ -285,16 +285,16 @@ class KVCache:
 
     # -- samples -------------------------------------------------------------------------------------------------------
     def select(self, indices: Tensor) -> None:
-        """Keep the samples at these indices (M,), int64, in this order, as beam search needs; B becomes M.
+        """Keep the samples at these indices (M,), int64, in this order; B becomes M. Beam search needs this.
 
-        A sample may replace another one only if both have the same length, as beams of one prompt do.
+        A sample may replace another one only if their prompts have the same length, as beams of one prompt do.
 
         Raises:
-            ValueError: for other samples of different lengths.
+            ValueError: if lengths differ.
         """
         lengths = self.clock.lengths
         if lengths and tuple(lengths[i] for i in indices.tolist()) != lengths:
-            raise ValueError("samples are selected where all are equally long, or in the place of such as are.")
+            raise ValueError("a sample can only replace a sample with a prompt of the same length.")
         if self._k is None or self._v is None or self._shape is None:
             return
         self._k, self._v = (x.index_select(0, indices.to(x.device)) for x in (self._k, self._v))
@@ -314,7 +314,7 @@ class KVCache:
     def of_layer(
         cls, layer: MultiheadDilatedAttention, max_length: int | None = None, clock: Clock | None = None
     ) -> KVCache:
-        """Make an empty cache for a layer; further arguments as in the class."""
+        """Create an empty cache for a layer; see the class for the other arguments."""
         recurrence = None if layer.recurrence is None else layer.recurrence.description
         heads = layer.num_heads, layer.num_kv_heads
         return cls(layer.attention.pattern, *heads, max_length=max_length, clock=clock, recurrence=recurrence)
@@ -328,17 +328,17 @@ class KVCache:
         cu_seqlens: Tensor | None,
         causal: bool,
     ) -> Tensor:
-        """Add new tokens (B, n, E); return the heads' outputs (B, n, H, D). The first call may bring the prompt.
+        """Add new tokens (B, n, E); return the heads' outputs (B, n, H, D). The first call may add the prompt.
 
         Raises:
-            ValueError: for a call that does not support a cache, or not this cache.
+            ValueError: if the call does not support a cache, or the cache was made for another layer.
         """
         self._check_layer(layer, causal, lengths is not None or cu_seqlens is not None)
         furthest, later = None, None
         if positions is None:
             positions, furthest = self.token_positions(query)
         table = layer.table(query, positions, self.length, furthest)
-        if query.shape[1] == 1:  # rotated where they are read
+        if query.shape[1] == 1:  # `decode_attention` rotates q and k
             table, later = None, table
         q, k, v, *plain = layer.projected(query, table, [m.mix_new(self) for m in layer.mixers if m.mixes])
         added = [m.add_new(query, (*plain, v), self) for m in layer.mixers if m.adds]
@@ -377,7 +377,7 @@ class KVCache:
         self.kept = {name: x.zero_() for name, x in self.kept.items() if isinstance(x, Tensor)}
 
     def rows(self) -> list[dict[int, int]]:
-        """For each branch: kv head -> rows in the cache, over all its residues, of the longest sample."""
+        """For each branch, return {kv head: rows in the cache}, summed over residues, of the longest sample."""
         branches = []
         stop = max(self.clock.kept(self.length, 1))
         for branch in self._branches:
@@ -395,7 +395,7 @@ class KVCache:
 
 
 def _alike(stops: Sequence[int]) -> Iterator[tuple[slice, int]]:
-    """Yield (samples, stop) for runs of neighbouring samples with the same stop."""
+    """Yield (samples, stop) for runs of consecutive samples with the same stop."""
     start = 0
     for i in range(1, len(stops) + 1):
         if i == len(stops) or stops[i] != stops[start]:
@@ -421,7 +421,7 @@ def _kernel_slots(slots_key: tuple[DilatedPattern, int, int], capacities: tuple[
 
 @functools.lru_cache(maxsize=4096)
 def _index(heads: tuple[int, ...], device: torch.device) -> slice | Tensor:
-    """An index of these heads: a slice, which makes views, if they are evenly spaced."""
+    """Return an index of these heads: a slice if they are evenly spaced, because slices make views, else a tensor."""
     step = heads[1] - heads[0] if len(heads) > 1 else 1
     if step > 0 and heads == tuple(range(heads[0], heads[-1] + 1, step)):
         return slice(heads[0], heads[-1] + 1, step)
@@ -429,9 +429,9 @@ def _index(heads: tuple[int, ...], device: torch.device) -> slice | Tensor:
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (out (B, n, S g, D), lse (B, n, S g)) of q (B, n, S g, D) against k, v (B, S, rows, D), g queries a slot.
+    """Return (out, lse (B, n, S g)) of q (B, n, S g, D) attending to k, v (B, S, rows, D), with g heads for each slot.
 
-    `visible`: (n, rows) bool, the rows that each query reads; None: all.
+    `visible`: (n, rows) bool, the rows that each query reads; None: all rows.
     """
     batch, new, _, dim = q.shape
     slots = k.shape[1]
@@ -446,7 +446,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> tu
 
 
 def _by_engine(engine: Engine, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """`_dense` for unscaled queries, by an engine."""
+    """Compute `_dense` for unscaled queries by an engine."""
     grouped = q.unflatten(2, (k.shape[1], -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     out, lse = engine.forward(*suited(engine, grouped, k, v), Terms(False, scale))
     back = lambda x: x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).flatten(2, 3)  # noqa: E731
@@ -454,7 +454,7 @@ def _by_engine(engine: Engine, q: Tensor, k: Tensor, v: Tensor, scale: float) ->
 
 
 def _merge(out: Tensor, lse: Tensor, heads: slice | Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge the part of these heads into the running out (B, n, H, D) and lse (B, n, H), in place."""
+    """Merge a result of these heads into out (B, n, H, D) and lse (B, n, H), in place."""
     total, weight, part_weight = merge(lse[:, :, heads], part_lse)
     out[:, :, heads] = (out[:, :, heads] * weight[..., None]).addcmul_(part.to(out.dtype), part_weight[..., None])
     lse[:, :, heads] = total
@@ -463,6 +463,6 @@ def _merge(out: Tensor, lse: Tensor, heads: slice | Tensor, part: Tensor, part_l
 def new_caches(
     stack: DilatedTransformer, max_length: int | None = None, lengths: Sequence[int] | None = None
 ) -> list[KVCache]:
-    """Make an empty cache for every block, see `DilatedTransformer.new_caches`."""
+    """Create an empty cache for each block; see `DilatedTransformer.new_caches`."""
     clock = Clock(lengths)
     return [block.attention.new_cache(max_length, clock) for block in stack.blocks]

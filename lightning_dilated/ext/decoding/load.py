@@ -1,4 +1,4 @@
-"""Load the model and the tokenizer of `generate` from a checkpoint or a folder."""
+"""Load the model and the tokenizer for `lightning-dilated generate` from a checkpoint or a folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_dilated.models import DilatedModule
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-#: most ids that vocabularies usually add as padding
+#: most unused ids by which vocabularies are usually padded
 _PADDING = 1024
 
 
@@ -23,8 +23,8 @@ def stored_tokenizer(path: str | Path) -> Tokenizer | None:
     """Return the tokenizer stored in a checkpoint or in a folder of `save_pretrained`; None if there is none.
 
     Raises:
-        FileNotFoundError, ValueError: as in `read_checkpoint`; also for a tokenizer that cannot be read.
-        ModuleNotFoundError: without the library.
+        FileNotFoundError, ValueError: as in `read_checkpoint`; also if the tokenizer cannot be read.
+        ModuleNotFoundError: if the library tokenizers is not installed.
     """
     if Path(path).is_dir():
         return load_tokenizer(Path(path) / MAIN) if (Path(path) / MAIN).is_file() else None
@@ -33,15 +33,15 @@ def stored_tokenizer(path: str | Path) -> Tokenizer | None:
 
 
 def load_language_model(path: str | Path, vocab_size: int | None = None) -> DilatedModule:
-    """Load a language model from a checkpoint: over bytes, or over the tokens of a tokenizer with `vocab_size` tokens.
+    """Load a language model over bytes, or over the tokens of a tokenizer with `vocab_size` tokens, from a checkpoint.
 
     A model may have more tokens than its tokenizer, because vocabularies are padded to a multiple of up to 1,024. If
-    more than 1,024 or more than half are unused, the tokenizer may not be the one of the training, and a warning says
-    so. A model over bytes (vocab_size 256 and bytes_per_token 1) is never padded.
+    more than 1,024 tokens or more than half are unused, this warns, because the model may have been trained with
+    another tokenizer. A model over bytes (vocab_size 256 and bytes_per_token 1) is never padded.
 
     Raises:
-        ValueError: for another kind of model; for a model over tokens without a tokenizer, a model over bytes with a
-            tokenizer of another size than 256, or a model with fewer tokens than the tokenizer.
+        ValueError: for another kind of model, a model over tokens without a tokenizer, a model over bytes with a
+            tokenizer that has not 256 tokens, or a model with fewer tokens than the tokenizer.
     """
     model = load_any(path)
     size = getattr(model, "vocab_size", None)
@@ -51,7 +51,7 @@ def load_language_model(path: str | Path, vocab_size: int | None = None) -> Dila
         byte_note = f" and bytes_per_token {model.bytes_per_token}" if model.predicts_next_token and size == 256 else ""
         raise ValueError(
             f"{description}{byte_note}; generating text from the command line takes a LongNetLM or HFCausalLM over bytes "
-            "(vocab_size 256), or --tokenizer with the tokenizer.json that it was trained with, if it holds none."
+            "(vocab_size 256), or --tokenizer with the tokenizer.json of its training, if the checkpoint has none."
         )
     model.configure_model()  # reads a folder of transformers
     if vocab_size is None:
@@ -67,7 +67,7 @@ def load_language_model(path: str | Path, vocab_size: int | None = None) -> Dila
         )
     if size - vocab_size > min(_PADDING, size // 2):
         rank_zero_warn(
-            f"{description}, but the tokenizer has {vocab_size} tokens only, more than padding leaves unused: is it the one "
-            "that the model was trained with?"
+            f"{description}, but the tokenizer has only {vocab_size} tokens, and padding does not explain the "
+            "difference: was the model trained with this tokenizer?"
         )
     return model

@@ -1,4 +1,4 @@
-"""decode_attention: new tokens attend to each other and to a cache of earlier ones.
+"""Compute the attention of new tokens to each other and to a cache of earlier tokens.
 
 Shape letters: B batch, n new tokens, H query heads, K kv heads, D head dim; w segment length, r dilation rate.
 """
@@ -32,24 +32,24 @@ def decode_attention(
     engine: str = "auto",
     table: RotaryTable | None = None,
 ) -> Tensor:
-    """Causal dilated attention of n new tokens that follow the tokens in `cache`; adds the new tokens to the cache.
+    """Compute causal dilated attention of n new tokens that follow the tokens in `cache`, and add them to the cache.
 
-    One token costs O(sum over branches of w / r) for each head: on a GPU two kernels for all branches, on a CPU matrix
-    products. Several tokens (a prompt, or its next chunk) attend to each other by `dilated_attention` and to the cache
-    by the same engine; log-sum-exps merge the two.
+    A single token costs O(sum over branches of w / r) for each head, on a GPU in two kernels for all branches, on a CPU
+    in matrix products. Several tokens (a prompt, or its next chunk) attend to each other by `dilated_attention`, and to
+    the cache by the same engine; log-sum-exps merge the two results.
 
     Args:
         q: (B, n, H, D), rotated to its global positions if positions are rotary.
-        k, v: (B, n, K, D), rotated likewise.
+        k, v: (B, n, K, D); k is rotated in the same way.
         cache: earlier tokens of the same sequences and layer; changed in place.
         scale, engine: as in `dilated_attention`.
-        table: rotates q and k, which are then passed unrotated.
+        table: rotary table for q and k, if they are not rotated yet.
 
     Returns:
         (B, n, H, D) in q's dtype; 0 for a head that no branch serves at a position.
 
     Raises:
-        ValueError: for shapes that differ from the cache's, and for tensors that require a gradient.
+        ValueError: if shapes differ from the cache's, or a tensor requires a gradient.
     """
     q, k, v = autocast(q, k, v)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
@@ -84,9 +84,9 @@ def decode_attention(
 
 @functools.lru_cache(maxsize=256)
 def _continued(pattern: DilatedPattern, start: int) -> DilatedPattern | None:
-    """The causal pattern for tokens from position `start` on, numbered from 0; causal attention has no padding.
+    """Return the pattern, for causal attention, of tokens from position `start` on, which are numbered from 0.
 
-    None if they do not read each other, because the pattern has only global tokens before `start`.
+    Return None if these tokens do not read each other, because the pattern has only global tokens before `start`.
     """
 
     def continued(b: AnyBranch) -> AnyBranch:
@@ -94,7 +94,7 @@ def _continued(pattern: DilatedPattern, start: int) -> DilatedPattern | None:
             return replace(b, tokens=b.tokens - start)
         if isinstance(b, Window):
             return b if b.offset is None else replace(b, offset=(b.offset - start) % b.dilation_rate)
-        width = b.segment_length or LARGEST["segment_length"]  # an endless segment for the whole sequence
+        width = b.segment_length or LARGEST["segment_length"]  # a segment for the whole sequence
         return replace(b, segment_length=width, shift=(b.shift + start) % width)
 
     remaining = [b for b in pattern.branches if b.tokens is None or b.tokens > start]

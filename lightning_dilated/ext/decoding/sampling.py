@@ -1,4 +1,4 @@
-"""The choice of the next token: sampling options, their checks, and draws from logits without waiting for the device.
+"""Choose the next token: check sampling options, and draw from logits without waiting for the device.
 
 Shape letters: B batch, V vocabulary.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dilated._validation import integer, real
 
-#: lower temperatures count as 0, because logits divided by them overflow
+#: lower temperatures count as 0, because a division of logits by them would overflow
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -28,7 +28,7 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
 
 @dataclass(frozen=True)
 class Sampling:
-    """Checked options of a draw, as in `generate_stream`."""
+    """Sampling options, checked by the constructor; see `generate_stream`."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -49,29 +49,29 @@ def sample(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw tokens (B,) from logits (B, V); options as in `generate_stream`.
+    """Draw tokens (B,) from logits (B, V); see `generate_stream` for the options.
 
-    The draw is the argmax of probability / exponential noise. It gives the numbers of `torch.multinomial` without that
-    function's check of its input, which waits for the device.
+    The drawn token is the argmax of probability / exponential noise. `torch.multinomial` would draw the same token, but
+    it checks its input, which waits for the device.
     """
     if temperature < TINY:
         return logits.argmax(-1)
     logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the largest is 0, so no temperature overflows
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the maximum is 0: no overflow
     if top_k is not None:
         floor = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < floor, -torch.inf)
     if top_p is not None:
         values, order = logits.sort(descending=True)
         probability = values.softmax(-1)
-        beyond = probability.cumsum(-1) - probability >= top_p  # never includes the likeliest token
+        beyond = probability.cumsum(-1) - probability >= top_p  # False for the likeliest token
         logits = logits.scatter(-1, order, values.masked_fill(beyond, -torch.inf))
     clocks = torch.empty_like(logits).exponential_(generator=generator)
     return (logits.softmax(-1) / clocks).argmax(-1)
 
 
 def stop_tokens(stop: int | Collection[int] | None, vocab_size: int) -> list[int]:
-    """Return the tokens that end a continuation as a list; raise for a token that can never be drawn."""
+    """Return the list of tokens that end a continuation; raise if a token can never be drawn."""
     if stop is None:
         return []
     stop = stop.tolist() if hasattr(stop, "tolist") else stop

@@ -1,7 +1,7 @@
-"""TokenStep: one token of each sample, from the embedding to the draw, as a CUDA graph that is replayed.
+"""Compute one token of each sample, from the embedding to the draw, by replaying a CUDA graph.
 
-The graph reads and writes fixed tensors: caches, last tokens, ended samples and next positions. The host only starts
-it, and may start it again before it is done.
+The graph reads and writes fixed tensors: caches, last tokens, ended samples and next positions. The host only launches
+it, and may launch it again before it has finished.
 Shape letters: B batch, V vocabulary.
 """
 
@@ -26,12 +26,12 @@ from lightning_dilated.ext.decoding.sampling import Sampling
 from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.pattern.rows import window_reach
 
-#: most steps of a model kept for later calls, and most bytes of their caches; the latest step is always kept
+#: most steps of a model that are kept for later calls, and most bytes of their caches; the latest step is always kept
 KEPT, KEPT_BYTES = 4, 1 << 31
 
 
 class CausalModel(Protocol):
-    """The model that `generate` calls: logits from tokens and caches, and the stack that makes the caches."""
+    """A model for `generate`: it computes logits from tokens and caches, and its stack creates the caches."""
 
     transformer: DilatedTransformer
     training: bool
@@ -57,9 +57,9 @@ def why_not(model: CausalModel, device: torch.device) -> str | None:
 
 
 def why_not_captured(model: CausalModel) -> str | None:
-    """Return None if the model's Python code does the same for every token, else the reason."""
+    """Return None if the model's Python code is the same for every token, else the reason why it may not be."""
     if not isinstance(model, nn.Module) or not getattr(type(model).forward, "decodes", False):
-        return f"{type(model).__name__} has a forward of its own"
+        return f"{type(model).__name__} redefines forward"
     if any(map(has_hooks, model.modules())):
         return "hooks would not run"
     stack = model.transformer
@@ -71,16 +71,16 @@ def why_not_captured(model: CausalModel) -> str | None:
         return "xPos is checked at every position"
     tensors = [*model.parameters(), *model.buffers()]
     if len({x.device for x in tensors}) != 1:
-        return "its weights lie on several devices"
+        return "its weights are on several devices"
     if any(type(x) not in (Tensor, nn.Parameter) for x in tensors):
-        return "its weights are sharded, or of a class of their own"
+        return "its weights are sharded, or of a subclass of Tensor"
     return None
 
 
 def room(model: CausalModel, length: int) -> int:
-    """`max_length` of caches for `length` tokens, rounded up so that calls of similar length share a graph.
+    """Return `max_length` of caches for `length` tokens, rounded up so that calls of similar length share a graph.
 
-    It is at most the widest segment, if no branch covers the whole sequence.
+    If no branch covers the whole sequence, it is at most the widest segment.
     """
     branches = [b for block in model.transformer.blocks for b in block.attention_layer.attention.pattern.branches]
     widths = [b.tokens or b.segment_length or window_reach(b) for b in branches]
@@ -90,27 +90,27 @@ def room(model: CausalModel, length: int) -> int:
 
 
 def capture(run: Callable[[], None], generator: torch.Generator | None, device: torch.device) -> Callable[[], None]:
-    """Capture a graph of `run` on a device, with draws from `generator`; return its replay."""
+    """Capture a graph of `run` on a device, with random numbers from `generator`; return a function that replays it."""
     graph = torch.cuda.CUDAGraph()
     if generator is not None:
         graph.register_generator_state(generator)
-    # torch's own capture stream belongs to the first device that ever captured
+    # torch's default capture stream belongs to the first device that captured a graph
     with recording(graph, torch.cuda.Stream(device)):
         run()
     return graph.replay
 
 
 class TokenStep:
-    """One token of each of B samples of a model.
+    """The step that draws the next token of each of B samples.
 
-    Call `begin`, read the prompts into `caches`, call `prepare`, `start` for the first token, then `next`.
+    Call `begin`, read the prompts into `caches`, call `prepare`, `start` for the first token, and `next` for others.
 
     Args:
-        model: the model, without keeping a reference.
+        model: the model; no reference is kept.
         batch: B.
-        max_length: most tokens of a sample, prompt included.
-        sampling: how tokens are drawn.
-        ends: number of tokens that end a sample.
+        max_length: most tokens of a sample, including the prompt.
+        sampling: sampling options.
+        ends: number of stop tokens.
         device: the model's device.
     """
 
@@ -138,7 +138,7 @@ class TokenStep:
         return sum(cache.nbytes for cache in self.caches)
 
     def begin(self, lengths: Sequence[int] | None, ends: Sequence[int]) -> None:
-        """Reset everything for new prompts, of these lengths if they differ."""
+        """Reset all tensors for new prompts; `lengths`: their lengths if they differ."""
         for cache in self.caches:
             cache.reset()
         self.caches[0].clock.begin(lengths)
@@ -146,19 +146,19 @@ class TokenStep:
         self.ends.copy_(torch.tensor(ends, dtype=torch.int64))
 
     def start(self, logits: Tensor, last: Tensor, source: torch.Generator | None) -> None:
-        """Draw the first token from logits (B, V); `last` (B,) are the last tokens of the prompts."""
+        """Draw the first token from logits (B, V); `last`: (B,) last tokens of the prompts."""
         self.token.copy_(last)
         with self._randomness(source):
             self._take(logits)
         self._positions()
 
     def prepare(self, model: CausalModel) -> None:
-        """Capture the step on the first call; the caches hold the prompts."""
+        """Capture the step on the first call. The prompts must already be in the caches."""
         if self._replay is None:
             self._replay = self._captured(model)
 
     def next(self, source: torch.Generator | None) -> None:
-        """Draw the next token of each sample with `source` into `token`; `done` says whether all samples have ended."""
+        """Draw the next token of each sample into `token` with `source`, and set `done` to whether all have ended."""
         assert self._replay is not None, "prepare comes first"
         with self._randomness(source):
             self._replay()
@@ -169,7 +169,7 @@ class TokenStep:
         self._positions()
 
     def _take(self, logits: Tensor) -> None:
-        """Draw a token; a sample that has ended repeats its last token."""
+        """Draw a token of each sample; samples that have ended repeat their last token."""
         drawn = torch.where(self.ended, self.token, self.sampling.draw(logits, self.generator))
         self.token.copy_(drawn)
         if len(self.ends):
@@ -177,18 +177,18 @@ class TokenStep:
             self.done.copy_(self.ended.all())
 
     def _positions(self) -> Tensor:
-        """The positions of the next tokens, advanced by one after each token."""
+        """Return the positions of the next tokens; a call after a token advances them by one."""
         return self.caches[0].positions(len(self.token), self.token.device)
 
     def _count(self, tokens: int) -> None:
-        """Correct the host's token counts: add a token after a replay, take one back after a trial."""
+        """Correct the host's token counts: a replay does not add its token, and a trial's token must be removed."""
         for cache in self.caches:
             cache.length += tokens
         self.caches[0].clock.count(tokens)
 
     @contextlib.contextmanager
     def _randomness(self, source: torch.Generator | None) -> Iterator[None]:
-        """Let the graph's generator draw as `source` (None: torch's default generator) would, and advance `source`."""
+        """Copy the state of `source` (None: torch's default generator) to the graph, and copy it back at the end."""
         if self.generator is None:
             yield
             return
@@ -198,17 +198,17 @@ class TokenStep:
         source.set_state(self.generator.get_state())
 
     def state(self, source: torch.Generator | None) -> Tensor | None:
-        """The state of `source`, or of torch's default generator, after the tokens so far; None for greedy decoding."""
+        """Return the present state of `source`, or of torch's default generator; None for greedy decoding."""
         return None if self.generator is None else (source or default_generator(self.generator.device)).get_state()
 
     def restore(self, source: torch.Generator | None, state: Tensor) -> None:
-        """Reset the generator to a `state`, which takes back later draws."""
+        """Reset the generator to an earlier `state`, as if later tokens had not been drawn."""
         (source or default_generator(self.token.device)).set_state(state)
 
     def _captured(self, model: CausalModel) -> Callable[[], None]:
-        """Run the step twice, which builds kernels and allocates workspace, then capture it, and restore all tensors.
+        """Run the step twice to compile kernels and allocate workspaces, capture it, and restore all tensors.
 
-        Trials write cache rows at the next token's position; that token overwrites them.
+        The trials write cache rows at the next token's position, which the next token overwrites.
         """
         changed = [self.token, self.ended, self.done, self._positions()]
         changed += [x for cache in self.caches for x in cache.kept.values() if isinstance(x, Tensor)]
@@ -238,7 +238,7 @@ class TokenStep:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """torch's default generator of a device."""
+    """Return torch's default generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
@@ -246,7 +246,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 @contextlib.contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """Run on a separate stream, as trials before a capture need; on a CPU do nothing."""
+    """Use a separate stream, because trials before a capture need one; on a CPU do nothing."""
     if device.type != "cuda":
         yield
         return
@@ -259,7 +259,7 @@ def side_stream(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _autocast_without_cache(kind: str) -> Iterator[None]:
-    """Keep autocast, without its cache of cast weights, which a graph would find freed."""
+    """Disable autocast's cache of cast weights, because a graph would read the cached weights after they were freed."""
     if not torch.is_autocast_enabled(kind):
         yield
         return
@@ -268,10 +268,10 @@ def _autocast_without_cache(kind: str) -> Iterator[None]:
 
 
 class Weights:
-    """The addresses of a model's weights, which a graph reads."""
+    """The addresses of a model's weights; a captured graph reads weights at these addresses."""
 
     def __init__(self, model: CausalModel) -> None:
-        # by module and name, because a weight may be replaced
+        # store modules and names, because a weight may be replaced
         self._named = [
             (module, name)
             for module in model.modules()
@@ -287,7 +287,7 @@ class Weights:
         if self._addresses() != self.addresses:
             raise RuntimeError(
                 "the model's weights moved (model.to, .cuda, .half, ...) or were replaced while tokens were drawn. Draw all "
-                "tokens before, or begin anew with the tokens so far as the prompt."
+                "tokens before, or start again with the tokens so far as the prompt."
             )
 
 
@@ -297,7 +297,7 @@ _refused: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def forget(model: CausalModel) -> None:
-    """Free the graphs and caches kept for a model, and allow a failed capture to be tried again."""
+    """Free the graphs and caches that are kept for a model, and allow another capture after a failed one."""
     _steps.pop(model, None)
     _refused.discard(model)
 
@@ -310,9 +310,9 @@ def token_step(
     sampling: Sampling,
     ends: int,
 ) -> Iterator[TokenStep | None]:
-    """Yield a step for prompts (B, N) and up to `longest` tokens in total; None if it cannot be captured.
+    """Yield a step for prompts (B, N) and up to `longest` tokens in total; yield None if it cannot be captured.
 
-    A step of an earlier call is used again, unless another call is using it or the weights have moved.
+    A step of an earlier call is reused, unless another call is using it or the weights have moved.
     """
     step = _step_of(model, tokens, longest, sampling, ends)
     if step is None:
@@ -332,7 +332,7 @@ def _step_of(
     sampling: Sampling,
     ends: int,
 ) -> TokenStep | None:
-    """Return a kept step, or a new one that is kept from now on."""
+    """Return a step of an earlier call, or create one and keep it."""
     device = tokens.device
     if model in _refused or why_not(model, device) is not None:
         return None
@@ -351,28 +351,28 @@ def _step_of(
 
 
 def _stays(model: CausalModel) -> bool:
-    """Return whether steps stay for later calls: not while a Trainer fits the model, which needs the memory."""
+    """Return whether steps are kept for later calls. They are not while a Trainer fits the model, to save memory."""
     trainer = attached_trainer(model) if isinstance(model, pl.LightningModule) else None
     return trainer is None or trainer.state.fn != "fit" or trainer.state.status != "running"
 
 
 def _few(steps: dict[tuple, TokenStep]) -> dict[tuple, TokenStep]:
-    """The latest steps within `KEPT` and `KEPT_BYTES`, at least the last one."""
-    few: dict[tuple, TokenStep] = {}
+    """Return the latest steps within `KEPT` and `KEPT_BYTES`, but at least the last step."""
+    latest: dict[tuple, TokenStep] = {}
     for key, step in reversed(steps.items()):
-        if few and (len(few) == KEPT or sum(x.nbytes for x in few.values()) + step.nbytes > KEPT_BYTES):
+        if latest and (len(latest) == KEPT or sum(x.nbytes for x in latest.values()) + step.nbytes > KEPT_BYTES):
             break
-        few[key] = step
-    return dict(reversed(few.items()))
+        latest[key] = step
+    return dict(reversed(latest.items()))
 
 
 def refuse(model: CausalModel, error: Exception) -> None:
-    """Warn that a capture failed, and remember it unless memory was short."""
+    """Warn that a capture failed. Do not try again for this model, unless memory was the reason."""
     forget(model)
     if not isinstance(error, torch.OutOfMemoryError):
         _refused.add(model)
     warnings.warn(
-        f"a token step of {type(model).__name__} could not be captured as a CUDA graph, so every token costs the host's "
-        f"time: {error}",
+        f"a token step of {type(model).__name__} could not be captured as a CUDA graph, so the host launches each "
+        f"kernel of each token: {error}",
         stacklevel=2,
     )

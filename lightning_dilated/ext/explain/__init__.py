@@ -1,1 +1,1 @@
-"""Explains what patterns let a model see: walls, reach, dead residues, sight, pictures."""
+"""Explain which tokens attention patterns connect: walls, reach, dead residues, sight and pictures."""

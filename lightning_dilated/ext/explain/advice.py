@@ -1,4 +1,4 @@
-"""Advice at the start of a fit: changes to a model's patterns for its length, and a layout that balances ranks."""
+"""Advise changes at the start of a fit: to a model's patterns at the run's length, and to the layout of ranks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lightning_dilated.sequence import SequenceGroup
 from lightning_dilated.sequence.ranges import clip
 from lightning_dilated.sequence.shard import Shard
 
-#: dead residues and uncovered rows are searched up to this length; walls at the whole length
+#: most tokens for the search of dead residues and uncovered rows; walls are searched at the whole length
 SHORT = 1 << 14
-#: another layout is proposed if the busiest rank computes more than this many times the mean
+#: propose another layout if the busiest rank computes more than the mean times this factor
 UNBALANCED = 1.1
 
 
 def advice(module: Any, seq_len: int) -> str | None:
-    """Return hints on changing `module.pattern` for sequences of N tokens; None if nothing is wrong."""
+    """Return hints on changes of `module.pattern` for sequences of N tokens; None if there are no problems."""
     patterns, heads = getattr(module, "patterns", ()), getattr(module, "num_heads", None)
     if not patterns or not isinstance(heads, int) or seq_len < 1:
         return None
     causal, kv_heads = getattr(module, "causal", False), getattr(module, "num_kv_heads", None)
     base = explain(patterns, min(seq_len, SHORT), heads, len(patterns), causal, kv_heads)
-    # full reach depends on the depth, and is left to `lightning-dilated explain`
+    # full reach is not checked here, because it depends on the depth; `lightning-dilated explain` reports it
     dead = dict(list(base.dead_residues.items())[:1])
     at_length = replace(base, seq_len=seq_len, walls=walls(patterns, seq_len), reach=None, dead_residues=dead, sight=())
     hints, taps = at_length.hints, getattr(getattr(module, "options", None), "kv_conv", None)
@@ -50,18 +50,18 @@ def advice(module: Any, seq_len: int) -> str | None:
 
 
 def balance_hint(module: Any, group: SequenceGroup, batch: Any) -> str | None:
-    """Return the layout to set if contiguous shards of causal sequences give ranks unequal numbers of pairs; else None.
+    """Return a hint to set another layout if contiguous shards give ranks unequal numbers of pairs; else None.
 
     Args:
-        module: has run on the ranks of the group.
+        module: a model that has run on the ranks of the group.
         group: the ranks of the sequence.
-        batch: this rank's part; if it is a mapping, its documents and lengths count.
+        batch: this rank's part of a batch; if it is a mapping, its documents and lengths are used.
     """
     plan, patterns = group.plan, Counter(getattr(module, "patterns", ()))
     if plan is None or group.agreed is None or group.layout != "contiguous" or not getattr(module, "causal", False):
         return None
     ranks = group.ranks // plan.head_size
-    if ranks == 1 or not patterns or plan.exchange == "switch":  # switch balances work already
+    if ranks == 1 or not patterns or plan.exchange == "switch":  # "switch" already balances work
         return None
     parts = _documents(batch, group.agreed.seq_len)
     heads = module.num_heads, getattr(module, "num_kv_heads", None)
@@ -74,14 +74,14 @@ def balance_hint(module: Any, group: SequenceGroup, batch: Any) -> str | None:
         return None
     return (
         f"the busiest of {ranks} ranks with layout='contiguous' computes {busiest['contiguous']:.2f} times the mean rank's "
-        "(query, key) pairs, since the last ones of a causal sequence see most keys, and the others wait for it. With "
+        "(query, key) pairs, because late queries of a causal sequence see most keys. Other ranks wait for it. With "
         f"layout='zigzag' each rank has an early and a late part, and the busiest computes {busiest['zigzag']:.2f} times "
         "the mean. Set it as the strategy's layout, in YAML trainer.strategy.init_args.layout: zigzag."
     )
 
 
 def _documents(batch: Any, seq_len: int) -> list[range]:
-    """Return the positions of each document, or sample, of a batch."""
+    """Return the positions of each document, or of each sample, in a batch."""
     entries = batch if isinstance(batch, Mapping) else {}
     if isinstance(bounds := entries.get("cu_seqlens"), Tensor):
         return [range(a, b) for a, b in itertools.pairwise(bounds.tolist()) if a < b]
@@ -93,7 +93,7 @@ def _documents(batch: Any, seq_len: int) -> list[range]:
 def _pairs(
     pattern: DilatedPattern, pieces: Iterable[range], documents: Iterable[range], heads: tuple[int, int | None]
 ) -> int:
-    """Count the causal (query, key) pairs of the queries at some positions of documents."""
+    """Count the causal (query, key) pairs of the queries at the positions in `pieces`."""
     total = 0
     for piece, document in itertools.product(pieces, documents):
         if part := clip(piece, document.start, document.stop):

@@ -1,4 +1,4 @@
-"""`lightning-dilated explain`: what the pattern of a recipe or of options can see at a length, and what to change."""
+"""Implement `lightning-dilated explain`: report what a pattern can see at a length, and what to change."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning_dilated.pattern.rows import cycle_to
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import reach_in_words
 
-#: fields of `Sizes` and their options
+#: required fields of `Sizes`, and the options that set them
 OPTIONS = {"seq_len": "--seq_len", "num_heads": "--heads", "depth": "--depth"}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The patterns and sizes to explain; None for sizes that neither recipe nor options set."""
+    """The patterns and sizes to explain; None for sizes that neither the recipe nor an option sets."""
 
     patterns: tuple[DilatedPattern, ...] = ()
     seq_len: int | None = None
@@ -38,14 +38,14 @@ class Sizes:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("lightning-dilated explain", description="What a pattern can and cannot see.")
-    p.add_argument("--config", "-c", type=Path, help="take everything from a recipe; options next to it win")
+    p.add_argument("--config", "-c", type=Path, help="take everything from a recipe; other options override it")
     p.add_argument("--segments", type=int, nargs="+", help="segment lengths of the branches")
-    p.add_argument("--dilations", type=int, nargs="+", help="their dilation rates")
+    p.add_argument("--dilations", type=int, nargs="+", help="dilation rates of the branches")
     p.add_argument("--offsets", default="interleaved", help="interleaved or blocked (default %(default)s)")
     p.add_argument("--seq_len", "--seq-len", type=int, help="tokens")
     p.add_argument("--heads", type=int)
     p.add_argument("--kv_heads", "--kv-heads", type=int)
-    p.add_argument("--head_dim", "--head-dim", type=int, help="for the FLOPs (default: the recipe's, else 64)")
+    p.add_argument("--head_dim", "--head-dim", type=int, help="head dim for the FLOPs (default: the recipe's, else 64)")
     p.add_argument("--depth", type=int, help="layers")
     p.add_argument(
         "--causal", action=argparse.BooleanOptionalAction, help="(default: the recipe's, else both directions)"
@@ -57,7 +57,7 @@ def sizes_of_recipe(path: Path) -> Sizes:
     """Return the sizes of a recipe's model and data.
 
     Raises:
-        ValueError: naming what the recipe lacks.
+        ValueError: if the recipe lacks a model or a pattern; the message names it.
     """
     config = yaml.safe_load(text_of(path))
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
@@ -77,10 +77,10 @@ def sizes_of_recipe(path: Path) -> Sizes:
 
 
 def resolve_sizes(args: argparse.Namespace) -> Sizes:
-    """Return the recipe's sizes, overridden by the command line's.
+    """Return the recipe's sizes, overridden by the options.
 
     Raises:
-        ValueError: naming the options that are missing.
+        ValueError: if sizes are missing; the message names their options.
     """
     sizes = sizes_of_recipe(args.config) if args.config else Sizes()
     if (args.segments is None) != (args.dilations is None):
@@ -133,7 +133,7 @@ def table(sizes: Sizes, result: Explanation) -> list[str]:
 
 
 def rotary_table(bases: tuple[float | None, ...]) -> list[str]:
-    """List how many tokens between a query and a key the layers' rotary bases serve, a line for each base."""
+    """For each rotary base of the layers, return a line with the largest distance between query and key it serves."""
     lines = []
     for base in dict.fromkeys(bases):
         layers = [str(i) for i, x in enumerate(bases) if x == base]
@@ -144,7 +144,7 @@ def rotary_table(bases: tuple[float | None, ...]) -> list[str]:
 
 
 def run(argv: list[str]) -> None:
-    """Parse and explain; print the table, and what to change for each problem."""
+    """Run the command: print the table, and a change for each problem."""
     sizes = resolve_sizes(parser().parse_args(argv))
     arguments = sizes.seq_len, sizes.num_heads, sizes.depth, sizes.causal, sizes.num_kv_heads
     result = explain(sizes.patterns, *arguments)

@@ -1,7 +1,7 @@
-"""Explain what a pattern lets a model see at a length: walls, dead residues, reach, cost, sight, and a picture.
+"""Explain which tokens a pattern connects at a length: walls, dead residues, reach, cost, sight, and a picture.
 
 Sight is the share of (query, key) pairs at a distance that one layer connects. In a branch of rate r a query sees only
-keys of its own residue, at distances that r divides; information from other distances takes two layers or more.
+keys with its own residue, at distances that r divides; information from other distances needs two layers or more.
 Shape letters: N tokens, H query heads, D head dim, r dilation rate, o offset.
 """
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from lightning_dilated.pattern.pattern import DilatedPattern
 
 
-#: maps the positions that reach the last token to the positions that reach it through one more branch, (N,) bool each
+#: a function from positions that reach the last token to positions that reach it through one more branch; (N,) bool
 Step: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-#: longest side of a panel in pixels; longer sequences are binned
+#: pixels of a panel's longest side; positions of longer sequences are binned
 PIXELS = 256
-#: longest sequence drawn: a panel computes PIXELS x N pairs a head
+#: most tokens in a picture, because a panel computes PIXELS x N pairs for each head
 LONGEST = 1 << 17
 
 
@@ -43,14 +43,14 @@ def plot(
     head: int | None = None,
     num_kv_heads: int | None = None,
 ) -> Any:
-    """Draw all heads and up to three single ones (`drawn_heads`), or only `head`; see `DilatedPattern.plot`."""
+    """Draw all heads together and up to three single ones (`drawn_heads`), or one head; see `DilatedPattern.plot`."""
     from matplotlib.figure import Figure
 
     seq_len = integer(seq_len, "seq_len", 1)
     pattern.check_heads(num_heads, num_kv_heads)
     if seq_len > LONGEST:
         raise ValueError(
-            f"a picture takes up to {LONGEST} tokens, got seq_len={seq_len}; the pattern repeats, so draw fewer."
+            f"a picture shows up to {LONGEST} tokens, got seq_len={seq_len}; the pattern repeats, so draw fewer tokens."
         )
     if head is not None and not 0 <= head < num_heads:
         raise ValueError(f"head must lie in 0..{num_heads - 1}, got {head}.")
@@ -77,7 +77,7 @@ def plot(
 
 
 def drawn_heads(pattern: DilatedPattern, num_heads: int, most: int = 3) -> list[int]:
-    """Return up to `most` heads, in order: one for each set of branches that serves heads, then the lowest others."""
+    """Return up to `most` heads, sorted: first one head for each distinct set of branches, then the lowest others."""
     first: dict[tuple[bool, ...], int] = {}
     for h in range(num_heads):
         first.setdefault(tuple(branch.serves(h) for branch in pattern.branches), h)
@@ -93,9 +93,9 @@ def picture(
     heads: list[int],
     num_kv_heads: int | None = None,
 ) -> torch.Tensor:
-    """Return the mean count of (query, key) over heads, (side, side) fp32, with side at most PIXELS."""
+    """Return the mean number of branches of a head that connect (query, key): (side, side) fp32, side <= PIXELS."""
     side = min(seq_len, PIXELS)
-    # one query per pixel row, moved by the golden ratio within the row so that no residue is favoured
+    # one query per row of pixels; golden-ratio steps within the rows avoid a bias towards some residues
     edges = torch.arange(side + 1) * seq_len // side
     width = edges[1:] - edges[:-1]
     query = edges[:-1] + ((torch.arange(side) * 0.618034) % 1 * width).long()
@@ -113,28 +113,28 @@ def picture(
     return image / width / len(heads)
 
 
-#: reach is not searched beyond this many tokens, because it takes a few passes over N
+#: most tokens for the search of reach, which takes several passes over N
 REACH_LIMIT = 1 << 24
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result of `DilatedPattern.explain`; print it for the text.
+    """The result of `DilatedPattern.explain`; `str` formats it as text.
 
     Attributes:
-        seq_len, num_heads, depth, causal: as passed.
+        seq_len, num_heads, depth, causal: the arguments of `explain`.
         walls: positions that no information crosses, at any depth.
         dead_residues: (first layer with this pattern, branch number) -> residues (index mod r) that no head uses there.
         uncovered: share of (head, position) rows that no branch covers; their output is 0.
-        reach: share of the positions that the last token may see (all, or the past) that reach it through `depth`
-            layers; None beyond `REACH_LIMIT` tokens.
-        layers_to_full_reach: layers until the last token is reached from everywhere; None if that never happens.
-        pairs: (query, key) pairs of one layer, over all heads; a forward costs 4 D pairs FLOPs, a backward 10 D. If
-            layers differ this is their rounded mean; `uncovered` and `keys_per_row` are means, too.
-        keys_per_row: mean keys of a query in a head.
+        reach: share of positions from which information reaches the last token within `depth` layers; None beyond
+            `REACH_LIMIT` tokens.
+        layers_to_full_reach: layers until all positions reach the last token; None if some never do.
+        pairs: (query, key) pairs of one layer, over all heads; a forward costs 4 D FLOPs a pair, a backward 10 D. If
+            layers differ, this number is their rounded mean; `uncovered` and `keys_per_row` are means, too.
+        keys_per_row: mean number of keys of a query in a head.
         patterns: patterns that layers 0, 1, ... cycle through.
-        sight: what a query sees in one step, by octave of the distance.
-        beyond: the reach of layers by other means than the pattern; None: no other means.
+        sight: the pairs that one step connects, by octave of the distance.
+        beyond: a description of layers that connect tokens by other means than the pattern; None: no such layers.
     """
 
     patterns: tuple[DilatedPattern, ...]
@@ -153,12 +153,12 @@ class Explanation:
     beyond: str | None = None
 
     def flops(self, head_dim: int, backward: bool = False) -> int:
-        """Return the FLOPs of one layer's attention, forward, or forward and backward."""
+        """Return the FLOPs of one layer's attention in a forward; `backward`: in a forward and a backward."""
         return (14 if backward else 4) * integer(head_dim, "head_dim", 1) * self.pairs
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """Changes to make, most important first; empty if there are none."""
+        """Problems with the changes that solve them, the most important first; empty if there are no problems."""
         hints = []
         if self.walls:
             hints.append(
@@ -181,7 +181,7 @@ class Explanation:
             )
         if self.uncovered:
             hints.append(
-                f"{self.uncovered:.1%} of the rows have no key in any branch and give 0; a branch of rate 1 covers all."
+                f"{self.uncovered:.1%} of the rows have no key in any branch and give 0; add a branch of rate 1."
             )
         if not hints and self.reach is not None and self.layers_to_full_reach is None:
             hints.append(
@@ -226,7 +226,7 @@ class Explanation:
         ]
         if self.reach is not None:
             lines.append(
-                f"  last token       reached from {self.reach:.1%} of what it may see; all of it after: {full}"
+                f"  last token       reached from {self.reach:.1%} of all positions; from all positions after: {full}"
             )
         lines += [f"  sight            {line}" for line in sight_table(self.sight)]
         lines += [f"  note             {hint}" for hint in self.hints] or [
@@ -236,7 +236,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-#: positions that are processed at once
+#: most positions that are processed in one step
 AT_ONCE = 1 << 22
 
 
@@ -248,7 +248,7 @@ def explain(
     causal: bool,
     num_kv_heads: int | None = None,
 ) -> Explanation:
-    """Explain a pattern, or a list of patterns that layers cycle through; see `DilatedPattern.explain`."""
+    """Explain a pattern, or patterns that layers cycle through; see `DilatedPattern.explain`."""
     seq_len, depth = integer(seq_len, "seq_len", 1), integer(depth, "depth", 1)
     cycle = shortest_cycle(cycle_to(list(pattern) if isinstance(pattern, Sequence) else [pattern], depth))
     for member in cycle:
@@ -282,16 +282,16 @@ def explain(
 
 
 def walls(patterns: Sequence[DilatedPattern], seq_len: int) -> tuple[int, ...]:
-    """Return the positions x such that no branch of any layer has x - 1 and x in one segment."""
+    """Return all positions x such that no branch of any layer has x - 1 and x in the same segment."""
     branches = [
         b for pattern in patterns for b in pattern.branches if b.width != 1
-    ]  # a window of 1 sees the query only
+    ]  # a window of width 1 contains only the query
     if not branches:
         return tuple(range(1, seq_len))
     segments = {(b.segment_length, b.shift) for b in branches if b.segment_length is not None}
     if any(b.segment_length is None for b in branches):
         return ()
-    first, period = 0, 1  # the walls of the segments so far: first, first + period, ...
+    first, period = 0, 1  # common walls of the segment lengths so far: first, first + period, ...
     for width, shift in segments:
         common = math.gcd(period, width)
         if (distance := -shift - first) % common:
@@ -307,18 +307,18 @@ def _residues(pattern: DilatedPattern, branch: AnyBranch, num_heads: int, num_kv
 
 
 def _dead(branch: AnyBranch, used: frozenset[int], seq_len: int) -> tuple[int, ...]:
-    if branch.width is not None:  # a window has one residue; others have other windows or are left out explicitly
+    if branch.width is not None:  # a window covers one residue by definition
         return ()
     longest = seq_len + branch.shift if branch.segment_length is None else branch.segment_length
     return tuple(o for o in range(min(branch.dilation_rate, longest)) if o not in used)
 
 
 def _uncovered(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int) -> float:
-    """Return the share of (head, position) that no branch serves."""
+    """Return the share of (head, position) rows that no branch covers."""
     missing = 0
     for head in range(num_heads):
         branches = [b for b in pattern.branches if b.serves(head)]
-        if any(b.dilation_rate == 1 for b in branches):  # covers everything
+        if any(b.dilation_rate == 1 for b in branches):  # covers all positions
             continue
         for start in range(0, seq_len, AT_ONCE):
             positions = torch.arange(start, min(start + AT_ONCE, seq_len))
@@ -331,7 +331,7 @@ def _uncovered(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_hea
 
 
 def _steps(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int, causal: bool) -> list[Step]:
-    """Return for each branch a function from reached positions to their keys' positions; [] beyond `REACH_LIMIT`."""
+    """For each branch, return a function from reached positions to their keys' positions; [] beyond `REACH_LIMIT`."""
     steps: list[Step] = []
     for b in pattern.branches if seq_len <= REACH_LIMIT else ():
         used = _residues(pattern, b, num_heads, num_kv_heads)
@@ -349,8 +349,8 @@ def _steps(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: 
 
 
 def _reach(layers: list[list[Step]], seq_len: int, depth: int) -> tuple[float | None, int | None]:
-    """Return (share of positions that reach the last token in `depth` layers, layers until all do or None).
-    `layers`: steps of the layers, which cycle through them. The search cycles down from the last layer."""
+    """Return (share of positions that reach the last token in `depth` layers, layers until all positions do or None).
+    `layers`: the steps that layers cycle through. The search starts at the last layer and goes down."""
     if seq_len > REACH_LIMIT:
         return None, None
     reached = torch.zeros(seq_len, dtype=torch.bool)
@@ -370,7 +370,7 @@ def _reach(layers: list[list[Step]], seq_len: int, depth: int) -> tuple[float | 
 
 
 def _classes(branch: AnyBranch, used: frozenset[int], seq_len: int) -> tuple[torch.Tensor, int]:
-    """Return (class of each position, number of classes); positions that see each other share a class, 0 is unused."""
+    """Return (class of each position, number of classes). Positions that see each other share a class; 0: unused."""
     segment, index = segment_index(branch, seq_len, torch.arange(seq_len))
     residue = index % branch.dilation_rate
     table = torch.zeros(int(residue.max()) + 1, dtype=torch.bool)
@@ -380,7 +380,7 @@ def _classes(branch: AnyBranch, used: frozenset[int], seq_len: int) -> tuple[tor
 
 
 def _sources(reached: torch.Tensor, group: torch.Tensor, size: int, causal: bool) -> torch.Tensor:
-    """Return the positions that some reached query attends to in one branch."""
+    """Return the positions to which a reached query attends in one branch."""
     position = torch.arange(len(reached))
     furthest = torch.full((size,), -1, dtype=torch.int64)
     furthest.scatter_reduce_(0, group, torch.where(reached, position, -1), "amax")
@@ -390,7 +390,7 @@ def _sources(reached: torch.Tensor, group: torch.Tensor, size: int, causal: bool
 
 
 def _window_sources(reached: torch.Tensor, residue: tuple[int, int], width: int, causal: bool) -> torch.Tensor:
-    """Return the same for a window over the positions p with p mod r = o; `residue` = (r, o)."""
+    """Return the positions to which a reached query attends in a window; `residue`: (r, o), positions p mod r = o."""
     rate, offset = residue
     here, sources = reached[offset::rate], torch.zeros_like(reached)
     number = torch.arange(len(here))
@@ -407,7 +407,7 @@ def _window_sources(reached: torch.Tensor, residue: tuple[int, int], width: int,
 
 
 def _global_sources(reached: torch.Tensor, tokens: int, causal: bool) -> torch.Tensor:
-    """Return the same if the first `tokens` positions are global."""
+    """Return the positions to which a reached query attends if the first `tokens` positions are global."""
     sources = torch.zeros_like(reached)
     numbers = reached.nonzero()[:, 0]
     if len(numbers) and causal:
@@ -418,11 +418,11 @@ def _global_sources(reached: torch.Tensor, tokens: int, causal: bool) -> torch.T
 
 
 # -- sight -------------------------------------------------------------------------------------------------------------
-#: (query, key) pairs sampled from an octave; all pairs of smaller octaves are counted
+#: number of (query, key) pairs that are sampled from an octave; in octaves with fewer pairs all are counted
 SAMPLES = 1 << 12
-#: a hint names octaves with a smaller share
+#: octaves with a smaller share than this lead to a hint
 ENOUGH = 0.5
-#: neighbouring octaves share a line of the table if their numbers differ by less
+#: consecutive octaves share a line of the table if their numbers differ by less than this
 ALIKE = 0.1
 
 
@@ -432,8 +432,8 @@ class Octave:
 
     Attributes:
         first: the shortest distance, a power of two.
-        share: the share of pairs this far apart that some head of some layer sees.
-        heads: the mean number of heads, summed over the layers, that see such a pair.
+        share: share of pairs at these distances that at least one head of one layer sees.
+        heads: mean number of heads, summed over layers, that see such a pair.
     """
 
     first: int
@@ -442,7 +442,7 @@ class Octave:
 
 
 def sight(patterns: Sequence[DilatedPattern], seq_len: int, num_heads: int, num_kv_heads: int) -> tuple[Octave, ...]:
-    """Return the octaves of N tokens for the patterns of all layers; long octaves are sampled, with a fixed seed."""
+    """Return the octaves of N tokens, for the patterns of all layers. Long octaves are sampled with a fixed seed."""
     layers = {pattern: patterns.count(pattern) for pattern in dict.fromkeys(patterns)}
     octaves, first = [], 1
     while first < seq_len:
@@ -459,7 +459,7 @@ def sight(patterns: Sequence[DilatedPattern], seq_len: int, num_heads: int, num_
 
 
 def _drawn(first: int, stop: int, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (positions of queries, positions of keys) at distances from `first` to below `stop`, or a sample."""
+    """Return (query positions, key positions) of pairs at distances `first` to `stop` - 1: all pairs, or a sample."""
     distances = torch.arange(first, stop) if stop - first <= SAMPLES else None
     if distances is not None and int((seq_len - distances).sum()) <= SAMPLES:
         pairs = [(torch.arange(d, seq_len), torch.arange(seq_len - d)) for d in range(first, stop)]
@@ -490,20 +490,20 @@ def _seen(
 
 
 def _common_residue(branch: AnyBranch, query: torch.Tensor, key: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Return the residue that query and key share in one segment; -1 in different segments, or if residues differ."""
+    """Return the residue of query and key if they have the same segment and the same residue, else -1."""
     (query_segment, q), (key_segment, k) = (segment_index(branch, seq_len, x) for x in (query, key))
     residue = q % branch.dilation_rate
     return torch.where((query_segment == key_segment) & (residue == k % branch.dilation_rate), residue, -1)
 
 
 def sight_hints(octaves: Sequence[Octave]) -> tuple[str, ...]:
-    """Return a hint if one layer shows queries few of the distances."""
+    """Return a hint if one layer connects queries to few tokens at some distances."""
     blind = [x for x in octaves if x.share < ENOUGH]
     if not blind:
         return ()
     least, most = min(x.share for x in blind), max(x.share for x in octaves if x.first >= blind[0].first)
     part = f"only {least:.0%}" if least else "none"
-    if most > blind[0].share:  # more is seen further away
+    if most > blind[0].share:  # larger distances have a larger share
         part = f"at most {most:.0%}"
     return (
         f"from a distance of {blind[0].first:,} tokens on, one layer shows a query {part} of the tokens there: models do "
@@ -513,13 +513,13 @@ def sight_hints(octaves: Sequence[Octave]) -> tuple[str, ...]:
 
 
 def _alike(a: Octave, b: Octave) -> bool:
-    """Return whether two octaves differ by little."""
+    """Return whether the numbers of two octaves are similar."""
     low, high = sorted((a.heads, b.heads))
     return abs(a.share - b.share) < ALIKE and high <= low * (1 + ALIKE)
 
 
 def sight_table(octaves: Sequence[Octave]) -> list[str]:
-    """Return a line for each run of similar octaves: distances, and the lowest share and heads among them."""
+    """Return a line for each run of similar octaves, with its distances, lowest share and lowest number of heads."""
     runs: list[list[Octave]] = []
     for octave in octaves:
         if runs and _alike(runs[-1][0], octave):

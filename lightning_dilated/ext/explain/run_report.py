@@ -1,4 +1,4 @@
-"""RunReport: what a run's pattern sees, its validation and a bigram model's, and pictures of pattern and loss."""
+"""Report a run: what its pattern sees, its validation next to a bigram model's, and pictures of pattern and loss."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LONGEST_DRAWN = 1 << 17
 
 
 class RunReport(pl.Callback):
-    """Write `pattern.png` and `loss.png` into the run folder, and print validation with the data's baseline.
+    """Write `pattern.png` and `loss.png` into the run folder, and print validation next to a baseline.
 
-    `pattern.png` shows layer 0's pattern. Other patterns are `pattern_layer_I.png`, by their first layer I.
+    `pattern.png` shows the pattern of layer 0. Other patterns are in `pattern_layer_I.png`; I is their first layer.
 
-    The baseline is the DataModule's `bigram_bits_per_byte("val")`, if it has one: a bigram model counted on
+    The baseline is the DataModule's `bigram_bits_per_byte("val")`, if it has this method: a bigram model counted on
     the training bytes and scored on the validation bytes.
 
     Args:
@@ -40,7 +40,7 @@ class RunReport(pl.Callback):
         self._console = Console()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Ask for the logger's folder, or without a logger the Trainer's root; every rank has to take part."""
+        """Set the folder: the logger's, or the Trainer's root without a logger. Every rank must call this."""
         self.folder = Path(trainer.log_dir or trainer.default_root_dir)
 
     @rank_zero_only
@@ -64,7 +64,7 @@ class RunReport(pl.Callback):
 
     @rank_zero_only
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Keep the step's loss without waiting for the device; the number is read when the curve is drawn."""
+        """Store the step's loss without waiting for the device; its value is read when the curve is drawn."""
         metrics = trainer.callback_metrics
         name = next((x for x in UNITS if f"train_{x}" in metrics), "loss")
         self.unit, value = name.replace("_", " "), metrics.get(f"train_{name}")
@@ -73,7 +73,7 @@ class RunReport(pl.Callback):
 
     @rank_zero_only
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print bits per byte with the baseline, or bits per token."""
+        """Print bits per byte next to the baseline, or bits per token."""
         name = next((x for x in UNITS if f"val_{x}" in trainer.callback_metrics), "loss")
         value = trainer.callback_metrics.get(f"val_{name}") if name in UNITS else None
         if trainer.sanity_checking or value is None:
@@ -95,7 +95,7 @@ class RunReport(pl.Callback):
 
     @rank_zero_only
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw the loss curves, and print where the files are."""
+        """Draw the loss curves, and print the paths of the folder and the best checkpoint."""
         if self.loss_picture and self.train:
             draw_loss(self.train, self.val, self.baseline, self.unit, self.folder / "loss.png")
         self._console.print(f"run folder: {self.folder}", highlight=False)

@@ -1,1 +1,1 @@
-"""Files that run without this package."""
+"""Write models as files that run without this package, and convert weights."""

@@ -1,4 +1,4 @@
-"""`lightning-dilated export`: write a checkpoint's model as a file that runs without this package."""
+"""Implement `lightning-dilated export`: write a checkpoint's model as a file that runs without this package."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ LOADED = {
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         "lightning-dilated export",
-        description="Write the model of a checkpoint as a file that runs without this package, and compare the two; or a "
-        "decoder of transformers as a plain folder.",
+        description="Write the model of a checkpoint as a file that runs without this package, and compare the file "
+        "with the model; or write a decoder of transformers as a plain folder.",
     )
-    p.add_argument("--ckpt_path", type=Path, required=True, help="a .ckpt of fit, or a folder of save_pretrained")
+    p.add_argument("--ckpt_path", type=Path, required=True, help="a .ckpt, or a folder that save_pretrained wrote")
     p.add_argument(
         "--out",
         type=Path,
         required=True,
-        help="NAME.onnx for onnxruntime, NAME.pt2 for torch alone (AOTInductor); any other name, for an HFCausalLM: a "
-        "folder of transformers, with low-rank updates merged",
+        help="NAME.onnx for onnxruntime; NAME.pt2 for torch alone (AOTInductor); for an HFCausalLM a folder's name, to "
+        "write a folder of transformers with low-rank updates merged",
     )
     p.add_argument(
         "--max_len",
         type=int,
-        help="the most tokens (or tiles) of a sequence; the file takes 2 to this many. Left out: the model's max_seq_len",
+        help="most tokens (or tiles) of a sequence; the least number is 2 (default: the model's max_seq_len)",
     )
-    p.add_argument("--batch_size", type=int, default=1, help="sequences of equal length that are computed at once")
+    p.add_argument("--batch_size", type=int, default=1, help="number of sequences of equal length in a call")
     return p
 
 
@@ -54,7 +54,7 @@ def summary(exported: Exported) -> str:
 
 
 def run(argv: list[str]) -> None:
-    """Parse, load, write, compare, and print what was written.
+    """Run the command: load the model, write and check the file, and print a summary.
 
     Raises:
         FileNotFoundError, ValueError, TypeError, ModuleNotFoundError: as in `load_module` and `export`.
@@ -67,7 +67,5 @@ def run(argv: list[str]) -> None:
     model = load_module(args.ckpt_path)
     max_len = args.max_len or getattr(model, "max_seq_len", None)
     if max_len is None:
-        raise ValueError(
-            "the model has no max_seq_len, so --max_len is needed: the most tokens (or tiles) of a sequence."
-        )
+        raise ValueError("the model has no max_seq_len: set --max_len, the most tokens (or tiles) of a sequence.")
     print(summary(export(model, args.out, max_len, args.batch_size)))

@@ -1,4 +1,4 @@
-"""`lightning-dilated consolidate`: write a checkpoint's weights as a safetensors file or a model folder."""
+"""Implement `lightning-dilated consolidate`: write a checkpoint's weights as a safetensors file or a model folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model_config(stored: dict[str, Any], where: str) -> dict[str, Any]:
     """Return {"class_path", "init_args"} of the model in a checkpoint.
 
     Raises:
-        ValueError: for arguments that are not plain values, as in `file_arguments`; `where` is the file, for messages.
+        ValueError: for arguments that are not plain values, as in `file_arguments`; the message names the file `where`.
     """
     return {"class_path": stored_class(stored), "init_args": file_arguments(stored_hparams(stored), where)}
 
@@ -46,15 +46,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "checkpoint",
         type=Path,
-        help="a folder that ShardedCheckpoint or ring_dilated_fsdp wrote; a folder of several, of which the newest whole "
-        "one is taken; or a .ckpt",
+        help="a folder that ShardedCheckpoint or ring_dilated_fsdp wrote, a folder of several of these (the newest "
+        "complete one is taken), or a .ckpt",
     )
     p.add_argument(
         "--out",
         type=Path,
         required=True,
-        help=f"NAME{SUFFIX}: one file, with class and arguments of the model in its metadata; any other name: a folder for "
-        "from_pretrained and the hub",
+        help=f"NAME{SUFFIX}: one file, with the model's class and arguments in its metadata; any other name: a folder "
+        "for from_pretrained and the hub",
     )
     return p
 
@@ -63,8 +63,8 @@ def weights(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     """Return (the path of the checkpoint, its model's tensors, all other values).
 
     Raises:
-        FileNotFoundError: no such file or folder.
-        ValueError: no checkpoint, or a damaged one.
+        FileNotFoundError: if the file or folder does not exist.
+        ValueError: if it is not a checkpoint, or is damaged.
     """
     if not path.is_dir():
         stored = read_checkpoint(path)
@@ -75,11 +75,11 @@ def weights(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
 
 
 def described(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return (the contents of config.json, each tensor once), checked by building the model if its class is imported.
+    """Return (contents of config.json, tensors without duplicates); check them by building the model if it is imported.
 
     Raises:
-        ValueError: for tensors that do not fit the model.
-        TypeError: for hyperparameters that JSON cannot hold.
+        ValueError: if the tensors do not fit the model.
+        TypeError: if JSON cannot represent a hyperparameter.
     """
     config = model_config(meta, str(path))
     config["init_args"] = plain_arguments(config["init_args"], config["class_path"].rpartition(".")[2])
@@ -100,13 +100,13 @@ def described(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> t
 
 
 def run(argv: list[str]) -> None:
-    """Parse, read, write, and print what was written.
+    """Run the command: read the checkpoint, write the weights, and print a summary.
 
     Raises:
-        ModuleNotFoundError: without the library safetensors.
+        ModuleNotFoundError: if safetensors is not installed.
     """
     args = parser().parse_args(argv)
-    library = library_of("safetensors.torch")  # before anything is read
+    library = library_of("safetensors.torch")  # raise before reading the checkpoint
     if args.out.suffix not in ("", SUFFIX) and not args.out.is_dir():
         raise ValueError(f"--out {args.out} must end in {SUFFIX}, or be a folder's name without a suffix.")
     source, tensors, meta = weights(args.checkpoint)

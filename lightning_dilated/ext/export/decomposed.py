@@ -1,9 +1,9 @@
-"""The op as plain torch operations with the same graph for every number of tokens, as an exported model needs it.
+"""Decompose the attention op into plain torch operations, with one graph for all numbers of tokens, for export.
 
 Each branch gathers its heads' rows by segment, attends within segments, and gathers the results back; log-sum-exps
-merge the branches. The operations depend only on the pattern and the longest sequence, so N may be a symbol. If a
-segment can hold the longest sequence, the branch has one segment. Rows of tokens and heads share one axis: torch would
-make a separate graph for a symbolic size that can be 1.
+merge the branches. The operations depend only on the pattern and the longest sequence, so N may be a symbol. A branch
+has a single segment if the longest sequence fits into it. Rows of tokens and heads share one axis, because torch would
+create a separate graph for a symbolic size that can be 1.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim; in a branch: w segment length, r dilation rate,
 t shift, S segments, J heads that it serves, m rows of a head in a segment.
 """
@@ -21,27 +21,26 @@ from lightning_dilated.attention.spec import CallSpec
 from lightning_dilated.pattern.branch import AnyBranch
 from lightning_dilated.pattern.rows import check_padding
 
-#: log-sum-exp of no keys, and the score of a masked key: finite, so that differences are not NaN
+#: log-sum-exp of a row without keys, and score of a masked key; it is finite, so that differences are not NaN
 NOTHING = -1e30
-#: most scores that are computed at once, in elements; a single head may need more
+#: most elements of scores that are computed in one step; a single head may need more
 SCORES = 1 << 26
 
 
 def decomposed(
     q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, longest: int, known: dict[Any, Any] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (out (B, N, H, D) in q's dtype, lse (B, H, N), at least fp32), as the op's first two results.
+    """Return the op's first two results, out (B, N, H, D) in q's dtype and lse (B, H, N) in fp32 or a wider dtype.
 
     Args:
-        q: (B, N, H, D); N, from 1 to `longest`, may be symbolic, and is then at least 2.
+        q: (B, N, H, D). N is between 1 and `longest`; if it is symbolic, it is at least 2.
         k, v: (B, N, K, D).
-        spec: the call's options: one rank, the whole sequence, without dropout.
-        longest: the most tokens that the graph supports.
-        known: cache of row indices for later calls in one trace, so that the graph computes them once; the q and k of
-            these calls have equal shapes.
+        spec: the call's options; they must be for one rank and a whole sequence, without dropout.
+        longest: most tokens that the graph supports.
+        known: cache of row indices for calls with equal shapes in one trace, so that the graph computes them once.
 
     Raises:
-        ValueError: for a call that cannot be exported, and for padding="attended" if it is not defined.
+        ValueError: if the call cannot be exported, or its pattern has padding="attended" and does not allow it.
     """
     named = {"sequence": "a sequence shared by ranks", "context": "a chunk of a stream", "window": "a chunk of heads"}
     for name, what in named.items():
@@ -76,7 +75,7 @@ def decomposed(
 
 
 def numbers(values: Sequence[int], device: torch.device) -> Tensor:
-    """Compute a tensor (len(values),) int64; a tensor made from a list cannot be traced here."""
+    """Compute an int64 tensor of `values` by torch operations, because torch cannot trace a tensor made from a list."""
     runs: list[list[int]] = []
     for value in values:
         if runs and (len(runs[-1]) == 1 or value - runs[-1][-1] == runs[-1][1] - runs[-1][0]):
@@ -102,9 +101,9 @@ class _Places:
 
     Attributes:
         rows: m.
-        branch: the branch; its window or global tokens limit the rows that a row reads.
-        parts: for each group of J heads that are computed at once: row indices in the N H queries and in
-            the N K keys, (S J m,) each; which rows are tokens (S J m,), None: all; zero keys (S J, 1, 1) or None.
+        branch: the branch; its window or global tokens limit the rows that a row attends to.
+        parts: for each group of J heads: indices of rows in the N H queries and in the N K keys, (S J m,) each;
+            whether a row is a token (S J m,), or None if all are; number of zero keys (S J, 1, 1), or None.
         back: (N H,) the row of each token and head.
         used: (N H,) whether the head uses the token; None if all heads use all tokens.
     """
@@ -116,8 +115,8 @@ class _Places:
     used: Tensor | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: CallSpec) -> tuple[Tensor, Tensor]:
-        """Return (out (B, N H, D), lse (B, N H)) of the branch for q (B, N H, D) and k, v (B, N K, D); 0 and `NOTHING`
-        if a head does not use a token."""
+        """Return (out (B, N H, D), lse (B, N H)) of the branch for q (B, N H, D) and k, v (B, N K, D). If a head does
+        not use a token, they are 0 and `NOTHING`."""
         batch, _, head_dim = q.shape
         outs, lses = [], []
         for of_query, of_key, is_token, pads in self.parts:
@@ -139,12 +138,12 @@ class _Rows:
 
     Attributes:
         branch: the branch.
-        offsets: (head, offset) for the J heads that it serves.
+        offsets: (head, offset) for each of the J heads that the branch serves.
         tokens, heads: N and H.
         segments, rows: S and m; both may be larger than needed, and the extra rows are no tokens.
         width: w, or N + t if `whole`.
-        whole: whether one segment holds every sequence.
-        step: heads with scores that are computed at once.
+        whole: whether a sequence of any supported length fits into one segment.
+        step: number of heads for which scores are computed in one step.
         device: the call's device.
     """
 
@@ -161,12 +160,12 @@ class _Rows:
 
     @classmethod
     def of(cls, spec: CallSpec, branch: AnyBranch, q: Tensor, kv_heads: int, longest: int) -> _Rows:
-        """The rows of a branch for q (B, N, H, D)."""
+        """Lay out the rows of a branch for q (B, N, H, D)."""
         batch, tokens, heads, _ = q.shape
         rate, shift, length = branch.dilation_rate, branch.shift, branch.segment_length
         offset = lambda h: spec.pattern.offset(branch, h, heads, kv_heads)  # noqa: E731
         offsets = tuple((h, offset(h)) for h in range(heads) if branch.serves(h))
-        # sizes that may be 1 for some N are increased
+        # a symbolic size must not be 1 for any N, so sizes that could be 1 are increased by 1
         symbolic = int(not isinstance(tokens, int))
         whole = length is None or length >= longest + shift
         width: Any
@@ -182,11 +181,11 @@ class _Rows:
 
     @property
     def plain(self) -> bool:
-        """Return whether row i of a head is token i, and all rows are tokens."""
+        """True if row i of a head is token i, and all rows are tokens."""
         return self.whole and self.branch.dilation_rate == 1 and not self.branch.shift
 
     def places(self, group: int, spec: CallSpec) -> _Places:
-        """The index tensors; `group` = H / K."""
+        """Compute the index tensors; `group`: H / K."""
         parts = []
         for first in range(0, len(self.offsets), self.step):
             offsets = self.offsets[first : first + self.step]
@@ -200,11 +199,11 @@ class _Rows:
         return _Places(self.rows, self.branch, tuple(parts), *self._back())
 
     def _head(self, number: int) -> Tensor:
-        """The index of each row's head, 0 to J - 1, (S J m,)."""
+        """Return the index of each row's head, 0 to J - 1, as (S J m,)."""
         return _modulo(_over(torch.arange(self.segments * number * self.rows, device=self.device), self.rows), number)
 
     def _tokens(self, offsets: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor | None]:
-        """Return (the token of each row (S J m,), clamped to existing ones; whether it is one, None if all are)."""
+        """Return, for each row (S J m,), (its token, clamped to 0..N - 1; whether it is a token, None if all are)."""
         number, rate, shift = len(offsets), self.branch.dilation_rate, self.branch.shift
         row = torch.arange(self.segments * number * self.rows, device=self.device)
         offset = numbers([o for _, o in offsets], self.device).index_select(0, self._head(number))
@@ -216,7 +215,7 @@ class _Rows:
         return place.clamp(min=0, max=self.tokens - 1), is_token
 
     def _pads(self, is_token: Tensor | None, spec: CallSpec) -> Tensor | None:
-        """Number of zero keys besides the rows, (S J, 1, 1): ceil(min(w, N) / r) - keys; None without such padding."""
+        """Return the number of zero keys to add, (S J, 1, 1): ceil(min(w, N) / r) - keys; None without such padding."""
         if is_token is None or spec.causal or spec.pattern.padding != "attended":
             return None
         rate = self.branch.dilation_rate
@@ -229,7 +228,7 @@ class _Rows:
         at = torch.arange(self.tokens * self.heads, device=self.device)
         head, place = _modulo(at, self.heads), _over(at, self.heads) + self.branch.shift
         segment, within = _over(place, self.width), _modulo(place, self.width)
-        # for each head: heads in earlier chunks, heads in its chunk, its index in the chunk, its offset
+        # for each head: number of heads in earlier groups, number in its group, index in the group, offset
         table: list[tuple[int, int, int, int]] = []
         for h in range(self.heads):
             i = served.index(h) if h in served else 0
@@ -247,7 +246,7 @@ class _Rows:
 
 
 def _near(branch: AnyBranch, causal: bool, at: Tensor) -> Iterator[Tensor]:
-    """Yield masks (m, m) of the rows that read each other in a segment; `at` holds the rows' indices."""
+    """Yield masks (m, m) of (query row, key row) pairs in a segment; `at`: indices of the rows."""
     if causal:
         yield at <= at[:, None]
     if branch.width is not None:
@@ -266,7 +265,7 @@ def _softmax(
     spec: CallSpec,
     branch: AnyBranch,
 ) -> tuple[Tensor, Tensor]:
-    """Return dense attention within segments, (out (B S J, m, D), lse (B S J, m)); other rows hold any value."""
+    """Return dense attention within segments, (out (B S J, m, D), lse (B S J, m)); no value in rows without tokens."""
     scores = (q * spec.scale) @ k.transpose(-1, -2)
     mask = None if is_token is None else is_token.reshape(-1, 1, q.shape[1])
     if batch > 1:
@@ -276,7 +275,7 @@ def _softmax(
     if mask is not None:
         scores = torch.where(mask, scores, NOTHING)
     top = scores.amax(-1, keepdim=True)
-    if pads is not None:  # their scores are 0
+    if pads is not None:  # zero keys have scores of 0
         top = torch.where(pads > 0, top.clamp(min=0.0), top)
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)

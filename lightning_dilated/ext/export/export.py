@@ -1,7 +1,7 @@
-"""export: write a model as an ONNX file or AOTInductor package that runs without this package, and check it.
+"""Write a model as an ONNX file or AOTInductor package that runs without this package, and check the file.
 
-torch.export traces the model on one rank, and the op is decomposed into plain torch operations. Before the written file
-gets its name, it runs at several lengths, and its outputs are compared with the model's.
+torch.export traces the model on one rank, and the attention op is decomposed into plain torch operations. A temporary
+file is written and run at several lengths. If its outputs agree with the model's, it is moved to its path.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.recurrence.description import plain_recurrences
 from lightning_dilated.sequence import active_sequence
 
-#: suffixes of files, and their formats
+#: file formats by suffix
 FORMATS = {".onnx": "ONNX", ".pt2": "AOTInductor package"}
-#: most tokens of the sequences that compare a file with the model
+#: most tokens of the sequences on which a file and the model are compared
 CHECKED = 4096
-#: largest accepted difference, relative to the largest number of an output
+#: largest accepted difference, relative to the largest value of an output, by dtype
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
-#: options of Inductor, because index arithmetic would take minutes of compilation a layer; the second pass, which
-#: is turned off, does not support `var_mean`
+#: options of Inductor: the first limits the fusion of index arithmetic, which would take minutes of compilation for a
+#: layer; the second turns off a pass that does not support `var_mean`
 INDUCTOR = {"realize_opcount_threshold": 3, "constant_and_index_propagation": False}
 
 
@@ -46,10 +46,10 @@ class Exported:
 
     Attributes:
         path: the file.
-        inputs, outputs: name -> (dtype, shape), in the file's order; "length" is a length that may vary.
-        max_len: the largest length; the smallest is 2.
+        inputs, outputs: name -> (dtype, shape), in the file's order; "length" in a shape is the variable length.
+        max_len: the largest length; the smallest length is 2.
         checked: the lengths at which the file was compared with the model.
-        error: the largest difference there, relative to the largest number of the output.
+        error: the largest difference at these lengths, relative to the largest value of the output.
     """
 
     path: Path
@@ -61,19 +61,19 @@ class Exported:
 
 
 def export(model: DilatedModule, path: str | Path, max_len: int, batch_size: int = 1) -> Exported:
-    """Write a model as a file that runs without this package: for inference, on one device.
+    """Write a model as a file that runs without this package, for inference on one device.
 
     Args:
-        model: a LongNetLM, LongNetMLM, LongNetClassifier, SlideEncoder or your own with `export_inputs`, in eval mode.
-        path: NAME.onnx, for onnxruntime (needs the extra `export`), or NAME.pt2, for torch's `aoti_load_package` on the
+        model: a LongNetLM, LongNetMLM, LongNetClassifier, SlideEncoder or your own model with `export_inputs`, in eval
+            mode.
+        path: NAME.onnx for onnxruntime (needs the extra `export`), or NAME.pt2 for torch's `aoti_load_package` on the
             model's device (needs a C++ compiler).
-        max_len: the most tokens (or tiles) of a sequence; the file takes 2 to `max_len`, and raises for more. Segments
-            of at least this length become one segment.
-        batch_size: sequences of equal length that are computed at once.
+        max_len: most tokens (or tiles) of a sequence. The file takes 2 to `max_len` tokens and raises for more.
+        batch_size: number of sequences of equal length in a call.
 
     Raises:
-        ValueError, TypeError: for what cannot be exported, before any work; or if the file's numbers are wrong.
-        ModuleNotFoundError: without the libraries of the format.
+        ValueError, TypeError: before any work, if the model cannot be exported; later, if the file's outputs are wrong.
+        ModuleNotFoundError: if libraries of the format are missing.
     """
     path = Path(path)
     refuse(model, path, max_len)
@@ -82,20 +82,20 @@ def export(model: DilatedModule, path: str | Path, max_len: int, batch_size: int
     length = min(max_len, CHECKED)
     with torch.no_grad(), _uncompiled(model), tempfile.TemporaryDirectory(dir=_folder(path)) as folder:
         example = model.export_inputs(length, batch_size)
-        outputs = model.export_outputs(**example)  # also fills tables that the graph takes as constants
+        outputs = model.export_outputs(**example)  # this also fills tables that become constants of the graph
         graph = exported_program(model, max_len, batch_size, norms=path.suffix == ".pt2")
         written = Path(folder) / path.name
         run = (_write_onnx if path.suffix == ".onnx" else _write_package)(graph, written, list(example), list(outputs))
         lengths = tuple(sorted({2, max(2, length * 2 // 3), length}))
         error = max(_compare(model, run, n, batch_size, path) for n in lengths)
-        for file in Path(folder).iterdir():  # weights of large models are files next to the .onnx
+        for file in Path(folder).iterdir():  # weights of large models are in files next to the .onnx
             shutil.move(file, path.parent / file.name)
     named = [_described(x, length) for x in (example, outputs)]
     return Exported(path, *named, max_len, lengths, error)
 
 
 def refuse(model: Any, path: Path, max_len: int) -> None:
-    """Raise if the model, path or length cannot be exported."""
+    """Raise if the model, path or length is not supported."""
     if path.suffix not in FORMATS:
         raise ValueError(f"{path} must end in .onnx (for onnxruntime) or .pt2 (an AOTInductor package).")
     if not isinstance(model, DilatedModule):
@@ -104,15 +104,15 @@ def refuse(model: Any, path: Path, max_len: int) -> None:
     if group is not None and group.ranks > 1:
         raise ValueError("ranks that share a sequence cannot be exported: export on one rank, outside of their steps.")
     if model.training:
-        raise ValueError("export is for a model in eval mode, as dropout changes it: call .eval() before.")
+        raise ValueError("export needs a model in eval mode, because dropout changes its outputs: call .eval() before.")
     if type(model).export_inputs is DilatedModule.export_inputs:
         raise TypeError(
-            f"a {name} cannot be exported: it has no export_inputs(length, batch_size), which returns the tensors that the "
-            "exported model takes. LongNetLM, LongNetMLM, LongNetClassifier and SlideEncoder have."
+            f"a {name} cannot be exported: it has no export_inputs(length, batch_size), which returns the tensors that "
+            "the exported model takes. LongNetLM, LongNetMLM, LongNetClassifier and SlideEncoder have this method."
         )
     integer(max_len, "max_len", 2)
     if getattr(model, "lora_rank", None) is not None:
-        raise ValueError("low-rank updates are not exported by themselves: call model.merge_lora() first.")
+        raise ValueError("low-rank updates cannot be exported separately: call model.merge_lora() first.")
     if getattr(model, "linear_dtype", None) is not None:
         raise ValueError(f"linear_dtype={model.linear_dtype} cannot be exported: load the checkpoint without it.")
     if any(getattr(model, "recurrences", ())):
@@ -132,7 +132,7 @@ def refuse(model: Any, path: Path, max_len: int) -> None:
 def exported_program(
     model: DilatedModule, max_len: int, batch_size: int = 1, norms: bool = False
 ) -> torch.export.ExportedProgram:
-    """The model in plain torch operations, for lengths from 2 to `max_len`; `norms`: also decompose LayerNorm.
+    """Return the model as plain torch operations, for lengths 2 to `max_len`; `norms`: also decompose LayerNorm.
 
     Raises:
         ValueError: if an operation of this package remains.
@@ -148,15 +148,15 @@ def exported_program(
     graph = whole.run_decompositions(table)
     calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     if left := sorted({str(x) for x in calls if namespace_of(x) not in (None, "aten", "prims", "prim")}):
-        raise ValueError(f"{type(model).__name__} cannot be exported: it calls {', '.join(left)}, not plain torch.")
+        raise ValueError(f"{type(model).__name__} cannot be exported: torch alone does not have {', '.join(left)}.")
     return graph
 
 
 def decompositions(longest: int) -> dict[Any, Any]:
-    """The operations of this package as plain torch on one rank, for `ExportedProgram.run_decompositions`.
+    """Return this package's operators as plain torch on one rank, for `ExportedProgram.run_decompositions`.
 
     Args:
-        longest: the most tokens of a sequence that the graph supports.
+        longest: most tokens of a sequence that the graph supports.
     """
     known: dict[Any, Any] = {}
 
@@ -186,7 +186,7 @@ def _layer_norm(x, shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
 
 
 class _Positional(nn.Module):
-    """`model.export_outputs` over a tuple of tensors; a length above `max_len` is an index out of range."""
+    """Call `model.export_outputs` with a tuple of tensors. A length above `max_len` is an index out of range."""
 
     def __init__(self, model: DilatedModule, names: Sequence[str], max_len: int) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ def _folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _uncompiled(model: nn.Module) -> Iterator[None]:
-    """Remove torch.compile's replacements of modules' calls inside the context."""
+    """Call modules without torch.compile inside the `with` block."""
     calls = [(m, call) for m in model.modules() if (call := compiled_call(m)) is not None]
     for m, _ in calls:
         set_compiled_call(m, None)
@@ -244,14 +244,14 @@ def _write_package(graph: Any, path: Path, inputs: list[str], outputs: list[str]
 
 
 def _compare(model: DilatedModule, run: Any, length: int, batch_size: int, path: Path) -> float:
-    """The largest relative difference between file and model; raise ValueError if it exceeds the dtype's tolerance."""
+    """Return the largest relative difference between file and model; raise ValueError if it exceeds the tolerance."""
     inputs, error = model.export_inputs(length, batch_size), 0.0
     expected = model.export_outputs(**inputs)
-    for (name, want), got in zip(expected.items(), run(inputs), strict=True):
-        want = want.detach().cpu()
-        largest = max(1.0, want.abs().max().item())
-        difference = (got.cpu().double() - want.double()).abs().max().item() / largest
-        if not difference <= TOLERANCE.get(want.dtype, 0.0):  # NaN too
+    for (name, value), output in zip(expected.items(), run(inputs), strict=True):
+        value = value.detach().cpu()
+        largest = max(1.0, value.abs().max().item())
+        difference = (output.cpu().double() - value.double()).abs().max().item() / largest
+        if not difference <= TOLERANCE.get(value.dtype, 0.0):  # also true for NaN
             raise ValueError(
                 f"{path.name} was not written: its {name} differs from the model's by {difference:.1e} of the largest "
                 f"number at length {length}. Please report the model's settings."

@@ -1,4 +1,4 @@
-"""State dicts of torchscale's LongNet decoder (microsoft/torchscale, LongNetDecoder) as weights of a LongNetLM.
+"""Convert state dicts of torchscale's LongNet decoder (microsoft/torchscale, LongNetDecoder) to weights of a LongNetLM.
 
 Shape letters: V vocabulary, E embedding dim, H heads, D head dim.
 """
@@ -19,7 +19,7 @@ from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.ext.slides.weights import check_depth, check_layer_shapes, check_names
 from lightning_dilated.models.pretrained import check_finite, layers_of
 
-#: our name <- torchscale's name in a layer, each followed by `.weight` or `.bias`
+#: our names: torchscale's names, in a layer, without the suffix `.weight` or `.bias`
 LAYER = {
     "attention_norm": "self_attn_layer_norm",
     "attention.out_proj": "self_attn.out_proj",
@@ -29,7 +29,7 @@ LAYER = {
 }
 #: further names if the decoder has sub-layer norms
 SUB_NORMS = {"attention.sub_norm": "self_attn.inner_attn_ln", "ffn.norm": "ffn.ffn_layernorm"}
-#: parts of names of weights that a LongNetLM does not have
+#: substrings in the names of weights that a LongNetLM does not have
 FOREIGN = (
     "embed_positions.weight",
     "layernorm_embedding",
@@ -39,14 +39,14 @@ FOREIGN = (
     ".A.",
     ".B.",
 )
-#: buffers that hold no weights
+#: names of buffers, which are no weights
 BUFFERS = re.compile(r"(^|\.)(version|_float_tensor|xpos\.scale)$")
 
 
 def read(
     source: str | Path | Mapping[str, Tensor], num_heads: int | None, scale_embedding: bool, depth: int | None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the arguments of LongNetLM that follow from a decoder's tensors, and its state dict.
+    """Return (the arguments of LongNetLM that follow from a decoder's tensors, the converted state dict).
 
     Raises:
         FileNotFoundError, ValueError: as in `read_state_dict` and `convert`.
@@ -56,13 +56,13 @@ def read(
 
 
 def read_state_dict(source: str | Path | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the decoder's tensors by torchscale's names; no code in a file is run.
+    """Return the decoder's tensors by torchscale's names, without running code from a file.
 
     Args:
-        source: a state dict, or a file with one, alone or under "model" as fairseq writes it; names may have a prefix.
+        source: a state dict or a file with one, directly or under "model" as in fairseq; names may have a prefix.
 
     Raises:
-        FileNotFoundError, ValueError: for a file that cannot be read, or without the tensors of exactly one decoder.
+        FileNotFoundError, ValueError: if a file cannot be read, or does not contain exactly one decoder.
     """
     stored: Any = source
     if not isinstance(source, Mapping):
@@ -73,8 +73,8 @@ def read_state_dict(source: str | Path | Mapping[str, Tensor]) -> dict[str, Tens
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ValueError(
-                f"{source} cannot be read as plain tensors ({lines[0][:120]}). Where it holds other objects too, load it "
-                "where it was made and save its state dict alone: torch.save(state_dict, path)."
+                f"{source} cannot be read as plain tensors ({lines[0][:120]}). If it contains other objects, load it "
+                "where it was written and save only its state dict: torch.save(state_dict, path)."
             ) from None
     stored = stored["model"] if isinstance(stored, Mapping) and isinstance(stored.get("model"), Mapping) else stored
     if not isinstance(stored, Mapping):
@@ -100,17 +100,17 @@ def convert(
     asked: int | None = None,
     where: str | Path = "the state dict",
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return (the arguments of LongNetLM that follow from the tensors, its state dict).
+    """Return (the arguments of LongNetLM that follow from the tensors, the converted state dict).
 
-    With xPos, torchscale rotates pairs of adjacent channels, and this package rotates the two halves of a head. Rows of
-    q and k are therefore permuted.
+    With xPos, torchscale rotates pairs of adjacent channels, but this package rotates the two halves of a head.
+    Therefore rows of q and k are permuted.
 
     Args:
-        asked: layers that it must have; None: any number.
+        asked: the number of layers that the decoder must have; None: any number.
         where: the file, for messages.
 
     Raises:
-        ValueError: for missing tensors, for parts that a LongNetLM does not have, and for heads that do not fit.
+        ValueError: if tensors are missing, the decoder has parts that a LongNetLM lacks, or heads do not fit.
     """
     foreign = [k for k in theirs if any(part in k for part in FOREIGN)]
     if foreign:
@@ -131,10 +131,10 @@ def convert(
     if num_heads is None and scale is not None:
         num_heads = dim // (2 * len(scale))
     if num_heads is None:
-        raise ValueError("num_heads cannot be told from the weights of a decoder without xPos; give num_heads.")
+        raise ValueError("num_heads cannot be derived from the weights of a decoder without xPos; give num_heads.")
     num_heads = integer(num_heads, "num_heads", 1)
     if dim % num_heads or (scale is not None and dim // num_heads != 2 * len(scale)):
-        expected = "" if scale is None else f", which xPos says are {dim // (2 * len(scale))}"
+        expected = "" if scale is None else f"; xPos weights are for {dim // (2 * len(scale))} heads"
         raise ValueError(f"num_heads={num_heads} does not fit dim={dim}{expected}.")
     args |= {"vocab_size": vocab, "dim": dim, "num_heads": num_heads, "ffn_dim": len(theirs["layers.0.ffn.fc1.bias"])}
     xpos = scale is not None
@@ -146,7 +146,7 @@ def convert(
 
 
 def _names(depth: int, sub: bool) -> dict[str, list[str]]:
-    """Map our name of each tensor to torchscale's names of the tensors that it concatenates."""
+    """Map our name of each tensor to torchscale's names of the tensors that are concatenated into it."""
     names = {"embedding.weight": ["embed_tokens.weight"], "head.weight": ["output_projection.weight"]}
     for kind in ("weight", "bias"):
         names[f"transformer.norm.{kind}"] = [f"layer_norm.{kind}"]
@@ -173,7 +173,7 @@ def _check(theirs: Mapping[str, Tensor], names: dict[str, list[str]]) -> None:
 
 
 def _rows(x: Tensor, name: str, num_heads: int, xpos: bool) -> Tensor:
-    """Return a torchscale tensor; for q and k with xPos, each head's even rows come before its odd rows."""
+    """Return a torchscale tensor; for q and k with xPos, move each head's even rows before its odd rows."""
     if not xpos or not re.search(r"self_attn\.[qk]_proj\.", name):
         return x
     heads = x.unflatten(0, (num_heads, -1))

@@ -1,1 +1,1 @@
-"""CUDA graphs of a training step: recorded once for each shape, and replayed."""
+"""Record CUDA graphs of a training step, one for each shape, and replay them."""

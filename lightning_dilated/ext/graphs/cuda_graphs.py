@@ -1,8 +1,8 @@
-"""CUDA graphs of a stack's training step: its blocks' forward and backward are recorded once a shape, then replayed.
+"""Record the forward and backward of a stack of blocks as CUDA graphs, once for each shape, and replay them.
 
-A replay costs the host two calls for all kernels of all blocks. Ragged batches and packed rows are padded to a few
-lengths, so that few graphs serve them. The padding changes no result, because kernels read the lengths of samples, or
-the bounds of documents, on the device.
+A replay takes two launches on the host, one for all forward kernels and one for all backward kernels. Ragged batches
+and packed rows are padded to a few lengths, so that few graphs serve them. The padding changes no result, because
+kernels read the lengths of samples, or the bounds of documents, on the device.
 Shape letters: B batch, N tokens, E embedding dim.
 """
 
@@ -43,25 +43,25 @@ from lightning_dilated.models.transformer import Inputs
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.sequence.group import active_sequence, no_sequence
 
-#: most graphs that are kept; each has separate inputs and outputs, and all share the memory for tensors in between
+#: most graphs that are kept; each has its own inputs and outputs, and all share the memory of intermediate tensors
 MAX_GRAPHS = 64
-#: lengths of recorded sequences are multiples of this
+#: lengths of recorded sequences are multiples of this number of tokens
 STEP = 64
-#: attributes of modules that users change during training, and that a replay would not see
+#: attributes of modules that users may change during training; a replay would ignore the change
 SETTINGS = ("p", "pattern", "causal", "dropout", "scale", "engine")
 
 _log = logging.getLogger(__name__)
 
 
 def documents_of(inputs: Inputs) -> int:
-    """Return the most documents of a record that serves these inputs; 0 without bounds."""
+    """Return the number of documents for which a record of these inputs has room; 0 if there are no bounds."""
     return 0 if inputs.cu_seqlens is None else 2 ** bits_of(len(inputs.cu_seqlens) - 1)
 
 
 def padded_to(inputs: Inputs, length: int) -> Inputs:
-    """Return the inputs on x's device, padded to a record of `length` tokens; x itself is not padded.
+    """Return the inputs on x's device, padded for a record of `length` tokens; x itself is not padded.
 
-    Padding of the row is in no document, and added documents are empty. Lengths and bounds are clamped to 0..N.
+    Padding belongs to no document, and added documents are empty. Lengths and bounds are clamped to 0..N.
     """
     device, tokens = inputs.x.device, inputs.x.shape[1]
     lengths, bounds = (
@@ -78,13 +78,13 @@ def padded_to(inputs: Inputs, length: int) -> Inputs:
     return Inputs(inputs.x, lengths, bounds, positions, drops)
 
 
-#: runs the blocks to hidden states (B, N, E)
+#: a function that runs the blocks and returns hidden states (B, N, E)
 Compute = Callable[[Inputs], Tensor]
 
 
 @functools.lru_cache(maxsize=65536)
 def padded_length(tokens: int, most: float) -> int:
-    """Return the length to which N tokens are padded: by less than the share `most`, or by less than `STEP` tokens."""
+    """Return the padded length of N tokens. Padding is below the share `most` of N, or below `STEP` tokens."""
     length = STEP
     while length < tokens:
         length = max(length + STEP, int(length * (1 + most)) // STEP * STEP)
@@ -93,14 +93,14 @@ def padded_length(tokens: int, most: float) -> int:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One forward and its backward, as functions that read and write the same tensors each time.
+    """One forward and its backward, as functions that read and write the same tensors in every call.
 
     Attributes:
-        inputs: of the blocks.
+        inputs: the tensors from which the blocks read their inputs.
         out, grad: the result, and its gradient.
-        x_grad: the gradient of x, None if x needs none.
-        used: whether each trained parameter has a gradient.
-        forward, backward: write out; write x_grad and the parameters' gradients.
+        x_grad: the gradient of x; None if x needs no gradient.
+        used: for each trained parameter, whether it has a gradient.
+        forward, backward: functions that compute `out`, and `x_grad` with the parameters' gradients (`Shared.grads`).
     """
 
     inputs: Inputs
@@ -112,7 +112,7 @@ class Recorded:
     backward: Callable[[], None]
 
     def fill(self, inputs: Inputs) -> None:
-        """Copy a call's inputs; if its x is shorter, it is padded with 0."""
+        """Copy a call's inputs to the record's inputs; a shorter x is padded with 0."""
         for to, value in zip(self.inputs[1:], inputs[1:], strict=True):
             if to is not None and value is not None:
                 to.copy_(value)
@@ -130,8 +130,8 @@ class Shared:
     """Tensors and memory that all records of a stack share.
 
     Attributes:
-        grads: tensors to which backwards write the trained parameters' gradients.
-        stream, pool: stream of the recording, and pool of memory that is free between replays; None on a CPU.
+        grads: tensors to which the recorded backwards write the gradients of trained parameters.
+        stream, pool: the stream of the recording, and the pool for intermediate tensors; None on a CPU.
     """
 
     grads: list[Tensor]
@@ -152,21 +152,21 @@ def record(
     parameters: Sequence[Tensor],
     shared: Shared,
 ) -> Recorded:
-    """Record `compute` for inputs like these; the record keeps their memory.
+    """Record `compute` for inputs of these shapes; replays read the memory of `inputs`.
 
     Args:
-        parameters: the trained ones, as leaves of this record only. If a parameter has a live autograd node, the node
-            belongs to another stream, which must not wait for a recording stream.
+        parameters: the trained parameters, as leaves of this record only. An autograd node of the model's own parameter
+            might belong to another stream, which must not wait for a recording stream.
     """
     x = inputs.x
     trained = [*([x] if x.requires_grad else []), *parameters]
     stream, current = shared.stream, torch.cuda.current_stream(x.device)
-    # autocast's cached cast of a weight would be freed with the graph's memory
+    # disable autocast's cache, because a cached cast of a weight would be freed with the graph's memory
     cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     autocast = functools.partial(torch.autocast, "cuda", cast[1], enabled=cast[0], cache_enabled=False)
     stream.wait_stream(current)
     with torch.cuda.stream(stream), autocast():
-        for _ in range(3):  # compile kernels, send tables, let libraries choose kernels
+        for _ in range(3):  # before recording, compile kernels, send tables and let libraries choose kernels
             out = compute(inputs)
             torch.autograd.grad(out, trained, torch.zeros_like(out), allow_unused=True)
             del out
@@ -186,14 +186,14 @@ def record(
 
 
 class CudaGraphs:
-    """Record a stack of blocks at the first call with a shape, and replay it in later calls.
+    """Record a stack of blocks in the first call with a shape, and replay the record in later calls.
 
     Args:
-        padding: the most padding of a batch with lengths or documents, as a share of its tokens; less than `STEP`
-            tokens a row are always allowed.
+        padding: most padding of a batch with lengths or documents, as a share of its tokens; less than `STEP` tokens a
+            row are always allowed.
 
     Attributes:
-        tokens, padded: sums over the calls replayed since the last `free`: tokens of batches, and of padded batches.
+        tokens, padded: tokens of all batches replayed since the last `free`, without padding and with padding.
     """
 
     def __init__(self, padding: float) -> None:
@@ -202,7 +202,7 @@ class CudaGraphs:
         self._records: OrderedDict[tuple, Recorded] = OrderedDict()
         self._weights: tuple = ()
         self._shared = Shared([])
-        #: number of the last replayed forward, and a reference that lives until its backward runs or its graph is freed
+        #: number of the last replayed forward, and a weak reference to its token until the backward runs
         self._turn, self._open = 0, lambda: None
         #: number of the last replay with a finished backward
         self._done = 0
@@ -210,7 +210,7 @@ class CudaGraphs:
         self._refused: set[tuple] = set()
 
     def why_not(self, blocks: nn.Module, x: Tensor) -> str | None:
-        """Return why a call cannot be replayed; None if it can, "" if nobody expects a replay."""
+        """Return the reason why a call cannot be replayed; None if it can; "" if there is no need to log the reason."""
         group = active_sequence()
         if not torch.is_grad_enabled() or is_fake(x) or is_traced() or torch.compiler.is_compiling():
             return ""
@@ -219,7 +219,7 @@ class CudaGraphs:
         if any(map(has_hooks, modules_of(blocks))):
             return "a module of it has hooks, which a replay would leave out"
         if self._open() is not None or not any(p.requires_grad for p in blocks.parameters()):
-            return ""  # tensors of the last replay wait for a backward; or there is no backward
+            return ""  # a backward still needs tensors of the last replay, or nothing is trained
         if packs_saved_tensors():
             return "hooks pack the tensors that it saves, of a checkpoint or an offload around it"
         if captured(x.device):
@@ -227,13 +227,13 @@ class CudaGraphs:
         return None if x.device.type == "cuda" else f"it runs on {x.device.type}"
 
     def say(self, reason: str) -> None:
-        """Log why a stack is not replayed, once for each reason."""
+        """Log why a stack is not replayed; each reason is logged once."""
         if reason and reason not in self._said:
             self._said.add(reason)
             _log.warning("CUDA graphs are not used for a stack, since %s.", reason)
 
     def __call__(self, compute: Compute, blocks: nn.Module, inputs: Inputs) -> Tensor:
-        """Return compute(inputs), with gradients; raise ValueError for lengths or bounds outside of the row."""
+        """Return compute(inputs), with gradients; raise ValueError if lengths or bounds exceed the row."""
         inputs = _checked(inputs)
         modules = modules_of(blocks)
         parameters = self._trained(modules)
@@ -253,7 +253,7 @@ class CudaGraphs:
             size = f"{batch} x {length} tokens" + (f" in up to {documents} documents" if documents else "")
             try:
                 recorded = self._record(compute, blocks, parameters, padded, length)
-            except ValueError as error:  # no kernel that can be recorded serves the call
+            except ValueError as error:  # the kernels that serve the call cannot be recorded
                 self._refused.add(key)
                 self.say(f"{size} cannot be recorded: {error}")
                 return compute(inputs)
@@ -288,7 +288,7 @@ class CudaGraphs:
         return record(alone, Inputs(static, *copies), list(leaf_of.values()), self._shared)
 
     def _trained(self, modules: list[nn.Module]) -> list[nn.Parameter]:
-        """Return the trained parameters; forget all records if tensors, trained parameters or settings changed."""
+        """Return the trained parameters. Delete all records if tensors, trained parameters or settings changed."""
         parameters, buffers = tensors_of(modules)
         held = [(x.data_ptr(), x.shape, x.dtype, x.requires_grad) for x in (*parameters, *buffers)]
         settings = [[m.__dict__.get(name) for name in SETTINGS] for m in modules]
@@ -300,7 +300,7 @@ class CudaGraphs:
         return trained
 
     def free(self) -> None:
-        """Forget all records, since their memory serves no other call; no backward may be waiting. Log the padding."""
+        """Delete all records to free their memory, and log the padding. Call it only after the last backward."""
         if self.tokens:
             share = self._padding_percent()
             _log.info("CUDA graphs replayed %d tokens; padding was %.1f %% of them", self.tokens, share)
@@ -313,30 +313,30 @@ class CudaGraphs:
         return 100 * (self.padded - self.tokens) / max(1, self.tokens)
 
     def begin(self, token: Any) -> int:
-        """Begin a forward's replay, and return its number. No other begins until the token dies or `backward` runs."""
+        """Return the number of a new replay; until `token` is freed or `backward` runs, `why_not` refuses another."""
         self._turn, self._open = self._turn + 1, weakref.ref(token)
         return self._turn
 
     def backward(
         self, turn: int, recorded: Recorded, grad: Tensor, parameters: Sequence[nn.Parameter]
     ) -> list[Tensor | None]:
-        """Replay a backward with the result's gradient, and return the gradients of the parameters.
+        """Replay a backward with the gradient of the result, and return the gradients of the parameters.
 
-        The next backward writes to the same memory. Earlier gradients that are still in use keep their values.
+        The next backward writes to the same memory; gradients that are still in use are copied before that.
 
         Raises:
-            RuntimeError: if another forward was replayed since, or this backward already ran.
+            RuntimeError: if another forward was replayed in between, or this backward already ran.
         """
         if turn != self._turn or turn == self._done:
             raise RuntimeError(
-                "this backward comes a second time, or after another forward of the same stack, and a replay has "
-                "overwritten what it needs. Run each backward once and before the next forward, or set cuda_graphs=False."
+                "this backward comes a second time, or after another forward of the same stack, so a replay has "
+                "overwritten its tensors. Run each backward once and before the next forward, or set cuda_graphs=False."
             )
         self._open, self._done, shared = lambda: None, turn, self._shared.grads
         for p, x in zip(parameters, shared, strict=True):
             if p.grad is not None and p.grad.data_ptr() == x.data_ptr():
                 p.grad.data = p.grad.clone()
-        earlier = {i: x.clone() for i, x in enumerate(shared) if memory_users(x) > 1}  # from torch.autograd.grad
+        earlier = {i: x.clone() for i, x in enumerate(shared) if memory_users(x) > 1}  # results of torch.autograd.grad
         _fill(recorded.grad, grad)
         recorded.backward()
         grads = [x.detach() if used else None for x, used in zip(shared, recorded.used, strict=True)]
@@ -353,7 +353,7 @@ class CudaGraphs:
 
 
 def _checked(inputs: Inputs) -> Inputs:
-    """Return the inputs with lengths or bounds as tensors; check values on the host, as replays have more tokens."""
+    """Return the inputs with lengths or bounds as tensors. Check their values, because a replay has more tokens."""
     tokens = inputs.x.shape[1]
     with no_sequence():
         lengths, bounds = check_documents(inputs.x, inputs.lengths, inputs.cu_seqlens)
@@ -365,7 +365,7 @@ def _checked(inputs: Inputs) -> Inputs:
 
 
 class _Open:
-    """Lives as long as the autograd graph of a replayed forward."""
+    """A token that is freed with the autograd graph of a replayed forward."""
 
 
 class _Replay(torch.autograd.Function):
@@ -373,7 +373,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx, graphs, recorded, inputs, x, *parameters):
         ctx.token = _Open()
         ctx.turn, ctx.graphs, ctx.recorded, ctx.tokens = graphs.begin(ctx.token), graphs, recorded, x.shape[1]
-        ctx.save_for_backward(*parameters)  # so that torch detects changes in between
+        ctx.save_for_backward(*parameters)  # torch then detects parameters that change before the backward
         recorded.fill(inputs)
         recorded.forward()
         return recorded.out[:, : ctx.tokens].clone()

@@ -1,4 +1,4 @@
-"""Measure a machine, and plan the memory and time of a step on one device or on many."""
+"""Measure a machine, and plan the memory and time of a training step on one or several devices."""
 
 from lightning_dilated.ext.planning.counting import Meter
 from lightning_dilated.ext.planning.gpus import dense_yardstick, peak_memory, seconds_of

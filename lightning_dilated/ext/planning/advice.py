@@ -1,7 +1,7 @@
-"""Advise settings that make a run fit, from its model, the sequence's length and the strategy.
+"""Advise settings with which a run fits into memory, from its model, sequence length and strategy.
 
-Counting replaces functions of torch (see `planning.counting.dry_run`), so a plan is made in a separate process. It gets
-the question as a pickle without tensors: `python -m lightning_dilated.ext.planning.advice QUESTION ANSWER`.
+Counting replaces functions of torch (see `planning.counting.dry_run`), so a separate process makes the plan. It reads
+the question from a pickle without tensors: `python -m lightning_dilated.ext.planning.advice QUESTION ANSWER`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 
-#: the command of that process, and the seconds that it may take; it usually takes half a minute
+#: the command of the planning process, and its time limit in seconds; it usually takes half a minute
 COMMAND = (sys.executable, "-m", "lightning_dilated.ext.planning.advice")
 TIMEOUT = 120.0
 
 
 @dataclass(frozen=True)
 class Question:
-    """A run to plan: a model without weights, its tokens and settings, and the machine."""
+    """A run to plan: the model without weights, the tokens of a sequence, the memory settings and the machine."""
 
     model: DilatedModule
     tokens: int
@@ -52,7 +52,7 @@ class Question:
 
 
 class Streams(NamedTuple):
-    """Streams that a rank trains on in steps: their number, and tokens of each."""
+    """The streams on which a rank trains step by step: their number, and the number of tokens of each."""
 
     count: int
     length: int
@@ -61,16 +61,16 @@ class Streams(NamedTuple):
 def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | None = None) -> str | None:
     """Return settings of ActivationRecompute with which a step would fit, or the number of GPUs if no settings do.
 
-    Takes up to half a minute in a separate process, without a GPU. Returns None if the length is unknown, the model
-    cannot be planned, or the run fits already.
+    Runs a separate process for up to half a minute; it uses no GPU. Returns None if the length is unknown, the model
+    cannot be planned, or the run already fits.
 
     Args:
         trainer: the run's trainer.
         pl_module: its module.
-        tokens: of a sequence; None: the longest that the strategy has seen, or the data's `seq_len`.
+        tokens: tokens of a sequence; None: the longest sequence that the strategy has seen, or the data's `seq_len`.
 
     Raises:
-        RuntimeError, TimeoutError: if the process fails, for example to import a class, or takes too long.
+        RuntimeError, TimeoutError: if the process fails (for example, cannot import a class) or takes too long.
     """
     question = question_of(trainer, pl_module, tokens)
     if question is None:
@@ -83,7 +83,7 @@ def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | Non
 
 
 def question_of(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | None = None) -> Question | None:
-    """Return the question of a run; None if it cannot be planned."""
+    """Describe a run as a `Question`; None if the run cannot be planned."""
     tokens, precision = tokens or _tokens(trainer), str(trainer.precision)
     if not isinstance(pl_module, DilatedModule) or precision not in PRECISIONS or not tokens:
         return None
@@ -98,11 +98,11 @@ def question_of(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int 
 
 
 def answer(question: Question) -> str | None:
-    """Count in this process, and return the text for `advise`."""
+    """Count the model in this process, and return the text that `advise` returns."""
     model, tokens, now = question.model, question.tokens, question.settings
     try:
         subject = counted_model_of(model, question.precision, None, question.compile_blocks, question.gpu.capability)
-    except (TypeError, ValueError):  # a model that cannot be planned
+    except (TypeError, ValueError):  # the model cannot be planned
         return None
     case = Case(subject, Facts.of(model, subject), question.setup, question.gpu)
     able = candidates_of(case.facts)
@@ -110,7 +110,7 @@ def answer(question: Question) -> str | None:
         return _answer_for_steps(
             case, [x for x in able if x.head_chunks == now.head_chunks], now, tokens, question.streams
         )
-    best = next((x for x in able if case.fits(x, tokens)), None)  # the fastest first, so that few are counted
+    best = next((x for x in able if case.fits(x, tokens)), None)  # `able` begins with the fastest: few are counted
     needs = case.memory(now, tokens).peak / GIB
     usage = f"planned: {tokens:,} tokens on {case.setup.ranks} GPU(s) take {needs:.1f} GiB of each with {in_words(now)}"
     if best is not None and best != now:
@@ -122,7 +122,7 @@ def answer(question: Question) -> str | None:
 def _answer_for_steps(
     case: Case, able: list[MemorySettings], now: MemorySettings, step: int, streams: Streams
 ) -> str | None:
-    """Return the text for `advise` if steps continue streams and the model carries their states."""
+    """Return the text of `advise` for streams, where the model carries states from step to step."""
     tokens = min(step, now.stream or step)
     planned, room = case.step_memory(now, tokens, *streams), case.gpu.usable(case.setup.ranks)
     if planned.peak <= room:
@@ -144,7 +144,7 @@ def _answer_for_steps(
 
 # -- the process -------------------------------------------------------------------------------------------------------
 def _run(folder: Path) -> None:
-    """Run the process, and end it with everything that it started."""
+    """Run the planning process, and kill its process group at the end."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     with (folder / "output").open("w") as out:
         process = subprocess.Popen(
@@ -165,7 +165,7 @@ def _run(folder: Path) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Refuse tensors: a full GPU has no room to copy them, and none is needed."""
+    """Refuse to pickle tensors: a full GPU has no room to copy them, and the plan needs none."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
@@ -174,17 +174,17 @@ class _Pickler(pickle.Pickler):
 
 
 def _dumped(value: Any) -> bytes | None:
-    """Return the value's pickle; None if it cannot be pickled or holds tensors."""
+    """Return the value's pickle; None if it cannot be pickled or contains tensors."""
     out = io.BytesIO()
     try:
         _Pickler(out).dump(value)
-    except Exception:  # classes that cannot be pickled raise anything
+    except Exception:  # pickling may call code of any class, and raise any error
         return None
     return out.getvalue()
 
 
 def _pickled(question: Question) -> bytes:
-    """Pickle the question; its model loses layers, Trainer, optimizer, and attributes that cannot be pickled."""
+    """Pickle the question. Its copy of the model has no layers, Trainer, optimizer or unpicklable attributes."""
     model = DilatedModule.planning_copy(question.model, question.model.depth)
     for name, value in [*model.named_children(), *vars(model).items()]:
         if _dumped(value) is None and name != "_modules":
@@ -196,7 +196,7 @@ def _pickled(question: Question) -> bytes:
 
 
 def _otherwise(case: Case, able: list[MemorySettings], now: MemorySettings, tokens: int, model: DilatedModule) -> str:
-    """Return what helps if no settings do."""
+    """Describe the remedies if the run fits with none of the settings."""
     if now.offload and replace(case, host=float("inf")).fits(now, tokens):
         return " By the plan that fits, if the host has room for the block inputs."
     longest = {x: case.longest(x) for x in able}
@@ -214,11 +214,11 @@ def _otherwise(case: Case, able: list[MemorySettings], now: MemorySettings, toke
 
 
 def _by_host(case: Case, able: list[MemorySettings], tokens: int) -> list[str]:
-    """Return a remedy that moves block inputs to the host, with the memory it takes there, or none. The host's free
-    memory is not checked, because the limit that machines report grows with use."""
-    away = [replace(x, offload=1.0) for x in able if x.policy == "block"]
+    """Return a list with one remedy, offloading block inputs, and the host memory that it takes; an empty list if it
+    does not help. The host's free memory is not checked, because the limit that machines report grows with use."""
+    offloading = [replace(x, offload=1.0) for x in able if x.policy == "block"]
     roomy = replace(case, host=float("inf"))
-    needs = {x: roomy.memory(x, tokens).host / GIB for x in away if roomy.fits(x, tokens)}
+    needs = {x: roomy.memory(x, tokens).host / GIB for x in offloading if roomy.fits(x, tokens)}
     if not needs:
         return []
     best = min(needs, key=needs.__getitem__)
@@ -241,7 +241,7 @@ def _tokens(trainer: pl.Trainer) -> int | None:
 
 
 def _streams(trainer: pl.Trainer) -> Streams | None:
-    """Return the rank's streams; None for data of separate sequences."""
+    """Return the rank's streams; None if the data are separate sequences."""
     data: Any = getattr(trainer, "datamodule", None)
     if not isinstance(data, StreamDataModule):
         return None
@@ -253,12 +253,12 @@ def _sequence(trainer: pl.Trainer) -> Any:
     """Return the ranks that share a sequence; None before they are known."""
     try:
         return getattr(trainer.strategy, "sequence", None)
-    except RuntimeError:  # the ranks are not known yet
+    except RuntimeError:
         return None
 
 
 def _gpu(trainer: pl.Trainer) -> Gpu:
-    """Return the GPU of this rank, or an H200 if it has none."""
+    """Return the GPU of this rank, or an H200 if the rank has no GPU."""
     device = trainer.strategy.root_device
     if device.type != "cuda":
         return GPUS["H200"]

@@ -1,4 +1,4 @@
-"""List memory settings, recommend the fastest that fit, and write them in words or as a recipe."""
+"""List memory settings, recommend the fastest that fit, and format settings as words or as a recipe."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightning_dilated.memory.settings import MemorySettings
 TILE = 16384
 #: the callback that takes the settings
 RECOMPUTE = "ActivationRecompute"
-#: classes of strategies by their names for the Trainer
+#: strategy classes by the names that the Trainer accepts
 CLASSES = {
     "ring_dilated": "lightning_dilated.RingDilatedStrategy",
     "ring_dilated_fsdp": "lightning_dilated.RingDilatedFSDPStrategy",
 }
-#: most windows of heads in the candidates
+#: the largest number of head windows in the candidates
 SEARCH_WINDOWS = 6
 
 
 def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int | None = TILE) -> list[MemorySettings]:
-    """List settings to choose from; `host`: GiB for offload, 0 for none; `tile`: None for no tiles."""
+    """List the settings that a plan compares; `host`: GiB for offload, or 0; `tile`: tokens of a tile, or None."""
     chunks = max(c for c in range(1, SEARCH_WINDOWS + 1) if kv_heads % c == 0)
     settings = [
         MemorySettings(),
@@ -38,20 +38,20 @@ def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int | Non
         MemorySettings("block", 2, tile=tile, head_chunks=chunks),
     ]
     if host > 0:
-        budget = max(host, 1.0 + 1e-9)  # up to 1 it would be a fraction
+        budget = max(host, 1.0 + 1e-9)  # `offload` up to 1 is a fraction of the inputs, not GiB
         settings += [replace(x, offload=budget) for x in settings[3:]]
     fitting = [x for x in settings if x.every <= depth]
     return list(dict.fromkeys(fitting))
 
 
 def candidates_of(facts: Facts, host: float = 0.0) -> list[MemorySettings]:
-    """List the settings to choose from for a model."""
+    """List the settings that a plan of this model compares."""
     return candidates(facts.windows, host, facts.depth, TILE if facts.tiles else None)
 
 
 def streams(settings: Sequence[MemorySettings], ranks: int = 1) -> list[MemorySettings]:
-    """List settings that train chunk by chunk, the fastest first, for sequences that do not fit otherwise. R ranks
-    share chunks R times as long. Tiles are listed only if one of `settings` has tiles."""
+    """List settings that train chunk by chunk, the fastest first, for sequences that fit with no other settings. On R
+    ranks the shared chunks are R times longer. Settings with tiles are listed only if one of `settings` has tiles."""
     sizes = [("none", 1 << 18, None), ("attention-kept", 1 << 20, None), ("block", 1 << 20, None)]
     sizes += [("block", 1 << 20, TILE)] * any(x.tile for x in settings)
     chunked = [MemorySettings(policy, tile=tile, stream=size * ranks) for policy, size, tile in sizes]
@@ -59,7 +59,7 @@ def streams(settings: Sequence[MemorySettings], ranks: int = 1) -> list[MemorySe
 
 
 def recommended(case: Case, settings: Sequence[MemorySettings], tokens: int | None) -> MemorySettings | None:
-    """Return the fastest settings that fit N tokens, or without N those that fit most; None if none fit."""
+    """Return the fastest settings that fit N tokens; without N, the settings that fit most tokens. None if none fit."""
     if tokens is None:
         best = max(settings, key=lambda x: case.longest(x), default=None)
         return best if best is not None and case.longest(best) else None
@@ -68,7 +68,7 @@ def recommended(case: Case, settings: Sequence[MemorySettings], tokens: int | No
 
 
 def in_words(settings: MemorySettings) -> str:
-    """Describe settings in a few words."""
+    """Format settings as a short text."""
     parts = ["all kept" if settings.policy == "none" else settings.policy]
     parts += [f"every={settings.every}"] * (settings.every > 1)
     parts += [f"tile={settings.tile}"] * (settings.tile is not None)
@@ -89,7 +89,7 @@ def yaml_lines(settings: MemorySettings, setup: Setup, residual: str | None = No
 
 
 class _Indented(yaml.SafeDumper):
-    """YAML with indented lists, as in the recipes."""
+    """Indent lists in YAML, as the recipes do."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
@@ -102,9 +102,9 @@ def _lines(config: dict[str, Any]) -> list[str]:
 def whole_recipe(
     recipe: dict[str, Any], settings: MemorySettings, setup: Setup, options: dict[str, Any], residual: str | None
 ) -> list[str]:
-    """Return the lines of a recipe with these settings put in and everything else unchanged.
+    """Return the lines of a recipe with these settings in place of its own and all other entries unchanged.
 
-    `options`: options of the strategy that are not in `setup`.
+    `options`: strategy options that `setup` does not contain.
     """
     config = copy.deepcopy(recipe)
     trainer, model = config["trainer"], config["model"]
@@ -122,27 +122,27 @@ def whole_recipe(
     if "devices" not in trainer:
         trainer |= {x: planned[x] for x in ("devices", "num_nodes") if x in planned}
     arguments = changes.get("model", {}).get("init_args", {})
-    if "optimizer" in arguments and isinstance(model["init_args"].get("optimizer"), dict):  # an AdamW's other arguments
+    if "optimizer" in arguments and isinstance(model["init_args"].get("optimizer"), dict):  # keep its other arguments
         arguments["optimizer"] = model["init_args"]["optimizer"] | arguments["optimizer"]
     model["init_args"] |= arguments
     return _lines(config)
 
 
 def _strategy(listed: Any, setup: Setup, options: dict[str, Any]) -> Any:
-    """Return the recipe's strategy if it is of the planned kind, else the planned one, with the options that differ."""
+    """Return the recipe's strategy if it has the planned class, else the planned strategy, with all changed options."""
     path = str((listed.get("class_path") if isinstance(listed, dict) else listed) or "")
-    alike = path.rpartition(".")[2] in (setup.strategy, CLASSES[setup.strategy].rpartition(".")[2])
-    arguments = dict(listed.get("init_args") or {}) if alike and isinstance(listed, dict) else {}
+    same = path.rpartition(".")[2] in (setup.strategy, CLASSES[setup.strategy].rpartition(".")[2])
+    arguments = dict(listed.get("init_args") or {}) if same and isinstance(listed, dict) else {}
     options = {**options, "cpu_offload": setup.cpu_offload, "bucket_cap_mb": setup.bucket_cap_mb}
     defaults = {"exchange": "auto", "head_size": 1, "cpu_offload": False}
     arguments |= {x: value for x, value in options.items() if value != arguments.get(x, defaults.get(x))}
     if not arguments:
-        return listed if alike else setup.strategy
-    return {"class_path": path if alike and path != setup.strategy else CLASSES[setup.strategy], "init_args": arguments}
+        return listed if same else setup.strategy
+    return {"class_path": path if same and path != setup.strategy else CLASSES[setup.strategy], "init_args": arguments}
 
 
 def _changes(settings: MemorySettings, setup: Setup, residual: str | None) -> dict[str, Any]:
-    """Return the part of a recipe that holds these settings."""
+    """Return the part of a recipe that sets these settings."""
     trainer: dict[str, Any] = {}
     if setup.strategy != "single":
         options: dict[str, Any] = {"layout": "chunked"} if setup.ranks > 1 and settings.stream is not None else {}
@@ -155,7 +155,7 @@ def _changes(settings: MemorySettings, setup: Setup, residual: str | None) -> di
             trainer["num_nodes"] = -(-setup.ranks // setup.per_node)
     if settings != MemorySettings():
         defaults = asdict(MemorySettings("block"))
-        # the policy is always named: another callback of a recipe may have set it
+        # the policy is always written, because another callback of the recipe may have set it
         options = {
             name: round(value, 2) if isinstance(value, float) else value
             for name, value in asdict(settings).items()

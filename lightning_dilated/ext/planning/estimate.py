@@ -1,11 +1,11 @@
 """Estimate the time and memory of a training step on any number of GPUs, and the longest sequence that fits.
 
-Times were measured on one H200 with compiled blocks (`h200.json`, by benchmarks/step_parts.py). `long_forward` and
-`long_backward` are published instead: 413 and 433 TFLOP/s of cuDNN on an H100 (arXiv 2407.08608, bars for head dim 64
-and 16,384 rows). Whole steps reach these; short calls measured 487 and 438 (benchmarks/results/2026-11-26_h200.md).
-docs/planning.md lists how times are scaled. A recurrence adds its rule's time, measured on an H100
-(`h100_recurrence.json`) and scaled by FLOPs, and the time of the kernels around it, from the bytes that they move. A
-short convolution adds time for the bytes that its kernels move. `planning.ranks` adds waits between ranks.
+The times in `h200.json` were measured on one H200 with compiled blocks by benchmarks/step_parts.py, except for
+`long_forward` and `long_backward`: these are published numbers, 413 and 433 TFLOP/s of cuDNN on an H100 (arXiv
+2407.08608, head dim 64, 16,384 rows). Whole steps reach these speeds. Short calls were measured at 487 and 438 TFLOP/s
+(benchmarks/results/2026-11-26_h200.md). docs/planning.md describes how times are scaled. A recurrence adds the time of
+its rule, measured on an H100 (`h100_recurrence.json`) and scaled by FLOPs. The time of other kernels of recurrences and
+short convolutions is computed from the bytes that they move. `planning.ranks` adds waits between ranks.
 
 Shape letters: N tokens of the sequence, R ranks, L tokens of a rank, D head dim.
 """
@@ -44,36 +44,36 @@ from lightning_dilated.sequence.planner import ExchangeMemoryError
 
 #: bytes/s between a GPU and pinned memory of its host, each way, over PCIe 5.0 x16
 HOST_LINK = 50e9
-#: bytes/s of a node's memory for AdamW(fused=True) of all its ranks together: assumed, for two sockets with DDR5
+#: assumed bytes/s of a node's memory, two sockets with DDR5, when AdamW(fused=True) runs for all ranks of the node
 HOST_MEMORY = 200e9
 #: numbers that AdamW reads and writes for each parameter
 ADAMW_PASSES = 7
-#: bytes/s that copies reach in an H200's memory
+#: bytes/s that copies within an H200's memory reach
 BANDWIDTH = 4.1e12
-#: passes over hidden states (norms, gates, sums, casts) as a share of a block's time without attention, from a trace of
-#: a step on the measured machine; the time of passes grows with the width, the time of products with its square
+#: share of passes over hidden states (norms, gates, sums, casts) in a block's time without attention, from a trace on
+#: the measured machine. The time of passes is proportional to the width, and the time of products to its square
 PASSES = 0.28
-#: the share of a pair's time that does not depend on its head dim (exponentials and masks), at head dim `SOFTMAX_DIM`;
-#: from TFLOP/s of cuDNN on an H100 over 16,384 rows, head dims 64 and 128, forward and backward (arXiv 2407.08608)
+#: share of a pair's time that does not depend on the head dim (exponentials and masks), at head dim `SOFTMAX_DIM`,
+#: computed from TFLOP/s of cuDNN on an H100 with 16,384 rows and head dims 64 and 128 (arXiv 2407.08608)
 SOFTMAX_DIM, SOFTMAX_FORWARD, SOFTMAX_BACKWARD = 64, 2 - 2 * 413 / 595, 2 - 2 * 433 / 516
-#: passes over the logits, in their dtype, that the loss needs in addition to products, forward and backward; from times
-#: of the compiled loss on an H200, benchmarks/results/2026-11-23_h200_one_gpu.md
+#: passes over the logits, in their dtype, that the loss needs in addition to products, forward and backward. They were
+#: derived from times of the compiled loss on an H200 (benchmarks/results/2026-11-23_h200_one_gpu.md)
 LOSS_FORWARD, LOSS_BACKWARD = 5, 4
-#: bytes moved to sum a weight's gradient, for each element and tile of the loss; the second is added in 16 bits
+#: bytes moved, for each weight and tile, to sum weight gradients over tiles of the loss; and further bytes with 16 bits
 TILE_SUM, TILE_SUM_CAST = 12, 6
-#: passes over a block's hidden states: norm and products of a window of heads, their gradients, and the further passes
-#: that windows and tiles took on an H200 (benchmarks/results/2026-11-22_h200_longest.md)
+#: passes over a block's hidden states: norm and products of a window of heads, gradients of these, and further passes
+#: for windows and for tiles, measured on an H200 (benchmarks/results/2026-11-22_h200_longest.md)
 WINDOW_FORWARD, WINDOW_BACKWARD, WINDOWS, TILES = 4, 8, 17, 53
-#: fields of a Machine that hold seconds which scale with heads
+#: fields of a Machine with seconds that are proportional to the number of heads
 LINES = ("arrive_forward", "arrive_backward", "pack", "add", "few_forward", "few_backward")
-#: the fields in `LINES` that only move memory
+#: fields in `LINES` for work that only moves memory
 MOVES = LINES[2:]
 FILE = Path(__file__).with_name("h200.json")
 
 
 @functools.cache
 def measured_machine() -> Machine:
-    """Load the measured times of one H200 and a model of 12 blocks of width 768."""
+    """Load the times that were measured on one H200 for a model with 12 blocks of width 768."""
     return Machine.load(FILE)
 
 
@@ -82,13 +82,13 @@ class Time:
     """The time of a step.
 
     Attributes:
-        seconds: the whole step, with recomputation, copies and sharded parameters.
+        seconds: the whole step, including recomputation, copies and waits for sharded parameters.
         hidden: seconds of copies to and from the host that overlap with computation.
         exposed: seconds that computation waits for other ranks, parameters or the host.
         flops: FLOPs of the model on a rank, forward and backward, without recomputation.
         peak: FLOP/s of the GPU.
         optimizer: seconds of the optimizer if it runs on the host, else 0.
-        exchange: bytes that a rank receives in a step of a stream with chunks shared by ranks; else None.
+        exchange: bytes that a rank receives in a step of a stream, if ranks share its chunks; else None.
     """
 
     step: Step
@@ -108,20 +108,20 @@ class Time:
 
 @dataclass(frozen=True)
 class RelativeSpeed:
-    """A GPU's time relative to the measured GPU, for products and for moving memory."""
+    """A GPU's time divided by the measured GPU's, for products and for moving memory."""
 
     products: float
     memory: float
 
     @classmethod
     def of(cls, gpu: Gpu) -> RelativeSpeed:
-        """Return the ratios of the data sheets."""
+        """Compute the ratios from data sheets."""
         base = GPUS["H200"]
         return cls(base.flops / gpu.flops, base.bandwidth / gpu.bandwidth)
 
 
 def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None, head_dim: int | None = None) -> Machine:
-    """Scale the measured machine to another model; `head_dim`: D, if `facts` joins heads into wider ones."""
+    """Scale the measured times to another model and GPU; `head_dim`: D, if `facts` joins heads into wider heads."""
     base, call, slower = base or measured_machine(), facts.call, RelativeSpeed.of(gpu)
     wide = call.head_dim / base.head_dim
     heads = call.heads / base.heads * wide * slower.products
@@ -142,14 +142,14 @@ def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None, head_dim: int | 
 
 
 def _of_a_pair(base: Machine, joined: int, dim: int, slower: RelativeSpeed) -> tuple[float, float]:
-    """Return a pair's time relative to the measured pair, forward and backward; `joined`: features of joined heads."""
+    """Return a pair's (forward, backward) time divided by the measured time; `joined`: features of joined heads."""
     grown = lambda share, d: share + (1 - share) * d / SOFTMAX_DIM  # noqa: E731
     times = lambda share: grown(share, dim) / grown(share, base.head_dim) * joined / dim * slower.products  # noqa: E731
     return times(SOFTMAX_FORWARD), times(SOFTMAX_BACKWARD)
 
 
 def _parts(facts: Facts, base: Machine, parts: Parts, of_a_pair: tuple[float, float], slower: RelativeSpeed) -> Parts:
-    """Return the parts' seconds for L tokens; `of_a_pair`: see `_of_a_pair`."""
+    """Scale the measured parts of a step for L tokens; `of_a_pair`: returned by `_of_a_pair`."""
     call, tokens = facts.call, parts.tokens
     pattern, heads = measured_pattern(base, tokens), (call.heads, call.kv_heads)
     attended, rows = pairs(pattern, tokens, *heads, call.causal), query_rows(pattern, tokens, *heads)
@@ -171,13 +171,13 @@ def _parts(facts: Facts, base: Machine, parts: Parts, of_a_pair: tuple[float, fl
 
 
 def _rest(facts: Facts, base: Machine, parts: Parts, slower: RelativeSpeed) -> tuple[float, float]:
-    """Return the seconds of a block without attention, forward and backward."""
+    """Return the (forward, backward) seconds of a block without attention."""
     if facts.work is not None:
         return tuple(_seconds(base, parts, x, slower) for x in (facts.work.forward, facts.work.backward))
     trained, tokens = facts.trained, parts.tokens
     products = (1 - PASSES) * trained.weights / base.block_parameters * slower.products
     passes = PASSES * facts.dim / base.dim * slower.memory
-    each = tokens * _size(facts) / BANDWIDTH * slower.memory  # seconds per element a token that updates read or write
+    each = tokens * _size(facts) / BANDWIDTH * slower.memory  # seconds to move one element for every token
     extra = [_seconds(base, parts, x, slower) for x in facts.convolution] or [0.0, 0.0]
     return (
         parts.rest_forward * (products + passes) + trained.forward * each + extra[0],
@@ -186,7 +186,7 @@ def _rest(facts: Facts, base: Machine, parts: Parts, slower: RelativeSpeed) -> t
 
 
 def _repeated(facts: Facts, base: Machine, slower: RelativeSpeed) -> float:
-    """Return the time of a recomputed forward without attention, relative to the first forward."""
+    """Return the time of a recomputed forward without attention, divided by the time of the first forward."""
     if facts.work is None:
         return base.again
     again, forward = (_seconds(base, base.parts[0], x, slower) for x in (facts.work.again, facts.work.forward))
@@ -194,13 +194,13 @@ def _repeated(facts: Facts, base: Machine, slower: RelativeSpeed) -> float:
 
 
 def _seconds(base: Machine, parts: Parts, work: Work, slower: RelativeSpeed) -> float:
-    """Return the seconds of counted work for L tokens, products at the speed of the measured forward."""
+    """Return the seconds of counted work for L tokens; products run at the measured forward's speed."""
     flops = 2 * base.block_parameters * parts.tokens / ((1 - PASSES) * parts.rest_forward)
     return parts.tokens * work.seconds(flops / slower.products, BANDWIDTH / slower.memory)
 
 
 def _recurring(layer: RecurrentLayer | None, tokens: int, gpu: Gpu) -> Recurring:
-    """Return the seconds that a layer's recurrence adds for L tokens; an unmeasured rule adds none."""
+    """Return the seconds that a layer's recurrence adds for L tokens; 0 for a rule that was not measured."""
     if layer is None:
         return Recurring()
     base, times = measured_machine(), measured_rules()
@@ -211,7 +211,7 @@ def _recurring(layer: RecurrentLayer | None, tokens: int, gpu: Gpu) -> Recurring
 
 
 def _head(facts: Facts, base: Machine, parts: Parts, slower: RelativeSpeed) -> tuple[float, float]:
-    """Return the seconds, forward and backward, that an output projection wider than the measured one adds."""
+    """Return the (forward, backward) seconds that the output projection takes beyond the measured one's width."""
     wider = max(0, facts.vocab - base.vocab)
     products = (1 - PASSES) * wider * facts.dim / base.block_parameters * slower.products
     each = wider * parts.tokens * _size(facts) / BANDWIDTH * slower.memory * facts.logits
@@ -224,9 +224,9 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     """Estimate the time of a step over N tokens.
 
     Args:
-        facts: the model's numbers; `work`, if it is counted, is the work with the settings' tiles.
+        facts: the model's numbers; if its `work` is counted, it must have been counted with the settings' tiles.
         memory: the memory settings.
-        tokens: N, on all ranks together; a rank has N / R, rounded up.
+        tokens: N, the tokens of all ranks together; a rank has N / R, rounded up.
         setup: the ranks, their links and the strategy.
         gpu: the GPU of each rank.
         away: bytes of block inputs that a rank copies to its host.
@@ -258,7 +258,7 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     if setup.cpu_offload:
         part = machines[0].parameter_size / setup.ranks
         copies += (2 * parameters + trained) * part / HOST_LINK
-        busy += waits  # copies of parameters overlap with the wait for parameters
+        busy += waits  # copies also overlap with the waits for parameters
         host_optimizer = ADAMW_PASSES * trained * part * min(setup.per_node, setup.ranks) / HOST_MEMORY
         gpu_optimizer = step.compute.get("optimizer", 0.0)
     exposed_copies = max(0.0, copies - busy)
@@ -268,8 +268,8 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
 
 
 def _grouped(machines: list[Machine], memory: MemorySettings, tokens: int, recomputed: float) -> float:
-    """Return the seconds of recomputing all but the last block of each group once more, for the group's forward,
-    which leaves nothing out because each block's output is read. `recomputed`: seconds to recompute every block."""
+    """Return the seconds to run all but the last block of each group once more. These forwards are complete, because
+    the next block reads the output. `recomputed`: seconds to recompute every block once."""
     parts = [machine.at(tokens) for machine in machines]
     each = [p.rest_forward + p.attention_forward for p in parts]
     once = [machine.depth - -(-machine.depth // memory.every) for machine in machines]
@@ -279,7 +279,7 @@ def _grouped(machines: list[Machine], memory: MemorySettings, tokens: int, recom
 
 
 def _again(facts: Facts, machine: Machine, memory: MemorySettings, tokens: int) -> float:
-    """Return the seconds that tiles and head chunks recompute; counted work already includes tiles."""
+    """Return the seconds of recomputation for tiles and head chunks; counted work already includes tiles."""
     rest = facts.depth * machine.at(tokens).rest_forward * machine.again
     share = lambda part: part / facts.block_parameters * rest  # noqa: E731
     total = 0.0
@@ -291,7 +291,7 @@ def _again(facts: Facts, machine: Machine, memory: MemorySettings, tokens: int) 
 
 
 def _windowed(facts: Facts, memory: MemorySettings, tokens: int, gpu: Gpu) -> float:
-    """Return the seconds of extra passes of tiles and windows over hidden states; counted work includes tiles."""
+    """Return the seconds that tiles and windows add for passes over hidden states; counted work includes tiles."""
     windows, forwards = memory.head_chunks, 1 + (memory.policy != "none") + (memory.every > 1)
     passes = TILES if memory.tile is not None and memory.tile < tokens and facts.work is None else 0
     if windows > 1:
@@ -309,7 +309,7 @@ def _summed(facts: Facts, memory: MemorySettings, tokens: int, gpu: Gpu) -> floa
 
 
 def _size(facts: Facts) -> int:
-    """Bytes of an element of activations."""
+    """Return the bytes of an element of activations."""
     return 4 if facts.precision.startswith("32") else 2
 
 
@@ -319,7 +319,7 @@ def _parameters_late(stacks: list[Facts], size: int, setup: Setup, busy: float) 
     ranks, links = setup.ranks, setup.links
     speed = links.near if ranks <= setup.per_node else min(links.near, links.far * setup.per_node)
     part = (ranks - 1) / max(1, ranks) / speed
-    if setup.cpu_offload:  # a rank copies its part from the host before the gather, and its gradients to the host
+    if setup.cpu_offload:  # a rank copies its shard from the host before a gather, and gradients to the host
         part += 1 / ranks / HOST_LINK
     seconds = lambda numbers: numbers * size * part + links.round  # noqa: E731
     total = sum(x.depth * (2 * seconds(x.block_parameters) + seconds(x.trained.block)) for x in stacks)
@@ -330,22 +330,22 @@ def _flops(facts: Facts, tokens: int) -> float:
     call = facts.call
     attended = sum(n * pairs(x.pattern, tokens, x.heads, x.kv_heads, x.causal) for x, n in call.layers(facts.depth))
     linear = facts.depth * (2 * facts.trained.weights + facts.trained.gradients)
-    edge = facts.vocab * facts.dim  # if it is frozen, only logits pass a gradient back to the blocks
+    edge = facts.vocab * facts.dim  # a frozen projection passes a gradient to the blocks only if it computes logits
     linear += 3 * edge if facts.whole else (1 + facts.logits) * edge - facts.projection
     rules = sum(x.flops for x in cycle_to(facts.recurrences or (None,), facts.depth) if x is not None)
     return (2.0 * linear + 3.0 * rules) * tokens + 14.0 * call.head_dim * attended
 
 
-#: longest lengths are multiples of this many tokens a rank
+#: the search for the longest length tries multiples of this number of tokens a rank
 GRAIN = 1024
 #: the longest length that is tried, in tokens a rank
 MOST = 1 << 30
-#: on several ranks the longest length is exact to 1 / CLOSE of it
+#: relative precision of the longest length on several ranks: 1 / CLOSE
 CLOSE = 256
 
 
 def _at_once(settings: MemorySettings) -> MemorySettings:
-    """Return the settings of one chunk."""
+    """Return the settings for a single chunk."""
     return replace(settings, stream=None, truncate=False)
 
 
@@ -356,7 +356,7 @@ class Case:
     Attributes:
         host: GiB of host memory that a rank may use for block inputs and for `cpu_offload`. 0: block inputs are not
             offloaded, and `cpu_offload` is not limited.
-        counted, works, graphs: caches: footprints by settings, work by tokens of a tile, graphs of compiled blocks.
+        counted, works, graphs: caches of footprints by settings, work by tile length, and graphs of compiled blocks.
     """
 
     subject: CountedModel
@@ -369,7 +369,7 @@ class Case:
     graphs: Graphs = field(default_factory=lambda: Graphs(Tape()), compare=False)
 
     def footprint(self, settings: MemorySettings) -> Footprint:
-        """Count the model's memory with these settings, once for all values of `offload`."""
+        """Count the model's memory with these settings; settings that differ only in `offload` share one count."""
         bare = replace(settings, offload=0.0, stream=None, truncate=False)
         if bare not in self.counted:
             self.counted[bare] = footprint(replace(self.subject, memory=bare), graphs=self.graphs)
@@ -377,13 +377,13 @@ class Case:
         return replace(counted, subject=replace(counted.subject, memory=settings))
 
     def memory(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> Memory:
-        """Return a rank's memory with N tokens; `rows`: the exchange's memory, if it is known."""
+        """Return a rank's memory with N tokens; `rows`: the exchange's memory; None: compute it."""
         if in_chunks(settings, tokens):
             return self._stream_memory(settings, tokens)
         return memory(self.footprint(settings), tokens, self.setup, rows)
 
     def _stream_memory(self, settings: MemorySettings, tokens: int) -> Memory:
-        """Return the memory of a chunk, the carried rows, and the fp32 sums of gradients over chunks."""
+        """Return the memory of a chunk plus the carried rows and the fp32 sums of gradients over chunks."""
         size, ranks, call = settings.stream or tokens, self.setup.ranks, self.subject.call
         at_once, rows = replace(self, setup=self._shares_chunks()), None
         if ranks > 1:
@@ -393,7 +393,7 @@ class Case:
         return self._with(chunk, Carried.of(call, self.facts.depth, tokens, settings, self.gpu.memory, ranks))
 
     def step_memory(self, settings: MemorySettings, tokens: int, streams: int, length: int) -> Memory:
-        """Return a rank's memory for N tokens at a time of `streams` carried streams, `length` tokens long."""
+        """Return a rank's memory for a step over the next N tokens of each of `streams` streams of `length` tokens."""
         call = replace(self.subject.call, batch=streams)
         carried = Carried.of_steps(call, self.facts.depth, length, tokens)
         return self._with(self.memory(_at_once(settings), streams * tokens), carried)
@@ -406,13 +406,13 @@ class Case:
         return replace(chunk, kinds=kinds, host=chunk.host + carried.on_host, carried=carried.on_gpu)
 
     def _shares_chunks(self) -> Setup:
-        """Return the setup that runs a chunk: several ranks exchange its rows by gather."""
+        """Return the setup of one chunk: several ranks exchange its rows by gather."""
         if self.setup.ranks == 1:
             return self.setup
         return replace(self.setup, exchange="gather", exchange_memory=None, layout="contiguous", head_size=1)
 
     def time(self, settings: MemorySettings, tokens: int) -> Time:
-        """Estimate a step with N tokens; for a stream, `Time.step` is the step of one chunk."""
+        """Estimate the time of a step with N tokens; for a stream, `Time.step` is the step of one chunk."""
         if in_chunks(settings, tokens):
             return self._stream_time(settings, tokens)
         away = 0
@@ -421,7 +421,7 @@ class Case:
         return estimate(self._in_tiles(settings, tokens), settings, tokens, self.setup, self.gpu, away)
 
     def _in_tiles(self, settings: MemorySettings, tokens: int) -> Facts:
-        """Return the facts, with tiled feed-forwards if operators are counted and N tokens take several tiles."""
+        """Return the facts; if work is counted and N tokens need several tiles, count it with tiled feed-forwards."""
         tile = settings.tile
         if self.facts.work is None or tile is None or tile >= -(-tokens // self.setup.ranks):
             return self.facts
@@ -431,15 +431,15 @@ class Case:
         return replace(self.facts, work=self.works[tile])
 
     def _stream_time(self, settings: MemorySettings, tokens: int) -> Time:
-        """Estimate a step in chunks: each chunk forward and backward, all but the last forward once more, the pairs
-        that cross chunk bounds, and the transfer of carried rows between ranks, none of it assumed to overlap."""
+        """Estimate a step in chunks as the sum, without overlap, of the forward and backward of each chunk, a second
+        forward of all but the last, the pairs that cross chunk bounds, and transfers of carried rows between ranks."""
         size, call, depth, setup = settings.stream or tokens, self.facts.call, self.facts.depth, self.setup
         chunk_time = replace(self, setup=self._shares_chunks()).time
         one = chunk_time(_at_once(settings), size)
         blocks = [chunk_time(MemorySettings(policy), size).seconds for policy in ("none", "block")]
         machine = scaled(self.facts, self.gpu)
         parts = machine.at(-(-size // setup.ranks))
-        whole = depth * parts.rest_forward * (1 - machine.again)  # forward work that a recomputed forward leaves out
+        whole = depth * parts.rest_forward * (1 - machine.again)  # forward work that recomputation skips
         forward = 0.0 if settings.truncate else blocks[1] - blocks[0] + whole + parts.edge_forward
         of_forward, of_backward = attention_seconds(machine, parts.tokens)
         further = further_work(call, depth, tokens, size)
@@ -464,7 +464,7 @@ class Case:
         )
 
     def fits(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> bool:
-        """Return whether N tokens fit into the memory of GPU and host."""
+        """Return whether N tokens fit into the memory of the GPU and of the host."""
         planned = self.memory(settings, tokens, rows)
         on_host = planned.host + (planned.states if self.host else 0)
         return planned.peak <= self.gpu.usable(self.setup.ranks) and on_host <= self.host * GIB
@@ -487,7 +487,7 @@ class Case:
         units = up_to(Exchanged())
         if self.setup.ranks == 1:
             return units * unit
-        # each guess plans one exchange; its memory grows with N, so what fits with a longer length's exchange fits
+        # each guess plans one exchange; its memory grows with N, so lengths that fit with a longer one's exchange fit
         fitting, too_many, guess = 0, units + 1, units
         while too_many - fitting > max(1, fitting // CLOSE):
             rows = self._rows(settings, guess * unit)
@@ -500,8 +500,8 @@ class Case:
         return fitting * unit
 
     def _rows(self, settings: MemorySettings, tokens: int) -> Exchanged | None:
-        """Return the exchange's memory at a length; None if the exchange needs too much."""
-        for name in (self.setup.exchange, "auto"):  # a named exchange may not serve this length
+        """Return the exchange's memory at a length; None if it exceeds `setup.exchange_memory`."""
+        for name in (self.setup.exchange, "auto"):  # the named exchange may not serve this length
             try:
                 return replace(self, setup=replace(self.setup, exchange=name)).memory(settings, tokens).exchange
             except ExchangeMemoryError:
@@ -513,7 +513,7 @@ class Case:
 
 
 def last_true(holds: Callable[[int], bool], most: int) -> int:
-    """Return the largest n in 1..most that satisfies a monotone condition; 0 if none does."""
+    """Return the largest n in 1..most with `holds(n)`, which must not change from False to True; 0 if there is none."""
     low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, 2 * high

@@ -1,4 +1,4 @@
-"""Known GPUs (memory, bandwidth, FLOP/s in 16 bits, links), and the time and peak memory of a call on a GPU.
+"""List known GPUs (memory, bandwidth, FLOP/s in 16 bits, links), and measure the time and peak memory of a call.
 
 Shape letters: N tokens, H heads, D head dim.
 """
@@ -22,21 +22,21 @@ from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import DEFAULTS
 
 GIB = 2**30
-#: the share of a GPU's memory that is left free, and its least bytes (see `_device.ROOM`), for the allocator's
-#: fragments and for memory that is not counted
+#: share of a GPU's memory that is left free, and least bytes (see `_device.ROOM`), for fragments of the allocator and
+#: for memory that is not counted
 MARGIN, LEAST = 0.03, ROOM
-#: memory of CUDA and its libraries outside torch's allocator, and of NCCL with several ranks; on two H200 they held
-#: 2.85 GiB together when training began, and 3.02 later
+#: memory of CUDA and its libraries outside torch's allocator, and of NCCL with several ranks; on two H200 the sum was
+#: 2.85 GiB at the start of training, and 3.02 GiB later
 CONTEXT, NCCL = GIB // 2, 5 * GIB // 2
 
 
-#: bytes/s one way by data sheets: NVLink 4 of H200 and H100 (900 GB/s both ways), NVLink 3 of A100 (600 GB/s both
-#: ways), and 16 lanes of PCIe 4.0 (16 GT/s a lane, 128b/130b; 64 GB/s both ways for L40S and A10)
+#: bytes/s in one direction by data sheets: NVLink 4 of H200 and H100 (900 GB/s in both directions), NVLink 3 of A100
+#: (600 GB/s), and 16 lanes of PCIe 4.0 (16 GT/s a lane, 128b/130b; 64 GB/s for L40S and A10)
 NVLINK4, NVLINK3, PCIE4 = 450e9, 300e9, 31.5e9
-#: the share of NVLink's speed that an all-to-all reached on H200, 259 GB/s; assumed for other links, too
+#: share of NVLink's speed that an all-to-all reached on H200 (259 GB/s); assumed for other links, too
 REACHED = DEFAULTS.near / NVLINK4
-#: bytes/s of a network adapter; a node is assumed to have one for each GPU: 200 Gb/s as in a DGX A100 (its data sheet),
-#: and 100 Gb/s, a guess, in nodes without NVLink
+#: bytes/s of a network adapter; a node is assumed to have one adapter for each GPU, of 200 Gb/s as in the data sheet of
+#: a DGX A100, or of 100 Gb/s, a guess, without NVLink
 ADAPTER200, ADAPTER100 = 25e9, 12.5e9
 _MEASURE = "a guess; `lightning-dilated bench links` measures, --links FILE takes it"
 
@@ -48,7 +48,7 @@ def _nvlink(stated: float, far: float, what: str) -> Links:
 
 
 def _pcie(staged: bool, without: str = "no NVLink") -> Links:
-    """Return the links of cards without NVLink; `staged`: through the host's memory, without peer access."""
+    """Return the links of cards without NVLink; `staged`: copies pass through host memory, without peer access."""
     near = round(PCIE4 * REACHED / (2 if staged else 1) / 1e9) * 1e9
     how = (
         f"half of {REACHED:.0%} of it, through the host's memory"
@@ -61,7 +61,7 @@ def _pcie(staged: bool, without: str = "no NVLink") -> Links:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU.
+    """Properties of a GPU.
 
     Attributes:
         memory: bytes that the driver reports.
@@ -79,7 +79,7 @@ class Gpu:
     links: Links = DEFAULTS
 
     def usable(self, ranks: int = 1) -> int:
-        """Return the bytes of torch's allocator that a step may use."""
+        """Return the bytes that torch's allocator may take in a step."""
         return self.memory - max(LEAST, int(self.memory * MARGIN)) - CONTEXT - (NCCL if ranks > 1 else 0)
 
 
@@ -92,7 +92,7 @@ _H100 = replace(_H200, source="defaults: those of H200, whose NVLink an SXM H100
 _A100 = _nvlink(NVLINK3, ADAPTER200, "NVLink of an SXM A100")
 
 
-#: memory is what drivers report for 141, 80, 40, 48 and 24 GB; H200 and H100 as read on this project's machines
+#: known GPUs; memory as drivers report it for 141, 80, 40, 48 and 24 GB, for H200 and H100 on this project's machines
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -112,14 +112,14 @@ def find_gpu(name: str, gib: float | None = None) -> Gpu:
     """Return the GPU with a name, ignoring case and punctuation; `gib` replaces its memory.
 
     Raises:
-        ValueError: if the name is unknown (lists the known ones) or the memory impossible.
+        ValueError: if the name is unknown (the message lists known names) or the memory is out of range.
     """
     plain = lambda x: "".join(c for c in x.lower() if c.isalnum())  # noqa: E731
     known = {plain(x): gpu for x, gpu in GPUS.items()} | {"a100": GPUS["A100-80GB"], "h10080gb": GPUS["H100"]}
     gpu = known.get(plain(name))
     if gpu is None:
         raise ValueError(
-            f"--gpu must be one of {', '.join(GPUS)}; got {name!r}. Another one: the nearest of these and --gpu-memory GIB."
+            f"--gpu must be one of {', '.join(GPUS)}; got {name!r}. For others, take the nearest and --gpu-memory GIB."
         )
     if gib is None:
         return gpu
@@ -131,7 +131,7 @@ def find_gpu(name: str, gib: float | None = None) -> Gpu:
 def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Return the median seconds of `run` after a warm-up, over `repeats` samples.
 
-    On a GPU (`device`) each sample repeats `run` for about 20 ms.
+    If `device` is a GPU, each sample repeats `run` for about 20 ms.
     """
     run()
     if device.type != "cuda":
@@ -151,7 +151,7 @@ CLOCK = 2e9
 
 
 def on_gpu(run: Callable[[], object], times: int, ahead: float = 0.0) -> float:
-    """Return the mean seconds of `times` calls; the GPU is kept busy for `ahead` seconds before them."""
+    """Return the mean GPU seconds of `times` calls, launched while the GPU is kept busy for `ahead` seconds."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     if ahead:
@@ -165,9 +165,9 @@ def on_gpu(run: Callable[[], object], times: int, ahead: float = 0.0) -> float:
 
 
 def peak_memory(run: Callable[[], object], device: torch.device) -> float:
-    """Return the peak GiB that `run` adds to the memory held before; NaN if the system does not report it.
+    """Return the GiB by which peak memory during `run` exceeds memory before; NaN if the system does not report it.
 
-    `device` is the measured GPU, or a CPU, for the process's resident memory.
+    If `device` is a GPU, its allocated memory is measured; if it is a CPU, the process's resident memory.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -201,10 +201,10 @@ def dense_yardstick(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Callable[[], None]:
-    """Return torch's attention, forward and backward, over contiguous tensors with the sizes of a pattern's blocks.
+    """Return a function that runs torch's attention, forward and backward, on contiguous tensors of a pattern's sizes.
 
-    It has the same segments, heads and rows, without dilation, merging and the joint backward: the cost of the FLOPs
-    alone. A window is replaced by segments with the same number of pairs a row.
+    The tensors have the pattern's segments, heads and rows, but the function does no dilation, no merging and no joint
+    backward, so it measures the cost of the FLOPs alone. A window becomes segments with the same number of pairs a row.
 
     Args:
         pattern: the pattern.
@@ -213,7 +213,7 @@ def dense_yardstick(
         dtype, device: of the tensors.
 
     Returns:
-        a function that runs it once.
+        a function without arguments.
     """
     sizes = []
     for b in blocks(pattern, seq_len, heads, heads):

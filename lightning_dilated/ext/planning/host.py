@@ -1,4 +1,4 @@
-"""Host memory of this process: resident, peak, and pinned for copies to a GPU."""
+"""Read the host memory of this process: resident bytes, their peak, and bytes pinned for copies to a GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ STATUS = Path("/proc/self/status")
 
 
 def host_memory(status: Path = STATUS) -> dict[str, int | None]:
-    """Return bytes: `host` resident now, `host_peak` at the peak, and `pinned` for copies to a GPU.
+    """Return bytes: `host` (resident now), `host_peak` (peak resident), and `pinned` (for copies to a GPU).
 
-    If Linux does not report them, the peak is getrusage's and the present is None. Pinned memory counts torch's
-    allocator with its caches and offloaded block inputs; it is None if no GPU is in use.
+    Without Linux's status file, `host_peak` is read by getrusage, and `host` is None. `pinned` counts torch's
+    allocator, with its caches, and offloaded block inputs; it is None if no GPU is in use.
     """
     try:
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)

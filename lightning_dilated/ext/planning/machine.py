@@ -1,4 +1,4 @@
-"""Measured times of one device: the parts of a training step (`Machine`) and the rules of recurrences (`RuleTimes`).
+"""Store measured times of one device: parts of a training step (`Machine`), and rules of recurrences (`RuleTimes`).
 
 Shape letters: L tokens of a rank.
 """
@@ -17,13 +17,13 @@ from typing import Any
 from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.recurrence import Recurrence
 
-#: bytes of an element of q, k and v by the Trainer's precision
+#: bytes of an element of q, k and v, by the Trainer's precision
 ELEMENT_SIZES = {"bf16-mixed": 2, "bf16-true": 2, "16-mixed": 2, "16-true": 2, "32-true": 4, "64-true": 8}
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds of a call: `fixed` + `each` * (pairs or bytes)."""
+    """A linear model of a call's seconds: `fixed` + `each` * (number of pairs or bytes)."""
 
     fixed: float
     each: float
@@ -33,7 +33,7 @@ class Line:
             real(value, f"Line.{name}", least=0)
 
     def of(self, size: Any, calls: Any = 1) -> Any:
-        """Seconds of `calls` calls with `size` pairs or bytes in total; elementwise for arrays."""
+        """Return the seconds of `calls` calls with `size` pairs or bytes in total; elementwise for arrays."""
         return self.fixed * calls + self.each * size
 
 
@@ -42,10 +42,10 @@ class Parts:
     """Seconds of the parts of a step of `tokens` tokens on one device.
 
     Attributes:
-        attention_forward, attention_backward: a rank's local attention with the pattern geometric(first, tokens).
-        wide_forward, wide_backward: added by one more branch with segments wider than the rank's tokens, for pairs
-            of the rank's tokens.
-        rest_forward, rest_backward: a block without the op.
+        attention_forward, attention_backward: local attention of a rank with the pattern geometric(first, tokens).
+        wide_forward, wide_backward: time that one more branch adds for pairs of the rank's own tokens; its segments
+            are longer than the rank's tokens.
+        rest_forward, rest_backward: a block without the attention op.
         edge_forward, edge_backward: embedding, last norm, output projection and loss.
     """
 
@@ -70,23 +70,23 @@ class Machine:
     """One device and one shape of model, measured by `benchmarks/step_parts.py`.
 
     Attributes:
-        name: the device, with the versions that were measured.
+        name: the device, and the versions of software that were measured.
         dim, depth, heads, head_dim, kv_heads, hidden, vocab, precision, causal: the model; the Trainer's precision.
-        first: shortest segment of the geometric pattern whose local branches were measured.
+        first: shortest segment of the measured geometric pattern.
         block_parameters, edge_parameters: parameters of a block, and parameters outside blocks.
-        parts: seconds at rising numbers of tokens.
+        parts: seconds at increasing numbers of tokens.
         optimizer: seconds of the optimizer's step over all parameters.
-        again: the time of a recomputed forward of a block without the op, relative to the first (`Parts.rest_forward`).
+        again: the time to recompute a block's forward without the op, divided by the first time (`Parts.rest_forward`).
         arrive_forward, arrive_backward: seconds of a batch of arriving rows, by its (query, key) pairs over heads.
-        pack: seconds of gathering rows of K and V into a buffer, by the buffer's bytes.
-        add: seconds of summing returned gradients, by their bytes.
-        few_forward, few_backward: seconds of selecting the query rows that other ranks' keys reach, and of adding to
-            these rows and to the keys, by the number of query rows over heads.
-        long_forward, long_backward: seconds of a (query, key) pair in rows that see many keys. The other time of the
-            attention in `parts` is counted by query rows. 0: not measured, and all of it is counted by pairs.
+        pack: seconds to gather rows of K and V into a buffer, by the buffer's bytes.
+        add: seconds to sum returned gradients, by their bytes.
+        few_forward, few_backward: seconds to select the query rows that attend to other ranks' keys, and to add
+            results to these rows and to the keys, by the number of query rows over heads.
+        long_forward, long_backward: seconds of a (query, key) pair in rows with many keys. The remaining time of the
+            attention in `parts` is divided by query rows. 0: not measured; all attention time is divided by pairs.
 
     Raises:
-        ValueError, TypeError: in the constructor, naming the argument.
+        ValueError, TypeError: for an invalid argument of the constructor.
     """
 
     name: str
@@ -124,7 +124,7 @@ class Machine:
             real(getattr(self, name), name, least=0)
         tokens = [p.tokens for p in self.parts]
         if not tokens or tokens != sorted(set(tokens)):
-            raise ValueError(f"parts must be of rising tokens, at least one; got {tokens}.")
+            raise ValueError(f"parts must be a non-empty list with rising tokens, got tokens {tokens}.")
 
     @property
     def element_size(self) -> int:
@@ -137,7 +137,7 @@ class Machine:
         return 4 if self.precision.endswith("mixed") else self.element_size
 
     def at(self, tokens: int) -> Parts:
-        """Return the parts at L tokens: interpolated between measured numbers, and proportional beyond them."""
+        """Return the parts at L tokens: interpolated between measured lengths, and proportional to L outside them."""
         integer(tokens, "tokens", 1)
         for low, high in itertools.pairwise(self.parts):
             if low.tokens <= tokens <= high.tokens:
@@ -147,19 +147,19 @@ class Machine:
         return _sum(tokens, (nearest, tokens / nearest.tokens))
 
     def require(self, **sizes: Any) -> Machine:
-        """Return this machine, or raise if another model was measured.
+        """Return this machine, or raise if the measured model has other sizes.
 
         Args:
             sizes: fields of the model by name, such as dim=768, causal=True.
 
         Raises:
-            TypeError: for a name that is no field of the model.
-            ValueError: listing all fields that differ.
+            TypeError: for an unknown name.
+            ValueError: if fields differ; the message lists them.
         """
         known = [f.name for f in dataclasses.fields(self)][1:11]
         unknown = sorted(set(sizes) - set(known))
         if unknown:
-            raise TypeError(f"{unknown[0]!r} is no size of a measured model; there are {', '.join(known)}.")
+            raise TypeError(f"{unknown[0]!r} is no size of a measured model; its sizes are {', '.join(known)}.")
         wrong = [
             f"{name}={x!r} (measured: {getattr(self, name)!r})" for name, x in sizes.items() if x != getattr(self, name)
         ]
@@ -171,16 +171,16 @@ class Machine:
         return self
 
     def save(self, path: str | Path) -> None:
-        """Write this machine as JSON, for `load`."""
+        """Write this machine to a JSON file, which `load` reads."""
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """Read a file of `save`.
+        """Read a machine from a file that `save` wrote.
 
         Raises:
-            FileNotFoundError: if there is no file.
-            TypeError, ValueError: for another file, naming what is missing or unknown.
+            FileNotFoundError: if the file does not exist.
+            TypeError, ValueError: if the file has other content; the message names missing or unknown fields.
         """
         try:
             fields = json.loads(Path(path).read_text())
@@ -195,7 +195,7 @@ class Machine:
         return cls(**fields)
 
 
-#: measured on one H100 by benchmarks/recurrence_time.py
+#: times measured on one H100 by benchmarks/recurrence_time.py
 RULES = Path(__file__).with_name("h100_recurrence.json")
 
 
@@ -204,9 +204,9 @@ class RuleTimes:
     """Measured seconds of the rules of recurrences.
 
     Attributes:
-        name, gpu: the device with the versions that were measured, and its name in `gpus.GPUS`.
-        tokens, heads, kv_heads, head_dim: sizes of the calls, with bf16 rows.
-        rules: seconds by kind and "forward" or "backward", which includes the forward once more.
+        name, gpu: the device with the measured versions of software, and its name in `gpus.GPUS`.
+        tokens, heads, kv_heads, head_dim: sizes of the measured calls; their rows were bf16.
+        rules: seconds by kind, then by "forward" or "backward"; "backward" includes a second forward.
     """
 
     name: str
@@ -218,7 +218,7 @@ class RuleTimes:
     rules: Mapping[str, Mapping[str, float]]
 
     def of(self, kind: str, flops: float) -> tuple[float, float]:
-        """Return the seconds, forward and backward, of a rule's FLOPs (`Recurrence.flops`), in proportion to them."""
+        """Return the (forward, backward) seconds of a rule, proportional to its FLOPs (`Recurrence.flops`)."""
         measured = self.tokens * Recurrence(kind).flops(self.heads, self.kv_heads, self.head_dim)
         times = self.rules[kind]
         return times["forward"] * flops / measured, times["backward"] * flops / measured
@@ -226,7 +226,7 @@ class RuleTimes:
 
 @functools.cache
 def measured_rules() -> RuleTimes:
-    """Load the times that plans use."""
+    """Load the rule times that plans use."""
     return RuleTimes(**_checked(RULES, RuleTimes, json.loads(RULES.read_text())))
 
 
@@ -236,17 +236,17 @@ def _sum(tokens: int, *shares: tuple[Parts, float]) -> Parts:
 
 
 def _checked(path: str | Path, kind: type, fields: Any) -> dict[str, Any]:
-    """Return the fields if they match a dataclass."""
-    want = {f.name for f in dataclasses.fields(kind)}
-    needed = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
-    have = set(fields) if isinstance(fields, dict) else set()
-    if not needed <= have <= want:
+    """Return the fields as a dict; raise if their names do not match the dataclass `kind`."""
+    every = {f.name for f in dataclasses.fields(kind)}
+    required = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
+    names = set(fields) if isinstance(fields, dict) else set()
+    if not required <= names <= every:
         parts = [
             f"{word} {', '.join(sorted(x))}"
-            for word, x in (("lacks", needed - have), ("has unknown", have - want))
+            for word, x in (("lacks", required - names), ("has unknown", names - every))
             if x
         ]
         raise ValueError(
-            f"{path}: a {kind.__name__} {' and '.join(parts)}. Measure anew: benchmarks/step_parts.py --output."
+            f"{path}: a {kind.__name__} {' and '.join(parts)}. Measure again by benchmarks/step_parts.py --output."
         )
     return dict(fields)

@@ -1,4 +1,4 @@
-"""Estimate a rank's memory by kind at the peak of a step, and plot it for several settings.
+"""Estimate a rank's memory by kind at the peak of a step, and plot the memory of several settings.
 
 Shape letters: N tokens of the sequence, L tokens of a rank.
 """
@@ -47,7 +47,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of the plot: bytes of a rank by kind (None: not counted), and the most tokens that fit."""
+    """A bar of the plot: bytes of a rank by kind (None: not counted), and the longest sequence that fits."""
 
     name: str
     kinds: Mapping[str, int] | None
@@ -55,13 +55,13 @@ class Bar:
 
 
 def memory_plot(bars: Sequence[Bar], limit: int, path: str | Path, title: str, caption: str) -> None:
-    """Write a PNG.
+    """Write a PNG with the memory of each setting (left) and its longest sequence (right).
 
     Args:
-        bars: from the top down.
+        bars: the bars from top to bottom.
         limit: bytes that a rank may use.
-        title: of the left half.
-        caption: basis of the numbers, printed below.
+        title: title of the left plot.
+        caption: text below the plots, for the basis of the numbers.
     """
     text = textwrap.fill(caption, 165)
     inches = 1.8 + 0.42 * len(bars) + 0.16 * (text.count("\n") + 1)
@@ -93,7 +93,7 @@ def short(tokens: float) -> str:
 
 
 def _memory(axes: Axes, bars: Sequence[Bar], limit: int) -> None:
-    """Draw stacked bars; bars far beyond the limit are cut off and labelled."""
+    """Draw stacked bars with their totals; cut off bars far beyond the limit."""
     totals = [0.0] * len(bars)
     for kind in KINDS:
         sizes = [(bar.kinds or {}).get(kind, 0) / GIB for bar in bars]
@@ -114,23 +114,23 @@ def _memory(axes: Axes, bars: Sequence[Bar], limit: int) -> None:
 
 #: bytes of AdamW's states for each byte of parameters: two numbers in the parameters' dtype
 ADAMW = 2.0
-#: bytes of 8-bit AdamW's states for each parameter: two 8-bit numbers, and fp32 maxima of blocks of 256
+#: bytes of 8-bit AdamW's states for each parameter: two 8-bit numbers, each with an fp32 maximum for a block of 256
 ADAMW_8BIT = 2 + 2 * 4 / 256
-#: cuBLAS workspaces of two threads, the forward's and the backward's, on a GPU of capability 9.0 and on others
+#: bytes of cuBLAS workspaces for two threads (forward and backward), by capability, and for other capabilities
 CUBLAS = {(9, 0): 2 * (32 << 20)}
 CUBLAS_ELSEWHERE = 2 * (8 << 20)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the rank that needs most, at the peak of a step.
+    """Bytes at the peak of a step, on the rank that needs most.
 
     Attributes:
         kinds: bytes by kind of memory; they add up to `peak`.
-        host: pinned host memory of the rank, for block inputs.
-        moment: the part of the step with the peak, such as ("backward", 0): the first block's backward.
+        host: bytes of the rank's pinned host memory for block inputs.
+        moment: the part of the step with the peak, such as ("backward", 0) for the first block's backward.
         exchange: memory for rows of other ranks.
-        states: host memory of the rank for parameters, gradients and optimizer states.
+        states: bytes of the rank's host memory for parameters, gradients and optimizer states.
         carried: bytes of `peak` that a stream carries from chunk to chunk.
     """
 
@@ -143,20 +143,20 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes of torch's allocator at the peak."""
+        """Bytes that torch's allocator has in use at the peak."""
         return sum(self.kinds.values())
 
 
 def memory(footprint: Footprint, tokens: int, setup: Setup | None = None, rows: Exchanged | None = None) -> Memory:
-    """Return the memory of a rank with N tokens on all ranks together.
+    """Return the memory of a rank for a sequence of N tokens.
 
     Tensors that a second stack saves count as temporary.
 
     Args:
         footprint: the counted memory of the model with its settings.
-        tokens: N.
+        tokens: N, the tokens of all ranks together.
         setup: GPUs and strategy; None: one GPU.
-        rows: memory of the exchange, if it is known.
+        rows: memory of the exchange; None: compute it.
 
     Raises:
         ValueError: for an exchange that cannot run this pattern.
@@ -175,7 +175,7 @@ def memory(footprint: Footprint, tokens: int, setup: Setup | None = None, rows: 
 
 
 def on_host(footprint: Footprint, tokens: int) -> int:
-    """Return the bytes of offloaded block inputs with L tokens; each stack has its own budget."""
+    """Return the bytes of offloaded block inputs for L tokens; each stack has its own budget."""
     settings, decoder = footprint.subject.memory, footprint.subject.decoder
     size, inner = footprint.hidden * tokens, footprint.inner * tokens
     of_decoder = offloaded(settings, decoder.depth, inner) * inner if decoder else 0
@@ -188,8 +188,8 @@ def _offloaded_inputs(footprint: Footprint, size: int) -> int:
 
 
 def offloaded(settings: MemorySettings, depth: int, size: int, first_kept: int = 0) -> int:
-    """Return the number of offloaded block inputs of `size` bytes, as `memory.offload.Host` chooses them. The first
-    `first_kept` need no gradient and are not offloaded."""
+    """Return the number of block inputs, of `size` bytes each, that `memory.offload.Host` offloads. The first
+    `first_kept` inputs need no gradient and are not offloaded."""
     groups = -(-depth // settings.every)
     if settings.offload <= 1:
         return max(0, round(settings.offload * groups) - first_kept)
@@ -197,31 +197,31 @@ def offloaded(settings: MemorySettings, depth: int, size: int, first_kept: int =
 
 
 def _decoder_away(footprint: Footprint, moment: Moment, tokens: int) -> int:
-    """Return the bytes of the second stack's block inputs that only the host holds at a moment: all offloaded inputs,
-    except the input in use, the input being fetched, and the last input if all are offloaded."""
+    """Return the bytes of the second stack's block inputs that are only on the host at a moment: all offloaded inputs
+    except the input in use, the input being fetched, and, if all inputs are offloaded, the last one."""
     decoder, settings = footprint.subject.decoder, footprint.subject.memory
     if decoder is None or not (moment.decoding or moment.part in (("between",), ("head",))):
         return 0
     size = footprint.inner * tokens
     sent = offloaded(settings, decoder.depth, size)
-    inputs = sent - (sent == -(-decoder.depth // settings.every))  # the next block, if any, frees the last input
+    inputs = sent - (sent == -(-decoder.depth // settings.every))  # no next block frees the last input on the GPU
     if moment.decoding:
         if moment.phase == "first":  # its backward is done
             return 0
         group, within = divmod(moment.part[2], settings.every)
         if moment.phase == "backward":
-            # a group fetches the previous input; a single block does so if its own input was offloaded
+            # a group fetches the input of the previous group; a single block only if its own input was offloaded
             fetched = within == 0 and (settings.every > 1 or group < sent)
             inputs = min(sent, group - fetched)
-        else:  # the first input is the stack's argument
+        else:  # the caller keeps the first input on the GPU
             inputs = min(sent, group) - 1
     return max(0, inputs) * size
 
 
 def states_on_host(footprint: Footprint, setup: Setup) -> int:
-    """Return the bytes of host memory for a rank's parameters, gradients and states; 0 without cpu_offload.
+    """Return the bytes of host memory for a rank's parameters, gradients and optimizer states; 0 without cpu_offload.
 
-    Parameters and gradients are pinned, each in a buffer that torch rounds up to a power of two.
+    Each parameter and each gradient has a pinned buffer, which torch rounds up to a power of two.
     """
     if not setup.cpu_offload:
         return 0
@@ -233,7 +233,7 @@ def states_on_host(footprint: Footprint, setup: Setup) -> int:
 
 
 def bytes_moved_at_fit_end(footprint: Footprint, setup: Setup) -> int:
-    """Return the bytes of a rank that Lightning moves to the host when a fit ends: parameters, gradients, states."""
+    """Return the bytes of a rank's parameters, gradients and states, which Lightning moves to the host as fit ends."""
     trained = footprint.trained
     whole = footprint.parameters + trained + _states(trained, footprint.parameter_size, setup)
     return -(-whole // setup.ranks) if setup.strategy == "ring_dilated_fsdp" else whole
@@ -241,7 +241,7 @@ def bytes_moved_at_fit_end(footprint: Footprint, setup: Setup) -> int:
 
 @functools.cache
 def _shapes(make: Callable[[int], DilatedModule], depth: int) -> list[tuple[torch.Size, bool]]:
-    """Return the shapes of all parameters, and whether each is trained."""
+    """Return (shape, whether it is trained) of each parameter."""
     return [(p.shape, p.requires_grad) for p in blank(make, depth).parameters()]
 
 
@@ -250,7 +250,7 @@ def _power_of_two(size: int) -> int:
 
 
 def _states(parameters: int, size: int, setup: Setup) -> int:
-    """Return the bytes of optimizer states; `parameters`: bytes of parameters of `size` bytes each."""
+    """Return the bytes of optimizer states; `parameters`: bytes of all parameters; `size`: bytes of one."""
     eight = setup.optimizer == "adamw8bit"
     return round(parameters / size * ADAMW_8BIT) if eight else round(parameters * ADAMW)
 
@@ -264,7 +264,7 @@ def _at(
     rows: Exchanged,
     away: int,
 ) -> dict[str, int]:
-    """Return the bytes by kind at a moment; `away`: the number of offloaded block inputs."""
+    """Return the bytes by kind at a moment; `away`: number of offloaded block inputs."""
     held, saved = footprint.held(moment, tokens), footprint.saved(moment, tokens)
     if saved and away:
         less = _on_host_only(footprint, moment, away) * footprint.hidden * tokens
@@ -280,13 +280,13 @@ def _at(
 
 
 def _on_host_only(footprint: Footprint, moment: Moment, away: int) -> int:
-    """Return the number of block inputs that only the host holds; `away`: the number of offloaded ones."""
+    """Return the number of block inputs that are only on the host; `away`: number of offloaded block inputs."""
     first, group = footprint.first_kept, moment.group
-    # the GPU's copy of a group's input is freed when the next copy starts; in the backward it is back on the GPU
+    # a group's input is also on the GPU: in the forward until the next copy starts, and in the backward
     current = first <= group < first + away
-    if moment.phase == "backward" and not moment.decoding:  # the next input is fetched during a group's first block
+    if moment.phase == "backward" and not moment.decoding:  # a group's first block fetches the previous group's input
         another = moment.within == 0 and group > first
-    else:  # the caller of the blocks holds the first block's input until the last block is done
+    else:  # the caller of the blocks keeps the first block's input until the last block is done
         another = moment.within is not None and not first and moment.part != ("behind", footprint.subject.depth - 1)
     return max(0, min(away, group + 1 - first) - current - another)
 
@@ -298,33 +298,33 @@ def _static(footprint: Footprint, moment: Moment, setup: Setup) -> dict[str, int
     states = _states(trained, footprint.parameter_size, setup)
     if setup.strategy != "ring_dilated_fsdp":
         averaged = setup.strategy == "ring_dilated" and setup.ranks * setup.data_ranks > 1
-        buckets = trained if averaged else 0  # DDP's own copies of the gradients
+        buckets = trained if averaged else 0  # DDP's buckets are copies of the gradients
         return {PARAMETERS: parameters, GRADIENTS: gradients + buckets, OPTIMIZER: states}
     decoder = footprint.subject.decoder
     inner = decoder.parameters * footprint.parameter_size if decoder else 0  # bytes of a block of the second stack
     sizes, trained_sizes = zip(*footprint.blocks, strict=True)
     edge = parameters - sum(sizes) - (decoder.depth * inner if decoder else 0)
     share = lambda n: -(-n // setup.ranks)  # noqa: E731
-    # gathered: parameters of this block, the next block, and outside blocks; unreduced: gradients of two blocks
+    # gathered: parameters of this block, of the next one, and outside blocks; unreduced: gradients of two blocks
     widest = max(inner, *sizes)
     gathered = 2 * widest + edge
     block_gradients = max(inner, *trained_sizes)
     unreduced = 2 * block_gradients if moment.phase in ("backward", "first", "after") else 0
-    if unreduced:  # gradients of the output projection and the last norm stay unsharded until the backward is done
+    if unreduced:  # gradients of output projection and last norm are unsharded until the end of the backward
         edge_gradients = max(0, footprint.edge_gradients - (decoder.depth * inner if decoder else 0))
         unreduced += edge_gradients if setup.cpu_offload else edge_gradients - share(edge_gradients)
-    if setup.cpu_offload:  # shards of a block are being copied from and to the host, too
+    if setup.cpu_offload:  # in addition, shards of one block are being copied from the host and to the host
         copied = share(block_gradients) if unreduced else 0
         return {PARAMETERS: gathered + share(widest), GRADIENTS: unreduced + copied, OPTIMIZER: 0}
     return {PARAMETERS: share(parameters) + gathered, GRADIENTS: share(gradients) + unreduced, OPTIMIZER: share(states)}
 
 
 def _exchange(footprint: Footprint, moment: Moment, rows: Exchanged) -> int:
-    """Return the bytes of other ranks' rows: rows saved by layers, and rows of the running call."""
+    """Return the bytes of other ranks' rows: rows that layers saved, and rows of the running call."""
     keeps, outside = footprint.subject.memory.policy != "block", moment.part in (("between",), ("head",))
     layers = footprint.layers(moment) if moment.within is not None or moment.decoding or outside else 0
     kept, decoder, inner = 0, footprint.subject.decoder, rows.decoder or Exchanged()
-    if moment.decoding or outside:  # all layers of the first stack, and at most all of the second
+    if moment.decoding or outside:  # all layers of the first stack, and an upper bound for the second stack
         kept = inner.kept * (decoder.depth if decoder and keeps else 1)
     kept += rows.kept_by(layers) if keeps else rows.most("kept") * min(layers, 1)
     running = inner if moment.decoding else rows

@@ -1,4 +1,4 @@
-"""`lightning-dilated plan`: memory, time, traffic and the longest sequence of a run, before anything is started."""
+"""Implement `lightning-dilated plan`: memory, time, traffic and the longest sequence of a run, before it is started."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from lightning_dilated.pattern.rows import cycle_to
 from lightning_dilated.sequence.head_size import plan_in_groups
 from lightning_dilated.sequence.planner import make_problem
 
-#: another layout is proposed if the busiest rank computes longer than the average by this share of a step
+#: propose another layout if the busiest rank computes longer than the average rank by this share of a step
 UNEVEN = 0.1
-#: page that lists what is measured, scaled and assumed
+#: page that lists which numbers are measured, scaled or assumed
 RESTS_ON = 'docs/planning.md, "The assumptions of a plan"'
 
 
 def run(argv: list[str]) -> None:
-    """Parse, estimate and print, and plot if asked."""
+    """Run the command: parse options, print the plan, and plot it if `--plot` is given."""
     if {"--find-max", "--find_max"} & set(argv):
         raise ValueError(removed("plan --find-max"))
     args = parser().parse_args(argv)
@@ -50,12 +50,12 @@ def run(argv: list[str]) -> None:
 
 
 def layout_hint(request: Request, case: Case, row: Row | None) -> str | None:
-    """Return a note on the layout: a shared stream, or a faster zigzag if the busiest rank sets the planned time."""
+    """Return a note on the layout if GPUs share chunks of a stream, or if the zigzag layout is faster; else None."""
     time = None if row is None else row.time
     if request.layout == "chunked" or (time is not None and time.exchange is not None):
         return (
             "the GPUs share every chunk of a stream: RingDilatedStrategy(layout='chunked'). With sequence_size=1 each "
-            "streams sequences of its own, as --gpus 1 plans it."
+            "GPU streams different sequences; --gpus 1 plans that."
         )
     if row is None or time is None or time.step.uneven < UNEVEN * time.seconds or case.setup.layout != "contiguous":
         return None
@@ -70,7 +70,7 @@ def layout_hint(request: Request, case: Case, row: Row | None) -> str | None:
 
 
 def recurrence_notes(case: Case) -> list[str]:
-    """List notes on the time of recurrences, and on what is not counted."""
+    """List notes on the time of recurrences, and on their uncounted memory."""
     layers = [x for x in cycle_to(case.facts.recurrences or (None,), case.facts.depth) if x is not None]
     if not layers:
         return []
@@ -92,7 +92,7 @@ def recurrence_notes(case: Case) -> list[str]:
 
 
 def notes_on(request: Request, case: Case, row: Row | None = None) -> list[str]:
-    """List notes on what this plan counts and leaves out; `row` is the recommended setting."""
+    """List notes on what this plan includes and leaves out; `row` is the recommended setting."""
     base, setup, size = measured_machine(), case.setup, request.shared_by
     measured = request.gpu.name == "H200" and (case.facts.dim, case.facts.depth) == (base.dim, base.depth)
     notes: list[str | None] = [
@@ -114,13 +114,13 @@ def notes_on(request: Request, case: Case, row: Row | None = None) -> list[str]:
         )
     if request.outer:
         notes.append(
-            "the recipe's outer steps are not in these numbers: shared parameters and momentum take 8 bytes a trained "
-            "parameter more, of the host with offload: true, and a parameter that is being sent up to 12 of the GPU."
+            "these numbers leave out the recipe's outer steps: shared parameters and momentum take 8 bytes a trained "
+            "parameter more (of the host with offload: true), and up to 12 of the GPU while a parameter is sent."
         )
     if request.batch > 1:
         notes.append(
-            f"one sequence is planned, and the recipe's batches hold {request.batch} on each data rank: for their memory "
-            f"give --tokens {request.batch} times as many, or set data.init_args.batch_size: 1."
+            f"this plan is for one sequence, but the recipe's batches have {request.batch} on each data rank. For "
+            f"their memory multiply --tokens by {request.batch}, or set data.init_args.batch_size: 1."
         )
     if request.streams:
         notes.append(
@@ -193,19 +193,19 @@ def report(request: Request) -> Report:
 
 
 def _check_stream(request: Request, strategy: str, settings: Sequence[MemorySettings]) -> None:
-    """Raise if the model or the strategy cannot run a stream."""
+    """Raise ValueError if `settings` have chunks and the model or the strategy cannot run them."""
     sizes, name = [x.stream for x in settings if x.stream is not None], type(request.model).__name__
     if sizes and not getattr(request.model, "streams", False):
         raise ValueError(f"--stream {sizes[0]}: {name} cannot be computed chunk by chunk. Leave it out.")
     if sizes and strategy == "ring_dilated_fsdp":
         raise ValueError(
             f"--stream {sizes[0]} is not offered with {strategy}, which would gather all weights for every chunk. Take "
-            "--strategy ring_dilated, whose GPUs hold all weights, or leave --stream out."
+            "--strategy ring_dilated, where each GPU has all weights, or leave --stream out."
         )
 
 
 def strategy_of(request: Request, facts: Facts) -> str:
-    """Return the requested strategy, else DDP unless parameters, gradients and states would take half a GPU."""
+    """Return the requested strategy. By default, FSDP if parameters, gradients and states fill half a GPU, else DDP."""
     if request.strategy is not None:
         return request.strategy
     each = 20 if request.precision.endswith("mixed") or request.precision == "32-true" else 10
@@ -272,7 +272,7 @@ def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> 
 
 
 def _details(case: Case, row: Row) -> list[str]:
-    """List memory and time by kind, and the exchange, of the recommended setting."""
+    """List the recommended setting's memory and time by kind, and its exchange."""
     memory, time = row.memory, row.time
     parts = " ".join(f"layer {x + 1}" if isinstance(x, int) else x for x in memory.moment)
     lines = [f"{in_words(row.settings)}, {row.tokens:,} tokens, {-(-row.tokens // case.setup.ranks):,} a rank", ""]
@@ -354,53 +354,53 @@ def head_size_note(request: Request) -> str | None:
     if request.head_size == 1 or (request.head_size == "auto" and request.layout == "chunked"):
         return None
     return (
-        f"with head_size={request.head_size} ranks also trade tokens for heads: the plan has the time of the trade, and not "
-        "the memory of its buffers."
+        f"with head_size={request.head_size} ranks also trade tokens for heads: the plan includes the time of the "
+        "trade, but not the memory of its buffers."
     )
 
 
 def _patterns(call: OpCall, depth: int) -> str:
-    """Return the pattern of all layers, or each pattern with its number of layers."""
+    """Return the pattern that all layers share, or each pattern with its number of layers."""
     calls = call.layers(depth)
     return "; ".join(f"{layers} layers of {x.pattern}" for x, layers in calls) if len(calls) > 1 else str(call.pattern)
 
 
 def _layers(x: Exchanged, depth: int) -> list[tuple[str, Exchanged]]:
-    """List (label of layers, exchange of their calls), one entry for each plan."""
+    """List (label of layers, exchange of these layers), one entry for each distinct exchange."""
     if not x.others:
         return [("a layer's", x)]
     numbers: dict[Exchanged, list[int]] = {}
     for layer, one in enumerate(cycle_to(x.cycle, depth)):
         numbers.setdefault(replace(one, others=()), []).append(layer)
-    few = lambda layers: ", ".join(map(str, layers[:3])) + (", ..." if len(layers) > 3 else "")  # noqa: E731
-    return [(f"of layers {few(layers)}", one) for one, layers in numbers.items()]
+    first_three = lambda layers: ", ".join(map(str, layers[:3])) + (", ..." if len(layers) > 3 else "")  # noqa: E731
+    return [(f"of layers {first_three(layers)}", one) for one, layers in numbers.items()]
 
 
 def _prices(layer: str, x: Exchanged) -> list[str]:
-    """List the exchanges' prices for a layer's call."""
+    """List the prices of all exchanges for a layer's call."""
     if x.plan is None or not x.plan.prices:
         return []
     return [f"  {layer}, on the priced rank with most:", *(f"    {y}" for y in str(x.plan).splitlines())]
 
 
 def _recipe(request: Request, case: Case, row: Row) -> list[str]:
-    """Return the whole recipe of the planned run, or only its settings if no recipe can express the model."""
+    """Return the whole recipe of the planned run, or only the changed settings if no recipe can express the model."""
     if request.recipe is None:
         lines = yaml_lines(row.settings, case.setup, request.residual)
         return ["in the recipe:", "", *(f"  {line}" for line in lines)]
     recipe, memory = request.recipe, request.exchange_memory
     init_args = (recipe.get("data") or {}).get("init_args") or {}
-    if "seq_len" in init_args and init_args["seq_len"] is None:  # set by no option or recipe: take the longest
+    if "seq_len" in init_args and init_args["seq_len"] is None:  # neither an option nor the recipe sets it
         recipe = {**recipe, "data": {**recipe["data"], "init_args": {**init_args, "seq_len": row.tokens}}}
     options = {"exchange": request.exchange, "head_size": request.head_size}
     options |= {"exchange_memory_gib": None if memory is None else memory / GIB}
     lines = whole_recipe(recipe, row.settings, case.setup, options, request.residual)
-    head = "in the recipe, all of which can be saved and run by `lightning-dilated fit --config FILE`:"
+    head = "in the recipe, which can be saved and run by `lightning-dilated fit --config FILE`:"
     return [head, "", *(f"  {line}" for line in lines)]
 
 
 def _nothing(case: Case, rows: list[Row], request: Request) -> str:
-    """Say what to change if nothing fits."""
+    """Describe what to change if no setting fits."""
     tokens = request.tokens
     narrow = "--residual_dtype bfloat16, " if "residual_dtype" in request.model.hparams else ""
     best = max(rows, key=lambda row: row.longest)

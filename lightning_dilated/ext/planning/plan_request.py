@@ -1,4 +1,4 @@
-"""The options of `plan`, completed by a recipe.
+"""Parse the options of `lightning-dilated plan`, and complete them with a recipe's values.
 
 Shape letters: N tokens of the sequence, R ranks.
 """
@@ -32,14 +32,14 @@ from lightning_dilated.strategy.layout import layout_for
 from lightning_dilated.strategy.mesh import MeshSizes
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-#: the default pattern, as in the measurements
+#: the default pattern, which was also measured
 SEGMENTS, DILATIONS = [2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]
 #: GPUs of a node
 NODE = 8
 
 
 def number(text: str) -> int:
-    """Parse 8192, 64K, 8M or 1G, in powers of 1024."""
+    """Parse a number such as 8192, 64K, 8M or 1G; units are powers of 1024."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)", text.strip().upper().replace(",", "").replace("_", ""))
     value = float(match[1]) * UNITS[match[2]] if match else 0
     if value < 1 or value != int(value):
@@ -57,13 +57,13 @@ def parser() -> argparse.ArgumentParser:
     _model(p.add_argument_group("model"))
     _machine(p.add_argument_group("machine"))
     _memory(p.add_argument_group("memory settings (default: all are compared, and one is recommended)"))
-    p.add_argument("--plot", type=Path, help="draw memory by kind of each setting to this PNG")
+    p.add_argument("--plot", type=Path, help="draw each setting's memory by kind to this PNG file")
     return p
 
 
 def _model(p: Any) -> None:
     p.add_argument("--dim", type=number)
-    p.add_argument("--depth", type=number, help="blocks; of the encoder where there is a decoder, too")
+    p.add_argument("--depth", type=number, help="number of blocks; of encoder blocks in a model with a decoder")
     p.add_argument("--heads", type=number)
     p.add_argument("--kv_heads", "--kv-heads", type=number)
     p.add_argument("--ffn_dim", "--ffn-dim", type=number)
@@ -75,7 +75,7 @@ def _model(p: Any) -> None:
     p.add_argument("--causal", action=argparse.BooleanOptionalAction, help="(default: the recipe's, else causal)")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="blocks (default: the recipe's, else yes)")
     p.add_argument(
-        "--residual_dtype", "--residual-dtype", choices=["float32", "bfloat16"], help="of states between blocks"
+        "--residual_dtype", "--residual-dtype", choices=["float32", "bfloat16"], help="dtype of states between blocks"
     )
 
 
@@ -83,29 +83,29 @@ def _machine(p: Any) -> None:
     p.add_argument(
         "--tokens",
         type=number,
-        help="of a sequence, on all its ranks: of a text, or rows of a slide, which are its tiles and one for the class "
+        help="length of a sequence, on all its ranks together; for a slide, the number of tiles plus 1 for the class "
         "token (default: the recipe's)",
     )
-    p.add_argument("--gpus", type=number, help="in all; they share every sequence (default: the recipe's, else 1)")
+    p.add_argument("--gpus", type=number, help="all GPUs, which share every sequence (default: the recipe's, else 1)")
     p.add_argument("--gpu", default="H200", help=f"{', '.join(GPUS)} (default %(default)s)")
-    p.add_argument("--gpu_memory", "--gpu-memory", type=float, metavar="GIB", help="of each GPU, if another one")
+    p.add_argument("--gpu_memory", "--gpu-memory", type=float, metavar="GIB", help="memory of each GPU, if it differs")
     p.add_argument("--nodes", type=number, help=f"(default {NODE} GPUs each)")
-    p.add_argument("--host_memory", "--host-memory", type=float, default=0.0, metavar="GIB", help="of a node, to be "
-                   "used for block inputs (default none: nothing of them is offloaded) and what --cpu_offload keeps there "
-                   "(default: not limited)")  # fmt: skip
+    p.add_argument("--host_memory", "--host-memory", type=float, default=0.0, metavar="GIB", help="memory of a "
+                   "node for offloaded block inputs and --cpu_offload (default: block inputs are not offloaded, and "
+                   "--cpu_offload is not limited)")  # fmt: skip
     p.add_argument("--precision", choices=list(PRECISIONS), help="(default: the recipe's, else bf16-mixed)")
     p.add_argument("--strategy", choices=STRATEGIES, help="(default: the recipe's; else single for one GPU, "
-                   "ring_dilated, or ring_dilated_fsdp where parameters and states would take half a GPU)")  # fmt: skip
+                   "else ring_dilated, or ring_dilated_fsdp if parameters and states fill half a GPU)")  # fmt: skip
     p.add_argument("--cpu_offload", "--cpu-offload", action=argparse.BooleanOptionalAction, help="parameters, gradients and "
                    "optimizer states on the host, with ring_dilated_fsdp (default: the recipe's, else no)")  # fmt: skip
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default %(default)s)")
     p.add_argument("--exchange", choices=["auto", *EXCHANGES], help="(default: the recipe's, else auto)")
-    p.add_argument("--exchange_memory_gib", "--exchange-memory-gib", type=float, metavar="GIB", help="of other ranks' rows "
-                   "that a call may hold (default: the recipe's, else not bounded)")  # fmt: skip
-    p.add_argument("--head_size", "--head-size", type=_head_size, metavar="RANKS", help="of groups that trade tokens for "
-                   "heads, or auto, whose choice is printed (default: the recipe's, else 1)")  # fmt: skip
+    p.add_argument("--exchange_memory_gib", "--exchange-memory-gib", type=float, metavar="GIB", help="memory for other "
+                   "ranks' rows in a call (default: the recipe's, else not limited)")  # fmt: skip
+    p.add_argument("--head_size", "--head-size", type=_head_size, metavar="RANKS", help="ranks of a group that trades "
+                   "tokens for heads; auto: print the choice (default: the recipe's, else 1)")  # fmt: skip
     p.add_argument(
-        "--links", type=Path, help="file of `lightning-dilated bench links` (default: those taken for the GPU)"
+        "--links", type=Path, help="file of `lightning-dilated bench links` (default: speeds assumed for the GPU)"
     )
 
 
@@ -116,19 +116,19 @@ def _head_size(text: str) -> int | str:
 
 def _memory(p: Any) -> None:
     p.add_argument("--policy", choices=POLICIES)
-    p.add_argument("--every", type=number, help="blocks of a group")
-    p.add_argument("--offload", type=float, help="fraction of block inputs up to 1, GiB of a rank above 1")
-    p.add_argument("--tile", type=number, help="tokens")
-    p.add_argument("--head_chunks", "--head-chunks", type=number, help="windows of heads")
+    p.add_argument("--every", type=number, help="number of blocks in a group")
+    p.add_argument("--offload", type=float, help="up to 1: fraction of block inputs; above 1: GiB of each rank")
+    p.add_argument("--tile", type=number, help="number of tokens in a tile")
+    p.add_argument("--head_chunks", "--head-chunks", type=number, help="number of head windows")
     p.add_argument(
-        "--stream", type=number, help="tokens of a chunk of longer sequences; without other settings all are compared"
+        "--stream", type=number, help="number of tokens in a chunk; alone, it is added to all compared settings"
     )
 
 
-#: strategies that can be planned, by their names for the Trainer
+#: strategies on several GPUs that can be planned, by the names that the Trainer accepts
 OURS = {"ring_dilated_fsdp": RingDilatedFSDPStrategy, "ring_dilated": RingDilatedStrategy}
 CALLBACK = "ActivationRecompute"
-#: options whose names differ from the model's arguments
+#: options with names that differ from the model's arguments
 OPTIONS = {"num_heads": "--heads", "num_kv_heads": "--kv_heads", "vocab_size": "--vocab"}
 
 
@@ -137,17 +137,18 @@ class Request:
     """A run to plan.
 
     Attributes:
-        tokens: N; None: the most that fit.
-        settings: the only ones to plan; None: several are compared.
-        stream: tokens of a chunk in all compared settings; None: only settings that the plan proposes have chunks.
+        tokens: N; None: each setting is planned at its longest sequence.
+        settings: the memory settings to plan; None: the plan compares several.
+        stream: tokens of a chunk in all compared settings; None: the plan may propose settings with chunks.
         host: GiB of host memory of a rank.
-        strategy: None: the plan chooses.
-        batch, streams: sequences in a batch of the recipe, and streams of all its data ranks; one is planned.
-        shared_by: GPUs that share a sequence by the recipe's sequence_size, for a note; None: all.
+        strategy: name of the strategy; None: the plan chooses one.
+        batch, streams: sequences in a batch of the recipe, and streams of all its data ranks, for notes.
+        shared_by: number of GPUs that share a sequence by the recipe's sequence_size, for a note; None: all.
         outer: whether the recipe's strategy takes outer steps, for a note.
-        exchange_memory: bytes of the strategy's exchange_memory_gib.
+        exchange_memory: the strategy's exchange_memory_gib, in bytes.
         data_ranks: the recipe's GPUs divided by planned GPUs, for `Setup`.
-        recipe: the recipe with the options, but without memory settings and strategy; None: no recipe can express them.
+        recipe: the recipe with values of the options, before memory settings and strategy are set; None: no recipe can
+            express the options.
     """
 
     model: DilatedModule
@@ -186,10 +187,10 @@ class Request:
 
 
 def resolve_request(args: argparse.Namespace) -> Request:
-    """Complete the options by the recipe's values.
+    """Complete the options with the recipe's values.
 
     Raises:
-        ValueError, OSError: naming an option that is missing or invalid.
+        ValueError, OSError: if an option is missing or invalid; the message names it.
     """
     config = _recipe(args.config)
     trainer = config.get("trainer") or {}
@@ -244,7 +245,6 @@ def resolve_request(args: argparse.Namespace) -> Request:
 def _with_options(
     args: argparse.Namespace, config: dict[str, Any], model: DilatedModule, precision: str
 ) -> dict[str, Any] | None:
-    """Return `Request.recipe`."""
     if config:
         arguments, data = _arguments(args, config, type(model)), config.get("data")
         if args.tokens and seq_len_of(args.config, data) is not None:
@@ -252,7 +252,7 @@ def _with_options(
     elif model.causal:
         arguments = _size_arguments(args, args.tokens)
         data = {"class_path": "lightning_dilated.data.ByteDataModule", "init_args": {"seq_len": args.tokens}}
-    else:  # a LongNetLM is causal, and the options name no other class
+    else:  # no recipe: a LongNetLM is causal, and no option selects another class
         return None
     if not config or args.compile is not None:
         arguments["compile_blocks"] = args.compile is not False
@@ -274,10 +274,10 @@ def _recipe(path: Path | None) -> dict[str, Any]:
 
 
 def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedModule:
-    """Build the recipe's model with the sizes of the options.
+    """Build the recipe's model, with its sizes replaced by those that options set.
 
     Raises:
-        ValueError: naming an option that the model has no argument for.
+        ValueError: if the model has no argument for an option; the message names the option.
     """
     model = config["model"]
     cls = class_of(args.config, model.get("class_path", "LongNetLM"), "lightning_dilated")
@@ -286,7 +286,7 @@ def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedMod
 
 
 def _arguments(args: argparse.Namespace, config: dict[str, Any], cls: type) -> dict[str, Any]:
-    """Return the arguments of the recipe's model with the sizes of the options; raise as `_from_recipe`."""
+    """Return the arguments of the recipe's model, with sizes replaced by options; raise as `_from_recipe` does."""
     takes = options_of(cls)
     options = _sizes(args)
     if args.causal is not None:
@@ -303,19 +303,19 @@ def _arguments(args: argparse.Namespace, config: dict[str, Any], cls: type) -> d
 
 
 def _branches(args: argparse.Namespace, cls: type, whole: bool) -> dict[str, Any]:
-    """Return the options' pattern as a model's arguments: whole, or as two lists for a model with fixed offsets."""
+    """Return the pattern of the options as arguments of the model: `pattern` if `whole`, else lists of its branches."""
     pattern = _pattern(args, args.tokens)
     if whole:
         return {"pattern": pattern.to_dict()}
     if args.offsets:
-        raise ValueError(f"--offsets {args.offsets}: a {cls.__name__}'s are fixed, as its releases' are. Leave it out.")
+        raise ValueError(f"--offsets {args.offsets}: the offsets of a {cls.__name__} are fixed. Leave the option out.")
     lists = {"segment_lengths": "segment_length", "dilation_rates": "dilation_rate"}
     lists_of_branches = {name: [getattr(b, field) for b in pattern.branches] for name, field in lists.items()}
     return lists_of_branches | ({"max_wsi_size": None} if "max_wsi_size" in options_of(cls) else {})
 
 
 def _tokens(path: Path, model: DilatedModule, data: Any) -> int | None:
-    """Return N of the recipe's data: for slides the rows of the longest, for text models without data the default."""
+    """Return N of the recipe's data: its seq_len (or the default), or the rows of the largest slide; else None."""
     if not data and "labels" not in getattr(model.sequence_spec, "dims", ()):
         return None
     most = _init_args(data).get("max_tiles")
@@ -323,12 +323,12 @@ def _tokens(path: Path, model: DilatedModule, data: Any) -> int | None:
 
 
 def _init_args(entry: Any) -> dict[str, Any]:
-    """Return the arguments of a class in a recipe; none for a plain name."""
+    """Return the init_args of a recipe's entry; an empty dict if the entry is a plain name."""
     return (entry.get("init_args") or {}) if isinstance(entry, dict) else {}
 
 
 def _number_of(data: Any, name: str, default: int) -> int:
-    """Return a number above 0 among the arguments of a recipe's data."""
+    """Return the argument `name` of a recipe's data if it is an integer above 0, else `default`."""
     size = _init_args(data).get(name)
     return size if isinstance(size, int) and size > 0 else default
 
@@ -336,14 +336,14 @@ def _number_of(data: Any, name: str, default: int) -> int:
 def _from_sizes(args: argparse.Namespace, tokens: int | None) -> DilatedModule:
     missing = [f"--{name}" for name in ("dim", "depth", "heads") if getattr(args, name) is None]
     if missing:
-        raise ValueError(f"plan needs {', '.join(missing)}, or a recipe that says so: --config RECIPE.yaml.")
+        raise ValueError(f"plan needs {', '.join(missing)}, or a recipe that sets them: --config RECIPE.yaml.")
     model = LongNetLM(**_size_arguments(args, tokens), bytes_per_token=1.0)
     model.causal = args.causal is not False
     return model
 
 
 def _size_arguments(args: argparse.Namespace, tokens: int | None) -> dict[str, Any]:
-    """Return the arguments of a LongNetLM with the options' sizes."""
+    """Return the arguments of a LongNetLM with the pattern and sizes of the options."""
     return {"pattern": _pattern(args, tokens).to_dict(), "vocab_size": 256, **_sizes(args)}
 
 
@@ -370,7 +370,7 @@ def _pattern(args: argparse.Namespace, tokens: int | None) -> DilatedPattern:
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """The planned options of a Trainer's strategy; `name` is one of STRATEGIES, or None."""
+    """The strategy options of a recipe that a plan uses; `name` is one of STRATEGIES, or None."""
 
     name: str | None
     exchange: str
@@ -402,19 +402,19 @@ def _strategy(path: Path, strategy: Any) -> StrategyOptions:
 
 
 def _shared_by(strategy: Any, ranks: int, nodes: int) -> int | None:
-    """Return the GPUs that share a sequence by the recipe's sequence_size and regions; None: all, or invalid."""
+    """Return how many GPUs share a sequence by the recipe's sequence_size and regions; None: all, or invalid."""
     options = _init_args(strategy)
     regions = options.get("regions", 1)
     try:
         sizes = MeshSizes(ranks, options.get("sequence_size", "auto"), regions=nodes if regions == "auto" else regions)
         size = sizes.sequence_size
-    except (TypeError, ValueError):  # the run itself raises this
+    except (TypeError, ValueError):  # the run itself will raise this error
         return None
     return None if size == ranks else int(size)
 
 
 def _ranks(args: argparse.Namespace, trainer: dict[str, Any]) -> tuple[int, int]:
-    """(R, ranks of a node)."""
+    """Return (R, ranks of a node)."""
     ranks = args.gpus or _recipe_ranks(trainer)
     nodes = args.nodes or -(-ranks // NODE)
     if ranks % nodes:
@@ -431,7 +431,7 @@ def _recipe_ranks(trainer: dict[str, Any]) -> int:
 
 
 def _settings(args: argparse.Namespace, callbacks: Any) -> MemorySettings | None:
-    """Return the settings of the options over the recipe callback's; None without options, or with `stream` alone."""
+    """Return the settings of the recipe's callback, replaced by options; None if no option but `--stream` is given."""
     options = {n: getattr(args, n) for n in ("policy", "every", "offload", "tile", "head_chunks", "stream")}
     options = {k: v for k, v in options.items() if v is not None}
     if not options.keys() - {"stream"}:

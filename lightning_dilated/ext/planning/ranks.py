@@ -1,14 +1,14 @@
 """Estimate the seconds of a step on many ranks, in closed form, from the measured parts of one device.
 
-While a rank computes the pairs of its own rows, the rows of a layer's exchange travel, and so do the gradients that
-return. The rank waits for transfers that take longer, and then computes the pairs with the rows that arrived. A step
-takes as long as the busiest rank computes and the slowest rank's link needs for its bytes and messages, with a latency
-for each round (`Links`). With many ranks, a few evenly spread ranks are counted (`planner.priced_ranks`).
+While a rank computes the pairs of its own rows, a layer's rows, or gradients of rows, are transferred. If this takes
+longer, the rank waits; then it computes the pairs with the rows that arrived. The time of a step is the busiest rank's
+computation, plus the waits for the slowest rank's link, by its bytes, messages and the latency of each round (`Links`).
+With many ranks, a few evenly spread ranks are counted (`planner.priced_ranks`).
 
-Not counted: communication that slows down computation; the host, which runs ahead; loading and logging, except for a
-fixed `overhead`; collectives of single numbers.
+Not counted: slower computation during communication; launches by the host, which runs ahead; loading and logging,
+except for a fixed `overhead`; collectives of single numbers.
 
-Shape letters: N tokens, L tokens of a rank, R ranks, P ranks that are counted for all.
+Shape letters: N tokens, L tokens of a rank, R ranks, P counted ranks, which represent all.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ from lightning_dilated.sequence.requirements import Problem, row_requests
 
 #: bytes of a bucket of gradients: the default of torch's DistributedDataParallel
 BUCKET = 25 * 2**20
-#: kinds of attention work: pairs of own rows, pairs with rows that arrived, copies of the few rows these reach, trades
+#: kinds of attention work: pairs of own rows, pairs with arrived rows, copies of the few query rows that attend to
+#: arrived rows, and trades of tokens for heads
 ATTENTION, ARRIVALS, FEW, TRADES = "attention", "arrivals", "few rows", "tokens for heads"
 
 Array = NDArray[np.float64]
 
 
 class Recurring(NamedTuple):
-    """Seconds of a layer's recurrence: of its rule, and of the layers around the rule.
-
-    Recomputation may keep the output of the rule.
-    """
+    """Seconds of a layer's recurrence: of its rule, and of the layers around the rule. They are separate numbers,
+    because recomputation may keep the output of the rule."""
 
     rule_forward: float = 0.0
     rule_backward: float = 0.0
@@ -60,14 +59,14 @@ class Step:
 
     Attributes:
         ranks, tokens: R, and N of the whole sequence.
-        exchange: name of the exchange of the first pattern that crosses ranks; None if none does.
-        seconds: of the step.
+        exchange: name of the exchange of the first pattern that crosses ranks; None if no pattern crosses ranks.
+        seconds: seconds of the step.
         compute: seconds by kind of work on the busiest rank.
         exposed: seconds that the busiest rank waits for communication.
         uneven: seconds that the busiest rank computes longer than the average rank. In a causal run with contiguous
-            shards the last rank's queries see most keys.
-        received: bytes that a rank receives on average, by (pass, "near" or "far"); the passes are forward, again
-            (recomputed forwards), backward and gradients.
+            shards the last rank's queries attend to most keys.
+        received: bytes that a rank receives on average, by (pass, "near" or "far"). The passes are "forward", "again"
+            (recomputed forwards), "backward" and "gradients".
     """
 
     ranks: int
@@ -80,7 +79,7 @@ class Step:
     received: Mapping[tuple[str, str], float]
 
     def bytes(self, *runs: str) -> tuple[float, float]:
-        """Return mean (intra-node, inter-node) bytes that a rank receives in `runs`, by default the exchange's."""
+        """Return the mean (intra-node, inter-node) bytes that a rank receives in `runs`; default: all but gradients."""
         runs = runs or ("forward", "again", "backward")
         return tuple(sum(self.received.get((run, side), 0.0) for run in runs) for side in ("near", "far"))
 
@@ -89,9 +88,9 @@ class Work(NamedTuple):
     """The attention of one rank in one layer.
 
     Attributes:
-        own: (pairs, query rows) of the rank's rows with each other, by branch.
-        pairs, calls: (query, key) pairs with rows that arrived, and calls that compute them.
-        queries: query rows, over heads, that these rows reach.
+        own: by branch, (pairs, query rows) of the rank's own queries and keys.
+        pairs, calls: number of (query, key) pairs with keys that arrived, and of calls that compute them.
+        queries: number of query rows, over heads, that attend to these keys.
     """
 
     own: Mapping[int, tuple[int, int]]
@@ -101,7 +100,7 @@ class Work(NamedTuple):
 
 
 def work_of(problem: Problem, exchange: str | None, rank: int) -> Work:
-    """Count the attention of a rank from the rows that it needs."""
+    """Count the attention work of a rank in one layer."""
     if problem.shard.interleaved:
         pairs_of = strided.owner_pairs if exchange == "switch" else strided.query_pairs
         return Work({}, pairs_of(problem, rank), len(problem.pattern.branches), 0)
@@ -114,7 +113,7 @@ def work_of(problem: Problem, exchange: str | None, rank: int) -> Work:
     if exchange != "switch":
         return Work(own_work, *arriving(problem, rank))
     tasks = tasks_by_owner(problem, rank).get(rank, [])
-    elsewhere = local_pairs(problem, rank)  # pairs of this rank's rows in wide segments, computed by their owners
+    elsewhere = local_pairs(problem, rank)  # pairs of this rank's rows that the owners of wide segments compute
     for branch in sorted(own_work, key=lambda x: -segment_width(problem.pattern.branches[x], problem.shard.seq_len)):
         number, rows = own_work[branch]
         less = min(number, elsewhere)
@@ -123,9 +122,9 @@ def work_of(problem: Problem, exchange: str | None, rank: int) -> Work:
 
 
 def arriving(problem: Problem, rank: int) -> tuple[int, int, int]:
-    """Return (pairs with rows that arrived, calls that compute them, query rows over heads that they reach).
+    """Return `Work.pairs`, `Work.calls` and `Work.queries` of a rank.
 
-    A query row in several branches is counted once, as if a narrower branch had all rows of a wide one.
+    Per head the branch with most query rows is counted, as if its rows included the query rows of all other branches.
     """
     total, calls = 0, set()
     reached: dict[int, Counter[int]] = defaultdict(Counter)
@@ -138,12 +137,12 @@ def arriving(problem: Problem, rank: int) -> tuple[int, int, int]:
 
 
 def _is_wide(branch: Branch, problem: Problem) -> bool:
-    """Return whether segments are longer than a rank's longest range."""
+    """Return whether the branch's segments are longer than a rank's longest range."""
     return segment_width(branch, problem.shard.seq_len) > max(map(len, problem.shard.ranges(0)))
 
 
 def plan_of(single: Problem, exchange: str, head_size: int | str, **options: Any) -> Plan:
-    """Plan a call, given for single ranks, in groups of `head_size` ranks, or of the cheapest size ("auto")."""
+    """Plan the call `single` in groups of `head_size` ranks, or in groups of the cheapest size for "auto"."""
     if head_size == "auto":
         return plan_in_groups(single, 0, exchange, **options)
     return plan(single if head_size == 1 else in_groups(single, int(head_size)), exchange, **options)
@@ -155,8 +154,8 @@ class Layer:
 
     Attributes:
         forward, backward: seconds (P,) by kind of work.
-        late: seconds, forward and backward, by which transfers outlast the pairs of the rank's own rows.
-        received: mean bytes of a rank by (pass, "near" or "far").
+        late: seconds, (forward, backward), that a rank waits for transfers after the pairs of its own rows.
+        received: mean bytes that a rank receives, by (pass, "near" or "far").
     """
 
     exchange: str | None
@@ -205,7 +204,7 @@ def layer_on_ranks(machine: Machine, pattern: DilatedPattern, exchange: str, tok
 
 
 def ranks_that_count(setup: Setup) -> list[int]:
-    """Return the ranks that are counted in place of all: the priced ones, and all members of their groups."""
+    """Return the ranks that are counted to represent all: the priced ranks and all members of their groups."""
     ranks = setup.ranks
     most = min(setup.per_node, ranks) if setup.head_size == "auto" else int(setup.head_size)
     firsts = {rank // most * most for rank in priced_ranks(ranks)}
@@ -213,7 +212,7 @@ def ranks_that_count(setup: Setup) -> list[int]:
 
 
 def _own_seconds(machine: Machine, problem: Problem, works: list[Work], tokens: int) -> tuple[Array, Array]:
-    """Return the seconds (P,) of the pairs of the ranks' own rows, forward and backward."""
+    """Return the seconds of pairs of a rank's own rows: (forward (P,), backward (P,))."""
     parts, rates, out = machine.at(tokens), attention_seconds(machine, tokens), []
     for rate, least in zip(rates, (parts.wide_forward, parts.wide_backward), strict=True):
         each = []
@@ -232,8 +231,8 @@ def _own_seconds(machine: Machine, problem: Problem, works: list[Work], tokens: 
 def _travel(
     machine: Machine, each: list[tuple[Problem, int]], exchange: str, per_node: int, links: Links
 ) -> tuple[tuple[Array, Array], dict[tuple[str, str], float]]:
-    """Return (seconds (P,) of transfers in a forward and a backward, with copies to and from buffers; bytes received).
-    `each`: P pairs of a group member's problem and its rank among groups."""
+    """Return the transfers' ((forward seconds (P,), backward seconds (P,)), received bytes); seconds include copies to
+    and from buffers. `each`: P pairs (problem of a group member, rank of the group)."""
     times: list[list[float]] = [[], []]
     received: Counter[tuple[str, str]] = Counter()
     for member, rank in each:
@@ -249,19 +248,19 @@ def _travel(
 
 
 class AttentionSeconds(NamedTuple):
-    """Seconds of a (query, key) pair, and further seconds of a query row: beginning and ending its products, the part
-    of a tile beyond the diagonal, and merging branches."""
+    """Seconds of a (query, key) pair, and further seconds of a query row: start and end of its products, the part of
+    its tiles beyond the diagonal, and merging of branches."""
 
     pair: float
     row: float
 
     def of(self, pairs: int, rows: int) -> float:
-        """Return the seconds of a call."""
+        """Return the seconds of calls with `pairs` pairs and `rows` query rows."""
         return self.pair * pairs + self.row * rows
 
 
 def attention_seconds(machine: Machine, tokens: int) -> tuple[AttentionSeconds, AttentionSeconds]:
-    """Return the rates of a forward and a backward over L tokens."""
+    """Return the rates of (forward, backward) over L tokens."""
     heads, pattern = (machine.heads, machine.kv_heads), measured_pattern(machine, tokens)
     attended, rows = pairs(pattern, tokens, *heads, machine.causal), query_rows(pattern, tokens, *heads)
     parts = machine.at(tokens)
@@ -296,20 +295,20 @@ def step_on_ranks(
     Args:
         machine: measured times of one device.
         cycle: patterns that the layers cycle through.
-        tokens: L, of each rank.
-        setup: ranks, layout, groups, links; strategy ring_dilated averages gradients.
-        exchanges: "auto" or a name of `EXCHANGES` for each pattern; None: the exchange of `setup`.
+        tokens: L, the tokens of each rank.
+        setup: ranks, layout, head groups, links, strategy. Strategies other than ring_dilated_fsdp average gradients.
+        exchanges: for each pattern, "auto" or a name in `EXCHANGES`; None: the exchange of `setup`.
         recompute: one of `memory.recompute.POLICIES`.
         overhead: seconds added to every step.
-        inner: times of a second stack of blocks, which runs between the first one's forward and backward.
+        inner: times of a second stack of blocks, which runs between the first stack's forward and backward.
         recurring: recurrences that the first stack's layers cycle through; empty: no layer has one.
 
     Raises:
         ValueError: if an exchange does not serve the call.
     """
     names = exchanges or [setup.exchange] * len(cycle)
-    work: Counter[str] = Counter()  # the same on every rank
-    each: dict[str, Array] = defaultdict(lambda: np.zeros(1))  # by priced rank
+    work: Counter[str] = Counter()  # seconds that are equal on all ranks
+    each: dict[str, Array] = defaultdict(lambda: np.zeros(1))  # seconds of each counted rank
     received: Counter[tuple[str, str]] = Counter()
     late, first = 0.0, None
     again = 1 if recompute == "block" else 0
@@ -354,11 +353,12 @@ def _recurrence(layer: Recurring, recompute: str) -> float:
 def _averaging(
     stacks: list[Machine], tokens: int, setup: Setup, attention: float
 ) -> tuple[dict[tuple[str, str], float], float]:
-    """Return (bytes received, seconds waited) of averaging gradients over the ranks by ring_dilated.
+    """Return (received bytes, seconds of waiting) when ring_dilated averages gradients over the ranks.
 
-    A ring moves 2 (R - 1) / R of the bytes through every rank. Over several nodes each rank of a node has a ring,
+    A ring moves 2 (R - 1) / R of the bytes through every rank. Over several nodes each rank of a node has a ring
     through its own adapter, and buckets are averaged during the backward. On one node all gradients are averaged after
-    the backward, unless buckets have a size. The step waits for the last buckets, and for the time beyond the backward.
+    the backward, unless `bucket_cap_mb` is set. The step waits for the last buckets, or for all that the backward does
+    not cover, whichever is longer.
     """
     ranks, links = setup.ranks, setup.links
     if ranks == 1 or setup.strategy == "ring_dilated_fsdp":

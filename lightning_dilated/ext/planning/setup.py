@@ -1,4 +1,4 @@
-"""Setup: GPUs, strategy and exchange of a planned run.
+"""Describe the GPUs, strategy and exchange of a planned run.
 
 Shape letters: R ranks.
 """
@@ -19,15 +19,15 @@ class Setup:
     """The GPUs, strategy and options of a run.
 
     Attributes:
-        strategy: "single" (one GPU, nothing wrapped around the module), "ring_dilated" (DDP) or "ring_dilated_fsdp".
-        ranks, per_node: R GPUs, which all share each sequence, and GPUs of a node.
-        links: speeds by which "auto" decides.
+        strategy: "single" (one GPU, the module is not wrapped), "ring_dilated" (DDP) or "ring_dilated_fsdp".
+        ranks, per_node: R, the GPUs that share each sequence, and the GPUs of a node.
+        links: speeds of links, from which "auto" chooses an exchange.
         cpu_offload: whether ring_dilated_fsdp keeps parameters, gradients and optimizer states on the host.
-        bucket_cap_mb: MiB of a bucket of gradients in ring_dilated; None: the strategy's default. All buckets together
-            are as large as the gradients, so memory does not depend on it.
-        exchange_memory: most bytes that a call's exchange may hold, as in `planner.plan`.
-        data_ranks: sequences that train at a time, each on R other GPUs. DDP copies all gradients if there is another
-            GPU to average them with.
+        bucket_cap_mb: MiB of a bucket of gradients in ring_dilated; None: the strategy's default. Memory does not
+            depend on it, because all buckets together are as large as the gradients.
+        exchange_memory: most bytes that a call's exchange may use, as in `planner.plan`.
+        data_ranks: number of sequences that train in parallel, each on R GPUs. If there are several GPUs, DDP copies
+            all gradients to average them.
     """
 
     strategy: str = "single"

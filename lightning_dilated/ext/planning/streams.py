@@ -1,5 +1,5 @@
 """Add a stream's costs to the plan of one chunk: rows that layers carry from chunk to chunk, exchanges between ranks
-that share the chunks, and the time of the other chunks.
+that share chunks, and (query, key) pairs that cross chunk bounds.
 
 Shape letters: N tokens of the sequence, C tokens of a chunk, R ranks.
 """
@@ -24,9 +24,9 @@ from lightning_dilated.pattern.rows import cycle_to, pairs, query_rows
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.requirements import Document, Problem
 
-#: rows of all kv heads are counted if pieces times kv heads are at most this number
+#: count the received rows of all kv heads if kv heads times pieces (chunks times ranks) is at most this number
 EXACT = 1024
-#: most chunks that are counted, the last chunks that are counted in addition, and most ranks that are counted
+#: the most chunks in a sample, the number of last chunks added to the sample, and the most ranks that are counted
 SAMPLED, LAST, RANKS = 96, 4, 8
 
 
@@ -39,10 +39,10 @@ def in_chunks(settings: MemorySettings, tokens: int) -> bool:
 def carried_rows(
     pattern: DilatedPattern, heads: int, kv_heads: int, tokens: int, chunk: int, ranks: int = 1
 ) -> tuple[int, int]:
-    """Return (rows stored over all chunks, most rows at a time) of one layer and sample, on the rank with most.
+    """Return (rows stored over all chunks, peak of carried rows) of one layer and sample, on the rank with most rows.
 
-    Kv heads with query heads in the same branches differ only at the ends of segments, so one of them is counted. Of
-    many chunks, a random sample of `SAMPLED` is counted, and the last ones, which have most rows before them.
+    Kv heads with query heads in the same branches differ only at the ends of segments, so one of them is counted. If
+    there are many chunks, `SAMPLED` random ones are counted, and the last ones, which carry the most rows.
     """
     shard, chosen, live = ChunkShard(0, tokens, chunk, ranks), _ranks(ranks), 0
     stored = dict.fromkeys(chosen, 0.0)
@@ -62,34 +62,34 @@ def carried_rows(
 
 
 def _problem(pattern: DilatedPattern, heads: int, kv_heads: int, shard: ChunkShard, window: tuple[int, int]) -> Problem:
-    """Return the problem of one document in chunks, for a window of the kv heads."""
+    """Return the problem of one document in chunks; `window`: (first, stop) of the kv heads."""
     group = heads // kv_heads
     document = [Document(0, 1, 0, shard.stop)]
     return chunk_problem(pattern, heads, kv_heads, document, shard, (window[0] * group, window[1] * group))
 
 
 def _leaving(problem: Problem, chunk: int, rank: int) -> int:
-    """Count the rows of a chunk that a rank carries to later chunks."""
+    """Count the rows of a rank's piece of a chunk that are carried to later chunks."""
     shard = problem.shard
     piece = shard.piece(chunk * shard.each + rank)
     return sum(x.count for x in leaving_rows(problem, piece, shard.begin(chunk + 1)))
 
 
 def _ranks(ranks: int) -> list[int]:
-    """Return the ranks that are counted: all, or evenly spread ones."""
+    """Return the ranks that are counted: all, or `RANKS` evenly spread ones."""
     return list(range(ranks)) if ranks <= RANKS else sorted({i * (ranks - 1) // (RANKS - 1) for i in range(RANKS)})
 
 
 def _sampled(chunks: range, most: int) -> Sequence[int]:
-    """Return the chunks that are counted: all, or a random sample and the last ones."""
+    """Return the chunks that are counted: all, or `most` random ones and the last ones."""
     if len(chunks) <= most:
         return chunks
     return sorted({*random.Random(0).sample(chunks, most), *chunks[-LAST:]})
 
 
 class Received(NamedTuple):
-    """Rows of one layer and sample that a rank receives: the mean over ranks in one forward over all chunks, the mean
-    in the last chunk, and the most in a chunk on any rank."""
+    """Rows of one layer and sample that a rank receives. `rows`: the mean over ranks, in one forward over all chunks;
+    `last`: the mean over ranks, in the last chunk; `most`: the maximum over chunks and ranks."""
 
     rows: float
     last: float
@@ -98,7 +98,7 @@ class Received(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def received_rows(pattern: DilatedPattern, heads: int, kv_heads: int, tokens: int, chunk: int, ranks: int) -> Received:
-    """Count the rows if R ranks share each chunk; chunks, ranks and heads are sampled as in `carried_rows`."""
+    """Count the rows that ranks receive if R ranks share each chunk; see `carried_rows` for the sampling."""
     shard, chosen = ChunkShard(0, tokens, chunk, ranks), _ranks(ranks)
     counted = _sampled(range(shard.chunks), max(LAST, SAMPLED // len(chosen)))
     classes = [(first, first + 1, count) for first, count in _classes(pattern, heads, kv_heads)]
@@ -120,8 +120,8 @@ class Exchange:
     """Mean bytes that a rank receives in a step, in all layers, if ranks share the chunks.
 
     Attributes:
-        forward, backward: keys and values, in all forwards; their gradients.
-        carried: bytes of both that come from earlier chunks.
+        forward, backward: bytes of keys and values in all forwards, and bytes of their gradients.
+        carried: the part of `forward` and `backward` that belongs to rows of earlier chunks.
     """
 
     forward: float = 0.0
@@ -130,7 +130,7 @@ class Exchange:
 
     @classmethod
     def of(cls, call: OpCall, depth: int, tokens: int, settings: MemorySettings, ranks: int) -> Exchange:
-        """Sum over `depth` layers. The last chunk runs forward once, others twice, recomputed layers once more."""
+        """Sum over `depth` layers. A forward runs once in the last chunk, twice in others, and again if recomputed."""
         if ranks == 1:
             return cls()
         chunk = settings.stream or tokens
@@ -155,8 +155,8 @@ class Exchange:
 
 
 def with_carried(rows: Exchanged, call: OpCall, tokens: int, chunk: int, ranks: int) -> Exchanged:
-    """Add rows of earlier chunks to the memory of a chunk's exchange. Received rows are saved; a running call holds
-    them and the rows that the rank carries."""
+    """Add rows of earlier chunks to the memory of a chunk's exchange. Layers save received rows. A running call has
+    received rows and the rank's carried rows in memory."""
     if ranks == 1:
         return rows
     size, wide = call.dtype.itemsize, max(4, call.dtype.itemsize)
@@ -173,7 +173,7 @@ def with_carried(rows: Exchanged, call: OpCall, tokens: int, chunk: int, ranks: 
 
 
 def _classes(pattern: DilatedPattern, heads: int, kv_heads: int) -> Iterator[tuple[int, int]]:
-    """Yield (a kv head, the number of kv heads with the same branches)."""
+    """Yield (a kv head, the number of kv heads with the same branches), once for each set of branches."""
     group = heads // kv_heads
     kinds = [
         tuple(tuple(b.serves(h) for h in range(k * group, (k + 1) * group)) for b in pattern.branches)
@@ -185,8 +185,8 @@ def _classes(pattern: DilatedPattern, heads: int, kv_heads: int) -> Iterator[tup
 
 @dataclass(frozen=True)
 class Carried:
-    """Bytes that all layers carry on a rank: on the GPU a chunk's rows, their gradients and stored rows, on the host
-    the stored rows beyond the GPU's share."""
+    """Bytes that all layers carry on a rank. `on_gpu`: a chunk's rows, their gradients and stored rows; `on_host`:
+    stored rows beyond the GPU's share."""
 
     on_gpu: int
     on_host: int
@@ -195,26 +195,26 @@ class Carried:
     def of(
         cls, call: OpCall, depth: int, tokens: int, settings: MemorySettings, gpu_memory: float, ranks: int = 1
     ) -> Carried:
-        """Sum over `depth` layers; with `truncate` nothing is stored, and only one layer's gradients are held."""
+        """Sum over `depth` layers. With `truncate` no rows are stored, and only one layer's gradients are in memory."""
         size, wide = call.dtype.itemsize, max(4, call.dtype.itemsize)
         stored, live, one = _numbers(call, depth, tokens, settings.stream or tokens, ranks)
         if settings.truncate:
             return cls((live + one) * size + one * wide, 0)
         stored *= size
-        here = min(stored, int(gpu_memory * ON_GPU))
-        # while a layer moves to the next chunk, it holds the rows, or gradients, of both chunks
-        return cls(live * (size + wide) + one * (size + wide) + here, stored - here)
+        stored_on_gpu = min(stored, int(gpu_memory * ON_GPU))
+        # a layer that moves to the next chunk has the rows, or gradients, of both chunks in memory
+        return cls(live * (size + wide) + one * (size + wide) + stored_on_gpu, stored - stored_on_gpu)
 
     @classmethod
     def of_steps(cls, call: OpCall, depth: int, tokens: int, step: int) -> Carried:
-        """Sum over layers for truncated training in steps of streams of N tokens; a step keeps the states before it."""
+        """Sum over `depth` layers for steps on streams of N tokens; a step also keeps the states from before it."""
         size, wide = call.dtype.itemsize, max(4, call.dtype.itemsize)
         _, live, one = _numbers(call, depth, tokens, step)
         return cls((2 * live + one) * size + one * wide, 0)
 
 
 def _numbers(call: OpCall, depth: int, tokens: int, chunk: int, ranks: int = 1) -> tuple[int, int, int]:
-    """Count numbers in rows: stored over all chunks, held at a time by all layers, and by the layer with most."""
+    """Count elements of carried rows: stored over all chunks, peak of all layers, and peak of the layer with most."""
     row = 2 * call.head_dim * call.batch
     layers = [(carried_rows(x.pattern, x.heads, x.kv_heads, tokens, chunk, ranks), n) for x, n in call.layers(depth)]
     stored, live = (row * sum(n * rows[i] for rows, n in layers) for i in (0, 1))
@@ -222,7 +222,7 @@ def _numbers(call: OpCall, depth: int, tokens: int, chunk: int, ranks: int = 1) 
 
 
 def further_work(call: OpCall, depth: int, tokens: int, chunk: int) -> tuple[float, float]:
-    """Return the (pairs, query rows) of all layers over N tokens beyond the work of N / C separate chunks."""
+    """Return the (pairs, query rows) of all layers that N tokens have in addition to N / C separate chunks."""
     further = [0.0, 0.0]
     for x, count in call.layers(depth):
         heads = x.heads, x.kv_heads

@@ -1,1 +1,1 @@
-"""Instruments: memory, communication, links, ranks against one rank."""
+"""Measure memory, communication, throughput and links; compare results on many ranks with results on one."""

@@ -1,6 +1,6 @@
-"""`lightning-dilated bench links`: measure latency and bandwidth between ranks for the planner, by an all-to-all.
+"""Implement `lightning-dilated bench links`, which measures latency and bandwidth between ranks for the planner.
 
-Every rank sends bytes to some others and receives the same number, as in the exchanges, all ranks at once.
+It times an all-to-all as in the exchanges: all ranks in parallel send bytes to some peers and receive the same number.
 
 Shape letters: P peers that a rank sends to.
 """
@@ -30,19 +30,19 @@ from lightning_dilated.ext.profiling.verify import RanksFailed, run_ranks
 from lightning_dilated.sequence.exchange.transport import Wire
 from lightning_dilated.sequence.links import VARIABLE, Links, cached
 
-#: bytes of a message that is all latency
+#: bytes of a message so small that only latency matters
 FEW = 8
-#: most peers that a rank sends to; buffers hold a message for each
+#: most peers that a rank sends to; buffers have room for a message to each peer
 MOST = 8
-#: seconds of consecutive calls in a sample, and the most calls
+#: target seconds for the consecutive calls of a sample, and their largest number
 FILL, CALLS = 0.02, 1000
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds of an all-to-all in which each rank sends `size` bytes to each of P peers and receives equally much.
+    """Seconds of an all-to-all in which each rank sends `size` bytes to each of P peers, and receives P * `size` bytes.
 
-    `kind` is "few" (a few bytes, peers anywhere), "near" (peers of the rank's node) or "far" (of other nodes).
+    `kind` is "few" (a few bytes, to any peers), "near" (peers on the rank's node) or "far" (peers on other nodes).
     """
 
     kind: str
@@ -56,13 +56,13 @@ class Sample:
 
 
 def samples(rank: int, device: str, per_node: int, sizes: Sequence[int], repeats: int) -> Iterator[Sample]:
-    """Yield every sample, equal on all ranks of the world; every rank has to call.
+    """Yield all samples, which are equal on all ranks. Every rank of the world has to call this function.
 
     Args:
         rank, device: this rank, and "cpu" or "cuda" (its current GPU).
-        per_node: ranks of a node, neighbours in the world.
-        sizes: bytes to a peer.
-        repeats: samples for a median.
+        per_node: number of ranks on a node; they are neighbours in the world.
+        sizes: bytes of a message to one peer.
+        repeats: number of measurements for a median.
     """
     ranks = dist.get_world_size()
     wire = Wire(dist.group.WORLD, tuple(range(ranks)), rank)
@@ -77,8 +77,8 @@ def samples(rank: int, device: str, per_node: int, sizes: Sequence[int], repeats
 
 
 def _rings(rank: int, ranks: int, per_node: int) -> dict[str, tuple[int, Callable[[int], int]]]:
-    """Return for each kind (length of this rank's ring, function from a step to the rank that many places on).
-    Latencies come last: a GPU is nearly twice as slow at first (2 H200: 82 us for 8 bytes, 48 for 65,536)."""
+    """For each kind, return (length of this rank's ring, function that maps a number n to the n-th next rank of it).
+    Latencies come last, because a GPU is slower at first (2 H200: 82 us for 8 bytes, then 48 us for 65,536)."""
     node, local = divmod(rank, per_node)
     nodes = ranks // per_node
     return {
@@ -93,8 +93,8 @@ def _exchange(wire: Wire, rows: Tensor, sends: Mapping[int, int], receives: Mapp
 
 
 def _seconds(call: Callable[[], None], device: str, repeats: int) -> float:
-    """Return the median seconds of a call, in many consecutive ones, on the slowest rank."""
-    call()  # the first call connects and sets up the library
+    """Return the median seconds per call, over samples of many consecutive calls, on the slowest rank."""
+    call()  # the first call opens connections and initializes the library
     calls = max(1, min(CALLS, round(FILL / _slowest(_timed(call, device, 1), device))))
     _timed(call, device, calls)
     return _slowest(statistics.median(_timed(call, device, calls) for _ in range(repeats)), device)
@@ -111,7 +111,7 @@ def _timed(call: Callable[[], None], device: str, calls: int) -> float:
 
 
 def _slowest(seconds: float, device: str) -> float:
-    """Return the largest value of all ranks, which also synchronizes them."""
+    """Return the largest value of all ranks; this also synchronizes the ranks."""
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()
@@ -119,31 +119,31 @@ def _slowest(seconds: float, device: str) -> float:
 
 # -- the command -------------------------------------------------------------------------------------------------------
 SIZES = tuple(1 << n for n in range(16, 27, 2))
-#: no measured latency is below this number of seconds
+#: lower bound, in seconds, for estimated latencies
 LEAST = 1e-7
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--ranks", type=int, help="(default all GPUs, 2 processes on a CPU; under torchrun, its own)")
+    p.add_argument("--ranks", type=int, help="(default: all GPUs, or 2 CPU processes; under torchrun, its ranks)")
     p.add_argument(
-        "--ranks_per_node", "--ranks-per-node", type=int, help="(default all of a host; fewer pretend several nodes)"
+        "--ranks_per_node", "--ranks-per-node", type=int, help="(default: all of a host; fewer simulate several nodes)"
     )
-    p.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes to a peer (default 64 KiB to 64 MiB)")
-    p.add_argument("--repeats", type=int, default=10, help="samples of a median (default %(default)s)")
+    p.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes to a peer (default: 64 KiB to 64 MiB)")
+    p.add_argument("--repeats", type=int, default=10, help="measurements for a median (default %(default)s)")
     p.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds until ranks are given up (default %(default)g)"
+        "--timeout", type=float, default=300.0, help="stop the ranks after this many seconds (default %(default)g)"
     )
-    p.add_argument("--output", type=Path, help='the file (default the one that exchange="auto" reads)')
+    p.add_argument("--output", type=Path, help='file for the links (default: the file that exchange="auto" reads)')
     p.add_argument("--record", type=Path, help="append the table to this file")
 
 
 def launched() -> tuple[int, int, int] | None:
-    """Return (rank, ranks, ranks of a node) from torchrun; None if this process has to start the ranks.
+    """Return torchrun's (rank, ranks, ranks of a node); None if this process has to start the ranks.
 
     Raises:
-        ValueError: if only some of the variables are set.
+        ValueError: if only some of torchrun's variables are set, or if they are no numbers.
     """
     values = [os.environ.get(name) for name in LAUNCHED]
     if not any(values):
@@ -151,13 +151,13 @@ def launched() -> tuple[int, int, int] | None:
     if not all(x and x.isdigit() for x in values):
         settings = ", ".join(f"{name}={x}" for name, x in zip(LAUNCHED, values, strict=True))
         raise ValueError(
-            f"a launcher sets {', '.join(LAUNCHED)}, numbers; here {settings}. Set all of them (torchrun does), or none."
+            f"{settings}: set all of {', '.join(LAUNCHED)} to numbers, as torchrun does, or set none of them."
         )
     return tuple(map(int, values))
 
 
 def checked(args: argparse.Namespace, launcher: tuple[int, int, int] | None) -> argparse.Namespace:
-    """Fill in defaults of the options; raise ValueError early for anything that cannot be measured or written."""
+    """Fill in defaults of the options; raise ValueError if links cannot be measured or files cannot be written."""
     check_device(args.device)
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
     if launcher is not None and args.ranks not in (None, launcher[1]):
@@ -166,7 +166,7 @@ def checked(args: argparse.Namespace, launcher: tuple[int, int, int] | None) -> 
     local_ranks = launcher[2] if launcher else args.ranks
     args.ranks_per_node = local_ranks if args.ranks_per_node is None else args.ranks_per_node
     if args.ranks < 2:
-        raise ValueError(f"links are between ranks: at least 2, got {args.ranks}. Raise --ranks, or use torchrun.")
+        raise ValueError(f"links need at least 2 ranks, got {args.ranks}. Raise --ranks, or use torchrun.")
     if gpus and local_ranks > gpus:
         raise ValueError(f"{local_ranks} ranks, but this machine has {gpus} GPUs. Lower --ranks, or use --device cpu.")
     if args.ranks_per_node < 1 or args.ranks % args.ranks_per_node:
@@ -181,7 +181,7 @@ def checked(args: argparse.Namespace, launcher: tuple[int, int, int] | None) -> 
 
 def _default(device: str) -> Path:
     if device == "cpu" and torch.cuda.is_available():
-        raise ValueError("--device cpu, but GPUs are here, whose runs would use it: name a file with --output.")
+        raise ValueError("--device cpu would overwrite the links that runs on GPUs read; name a file with --output.")
     return cached()
 
 
@@ -193,13 +193,13 @@ def _writable(path: Path, option: str) -> Path:
 
 
 def estimate_links(samples: list[Sample], source: str) -> Links:
-    """Estimate the planner's numbers from samples; numbers without samples keep their defaults, which `source` lists.
+    """Estimate the planner's numbers from samples. Numbers without samples keep their defaults; `source` lists them.
 
-    A round and its message are an all-to-all of a few bytes to one peer; a message is the time that each further peer
-    adds. The bandwidth is from least squares of seconds = a constant + bytes / bandwidth, decided by the largest sizes.
+    An all-to-all of a few bytes to one peer takes the time of a round and a message. Each further peer adds the time of
+    a message. Bandwidths are a least-squares fit of seconds = constant + bytes / bandwidth; large sizes dominate it.
 
     Raises:
-        ValueError: if the sizes are too small to distinguish bytes from latency.
+        ValueError: if the sizes are too small to measure a bandwidth.
     """
     few, links = [x for x in samples if x.kind == "few"], Links(source=source)
     if len(few) > 1:
@@ -213,7 +213,7 @@ def estimate_links(samples: list[Sample], source: str) -> Links:
             defaults.append(kind)
             continue
         size, took = (statistics.mean(x) for x in ([x.received for x in rows], [x.seconds for x in rows]))
-        if len(rows) == 1:  # no slope: the time beyond the latency
+        if len(rows) == 1:  # one size has no slope: subtract the latency
             size, took = 0.0, links.round + rows[0].peers * links.message
         above = sum((x.seconds - took) * (x.received - size) for x in rows)
         if above <= 0:
@@ -239,7 +239,7 @@ def table(samples: list[Sample], links: Links) -> list[str]:
 
 
 def report(args: argparse.Namespace, samples: list[Sample], command: str) -> tuple[Links, str]:
-    """Return the links, and the text that is printed and recorded."""
+    """Return the links, and the text for the console and the record."""
     today, on_gpu = datetime.date.today(), args.device == "cuda"
     where = f"{args.ranks} x {torch.cuda.get_device_name()}" if on_gpu else f"{args.ranks} processes of the CPU"
     nodes = f", nodes of {args.ranks_per_node} ranks" if args.ranks_per_node < args.ranks else ""
@@ -276,7 +276,7 @@ def write(args: argparse.Namespace, links: Links, text: str, prints: bool = True
 
 
 def run(argv: list[str]) -> None:
-    """Parse `bench links`, measure, print and write."""
+    """Run the command: parse options, measure, print the table and write the file."""
     p = argparse.ArgumentParser("lightning-dilated bench", description="Measure this machine.")
     parts = p.add_subparsers(dest="what", required=True)
     about = 'latency and bandwidth between ranks, for exchange="auto"'
@@ -285,7 +285,7 @@ def run(argv: list[str]) -> None:
 
 
 def measure(args: argparse.Namespace, command: str) -> None:
-    """Measure with new ranks or a launcher's, print the table, write the file."""
+    """Measure on new ranks or on a launcher's ranks, print the table and write the file."""
     launcher = launched()
     args = checked(args, launcher)
     options = args.ranks_per_node, tuple(args.sizes), args.repeats
@@ -301,7 +301,7 @@ def measure(args: argparse.Namespace, command: str) -> None:
 
 
 def _among_launched(args: argparse.Namespace, launcher: tuple[int, int, int], options: tuple, command: str) -> None:
-    """Measure as one of a launcher's ranks; the first of each node writes, because nodes may have separate folders."""
+    """Measure as one of a launcher's ranks. The first rank of each node writes, because nodes may not share folders."""
     rank, _, local_ranks = launcher
     local = int(os.environ.get("LOCAL_RANK", rank % local_ranks))
     if args.device == "cuda":

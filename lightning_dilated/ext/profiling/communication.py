@@ -1,4 +1,4 @@
-"""CommunicationProfiler: bytes and time of attention's exchanges in training, exposed or hidden, against the plan.
+"""Measure bytes and time of attention's exchanges in training, and compare them with the plan.
 
 No step waits for a GPU: a step's events are read some steps later, after the GPU has passed them. Then the hosts
 exchange their measurements.
@@ -30,7 +30,7 @@ COLUMNS = (
     *("pass", "what", "collectives", "received MB", "planned MB"),
     *("in flight ms", "exposed ms", "hidden %", "planned ms"),
 )
-#: most sentences about unplanned bytes that a rank reports
+#: most differences from the plan that a rank reports
 FEW = 4
 _fits = itertools.count()
 
@@ -38,18 +38,18 @@ _fits = itertools.count()
 class CommunicationProfiler(pl.Callback):
     """Log what attention exchanges in a training batch, and print a table with the plan at the end of fit.
 
-    Logged at the step of the batch, as the maximum over the ranks of the sequence:
+    The callback logs the following numbers at the step of the batch, each as the maximum over the sequence's ranks:
 
-    - `comm/received_mb_forward` and `comm/received_mb_backward`, in MB of 1e6 bytes, and `comm/planned_mb`: their sum
-      by the plan, without the exchanges of head groups.
-    - `comm/in_flight_ms`: rows were being sent; `comm/exposed_ms`: computation waited for them (on a GPU the compute
-      stream, on CPUs the host); `comm/agreeing_ms`: the host waited for control messages.
-    - `comm/hidden_fraction`: the part of all ranks' time in flight in which nothing waited; 1 if nothing was sent.
+    - `comm/received_mb_forward` and `comm/received_mb_backward`: received MB (1e6 bytes); `comm/planned_mb`: their sum
+      according to the plan, which leaves out the exchanges of head groups.
+    - `comm/in_flight_ms`: time in which rows were being sent; `comm/exposed_ms`: time in which computation waited for
+      rows (on a GPU the compute stream, on CPUs the host); `comm/agreeing_ms`: the host's waits for control messages.
+    - `comm/hidden_fraction`: share of all ranks' time in flight in which nothing waited; 1 if nothing was sent.
 
-    If gradients accumulate over several batches, the first measured one represents the step.
+    If gradients accumulate over several batches, the first measured batch represents the step.
 
     Not measured: gradients that DDP or FSDP average, and `sequence_sum`, `sequence_mean` and `sequence_gather`. Rows of
-    a recomputed forward count as forward. Bytes that differ from the plan are a warning.
+    a recomputed forward count as forward. The callback warns if bytes differ from the plan.
 
     Args:
         every_n_steps: measure one training batch in this many.
@@ -58,13 +58,13 @@ class CommunicationProfiler(pl.Callback):
         warmup: training batches before the first measured one; they make communicators and compile kernels.
 
     Attributes:
-        latest: the numbers read last, on every rank.
-        rows: after fit, on every rank: the table's `Sums` of a mean batch, the maximum over the sequence's ranks.
-        unlike: after fit: sentences about bytes that differ from the plan.
+        latest: the last logged numbers, on every rank.
+        rows: the table's `Sums`: the mean batch, as the maximum over the sequence's ranks. Set on every rank after fit.
+        unlike: descriptions of bytes that differ from the plan. Set after fit.
         steps: number of measured batches.
 
     Raises:
-        TypeError, ValueError: in the constructor, naming the argument; at the start of fit without a sequence.
+        TypeError, ValueError: for an invalid argument; at the start of fit if the strategy has no sequence.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class CommunicationProfiler(pl.Callback):
 
     # -- hooks -------------------------------------------------------------------------------------------------------
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse strategies without a sequence before anything is trained."""
+        """Raise ValueError if the strategy has no sequence."""
         if stage == "fit" and not isinstance(getattr(trainer.strategy, "sequence", None), SequenceGroup):
             raise ValueError(
                 "CommunicationProfiler measures how the ranks of a sequence exchange rows, and "
@@ -99,11 +99,11 @@ class CommunicationProfiler(pl.Callback):
             )
         if sum(isinstance(x, CommunicationProfiler) for x in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError(
-                "one CommunicationProfiler a Trainer: of two, one would take the other's clock. Leave one out."
+                "use one CommunicationProfiler a Trainer: a second one would replace the first one's clock."
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start anew. Every fit has a new channel, because an earlier fit may have left messages unread."""
+        """Reset all numbers. Every fit has a new channel, because an earlier fit may have left messages unread."""
         self._reset()
         self._group = group = trainer.strategy.sequence  # type: ignore[attr-defined]  # `setup` looked for it
         channel = f"communication-{next(_fits)}"
@@ -125,7 +125,7 @@ class CommunicationProfiler(pl.Callback):
         self._read(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log all measured batches now, because a later wait for other ranks could last as long as the validation."""
+        """Log all measured batches now, because later a rank could wait for another one until validation ends."""
         if self._group is not None:
             self._read(trainer, last=True)
 
@@ -135,7 +135,7 @@ class CommunicationProfiler(pl.Callback):
         self._read(trainer, last=True)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compare the ranks; print and write the table on the first."""
+        """Gather the ranks' measurements; print and write the table on the first rank."""
         self.steps, ranks = self._measured.steps, [self._measured]
         if self._group.ranks > 1:
             ranks = [self._measured] * self._group.ranks
@@ -164,7 +164,7 @@ class CommunicationProfiler(pl.Callback):
 
     # -- numbers -----------------------------------------------------------------------------------------------------
     def _read(self, trainer: pl.Trainer, last: bool = False) -> None:
-        """Read batches that need no waiting, or all. Ranks exchange batches' numbers in order."""
+        """Log batches that need no waiting; `last`: log all. The ranks exchange the numbers batch by batch."""
         while self._unread and (last or reached(self._unread[0][1])):
             step, clock = self._unread.popleft()
             reach(clock)
@@ -212,13 +212,13 @@ class CommunicationProfiler(pl.Callback):
 
 @dataclass
 class _Measured:
-    """Measurements of one rank in all batches together."""
+    """Sums of one rank's measurements over all batches."""
 
     steps: int = 0
     agreeing: float = 0.0
     exchanges: tuple[str, ...] = ()
     rows: tuple[Sums, ...] = ()
-    unlike: tuple[str, ...] = ()  # the first few
+    unlike: tuple[str, ...] = ()  # the first `FEW` differences from the plan
 
     def add(self, rows: list[Sums], clock: TrafficLog) -> None:
         unlike = [
@@ -237,8 +237,8 @@ class _Measured:
 
 
 def _numbers(rows: list[Sums], agreeing: float) -> list[float]:
-    """Return a batch's numbers on this rank: MB received forward and backward, the same by the plan, ms in flight,
-    exposed and hidden, and ms of control messages."""
+    """Return this rank's numbers of a batch: received MB (forward, backward), planned MB (forward, backward), ms in
+    flight, ms exposed, ms hidden, and ms of control messages."""
     sums = lambda name: [sum(getattr(x, name) for x in rows if x.run == y) / 1e6 for y in ("forward", "backward")]  # noqa: E731
     total = rows[-1]
     times = [1e3 * x for x in (total.in_flight, total.exposed, total.hidden, agreeing)]
@@ -246,7 +246,7 @@ def _numbers(rows: list[Sums], agreeing: float) -> list[float]:
 
 
 def _merged(ranks: list[_Measured]) -> list[Sums]:
-    """Return a mean batch: maxima over ranks, with the hidden fraction of the time in flight on all ranks together."""
+    """Return the mean batch: maxima over ranks, with the hidden share of the time in flight of all ranks together."""
     keys = dict.fromkeys((x.run, x.what) for rank in ranks for x in rank.rows)
     merged = []
     for key in sorted(keys, key=lambda x: x[0] == "both"):  # the total stays last
@@ -261,29 +261,27 @@ def _merged(ranks: list[_Measured]) -> list[Sums]:
 
 
 def _unlike_plan(unlike: list[str]) -> str:
-    return f"Bytes are NOT those of the plan. {'; '.join(unlike)}."
+    return f"Bytes DIFFER from the plan. {'; '.join(unlike)}."
 
 
 def _sent_any(ranks: list[_Measured]) -> bool:
-    return any(x.collectives for x in ranks[0].rows)  # all ranks enter a collective
+    return any(x.collectives for x in ranks[0].rows)  # one rank suffices, because all ranks enter each collective
 
 
 def _notes(ranks: list[_Measured], unlike: list[str]) -> list[str]:
     steps, exchanges = ranks[0].steps, ranks[0].exchanges
     if not steps:
-        return ["No training batch was measured: the fit ended before warmup and every_n_steps let one be."]
+        return ["No training batch was measured: the fit ended before the first batch after warmup."]
     agreeing = max(x.agreeing for x in ranks) / steps * 1e3
     if not _sent_any(ranks):
         why = "no segment crosses a shard" if len(ranks) > 1 else "one rank holds the sequence"
         return [f"Nothing was exchanged: {why}. {steps} batches measured, {agreeing:.3f} ms of agreeing in each."]
-    how = ", ".join(exchanges) or "no exchange beside that of heads"
+    how = ", ".join(exchanges) or "no exchange except of heads"
     lines = [
         f"{how}; {len(ranks)} ranks of a sequence; {steps} batches measured, {agreeing:.3f} ms of agreeing in each."
     ]
     if unlike or exchanges:
-        lines.append(
-            _unlike_plan(unlike) if unlike else "Bytes are those of the plan, sent and received, on every rank."
-        )
+        lines.append(_unlike_plan(unlike) if unlike else "Sent and received bytes equal the plan on every rank.")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""`check_first_batch=True` of a strategy: compare many ranks with one rank on the first batch."""
+"""Compare many ranks with one rank on the first batch, for a strategy with `check_first_batch=True`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_dilated._compat.lightning import set_update_count
 from lightning_dilated.sequence import SequenceGroup, SequenceSpec, sequence_sum
 
-#: tokens of the head
+#: most tokens that are compared, from the beginning of the sequence (the head)
 HEAD = 2048
 
 #: largest allowed difference of a loss or gradient, relative to its largest value
@@ -28,28 +28,28 @@ ALLOWED = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch
 def check_first_batch(
     module: pl.LightningModule, batch: Any, spec: SequenceSpec | None, group: SequenceGroup, dtype: torch.dtype
 ) -> None:
-    """Raise on every rank if the loss or gradients of many ranks differ from one rank's.
+    """Raise on every rank if the loss or gradients on many ranks differ from the results on one rank.
 
-    Finds errors that no list of modules shows: code that mixes tokens, uses local positions, or averages a shard.
+    The comparison finds code that mixes tokens, uses local positions, or averages over a shard.
 
     Args:
-        module: run in eval mode, so without dropout; nothing is logged.
-        batch: this rank's part, a mapping.
-        spec: which entries are sequences.
+        module: the module; it runs in eval mode, so without dropout, and logs nothing.
+        batch: this rank's part of the batch, a mapping.
+        spec: the batch entries that are sequences.
         group: the ranks of the sequence.
-        dtype: the dtype that the module computes in.
+        dtype: the dtype in which the module computes.
 
     Raises:
-        ValueError: if the ranks' parts of the batch cannot be joined.
-        RuntimeError: naming the loss, or the first parameter with a different gradient, and the difference.
+        ValueError: if the batch is no mapping, optimization is manual, or the ranks' parts cannot be joined.
+        RuntimeError: if the loss or a gradient differs; the message names the first one that does, and the difference.
     """
     if spec is None or not isinstance(batch, Mapping):
         raise ValueError(
-            "check_first_batch needs a sequence_spec and batches that are mappings; set it to False without."
+            "check_first_batch needs a sequence_spec and batches that are mappings; without these set it to False."
         )
     if not module.automatic_optimization:
         raise ValueError(
-            "check_first_batch runs training_step, which under manual optimization trains; set it to False."
+            "check_first_batch runs training_step, which would train under manual optimization; set it to False."
         )
     head = _head(batch, spec, group)
     place = group.place
@@ -61,7 +61,7 @@ def check_first_batch(
     differences = _differences(one, many, group)
     largest = max((size for name, (_, size) in differences.items() if name != "loss"), default=0.0)
     for name, (worst, size) in differences.items():
-        # a gradient that is 0 except for rounding, such as a key bias's, is compared with the largest gradient
+        # a gradient that is 0 except for rounding, such as the gradient of a key bias, is compared with the largest one
         if not worst <= ALLOWED[dtype] * max(size, 1e-6, 0.0 if name == "loss" else 1e-3 * largest):
             raise RuntimeError(
                 f"{group.ranks} ranks do not compute what one rank does: the {name} of the first {tuple(tokens)} tokens "
@@ -74,23 +74,23 @@ def check_first_batch(
 def _differences(
     one: dict[str, Tensor], many: dict[str, Tensor], group: SequenceGroup
 ) -> dict[str, tuple[float, float]]:
-    """Return {name: (largest difference, largest value)}, equal on all ranks of the job, so that all raise or none."""
+    """Return {name: (largest difference, largest value)}. These are equal on all ranks, so all ranks raise or none."""
     pairs = []
-    for name, want in one.items():
-        got = many[name]
-        if isinstance(want, DTensor):  # sharded: the mean of all ranks' gradients
-            got, want = got.to_local() * group.ranks, want.to_local()
+    for name, expected in one.items():
+        actual = many[name]
+        if isinstance(expected, DTensor):  # a sharded gradient is the mean over ranks, not the sum
+            actual, expected = actual.to_local() * group.ranks, expected.to_local()
         else:
-            dist.all_reduce(got, group=group.group)
-        pairs.append([x.abs().max().item() if x.numel() else 0.0 for x in (got - want, want)])
+            dist.all_reduce(actual, group=group.group)
+        pairs.append([x.abs().max().item() if x.numel() else 0.0 for x in (actual - expected, expected)])
     worst = torch.tensor(pairs, dtype=torch.float64, device=one["loss"].device)
-    worst = worst.nan_to_num(nan=torch.inf)  # a maximum over ranks may lose NaN
+    worst = worst.nan_to_num(nan=torch.inf)  # the maximum over ranks might drop NaN
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group.loss_group)
     return {name: (float(a), float(b)) for name, (a, b) in zip(one, worst.tolist(), strict=True)}
 
 
 def _head(batch: Mapping[str, Any], spec: SequenceSpec, group: SequenceGroup) -> dict[str, Any]:
-    """Return the first tokens of the whole sequence, on every rank."""
+    """Return the batch with only the first tokens of the whole sequence, equal on every rank."""
     head = dict(batch)
     for name, dim in spec.dims.items():
         if name in head:
@@ -104,7 +104,7 @@ def _head(batch: Mapping[str, Any], spec: SequenceSpec, group: SequenceGroup) ->
 
 
 def _first_documents(head: dict[str, Any], spec: SequenceSpec, length: int) -> dict[str, Any]:
-    """Leave out documents that begin after the head or that it cuts to one token, with their values by document."""
+    """Remove documents, and their per-document values, that begin after the head or have only one token in it."""
     bounds = head["cu_seqlens"]
     count = max(1, int((bounds[:-1] < length - 1).sum()))
     bounds = bounds[: count + 1].clamp(max=length)
@@ -119,7 +119,7 @@ def _first_documents(head: dict[str, Any], spec: SequenceSpec, length: int) -> d
 
 
 def _first(x: Tensor, dim: int, group: SequenceGroup) -> Tensor:
-    """Return the first tokens along `dim` of the whole sequence; each rank contributes the tokens that it holds."""
+    """Return the first tokens along `dim` of the whole sequence. Each rank contributes its own tokens."""
     local = x.movedim(dim, 0)
     facts = {"call": "check_first_batch", "shape": tuple(local.shape[1:]), "dim": dim, "dtype": x.dtype}
     shard = group.shard(group.agree(facts, len(local)).seq_len)
@@ -128,13 +128,13 @@ def _first(x: Tensor, dim: int, group: SequenceGroup) -> Tensor:
         count = min(len(positions), len(range(positions.start, len(head), positions.step)))
         head[positions.start :: positions.step][:count] = local[start : start + count]
         start += len(positions)
-    # bytes of any dtype can be summed, since all but one rank add zeros
+    # a sum of bytes works for any dtype, because all ranks but one add zeros
     whole = sequence_sum(head.reshape(-1).view(torch.uint8), group)
     return whole.view(x.dtype).view(head.shape).movedim(0, dim).contiguous()
 
 
 def _losses(module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:
-    """Return {"loss": ..., "gradient of NAME": ...}, in fp32 at least."""
+    """Return {"loss": ..., "gradient of NAME": ...}, in fp32 or a wider dtype."""
     numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     loss = module.training_step(batch, *([0] if numbered else []))
     loss = loss["loss"] if isinstance(loss, Mapping) else loss
@@ -152,8 +152,8 @@ def _losses(module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:
 
 
 def _gradients(loss: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
-    """Return the gradients of a loss. Gradients of sharded parameters, averaged over all ranks, need `backward`.
-    Otherwise `backward` is not called, because DDP must not see it."""
+    """Return the gradients of a loss. Sharded parameters need `backward`, which averages gradients over all ranks.
+    Without them `backward` is not called, because it would run DDP's hooks."""
     if not any(isinstance(p, DTensor) for p in parameters):
         return list(torch.autograd.grad(loss, parameters, allow_unused=True))
     loss.backward()
@@ -165,7 +165,7 @@ def _gradients(loss: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
 
 @contextmanager
 def _without_effects(module: pl.LightningModule, group: SequenceGroup) -> Iterator[None]:
-    """Use eval mode, no logging, and losses of this sequence only; then restore everything, random state too."""
+    """Use eval mode, no logging, and the loss of this sequence alone; then restore all state, and the random state."""
     modes = {m: m.training for m in module.modules()}
     metrics = [(m, copy.deepcopy(m.metric_state), m.update_count) for m in module.modules() if isinstance(m, Metric)]
     silent: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731

@@ -1,4 +1,4 @@
-"""Planned bytes: what a call's exchange moves on one rank, message by message, from the rank's own program."""
+"""Compute the bytes that a call's exchange moves on one rank, message by message, from the rank's own program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_dilated.sequence.requirements import Problem
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that one rank sends to and receives from others in a pass, and messages it sends."""
+    """Bytes that one rank sends to other ranks and receives from them in a pass, and the messages that it sends."""
 
     sent: int
     received: int
@@ -21,13 +21,13 @@ class Moved:
 
 @dataclass(frozen=True)
 class Collective:
-    """One all-to-all, named as `Wire.post` records it, with its rounds and the bytes of a row in each."""
+    """One all-to-all: its name in the records of `Wire.post`, and its parts (round, bytes of a row)."""
 
     what: str
     parts: tuple[tuple[Round, int], ...]
 
     def bytes(self, side: str, rank: int) -> dict[int, int]:
-        """Return {other rank: bytes} of "sends" or "receives"."""
+        """Return {other rank: bytes}; `side` is "sends" or "receives"."""
         total: dict[int, int] = {}
         for step, size in self.parts:
             for peer, message in getattr(step, side).items():
@@ -42,9 +42,9 @@ Collectives = list[Collective]
 def moved(
     problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int
 ) -> tuple[Moved, Moved]:
-    """Return exactly what a call's exchange moves on one rank, (forward, backward), without head-parallel groups.
+    """Return what a call's exchange moves on one rank, (forward, backward), without head-parallel groups.
 
-    Counted from the rank's own program, message by message; `Wire.traffic` shows the same numbers.
+    The numbers are exact and equal `Wire.traffic`; they are counted message by message from the rank's own program.
     """
     forward, backward = collectives(problem, exchange, rank, per_node, head_dim, element_size)
     return _moved(forward, rank), _moved(backward, rank)
@@ -53,7 +53,7 @@ def moved(
 def collectives(
     problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int
 ) -> tuple[Collectives, Collectives]:
-    """Return the collectives of a call on one rank, (forward, backward), in order."""
+    """Return the collectives of a call on one rank, (forward, backward), in the order in which they run."""
     wide = max(4, element_size)
     program = EXCHANGES[exchange].program(problem, rank, per_node)
     flip = lambda step: Round(step.receives, step.sends)  # noqa: E731
@@ -73,7 +73,7 @@ def collectives(
     elif program.keep:
         forward = [one("rows", step, row) for step in program.rounds]
         backward = [one("gradients", flip(step), wide_row) for step in program.rounds]
-    else:  # the first round and the first return copy a rank's own rows
+    else:  # leave out the first round and the first return, which copy a rank's own rows
         forward = [one("rows", step, row) for step in program.rounds[1:]]
         backward = forward + [one("gradients", step, wide_row) for step in program.returns[1:]]
     return forward, backward

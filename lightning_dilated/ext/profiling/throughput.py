@@ -1,4 +1,4 @@
-"""ThroughputMonitor: tokens, sequences and batches a second, counted correctly if ranks share sequences."""
+"""Measure tokens, sequences and batches a second; each sequence counts once, even if several ranks share it."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ PEAKS = {"NVIDIA H200": 989.4e12}
 
 
 class ThroughputMonitor(callbacks.ThroughputMonitor):
-    """Logs `train/items_per_sec` (tokens), `train/samples_per_sec` (sequences) and `train/batches_per_sec`.
+    """Log `train/items_per_sec` (tokens), `train/samples_per_sec` (sequences) and `train/batches_per_sec`.
 
-    It logs the same for other stages, and each also divided by the number of ranks, as `device/...`. Tokens count whole
-    sequences, padding included. Lightning's monitor multiplies one rank's counts by all ranks, and so counts a sequence once
-    for each rank that shares it. On a GPU, events time the batches, and the host waits only for batches that are logged;
-    Lightning's monitor waits for every batch.
+    Other stages have the same metrics, and each is also logged as `device/...`, divided by the number of ranks. Tokens
+    are counted in whole sequences, including padding. Lightning's monitor multiplies one rank's counts by the number of
+    ranks, so it counts a sequence once for each rank that shares it. On a GPU, events time the batches, and the host
+    waits only for batches that are logged; Lightning's monitor waits for every batch.
 
-    With blocks of this package, and decoders in `HFCausalLM`, it also logs `device/flops_per_sec`, from counted pairs
-    (`models.transformer.step_flops`), and on a GPU with a known peak `device/mfu`, the model FLOPs utilisation. Attention to
-    keys of earlier stream steps or truncated chunks counts without the gradients that these keys do not get. A
-    LightningModule may define `flops_per_batch`, and must do so if it calls `model.stream` in its own step.
+    For blocks of this package, and for decoders in `HFCausalLM`, the callback also logs `device/flops_per_sec`, counted
+    by `models.transformer.step_flops`, and on a GPU with a known peak `device/mfu`, the model FLOPs utilisation. No
+    FLOPs are counted for gradients of keys from earlier stream steps or truncated chunks, which get none. A
+    LightningModule may define `flops_per_batch`; it must do so if it calls `model.stream` in its own step.
 
     Args:
         window_size: number of batches in an average.
 
     Raises:
-        ValueError: when a run starts without a `sequence_spec` on the LightningModule or the LightningDataModule.
+        ValueError: at the start of a run, if neither LightningModule nor LightningDataModule has a `sequence_spec`.
     """
 
     def __init__(self, window_size: int = 10) -> None:
         super().__init__(batch_size_fn=self.samples_of, length_fn=self.tokens_of, window_size=window_size)
-        #: on a GPU: unfinished batches, and the end of the batch before them as (event, seconds)
+        #: on a GPU: batches that have not ended, and the end of the batch before them as (event, seconds)
         self._under_way: deque[tuple[RunningStage, torch.cuda.Event, dict[str, Any]]] = deque()
         self._last: tuple[torch.cuda.Event, float] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the group of ranks and GPU times, which belong to this process."""
+        """Leave out the group of ranks and the GPU events, because they belong to this process."""
         return {**self.__dict__, "_sequence": None, "_under_way": deque(), "_last": None}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Set up meters that count a sequence once."""
+        """Set up meters that count each sequence once."""
         super().setup(trainer, pl_module, stage)
-        self._under_way.clear()  # an earlier run had another clock
+        self._under_way.clear()  # batches of an earlier run have another time origin
         specs = [getattr(x, "sequence_spec", None) for x in (trainer.datamodule, pl_module)]  # type: ignore[attr-defined]
         spec = next((x for x in specs if x is not None), None)
         if spec is None:
@@ -79,7 +79,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
     @override
     def _start(self, trainer: pl.Trainer) -> None:
-        """Start after all earlier batches have ended."""
+        """Start the clock after all earlier batches have ended."""
         self._note(wait=True)
         super()._start(trainer)
         if trainer.strategy.root_device.type == "cuda":
@@ -88,7 +88,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
     @override
     def _update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, iter_num: int) -> None:
-        """Update as Lightning does, without waiting for the GPU, and with counted FLOPs."""
+        """Update the meters with a batch. Unlike Lightning's method, this does not wait for the GPU."""
         stage = cast(RunningStage, trainer.state.stage)
         self._samples[stage] += self.samples_of(batch)
         self._lengths[stage] += self.tokens_of(batch)
@@ -107,12 +107,12 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, *unused: Any) -> None:
-        """Wait for all batches: Lightning subtracts the validation's time from training's."""
+        """Wait for all batches, because Lightning subtracts the time of validation from the time of training."""
         self._note(wait=True)
         super().on_validation_end(trainer, *unused)
 
     def _note(self, wait: bool) -> None:
-        """Count the batches that have ended on the GPU; with `wait`, all."""
+        """Update the meters with batches that have ended on the GPU; `wait`: wait for all batches."""
         while self._under_way and (wait or self._under_way[0][1].query()):
             stage, end, counts = self._under_way.popleft()
             end.synchronize()
@@ -131,7 +131,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
         return step_flops(pl_module, tokens, parts or self._documents(batch, tokens), training)
 
     def _documents(self, batch: Any, tokens: int) -> list[int]:
-        """Tokens of each document or unpadded sample."""
+        """Return the number of tokens of each document, or of each sample without padding."""
         entries = batch if isinstance(batch, Mapping) else {}
         if entries.get("cu_seqlens") is not None:
             return entries["cu_seqlens"].diff().tolist()
@@ -141,7 +141,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
         return [tokens // samples] * samples if samples else []
 
     def _entry(self, batch: Any) -> tuple[torch.Tensor, int]:
-        """(an entry with a dimension of tokens, that dimension)."""
+        """Return (an entry of the batch with a dimension of tokens, the index of that dimension)."""
         entries = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else batch
         for name, dim in self._dims.items():
             if name in entries:
@@ -149,23 +149,23 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
         raise ValueError(f"ThroughputMonitor finds none of {list(self._dims)} in a batch with {list(entries)}.")
 
     def samples_of(self, batch: Any) -> int:
-        """Return the number of sequences of a batch."""
+        """Return the number of sequences in a batch."""
         x, dim = self._entry(batch)
         return x.shape[0] if dim else x.shape[1] if x.ndim > 1 else 1
 
     def tokens_of(self, batch: Any) -> int:
-        """Return the number of tokens in a batch's sequences, counted whole even if this rank holds a part."""
+        """Return the number of tokens in a batch's whole sequences, even if this rank has only a part of each."""
         x, dim = self._entry(batch)
         length = x.shape[dim]
         if self._sequence is not None and self._sequence.ranks > 1:
-            agreed = self._sequence.agreed  # from the step's last call, so exact for ragged sequences too
+            agreed = self._sequence.agreed  # set by the step's last call, so exact for ragged sequences, too
             fits = agreed is not None and agreed.lengths[self._sequence.rank] == length
             length = agreed.seq_len if fits else length * self._sequence.ranks
         return self.samples_of(batch) * length
 
 
 class _SequenceThroughput(Throughput):
-    """Counts of one data rank; `ranks` devices share its sequences."""
+    """Compute Lightning's rates for one data rank; `ranks`: number of devices that share its sequences."""
 
     def __init__(self, ranks: int, **options: Any) -> None:
         super().__init__(**options)
@@ -176,7 +176,7 @@ class _SequenceThroughput(Throughput):
         rates = super().compute()
         prefix = f"device{self.separator}"
         for name in [x for x in rates if x.startswith(prefix)]:
-            if self.world_size == 1 and name != f"{prefix}mfu":  # Lightning leaves these out for a world of one
+            if self.world_size == 1 and name != f"{prefix}mfu":  # Lightning omits these rates for one rank
                 rates[name.removeprefix(prefix)] = rates[name]
             rates[name] /= self.ranks
         return rates
@@ -190,7 +190,7 @@ def _now() -> torch.cuda.Event:
 
 
 def _peak(trainer: pl.Trainer) -> float | None:
-    """Peak FLOP/s of the device, if the run computes in 16 bits and Lightning's number is wrong."""
+    """Return the device's peak FLOP/s if the run computes in 16 bits and Lightning's number is wrong, else None."""
     device, precision = trainer.strategy.root_device, str(getattr(trainer.precision_plugin, "precision", ""))
     narrow = device.type == "cuda" and precision.startswith(("bf16", "16"))
     return PEAKS.get(torch.cuda.get_device_name(device)) if narrow else None

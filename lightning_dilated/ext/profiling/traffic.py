@@ -1,7 +1,7 @@
-"""Traffic report: sums of a `TrafficLog` by pass and by moved tensors, and the plan of the same calls.
+"""Sum a `TrafficLog` by pass and by kind of moved tensors, next to the planned numbers of the same calls.
 
-Times are of this rank. A moment with several collectives in flight counts once, in a row and in the total.
-"""
+Times are measured on this rank. While several collectives are in flight, the time counts once in each row and once in
+the total."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from lightning_dilated.sequence.exchange.transport import Flight, Mark, Planned,
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import DEFAULTS
 
-#: names that the plan of an exchange counts; it leaves out the trade of tokens for heads in head-parallel groups
+#: kinds of moved tensors that the plan of an exchange counts; it leaves out trades of tokens for heads
 EXCHANGED = ("rows", "outputs", "gradients")
 Times = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over the collectives of a pass that move one kind of tensor, or over all.
+    """Sums over the collectives of a pass that move one kind of tensor, or over all collectives.
 
     Attributes:
-        run: "forward" (recomputed ones, too), "backward" or "both".
+        run: "forward" (including recomputed forwards), "backward" or "both".
         what: one of `EXCHANGED`, "tokens for heads", "heads for tokens", or "all".
-        collectives: their number.
-        sent, received: bytes to and from other ranks.
-        in_flight: seconds from when rows were ready until they arrived (on a GPU) or were requested (elsewhere).
-        exposed: seconds in which computation waited (on a GPU the compute stream, elsewhere the host).
+        collectives: number of collectives.
+        sent, received: bytes to other ranks and from other ranks.
+        in_flight: seconds after rows were ready, until they arrived (on a GPU) or were requested (on other devices).
+        exposed: seconds in which computation waited (on a GPU the compute stream, on other devices the host).
         hidden: seconds of `in_flight` in which nothing waited.
         planned_sent, planned_received: bytes by `planned.moved`, for `EXCHANGED`.
-        planned: seconds on the plan's links with nothing hidden, as `planner.price` estimates them. (It assumes that a
-            rank receives equal numbers of gradients and rows, which holds over all ranks together.)
+        planned: seconds that the plan estimates for its links if nothing is hidden, as in `planner.price`. They assume
+            that a rank receives equal numbers of rows and of gradients of rows, which is true only of all ranks' sums.
     """
 
     run: str
@@ -50,7 +50,7 @@ class Sums:
 
     @property
     def as_planned(self) -> bool | None:
-        """True if the bytes equal the plan's; None for tensors that the plan does not count."""
+        """True if the bytes are equal to the planned bytes; None for tensors that the plan does not count."""
         if self.what not in EXCHANGED:
             return None
         return (self.sent, self.received) == (self.planned_sent, self.planned_received)
@@ -61,11 +61,11 @@ class Sums:
 
 
 def summary(log: TrafficLog, links: Links = DEFAULTS) -> list[Sums]:
-    """Return sums by pass and by moved tensors, in the order of first occurrence, and last the sums of all.
+    """Return sums by pass and kind of moved tensors, in the order of first occurrence, and then the sums of all.
 
     Args:
-        log: a log that was `reached`.
-        links: the speeds for planned seconds.
+        log: a log for which `reached` is True.
+        links: speeds from which planned seconds are computed.
     """
     plans: dict[tuple[str, str], Sums] = {}
     for x in log.flights:
@@ -87,7 +87,7 @@ def summary(log: TrafficLog, links: Links = DEFAULTS) -> list[Sums]:
 
 @functools.lru_cache(maxsize=256)
 def planned(call: Planned, links: Links) -> tuple[Sums, ...]:
-    """Return the plan of one pass of a call on this rank, by moved tensors."""
+    """Return the planned sums of one pass of a call on this rank, by kind of moved tensors."""
     forward, backward = collectives(
         call.problem, call.exchange, call.rank, call.per_node, call.head_dim, call.element_size
     )
@@ -104,12 +104,12 @@ def planned(call: Planned, links: Links) -> tuple[Sums, ...]:
 
 
 def reached(log: TrafficLog) -> bool:
-    """Return whether a GPU has passed everything that was recorded; True elsewhere. Does not wait."""
+    """Return whether the GPU has passed all recorded events, without waiting; on other devices return True."""
     return all(isinstance(x, float) or x.query() for x in _marks(log))
 
 
 def reach(log: TrafficLog) -> None:
-    """Wait until a GPU has passed everything that was recorded."""
+    """Wait until the GPU has passed all recorded events."""
     for x in _marks(log):
         if not isinstance(x, float):
             x.synchronize()
@@ -123,19 +123,19 @@ def _marks(log: TrafficLog) -> Iterator[Mark]:
 
 
 def _times_of(flights: Times, waits: Times, all_waits: Times) -> Sums:
-    """Return the times alone. Time in flight is not hidden while anything waits, whatever it waits for."""
+    """Return `Sums` with times only. Time in flight counts as hidden only while nothing waits for any collective."""
     total = _length(flights)
     alone = _length(flights + all_waits) - _length(all_waits)
     return Sums("", "", in_flight=total, exposed=_length(waits), hidden=min(total, max(0.0, alone)))
 
 
 def _times(intervals: Iterable[Flight | Wait], origin: Mark) -> Times:
-    """Return (begin, end) in seconds since `origin`, without intervals that never ended."""
+    """Return the (begin, end) of intervals that ended, in seconds since `origin`."""
     return [(seconds(origin, x.begin), seconds(origin, x.end)) for x in intervals if x.end is not None]
 
 
 def _length(times: Times) -> float:
-    """Return the seconds that the intervals cover together."""
+    """Return the seconds that the union of the intervals covers."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(times):
         total += max(0.0, end - max(begin, until))

@@ -1,6 +1,6 @@
-"""`lightning-dilated verify`: compare small calls on many ranks of this machine with one rank's answer by definition.
+"""Implement `lightning-dilated verify`: compare small calls on many ranks of this machine with one rank's reference.
 
-`run_ranks` runs a job on ranks in processes. Results are sent once computed; a rank that dies ends the job.
+`run_ranks` runs a job on several ranks, each in a process. Each result is sent as soon as it is computed.
 
 Shape letters: N tokens of the sequence, H query heads, K kv heads, D head dim, R ranks.
 """
@@ -40,12 +40,12 @@ PATTERNS = {
     "ragged": (DilatedPattern([(7, 1), Branch(30, 3, shift=9), (None, 5)]), 6, 3),
     "blocked": (DilatedPattern.longnet([12, 50], [1, 4], offsets="blocked"), 4, 4),
     "head groups": (DilatedPattern.head_groups([16, 96], [1, 3], num_heads=6), 6, 2),
-    "one head": (DilatedPattern([(16, 1), (None, 3)]), 1, 1),  # with larger head groups, some ranks have no head
+    "one head": (DilatedPattern([(16, 1), (None, 3)]), 1, 1),  # some ranks of a head group have no head
 }
 LENGTHS = (64, 61)
 EXCHANGES = ("gather", "ring", "switch", "butterfly", "auto")
 HEAD_DIM = 16
-#: largest error that counts as agreement, relative to the largest value, by the dtype of q, k and v
+#: largest error, relative to the largest value, with which results agree, by the dtype of q, k and v
 ALLOWED = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 ATTENTION = ("out", "dq", "dk", "dv")
 MODEL = ("loss", "gradients")
@@ -61,7 +61,7 @@ STEP = {
 
 @dataclass(frozen=True)
 class Check:
-    """One call, or with pattern "LongNetLM" the loss and gradients of one training step."""
+    """One attention call, or, with the pattern "LongNetLM", the loss and gradients of one training step."""
 
     pattern: str
     seq_len: int
@@ -79,7 +79,7 @@ class Check:
         return {"exchange": self.exchange, "layout": self.layout, "head_size": self.head_size}
 
     def served(self, ranks: int) -> bool:
-        """Return whether the exchange serves the call on R ranks; otherwise the call raises an error."""
+        """Return whether the exchange serves the call on R ranks; if not, the call would raise an error."""
         if ranks % self.head_size:
             return False
         pattern, heads, kv_heads = PATTERNS[self.pattern]
@@ -93,7 +93,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Errors by name, relative to the largest value; `note` says what is wrong if no error can be computed."""
+    """Errors by name, relative to the largest value; `note` describes the problem if no error can be computed."""
 
     check: Check
     errors: dict[str, float]
@@ -101,7 +101,7 @@ class Verdict:
 
     @property
     def agrees(self) -> bool:
-        """True if all errors are present and within the dtype's limit; NaN is not."""
+        """True if all errors are present and within the dtype's limit; NaN is outside the limit."""
         within = [self.errors.get(name, torch.inf) <= ALLOWED[self.check.dtype] for name in self.check.names]
         return not self.note and all(within)
 
@@ -123,7 +123,7 @@ def matrix(ranks: int, dtypes: Sequence[str], quick: bool = False) -> list[Check
 
 
 def tensors(check: Check, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (q, k, v, grad), random and the same everywhere: (1, N, H or K, D)."""
+    """Return random (q, k, v, grad), each (1, N, H or K, D) and equal on all ranks."""
     generator = torch.Generator().manual_seed(check.seq_len)
     _, heads, kv_heads = PATTERNS[check.pattern]
     rows = (torch.randn(1, check.seq_len, h, HEAD_DIM, generator=generator) for h in (heads, kv_heads, kv_heads, heads))
@@ -141,7 +141,7 @@ def _batch(check: Check) -> dict[str, Tensor]:
 
 
 def _step(batch: dict[str, Tensor], device: str) -> dict[str, Tensor]:
-    """Return all ranks' loss and this rank's part of all gradients, for a model that is the same everywhere."""
+    """Return the loss of all ranks and this rank's part of all gradients; the model is equal on all ranks."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
         model = LongNetLM(**STEP)
@@ -153,7 +153,7 @@ def _step(batch: dict[str, Tensor], device: str) -> dict[str, Tensor]:
 
 
 def by_definition(check: Check) -> dict[str, Tensor]:
-    """Return one rank's answer: the oracle's, or a training step's."""
+    """Compute the reference on one rank, by the oracle or by a training step."""
     if check.pattern == "LongNetLM":
         return _step(_batch(check), "cpu")
     *leaves, grad = tensors(check, torch.float64, "cpu")
@@ -163,14 +163,14 @@ def by_definition(check: Check) -> dict[str, Tensor]:
 
 
 def alone(check: Check, device: str) -> dict[str, Tensor]:
-    """Return the answer of this machine's engine on one rank."""
+    """Compute a call on one rank by this machine's engine."""
     *leaves, grad = tensors(check, getattr(torch, check.dtype), device)
     leaves = [x.requires_grad_() for x in leaves]
     return _gradients(check, dilated_attention(*leaves, PATTERNS[check.pattern][0], causal=check.causal), leaves, grad)
 
 
 def parts(rank: int, device: str, checks: Sequence[Check]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-    """Yield (global positions, results) of this rank's part of every check."""
+    """For each check, yield (global positions, results) of this rank's part."""
     for check in checks:
         group = SequenceGroup(**check.settings())
         try:
@@ -193,7 +193,7 @@ def _part(check: Check, positions: list[int], group: SequenceGroup, device: str)
 
 
 def compare(check: Check, expected: dict[str, Tensor], parts: Sequence[tuple[list[int], dict[str, Tensor]]]) -> Verdict:
-    """Compare all ranks' parts, joined, with one rank's answer."""
+    """Join the parts of all ranks, and compare them with the reference."""
     positions = [p for at, _ in parts for p in at]
     if sorted(positions) != list(range(check.seq_len)):
         return Verdict(check, {}, "the ranks' positions are not those of the sequence, each once")
@@ -219,13 +219,13 @@ def _error(actual: Tensor, expected: Tensor) -> float:
 
 
 # -- ranks in processes ------------------------------------------------------------------------------------------------
-#: seconds in which the other ranks can report after one failed
+#: seconds that other ranks have to report after one rank failed
 GRACE = 3.0
 _DONE = "done"
 
 
 class RanksFailed(RuntimeError):
-    """Some ranks raised, died or did not answer in time; the message names them and counts their results."""
+    """Raised if ranks raised, died or did not finish in time; the message names them and counts their results."""
 
 
 @dataclass
@@ -244,16 +244,16 @@ def run_ranks(
     device: str = "cpu",
     timeout: float = 300.0,
 ) -> list[list[Any]]:
-    """Return the values that job(rank, device, *args) yields on each of R ranks, which form torch.distributed's world.
+    """Run job(rank, device, *args) on R ranks, a torch.distributed world, and return the values that each rank yields.
 
     Args:
         ranks: R.
-        job: a function of a module, so that processes can import it; its results have to be picklable.
+        job: a function that processes can import from its module; its results must be picklable.
         device: "cpu", with gloo, or "cuda", with NCCL and a GPU for each rank.
         timeout: seconds for the whole job.
 
     Raises:
-        RanksFailed: after all processes were ended.
+        RanksFailed: if a rank fails or is late; all processes have ended by then.
     """
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -277,7 +277,7 @@ def run_ranks(
 
 
 def _collect(ranks: list[_Rank], end: float, timeout: float) -> None:
-    """Read until every rank is done; raise RanksFailed if one fails or is late."""
+    """Read results until all ranks are done; raise RanksFailed if a rank fails or is late."""
     late = False
     while waiting := [rank for rank in ranks if not rank.done and rank.trouble is None]:
         ready = wait([rank.pipe for rank in waiting], max(0.0, end - time.monotonic()))
@@ -319,7 +319,7 @@ def _read(rank: _Rank) -> None:
 def _work(
     rank: int, ranks: int, device: str, store: str, timeout: float, pipe: Connection, job: Callable[..., Any], args: Any
 ) -> None:
-    """Run one rank: join the others, run the job, send the values that it yields."""
+    """Run one rank: join the other ranks, run the job, and send the values that it yields."""
     send = lambda *message: pipe.send_bytes(pickle.dumps(message))  # noqa: E731
     try:
         if device == "cuda":
@@ -343,16 +343,16 @@ def _work(
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         "lightning-dilated verify",
-        description="Small random calls on many ranks of this machine against one rank's definition, with gradients.",
+        description="Compare small random calls and gradients on many ranks of this machine with those on one rank.",
     )
-    p.add_argument("--devices", type=int, default=4, help="ranks (default %(default)s)")
+    p.add_argument("--devices", type=int, default=4, help="number of ranks (default %(default)s)")
     p.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto takes GPUs where there are enough"
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs if there are enough, else the CPU"
     )
     p.add_argument("--dtypes", nargs="+", choices=list(ALLOWED), help="(default float64, on GPUs float64 and bfloat16)")
-    p.add_argument("--quick", action="store_true", help="a small part of the matrix")
+    p.add_argument("--quick", action="store_true", help="run a small part of the checks")
     p.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds until ranks are given up (default %(default)g)"
+        "--timeout", type=float, default=300.0, help="stop the ranks after this many seconds (default %(default)g)"
     )
     return p
 
@@ -376,19 +376,19 @@ def judge(checks: Sequence[Check], results: list[list[tuple]]) -> list[Verdict]:
 
 
 def of_one_rank(checks: Sequence[Check]) -> list[Check]:
-    """List the calls of the matrix, each once, on one rank."""
+    """List the distinct calls of the checks, for one rank."""
     calls = (Check(c.pattern, c.seq_len, c.causal, "", "", 1, c.dtype) for c in checks if c.names[0] == "out")
     return list(dict.fromkeys(calls))
 
 
 def one_rank(checks: Sequence[Check], device: str) -> list[Verdict]:
-    """Check this machine's engine on one rank, for each call of the matrix."""
+    """Check this machine's engine on one rank, for each distinct call of the checks."""
     calls = of_one_rank(checks)
     return [compare(c, by_definition(c), [(list(range(c.seq_len)), alone(c, device))]) for c in calls]
 
 
 def table(verdicts: Sequence[Verdict]) -> list[str]:
-    """Return one row for each exchange, layout and dtype: the largest errors over patterns, lengths and directions."""
+    """Return a row with the largest errors for each exchange, layout, head size and dtype."""
     rows: dict[tuple[str, ...], list[Verdict]] = {}
     for v in verdicts:
         c = v.check
@@ -418,7 +418,7 @@ def report(verdicts: Sequence[Verdict]) -> int:
 
 
 def run(argv: list[str]) -> None:
-    """Parse, run the ranks, print; exit with 1 if a check does not agree or a rank failed."""
+    """Run the command and print the results; exit with 1 if a check does not agree or a rank fails."""
     args, began = checked(parser().parse_args(argv)), time.monotonic()
     where = "GPUs, NCCL" if args.device == "cuda" else "processes of the CPU, gloo"
     checks = matrix(args.devices, args.dtypes, args.quick)

@@ -1,1 +1,1 @@
-"""Recurrent attention: a memory of constant size, exact in chunks, on many ranks, in streams and token by token."""
+"""Recurrent attention to a memory of constant size: in chunks, on many ranks, in streams and token by token."""

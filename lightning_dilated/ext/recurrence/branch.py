@@ -1,4 +1,4 @@
-"""RecurrentBranch: adds a layer's recurrent memory to its heads, in whole sequences, chunks of a stream and decoding.
+"""Add a recurrent memory to a layer's heads, in whole sequences, in chunks of a stream and in decoding.
 
 Shape letters: B batch, N tokens (of this rank), n new tokens, E embedding dim, H query heads, K kv heads, D head dim,
 W taps of the convolution.
@@ -29,10 +29,10 @@ EPS = 1e-6
 
 
 class Decay(nn.Module):
-    """log_decay = -exp(A_log) softplus(a + dt_bias), as in Gated DeltaNet, in fp32 (fp64) for every model dtype.
+    """Compute log_decay = -exp(A_log) softplus(a + dt_bias), as in Gated DeltaNet, in fp32 (fp64) for all model dtypes.
 
-    The parameters stay in fp32 if a model is cast to 16 bits, `Trainer(precision="bf16-true")` included: a decay near 1
-    needs digits that bf16 does not have, and updates of log-values are small.
+    The parameters stay in fp32 if the model is cast to 16 bits, also by `Trainer(precision="bf16-true")`, because bf16
+    has too few digits for a decay near 1 and for small updates of log-values.
     """
 
     keeps_fp32 = True
@@ -46,7 +46,7 @@ class Decay(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize as published: exp(A_log) uniform in (0, 16), softplus(dt_bias) log-uniform in [0.001, 0.1]."""
+        """Initialize as in the paper: exp(A_log) uniform in (0, 16), softplus(dt_bias) log-uniform in [0.001, 0.1]."""
         self.A_log.uniform_(0, 16).clamp_(min=1e-2).log_()
         step = self.dt_bias.uniform_(math.log(0.001), math.log(0.1)).exp_()
         step.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
@@ -66,19 +66,19 @@ class Decay(nn.Module):
         return super()._apply(wide, recurse)
 
 
-#: keys of a cache's entries for a recurrence: its state, and the last rows before its convolution
+#: keys in `KVCache.kept`: the state of the recurrence, and the last rows before its convolution
 STATE, ROWS = "recurrence", "recurrence, rows"
 
 
 class RecurrentBranch(Mixer):
-    """Add to a layer's heads: scale sigmoid(W_g x) RMSNorm(memory read by q).
+    """Add scale * sigmoid(W_g x) * RMSNorm(memory read by q) to a layer's heads.
 
     Args:
-        recurrence: the description.
-        embed_dim, num_heads, num_kv_heads, head_dim, causal: the layer's.
+        recurrence: the description of the recurrence.
+        embed_dim, num_heads, num_kv_heads, head_dim, causal: the layer's values.
 
     Raises:
-        ValueError: for a kind that needs a causal layer.
+        ValueError: if the kind needs a causal layer.
     """
 
     option, adds = "recurrence", True
@@ -110,7 +110,7 @@ class RecurrentBranch(Mixer):
         self.decay = Decay(num_kv_heads, **factory) if gated else None
 
     def fast_parameters(self) -> list[nn.Parameter]:
-        """Parameters that train at `LR_SCALE` (models/learning_rate.py) times the rate, without weight decay."""
+        """Return the parameters that train at `LR_SCALE` (models/learning_rate.py) times the rate, without decay."""
         return [self.scale, *([] if self.decay is None else self.decay.parameters())]
 
     def forward(
@@ -149,7 +149,7 @@ class RecurrentBranch(Mixer):
         return self(query, *rows, lengths, cu_seqlens, place)
 
     def add_new(self, x: Tensor, rows: Sequence[Tensor], cache: KVCache) -> Tensor:
-        """See `Mixer.add_new`; the cache keeps the state after the tokens."""
+        """See `Mixer.add_new`. The cache stores the state after the tokens."""
         (q, k, v), new = rows, x.shape[1]
         if self.conv is not None:
             parts = [y.flatten(2) for y in rows]
@@ -185,7 +185,7 @@ class RecurrentBranch(Mixer):
         return self._by_heads(self.conv.together([y.flatten(2) for y in (q, k, v)], lengths, cu_seqlens, place))
 
     def _controls(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return (log_decay, beta), each (B, N, K), or (None, None) for kinds without gates."""
+        """Return (log_decay, beta), each (B, N, K); (None, None) for kinds without gates."""
         if self.controls is None or self.decay is None:
             return None, None
         a, b = self.controls(x).chunk(2, -1)
@@ -193,7 +193,7 @@ class RecurrentBranch(Mixer):
         return self.decay(a), b.to(wide).sigmoid()
 
     def _gated(self, memory: Tensor, x: Tensor) -> Tensor:
-        """Return the gated, normalized memory in its own dtype, computed in at least fp32."""
+        """Normalize and gate the memory, in fp32 or wider; return it in its dtype."""
         wide = torch.promote_types(memory.dtype, torch.float32)
         gate = self.out_gate(x).to(wide).sigmoid() * self.scale.to(wide)
         rows = memory.to(wide)

@@ -1,7 +1,7 @@
-"""A layer's recurrence in a chunk of a stream, as one op; it leaves states and their gradients for other chunks.
+"""Compute a layer's recurrence in a chunk of a stream as one op, which stores states and gradients for other chunks.
 
-Exact training differentiates the chunks from the last to the first. Each chunk computes its part again from the state
-before it, and uses the gradient that the later chunk has left for the state between them.
+Exact training differentiates the chunks in falling order. Each chunk computes its part again from the state before it,
+and uses the gradient of the state after it, which the later chunk stored.
 Shape letters: B batch, L tokens of this rank's piece of a chunk, H query heads, K kv heads, D head dim.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class _Chunk:
-    """One layer's call in one chunk; `place` (2,) holds the indices of the layer and the chunk."""
+    """The call of one layer in one chunk; `place`: (2,) indices of the layer and of the chunk."""
 
     def __init__(
         self, samples: int, lengths: Tensor | None, cu_seqlens: Tensor | None, place: Tensor, stream: str, spec: str
@@ -53,7 +53,7 @@ class _Chunk:
         self.part = Part(span, starts, None if lengths is None else lengths.tolist())
 
     def before(self, tensors: Sequence[Tensor | None]) -> RecurrentState:
-        """Return the state before the chunk, without a graph."""
+        """Return the state before the chunk, without an autograd graph."""
         return self.part.before(self.states.before(self.number), tensors, self.settings)
 
 
@@ -69,7 +69,7 @@ def _starts(stream: Stream, samples: int, cu_seqlens: Tensor | None) -> list[lis
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, *extra: Any) -> Tensor:
-    """Return the output (B, L, H, D). In a forward pass over the stream, also leave the state for the next chunk."""
+    """Return the output (B, L, H, D). In the first pass over the stream, store the state for the next chunk."""
     tensors, chunk = (q, k, v, log_decay, beta), _Chunk(len(q), *extra)
     with no_sequence():
         out, after = part_forward(chunk.part, tensors, chunk.before(tensors), chunk.settings)
@@ -79,7 +79,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta:
 
 
 def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, log_decay and beta; leave the state's gradient for the chunk before."""
+    """Return the gradients of q, k, v, log_decay and beta; store the state's gradient for the previous chunk."""
     tensors, chunk = args[:5], _Chunk(len(grad), *args[5:])
     exact, before = chunk.stream.exact, chunk.before(tensors)
     later = chunk.states.take_grad(chunk.number) if exact else None

@@ -1,4 +1,4 @@
-"""Chunks as affine maps of the state: S -> a S - X^T Y S + B, out = R S + O, and the pass over the chunks of each run.
+"""Compute chunks as affine maps of the state, S -> a S - X^T Y S + B and out = R S + O, and pass states through them.
 
 Shape letters: T chunks, C slots of a chunk, K kv heads, G query heads of a kv head, D head dim, E value dim, n runs.
 """
@@ -15,25 +15,25 @@ from torch.nn.functional import pad
 from lightning_dilated.ext.recurrence.rules import positive, ratio, unit
 from lightning_dilated.ext.recurrence.runs import Tables
 
-#: chunks of a run, at least 2, from which they are passed in groups, because launches and not products limit a GPU here
+#: least chunks of a run (2 or more) that are passed in groups, because launches, not products, limit a GPU here
 GROUPED_FROM = 32
 
 
 class Transition(NamedTuple):
-    """S -> a S - X^T Y S of each chunk: `decay` a (T, K, 1, 1), or None for 1; X and Y (T, K, C, D), or None for 0."""
+    """The map S -> a S - X^T Y S of each chunk: a (T, K, 1, 1), None for 1; X and Y (T, K, C, D), None for 0."""
 
-    decay: Tensor | None = None
-    left: Tensor | None = None
-    right: Tensor | None = None
+    decay: Tensor | None = None  # a
+    left: Tensor | None = None  # X
+    right: Tensor | None = None  # Y
 
 
 class GatedChunks(NamedTuple):
-    """The effect of gated delta chunks on the state, and what their tokens read from it.
+    """The maps of gated delta chunks: S -> a S - X^T Y S + B, and out = R S + O.
 
     Attributes:
         added: B (T, K, D, E).
         read: R (T, K, G, C, D).
-        own: O (T, K, G, C, E), what a chunk's tokens read from each other.
+        own: O (T, K, G, C, E), the output that a chunk's tokens read from each other.
     """
 
     transition: Transition
@@ -43,37 +43,37 @@ class GatedChunks(NamedTuple):
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x (rows, ...) by index (T, C), as (T, C, ...); the index `rows` gives 0."""
+    """Return the rows of x (rows, ...) at `index` (T, C), as (T, C, ...); 0 at the index `rows`."""
     return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[index]
 
 
 def put(chunks: Tensor, tables: Tables) -> Tensor:
-    """Return the tokens of chunks (T, K, G, C, E) as (B L, H, E); 0 for tokens without a document."""
+    """Reorder chunks (T, K, G, C, E) into tokens (B L, H, E); tokens without a document are 0."""
     rows = chunks.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
     return take(rows, tables.outputs)
 
 
 def grouped(q: Tensor, index: Tensor, kv_heads: int) -> Tensor:
-    """Return rows of q (rows, H, D) as (T, K, G, C, D)."""
+    """Reorder rows of q (rows, H, D) into chunks (T, K, G, C, D)."""
     return take(q, index).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
 
 
 def fading(log_decay: Tensor) -> Tensor:
-    """The share of token j that is left at token i, (T, K, C, C): exp of log_decay (T, K, C) summed from j + 1 to i.
+    """Return the share of token j that remains at token i, (T, K, C, C): exp(sum of log_decay (T, K, C) over j + 1..i).
 
-    Each j has its own sum: a difference of prefix sums would lose digits after a very negative log_decay.
+    Each j has a separate sum, because a difference of prefix sums loses digits after a very negative log_decay.
     """
     width = log_decay.shape[-1]
     later = torch.ones(width, width, dtype=torch.bool, device=log_decay.device).triu()
     between = log_decay[..., None].masked_fill(later, 0).cumsum(-2)
-    return between.masked_fill_(later.triu(1), -torch.inf).exp_()  # in place: these are a forward's largest tensors
+    return between.masked_fill_(later.triu(1), -torch.inf).exp_()  # in place: the largest tensors of a forward
 
 
 def gated_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, tables: Tables) -> GatedChunks:
-    """The chunks of rows q (rows, H, D), k (rows, K, D), v (rows, K, E), log_decay and beta (rows, K).
+    """Compute the chunks of q (rows, H, D), k (rows, K, D), v (rows, K, E), log_decay and beta (rows, K).
 
-    The WY form (arXiv 2412.06464): a triangular system gives each token's addition to the state that the chunk's
-    earlier tokens have changed.
+    This is the WY form (arXiv 2412.06464): a triangular system computes what each token adds to the state, given the
+    additions of the chunk's earlier tokens.
     """
     q = unit(grouped(q, tables.queries, k.shape[1]))
     k, v = unit(take(k, tables.keys).transpose(1, 2)), take(v, tables.keys).transpose(1, 2)
@@ -91,8 +91,8 @@ def gated_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tenso
 
 
 class SegmentChunks(NamedTuple):
-    """Memory segments of linear and delta: features (T, K, C, D) and values (T, K, C, E), 0 in empty slots, and sums
-    (T, K, D, E + 1): Phi^T V, and in the last column Phi^T 1."""
+    """Memory segments of linear and delta: features Phi (T, K, C, D) and values V (T, K, C, E), 0 in empty slots, and
+    sums (T, K, D, E + 1), which are [Phi^T V | Phi^T 1]."""
 
     keys: Tensor
     values: Tensor
@@ -100,23 +100,23 @@ class SegmentChunks(NamedTuple):
 
 
 def segment_chunks(features: Tensor, v: Tensor, tables: Tables) -> SegmentChunks:
-    """The segments of rows of features (rows, K, D) and values (rows, K, E)."""
+    """Compute the segments of features (rows, K, D) and values (rows, K, E)."""
     keys, values = take(features, tables.keys).transpose(1, 2), take(v, tables.keys).transpose(1, 2)
     return SegmentChunks(keys, values, torch.cat([keys.mT @ values, keys.sum(-2)[..., None]], -1))
 
 
 def delta_transition(chunks: SegmentChunks, normalizer: Tensor, closed: Tensor) -> Transition:
-    """The delta rule of each segment, given the `normalizer` (T, K, D, 1) of the segments before it.
+    """Return the delta rule of each segment, given the `normalizer` (T, K, D, 1) of the segments before it.
 
-    A key is divided by its product with the past normalizer (the paper's) or its own segment's, whichever is larger.
-    The transition's spectral radius is then at most 1 for any lengths of segments: D Phi Phi^T has no row sum above 1.
+    A key is divided by its product with the past normalizer, as in the paper, or with its own segment's normalizer if
+    that is larger. D Phi Phi^T then has no row sum above 1, so the transition's spectral radius is at most 1.
     """
     past, current = chunks.keys @ normalizer, chunks.keys @ chunks.sums[..., -1:]
     return Transition(None, chunks.keys, ratio(chunks.keys, torch.maximum(past, current)) * closed[:, None, None, None])
 
 
 def read_normalized(q: Tensor, state: Tensor, tables: Tables) -> Tensor:
-    """phi(q) M / phi(q) z (T, K, G, C, E) for q (rows, H, D) and [M | z] (T, K, D, E + 1); 0 where phi(q) z is 0."""
+    """Return phi(q) M / phi(q) z (T, K, G, C, E) of q (rows, H, D) and [M | z] (T, K, D, E + 1); 0 if phi(q) z is 0."""
     read = positive(grouped(q, tables.queries, state.shape[1])) @ state[:, :, None]
     return ratio(read[..., :-1], read[..., -1:])
 
@@ -139,7 +139,7 @@ def pass_states(transition: Transition, added: Tensor, begin: Tensor, counts: tu
 
 
 def _pass_steps(transition: Transition, added: Tensor, begin: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """`pass_states`, chunk after chunk."""
+    """Compute `pass_states` chunk by chunk."""
     steps = zip(*(_steps(x, counts) for x in (*transition, added)), strict=True)
     before, after, state = [begin[:0]], [], begin
     for count, (decay, left, right, new) in zip(counts, steps, strict=True):
@@ -157,17 +157,17 @@ def _pass_steps(transition: Transition, added: Tensor, begin: Tensor, counts: tu
 def _pass_groups(
     transition: Transition, added: Tensor, begin: Tensor, group: int, number: int
 ) -> tuple[Tensor, Tensor]:
-    """`pass_states` for runs of equal length, in `number` groups of `group` chunks and the remaining chunks.
+    """Compute `pass_states` for runs of equal length, in `number` groups of `group` chunks and the remaining chunks.
 
-    The first pass computes every group's map in parallel, then a loop computes the state before each group, then a
-    second pass computes the states before all chunks in parallel: 2 `group` + `number` steps instead of their product.
-    """
+    A first pass computes the maps of all groups in parallel. Then a loop computes the state before each group, and a
+    second pass computes the states before all chunks in parallel. This takes 2 * group + number steps instead of
+    group * number."""
     runs, dim = len(begin), begin.shape[2]
     inside = runs * group * number
     counts, tail_counts = (number * runs,) * group, (runs,) * ((len(added) - inside) // runs)
 
     def by_group(x: Tensor | None) -> Tensor | None:
-        """Reorder chunks by their step within a group, then by group."""
+        """Sort chunks by their index within a group, and then by group."""
         return None if x is None else x[:inside].unflatten(0, (number, group, runs)).transpose(0, 1).flatten(0, 2)
 
     maps, sums = Transition(*map(by_group, transition)), by_group(added)
@@ -185,7 +185,7 @@ def _pass_groups(
 
 
 def _multiplied(transition: Transition) -> Transition:
-    """Replace Y by X^T Y (T, K, D, D), which is smaller if C >= D, and `left` by None."""
+    """Replace `right` by X^T Y (T, K, D, D), which is not larger if C >= D, and `left` by None."""
     return Transition(transition.decay, None, transition.left.mT @ transition.right)
 
 

@@ -1,4 +1,4 @@
-"""Recurrent attention with checked arguments: the chunks of this rank's runs, and the states that ranks exchange.
+"""Compute recurrent attention from checked arguments: the chunks of this rank's runs, and the exchange of states.
 
 Shape letters: B batch, L tokens of this rank, H query heads, K kv heads, D head dim, E value dim, S documents, n runs,
 T chunks, m tokens of a memory segment.
@@ -36,7 +36,7 @@ from lightning_dilated.sequence.collectives import sequence_sum
 
 
 class Output(Enum):
-    """The contents of a call's output: its values, arbitrary values of a differentiable tensor, or nothing."""
+    """The output of a call: its values (READ), a differentiable tensor without valid values (UNREAD), or NONE."""
 
     READ = "read"
     UNREAD = "unread"
@@ -47,8 +47,8 @@ class Output(Enum):
 class Inputs:
     """This rank's tensors: q (B, L, H, D), k (B, L, K, D), v (B, L, K, E), log_decay and beta (B, L, K).
 
-    log_decay and beta are None except for gated_delta. All tensors have the dtype of the state; with
-    `kernels`, q, k and v keep the dtype of the call.
+    log_decay and beta are None, except for gated_delta. All tensors have the dtype of the state. If `kernels`
+    is True, Triton kernels compute the call, and q, k and v keep their dtype.
     """
 
     q: Tensor
@@ -64,7 +64,7 @@ class Inputs:
 
 
 class Computation:
-    """One call on one rank; `scan` is None if no other rank holds tokens of the sequence."""
+    """One call on one rank; `scan`: exchanges states with other ranks, None on one rank."""
 
     def __init__(self, kind: str, inputs: Inputs, call: Call, state: RecurrentState, scan: Scan | None) -> None:
         self.kind, self.inputs, self.call, self.state, self.scan = kind, inputs, call, state, scan
@@ -129,10 +129,10 @@ class Computation:
         return out, RecurrentState(final[..., :-1], self._seen(), final[..., -1], pending)
 
     def _both_sides(self) -> Tensor:
-        """The output of a call that is not causal: each segment reads the sums of its document's other segments."""
+        """Return the output of a non-causal call: each segment reads the sums of its document's other segments."""
         chunks = self._chunks()
         local = (self.tables.queries < len(self.inputs.q) * self.inputs.q.shape[1])[:, None, :, None]
-        keys = chunks.keys * local  # exclude the halo: other ranks count it
+        keys = chunks.keys * local  # exclude the halo, because other ranks count it
         sums = torch.cat([keys.mT @ chunks.values, keys.sum(-2)[..., None]], -1)
         documents = send(self.tables.documents, sums.device)
         every = sums.new_zeros(len(self.call.documents), *sums.shape[1:]).index_add(0, documents, sums)
@@ -144,7 +144,7 @@ class Computation:
         return put(read_normalized(self.inputs.q.flatten(0, 1), other_sums, self.tables), self.tables)
 
     def _anchored(self, x: Tensor) -> Tensor:
-        """Return x, with a gradient if the call's inputs have one, even on a rank without tokens."""
+        """Return x; it requires a gradient if the call's inputs do, even on a rank without tokens."""
         return x if self.scan is None else x + self.scan.anchor.sum()
 
     # -- memory segments --------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Computation:
         return segment_chunks(features, values, self.tables)
 
     def _with_pending(self, sums: Tensor) -> Tensor:
-        """Add the state's sums of the open segment to the first chunk of each run that continues it."""
+        """Add the sums of the state's open segment to the first chunk of each run that continues this segment."""
         matrix, normalizer = self.state.pending
         pending = take(torch.cat([matrix, normalizer[..., None]], -1), self.tables.started)
         return torch.cat([sums[: len(pending)] + pending, sums[len(pending) :]])
@@ -187,7 +187,7 @@ class Computation:
 
     # -- states -----------------------------------------------------------------------------------------------------
     def _states(self, transition: Transition, added: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (the state before each chunk, the state after each run); `initial` (S, K, D, E) begins documents."""
+        """Return (the state before each chunk, the state after each run); `initial`: (S, K, D, E) before documents."""
 
         def after(states: Tensor) -> Tensor:
             missing = states.shape[3] - added.shape[3]
@@ -198,10 +198,10 @@ class Computation:
         return pass_states(transition, added, begins, self.tables.counts)
 
     def _begins(self, initial: Tensor, after: Callable[[Tensor], Tensor], sums: bool) -> Tensor:
-        """Return the state before each run, (n, K, D, E); documents begin with `initial` (S, K, D, E).
+        """Return the state before each run, (n, K, D, E); `initial`: (S, K, D, E) states before documents.
 
         Args:
-            after: maps the states before runs (n, K, D, W) to the states after; adds nothing before the last E columns.
+            after: maps states before runs (n, K, D, W) to states after them; it adds values to the last E columns only.
             sums: whether the state changes only by addition.
         """
         incoming = initial.new_zeros(self.tables.outgoing.numel(), *initial.shape[1:])
@@ -210,14 +210,14 @@ class Computation:
         return torch.cat([incoming, initial])[self.tables.begins]
 
     def _incoming(self, initial: Tensor, after: Callable[[Tensor], Tensor], sums: bool) -> Tensor:
-        """Return the state before each of this rank's pieces, (pieces, B, K, D, E); arguments as in `_begins`."""
+        """Return the state before each of this rank's pieces, (pieces, B, K, D, E); see `_begins` for the arguments."""
         number, columns = len(self.tables.runs), initial.shape[-1]
         sizes, dim = initial.shape[1:3], initial.shape[2]
         continued = self.tables.continued[:, None, None, None].to(initial.dtype)
         documents = (self.tables.begins - self.tables.outgoing.numel()).clamp(min=0)
         begin = initial[documents] * (1 - continued) if number else initial.new_zeros(0, *initial.shape[1:])
         unchanged = initial.new_zeros(1, *initial.shape[1:])
-        if sums:  # A is a single number
+        if sums:  # the matrix A of a map is a number, 0 or 1
             maps = torch.cat([continued.expand(number, *sizes, 1), after(begin)], -1)
             through = torch.cat([initial.new_ones(1, *sizes, 1), unchanged], -1)
         else:
@@ -239,6 +239,6 @@ class Computation:
 
 
 def pieces(ranges: Sequence[Sequence[range]]) -> tuple[tuple[int, range], ...]:
-    """Return (rank, positions) of every non-empty piece, in the order of the sequence."""
+    """Return (rank, positions) of each non-empty piece, in the order of the sequence."""
     every = [(rank, piece) for rank, rank_pieces in enumerate(ranges) for piece in rank_pieces if piece]
     return tuple(sorted(every, key=lambda pair: pair[1].start))

@@ -1,4 +1,4 @@
-"""recurrent_attention, the public function; it checks all arguments before any computation.
+"""Define the public function `recurrent_attention`, which checks all arguments before any computation.
 
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, E value dim, S samples or packed documents.
 """
@@ -83,52 +83,52 @@ def recurrent_attention(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     sequence: SequenceGroup | None = None,
 ) -> Tensor | tuple[Tensor, RecurrentState]:
-    """Attention to a memory of constant size: each kv head has a matrix S (D, E) that tokens write to and read from.
+    """Compute attention to a memory of constant size: a matrix S (D, E) for each kv head, which tokens write and read.
 
-    `kind` is the rule that updates S. phi(x) = elu(x) + 1, and z sums phi(k) as S sums phi(k) v^T:
+    `kind` is the rule that updates S. Below, phi(x) = elu(x) + 1, S sums phi(k) v^T, and z sums phi(k):
 
     - "gated_delta" (Gated DeltaNet, arXiv 2412.06464): with q and k of length 1, S_t = a_t (I - b_t k_t k_t^T) S_{t-1}
       + b_t k_t v_t^T and out_t = S_t^T q_t, where a = exp(log_decay) and b = beta.
-    - "linear" (Infini-attention, arXiv 2404.07143): tokens come in memory segments of `segment` tokens. A token reads
-      phi(q) S / phi(q) z of earlier segments, 0 in the first one; if not causal, of all segments but its own.
-    - "delta" (the same paper): a segment adds Phi^T (V - D Phi S) instead of Phi^T V. The paper divides by Phi z of the
-      earlier segments; D = 1 / max(Phi z, Phi Phi^T 1) divides by the segment's own sum if that is larger. Otherwise a
-      segment with more keys than all earlier ones could expand the state.
+    - "linear" (Infini-attention, arXiv 2404.07143): tokens are in memory segments of `segment` tokens. A token reads
+      phi(q) S / phi(q) z of earlier segments, 0 in the first one; if not causal, of all segments except its own.
+    - "delta" (the same paper): a segment adds Phi^T (V - D Phi S) instead of Phi^T V. The paper divides by Phi z of
+      earlier segments. Here, D = 1 / max(Phi z, Phi Phi^T 1) divides by the segment's own sum if that is larger;
+      otherwise a segment with more keys than all earlier segments could expand the state.
 
-    Pass q and k before rotary positions. Products are computed in fp32 (fp64 for float64), also under autocast; on GPUs
-    leave `torch.backends.cuda.matmul.allow_tf32` off. Memory is O(N). For tensors without values (meta, FakeTensorMode)
-    the results have no values either.
+    Pass q and k without rotary positions. Products are computed in fp32 (fp64 for float64), also under autocast; on
+    GPUs leave `torch.backends.cuda.matmul.allow_tf32` off. Memory is O(N). For tensors without values (meta,
+    FakeTensorMode) results have no values.
 
     Triton kernels compute gated_delta on NVIDIA GPUs of compute capability 8.0 and later, for D and E up to 128, except
-    in float64. If D or E is at most 16, they take only 16-bit rows with D and E up to 64. All other calls use torch's
-    operations. The kernels multiply 16-bit rows in TF32, or in bf16 if both factors are bf16, and sum in fp32. With
-    bf16 rows the intermediate results are bf16 too, and so is the precision of the gates' gradients. fp32 rows take
-    three TF32 products each, which keep 22 of 24 bits. The kernels' gradients cannot be differentiated again.
+    in float64. If D or E is at most 16, they take only 16-bit rows with D and E up to 64. Torch's operations compute
+    all other calls. The kernels multiply 16-bit rows in TF32, or in bf16 if both factors are bf16, and sum in fp32. For
+    bf16 rows, intermediate results and gradients of gates have the precision of bf16. fp32 rows take three TF32
+    products each, which keep 22 of 24 bits. The kernels' gradients cannot be differentiated again.
 
     Args:
         q: (B, N, H, D), any floating dtype.
-        k: (B, N, K, D) with K dividing H; query head h reads the memory of kv head h // (H / K).
+        k: (B, N, K, D), where K divides H; query head h reads the memory of kv head h // (H / K).
         v: (B, N, K, E).
         log_decay: (B, N, K), finite and at most 0, for gated_delta.
-        beta: (B, N, K), between 0 and 1 (to 2 for negative eigenvalues), for gated_delta.
+        beta: (B, N, K), between 0 and 1 (up to 2 for negative eigenvalues), for gated_delta.
         segment: m, for linear and delta.
-        causal: False only for linear, where tokens then also read later ones.
-        state: the state that an earlier call returned, to continue from; one entry for each sample, or for each
-            document of `cu_seqlens`. Its gradient flows to the earlier call; `state.detach()` stops it.
-        return_state: also return the state after each sample's (or document's) last token.
-        lengths: (B,) integers, the real tokens of each right-padded sample; padding adds nothing and gives 0.
-        cu_seqlens: (documents + 1,) integers that rise from 0 to N; each document (B = 1) has its own memory.
-        sequence: the ranks that share the sequence; None: the active group, or one rank if there is none. On ranks, q,
-            k, v, log_decay and beta hold this rank's tokens, `lengths`, `cu_seqlens` and `state` are global, and every
-            rank makes the same call. Every rank returns the state; its gradient is the sum over ranks. If ranks cut
-            memory segments, they also exchange keys and values of up to m - 1 tokens.
+        causal: False is allowed only for linear; tokens then also read later tokens.
+        state: the state that an earlier call returned, with an entry for each sample, or for each document of
+            `cu_seqlens`. Its gradient flows to the earlier call; `state.detach()` stops it.
+        return_state: also return the state after the last token of each sample or document.
+        lengths: (B,) integers, the number of tokens of each right-padded sample; padding adds nothing, its output is 0.
+        cu_seqlens: (documents + 1,) rising integers from 0 to N; each document has a separate memory, and B must be 1.
+        sequence: the ranks that share the sequence; None: the active group, or one rank if there is none. On several
+            ranks, q, k, v, log_decay and beta are this rank's tokens; `lengths`, `cu_seqlens` and `state` are global,
+            and every rank makes the same call. Every rank returns the state; its gradient is the sum over ranks. If
+            ranks cut memory segments, they also exchange keys and values of up to m - 1 tokens.
 
     Returns:
         out (B, N, H, E) in v's dtype; with `return_state` also a `RecurrentState` in fp32 (fp64).
 
     Raises:
-        TypeError, ValueError: naming the argument, its value and what is allowed; on every rank, also if ranks differ.
-    """
+        TypeError, ValueError: for an invalid argument, on every rank, also if ranks pass different arguments. The
+            message names the argument, its value and the allowed values."""
     out, after = recur(
         *(q, k, v, log_decay, beta), kind=kind, segment=segment, causal=causal, state=state, return_state=return_state,
         lengths=lengths, cu_seqlens=cu_seqlens, sequence=sequence,
@@ -139,7 +139,7 @@ def recurrent_attention(
 def recur(
     *rows: Any, output: Output = Output.READ, return_state: bool = False, sequence: Any = None, **settings: Any
 ) -> tuple[Tensor, RecurrentState | None]:
-    """Like `recurrent_attention`, but return (out, state or None), with the contents of out that `output` asks for."""
+    """Compute `recurrent_attention`, but return (out, state or None); see `Output` for the values of out."""
     group = group_of(sequence)
     check = partial(_checked, return_state=return_state, group=group, **settings)
     checked = check(*rows) if group is None else group.guard(check, *rows)
@@ -154,12 +154,12 @@ def _without_values(x: Tensor) -> bool:
 
 
 def _readable(x: Tensor) -> bool:
-    """Return whether the host may read values: not during tracing or in a transform of torch.func."""
+    """Return whether the host can read values; it cannot during tracing or in a transform of torch.func."""
     return not (is_fake(x) or is_traced() or transformed())
 
 
 def _shapes(checked: _Checked, return_state: bool) -> tuple[Tensor, RecurrentState | None]:
-    """The results of a call on tensors without values: tensors without values, with a gradient."""
+    """Return the results of a call on tensors without values; the results have no values, but require gradients."""
     q, k, v = checked.inputs.all[:3]
     anchor = torch.stack([x.sum().to(checked.dtype) for x in checked.tensors()]).sum()
     out = (v.new_zeros(*q.shape[:3], v.shape[3], dtype=checked.dtype) + anchor).to(v.dtype)
@@ -175,7 +175,7 @@ def _shapes(checked: _Checked, return_state: bool) -> tuple[Tensor, RecurrentSta
 
 @dataclass(frozen=True)
 class _Checked:
-    """The checked arguments of a call; `bounds` are its `cu_seqlens`, `dtype` is the state's."""
+    """The checked arguments of a call; `bounds`: its `cu_seqlens`; `dtype`: the dtype of the state."""
 
     kind: str
     segment: int | None
@@ -187,7 +187,7 @@ class _Checked:
     bounds: tuple[int, ...] | None
 
     def facts(self, return_state: bool) -> dict[str, Any]:
-        """The arguments that must be equal on all ranks."""
+        """Return the arguments that must be equal on all ranks."""
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors())
         return {
             "call": "recurrent_attention",
@@ -207,7 +207,7 @@ class _Checked:
         return (*self.inputs.all, *(() if self.state is None else self.state.floating()))
 
     def documents(self, seq_len: int) -> tuple[Document, ...]:
-        """All documents of a sequence of N tokens."""
+        """Return all documents of a sequence of N tokens."""
         if self.bounds is not None:
             check_bounds(list(self.bounds), seq_len)
             every = [(0, a, b) for a, b in pairwise(self.bounds)]
@@ -249,7 +249,7 @@ def _compute(
 
 
 def _widened(checked: _Checked) -> _Checked:
-    """Cast all tensors to the state's dtype, except rows that kernels read; move gates and state to q's device."""
+    """Cast all tensors to the state's dtype, except the rows that kernels read; move gates and state to q's device."""
     x, state = checked.inputs, checked.state
     device, dtype = x.q.device, checked.dtype
     log_decay, beta = (None if gate is None else gate.to(device, dtype) for gate in (x.log_decay, x.beta))
@@ -286,13 +286,13 @@ def _checked(
     flag(return_state, "return_state")
     if not causal and (kind != "linear" or state is not None or return_state):
         raise ValueError(
-            f"causal=False goes with kind='linear' alone, without state and return_state; got kind={kind!r}. A memory that "
-            "is carried on, and those that overwrite, have an order: set causal=True."
+            f"causal=False goes with kind='linear' alone, without state and return_state; got kind={kind!r}. Other "
+            "kinds, and states, depend on the order of tokens: set causal=True."
         )
     if group is not None and group.layout == "strided" and group.ranks > 1:
         raise ValueError(
-            "layout='strided' has no recurrent attention: neighbouring tokens lie on different ranks, and the state would "
-            "pass between ranks at every token. Set layout='contiguous' or 'zigzag'."
+            "layout='strided' has no recurrent attention: neighbouring tokens are on different ranks, so the state "
+            "would pass between ranks at every token. Set layout='contiguous' or 'zigzag'."
         )
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("give lengths (right-padded samples) or cu_seqlens (packed documents), not both.")
@@ -322,10 +322,10 @@ def _check_gates(kind: str, k: Tensor, log_decay: Any, beta: Any) -> None:
             raise TypeError(f"kind='gated_delta' needs {name}, a torch.Tensor (B, N, K); got {type(x).__name__}.")
         if x.shape != k.shape[:3] or not x.is_floating_point() or x.device != k.device:
             raise ValueError(
-                f"{name} must be a floating tensor {tuple(k.shape[:3])}, a number a token and kv head, on {k.device}; got "
-                f"{x.dtype} {tuple(x.shape)} on {x.device}."
+                f"{name} must be a floating tensor {tuple(k.shape[:3])} on {k.device}, a number for each token and kv "
+                f"head; got {x.dtype} {tuple(x.shape)} on {x.device}."
             )
-        # on other devices, reading the values would wait for the device
+        # values are checked only on the CPU, because on other devices this would wait for the device
         if x.device.type == "cpu" and x.numel() and not torch.compiler.is_compiling() and _readable(x):
             low, high = (float(edge) for edge in x.detach().aminmax())
             if low < least or high > most or low == -torch.inf:
@@ -336,7 +336,7 @@ def _check_gates(kind: str, k: Tensor, log_decay: Any, beta: Any) -> None:
 def _check_segment(kind: str, segment: Any) -> None:
     if kind in SEGMENTED:
         if segment is None:
-            raise ValueError(f"kind={kind!r} needs segment, the tokens of a memory segment: segment=2048, say.")
+            raise ValueError(f"kind={kind!r} needs segment, the tokens of a memory segment, such as segment=2048.")
         integer(segment, "segment", 1)
     elif segment is not None:
         raise ValueError(f"segment={segment!r} belongs to kinds {', '.join(SEGMENTED)}, not to {kind!r}; leave it out.")
@@ -354,7 +354,7 @@ def _check_state(state: Any, like: RecurrentState) -> None:
 
 
 def _integers(values: Any, name: str, shapes: bool) -> tuple[int, ...] | None:
-    """The values as a tuple; zeros for a tensor without values, which is allowed if q has none either (`shapes`)."""
+    """Return the values as a tuple. A tensor without values, which is allowed if q has none (`shapes`), counts as 0."""
     if values is None:
         return None
     if isinstance(values, Tensor):
@@ -364,7 +364,7 @@ def _integers(values: Any, name: str, shapes: bool) -> tuple[int, ...] | None:
             return tuple(values.tolist())
         if not shapes:
             raise ValueError(
-                f"{name} has no values ({type(values).__name__} on {values.device}), while q has; give a list."
+                f"{name} has no values ({type(values).__name__} on {values.device}), but q has values; give a list."
             )
         return (0,) * len(values)
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):

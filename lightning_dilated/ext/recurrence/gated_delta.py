@@ -1,16 +1,16 @@
-"""The gated delta rule by chunks of 64 tokens, forward: the inverse of each chunk, the pass over chunks, the output.
+"""Compute the gated delta rule in chunks of 64 tokens, forward: inverses of chunks, pass over chunks, output.
 
-With unit keys k, total = cumsum(log_decay) of the chunk, and S the state before it: row i of `new` is
+Let k be unit keys, total = cumsum(log_decay) in the chunk, and S the state before the chunk. Row i of `new` is
 v_i - exp(total_i) k_i S - sum over j < i of B_ij beta_j new_j, with B_ij = k_i.k_j exp(total_i - total_j).
-The solution uses G = B (1 + beta B)^-1, with numbers between -1 and 1: new = x - G (beta x), x = v - exp(total) k S.
+The solution is new = x - G (beta x) with x = v - exp(total) k S and G = B (1 + beta B)^-1, which is between -1 and 1.
 Then S' = exp(total_last) S + sum over i of exp(total_last - total_i) k_i (beta_i new_i)^T.
 
-Each total is stored as two numbers: a sum of multiples of 2^-10, which is exact, and a sum of the remainders of the
-log_decay. Differences of totals are therefore as exact as the sums of the log_decay between them.
+Each total is stored as two numbers: an exact sum of multiples of 2^-10, and a sum of the remainders of log_decay.
+Differences of totals are therefore as exact as sums of the log_decay between them.
 
-Keys and queries are normalized after their products, which are exact for rows of 16 bits. A run is passed chunk by
-chunk, or in groups of chunks: first the maps of all groups in parallel, then the state before each group in a loop,
-then all groups in parallel from these states.
+Keys and queries are normalized after their products, which are exact for 16-bit rows. A run is passed chunk by chunk,
+or in groups of chunks: a first pass computes the maps of all groups in parallel, a loop computes the state before each
+group, and a last pass runs all groups in parallel from these states.
 Shape letters: T chunks, C slots of a chunk, K kv heads, H query heads, D head dim, E value dim, W columns of the state
 (the last E have values), n runs, m groups.
 """
@@ -29,15 +29,15 @@ from lightning_dilated.kernels.tiles import block_dim, read
 
 #: C
 SLOTS = 64
-#: columns of the state for each program; the smaller number is for passes over chunks with wide tiles or fp32 rows,
-#: which need more registers
+#: columns of the state for each program; passes over chunks with wide tiles or fp32 rows take the smaller number,
+#: because they need more registers
 COLUMNS, FEW_COLUMNS = 64, 32
 #: `input_precision` of products with factors that need more than TF32's 11 bits: three TF32 products keep 22 of 24
-#: bits. "ieee", without tensor cores, would spill thousands of bytes a thread and take minutes to compile
+#: bits. "ieee" uses no tensor cores; it would spill thousands of bytes a thread and take minutes to compile
 EXACT = "tf32x3"
-#: `input_precision` of the inverse for 16-bit rows: an error of at most 1.6e-3 for similar keys, under half of bf16's
+#: `input_precision` of the inverse for 16-bit rows; for similar keys the error is at most 1.6e-3, under half of bf16's
 SOLVED = "tf32"
-#: (warps, stages) of each kernel by columns of a tile, for rows of 16 bits
+#: (warps, stages) of each kernel, by columns of a tile, for 16-bit rows
 CONFIGS = {
     "invert": {64: (2, 1), 128: (4, 1)},
     "pass": {64: (4, 2), 128: (8, 1)},
@@ -47,18 +47,18 @@ CONFIGS = {
     "queries": {64: (4, 1), 128: (8, 1)},
     "gradients": {64: (4, 1), 128: (8, 1)},
 }
-#: warps for fp32 rows: products need both halves of each number. The inverse has tiles of 32
+#: warps for fp32 rows, with products that use both halves of each number; the inverse needs fewer, for tiles of 32
 WIDE_WARPS = {kernel: 4 if kernel == "invert" else 8 for kernel in CONFIGS}
 
 
 class Chunks(NamedTuple):
-    """The tokens of each chunk, int64 on the device.
+    """The tokens of each chunk, as int64 tensors on the device.
 
     Attributes:
         rows: (T, 2) first row and number of rows of each chunk.
-        runs: (n, 2) first chunk and one past the last of each run.
-        groups: (m, 2) first chunk and one past the last of each group, run after run; None: runs have no groups.
-        members: (n, 2) first group and one past the last of each run; None without groups.
+        runs: (n, 2) chunks of each run, (first, stop).
+        groups: (m, 2) chunks of each group, (first, stop), in the order of runs; None: runs have no groups.
+        members: (n, 2) groups of each run, (first, stop); None without groups.
     """
 
     rows: Tensor
@@ -86,31 +86,31 @@ class Rows:
 
     @property
     def wide(self) -> bool:
-        """Return whether products need both halves of each number."""
+        """True if products need both halves of each number."""
         return self.k.dtype == torch.float32
 
     @property
     def block(self) -> int:
-        """Columns of the widest tile."""
+        """Number of columns of the widest tile."""
         return max(64, block_dim(max(self.dim, self.v.shape[2])))
 
     def config(self, kernel: str) -> dict[str, int]:
-        """Launch options of a kernel: warps and stages."""
+        """Return the launch options of a kernel: warps and stages."""
         warps, stages = CONFIGS[kernel][self.block]
         return {"num_warps": WIDE_WARPS[kernel] if self.wide else warps, "num_stages": stages}
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype of tensors that one kernel writes for another: bf16 for bf16 rows, because kernels wait for memory;
-        fp16 might overflow. The states between chunks are always fp32."""
+        """The dtype of tensors that one kernel writes for another. It is bf16 for bf16 rows, because memory limits the
+        kernels; fp16 might overflow. While a state is passed from chunk to chunk, it is fp32."""
         return torch.bfloat16 if self.k.dtype == torch.bfloat16 else torch.float32
 
     def passed_columns(self, width: int) -> int:
-        """How many columns of the state (D, `width`) a program passes through the chunks."""
+        """Return how many columns of the state (D, `width`) a program passes through the chunks."""
         return min(FEW_COLUMNS if self.wide or self.block > 64 else COLUMNS, block_dim(width))
 
     def sizes(self) -> dict[str, object]:
-        """Compile-time arguments of every kernel."""
+        """Return the compile-time arguments that all kernels take."""
         products = EXACT if self.wide else "tf32"
         return {"SLOTS": SLOTS, "DIM": self.dim, "BLOCK": block_dim(self.dim), "PRECISION": products}
 
@@ -120,8 +120,8 @@ class Inverse:
     """The part of a chunk's solution that does not depend on the state.
 
     Attributes:
-        matrix: G (T, K, C, C), in fp16 for rows of 16 bits: no less exact than a factor of a TF32 product.
-        total: (T, K, 2, C) fp32, the sum of log_decay up to each slot, see `halves`.
+        matrix: G (T, K, C, C). It is fp16 for 16-bit rows, which is as exact as a factor of a TF32 product.
+        total: (T, K, 2, C) fp32, the sum of log_decay up to each slot, in two parts; see `halves`.
         rate: (T, K, C) fp32, 1 / length of each key.
     """
 
@@ -132,7 +132,7 @@ class Inverse:
 
 @dataclass(frozen=True)
 class Passed:
-    """The states, and the rows added to them.
+    """The states, and the rows that are added to them.
 
     Attributes:
         before: (T, K, D, W) the state before each chunk, in `Rows.stored`.
@@ -149,31 +149,31 @@ class Passed:
 
 @triton.jit
 def unit_rate(x):
-    """1 / length of each row (rows, BLOCK), as (rows,); finite for zeros."""
+    """Return 1 / length of each row (rows, BLOCK), as (rows,); finite for rows of zeros."""
     wide = x.to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
 
 
 @triton.jit
 def halves(decay):
-    """Split numbers of at most 0, clamped to -128 (exp is 0 there), into (multiples of 2^-10, remainders).
+    """Split numbers <= 0, clamped to -128 (exp(-128) is 0 in fp32), into (multiples of 2^-10, remainders).
 
-    The sums of 64 multiples are exact: at most 2^23 units.
+    Sums of 64 multiples are exact, because they are at most 2^23 units.
     """
-    decay = tl.where(decay < -128, -128.0, decay)  # NaN stays
+    decay = tl.where(decay < -128, -128.0, decay)  # keeps NaN
     coarse = (decay * 1024).to(tl.int32).to(tl.float32) / 1024
     return coarse, decay - coarse
 
 
 @triton.jit
 def totals(total, at, i, SLOTS: tl.constexpr):
-    """Return (coarse, fine) totals of the slots i of a chunk."""
+    """Return the (coarse, fine) totals of slots i of a chunk."""
     return tl.load(total + 2 * at * SLOTS + i), tl.load(total + (2 * at + 1) * SLOTS + i)
 
 
 @triton.jit
 def decays(total, at, i, SLOTS: tl.constexpr):
-    """exp of total_i, of total_last - total_i, and of total_last, in the slots i of a chunk."""
+    """Return exp(total_i), exp(total_last - total_i) and exp(total_last) for slots i of a chunk."""
     coarse, fine = totals(total, at, i, SLOTS)
     end, end_fine = totals(total, at, SLOTS - 1, SLOTS)
     return tl.exp(coarse + fine), tl.exp((end - coarse) + (end_fine - fine)), tl.exp(end + end_fine)
@@ -181,27 +181,27 @@ def decays(total, at, i, SLOTS: tl.constexpr):
 
 @triton.jit
 def fade(coarse_i, fine_i, coarse_j, fine_j, visible):
-    """exp(total_i - total_j) where `visible`, else 0; exp of each total alone could leave the range of fp32."""
+    """Return exp(total_i - total_j) where `visible`, else 0. Each exp alone could exceed the range of fp32."""
     between = (coarse_i[:, None] - coarse_j[None, :]) + (fine_i[:, None] - fine_j[None, :])
     return tl.exp(tl.where(visible, between, float("-inf")))
 
 
 @triton.jit
 def column_of(x, x_sr, first, count, i):
-    """Numbers of a (rows, K) tensor in the slots i of a chunk; 0 in empty slots."""
+    """Load the numbers of a (rows, K) tensor for slots i of a chunk; 0 in empty slots."""
     return tl.load(x + (first + i) * x_sr, mask=i < count, other=0.0)
 
 
 @triton.jit
 def read_turned(base, i, stride, column, rows, DIM: tl.constexpr):
-    """The transpose of `read`, for first factors: Triton 3.4 to 3.7.0 may transpose registers wrongly there."""
+    """Load the transpose of `read`, for first factors, because Triton 3.4 to 3.7.0 may transpose registers wrongly."""
     at = base + i.to(tl.int64)[None, :] * stride + column[:, None]
     return tl.load(at, mask=(i < rows)[None, :] & (column < DIM)[:, None], other=0.0)
 
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """a @ b in fp32. Factors of one dtype are not converted, which is exact for 16 bits."""
+    """Return a @ b in fp32. Factors of equal dtype are not converted; for 16 bits their products are exact."""
     if a.dtype == b.dtype:
         result = tl.dot(a, b, input_precision=PRECISION)
     else:
@@ -211,10 +211,10 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def _solve(system, beta, i, PRECISION: tl.constexpr):
-    """G of a strictly lower triangular B (32, 32), from blocks of 2 rows to blocks of 4, 8, 16 and 32.
+    """Compute G of a strictly lower triangular B (32, 32), for blocks of 2 rows, then of 4, 8, 16 and 32.
 
-    Each step joins two blocks: the part below the diagonal becomes (1 - G beta) B (1 - beta G). Intermediate numbers
-    stay small, unlike powers of B.
+    Each step joins two blocks: the part below the diagonal becomes (1 - G beta) B (1 - beta G). Unlike powers of B,
+    intermediate numbers are small.
     """
     row, column = i[:, None], i[None, :]
     g = tl.where(row // 2 == column // 2, system, 0.0)
@@ -287,7 +287,7 @@ def _pass(
     MAPS: tl.constexpr, STORE: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Pass a block of columns of the state through the chunks of a run or group, from [1 | 0] if MAPS, else `begin`."""
+    """Pass a block of columns of the state through the chunks of a run or group; MAPS: from [1 | 0], not `begin`."""
     item, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     d, i = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -330,7 +330,7 @@ def pass_groups(
     BACK: tl.constexpr, SUMS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Pass a block of columns of the state through a run's groups, S -> A S + B; BACK: in reverse, S -> A^T S + B.
+    """Pass a block of columns of the state through a run's groups, S -> A S + B; BACK: in reverse, by S -> A^T S + B.
 
     Column c of B is column sums_first + c - extra of `sums`, or 0 if c < extra.
     """
@@ -366,7 +366,7 @@ def _read(
     GROUP: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the output of the query heads of a kv head in one chunk and block of columns."""
+    """Write the output of the query heads of a kv head, in one chunk and one block of columns."""
     at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     chunk = at // heads
     first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
@@ -392,7 +392,7 @@ def _read(
 
 
 def invert(rows: Rows, chunks: Chunks) -> Inverse:
-    """Invert each chunk."""
+    """Compute the `Inverse` of all chunks."""
     number, device = (len(chunks.rows), rows.heads), rows.k.device
     narrow = torch.float32 if rows.wide else torch.float16
     total = torch.empty(*number, 2, SLOTS, dtype=torch.float32, device=device)
@@ -409,7 +409,7 @@ def invert(rows: Rows, chunks: Chunks) -> Inverse:
 def _launch_pass(
     rows: Rows, chunks: Chunks, inverse: Inverse, items: Tensor, begin: Tensor | None, width: int, passed: Passed | None
 ) -> Tensor:
-    """The state after each item, (items, K, D, W), from the states `begin` before them; None: from [1 | 0]."""
+    """Return the state after each item, (items, K, D, W); `begin`: the states before them, or None for [1 | 0]."""
     last = torch.empty(len(items), rows.heads, rows.dim, width, dtype=torch.float32, device=rows.k.device)
     columns = rows.passed_columns(width)
     _pass[(len(items) * rows.heads, triton.cdiv(width, columns))](
@@ -438,7 +438,7 @@ def maps_of_groups(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) 
 
 
 def pass_chunks(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) -> Passed:
-    """The states of all chunks, from `begin` (n, K, D, W) fp32, contiguous, the state before each run."""
+    """Compute the states of all chunks; `begin`: the state before each run, (n, K, D, W) fp32, contiguous."""
     width, number = begin.shape[3], (len(chunks.rows), rows.heads)
     before = begin.new_empty(*number, rows.dim, width, dtype=rows.stored)
     passed = Passed(before, begin.new_empty(*number, SLOTS, width, dtype=rows.stored), begin, None)
@@ -451,14 +451,14 @@ def pass_chunks(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) -> 
 
 
 def last_states(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) -> Tensor:
-    """Compute `Passed.last` only."""
+    """Return only `Passed.last`."""
     if chunks.groups is None:
         return _launch_pass(rows, chunks, inverse, chunks.runs, begin, begin.shape[3], None)
     return maps_of_groups(rows, chunks, inverse, begin)[2]
 
 
 def output(q: Tensor, rows: Rows, chunks: Chunks, inverse: Inverse, passed: Passed, out: Tensor) -> None:
-    """Fill `out` (rows, H, E), contiguous, from q (rows, H, D) with last stride 1."""
+    """Write the output to `out` (rows, H, E), contiguous; q: (rows, H, D) with last stride 1."""
     width = passed.new.shape[3]
     columns = min(COLUMNS, block_dim(width))
     _read[(len(chunks.rows) * rows.heads, triton.cdiv(width, columns))](

@@ -1,9 +1,9 @@
-"""The gated delta rule by chunks of 64 tokens, backward: gradients from the outputs, the reverse pass, the results.
+"""Compute the gated delta rule in chunks of 64 tokens, backward: gradients of outputs, reverse pass, gradients of rows.
 
 Let dN be the gradient of the added rows, beta new. The pass computes X = dN - G^T (beta dN). The gradients of k, v,
-beta and log_decay follow from X by products with rows, states and `new` (see `gated_delta`). Each of these tensors is
-written by one kernel and read by the next: no kernel transposes a product, which Triton 3.4 to 3.7.0 may get wrong on
-Hopper. Sums have a fixed order: every run gives the same bits.
+beta and log_decay are products of X with rows, states and `new` (see `gated_delta`). One kernel writes each of these
+tensors and the next kernel reads it, so no kernel transposes a product, which Triton 3.4 to 3.7.0 may do wrongly on
+Hopper. Sums have a fixed order, so results are bitwise reproducible.
 Shape letters: T chunks, C slots of a chunk, K kv heads, H query heads, D head dim, E value dim, W columns of the state
 (the last E have values), n runs, m groups.
 """
@@ -38,18 +38,15 @@ from lightning_dilated.kernels.tiles import block_dim, read
 
 
 class Reading(NamedTuple):
-    """Queries q (rows, H, D) and their outputs' gradient grad (rows, H, E); last strides are 1, and W is E."""
+    """Queries q (rows, H, D), and the gradient of their outputs, grad (rows, H, E). Last strides are 1, and W is E."""
 
     q: Tensor
     grad: Tensor
 
 
 class Gradients(NamedTuple):
-    """Attributes:
-    q, k, v: like the rows, contiguous; q is None if nothing reads the state.
-    log_decay, beta: (rows, K) fp32.
-    begin: (n, K, D, W) fp32.
-    """
+    """Gradients of a call's inputs: `q`, `k` and `v` are contiguous and have the shapes of the rows (`q` is None if no
+    query reads the state), `log_decay` and `beta` are (rows, K) fp32, `begin` is (n, K, D, W) fp32."""
 
     q: Tensor | None
     k: Tensor
@@ -65,7 +62,7 @@ def _sums(
     GROUP: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients from a chunk's outputs to the rows that it adds, (C, W), and to the state before it, (D, W)."""
+    """Write the outputs' gradients of the rows that a chunk adds, (C, W), and of the state before it, (D, W)."""
     at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     chunk = at // heads
     first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
@@ -100,7 +97,7 @@ def _pass_back(
     ZERO: tl.constexpr, STORE: tl.constexpr, READ: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Pass a block of columns of the state's gradient through an item's chunks, the last chunk first."""
+    """Pass a block of columns of the state's gradient through an item's chunks, in falling order."""
     item, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     d, i = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -146,7 +143,7 @@ def _queries(
     GROUP: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write dq, the outputs' gradient of unit keys, (C, D), and the queries' part of the gradient of the totals."""
+    """Write dq, the outputs' gradient of unit keys (C, D), and the queries' part of the gradient of totals."""
     at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     chunk = at // heads
     first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
@@ -198,8 +195,8 @@ def _gradients(
     READ: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a chunk's keys, values and gates. Row i has a factor exp(total_i) and row j exp(-total_j),
-    so the gradient of the totals is a product of rows with their own gradients."""
+    """Write the gradients of a chunk's keys, values and gates. Row i has the factor exp(total_i), and row j has the
+    factor exp(-total_j), so the gradient of a total is the product of a row with its own gradient."""
     at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     chunk = at // heads
     first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
@@ -215,11 +212,11 @@ def _gradients(
     new += at * SLOTS * width + i[:, None] * width
     solved += at * SLOTS * width + i[:, None] * width
     dv += (first + i)[:, None] * (heads * values) + head * values - extra
-    changed = tl.zeros([SLOTS, BLOCK], tl.float32)  # gradients of keys as readers of the state or earlier keys
-    stored = tl.zeros([SLOTS, BLOCK], tl.float32)  # gradients of keys as read by later ones
+    changed = tl.zeros([SLOTS, BLOCK], tl.float32)  # gradients of keys that read the state or earlier keys
+    stored = tl.zeros([SLOTS, BLOCK], tl.float32)  # gradients of keys that later keys read
     to_beta = tl.zeros([SLOTS], tl.float32)
     at_end = 0.0
-    # the sum is linear in the columns: one block at a time takes the fewest registers
+    # the sums are over columns, and one block of columns at a time takes the fewest registers
     for block in tl.static_range(BLOCKS):
         column = block * COLUMNS + c
         known = (column < width)[None, :]
@@ -259,11 +256,11 @@ def _gradients(
 def backward(
     rows: Rows, chunks: Chunks, inverse: Inverse, passed: Passed, reading: Reading | None, last: Tensor, covered: bool
 ) -> Gradients:
-    """The gradients of a call.
+    """Compute the gradients of a call.
 
     Args:
         last: (n, K, D, W) fp32, contiguous, the gradient of the state after each run.
-        covered: whether every row belongs to a chunk; other rows get zeros.
+        covered: whether all rows belong to chunks; if not, gradients of the other rows are set to 0.
     """
     sums = None if reading is None else launch_sums(rows, chunks, inverse, reading)
     begin, after, solved = launch_back(rows, chunks, inverse, passed, sums, last)
@@ -283,14 +280,14 @@ def backward(
 
 
 def _empty(x: Tensor, covered: bool) -> Tensor:
-    """A contiguous tensor like x: zeros unless every row is `covered`."""
+    """Return a contiguous tensor like x; it is filled with zeros unless all rows are `covered`."""
     return (torch.empty if covered else torch.zeros)(x.shape, dtype=x.dtype, device=x.device)
 
 
 def launch_queries(
     rows: Rows, chunks: Chunks, inverse: Inverse, passed: Passed, reading: Reading, covered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, the gradient of unit keys (T, K, C, D) and of totals (T, K, C), see `_queries`."""
+    """Return dq and the gradients of unit keys (T, K, C, D) and of totals (T, K, C); see `_queries`."""
     (q, grad), width, number = reading, reading.grad.shape[2], (len(chunks.rows), rows.heads)
     dq, columns = _empty(q, covered), min(COLUMNS, block_dim(width))
     to_key = inverse.total.new_empty(*number, SLOTS, rows.dim, dtype=rows.stored)
@@ -305,7 +302,7 @@ def launch_queries(
 
 
 def launch_sums(rows: Rows, chunks: Chunks, inverse: Inverse, reading: Reading) -> tuple[Tensor, Tensor]:
-    """Return gradients (T, K, C, E) and (T, K, D, E), see `_sums`."""
+    """Return the gradients of added rows (T, K, C, E) and of states (T, K, D, E); see `_sums`."""
     (q, grad), width = reading, reading.grad.shape[2]
     number, columns = (len(chunks.rows), rows.heads), min(COLUMNS, block_dim(width))
     to_new = inverse.total.new_empty(*number, SLOTS, width, dtype=rows.stored)
@@ -321,7 +318,7 @@ def launch_sums(rows: Rows, chunks: Chunks, inverse: Inverse, reading: Reading) 
 def launch_back(
     rows: Rows, chunks: Chunks, inverse: Inverse, passed: Passed, sums: tuple[Tensor, Tensor] | None, last: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (the gradient of `begin`, the gradient of the state after each chunk (T, K, D, W), X (T, K, C, W))."""
+    """Return (gradient of `begin`, gradient of the state after each chunk (T, K, D, W), X (T, K, C, W))."""
     width, columns = last.shape[3], rows.passed_columns(last.shape[3])
     after, solved = torch.empty_like(passed.before), torch.empty_like(passed.new)
     to_new, to_state = sums or (after, after)

@@ -1,8 +1,8 @@
-"""recurrent_attention as one op of torch for compiled blocks and recomputation; it saves only its inputs.
+"""Define recurrent_attention as one torch op, for compiled blocks and recomputation. The op saves only its inputs.
 
-The backward computes the call again and differentiates it, with the exchange of states if ranks share the sequence. On
-one rank a long sequence is computed window by window, and the backward starts at the last window. FLOPs count the rule
-itself (`Recurrence.flops`), three times as much with the backward.
+The backward computes the call again and differentiates it, including the exchange of states if ranks share the
+sequence. On one rank a long sequence is computed window by window, and the backward starts at the last window. The
+FLOPs of a forward are counted by the rule (`Recurrence.flops`); a backward counts twice this number.
 Shape letters: B batch, L tokens of this rank, H query heads, K kv heads, D head dim.
 """
 
@@ -28,14 +28,14 @@ from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.recurrence.description import Recurrence
 from lightning_dilated.sequence.group import find_sequence, no_sequence
 
-#: tokens of each sample that one rank computes at a time. With 12 heads of 64, intermediate results of gated_delta take
-#: about 50 KiB a token forward and 90 KiB backward
+#: tokens of each sample that one rank computes in one window. With 12 heads of 64, intermediate results of gated_delta
+#: take about 50 KiB a token in the forward and 90 KiB in the backward
 WINDOW = 1 << 14
 
 
 class RecurrenceSpec(NamedTuple):
-    """Arguments of a call other than tensors; `encode` turns them into a string, because an op takes no Python objects.
-    `sequence` is the name of the `SequenceGroup` that shares the sequence, or "" for one rank."""
+    """Non-tensor arguments of a call. `encode` converts them to a string, because an op takes no Python objects.
+    `sequence`: name of the `SequenceGroup` that shares the sequence, or "" for one rank."""
 
     kind: str
     segment: int | None
@@ -44,7 +44,7 @@ class RecurrenceSpec(NamedTuple):
 
     @classmethod
     def decode(cls, code: str) -> RecurrenceSpec:
-        """Return the spec of a string that `encode` returned."""
+        """Decode a string that `encode` returned."""
         kind, segment, causal, sequence = code.split("|", 3)
         return cls(kind, int(segment) if segment else None, causal == "1", sequence)
 
@@ -55,19 +55,19 @@ class RecurrenceSpec(NamedTuple):
 
 
 def encode(kind: str, segment: int | None, causal: bool, sequence: str = "") -> str:
-    """Encode a `RecurrenceSpec` as a string; torch.compile can trace it."""
+    """Encode a `RecurrenceSpec` as a string. torch.compile can trace this function."""
     return f"{kind}|{'' if segment is None else segment}|{int(causal)}|{sequence}"
 
 
 @contextlib.contextmanager
 def differentiated(tensors: Sequence[Tensor | None]):
-    """Inside an op, yield copies of the tensors that require gradients (None stays None), and let autograd record."""
+    """Let autograd record inside an op; yield detached tensors that require gradients (None remains None)."""
     with autograd_within_op(), torch.enable_grad():
         yield [None if x is None else x.detach().requires_grad_() for x in tensors]
 
 
 def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradient of each input: zeros if no output depends on it, an empty tensor for None."""
+    """Return the gradient of each input: zeros if no output depends on it, an empty tensor if the input is None."""
     leaves = [x for x in inputs if x is not None]
     results = iter(torch.autograd.grad(outputs, leaves, grads, allow_unused=True, materialize_grads=True))
     return [outputs[0].new_empty(0) if x is None else next(results) for x in inputs]
@@ -76,7 +76,7 @@ def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None], grads:
 def part_forward(
     part: Part, tensors: Sequence[Tensor | None], before: RecurrentState, settings: dict[str, Any]
 ) -> tuple[Tensor, RecurrentState]:
-    """Return (out (B, n, H, D), the state after the part); one rank computes a window of tokens at a time."""
+    """Return (out (B, n, H, D), the state after the part); on one rank, compute the part window by window."""
     windows = _windows(part, tensors, settings)
     if len(windows) == 1:
         return part.run(tensors, before, settings)
@@ -101,7 +101,7 @@ def part_backward(
     """Compute the part again; return (gradients of q, k, v, log_decay and beta, gradients of the state before it).
 
     Args:
-        later: gradients of the state after the part, in the order of `RecurrentState.floating`; None: nothing reads it.
+        later: gradients of the state after the part, in the order of `RecurrentState.floating`; None: it has none.
     """
     windows, results = _windows(part, tensors, settings), like_inputs(*tensors)
     befores = [before]
@@ -115,7 +115,7 @@ def part_backward(
 
 
 def _rows(results: Sequence[Tensor]) -> list[Tensor]:
-    """Leave out the empty tensors that represent None."""
+    """Return the gradients without the empty tensors that represent None."""
     return [x for x in results if x.ndim > 1]
 
 
@@ -128,7 +128,7 @@ def _window_backward(
     later: Sequence[Tensor] | None,
     into: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Write the gradients of a window's rows into `into`; return the gradients of the state before the window."""
+    """Write the gradients of a window's rows to `into`; return the gradients of the state before the window."""
     with differentiated([*rows, *before.floating()]) as inputs:
         begin = before.with_tensors([x for x in inputs[5:] if x is not None])
         out, after = window.run(inputs[:5], begin, settings, Output.UNREAD)
@@ -136,17 +136,17 @@ def _window_backward(
         grads = gradients(outputs, inputs, [grad, *(later or ())])
     for total, x in zip(into, _rows(grads[:5]), strict=True):
         total.copy_(x)
-    state = before.with_tensors(grads[5:])  # the state before is not read where a document begins
+    state = before.with_tensors(grads[5:])  # samples that begin a document did not read it
     return list(state.where(window.begins(), state.zeros()).floating())
 
 
 def _windows(part: Part, tensors: Sequence[Tensor | None], settings: dict[str, Any]) -> list[Part]:
-    """Return the windows of a part; ranks that share the part compute it in one window."""
+    """Split a part into windows; ranks that share the part compute it in one window."""
     return [part] if settings["sequence"] is not None else part.split(_window(settings["kind"], *tensors[:3]))
 
 
 def _window(kind: str, q: Tensor | None, k: Tensor | None, v: Tensor | None) -> int:
-    """Return how many tokens of each sample one rank computes at a time."""
+    """Return the number of tokens of each sample that one rank computes in one window."""
     assert q is not None and k is not None and v is not None
     if not triton_chunks.serves(kind, q, k, v):
         return WINDOW
@@ -162,7 +162,7 @@ def _cut(tensors: Sequence[Tensor | None], part: Part, window: Part) -> list[Ten
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, *extra: Any) -> Tensor:
-    """Return (B, L, H, D); `extra` holds lengths, cu_seqlens and an encoded `RecurrenceSpec`."""
+    """Return the output (B, L, H, D); `extra`: lengths, cu_seqlens and an encoded `RecurrenceSpec`."""
     tensors, settings = (q, k, v, log_decay, beta), RecurrenceSpec.decode(extra[-1]).settings()
     with no_sequence():
         part = _long(tensors, *extra)
@@ -172,7 +172,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta:
 
 
 def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, log_decay and beta; empty tensors for inputs that are None."""
+    """Return the gradients of q, k, v, log_decay and beta; an empty tensor for an input that is None."""
     tensors, extra = args[:5], args[5:]
     settings = RecurrenceSpec.decode(extra[-1]).settings()
     with no_sequence():
@@ -188,7 +188,7 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
 def _long(
     tensors: Sequence[Tensor | None], lengths: Tensor | None, cu_seqlens: Tensor | None, spec: str
 ) -> Part | None:
-    """Return a long causal call of one rank as a part that is computed window by window; None for other calls."""
+    """Return a long causal call of one rank as a `Part`, to compute it window by window; None for other calls."""
     kind, _, causal, sequence = RecurrenceSpec.decode(spec)
     q = tensors[0]
     assert q is not None
@@ -203,9 +203,9 @@ def _long(
     return Part(range(length), starts, None if lengths is None else lengths.tolist())
 
 
-# -- functions that torch requires of an op ----------------------------------------------------------------------------
+# -- functions that torch needs to register an op ----------------------------------------------------------------------
 def like_inputs(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Return empty tensors like the gradients of q, k, v, log_decay and beta."""
+    """Return uninitialized tensors for the gradients of q, k, v, log_decay and beta."""
     q = tensors[0]
     contiguous = torch.contiguous_format
     return tuple(q.new_empty(0) if x is None else torch.empty_like(x, memory_format=contiguous) for x in tensors)
@@ -220,7 +220,7 @@ def fake_backward(grad, q, k, v, log_decay, beta, *others):
 
 
 def rule_flops(q: Tensor, k: Tensor, *others: Any) -> int:
-    """Return the FLOPs of a forward, padding included; the last argument is the encoded spec."""
+    """Return the FLOPs of a forward, including padding; the last argument is the encoded spec."""
     kind, segment, *_ = RecurrenceSpec.decode(others[-1])
     return q.shape[0] * q.shape[1] * Recurrence(kind, segment).flops(q.shape[2], k.shape[2], q.shape[3])
 

@@ -1,4 +1,4 @@
-"""Part: a range of positions of a sequence on one rank, with its recurrence; documents may begin inside it.
+"""Run a recurrence over a part of a sequence, which is a range of positions; documents may begin inside it.
 
 Shape letters: B batch, N tokens of the sequence, n tokens of the part.
 """
@@ -21,18 +21,19 @@ Tensors = Sequence[Tensor | None]
 
 
 class Part(NamedTuple):
-    """Attributes:
-    span: positions of the part.
-    starts: for each sample, the positions of the whole sequence at which documents begin.
-    lengths: tokens of each right-padded sample; None: all samples are as long as the sequence.
-    """
+    """A part of a sequence.
+
+    Attributes:
+        span: positions of the part.
+        starts: for each sample, the positions of the whole sequence at which documents begin.
+        lengths: number of tokens of each right-padded sample; None: all samples are as long as the sequence."""
 
     span: range
     starts: Sequence[Sequence[int]]
     lengths: Sequence[int] | None = None
 
     def split(self, tokens: int) -> list[Part]:
-        """Return consecutive parts of at most `tokens` tokens."""
+        """Split the part into consecutive parts of at most `tokens` tokens."""
         starts = range(self.span.start, max(self.span.stop, self.span.start + 1), tokens)
         return [self._replace(span=range(at, min(at + tokens, self.span.stop))) for at in starts]
 
@@ -41,7 +42,7 @@ class Part(NamedTuple):
         return [self.span.start in starts for starts in self.starts]
 
     def before(self, known: RecurrentState | None, tensors: Tensors, settings: dict[str, Any]) -> RecurrentState:
-        """Return the state before the part: `known`, or empty for samples that begin a document here, and for None."""
+        """Return the state before the part: `known`, or an empty state for None and for samples that begin here."""
         q, k, v = (x for x in tensors[:3] if x is not None)
         dtype, shape = torch.promote_types(q.dtype, torch.float32), (*k.shape[2:], v.shape[3])
         empty = empty_state(settings["kind"], settings["segment"] or 1, len(q), shape, q, dtype)
@@ -50,7 +51,7 @@ class Part(NamedTuple):
     def run(
         self, tensors: Tensors, state: RecurrentState, settings: dict[str, Any], output: Output = Output.READ
     ) -> tuple[Tensor, RecurrentState]:
-        """Return (out as `output` asks, the state after the part), from the part's tensors and the state before it.
+        """Run the part from the state before it; return (out, the state after it); see `Output` for the values of out.
 
         If documents begin inside the part, samples are computed one by one.
         """
@@ -70,5 +71,5 @@ class Part(NamedTuple):
         return torch.cat([out for out, _ in results]), RecurrentState.join([after for _, after in results])
 
     def after(self, tensors: Tensors, state: RecurrentState, settings: dict[str, Any]) -> RecurrentState:
-        """Return the state after the part without its output."""
+        """Return the state after the part, without computing the output."""
         return self.run(tensors, state, settings, Output.NONE)[1]

@@ -1,4 +1,4 @@
-"""The kinds of recurrent attention and their token-by-token definition, the reference for tests of all other paths.
+"""Define the kinds of recurrent attention token by token. Tests compare all other implementations with this reference.
 
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, E value dim, m tokens of a memory segment.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def positive(x: Tensor) -> Tensor:
-    """Return elu(x) + 1, the features of linear and delta; exp(x) below 0 keeps digits that elu would round away."""
+    """Return elu(x) + 1, the features of linear and delta. Below 0, exp(x) keeps digits that elu(x) + 1 would lose."""
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
@@ -22,7 +22,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Return numerator / denominator; 0 with a zero gradient where the denominator is 0."""
+    """Return numerator / denominator. If the denominator is 0, the result and its gradient are 0."""
     empty = denominator == 0
     return torch.where(empty, 0, numerator / torch.where(empty, 1, denominator))
 
@@ -71,11 +71,11 @@ def oracle(
         visible = (matrix, normalizer) if causal else (every[0] - added, every[1] - z)
         read, norm = (x.repeat_interleave(group, 0) for x in visible)
         shares = torch.einsum("nhd,hd->nh", fq[rows], norm)
-        single = not causal and len(q) <= segment  # the only segment has nothing else to read
+        single = not causal and len(q) <= segment  # a single segment has no other segment to read
         rows_out = ratio(torch.einsum("nhd,hde->nhe", fq[rows], read), shares[..., None])
         out.append(torch.zeros_like(rows_out) if single else rows_out)
         opened = len(keys) % segment
-        if opened:  # no later segment has read the last, open one
+        if opened:  # the state does not include the last segment while it is open
             break
         if kind == "delta":
             past, current = (torch.einsum("nkd,kd->nk", keys, x) for x in (normalizer, z))

@@ -1,4 +1,4 @@
-"""The tokens of a rank that are computed together: runs of a document, cut into chunks. Integers and index tables only.
+"""Compute index tables between a rank's tokens and its chunks. A run, a document's part in a piece, is cut into chunks.
 
 Shape letters: B batch, L tokens of this rank, m tokens of a memory segment, C slots of a chunk, T chunks of all runs.
 """
@@ -22,7 +22,7 @@ CHUNK = 64
 
 
 class Document(NamedTuple):
-    """Tokens [start, stop) of a sample; its open memory segment holds `before` tokens of earlier calls."""
+    """Tokens start to stop - 1 of a sample; `before`: tokens of earlier calls in its open memory segment."""
 
     sample: int
     start: int
@@ -32,15 +32,15 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call, as integers that are equal on all ranks.
+    """One call, described by integers that are equal on all ranks.
 
     Attributes:
-        documents: all documents, empty ones too; the documents of a sample are consecutive.
+        documents: all documents, including empty ones; the documents of a sample are consecutive.
         batch: B.
-        pieces: (rank, positions) of every non-empty run of consecutive positions, in the order of the sequence.
+        pieces: (rank, positions) of each non-empty range of consecutive positions, in the order of the sequence.
         segment: m; None if the state changes with every token.
-        pending_rows: the tokens of the open segment are carried as rows (delta) and not as sums (linear).
-        after: a memory segment that a piece cuts also includes its tokens after the piece (not causal).
+        pending_rows: whether states store tokens of the open segment as rows (delta), not as sums (linear).
+        after: whether a memory segment that a piece cuts needs its tokens after the piece (not causal).
     """
 
     documents: tuple[Document, ...]
@@ -58,12 +58,12 @@ class Call:
                 yield number, index, range(start, stop)
 
     def seen(self, document: int, position: int) -> int:
-        """How many tokens of the position's memory segment come before it."""
+        """Return how many tokens of a position's memory segment precede the position."""
         doc = self.documents[document]
         return 0 if self.segment is None else (doc.before + position - doc.start) % self.segment
 
     def unseen(self, document: int, position: int) -> int:
-        """How many tokens from a position on share the memory segment of the token before; 0 unless `after`."""
+        """Return how many tokens from a position on are in the previous token's memory segment; 0 unless `after`."""
         seen = self.seen(document, position)
         if not (self.after and seen and self.segment):
             return 0
@@ -71,7 +71,7 @@ class Call:
 
     @functools.cached_property
     def halo(self) -> tuple[int, int]:
-        """Most tokens before and after a piece that a rank needs for memory segments cut by the piece's ends."""
+        """(left, right): most tokens before and after a piece that a rank needs to complete memory segments."""
         left = right = 0
         for _, doc, part in self.runs():
             left = max(left, min(self.seen(doc, part.start), part.start - self.documents[doc].start))
@@ -84,8 +84,8 @@ class Run(NamedTuple):
 
     Attributes:
         piece: index of the piece among the rank's pieces.
-        skipped: leading slots of its first chunk that are empty or hold tokens before `start`.
-        trail: tokens after `stop` that complete its last memory segment.
+        skipped: number of leading slots in the first chunk that are empty or have tokens before `start`.
+        trail: number of tokens from `stop` on that complete the last memory segment.
     """
 
     document: int
@@ -104,24 +104,26 @@ class Run(NamedTuple):
 class Tables:
     """Index tables between a rank's tokens and its chunks.
 
-    Chunks are numbered step by step: the first chunk of each run, then the second chunk of each run that has one, and
-    so on. Runs with more chunks come first.
+    Chunks are numbered step by step: first the first chunk of each run, then the second chunk of each run that has one,
+    and so on. Runs are sorted by their number of chunks, the longest first.
 
     Attributes:
         runs: this rank's runs.
         width: C.
-        counts: for each step i, how many runs have an i-th chunk.
-        queries: (T, C) the row of each slot's token among B L rows; B L for an empty slot.
-        keys: (T, C) rows of keys and values: tokens of pieces and halos, then the state's pending rows, then a zero.
+        counts: for each step i, the number of runs with an i-th chunk.
+        queries: (T, C) for each slot, the row of its token among B L rows; B L for an empty slot.
+        keys: (T, C) for each slot, the row of its key and value among tokens of pieces and halos, pending rows of the
+            state, and a row of zeros.
         outputs: (B L,) the slot of each token; T C for a token without a document.
-        closed: (T,) whether the chunk is a memory segment that ends there.
-        last: (runs,) each run's last chunk.
+        closed: (T,) whether the chunk is a memory segment that ends in it.
+        last: (runs,) the last chunk of each run.
         started: (runs,) the document with pending sums for the run's first chunk; the number of documents if none.
-        begins: (runs,) the state before a run: incoming states (pieces, B) come first, then documents' initial states.
+        begins: (runs,) index of the state before each run, among incoming states (pieces, B) and initial states.
         outgoing: (pieces, B) the run with the state after the piece; the number of runs if the state passes unchanged.
         continued: (runs,) whether a run continues a document of an earlier piece.
-        finals: (documents,) the state after each document: runs come first, then initial states (if empty), then none.
-        single: (T,) whether the chunk's document has no other memory segment.
+        finals: (documents,) index of the state after each document, among runs, initial states (of empty documents),
+            and a row of zeros.
+        single: (T,) whether the chunk's document has only one memory segment.
     """
 
     runs: tuple[Run, ...]
@@ -144,28 +146,28 @@ class Tables:
         return Tables(**values)
 
     def states_to(self, device: torch.device) -> Tables:
-        """Return a copy with the tables of states on `device`; the tables of rows and chunks stay on the CPU."""
+        """Return a copy with the tables of states on `device`; tables of rows and chunks remain on the CPU."""
         names = ("begins", "outgoing", "continued", "finals")
         return replace(self, **{name: send(getattr(self, name), device) for name in names})
 
     @property
     def documents(self) -> Tensor:
-        """The document of each chunk, (T,), on the CPU."""
+        """The index of each chunk's document, (T,), on the CPU."""
         every = torch.tensor([run.document for run in self.runs], dtype=torch.int64)
         return torch.cat([every[:0], *(every[:n] for n in self.counts)])
 
 
-@functools.lru_cache(maxsize=8)  # tables are as long as the sequence
-@torch.inference_mode(False)  # inference mode off: a training call may reuse the cached tables
+@functools.lru_cache(maxsize=8)  # few, because tables are as long as the sequence
+@torch.inference_mode(False)  # no inference tensors, because a training call may reuse the cached tables
 @real_tensors()
 def tables(call: Call, rank: int, chunk: int) -> Tables:
-    """The tables of one rank, on the CPU; `chunk` is C for calls without memory segments."""
+    """Return the tables of one rank, on the CPU; `chunk`: C for calls without memory segments."""
     piece_numbers = [number for number, (owner, _) in enumerate(call.pieces) if owner == rank]
     runs = sorted(_runs(call, piece_numbers), key=lambda run: -run.slots)
     most = max((run.slots for run in runs), default=1)
     width = call.segment if call.segment is not None and most > call.segment else most
     width = min(width, chunk) if call.segment is None else width
-    if width == most and call.segment is not None and not call.pending_rows:  # one chunk a run needs no empty slots
+    if width == most and call.segment is not None and not call.pending_rows:  # no empty slots are needed
         width, runs = _narrowed(call, runs)
     numbers = [-(-run.slots // width) for run in runs]
     counts = tuple(sum(n > step for n in numbers) for step in range(max(numbers, default=0)))
@@ -188,7 +190,7 @@ def tables(call: Call, rank: int, chunk: int) -> Tables:
         keys[at] = rows.keys(run)
         last[place] = firsts[numbers[place] - 1] + place
         if call.segment is not None:
-            empty = call.seen(run.document, run.start) - run.skipped  # slots that `_narrowed` left out
+            empty = call.seen(run.document, run.start) - run.skipped  # number of slots that `_narrowed` removed
             for step in range(numbers[place]):
                 closed[firsts[step] + place] = run.slots - run.trail + empty >= (step + 1) * call.segment
     single = torch.tensor([_segments(call, run.document) == 1 for run in runs], dtype=torch.bool)
@@ -215,14 +217,14 @@ def _runs(call: Call, piece_numbers: Sequence[int]) -> Iterator[Run]:
 
 
 def _narrowed(call: Call, runs: list[Run]) -> tuple[int, list[Run]]:
-    """Return (C, runs) without leading slots that are empty in all runs, because the state has summed their tokens."""
+    """Return (C, runs) without leading slots that are empty in all runs because the state contains their sums."""
     unused = min((run.skipped - _before(call, run) for run in runs), default=0)
     runs = [run._replace(skipped=run.skipped - unused) for run in runs]
     return max((run.slots for run in runs), default=1), runs
 
 
 def _before(call: Call, run: Run) -> int:
-    """How many tokens of this call precede the run in its first memory segment."""
+    """Return how many tokens of this call precede the run in its first memory segment."""
     return min(call.seen(run.document, run.start), run.start - call.documents[run.document].start)
 
 
@@ -232,7 +234,7 @@ def _segments(call: Call, document: int) -> int:
 
 
 class _Rows:
-    """Row numbers for the positions of a run."""
+    """Compute the row indices of a run's positions."""
 
     def __init__(self, call: Call, pieces: tuple[range, ...], length: int) -> None:
         self.call, self.pieces, self.length = call, pieces, length
@@ -245,12 +247,12 @@ class _Rows:
             self.key_rows += len(call.documents) * (call.segment or 0)
 
     def local(self, run: Run, positions: Tensor) -> Tensor:
-        """Rows of (B, L) for positions of the run's piece."""
+        """Return the rows among (B, L) of positions in the run's piece."""
         sample = self.call.documents[run.document].sample
         return sample * self.length + self.before[run.piece] + positions - self.pieces[run.piece].start
 
     def keys(self, run: Run) -> Tensor:
-        """Rows for all slots of a run."""
+        """Return the rows of keys for all slots of a run."""
         positions = torch.arange(run.start - run.skipped, run.stop + run.trail)
         doc, piece = self.call.documents[run.document], self.pieces[run.piece]
         if not self.around:  # without a halo, the rows are in (B, L)

@@ -1,4 +1,4 @@
-"""The state before each piece of a sequence on many ranks: an exclusive scan of affine maps S -> A S + B.
+"""Compute the state before each piece of a sequence on many ranks, by an exclusive scan of affine maps S -> A S + B.
 
 Shape letters: P pieces in the order of the sequence, p pieces of this rank, B batch, K kv heads, D head dim, E columns,
 R ranks, F numbers of a map.
@@ -19,19 +19,19 @@ from torch.autograd.function import once_differentiable
 from lightning_dilated.ext.convolution.halo import halo_wire
 from lightning_dilated.sequence.group import SequenceGroup
 
-#: pairs (sending piece, receiving piece)
+#: one round of the exchange: pairs (sending piece, receiving piece)
 Round = tuple[tuple[int, int], ...]
 #: most pieces for `all_to_later`
 MOST = 32
 
 
 def all_to_later(pieces: int) -> tuple[Round, ...]:
-    """One round: each piece receives the maps of all earlier pieces."""
+    """Return one round, in which each piece receives the maps of all earlier pieces."""
     return (tuple((source, target) for target in range(pieces) for source in range(target)),)
 
 
 def doubling(pieces: int) -> tuple[Round, ...]:
-    """1 + log2(P - 1) rounds: each piece receives the map of the piece before, then composed maps 1, 2, 4, ... back."""
+    """Return 1 + log2(P - 1) rounds: pieces receive the previous piece's map, then composed maps 1, 2, 4, ... back."""
     rounds: list[Round] = [tuple((target - 1, target) for target in range(1, pieces))]
     step = 1
     while step + 1 < pieces:
@@ -41,21 +41,21 @@ def doubling(pieces: int) -> tuple[Round, ...]:
 
 
 def received(rounds: tuple[Round, ...], owners: tuple[int, ...]) -> int:
-    """The most maps that a rank receives from others."""
+    """Return the largest number of maps that a rank receives from other ranks."""
     moved = Counter(owners[b] for pairs in rounds for a, b in pairs if owners[a] != owners[b])
     return max(moved.values(), default=0)
 
 
 @functools.lru_cache(maxsize=256)
 def choose(owners: tuple[int, ...]) -> tuple[Round, ...]:
-    """The rounds that move fewer maps to the busiest rank; in a tie, fewer rounds. `owners`: the rank of each piece."""
+    """Return the rounds in which the busiest rank receives fewer maps; if equal, one round. `owners`: rank by piece."""
     if len(owners) > MOST:
         return doubling(len(owners))
     return min((all_to_later(len(owners)), doubling(len(owners))), key=lambda rounds: received(rounds, owners))
 
 
 def maps_received(ranks: int) -> int:
-    """Return the most maps of the state that a rank receives in a forward, if each rank has one piece."""
+    """Return the largest number of maps that a rank receives in a forward, if each rank has one piece."""
     owners = tuple(range(ranks))
     return received(choose(owners), owners)
 
@@ -66,7 +66,7 @@ class Scan:
     Args:
         owners: the rank of each piece.
         number: the call's number, for error messages.
-        inputs: the call's inputs; if they have a gradient, every rank's results have one, on empty shards too.
+        inputs: the call's inputs. If they require gradients, the results of every rank do, also on empty shards.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Scan:
         self.rows: list[Tensor] = []
 
     def before(self, maps: Tensor, columns: int) -> Tensor:
-        """Return the state before each own piece, (p, B, K, D, E), starting from zero before the first piece.
+        """Return the state before each own piece, (p, B, K, D, E); the state before the first piece is 0.
 
         Args:
-            maps: (p, B, K, D, A + E): A and B of each own piece side by side. A has D columns. If a state only gets
-                sums added, the map is [A | B] with one column A: 1 if the state is kept, 0 if it restarts at 0.
+            maps: (p, B, K, D, a + E), [A | B] of each own piece. A has a = D columns. If the state changes only by
+                sums, A has one column (a = 1): 1 if the state is kept, 0 if it restarts at 0.
             columns: E.
         """
         shape = maps.shape[1:]
@@ -97,7 +97,7 @@ class Scan:
                     state = advance(arrived[source, target], state)
                 results.append(state)
             return torch.stack(results) if results else maps.new_zeros(0, *zeros.shape)
-        # a piece without an earlier one receives nothing, and sends nothing after the first round
+        # the first piece receives nothing, and sends nothing after the first round
         prefix = self._move(maps, rounds[0])
         current = {target: prefix[source, target] for source, target in rounds[0] if target in self.own}
         for pairs in rounds[1:]:
@@ -109,7 +109,7 @@ class Scan:
         return torch.stack(results) if results else maps.new_zeros(0, *zeros.shape)
 
     def _move(self, maps: Tensor, pairs: Round) -> dict[tuple[int, int], Tensor]:
-        """The maps (B, K, D, A + E) that own pieces receive in one round, by (source, target)."""
+        """Return the maps (B, K, D, a + E) that own pieces receive in one round, by (source, target)."""
         rows = maps.reshape(len(maps), math.prod(maps.shape[1:]))
         route = find_route(self.owners, self.group.rank, pairs)
         moved = _Move.apply(rows, self.anchor, self.group, route, self.number)
@@ -117,18 +117,18 @@ class Scan:
         return {pair: row.view(maps.shape[1:]) for pair, row in zip(route.arriving, moved, strict=True)}
 
     def tie(self, x: Tensor) -> Tensor:
-        """Return x, with a backward that takes part in all scans even if x uses no received map."""
+        """Return x, and let its backward run the backward of all scans, even if x uses no received map."""
         return _Tie.apply(x, *self.rows) if self.rows else x
 
 
 def advance(pair: Tensor, state: Tensor) -> Tensor:
-    """A S + B, for A and B side by side (..., D, A + E); see `Scan.before`."""
+    """Return A S + B for a map [A | B]; see `Scan.before`."""
     a, b = split(pair, state.shape[-1])
     return (a * state if a.shape[-1] == 1 else a @ state) + b
 
 
 def compose(second: Tensor, first: Tensor, columns: int) -> Tensor:
-    """The map `first` followed by the map `second`."""
+    """Return the map `first` followed by the map `second`."""
     (a, b), (c, d) = split(second, columns), split(first, columns)
     if a.shape[-1] == 1 and second.shape[-1] == columns + 1:
         return torch.cat([a * c, a * d + b], -1)
@@ -145,9 +145,9 @@ class Route:
     """The rows that a rank sends and receives in one round.
 
     Attributes:
-        leaving: indices of own pieces, in the order of `sends`.
+        leaving: indices of own pieces to send, in the order of `sends`.
         arriving: (source, target) of the received rows, in the order of `receives`.
-        sends, receives: {rank: rows}.
+        sends, receives: {rank: number of rows}.
     """
 
     leaving: tuple[int, ...]
@@ -166,7 +166,7 @@ def find_route(owners: tuple[int, ...], rank: int, pairs: Round) -> Route:
 
 
 class _Move(torch.autograd.Function):
-    """Send own pieces' rows (p, F) and return the received rows; forward and backward are collective calls."""
+    """Send own pieces' rows (p, F), and return the received rows. Forward and backward are collective calls."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, anchor: Tensor, group: SequenceGroup, route: Route, number: int) -> Tensor:

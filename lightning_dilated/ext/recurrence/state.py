@@ -1,4 +1,4 @@
-"""RecurrentState: the state, of constant size, that recurrent attention passes from one call to the next.
+"""Store the state, of constant size, that recurrent attention passes from one call to the next.
 
 Shape letters: S samples (or packed documents), K kv heads, D head dim, E value dim, m tokens of a memory segment.
 """
@@ -23,8 +23,8 @@ class RecurrentState:
         matrix: (S, K, D, E), fp32 (fp64 for float64 inputs).
         tokens: (S,) int64 on the CPU, the number of tokens that each sample has read.
         normalizer: (S, K, D), the sum of the features of all keys in `matrix`; None for gated_delta.
-        pending: the open memory segment, which no token reads yet; None for gated_delta. Linear: its sums (S, K, D, E)
-            and (S, K, D). Delta: features (S, K, m, D) and values (S, K, m, E) of its tokens, zero-padded.
+        pending: the open memory segment, which no token reads yet; None for gated_delta. For linear: its sums
+            (S, K, D, E) and (S, K, D). For delta: features (S, K, m, D) and values (S, K, m, E), padded with 0.
     """
 
     matrix: Tensor
@@ -34,7 +34,7 @@ class RecurrentState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors; they do not grow with the tokens."""
+        """Bytes of all tensors; the size does not depend on the number of tokens."""
         return sum(x.numel() * x.element_size() for x in (*self.floating(), self.tokens))
 
     def floating(self) -> tuple[Tensor, ...]:
@@ -47,7 +47,7 @@ class RecurrentState:
         return self._each(torch.Tensor.detach)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> RecurrentState:
-        """Return the same state on another device and in another dtype; `tokens` do not change."""
+        """Return the same state on another device and in another dtype; `tokens` is unchanged."""
         return self._each(lambda x: x.to(device, dtype))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> RecurrentState:
@@ -59,7 +59,7 @@ class RecurrentState:
         return replace(self._each(torch.zeros_like), tokens=torch.zeros_like(self.tokens))
 
     def where(self, replaced: Sequence[bool], other: RecurrentState) -> RecurrentState:
-        """Return this state with the samples of `other` where `replaced` (S,) is true."""
+        """Return this state with the samples of `other` where `replaced` (S,) is True."""
         flags = torch.tensor(replaced)
         if not flags.any():
             return self
@@ -81,7 +81,7 @@ class RecurrentState:
         return cls._from_tensors(joined, torch.cat([s.tokens for s in states]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dict of tensors, for checkpoints."""
+        """Return the state as a dict of tensors, for checkpoints."""
         return {"tensors": list(self.floating()), "tokens": self.tokens}
 
     @classmethod
@@ -102,7 +102,7 @@ class RecurrentState:
 def empty_state(
     kind: str, segment: int, samples: int, shape: tuple[int, int, int], like: Tensor, dtype: torch.dtype
 ) -> RecurrentState:
-    """Return the state before the first token; `shape` is (K, D, E), and the device is `like`'s."""
+    """Return the state before the first token; `shape`: (K, D, E); `like`: a tensor on the device."""
     heads, dim, values = shape
     zeros = lambda *size: torch.zeros(samples, heads, *size, device=like.device, dtype=dtype)  # noqa: E731
     tokens = torch.zeros(samples, dtype=torch.int64)

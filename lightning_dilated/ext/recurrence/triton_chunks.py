@@ -1,4 +1,4 @@
-"""Chunks of the gated delta rule by Triton kernels, as one autograd function; `chunks.py` computes all other calls.
+"""Compute chunks of the gated delta rule by Triton kernels, as an autograd function. `chunks.py` computes other calls.
 
 Shape letters: B batch, L tokens of this rank, H query heads, K kv heads, D head dim, E value dim, W columns of the
 state (values are added to the last E), n runs, T chunks, m groups.
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = 128
-#: largest D and E with tiles of 16 columns; largest D and E that kernels of 4 warps take in 16-bit rows
+#: largest D and E with tiles of 16 columns, and largest D and E for which kernels with 16-bit rows have 4 warps
 NARROW, SMALL = 16, 64
 #: bytes that a window of a long call may use in its backward. Each window computes the states before its groups of
 #: chunks again, which takes a tenth of the time if windows are half as long
 WINDOW_MEMORY = 5 << 30
-#: runs are passed in groups if the longest has at least this many chunks; a group has about the square root of them
+#: runs are passed in groups if the longest run has this number of chunks or more; a group has about its square root
 GROUPED_FROM = 32
-#: runs times kv heads that keep a GPU busy without groups
+#: with this number of runs times kv heads or more, a GPU is busy without groups
 BUSY = 256
 
 
@@ -52,7 +52,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def proven(dtype: torch.dtype, dim: int, values: int) -> bool:
-    """Return whether the kernels were verified on a GPU for these D and E (up to `LARGEST`).
+    """Return whether the kernels were verified on a GPU for these D and E, at most `LARGEST`.
 
     Tiles of 16 columns with 8 warps fail: on Hopper, Triton 3.6 lets four of the warps read beyond shared memory.
     """
@@ -69,9 +69,9 @@ class Layout(NamedTuple):
     """The chunks of a rank's runs, on the CPU.
 
     Attributes:
-        table: (entries, 2) int64, the tables of `Chunks` concatenated.
-        sizes: lengths of the tables `rows`, `runs`, `groups` and `members`; 0 without groups.
-        covered: whether every row of (B L) belongs to a run.
+        table: (entries, 2) int64, the concatenated tables of `Chunks`.
+        sizes: lengths of the tables `rows`, `runs`, `groups` and `members`; the last two are 0 without groups.
+        covered: whether all B L rows belong to runs.
     """
 
     table: Tensor
@@ -87,10 +87,10 @@ class Layout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-@torch.inference_mode(False)  # inference mode off: a training call may reuse it
+@torch.inference_mode(False)  # no inference tensors, because a training call may reuse the cached layout
 @real_tensors()
 def layout(call: Call, rank: int, heads: int) -> Layout:
-    """The layout of one rank's part of a call with K = `heads`."""
+    """Return the layout of one rank's part of a call; `heads`: K."""
     places = tables(call, rank, CHUNK)
     firsts = places.queries[: len(places.runs), 0].tolist()
     lengths = [run.stop - run.start for run in places.runs]
@@ -109,7 +109,7 @@ def layout(call: Call, rank: int, heads: int) -> Layout:
 
 
 def _spans(numbers: list[int]) -> list[tuple[int, int]]:
-    """Return consecutive ranges (first, one past the last) of these lengths."""
+    """Return consecutive ranges (first, stop) with these lengths."""
     return list(itertools.pairwise([0, *itertools.accumulate(numbers)]))
 
 
@@ -124,14 +124,14 @@ def gated_delta(
     places: Layout,
     read: bool = True,
 ) -> tuple[Tensor | None, Tensor]:
-    """Return (the output (rows, H, E), 0 for rows without a run; the state after each run (n, K, D, W)).
+    """Return (output (rows, H, E), state after each run (n, K, D, W)); the output is 0 in rows without a run.
 
     Args:
         q: (rows, H, D), with W = E; None: no output.
-        k: (rows, K, D). v: (rows, K, E), in one dtype, any strides.
+        k, v: (rows, K, D) and (rows, K, E), in the same dtype, with any strides.
         log_decay, beta: (rows, K) fp32.
-        begin: (n, K, D, W) fp32, before each run. Nothing is added to columns before the last E; [1 | 0] gives maps.
-        read: whether anything reads the output; otherwise it has arbitrary contents and is only differentiated.
+        begin: (n, K, D, W) fp32, state before each run. Only the last E columns get values added; [1 | 0] yields maps.
+        read: whether the output's values are used; if not, they are arbitrary, and the output is only differentiated.
     """
     tensors = q, k, v, log_decay, beta, begin
     differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -147,12 +147,12 @@ def held_bytes(
     backward: bool,
     cut: bool = True,
 ) -> int | None:
-    """Return the most bytes that the kernels hold besides a call's inputs and results; None if they serve no such call.
+    """Return the kernels' peak bytes in addition to a call's inputs and results; None if they do not serve the call.
 
     Args:
-        tokens: B L. heads: H and K. dims: D and E.
-        backward: count a forward and its backward.
-        cut: whether the tokens are one of several windows of a call; their results are copied into the call's.
+        tokens, heads, dims: B L, (H, K) and (D, E).
+        backward: whether to count a forward and its backward, not only a forward.
+        cut: whether the tokens are one of several windows of a call; results of windows are copied.
     """
     dim, values = dims
     if dtype not in DTYPES or max(dims) > LARGEST:
@@ -173,7 +173,7 @@ def held_bytes(
 
 @functools.lru_cache(maxsize=256)
 def window(batch: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> int:
-    """Tokens of each of B samples that are computed at a time, a power of two; arguments as in `held_bytes`."""
+    """Return the tokens of each of B samples in a window, a power of two; see `held_bytes` for the arguments."""
     tokens = 1 << 14
     while (held_bytes(2 * max(1, batch) * tokens, heads, dims, dtype, True) or math.inf) <= WINDOW_MEMORY:
         tokens *= 2
@@ -181,7 +181,7 @@ def window(batch: int, heads: tuple[int, int], dims: tuple[int, int], dtype: tor
 
 
 class _GatedDelta(torch.autograd.Function):
-    """Save the results of the passes over chunks, so that the backward does not compute them again."""
+    """The autograd function of the kernels. It saves the passes over chunks, so the backward does not repeat them."""
 
     @staticmethod
     def forward(

@@ -1,1 +1,1 @@
-"""The outer optimizer of regions that train apart."""
+"""The outer optimizer, which synchronises regions that train separately."""

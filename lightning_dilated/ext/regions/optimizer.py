@@ -1,6 +1,6 @@
-"""OuterOptimizer: the optimizer and schedule by which regions that train apart keep one model.
+"""Synchronise the parameters of regions that train separately, by an outer optimizer and its schedule.
 
-It knows parameters and a process group, nothing of Lightning. P: numbers of a fragment.
+The code needs parameters and a process group, but not Lightning. Shape letters: P elements of a fragment.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from lightning_dilated.strategy.outer import OuterSteps
 
 
 class Fragment:
-    """Parameters that are synchronised together, in one vector of P numbers in fp32 (float64 if a parameter is).
+    """Parameters that are synchronised together, as one vector (P,) in fp32, or in float64 if a parameter is float64.
 
     Args:
         named: the parameters, on one device.
-        settings: of the outer optimizer.
-        peers: the ranks that hold the same parameters in other regions; None: there is one region.
+        settings: settings of the outer optimizer.
+        peers: the ranks with the same parameters in all regions; None: there is one region.
 
     Attributes:
-        shared: (P,) all regions' parameters at the last outer step.
-        momentum: (P,) of the outer optimizer.
-        sent: (P,) how far parameters moved, as a mean over regions; from when it is received until it is applied.
+        shared: (P,) the parameters after the last outer step, equal in all regions.
+        momentum: (P,) momentum of the outer optimizer.
+        sent: (P,) the mean over regions of `shared` minus parameters, if it was received but not applied; else None.
         flagged: whether a region had set its flag when `sent` was sent.
     """
 
@@ -44,7 +44,7 @@ class Fragment:
         self.momentum = torch.zeros_like(self.shared)
         self.sent: Tensor | None = None
         self.flagged = False
-        self._message: Tensor | None = None  # being averaged
+        self._message: Tensor | None = None  # the vector that is being averaged, and the flag
         self._work: dist.Work | None = None
 
     @property
@@ -57,18 +57,18 @@ class Fragment:
         return torch.cat([p.detach().flatten().to(self.dtype) for p in self.named.values()])
 
     def by_name(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return views of a vector in the parameters' shapes."""
+        """Return the parts of a vector by parameter name, as views with the parameters' shapes."""
         parts = vector.split([p.numel() for p in self.named.values()])
         return {name: part.view(p.shape) for (name, p), part in zip(self.named.items(), parts, strict=True)}
 
     @torch.no_grad()
     def write(self, vector: Tensor) -> None:
-        """Set this region's parameters."""
+        """Set this region's parameters to the values of a vector (P,)."""
         for name, values in self.by_name(vector).items():
             self.named[name].copy_(values)
 
     def send(self, flagged: bool) -> None:
-        """Begin to average over regions how far parameters moved. A flag is sent, too: all get it if one sets it."""
+        """Start to average `shared` minus parameters over regions. A flag that one region sets reaches all regions."""
         moved = self.shared.to(self.device) - self.local()
         self._message = torch.cat([moved, torch.full((1,), float(flagged), dtype=self.dtype, device=self.device)])
         if self._peers is not None:
@@ -76,11 +76,11 @@ class Fragment:
 
     @property
     def under_way(self) -> bool:
-        """True if something was sent and not applied."""
+        """True if a vector was sent and not applied."""
         return self.sent is not None or self._message is not None
 
     def receive(self) -> None:
-        """Wait for the mean if it is on its way."""
+        """Wait for the mean if it is being computed, and store it in `sent`."""
         if self._message is None:
             return
         if self._work is not None:
@@ -90,7 +90,7 @@ class Fragment:
         self.flagged = bool(message[-1] > 0)
 
     def meet(self) -> None:
-        """Let every region continue from the mean of all regions' parameters, which was sent."""
+        """Set this region's parameters to the mean over regions, from the vector that was sent."""
         self.receive()
         assert self.sent is not None
         self.shared.sub_(self.sent)
@@ -98,7 +98,7 @@ class Fragment:
         self.write(self.shared.to(self.device))
 
     def apply(self) -> None:
-        """Take the outer step of the mean that was sent, and update this region's parameters."""
+        """Take an outer step with the vector that was sent, and update this region's parameters."""
         self.receive()
         assert self.sent is not None
         self.momentum.mul_(self._settings.momentum).add_(self.sent)
@@ -107,9 +107,9 @@ class Fragment:
         self.write(torch.lerp(shared, self.local(), self._settings.mix) if self._settings.mix else shared)
 
     def leave(self, failed: bool) -> None:
-        """Forget the group of the other regions, after messages on their way have arrived.
+        """Wait for a message that was sent, and drop the group of peers.
 
-        After an exception other regions may not have sent; then the message is dropped.
+        If the run `failed`, other regions may not have sent their part; then the message is dropped.
         """
         if failed and self._work is not None and not self._work.is_completed():
             self._message = self._work = None
@@ -124,8 +124,8 @@ class Fragment:
         """
         if self._peers is None and self._regions > 1:
             raise RuntimeError(
-                "the run ended with an exception, and the regions no longer meet, so the mean of their parameters is not "
-                "known. Begin a fit from the latest checkpoint."
+                "the run ended with an exception, so the regions can no longer compute the mean of their parameters. "
+                "Start a fit from the latest checkpoint."
             )
         mean = self.local()
         if self._peers is not None:
@@ -134,16 +134,16 @@ class Fragment:
 
 
 class OuterOptimizer:
-    """Outer steps of a model's parameters, on every rank of every region.
+    """Take the outer steps of a model's parameters. Every rank of every region has one.
 
     Args:
-        named: the trained parameters by name, equal in all regions at first.
+        named: the trained parameters by name, with equal initial values in all regions.
         settings: schedule and options of the outer steps.
-        peers: the ranks with this rank's place in all regions, which hold the same parameters; None: one region.
+        peers: in each region, the rank with this rank's place, which has the same parameters; None: one region.
 
     Attributes:
-        steps: inner steps so far.
-        local: this region's parameters while the model holds the mean of all regions; else None.
+        steps: number of inner steps so far.
+        local: this region's parameters while the model has the mean over regions; else None.
 
     Raises:
         ValueError: for more fragments than the model has blocks.
@@ -162,18 +162,18 @@ class OuterOptimizer:
         return {name: p for fragment in self.fragments for name, p in fragment.named.items()}
 
     def leave(self, failed: bool) -> None:
-        """Forget the other regions when a run ends."""
+        """Drop the groups of all fragments at the end of a run."""
         for fragment in self.fragments:
             fragment.leave(failed)
 
     def step(self, flagged: bool = False) -> tuple[bool, bool]:
-        """Send and apply what is due after an inner step; every rank calls it after each.
+        """Send and apply the fragments that are due. Every rank must call this after each inner step.
 
         Args:
             flagged: a flag that this region sends to all others, for example after a signal; equal on its ranks.
 
         Returns:
-            Whether a fragment was applied, and whether a region was flagged when it was sent; equal on all ranks.
+            Whether a fragment was applied, and whether a region had set its flag when it was sent; equal on all ranks.
         """
         self.steps += 1
         applied = any_flagged = False
@@ -195,7 +195,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def show_mean(self, on_host: bool = False) -> None:
-        """Let the model hold the mean, and keep this region's parameters, in host memory if requested."""
+        """Set the model to the mean over regions, and store this region's parameters; `on_host`: in host memory."""
         if self.local is None:
             device = "cpu" if on_host or self.settings.offload else None
             local = {name: p.detach().to(device, copy=True) for name, p in self.parameters.items()}
@@ -205,14 +205,14 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def show_local(self) -> None:
-        """Let the model hold this region's parameters again."""
+        """Set the model to this region's parameters again."""
         local, self.local = self.local, None
         for name, p in self.parameters.items() if local is not None else ():
             p.copy_(local[name])
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
-        """Return the state, equal in all regions, with "tensors" by kind and name, after messages have arrived."""
+        """Wait for messages, and return the state, which is equal in all regions; "tensors" are by kind and name."""
         tensors: dict[str, dict[str, Tensor]] = {}
         for fragment in self.fragments:
             fragment.receive()
@@ -225,17 +225,17 @@ class OuterOptimizer:
         """Continue from a state; settings may differ.
 
         Returns:
-            The dropped part of the state, in words; None if nothing is dropped.
+            A description of the dropped part of the state; None if nothing is dropped.
 
         Raises:
-            ValueError: naming parameters that the state lacks.
+            ValueError: if the state lacks parameters; the message names them.
         """
         tensors, settings = state["tensors"], state["settings"]
         missing = [name for name in self.parameters if name not in tensors["shared"]]
         if missing:
             raise ValueError(
-                f"the checkpoint has no outer state of {missing[:3]}: it is of a model with other trained parameters. Begin "
-                "anew from its weights, or train the parameters that it trained."
+                f"the checkpoint has no outer state of {missing[:3]}, because its run trained other parameters. Start "
+                "a new run from its weights, or train the same parameters."
             )
         self.steps, sent = int(state["steps"]), tensors.get("sent", {})
         same = all(settings.get(name, getattr(OuterSteps, name)) == getattr(self.settings, name) for name in SCHEDULE)
@@ -251,17 +251,17 @@ class OuterOptimizer:
         return "fragments that were under way between regions are dropped: every, fragments, delay or warmup changed."
 
 
-#: the vectors of a fragment that checkpoints hold
+#: the vectors of a fragment that checkpoints contain
 KINDS = ("shared", "momentum", "sent")
-#: the settings that decide which parameters are under way, and until when
+#: the settings that decide when fragments are sent and applied
 SCHEDULE = ("every", "fragments", "delay", "warmup")
 
 
 def split(named: Mapping[str, nn.Parameter], count: int) -> list[dict[str, nn.Parameter]]:
-    """Deal parameters to `count` fragments, in turn: blocks (entries of lists of modules) and other modules.
+    """Distribute blocks (entries of module lists) and other modules over `count` fragments, round-robin.
 
     Raises:
-        ValueError: for more fragments than blocks and other modules.
+        ValueError: if there are more fragments than blocks and other modules.
     """
     units: dict[str, dict[str, nn.Parameter]] = {}
     for name, p in named.items():
@@ -269,7 +269,7 @@ def split(named: Mapping[str, nn.Parameter], count: int) -> list[dict[str, nn.Pa
         units.setdefault(block[0] if block else name.rpartition(".")[0], {})[name] = p
     if len(units) < count:
         raise ValueError(
-            f"fragments={count}, but the model has {len(units)} blocks and other modules that are trained: take no more."
+            f"fragments={count}, but the model has only {len(units)} trained blocks and other modules: lower fragments."
         )
     parts: list[dict[str, nn.Parameter]] = [{} for _ in range(count)]
     for number, unit in enumerate(units.values()):

@@ -1,4 +1,4 @@
-"""RegionTraining: outer steps of a strategy, the regions' mean, and their states in checkpoints."""
+"""Run a strategy's outer steps, compute the mean over regions, and store the regions' states in checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_dilated.strategy.mesh import nccl_options
 
 
 class RegionTraining:
-    """Outer steps of a strategy and their part of checkpoints; made when a run begins, on every rank.
+    """A strategy's outer steps, and their part of checkpoints. Every rank creates one at the start of a run.
 
     Args:
         strategy: a `RegionMixin`.
@@ -29,9 +29,9 @@ class RegionTraining:
         self._timeout = strategy._options.rank_timeout
         self.outer: OuterOptimizer | None = None
         self.group: dist.ProcessGroup | None = None
-        self._peers: dist.ProcessGroup | None = None  # the ranks with this rank's place in all regions
-        self._peers_on_host: dist.ProcessGroup | None = None  # the same over gloo
-        self._loaded_outer: dict[str, Any] | None = None  # of the checkpoint that this fit continues
+        self._peers: dist.ProcessGroup | None = None  # in each region, the rank with this rank's place
+        self._peers_on_host: dist.ProcessGroup | None = None  # the same ranks, over gloo
+        self._loaded_outer: dict[str, Any] | None = None  # state in the checkpoint that this fit continues
         self._loaded_local = False  # whether the checkpoint had this region's state
         self._applied = True
         if self.sizes.regions > 1:
@@ -42,11 +42,11 @@ class RegionTraining:
 
     @property
     def apart(self) -> bool:
-        """Return whether regions did not meet after the latest step."""
+        """True if the latest inner step was not followed by an outer step."""
         return self.sizes.regions > 1 and self.outer is not None and not self._applied
 
     def leave(self, failed: bool) -> None:
-        """End the groups with the run; the state of outer steps is kept, for checkpoints."""
+        """Drop the groups at the end of a run; the state of outer steps is kept for checkpoints."""
         self.group = self._peers = self._peers_on_host = None
         if self.outer is not None:
             self.outer.leave(failed)
@@ -58,10 +58,10 @@ class RegionTraining:
                 dist.broadcast(tensor.detach(), group=self._peers, group_src=0)
 
     def start(self) -> None:
-        """Make the outer optimizer of a fit.
+        """Create the outer optimizer of a fit.
 
         Raises:
-            ValueError: for manual optimization or several optimizers, and as `OuterOptimizer` does.
+            ValueError: for manual optimization or several optimizers; `OuterOptimizer` raises more.
         """
         strategy = self._strategy
         module, optimizers = strategy.lightning_module, strategy.optimizers
@@ -83,10 +83,10 @@ class RegionTraining:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
     def after_step(self) -> None:
-        """Take the outer steps that are due after a step.
+        """Take the outer steps that are due after an inner step.
 
         Raises:
-            RuntimeError: if parameters are trained that were not trained when the fit began.
+            RuntimeError: if a parameter is trained now that was not trained at the start of the fit.
         """
         if self.outer is None:
             return
@@ -94,8 +94,8 @@ class RegionTraining:
         new = [name for name, _ in _trained(self._strategy.lightning_module) if name not in known]
         if new:
             raise RuntimeError(
-                f"{new[:3]} are trained since this step, and outer steps are of the parameters that were trained when "
-                "the fit began: regions would drift apart. Unfreeze them before, or begin another fit from here."
+                f"{new[:3]} are trained since this step, but outer steps synchronise only parameters that were trained "
+                "at the start of the fit. Unfreeze them before the fit, or start another fit from here."
             )
         signalled = preemption is not None and preemption.is_region_signalled
         self._applied, any_signalled = self.outer.step(signalled)
@@ -103,19 +103,19 @@ class RegionTraining:
             preemption.all_meet = any_signalled
 
     def show_mean(self, on_host: bool = False) -> None:
-        """Let the module hold the mean of the regions."""
+        """Set the module to the mean over regions."""
         if self.outer is not None:
             self.outer.show_mean(on_host=on_host)
 
     def show_local(self) -> None:
-        """Let the module hold this region's parameters again."""
+        """Set the module to this region's parameters again."""
         if self.outer is not None:
             self.outer.show_local()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
     def mean_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the module's state dict with the regions' mean of its parameters; every rank has to call."""
-        if self.outer is None or self.outer.local is not None:  # the module holds the mean
+        """Return the module's state dict with the mean of its parameters over regions; every rank has to call."""
+        if self.outer is None or self.outer.local is not None:  # the module already has the mean
             return state
         return self._with_parameters(state, self.outer.mean())
 
@@ -124,7 +124,7 @@ class RegionTraining:
         return state if self.outer is None else self._with_parameters(state, self.outer.local or {})
 
     def _with_parameters(self, state: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        """Replace values of parameters in a state dict, which may hold them under several names."""
+        """Replace parameters in a state dict, under all of their names."""
         module = self._strategy.lightning_module
         by_id = {id(p): values[name] for name, p in module.named_parameters() if name in values}
         named = module.named_parameters(remove_duplicate=False)
@@ -135,7 +135,7 @@ class RegionTraining:
         return None if self.outer is None else {"regions": self.sizes.regions, **self.outer.state()}
 
     def add_to(self, checkpoint: dict[str, Any]) -> None:
-        """Add the state of outer steps, and each region's parameters and optimizer."""
+        """Add the state of outer steps to a checkpoint, and each region's parameters and optimizer state."""
         outer = self.state() if "optimizer_states" in checkpoint else None
         if outer is None:
             return
@@ -145,29 +145,29 @@ class RegionTraining:
             checkpoint["regions"] = self._gather_regions(local)
 
     def _gather_regions(self, local: dict[str, Any]) -> dict[str, Any]:
-        """Return each region's state by its number, on rank 0; also after a run, when the groups have ended."""
+        """Return each region's state by its number, on rank 0. This also works after a run, without the groups."""
         size, rank = self.sizes.region_size, self._strategy.global_rank
         group = self._peers_on_host or self.sizes.new_group("peers", self._timeout, "gloo")
         regions: list[Any] | None = [None] * self.sizes.regions if rank == 0 else None
         if rank % size == 0:
             dist.gather_object(_on_host(local), regions, group=group, group_dst=0)
         if self._peers_on_host is None:
-            dist.barrier()  # a rank that ends the group early might break another's read
+            dist.barrier()  # a rank that destroys the group early might break another rank's read
             dist.destroy_process_group(group)
         return {str(number): state for number, state in enumerate(regions or ())}
 
     def of_this_region(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return this region's state of a loaded checkpoint, and say if that is not what was saved.
+        """Return a loaded checkpoint with this region's state; warn if the numbers of regions differ.
 
         Raises:
-            ValueError: for a checkpoint that lacks this region's state.
+            ValueError: if the checkpoint lacks this region's state.
         """
         outer, regions, count = checkpoint.get("outer_steps"), checkpoint.pop("regions", {}), self.sizes.regions
         self._loaded_outer, self._loaded_local = None, False
         if not self._strategy._fitting:
             return checkpoint
         if outer is None:
-            rank_zero_info("the checkpoint has no outer steps: all regions begin with its parameters and optimizer.")
+            rank_zero_info("the checkpoint has no outer steps: all regions start from its parameters and optimizer.")
             return checkpoint
         self._loaded_outer = outer
         if outer["regions"] != count:
@@ -182,7 +182,7 @@ class RegionTraining:
 
 
 def warn_of_other_regions(outer: dict[str, Any], count: int, outer_steps: bool = False) -> None:
-    """Warn how `count` regions continue from a checkpoint with outer steps.
+    """Warn about how `count` regions continue from a checkpoint with outer steps.
 
     Args:
         outer: the checkpoint's "outer_steps".
@@ -206,7 +206,7 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _on_host(value: Any) -> Any:
-    """Copy a nested value with its tensors on the host."""
+    """Copy a nested value, with its tensors on the host."""
     if isinstance(value, dict):
         return {key: _on_host(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):

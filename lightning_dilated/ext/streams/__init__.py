@@ -1,1 +1,1 @@
-"""Streams: a sequence computed chunk by chunk, with the gradients of one pass; and sequences without an end."""
+"""Compute a sequence chunk by chunk, with the gradients of one pass, and train on endless sequences."""

@@ -1,4 +1,4 @@
-"""CarriedStreams: the state of each stream from batch to batch, on any rank and in any batch."""
+"""Store the states of streams between batches. A stream may continue on any rank and in any batch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 from lightning_dilated.ext.streams.state import StreamState
 
-#: states by the indices of their streams, in order
+#: states of batches by the indices of their streams, in the order of the batch
 Groups = dict[tuple[int, ...], StreamState]
 
 
 class CarriedStreams:
-    """The states of streams by their indices; a batch's states stay together while batches hold the same streams.
+    """The states of streams, by stream index. The states of a batch stay joined while batches have the same streams.
 
-    A batch may be computed more than once before it counts as finished: it then starts from the same states, and a
-    checkpoint of an unfinished batch holds the states before it.
+    A batch may be computed more than once before it is finished. Each time it starts from the same states, and a
+    checkpoint of an unfinished batch contains the states before it.
 
     Attributes:
-        begun: the tokens before the last batch, and each stream's start of the document that continues.
+        begun: before the last batch: the number of tokens, and for each stream the start of its unfinished document.
     """
 
     def __init__(self) -> None:
@@ -33,18 +33,18 @@ class CarriedStreams:
     def take(
         self, streams: Sequence[int], positions: Sequence[int] | None, starts: Sequence[bool], batch: int | None
     ) -> StreamState:
-        """The state before a batch of these streams.
+        """Return the state before a batch of these streams.
 
         Args:
-            positions: tokens of each stream so far, 0 where it begins; None: unknown; streams without a state begin.
-            starts: whether the first token of the batch begins a document.
+            positions: for each stream, its tokens so far, 0 at its beginning; None: streams without a state begin.
+            starts: for each stream, whether the first token of the batch begins a document.
             batch: a unique number for each batch; None: every call is a new batch.
 
         Raises:
-            ValueError: for streams that continue without a state, or with a state of another position.
+            ValueError: if a stream continues without a state, or its state belongs to another position.
         """
         if len(set(streams)) < len(streams):
-            raise ValueError(f"a batch holds each stream once; got streams {list(streams)}.")
+            raise ValueError(f"a batch may contain each stream only once; got streams {list(streams)}.")
         if batch is None or batch != self._batch:
             self._before, self._batch = dict(self._now), batch
         state = self._state_before(streams, positions, starts)
@@ -61,16 +61,16 @@ class CarriedStreams:
         lost = [n for n, begin in zip(streams, ready, strict=True) if n not in known and not begin]
         if lost:
             raise ValueError(
-                f"streams {lost} go on in the middle, but the model carries nothing of what came before. Resume from a "
-                "checkpoint that holds their states, or let the streams begin (starts[:, 0] True at their first token)."
+                f"streams {lost} continue in the middle, but the model has no state of earlier tokens. Resume from a "
+                "checkpoint with their states, or let the streams begin (starts[:, 0] True at their first token)."
             )
         self._check_positions(streams, positions, known)
         if tuple(streams) in before and not any(begins):
             return before[tuple(streams)]
         if len(set(positions or ())) > 1:
             raise ValueError(
-                f"streams {list(streams)} are at tokens {list(positions or ())}: streams of a batch begin together. Put "
-                "those that begin into a batch of their own, or leave `position` out."
+                f"streams {list(streams)} are at tokens {list(positions or ())}, but streams of a batch must begin "
+                "together. Put streams that begin into a separate batch, or leave `position` out."
             )
         continued_at = (before[known[n][0]].position for n, new in zip(streams, begins, strict=True) if not new)
         at = 0 if positions is not None else next(continued_at, 0)
@@ -85,12 +85,12 @@ class CarriedStreams:
             carried = self._before[known[n][0]].position if position else 0
             if position != carried:
                 raise ValueError(
-                    f"stream {n} goes on at its token {position}, but the model has read it up to token {carried}: a batch "
-                    "was left out or came twice. Resume data and model from the same checkpoint."
+                    f"stream {n} continues at its token {position}, but the model has read it to token {carried}: a "
+                    "batch was skipped or repeated. Resume data and model from the same checkpoint."
                 )
 
     def put(self, streams: Sequence[int], state: StreamState) -> None:
-        """Set the state after a batch of these streams."""
+        """Store the state after a batch of these streams."""
         key = tuple(streams)
         for group in [g for g in self._now if g != key and not set(g).isdisjoint(key)]:
             old = self._now.pop(group)
@@ -99,17 +99,17 @@ class CarriedStreams:
         self._computed |= set(key)
 
     def finish(self) -> None:
-        """Free the states before the last batch, which is finished; every later call is a new batch."""
+        """Mark the last batch as finished, and free the states before it; the next call is a new batch."""
         self._before, self._batch = {}, None
 
     def to(self, device: torch.device | str) -> None:
-        """Move all states."""
+        """Move all states to a device."""
         states = {id(x): x for group in (self._now, self._before) for x in group.values()}
         moved = {key: x.to(device) for key, x in states.items()}
         self._now, self._before = ({n: moved[id(x)] for n, x in group.items()} for group in (self._now, self._before))
 
     def clear(self) -> None:
-        """Forget all streams."""
+        """Delete the states of all streams."""
         self._now, self._before, self._batch, self._computed = {}, {}, None, set()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -117,10 +117,10 @@ class CarriedStreams:
         return bool(self._now)
 
     def state_dicts(self, batch: int | None) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Return two dicts of plain values on the CPU by stream: streams computed here, streams that were only loaded.
+        """Return two dicts by stream, with values on the CPU: streams computed here, and streams that were only loaded.
 
         Args:
-            batch: the number of an unfinished batch; its states do not count yet.
+            batch: the number of an unfinished batch; states before it are returned.
         """
         groups = self._before if batch is not None and batch == self._batch else self._now
         plain = {
@@ -130,6 +130,6 @@ class CarriedStreams:
         return computed, {n: x for n, x in plain.items() if n not in self._computed}
 
     def load_state_dicts(self, states: Mapping[int, Any]) -> None:
-        """Replace all streams by these."""
+        """Replace the states of all streams by `states`."""
         self.clear()
         self._now = {(int(n),): StreamState.of(x) for n, x in states.items()}

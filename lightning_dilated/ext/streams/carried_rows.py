@@ -1,8 +1,8 @@
-"""The rows of a chunk that later chunks read, and their last reader's position, in a causal sequence of chunks.
+"""Find the rows of a chunk that later chunks read, and the last position that reads each row, for causal attention.
 
 A chunk requests rows as a rank of a sharded sequence does; rows of earlier chunks are carried from chunk to chunk. If R
-ranks share the sequence, each computes a piece of every chunk and carries the rows that it computed. The exchange
-between ranks sends them to other ranks, together with rows of the same chunk. All of this is integers.
+ranks share the sequence, each rank computes a piece of every chunk and carries the rows that it computed. The exchange
+between ranks sends these rows together with rows of the same chunk. This module computes only integers.
 
 Shape letters: N tokens, C tokens of a chunk, R ranks, w segment length, r dilation rate.
 """
@@ -20,12 +20,12 @@ from lightning_dilated.pattern.rows import head_rows, segment_at
 from lightning_dilated.sequence.ranges import clip, common, remove, size, union
 from lightning_dilated.sequence.requirements import Document, Problem, needed_rows, served
 
-#: end of a document with an unknown end
+#: `stop` of a document with an unknown end
 ENDLESS = 1 << 60
 
 
 class CarriedRows(NamedTuple):
-    """Rows of one kv head that later chunks read; `last` is the last position that reads them."""
+    """Rows of one kv head that later chunks read; `last`: the last position that reads them."""
 
     document: Document
     head: int
@@ -34,12 +34,12 @@ class CarriedRows(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Number of rows, over the document's samples."""
+        """Number of rows, summed over the document's samples."""
         return self.document.samples * len(self.rows)
 
 
 def chunk_count(seq_len: int, chunk: int) -> int:
-    """Number of chunks of C tokens in N; the last one may be shorter."""
+    """Return the number of chunks of C tokens in N tokens; the last chunk may be shorter."""
     return -(-seq_len // chunk)
 
 
@@ -51,31 +51,31 @@ def chunk_problem(
     shard: ChunkShard,
     heads: tuple[int, int],
 ) -> Problem:
-    """Causal attention of the query heads [first, stop) over documents in chunks.
+    """Return the problem of causal attention over documents in chunks; `heads`: (first, stop) of the query heads.
 
-    Only documents in more than one piece are kept. Earlier calls may have computed the start of a document.
+    Documents that are in one piece are left out. Earlier calls may have computed the start of a document.
     """
     cut = tuple(d for d in documents if d.start < d.stop and shard.number(d.start) != shard.number(d.stop - 1))
     return Problem(pattern, num_heads, num_kv_heads, True, shard, cut, heads)
 
 
 def exchanged(problem: Problem, number: int) -> bool:
-    """Return whether ranks exchange rows in a piece's chunk, because at least one of them reads some."""
+    """Return whether ranks exchange rows in the chunk of a piece."""
     return problem.shard.each > 1 and any(needed_rows(problem, peer) for peer in problem.shard.peers(number))
 
 
 class CarryPlan:
-    """The rows that one rank carries through the chunks of a `chunk_problem`; computed for each chunk on first use.
+    """The rows that one rank carries through the chunks of a `chunk_problem`, computed for each chunk on first use.
 
     Args:
         rank: index among the R ranks of each chunk.
-        before: rows of earlier calls, for documents of this problem.
+        before: rows that earlier calls carried, for documents of this problem.
     """
 
     def __init__(self, problem: Problem, rank: int = 0, before: Sequence[CarriedRows] = ()) -> None:
         self.problem, self.shard, self.rank = problem, problem.shard, rank
         self._leaving: dict[int, tuple[CarriedRows, ...]] = {}
-        # rows that earlier calls and chunks left, their last positions, and the number of rows before each chunk
+        # entries of earlier calls and chunks, their `last`, and the number of entries before each chunk
         self._left, self._lasts, self._counts = (
             list(before),
             np.array([x.last for x in before], np.int64),
@@ -87,34 +87,34 @@ class CarryPlan:
         return self.shard.chunks
 
     def piece(self, chunk: int) -> int:
-        """The index of this rank's piece of a chunk."""
+        """Return the index of this rank's piece of a chunk."""
         return chunk * self.shard.each + self.rank
 
     def leaving(self, chunk: int) -> tuple[CarriedRows, ...]:
-        """The rows of this rank's piece of a chunk that later chunks read, without duplicates."""
+        """Return the rows of this rank's piece of a chunk that later chunks read, without duplicates."""
         if chunk not in self._leaving:
             piece, later = self.shard.piece(self.piece(chunk)), self.shard.positions(chunk).stop
             self._leaving[chunk] = tuple(leaving_rows(self.problem, piece, later))
         return self._leaving[chunk]
 
     def live(self, chunk: int) -> list[CarriedRows]:
-        """The rows of earlier chunks that this chunk or a later one reads, in the order of their chunks."""
+        """Return the rows of earlier chunks that this chunk or a later one reads, in the order of their chunks."""
         while len(self._counts) <= chunk:
             leaving = self.leaving(len(self._counts) - 1)
             self._left += leaving
             self._lasts = np.concatenate([self._lasts, np.array([x.last for x in leaving], np.int64)])
             self._counts.append(len(self._left))
-        # an array, because there are thousands of rows, and chunks may come in falling order
+        # search in an array, because there may be thousands of entries, and callers may pass falling chunks
         lasts = self._lasts[: self._counts[chunk]]
         return [self._left[i] for i in np.flatnonzero(lasts >= self.shard.begin(chunk)).tolist()]
 
     def stored(self) -> int:
-        """Number of rows that are carried at all, over all chunks."""
+        """Return the number of rows that leave a chunk, summed over chunks."""
         return sum(rows.count for chunk in range(self.chunks) for rows in self.leaving(chunk))
 
 
 def leaving_rows(problem: Problem, piece: range, later: int) -> list[CarriedRows]:
-    """The rows at these positions that positions from `later` on read, without duplicates."""
+    """Return the rows at the positions `piece` that positions from `later` on read, without duplicates."""
     return [
         CarriedRows(*key, rows, last)
         for key, progressions in _read_later(problem, piece, later).items()
@@ -133,20 +133,20 @@ def live_count(problem: Problem, bound: int, held: Sequence[range] | None = None
 
 
 def received_count(problem: Problem, number: int) -> int:
-    """Count the rows that a piece of a chunk reads from other ranks."""
+    """Return the number of rows that a piece of a chunk reads from other ranks."""
     held = problem.shard.held(number)
     read = needed_rows(problem, number).items()
     return sum(document.samples * (size(rows) - common(rows, held)) for (document, _), rows in read)
 
 
 def _read_later(problem: Problem, piece: range, later: int) -> dict[tuple[Document, int], list[tuple[int, range]]]:
-    """Map (document, kv head) to (last position that reads them, rows at these positions) by branch and query head."""
+    """Map (document, kv head) to a list of (last reader's position, rows), one entry for each branch and query head."""
     read: dict[tuple[Document, int], list[tuple[int, range]]] = {}
     for document in problem.documents:
         if not (document.start < later < document.stop and document.start < piece.stop):
             continue
         for number, branch in enumerate(problem.pattern.branches):
-            # the only segment that can begin before `later` and extend beyond it
+            # the segment that contains the position before `later`: no other one crosses `later`
             segment = segment_at(branch, document.length, later - 1 - document.start)
             begin, end, first = (x + document.start for x in segment)
             if begin >= piece.stop:
@@ -169,23 +169,23 @@ def _read_later(problem: Problem, piece: range, later: int) -> dict[tuple[Docume
 
 
 def _by_last(shard: ChunkShard, rows: range, reach: int, final: int) -> Iterator[tuple[int, range]]:
-    """Yield (last reader's position, rows) for rows that are read up to `reach` positions later, until `final`, by the
-    chunk of the last reader."""
+    """Yield (last reader's position, rows) for rows that are read up to `reach` positions later, at most until `final`.
+    Rows with their last reader in the same chunk are joined, under the largest position."""
     while rows:
         last = min(rows[0] + reach, final)
         end = shard.begin(min(max(0, last - shard.start) // shard.stream + 1, shard.chunks))
-        some = rows
-        if last < end <= final:  # otherwise the last chunk reads all of them
-            some = rows[: -(-(end - reach - rows.start) // rows.step)]
-        yield min(some[-1] + reach, final), some
-        rows = rows[len(some) :]
+        joined = rows
+        if last < end <= final:  # otherwise all rows have their last reader in the same chunk
+            joined = rows[: -(-(end - reach - rows.start) // rows.step)]
+        yield min(joined[-1] + reach, final), joined
+        rows = rows[len(joined) :]
 
 
 def _disjoint(progressions: list[tuple[int, range]]) -> list[tuple[int, list[range]]]:
-    """Return (last, rows) with each row once, under the largest `last` of its progressions."""
+    """Return (last, rows) with each row only once, under the largest `last` of the progressions that contain it."""
     taken: list[range] = []
     out = []
     for last, rows in sorted(set(progressions), key=lambda x: (-x[0], x[1].step, x[1].start, x[1].stop)):
         out.append((last, remove([rows], taken)))
-        taken = union([*taken, rows])  # of nested rows, the union keeps the densest: removing it leaves one range
+        taken = union([*taken, rows])  # the union keeps the densest of nested ranges; removing it leaves one range
     return out

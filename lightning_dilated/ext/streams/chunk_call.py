@@ -1,4 +1,4 @@
-"""A chunk of a stream as a call of the op: the rows that it reads and leaves, its executor, and its number of pairs.
+"""Run a chunk of a stream as a call of the attention op: its carried rows, its executor, and its number of pairs.
 
 Shape letters: B batch, L tokens of this rank's piece, H query heads, K kv heads, D head dim; a row is (2, D): K and V.
 """
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChunkRoute:
-    """The rows that a rank reads and leaves in a chunk, as index tensors.
+    """Index tensors of the rows that a rank reads in a chunk and of the rows that it carries on.
 
     Attributes:
-        exchange: brings the rows that its piece reads: carried rows, and other ranks' rows if ranks share the chunk.
+        exchange: gathers the rows that the piece reads: carried rows, and other ranks' rows if ranks share the chunk.
         leaving: the piece's own rows that later chunks read.
         staying, dropped: indices of carried rows that later chunks read, and of all other carried rows.
     """
@@ -63,7 +63,7 @@ class ChunkRoute:
 
 
 def chunk_route(plan: CarryPlan, chunk: int, device: torch.device) -> ChunkRoute:
-    """The route of a rank in a chunk."""
+    """Compute the route of a rank in a chunk."""
     problem, number = plan.problem, plan.piece(chunk)
     live, piece = plan.live(chunk), problem.shard.piece(number)
     program = gather.program(problem, number, problem.shard.each) if exchanged(problem, number) else Program([])
@@ -85,7 +85,7 @@ def chunk_route(plan: CarryPlan, chunk: int, device: torch.device) -> ChunkRoute
 
 @dataclass(frozen=True)
 class ChunkPart:
-    """A rank's part of a chunk: positions, the problem they belong to, and document parts that need no other rank."""
+    """A rank's part of a chunk: its positions, the problem of the call, and `local`, the spans of documents in it."""
 
     positions: range
     problem: Problem
@@ -100,10 +100,10 @@ def chunk_part(
     documents: tuple[Tensor | None, Tensor | None],
     chunk: int,
 ) -> ChunkPart:
-    """The part of a call with q of `shape` (B, L, H, D) and K `kv_heads`.
+    """Return this rank's part of a chunk, for a call with q of `shape` (B, L, H, D) and K `kv_heads`.
 
     Raises:
-        ValueError: for documents that do not fit the sequence, and a chunk of another length.
+        ValueError: if the documents do not fit the sequence, or the chunk has another length.
     """
     tokens = stream.tokens(chunk)
     if shape[1] != len(tokens):
@@ -116,7 +116,7 @@ def chunk_part(
         every = find_documents(shape[0], stream.seq_len, *documents, spec)
         pieces = tuple(Document(s.batch, s.batches, s.start, s.start + s.length) for s in every)
     problem = chunk_problem(*window[:3], pieces, stream.shard, window.heads)
-    # no token reads a later one, so a document ends with the chunk for the chunk's own blocks
+    # attention is causal, so the chunk's own blocks need documents only up to the end of the chunk
     documents_until = [replace(d, stop=min(d.stop, tokens.stop)) for d in pieces if d.start < tokens.stop]
     return ChunkPart(tokens, problem, local_spans(documents_until, [tokens]))
 
@@ -129,14 +129,14 @@ def chunk_pairs(
     documents: tuple[Tensor | None, Tensor | None],
     chunk: int,
 ) -> int:
-    """Count (query, key) pairs of the chunk's queries, over heads; arguments as in `chunk_part`."""
+    """Count the (query, key) pairs of the chunk's queries over heads; see `chunk_part` for the arguments."""
     part = chunk_part(stream, spec, shape, kv_heads, documents, chunk)
     joint = sum(x.pairs for x in piece_requests(part.problem, part.positions))
     return local_pairs(head_window(spec, shape[2], kv_heads), spec.causal, part.local) + joint
 
 
 def resolve_chunk(stream: Stream, call: OpCall) -> tuple[Resolved, int]:
-    """Return the executor of a call on this rank, and the seed of all ranks that share the chunk."""
+    """Return the executor of a call on this rank, and the seed that all ranks of the chunk share."""
     assert call.place is not None, "a chunk has a place in a stream"
     (layer, chunk), agreed, key, spec = call.place.tolist(), None, call.key, call.spec
     group = find_sequence(spec.sequence) if spec.sequence else None
@@ -147,7 +147,7 @@ def resolve_chunk(stream: Stream, call: OpCall) -> tuple[Resolved, int]:
         agreed, engine = compare(group, spec, call.q, call.k, call.documents, call.seed, turn, call.backward, tokens)
         key = *key, engine
     make = functools.partial(_chunk_call, stream, call, layer, chunk, group)
-    # layers with the same pattern share a route, unless they carry rows of earlier calls
+    # layers with equal patterns share a route, unless earlier calls carried rows to them
     exchange, route, planned = stream.remember(chunk, (*key, layer if stream.documents else None), make)
     record_planned(group, planned, call.backward)
     rows = stream.rows_of(layer, spec.window[0] if spec.window else 0)
@@ -160,7 +160,7 @@ def resolve_chunk(stream: Stream, call: OpCall) -> tuple[Resolved, int]:
 def _chunk_call(
     stream: Stream, call: OpCall, layer: int, chunk: int, group: SequenceGroup | None
 ) -> tuple[RowExchange, ChunkRoute, tuple[Planned, Planned] | None]:
-    """Return the executor and route of a chunk, and its planned exchange if ranks exchange rows."""
+    """Return the executor and the route of a chunk, and, if ranks exchange rows, the planned exchange."""
     q, k, spec = call.q, call.k, call.spec
     part = chunk_part(stream, spec, q.shape, k.shape[2], call.documents, chunk)
     problem, request = part.problem, Request.of(q, spec.dropout, spec.scale)
@@ -181,11 +181,11 @@ def _chunk_call(
 
 @dataclass(frozen=True)
 class Chunked:
-    """A chunk of a stream, or a rank's piece of it: an exchange with a rank that also holds rows of earlier chunks.
+    """The executor of a chunk of a stream, or of a rank's piece of it.
 
     Attributes:
-        exchange: merges these rows, and other ranks' rows if ranks share the chunk.
-        route: the rows that are carried on.
+        exchange: computes attention to the chunk's own rows, to carried rows, and to other ranks' rows.
+        route: the rows to read and to carry on.
         carried: the layer's rows of earlier chunks.
         chunk: index of the chunk.
         leaves: whether the forward leaves rows for later chunks.

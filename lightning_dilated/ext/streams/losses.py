@@ -1,4 +1,4 @@
-"""ModelStreams: a language model's losses over sequences chunk by chunk, and over endless sequences call by call.
+"""Compute a language model's losses over long sequences chunk by chunk, and over endless sequences call by call.
 
 Shape letters: B batch, N tokens, L tokens of this rank, n tokens of a call, C tokens of a chunk, R ranks, E model dim.
 """
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 
 class ModelStreams:
-    """Losses of a LongNetLM chunk by chunk, and the states of endless sequences that it continues.
+    """Losses of a LongNetLM chunk by chunk, and the states of its endless sequences.
 
     Attributes:
         carried: states of training streams.
-        carried_in_evaluation: states of streams in validation, test or prediction; otherwise empty.
+        carried_in_evaluation: states of streams in validation, test or prediction; empty at other times.
     """
 
     def __init__(self) -> None:
@@ -48,24 +48,24 @@ class ModelStreams:
 
     # -- a batch chunk by chunk ----------------------------------------------------------------------------------------
     def in_chunks(self, model: LongNetLM, batch: Mapping[str, Any]) -> bool:
-        """Return True if the batch's sequences are longer than the chunks of `memory.stream`; a collective call."""
+        """Return whether the batch's sequences are longer than `memory.stream`. This is a collective call."""
         model.configure_model()
         chunk = model.transformer.memory.stream
         return chunk is not None and _seq_len(model._checked(batch)[0]) > chunk
 
     def stays_on_host(self, model: LongNetLM, batch: Mapping[str, Any]) -> bool:
-        """Return True if `in_chunks` is certain: this rank has more tokens than its piece of a chunk."""
+        """Return whether this rank has more tokens than its piece of a chunk, so that `in_chunks` is certainly True."""
         model.configure_model()
         chunk = model.transformer.memory.stream
         return chunk is not None and model._checked(batch)[0].shape[1] > -(-chunk // self._sharing_ranks(model))
 
     def _sharing_ranks(self, model: LongNetLM) -> int:
-        """How many ranks of the Trainer's strategy share a sequence."""
+        """Return the number of ranks that share a sequence in the Trainer's strategy."""
         group = getattr(getattr(attached_trainer(model), "strategy", None), "sequence", None)
         return 1 if group is None else group.ranks
 
     def chunks(self, model: LongNetLM, batch: Mapping[str, Any]) -> Chunks:
-        """Return the settings of the batch's stream, after all checks; a collective call."""
+        """Check the model and the ranks, and return the settings of the batch's stream. This is a collective call."""
         truncate = model.transformer.memory.truncate
         chunk = integer(model.transformer.memory.stream, "stream", 1)
         check_streamed([model], self._product_dtype(model), chunk)
@@ -75,7 +75,7 @@ class ModelStreams:
     def chunk(
         self, model: LongNetLM, batch: Mapping[str, Any], number: int, layers: list[LayerPlace]
     ) -> tuple[Tensor, Tensor]:
-        """`_states` of this rank's tokens of a chunk; the batch (B, L) may be on the host."""
+        """Return (hidden states, labels) of this rank's tokens of a chunk; the batch (B, L) may be on the host."""
         stream = model.transformer.stream
         at, local = stream.tokens(number), stream.local(number)
         device, entries = model.head.weight.device, (batch["tokens"], batch["labels"])
@@ -85,19 +85,19 @@ class ModelStreams:
         return model._hidden(tokens, positions=positions, chunk=layers, **documents), labels
 
     def chunk_states(self, model: LongNetLM, batch: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """`_states` of each chunk, without gradients."""
+        """Yield (hidden states, labels) of each chunk, without gradients."""
         if torch.is_grad_enabled():
             raise ValueError(
-                f"with stream={model.transformer.memory.stream} gradients are made with the sum of losses (loss_terms), not "
-                "with each token's. Call token_losses under torch.no_grad(), or leave stream out."
+                f"with stream={model.transformer.memory.stream} gradients are computed with the sum of losses "
+                "(loss_terms), not for single ones. Call token_losses under torch.no_grad(), or leave stream out."
             )
         return streamed(model.transformer.stream, partial(self.chunk, model, batch), self.chunks(model, batch))
 
     def loss_terms(self, model: LongNetLM, batch: Mapping[str, Any], redefined: bool) -> tuple[Tensor, Tensor]:
-        """Compute `loss_terms`, with gradients if they are enabled."""
+        """Return the model's `loss_terms`, with gradients if they are enabled."""
         if redefined:
             raise ValueError(
-                f"{type(model).__name__} redefines token_losses, which takes whole sequences: leave out "
+                f"{type(model).__name__} redefines token_losses, which needs whole sequences: leave out "
                 f"stream={model.transformer.memory.stream}."
             )
         count = (batch["labels"] != IGNORE).sum()
@@ -137,14 +137,14 @@ class ModelStreams:
         model.configure_model()
         if sharing() is not None:
             raise ValueError(
-                "endless streams are computed on one rank each, and here ranks share sequences: set sequence_size=1, so "
-                "that every rank has streams of its own."
+                "endless streams are computed on one rank each, but here ranks share sequences: set sequence_size=1, "
+                "so that each rank computes different streams."
             )
         owner = self._stream_owner(model)
         state = state or StreamState(starts=[0] * len(tokens), owner=owner)
         if state.position and state.owner != owner:
             raise ValueError(
-                f"the state was left by a model of {state.owner}, and this one is of {owner}: begin without state."
+                f"the state was left by a model of {state.owner}, but this model is of {owner}: begin without a state."
             )
         trains = torch.is_grad_enabled() and not per_token
         begins = _check_call(tokens, labels, state, starts, trains)
@@ -173,7 +173,7 @@ class ModelStreams:
         return nats, after
 
     def _stream_owner(self, model: LongNetLM) -> str:
-        """Describe the layers, heads, convolution and patterns that a state depends on."""
+        """Describe the layers, heads, convolution and patterns with which a state must match."""
         kv_heads, taps = model.num_kv_heads or model.num_heads, model.options.kv_conv
         patterns = hashlib.blake2b("".join(x.code for x in model.patterns).encode(), digest_size=4).hexdigest()
         heads = f"{model.num_heads} heads ({kv_heads} kv)"
@@ -182,41 +182,41 @@ class ModelStreams:
         return f"{model.depth} layers of {model.dim}, {heads}, kv_conv={taps}, patterns {patterns}{memory}"
 
     def _check_heads(self, model: LongNetLM, state: StreamState) -> None:
-        """Raise ValueError for a state of other `head_chunks`: layers would not find its rows."""
+        """Raise ValueError if the state has other `head_chunks`, because layers would not find its rows."""
         held = sorted({head for _, head in state.rows})
         chunks = model.transformer.memory.head_chunks
         first = [window[0] for window in windows(model.num_heads, model.num_kv_heads or model.num_heads, chunks)]
         if held and held != first:
             raise ValueError(
-                f"the state was left with head_chunks={len(held)}, and the memory settings say {chunks}: set the former, or "
-                "let the sequences begin."
+                f"the state was left with head_chunks={len(held)}, but the memory settings have {chunks}: set "
+                f"head_chunks={len(held)}, or begin without a state."
             )
 
     @torch.no_grad()
     def _first_nats(self, model: LongNetLM, tokens: Tensor, state: StreamState, starts: Tensor | None) -> Tensor:
-        """Losses of the first tokens in nats, (B, 1); 0 where a sequence or document begins."""
+        """Return the losses of the first tokens in nats, (B, 1); 0 if the token begins a sequence or document."""
         weight, first = model.head.weight, tokens[:, :1]
         if state.hidden is None:
             return torch.zeros_like(first, dtype=torch.float32, device=weight.device)
         first = first if starts is None else first.masked_fill(starts[:, :1], IGNORE)
         return model._losses(state.hidden.to(weight.device), first.to(weight.device))
 
-    # -- batches of streams with states carried from batch to batch
+    # -- batches of streams, with states that are carried from batch to batch
     # --------------------------------------------------------
     def nats(self, model: LongNetLM, batch: Mapping[str, Any], per_token: bool = False) -> Tensor:
-        """Per-token losses (B, n) in nats, or their sum; each stream continues from the previous batch.
+        """Return the sum of losses in nats, or per-token losses (B, n); each stream continues from the previous batch.
 
         Raises:
-            ValueError: see `CarriedStreams.take` and `stream`; also for gradients per token, and for other packing.
+            ValueError: for `per_token` with gradients, and for batches with other packing; see also `stream`.
         """
         if per_token and torch.is_grad_enabled():
             raise ValueError(
-                "the gradients of streams are made with the sum of losses: call loss_terms, or use no_grad."
+                "gradients of streams are computed with the sum of losses: call loss_terms, or use torch.no_grad()."
             )
         packed = sorted({"lengths", "cu_seqlens"} & batch.keys())
         if packed:
             raise ValueError(
-                f"a batch of streams has {packed}: leave it out, and let `starts` say where documents begin."
+                f"a batch of streams has {packed}: leave it out, and set `starts` to True where documents begin."
             )
         tokens, labels = model._checked(batch)
         trainer, carried = attached_trainer(model), self._carried_here(model)
@@ -233,7 +233,7 @@ class ModelStreams:
         return nats
 
     def _carried_here(self, model: LongNetLM) -> CarriedStreams:
-        """The states for the current stage of a run; outside a run, for the model's mode."""
+        """Return the states for the current stage of a run; outside a run, for the model's training or eval mode."""
         trainer = attached_trainer(model)
         outside = trainer is None or trainer.state.stage is None
         return self.carried if (model.training if outside else trainer.training) else self.carried_in_evaluation
@@ -246,8 +246,8 @@ class ModelStreams:
             begins = _begins(position, started, batch["starts"].cpu())
             every = [x for at in begins for x in itertools.pairwise([*at, position + n])]
         elif memory.truncate and self._sharing_ranks(model) == 1 and self.in_chunks(model, batch):
-            alike = spans(len(batch["tokens"]), n, batch.get("lengths"), batch.get("cu_seqlens"))
-            position, every = 0, [(x.start, x.start + x.length) for x in alike for _ in range(x.batches)]
+            document_spans = spans(len(batch["tokens"]), n, batch.get("lengths"), batch.get("cu_seqlens"))
+            position, every = 0, [(x.start, x.start + x.length) for x in document_spans for _ in range(x.batches)]
         else:
             return None
         shard = ChunkShard(position, position + n, memory.stream or n)
@@ -257,15 +257,15 @@ class ModelStreams:
         return [range(*part) for at in cuts for part in itertools.pairwise(at)]
 
     def carried_terms(self, model: LongNetLM, batch: Mapping[str, Any], redefined: bool) -> tuple[Tensor, Tensor]:
-        """`loss_terms` of a batch of streams."""
+        """Return `loss_terms` of a batch of streams."""
         if redefined:
             raise ValueError(
-                f"{type(model).__name__} redefines token_losses, which knows of no streams: define loss_terms."
+                f"{type(model).__name__} redefines token_losses, which is not called for streams: define loss_terms."
             )
         if model.watch_losses is not None or model.watch_predictions is not None:
             raise ValueError(
-                "a callback (LossByPosition, RecallByDistance) looks at losses by position in a sequence, which steps of "
-                "streams are not: leave it out, or take a DataModule of separate sequences."
+                "a callback (LossByPosition, RecallByDistance) needs losses by position in a sequence, which steps of "
+                "streams do not have: leave it out, or take a DataModule of separate sequences."
             )
         return self.nats(model, batch), (batch["labels"] != IGNORE).sum()
 
@@ -283,15 +283,15 @@ class ModelStreams:
         checkpoint["streams"] = dict(sorted(loaded.items()))
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the states of training streams, on any number of ranks."""
+        """Restore the states of training streams; the number of ranks may have changed."""
         self.carried.load_state_dicts(checkpoint.get("streams", {}))
 
     def finish_batch(self) -> None:
-        """Free the states before the finished batch."""
+        """Free the states from before the finished batch."""
         self.carried.finish()
 
     def finish_evaluation(self) -> None:
-        """Forget the streams of validation, test or prediction."""
+        """Delete the states of streams in validation, test or prediction."""
         self.carried_in_evaluation.clear()
 
     def to_host(self) -> None:
@@ -301,13 +301,13 @@ class ModelStreams:
 
 
 def _seq_len(tokens: Tensor) -> int:
-    """N, from this rank's tokens (B, L); a collective call if ranks share the sequence."""
+    """Return N, from this rank's tokens (B, L). This is a collective call if ranks share the sequence."""
     group = sharing()
     return tokens.shape[1] if group is None else group.agree({"call": "stream"}, tokens.shape[1]).seq_len
 
 
 def _following(tokens: Tensor, starts: Tensor | None) -> Tensor:
-    """The next token of each token, (B, n); -100 where there is none or it begins a document."""
+    """Return the next token of each token, (B, n); -100 if there is no next token or it begins a document."""
     labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE)
     return labels if starts is None else labels.masked_fill(torch.nn.functional.pad(starts[:, 1:], (0, 1)), IGNORE)
 
@@ -315,7 +315,7 @@ def _following(tokens: Tensor, starts: Tensor | None) -> Tensor:
 def _check_call(
     tokens: Tensor, labels: Tensor | None, state: StreamState, starts: Tensor | None, trains: bool
 ) -> list[list[int]]:
-    """Return the first positions, sample by sample, of the document that continues and the documents in this call."""
+    """Check the arguments of `stream`; return `_begins`."""
     if tokens.ndim != 2 or 0 in tokens.shape or tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise ValueError(f"tokens must be (B, n) integers, at least one; got {tuple(tokens.shape)}, {tokens.dtype}.")
     for name, x in (("labels", labels), ("starts", starts)):
@@ -325,15 +325,15 @@ def _check_call(
         raise ValueError(f"starts must be bool, True where a document begins; got {starts.dtype}.")
     if len(state.starts) != len(tokens):
         raise ValueError(
-            f"the state belongs to {len(state.starts)} sequences, and tokens has {len(tokens)}. Sequences keep their order."
+            f"the state is of {len(state.starts)} sequences, but tokens has {len(tokens)}; keep the sequences in order."
         )
     if trains and labels is None:
-        raise ValueError("training needs labels, the next token of each, -100 where none counts; of the last one, too.")
+        raise ValueError("training needs labels: the next token of each token, also of the last one; -100: no loss.")
     return _begins(state.position, state.starts, starts)
 
 
 def _begins(position: int, started: Sequence[int], starts: Tensor | None) -> list[list[int]]:
-    """Return the first positions of documents, sample by sample: `started` before this call, then `starts` (B, n)."""
+    """For each sample, list the first positions of its unfinished document (`started`) and of documents in `starts`."""
     begins = [[at] for at in started]
     for sample, at in [] if starts is None else starts.nonzero().tolist():
         begins[sample] = [position] if at == 0 else [*begins[sample], position + at]

@@ -1,4 +1,4 @@
-"""The rows before a chunk of a stream, for a convolution: from the chunk before or the ranks that share it.
+"""Fetch the rows before a chunk of a stream, for a convolution, from the previous chunk or from other ranks.
 
 Shape letters: B batch, L tokens of this rank, C channels, W taps.
 """
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @functools.lru_cache(maxsize=256)
 def chunk_halo_route(shard: ChunkShard, number: int, left: int) -> HaloRoute:
-    """The route of a piece of a chunk that needs the `left` rows before it.
+    """Return the route of a piece of a chunk that needs the `left` rows before it.
 
-    `sends` indexes the rank's last `left` rows before the chunk (0 if missing), then its piece.
+    Indices in `sends` count the rank's last `left` rows before the chunk (0 if missing), then the rows of its piece.
     """
     receives = slices_by_rank((peer, slot) for slot, peer, _ in _rows_before(shard, number, left))
     sends = {}
@@ -39,7 +39,7 @@ def chunk_halo_route(shard: ChunkShard, number: int, left: int) -> HaloRoute:
 
 
 def _rows_before(shard: ChunkShard, number: int, left: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (row of the halo, piece of the rank that holds it, its index there; see `ChunkShard.carrier`)."""
+    """Yield (index in the halo, piece of the rank that has the row, index there); see `ChunkShard.carrier`."""
     piece = shard.piece(number)
     for slot, position in enumerate(range(piece.start - left, piece.start)):
         if piece and position >= shard.start:
@@ -52,7 +52,7 @@ def chunk_wire(group: SequenceGroup, shard: ChunkShard, number: int, traffic: Tr
 
 
 class ChunkNeighbours:
-    """The neighbours of a chunk x (B, L, C) of a stream, or of a rank's piece of it; causal."""
+    """The rows before a chunk x (B, L, C) of a stream, or before a rank's piece of it, for a causal convolution."""
 
     def __init__(
         self, stream: Stream, x: Tensor, weight: Tensor, documents: tuple[Tensor | None, ...], place: Tensor,
@@ -72,23 +72,23 @@ class ChunkNeighbours:
         return chunk_wire(stream.group, stream.shard, stream.number(self.chunk), getattr(stream.group, traffic))
 
     def read(self, x: Tensor) -> Tensor:
-        """Return the rows before x, (B, W - 1, C), and leave the last rows of x for the next chunk."""
+        """Return the rows before x, (B, W - 1, C), and store the last rows of x for the next chunk."""
         carried = self.tails.before(self.chunk)
         before = x.new_zeros(len(x), self.left, x.shape[2]) if carried is None else carried.to(x.device, x.dtype)
         if self.stream.rising:
-            last = torch.cat([before, x[:, -self.left :]], 1)[:, -self.left :]  # a chunk may be shorter than the taps
+            last = torch.cat([before, x[:, -self.left :]], 1)[:, -self.left :]  # x may have fewer than W - 1 rows
             self.tails.leave(self.chunk, last.clone())
         if self.route is not None:
-            computed = torch.cat([before, x], 1)  # rows that this rank computed
+            computed = torch.cat([before, x], 1)  # all rows that this rank computed
             before = unflat(self.route.fetch(flat(computed), self._wire("forward_traffic")), x).movedim(1, 0)
         return before.clone(memory_format=torch.contiguous_format)
 
     def runs(self, x: Tensor, before: Tensor) -> Iterator[tuple[Tensor, Seen, slice]]:
-        """Yield one run: the chunk after the rows before it."""
+        """Yield one run: the rows before the chunk, followed by the chunk."""
         yield torch.cat([before, x], 1), self._seen(x.device), slice(0, x.shape[1])
 
     def _seen(self, device: torch.device) -> Seen:
-        """The rows that read each other, by the stream's documents or by `cu_seqlens`."""
+        """Return which rows belong to the same document, by the stream's documents or by `cu_seqlens`."""
         piece = self.stream.tokens(self.chunk)
         positions = range(piece.start - self.left, piece.stop)
         if self.stream.documents is None:
@@ -103,9 +103,9 @@ class ChunkNeighbours:
         return Seen(send(torch.stack(numbers), device))
 
     def give_back(self, gradients: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Return x's gradient with later chunks' share; leave earlier rows' gradient for the chunk before."""
+        """Return x's gradient, including later chunks' part; store earlier rows' gradients for the previous chunk."""
         (d_rows,) = gradients
-        if self.route is not None:  # several ranks computed the rows before x
+        if self.route is not None:  # other ranks computed some of the rows before x
             d_before, d_x = d_rows.split([self.left, x.shape[1]], 1)
             total = flat(torch.cat([torch.zeros_like(d_before), d_x], 1))
             self.route.give_back(flat(d_before), total, self._wire("backward_traffic"))

@@ -1,4 +1,4 @@
-"""ChunkProgress: Lightning's progress bars show which chunk of a long sequence is computed."""
+"""Show in Lightning's progress bars which chunk of a long sequence is being computed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.states import RunningStage
 
-#: seconds between two updates of a bar, at least
+#: least seconds between two updates of a bar
 SECONDS = 0.5
-#: names of Lightning's bar attributes: a bar for TQDM; for Rich, with "_id" appended, the index of a task
+#: names of Lightning's attributes by stage: (the TQDM bar, the Rich task's index without its suffix "_id")
 BARS = {
     RunningStage.TRAINING: ("train_progress_bar", "train_progress_bar"),
     RunningStage.SANITY_CHECKING: ("val_progress_bar", "val_sanity_progress_bar"),
@@ -23,7 +23,7 @@ BARS = {
 
 
 class BarText(NamedTuple):
-    """A bar's text: the current text, the separator before an addition, a function that replaces the text."""
+    """A bar's current text, the separator before an addition, and a function that replaces the text."""
 
     now: str
     joint: str
@@ -31,7 +31,7 @@ class BarText(NamedTuple):
 
 
 def bar_text(bar: ProgressBar | None, stage: RunningStage | None) -> BarText | None:
-    """The text after the numbers of a stage's TQDM bar, or before a Rich bar's; None without such a bar."""
+    """Return the text after the numbers of a stage's TQDM bar, or before a Rich bar; None if there is no such bar."""
     if stage is None or not isinstance(bar, (TQDMProgressBar, RichProgressBar)) or not bar.is_enabled:
         return None
     if isinstance(bar, TQDMProgressBar):
@@ -51,10 +51,10 @@ def _task_text(bar: RichProgressBar, progress: Any, number: int | None) -> BarTe
 
 
 class ChunkProgress:
-    """The `watch` of a `Stream`: write "forward 12/1000" into the bar of the Trainer's stage.
+    """Write progress such as "forward 12/1000" into the bar of the Trainer's stage; set it as `Stream.watch`.
 
-    It serves enabled bars (on rank 0) of `RichProgressBar`, `TQDMProgressBar` and their subclasses. It does not wait
-    for a GPU, so the host's count may be a chunk or two ahead. Passes shorter than `SECONDS` are not shown.
+    It works with enabled bars (on rank 0) of `RichProgressBar`, `TQDMProgressBar` and their subclasses. It does not
+    wait for a GPU, so the shown chunk may be a few chunks ahead. Passes shorter than `SECONDS` are not shown.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -62,7 +62,7 @@ class ChunkProgress:
         self._text: BarText | None = None
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """Show that `done` of `total` chunks of a pass are computed; 0 when it begins."""
+        """Show that `done` of `total` chunks of a pass are computed; `done` is 0 at the start of the pass."""
         now = time.monotonic()
         if done in (0, total):
             self._restore()

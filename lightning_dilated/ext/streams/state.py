@@ -1,4 +1,4 @@
-"""StreamState: the rows, convolution inputs and memories that layers carry from call to call, of bounded size.
+"""Store the rows, convolution inputs and recurrent states that layers carry from call to call; their size is bounded.
 
 Shape letters: B batch, D head dim, E embedding dim, C channels, W taps of `kv_conv`, n rows; a row is (2, D): K and V.
 """
@@ -17,22 +17,22 @@ from lightning_dilated.ext.recurrence.state import RecurrentState
 from lightning_dilated.ext.streams.carried_rows import CarriedRows
 from lightning_dilated.sequence.requirements import Document
 
-#: rows (n, 2, D) of keys and values, and the description of these rows
+#: rows (n, 2, D) of keys and values, and their description
 Carried = tuple[Tensor, tuple[CarriedRows, ...]]
 
 
 @dataclass
 class StreamState:
-    """The state that a model carries from one call of its `stream` to the next; segments bound its size.
+    """The state that a model carries from one call of its `stream` to the next. Segments limit its size.
 
     Attributes:
-        position: tokens of each sample so far.
-        starts: for each sample, the first position of the document that continues.
-        rows: by (layer, first head): (n, 2, D) rows of keys and values, and the description of these rows.
-        tails: by layer: (B, W - 1, C) last inputs of `kv_conv`; by -1 - layer: of its recurrence's convolution.
-        memories: by layer: the state of its recurrence.
+        position: number of tokens of each sample so far.
+        starts: for each sample, the first position of its unfinished document.
+        rows: by (layer, first head): rows (n, 2, D) of keys and values, and their description.
+        tails: by layer: last inputs (B, W - 1, C) of `kv_conv`; by -1 - layer: those of the recurrence's convolution.
+        memories: by layer: the state of the recurrence.
         hidden: (B, 1, E) the last token's hidden state, which predicts the next token; None before the first token.
-        owner: description of the model that left the state.
+        owner: description of the model that computed the state.
     """
 
     position: int = 0
@@ -50,7 +50,7 @@ class StreamState:
         return sum(x.nbytes for x in tensors if x is not None) + sum(x.nbytes for x in self.memories.values())
 
     def resumed(self, key: tuple[int, int], documents: Sequence[Document]) -> Carried | None:
-        """The rows of a layer that `documents` still read; None if it has none."""
+        """Return the rows of a layer that `documents` still read; None if the layer has no rows."""
         if key not in self.rows:
             return None
         rows, pieces = self.rows[key]
@@ -85,14 +85,14 @@ class StreamState:
 
     @classmethod
     def join(cls, states: Sequence[StreamState]) -> StreamState:
-        """Join the samples of several states, in order; states of streams that have read nothing may be among them.
+        """Join the samples of several states, in order. Some of the states may be empty.
 
         Raises:
-            ValueError: without states, and for states at different positions.
+            ValueError: if there are no states, or their positions differ.
         """
         positions = sorted({s.position for s in states})
         if len(positions) != 1:
-            raise ValueError(f"states of one position can be joined; got {len(states)}, at positions {positions}.")
+            raise ValueError(f"joined states must be at one position; got {len(states)}, at positions {positions}.")
         rows: dict[tuple[int, int], list[Carried]] = {}
         for first, state in zip(itertools.accumulate([0, *(len(s.starts) for s in states)]), states, strict=False):
             for key, (carried, pieces) in state.rows.items():
@@ -120,7 +120,7 @@ class StreamState:
         return replace(self, rows=rows, tails=tails, hidden=hidden, memories=memories)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain numbers only."""
+        """Return the state as a dict of tensors, numbers, lists and strings."""
         rows = [
             {"layer": layer, "head": head, "rows": x, "pieces": [_plain(p) for p in pieces]}
             for (layer, head), (x, pieces) in self.rows.items()
@@ -139,7 +139,7 @@ class StreamState:
 
 
 def _stacked(parts: Sequence[tuple[int, Tensor | None]]) -> Any:
-    """Concatenate the tensors (B, ...) of states, given with their sample counts; zeros for None, None if all are."""
+    """Concatenate (B, ...) tensors, given as (B, tensor). None counts as zeros; if all are None, return None."""
     like = next((x for _, x in parts if x is not None), None)
     if like is None:
         return None
@@ -147,7 +147,7 @@ def _stacked(parts: Sequence[tuple[int, Tensor | None]]) -> Any:
 
 
 def _joined(parts: Sequence[tuple[int, RecurrentState | None]]) -> RecurrentState:
-    """Join the memories of states, given with their sample counts; an empty one for None."""
+    """Join recurrent states, given as (number of samples, state). None counts as an empty state."""
     like = next(x for _, x in parts if x is not None)
     empty = like.select([0]).zeros()
     return RecurrentState.join([empty.select([0] * samples) if x is None else x for samples, x in parts])

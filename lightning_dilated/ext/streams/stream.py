@@ -1,8 +1,8 @@
-"""A sequence computed chunk by chunk: the rows of keys and values that each layer carries, and their gradients.
+"""Carry rows of keys and values, and their gradients, from chunk to chunk of a sequence.
 
-Chunks are computed in rising order; a layer drops the rows that no later chunk reads. Exact training stores these rows
-and computes the chunks again in falling order: the stored rows come back, and a chunk's rows receive the gradients that
-later chunks left for them. Ranks that share the sequence carry the rows that each of them computed.
+Chunks are computed in rising order; a layer drops rows that no later chunk reads. Exact training stores dropped rows
+and computes the chunks again in falling order: stored rows are read back, and a chunk's rows receive the gradients that
+later chunks left for them. If ranks share the sequence, each rank carries the rows that it computed.
 Shape letters: B batch, N tokens, C tokens of a chunk, D head dim, n rows; a row is (2, D): K and V.
 """
 
@@ -30,7 +30,7 @@ from lightning_dilated.sequence.exchange.row_ops import add_rows, pair
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.requirements import Document, Problem
 
-#: share of a GPU's memory for stored rows; further rows wait in pinned host memory
+#: share of a GPU's memory for stored rows; further rows are stored in pinned host memory
 ON_GPU = 1 / 8
 #: bytes of a slab of memory for stored rows, and the alignment of rows in it
 SLAB, ALIGNED = 64 << 20, 256
@@ -39,13 +39,13 @@ T = TypeVar("T")
 
 
 class Store:
-    """Dropped rows of all layers: on the device up to a budget, then in pinned host memory.
+    """Store the dropped rows of all layers, on the device up to a budget and then in pinned host memory.
 
-    Rows share slabs of `SLAB` bytes, because torch rounds each pinned allocation up to a power of two and takes about a
-    millisecond for it, and there are thousands of them. Copies overlap computation: rows wait only for earlier copies.
+    Rows share slabs of `SLAB` bytes, because there are thousands of tensors, and torch rounds each pinned allocation up
+    to a power of two and takes about a millisecond for it. Copies overlap computation; they wait only for each other.
 
     Args:
-        budget: bytes on the device; None: `ON_GPU` of a GPU's memory, and everything on a CPU.
+        budget: bytes on the device; None: `ON_GPU` of a GPU's memory; on a CPU there is no limit.
     """
 
     def __init__(self, budget: int | None = None) -> None:
@@ -53,7 +53,7 @@ class Store:
         self._slabs: dict[torch.device, tuple[Tensor, int]] = {}  # the latest slab of each device, and its used bytes
 
     def put(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Store rows (n, 2, D); return the stored parts."""
+        """Store rows (n, 2, D); return the parts in memory, which `take` needs."""
         if rows.device.type != "cuda" or not len(rows):
             return (rows,)
         if self.budget is None:
@@ -74,11 +74,11 @@ class Store:
         with torch.cuda.stream(copies):
             for part, source in sources:
                 part.copy_(source, non_blocking=True)
-        rows.record_stream(copies)  # their memory is not reused before they are copied
+        rows.record_stream(copies)  # torch must not reuse their memory before the copy has ended
         return parts
 
     def room(self, rows: Tensor, device: torch.device) -> tuple[Tensor, ...]:
-        """Allocate memory for rows, split where a slab is full; a slab is freed with its last rows."""
+        """Allocate memory for rows; rows are split if a slab is full. A slab is freed with its last rows."""
         parts, row = [], rows[0].nbytes
         while (left := len(rows) - sum(map(len, parts))) > 0:
             slab, taken = self._slabs.get(device, (None, 0))
@@ -92,8 +92,8 @@ class Store:
         return tuple(parts)
 
     def take(self, parts: tuple[Tensor, ...], device: torch.device) -> Tensor:
-        """Bring stored rows back to the device."""
-        self._slabs.clear()  # no rows are stored any more
+        """Return stored rows as one tensor on the device."""
+        self._slabs.clear()  # no more rows will be stored
         size = sum(part.nbytes for part in parts)
         if parts[0].device == device:
             self.on_device -= size
@@ -106,7 +106,7 @@ class Store:
 
 @functools.lru_cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of copies between a GPU and the host; one stream, so that rows are written before they are read."""
+    """Return a GPU's stream for copies to and from the host; there is only one, so that reads follow writes."""
     return torch.cuda.Stream(device)
 
 
@@ -116,22 +116,22 @@ def _fetched(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         fetched = [part.to(device, non_blocking=True) for part in parts]
     computing.wait_stream(copies)
     for rows in fetched:
-        rows.record_stream(computing)  # their memory serves no new copy before their readers are done
+        rows.record_stream(computing)  # torch must not reuse their memory before computation has read them
     return fetched
 
 
 class LayerRows:
-    """The rows that a layer (or a window of heads) carries to its current chunk, and in the descent their gradients.
+    """The rows that a layer (or a window of heads) carries to the current chunk, and their gradients in the descent.
 
     Args:
-        store: the store of dropped rows; None: chunks are not computed again.
+        store: the store for dropped rows; None: chunks are not computed again.
         rows: rows of earlier calls.
 
     Attributes:
         chunk: the current chunk.
         rows: (n, 2, D) rows of earlier chunks.
-        grads: (n, 2, D), at least fp32; None before the descent.
-        own_grads: gradients that later chunks left for the rows that the current chunk leaves, or None.
+        grads: (n, 2, D) gradients of `rows`, in fp32 or wider; None before the descent.
+        own_grads: gradients, from later chunks, of the rows that the current chunk leaves; or None.
     """
 
     def __init__(self, store: Store | None, rows: Tensor | None = None) -> None:
@@ -143,10 +143,10 @@ class LayerRows:
         self._store, self._dropped = store, []
 
     def enter(self, chunk: int, route: ChunkRoute, like: Tensor) -> None:
-        """Enter a chunk: the current one, the next one, or during the descent the one before; `like` is k."""
+        """Enter the same chunk again, the next chunk, or, in the descent, the previous one; `like`: the chunk's k."""
         if self.rows is None:
             self.rows = like.new_empty(0, 2, like.shape[3])
-        self.rows = self.rows.to(like.device, like.dtype)  # a state's rows may have another precision
+        self.rows = self.rows.to(like.device, like.dtype)  # rows of a state may have another dtype
         if chunk == self.chunk + 1 and self._leaving is not None:
             self._ascend()
         elif chunk == self.chunk - 1 and self._dropped:
@@ -156,7 +156,7 @@ class LayerRows:
         self.chunk, self._route = chunk, route
 
     def leave(self, k: Tensor, v: Tensor) -> None:
-        """Keep the rows of the current chunk's k and v (B, L, K, D) that later chunks read."""
+        """Store the rows of the current chunk's k and v (B, L, K, D) that later chunks read."""
         self._leaving = pair(k, v, self._route.leaving.flat)
 
     def _ascend(self) -> None:
@@ -166,7 +166,7 @@ class LayerRows:
         self._leaving = None
 
     def after(self) -> Tensor:
-        """The rows that are carried beyond the current chunk, which is the last one."""
+        """Return the rows that are carried beyond the last chunk, which must be the current one."""
         self._ascend()
         return self.rows
 
@@ -182,7 +182,7 @@ class LayerRows:
         self.rows = rows
 
     def read_grads(self, dtype: torch.dtype) -> Tensor:
-        """A tensor (n, 2, D) to add gradients of `rows` to; without a descent nobody reads it."""
+        """Return the tensor (n, 2, D) to which gradients of `rows` are added; without a store, it is a dummy."""
         if self._store is None:
             return torch.zeros(self.rows.shape, dtype=dtype, device=self.rows.device)
         if self.grads is None:
@@ -190,29 +190,29 @@ class LayerRows:
         return self.grads
 
     def add_own_grads(self, dk: Tensor, dv: Tensor) -> None:
-        """Add the gradients that later chunks left for this chunk's rows to the gradients of its k and v."""
+        """Add `own_grads`, which later chunks computed, to the gradients of this chunk's k and v."""
         if self.own_grads is not None and len(self.own_grads):
             add_rows(self._route.leaving, dk, self.own_grads[:, 0])
             add_rows(self._route.leaving, dv, self.own_grads[:, 1])
 
 
 class LayerCarry(Generic[T]):
-    """A layer's values passed from chunk to chunk, and their gradients: inputs of `kv_conv`, a recurrence's state."""
+    """A layer's values passed from chunk to chunk (`kv_conv` inputs, a recurrence's state), and their gradients."""
 
     def __init__(self, before: T | None = None) -> None:
         self._after: dict[int, T] = {} if before is None else {-1: before}
         self._grads: dict[int, Any] = {}
 
     def before(self, chunk: int) -> T | None:
-        """The value that the previous chunk left; None before the first token."""
+        """Return the value that the previous chunk left; None before the first token."""
         return self._after.get(chunk - 1)
 
     def last(self) -> T:
-        """The value that the last chunk left."""
+        """Return the value that the last chunk left."""
         return self._after[max(self._after)]
 
     def leave(self, chunk: int, value: T, keeps: bool = True) -> None:
-        """Store what the next chunk reads; unless `keeps`, free what the previous chunk read."""
+        """Store the value that the next chunk reads; `keeps=False`: free the value that the previous chunk read."""
         self._after[chunk] = value
         if not keeps:
             self._after.pop(chunk - 2, None)
@@ -222,16 +222,16 @@ class LayerCarry(Generic[T]):
         return self._grads.pop(chunk, None)
 
     def leave_grad(self, chunk: int, grad: Any) -> None:
-        """Leave the gradient of the value that the chunk read."""
+        """Store the gradient of the value that the chunk read, for the previous chunk."""
         if chunk:
             self._grads[chunk - 1] = grad
 
 
 class Stream(Context):
-    """One sequence computed chunk by chunk by a stack of layers. The op finds the stream by its name.
+    """A sequence that a stack of layers computes chunk by chunk. The attention op finds the stream by its name.
 
-    `begin` starts a sequence. Then each layer runs with its place (`layers`) for every chunk in rising order, and
-    after `descend` for every chunk from the last one back.
+    `begin` starts a sequence. Then each layer runs, with its place (`layers`), every chunk in rising order, and after
+    `descend` every chunk in falling order.
     """
 
     def __init__(self) -> None:
@@ -250,10 +250,10 @@ class Stream(Context):
         self.left: StreamState | None = None
         self._plans: dict[tuple[Problem, int, int], CarryPlan] = {}
         self._store: Store | None = None
-        #: True while chunks leave rows for later ones; False while chunks are computed again
+        #: True in the first pass, in which chunks leave rows; False while chunks are computed again
         self.rising = True
-        #: called with the name of a pass, its finished chunks (0 when it begins) and its number of chunks; None: no
-        #: calls
+        #: None, or a function that is called with (name of a pass, finished chunks, all chunks); the first call of a
+        #: pass has 0 finished chunks
         self.watch: Callable[[str, int, int], None] | None = None
 
     def begin(self, seq_len: int, chunk: int, store: bool, group: SequenceGroup | None = None) -> None:
@@ -261,7 +261,7 @@ class Stream(Context):
 
         Args:
             store: whether chunks will be computed again in falling order.
-            group: the ranks that share each chunk; None: this rank alone.
+            group: the ranks that share each chunk; None: this rank computes whole chunks.
         """
         self.end()
         self.group, self.rank, each = (None, 0, 1) if group is None else (group, group.rank, group.ranks)
@@ -269,10 +269,10 @@ class Stream(Context):
         self._store, self.rising = Store() if store else None, True
 
     def go_on(self, state: StreamState, starts: Sequence[Sequence[int]], seq_len: int, chunk: int) -> None:
-        """Continue after `state` with N tokens in chunks of C.
+        """Continue a sequence after `state` with N tokens in chunks of C.
 
         Args:
-            starts: for each sample, rising positions where documents begin; the first may precede the state.
+            starts: for each sample, the positions at which documents begin, rising; the first may precede the state.
         """
         self.begin(seq_len, chunk, store=False)
         self.shard = replace(self.shard, start=state.position, stop=state.position + seq_len)
@@ -285,7 +285,7 @@ class Stream(Context):
         self._before = state
 
     def descend(self) -> None:
-        """Switch to the second pass, which computes the chunks again from the last one back."""
+        """Switch to the second pass, which computes the chunks again in falling order."""
         self.rising = False
 
     def end(self) -> None:
@@ -296,12 +296,12 @@ class Stream(Context):
         self._before = self.documents = self.group = None
 
     def state(self) -> StreamState:
-        """The state after the last chunk, from which the next `go_on` continues."""
+        """Return the state after the last chunk; `go_on` continues from it."""
         carried = {
             (layer, head): (self._layers[layer, head].after(), tuple(plan.live(plan.chunks)))
             for (_, layer, head), plan in self._plans.items()
         }
-        starts = {d.sample: d.start for d in self.documents or ()}  # the last start of each sample
+        starts = {d.sample: d.start for d in self.documents or ()}  # the start of each sample's last document
         return StreamState(
             self.shard.stop,
             list(starts.values()),
@@ -311,7 +311,7 @@ class Stream(Context):
         )
 
     def take_left(self) -> StreamState:
-        """Remove and return the state that the last sequence left for the next `go_on`."""
+        """Return and remove the state that the last sequence left; `go_on` continues from it."""
         left, self.left = self.left, None
         assert left is not None, "no sequence has gone on from a state"
         return left
@@ -325,7 +325,7 @@ class Stream(Context):
         return self._from_before[key]
 
     def plan_of(self, problem: Problem, layer: int) -> CarryPlan:
-        """The plan of a layer's call, or of a window of its heads."""
+        """Return the plan of a layer's call, or of a window of its heads."""
         key = problem, layer, problem.heads[0]
         if key not in self._plans:
             same = next((p for (other, *_), p in self._plans.items() if other == problem), None)
@@ -338,7 +338,7 @@ class Stream(Context):
 
     @property
     def seq_len(self) -> int:
-        """N, including earlier calls."""
+        """The number of tokens, including tokens of earlier calls."""
         return self.shard.stop
 
     @property
@@ -346,25 +346,25 @@ class Stream(Context):
         return self.shard.chunks
 
     def number(self, chunk: int) -> int:
-        """The index of this rank's piece of a chunk."""
+        """Return the index of this rank's piece of a chunk."""
         return chunk * self.shard.each + self.rank
 
     def tokens(self, chunk: int) -> range:
-        """The positions of a chunk, or of this rank's piece."""
+        """Return the positions of this rank's piece of a chunk."""
         return self.shard.piece(self.number(chunk))
 
     def local(self, chunk: int) -> slice:
-        """The slice of `tokens(chunk)` among the rank's tokens."""
+        """Return the slice of this rank's tokens that are in a chunk."""
         return self.shard.local(self.number(chunk))
 
     def layers(self, chunk: int, seeds: Sequence[Tensor | None]) -> list[LayerPlace]:
-        """The place in a chunk for each layer; `seeds` are the seeds of the layers' attention dropout."""
+        """Return the place of each layer in a chunk; `seeds`: for each layer, the seed of attention dropout."""
         places = (torch.tensor([layer, chunk], dtype=torch.int64) for layer in range(len(seeds)))
         shared, whole = self.group is not None, len(self.shard.positions(chunk)) == self.shard.stream
         return [LayerPlace(self.name, place, seed, shared, whole) for place, seed in zip(places, seeds, strict=True)]
 
     def rows_of(self, layer: int, first_head: int) -> LayerRows:
-        """The rows of a layer, or of its window of heads that begins at `first_head`."""
+        """Return the rows of a layer, or of its window of heads that begins at `first_head`."""
         key = layer, first_head
         if key not in self._layers:
             before = self._resumed(*key)
@@ -372,11 +372,11 @@ class Stream(Context):
         return self._layers[key]
 
     def tails_of(self, layer: int) -> LayerCarry[Tensor]:
-        """The last inputs (B, W - 1, C) that a layer's `kv_conv` carries."""
+        """Return the last inputs (B, W - 1, C) that a layer's `kv_conv` carries."""
         return self._tails.setdefault(layer, LayerCarry(self._before and self._before.tails.get(layer)))
 
     def states_of(self, layer: int) -> LayerCarry[RecurrentState]:
-        """The states of a layer's recurrence; their gradients follow `RecurrentState.floating`."""
+        """Return the states of a layer's recurrence; gradients are in the order of `RecurrentState.floating`."""
         return self._states.setdefault(layer, LayerCarry(self._before and self._before.memories.get(layer)))
 
     # -- calls from ops
@@ -395,16 +395,16 @@ class Stream(Context):
     def neighbours(
         self, x: Tensor, weight: Tensor, documents: tuple[Tensor | None, ...], place: Tensor, backward: bool
     ) -> ChunkNeighbours:
-        """The rows before a chunk x (B, L, C), for a convolution with `weight` (W, C)."""
+        """Return the rows before a chunk x (B, L, C), for a convolution with `weight` (W, C)."""
         return ChunkNeighbours(self, x, weight, documents, place, backward)
 
     @property
     def exact(self) -> bool:
-        """Return whether gradients pass from chunk to chunk."""
+        """True if gradients pass from chunk to chunk."""
         return self._store is not None
 
     def remember(self, chunk: int, key: Any, make: Callable[[], Any]) -> Any:
-        """Cache make() by `key` for forward, recomputation and backward of all layers, until the next chunk."""
+        """Return make(), cached by `key` until the next chunk, so that layers and passes of a chunk share it."""
         if self._remembered[0] != chunk:
             self._remembered = chunk, {}
         held = self._remembered[1]

@@ -1,9 +1,9 @@
-"""Training on a sequence chunk by chunk, with the gradients of one pass: memory for one chunk, and for carried rows.
+"""Train on a sequence chunk by chunk, with the gradients of one pass and memory for one chunk and for carried rows.
 
 The first pass computes the chunks in rising order without a graph; each layer keeps the keys and values that later
-chunks read. The second pass computes the chunks again from the last to the first and differentiates them: by then,
-later chunks have left the gradients of a chunk's keys and values. Parameter gradients are summed in at least fp32 and
-returned once, so that their hooks (DDP's) run once.
+chunks read. The second pass computes the chunks again in falling order and differentiates them. Later chunks have then
+computed the gradients of a chunk's keys and values. Parameter gradients are summed in fp32 or a wider dtype and
+returned once, so that their hooks, such as DDP's, run once.
 
 Shape letters: B batch, N tokens, C tokens of a chunk.
 """
@@ -28,7 +28,7 @@ from lightning_dilated.memory.settings import check_shared
 from lightning_dilated.memory.token_chunks import added, check_whole, only_once, trained
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
-#: computes a chunk, or this rank's piece of it, from its index and the place of each layer
+#: a function that computes a chunk, or this rank's piece of it, from its index and the place of each layer
 RunChunk = Callable[[int, list[LayerPlace]], Tensor]
 
 
@@ -37,11 +37,11 @@ class Chunks(NamedTuple):
 
     Attributes:
         seq_len, chunk: N and C.
-        depth: layers.
+        depth: number of layers.
         dropout: whether attention weights are dropped; the masks are the same as in one pass.
         truncate: whether gradients end at the bounds of chunks.
-        before: the state of earlier calls, without gradients; None: a separate sequence. Sets the stream's `left`.
-        starts: with `before`: for each sample, the positions at which documents begin, see `Stream.go_on`.
+        before: the state of earlier calls, without gradients; the stream's `left` is set then. None: a new sequence.
+        starts: with `before`: for each sample, the positions at which documents begin; see `Stream.go_on`.
         group: the ranks that share each chunk; None: this rank computes whole chunks.
     """
 
@@ -56,7 +56,7 @@ class Chunks(NamedTuple):
 
     @contextlib.contextmanager
     def begun(self, stream: Stream, store: bool) -> Iterator[None]:
-        """Let the stream compute these chunks inside the context."""
+        """Start these chunks on the stream, and end them at the end of the `with` block."""
         if self.before is None:
             stream.begin(self.seq_len, self.chunk, store, self.group)
         else:
@@ -69,18 +69,18 @@ class Chunks(NamedTuple):
             stream.end()
 
     def seeds(self) -> list[Tensor | None]:
-        """Draw a seed of attention dropout for each layer, as one pass draws them."""
+        """Draw a seed of attention dropout for each layer, with the same random numbers as one pass."""
         return [torch.randint(2**62, (), dtype=torch.int64) if self.dropout else None for _ in range(self.depth)]
 
 
 def sharing() -> SequenceGroup | None:
-    """The ranks that share the sequence; None if this rank has all of it."""
+    """Return the ranks that share the sequence; None if this rank has all of it."""
     group = active_sequence()
     return None if group is None or group.ranks == 1 else group
 
 
 def check_streamed(modules: Sequence[nn.Module], dtype: torch.dtype, chunk: int) -> None:
-    """Raise if a stream's result or gradients would differ from one pass.
+    """Raise if a stream's result or gradients would differ from one pass over the whole sequence.
 
     Raises:
         ValueError: for FSDP, fp16, and ranks that share the sequence in a layout that does not match its chunks.
@@ -91,12 +91,12 @@ def check_streamed(modules: Sequence[nn.Module], dtype: torch.dtype, chunk: int)
     if any(isinstance(m, FSDPModule) for module in modules for m in module.modules()):
         raise ValueError(
             f"stream={chunk} is not offered with FSDP, which would gather all weights for every chunk. Take "
-            'strategy="ring_dilated": its ranks hold all weights. Or leave stream out.'
+            'strategy="ring_dilated", where each rank has all weights, or leave stream out.'
         )
     if dtype == torch.float16:
         raise ValueError(
-            f"stream={chunk} is not offered in fp16: a loss scale comes too late for gradients that are made with the loss. "
-            'Take precision="bf16-mixed".'
+            f"stream={chunk} is not offered in fp16: gradients are computed with the loss, before it is scaled. Take "
+            'precision="bf16-mixed".'
         )
     check_whole(modules)
 
@@ -105,9 +105,9 @@ def streamed_sum(stream: Stream, run: RunChunk, chunks: Chunks, modules: Sequenc
     """Return the sum of run(number, layers) over the chunks, with its gradients.
 
     Args:
-        run: computes one number from a chunk (from this rank's piece), equal in every run; random numbers are repeated.
+        run: computes a number from this rank's piece of a chunk. It must be deterministic; random states are restored.
         modules: the modules with the parameters that `run` uses.
-        like: a tensor on the device that computes.
+        like: a tensor on the device of the computation.
     """
     leaves = trained(modules)
     if torch.is_grad_enabled() and leaves:
@@ -139,7 +139,7 @@ def _watched(stream: Stream, name: str, chunks: range) -> Iterator[int]:
 class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, stream, run, chunks, like, *leaves):
-        # saved-tensor hooks around this call (a checkpoint, an offload) must not see tensors inside it
+        # saved-tensor hooks around this call, of a checkpoint or an offload, must not be applied inside it
         plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         try:
             with plain, chunks.begun(stream, store=not chunks.truncate):
@@ -163,7 +163,7 @@ Sums = list[Tensor | None]
 def _exact(
     stream: Stream, run: RunChunk, chunks: Chunks, like: Tensor, leaves: Sequence[Tensor]
 ) -> tuple[Tensor, Sums]:
-    """Return (the sum, its gradients of the leaves), equal to one pass."""
+    """Return (the sum, gradients of the leaves), equal to those of one pass."""
     seeds, last = chunks.seeds(), stream.chunks - 1
     total, states, sums = None, [], [None] * len(leaves)
     for i in _watched(stream, "forward", range(last)):  # the last chunk is computed once, with its graph
@@ -184,7 +184,7 @@ def _exact(
 def _truncated(
     stream: Stream, run: RunChunk, chunks: Chunks, like: Tensor, leaves: Sequence[Tensor]
 ) -> tuple[Tensor, Sums]:
-    """Return the same in one pass with carried rows as constants: truncated back-propagation through time."""
+    """Return (the sum, gradients of the leaves) of one pass that treats carried rows as constants: truncated BPTT."""
     seeds, total, sums = chunks.seeds(), None, [None] * len(leaves)
     for i in _watched(stream, "chunk", range(stream.chunks)):
         total = added(total, _differentiate(run, stream, i, seeds, leaves, sums))
@@ -198,7 +198,7 @@ def _differentiate(
     forget_casts()
     with torch.enable_grad():
         part = run(i, stream.layers(i, seeds))
-    with hooks_paused(leaves):  # hooks expect the gradient of all chunks; autograd calls them with that
+    with hooks_paused(leaves):  # hooks must only get the gradient of all chunks, with which autograd calls them later
         grads = torch.autograd.grad(part, leaves, allow_unused=True)
     forget_casts()
     for k, grad in enumerate(grads):

@@ -242,7 +242,7 @@ def test_buffers_of_a_fixed_length_stay():
         got.append(decode_attention(*parts, cache))
         assert cache.nbytes == 2 * D * 8 * (2 * 32 + 4 * 25 + 4 * 50)
     torch.testing.assert_close(torch.cat(got, 1), dilated_attention(q, k, v, pattern, causal=True), **TOL)
-    with pytest.raises(ValueError, match="made for max_length=100 tokens, and this call adds the one of position 100"):
+    with pytest.raises(ValueError, match="made for max_length=100 tokens, but this call adds a token at position 100"):
         decode_attention(*(x[:, :1] for x in (q, k, v)), cache)
 
 
@@ -260,7 +260,7 @@ def test_a_cache_begins_anew():
 #: (lengths of prompts or None, chunks before, the call, message)
 WRONG = {
     "a batch of other lengths": ([3, 4, 5], [], qkv(4, 2, 5, 2), "made for 3 samples .lengths., got a batch of 2"),
-    "across the prompts' end": ([3, 5], [4], qkv(4, 2, 2, 2), "longest prompt has 5 tokens, and this call adds 4 to 5"),
+    "across the prompts' end": ([3, 5], [4], qkv(4, 2, 2, 2), "longest prompt has 5 tokens, and this call adds"),
     "several after prompts": ([3, 5], [5], qkv(4, 2, 2, 2), "after prompts of different lengths a call adds one token"),
     "another batch": (None, [5], qkv(4, 2, 1, batch=2), r"\(B, kv heads, D\) = \(1, 2, 3\)"),
     "other kv heads": (None, [5], qkv(4, 4, 1), r"\(B, kv heads, D\) = \(1, 2, 3\)"),

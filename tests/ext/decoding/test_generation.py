@@ -398,7 +398,7 @@ def test_what_cannot_be_captured(captured):
     hooked.transformer.blocks[1].ffn.register_forward_hook(lambda *args: None)
     attended = tiny(DilatedPattern.longnet([4, 16], [1, 2], padding="attended"))
     reasons = [token_step.why_not_captured(x) for x in (hooked, other, xpos, attended)]
-    for model, text in zip((hooked, other, xpos, attended), ("hooks", "Other has", "xPos", "attended"), strict=True):
+    for model, text in zip((hooked, other, xpos, attended), ("hooks", "redefines", "xPos", "attended"), strict=True):
         assert text in reasons.pop(0) and model.generate(PROMPT, 4).shape == (2, 7)
     assert captured == []
 

@@ -121,9 +121,9 @@ BAD = {
     ),
     "experts": (lambda: having(layers__0__moe_layer__gate=torch.zeros(2)), {}, "does not compute: layers.0.moe_layer"),
     "cross-attention": (lambda: having(layers__0__encoder_attn__x=torch.zeros(2)), {}, "does not compute"),
-    "no heads": (None, {"num_heads": None}, "num_heads cannot be told"),
+    "no heads": (None, {"num_heads": None}, "num_heads cannot be derived"),
     "heads": (None, {"num_heads": 3}, "num_heads=3 does not fit dim=16"),
-    "heads against xpos": (lambda: state("xpos_tied"), {"num_heads": 2}, "does not fit dim=16, which xPos says are 4"),
+    "heads against xpos": (lambda: state("xpos_tied"), {"num_heads": 2}, "does not fit dim=16; xPos weights are for 4"),
     "sizes": (
         lambda: having(layers__1__ffn__fc1__bias=torch.zeros(2)),
         {},

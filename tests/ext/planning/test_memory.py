@@ -252,7 +252,7 @@ def frozen():
     (lambda: find_gpu("V100"), "--gpu must be one of H200, H100"),
     (lambda: find_gpu("H200", 0), "--gpu-memory must be GiB"),
     (lambda: counted_model_of(ld.SlideEncoder()), "this SlideEncoder has no task"),
-    (lambda: counted_model_of(frozen()), "the blocks of this SlideEncoder are frozen.* Leave freeze_encoder out"),
+    (lambda: counted_model_of(frozen()), "the blocks of this SlideEncoder are frozen.* leave freeze_encoder out"),
     (lambda: counted_model_of(ld.DilatedModule()), r"DilatedModule must define example_batch\(tokens\)"),
 ])  # fmt: skip
 def test_refused(call, says):
@@ -261,5 +261,5 @@ def test_refused(call, says):
 
 
 def test_not_within_a_device():
-    with torch.device("cpu"), pytest.raises(RuntimeError, match="cannot be counted within"):
+    with torch.device("cpu"), pytest.raises(RuntimeError, match="cannot be counted inside"):
         footprint(counted_model_of(lm()))

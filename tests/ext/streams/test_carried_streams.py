@@ -124,14 +124,14 @@ def test_gradients_are_truncated_at_steps():
 def test_a_stream_without_its_state():
     model = lm().train()
     for positions in (True, False):
-        with pytest.raises(ValueError, match=r"streams \[0, 1, 2\] go on in the middle.*Resume from a checkpoint"):
+        with pytest.raises(ValueError, match=r"streams \[0, 1, 2\] continue in the middle.*Resume from a checkpoint"):
             model.loss_terms(batch(30, 30, positions=positions))
     model.loss_terms(batch(0, 30))
-    with pytest.raises(ValueError, match="stream 0 goes on at its token 60, but the model has read it up to token 30"):
+    with pytest.raises(ValueError, match="stream 0 continues at its token 60, but the model has read it to token 30"):
         model.loss_terms(batch(60, 30))
     model.loss_terms(batch(0, 30))  # an epoch ended early
     model.loss_terms(batch(30, 30))
-    with pytest.raises(ValueError, match="each stream once"):
+    with pytest.raises(ValueError, match="each stream only once"):
         model.loss_terms(batch(0, 30, (1, 1)))
 
 
@@ -139,7 +139,7 @@ def test_refusals():
     model = lm().train()
     with pytest.raises(ValueError, match=r"\['cu_seqlens'\]: leave it out"):
         model.loss_terms({**batch(0, 30), "cu_seqlens": torch.tensor([0, 30], dtype=torch.int32)})
-    with pytest.raises(ValueError, match="call loss_terms, or use no_grad"):
+    with pytest.raises(ValueError, match="call loss_terms, or use torch"):
         model.token_losses(batch(0, 30))
     model.watch_losses = lambda *x: None
     with pytest.raises(ValueError, match="LossByPosition"):
@@ -161,7 +161,7 @@ def test_other_head_chunks():
         model.loss_terms(batch(0, 30))
         model.loss_terms(batch(30, 30))
         model.transformer.memory = MemorySettings(head_chunks=after)
-        with pytest.raises(ValueError, match=f"head_chunks={before}, and the memory settings say {after}"):
+        with pytest.raises(ValueError, match=f"head_chunks={before}, but the memory settings have {after}"):
             model.loss_terms(batch(60, 30))
 
 
@@ -324,7 +324,7 @@ def test_a_checkpoint_without_states(tmp_path):
     buffer = io.BytesIO()
     torch.save(file, buffer)
     (tmp_path / "a.ckpt").write_bytes(buffer.getvalue())
-    with pytest.raises(ValueError, match=r"streams \[0, 1, 2\] go on in the middle"):
+    with pytest.raises(ValueError, match=r"streams \[0, 1, 2\] continue in the middle"):
         fitted(tmp_path, 5, tmp_path / "a.ckpt")
 
 

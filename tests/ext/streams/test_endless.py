@@ -162,5 +162,5 @@ def test_refusals():
         model.stream(tokens, tokens, starts=tokens)
     with torch.no_grad():
         _, state = model.stream(tokens)
-    with pytest.raises(ValueError, match="the state belongs to 2 sequences, and tokens has 1"):
+    with pytest.raises(ValueError, match="the state is of 2 sequences, but tokens has 1"):
         model.stream(tokens[:1], tokens[:1], state)

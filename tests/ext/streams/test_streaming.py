@@ -444,7 +444,7 @@ def test_refusals():
             ActivationRecompute(stream=8).on_fit_start(None, model)
     model = lm()
     model.transformer.memory = MemorySettings(stream=16)
-    with pytest.raises(ValueError, match=r"gradients are made with the sum of losses \(loss_terms\)"):
+    with pytest.raises(ValueError, match=r"gradients are computed with the sum of losses \(loss_terms\)"):
         model.token_losses(text())
     with pytest.raises(ValueError, match=r'not offered in fp16.*Take precision="bf16-mixed"'):
         model.half().loss_terms(text())

@@ -151,5 +151,5 @@ def test_refused():
             model(ids, attention_mask=mask, cache=cache)
             with pytest.raises(ValueError, match=r"have \[0, 18, 8, 11\] tokens of padding.*with a one appended"):
                 model(ids[:, :1], attention_mask=later, cache=cache)
-    with pytest.raises(ValueError, match="samples are selected where"):
+    with pytest.raises(ValueError, match="a sample can only replace"):
         cache.reorder_cache(torch.tensor([1, 0, 2, 3]))

@@ -1,4 +1,4 @@
-"""Count the memory of a real step of a real model under fake tensors, which have sizes but no memory."""
+"""Count the memory of a real model's training step under fake tensors, which have sizes but no memory."""
 
 from lightning_dilated.ext.planning.counting.memory_tracker import Meter
 

@@ -1,9 +1,9 @@
-"""Compiled blocks under fake tensors: graphs of torch.compile's partitioner, run with the memory of Inductor's kernels.
+"""Count the memory of compiled blocks under fake tensors, with a model of the kernels that Inductor would generate.
 
 Inductor's own partitioner decides what is saved for the backward. The kernels are modelled. Matrix products and custom
 operators read and write memory; the operations between them are fused into the fewest kernels. Kernels over the same
 number of elements that read a common tensor are fused, unless another step has to run between them. A kernel writes the
-values that others read; it reuses an input's memory if one of its results reads the input and nothing else does later.
+values that other kernels read. It overwrites an input if one of its results is the input's only remaining reader.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from lightning_dilated.ext.planning.counting.memory_tracker import Tape
 from lightning_dilated.ext.recurrence.op import RECURRENCE
 from lightning_dilated.models.blocks import TransformerBlock
 
-#: operators of aten and prims that Inductor does not generate; it generates no custom operator either
+#: operators of aten and prims that Inductor calls instead of generating a kernel, as it calls all custom operators
 EXTERN = ("mm", "addmm", "bmm", "baddbmm", "embedding_dense_backward", "index_put", "convolution")
-#: a value with several readers is written once if it is computed from more tensors than this, else computed by each
+#: a value with several readers is written to memory if it reads more tensors than this, else each reader computes it
 READS = 4
 
 
 @dataclass
 class Graphs:
-    """A cache of compiled functions, keys of the batches that it serves, and the tape that counts now."""
+    """A cache of compiled functions, the keys of batches that it was filled for, and the tape that counts now."""
 
     tape: Tape
     compiled: dict[tuple, Callable[..., Any]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Graphs:
 
 
 class Kernels:
-    """A graph that is called with a list of tensors and empties the list."""
+    """A compiled graph. A call takes a list of tensors and empties the list."""
 
     _boxed_call = True
 
@@ -63,7 +63,7 @@ class Kernels:
         if _extern(node):
             return True
         if not isinstance(node.meta.get("val"), Tensor):
-            return False  # several results are written separately
+            return False  # the node has several results; each result is a separate node, which is written
         users = list(_readers(node))
         if any(user.op == "output" or _extern(user) for user in users) or _numbers(node) < _width(node):
             return True
@@ -79,30 +79,30 @@ class Kernels:
             roots |= {n} if self._is_root(n) else self._roots(n)
         return roots
 
-    # -- values that one kernel makes ----------------------------------------------------------------------------------
+    # -- values that one kernel computes -------------------------------------------------------------------------------
     def _fused(self) -> list[list[fx.Node]]:
         """Return the steps: one operator each, or the results of one kernel."""
         steps = [[n] for n in self.nodes if n in self.written]
         kernels = [step for step in steps if not _extern(step[0])]
         for a, b in itertools.combinations(kernels, 2):
-            # lists are merged in place: a is empty after it was merged into a later one
+            # lists are merged in place: `a` is empty if it was already merged into a later list
             if a and b and _width(a[0]) == _width(b[0]) and self._common(a, b) and not self._between(steps, a, b):
                 b[:0] = a
                 a.clear()
         return [step for step in steps if step]
 
     def _common(self, a: list[fx.Node], b: list[fx.Node]) -> bool:
-        """Return whether both read the same large tensor, or one reads what the other writes."""
+        """Return whether both steps read the same large tensor, or one reads a result of the other."""
         size = _width(a[0])
         first, second = (set().union(*(self.reads[n] for n in step), step) for step in (a, b))
         return any(_numbers(n) >= size for n in first & second)
 
     def _between(self, steps: list[list[fx.Node]], a: list[fx.Node], b: list[fx.Node]) -> bool:
-        """Return whether another step has to run after one of them and before the other."""
+        """Return whether another step has to run between `a` and `b`, in either order."""
         return self._path(steps, a, b) or self._path(steps, b, a)
 
     def _path(self, steps: list[list[fx.Node]], a: list[fx.Node], b: list[fx.Node]) -> bool:
-        """Return whether another step reads what `a` writes, and `b` reads what that step writes."""
+        """Return whether `b` reads a result of `a` through at least one other step."""
         after: list[list[fx.Node]] = []
         reached = set(a)
         for _ in steps:
@@ -118,7 +118,7 @@ class Kernels:
         return any(_maker(n) in computed for node in step for n in self.reads[node])
 
     def _ordered(self, steps: list[list[fx.Node]]) -> list[list[fx.Node]]:
-        """Sort the steps in the order of the graph, each after the steps that it reads."""
+        """Sort the steps in the order of the graph, each after the steps that compute its inputs."""
         number = {node: i for i, node in enumerate(self.nodes)}
         waiting = sorted(steps, key=lambda step: min(number[n] for n in step))
         computed = {n for n in self.nodes if n.op != "call_function"}
@@ -158,7 +158,7 @@ class Kernels:
             arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: self._value(n, values, known))
         results = node.target(*arguments[0], **arguments[1])
         values[node] = results
-        if isinstance(results, (tuple, list)):  # each tensor is freed separately
+        if isinstance(results, (tuple, list)):  # store each tensor under its own node, to free it separately
             values.update((user, results[user.args[1]]) for user in node.users)
             del values[node]
 
@@ -172,7 +172,7 @@ class Kernels:
         self.graphs.tape.launched(None, _tensors(read), _tensors(step))
 
     def _value(self, node: fx.Node, values: dict[fx.Node, Any], known: dict[fx.Node, Any]) -> Any:
-        """Return a value in memory, or a view of one."""
+        """Return a node's value: a tensor in memory, or a view of one."""
         if node in values:
             return values[node]
         if node not in known:
@@ -181,7 +181,7 @@ class Kernels:
         return known[node]
 
     def _over(self, node: fx.Node, step: list[fx.Node], values: dict[fx.Node, Any], i: int) -> fx.Node | None:
-        """Return a value that a result can overwrite, or None."""
+        """Return an input that the result can overwrite, or None."""
         like = lambda x: isinstance(x, Tensor) and (x.dtype, x.numel())  # noqa: E731
         result = node.meta["val"]
         for n in self.reads[node]:
@@ -203,7 +203,7 @@ def _empty(node: fx.Node) -> Tensor:
 
 
 def _tensors(nodes: Iterable[fx.Node]) -> list[Tensor]:
-    """Return the tensors of nodes."""
+    """Return the tensors that nodes compute."""
     return [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
 
 
@@ -212,7 +212,7 @@ def _maker(node: fx.Node) -> fx.Node:
 
 
 def _of_operator(node: fx.Node) -> bool:
-    """Return whether a node is one of several results of an operator that Inductor does not generate."""
+    """Return whether a node is one of several results of an operator in memory (see `_extern`)."""
     return node.target is operator.getitem and _extern(node.args[0])
 
 
@@ -252,7 +252,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _inputs(node: fx.Node) -> set[fx.Node]:
-    """Return the values that a fused value is computed from, through views and values with one reader."""
+    """Return the values that a value is computed from. Views and values with one reader count as their inputs."""
     values: set[fx.Node] = set()
     for n in node.all_input_nodes:
         inline = n.op == "call_function" and not _extern(n) and (_viewed(n) or len(n.users) == 1)
@@ -260,14 +260,14 @@ def _inputs(node: fx.Node) -> set[fx.Node]:
     return values
 
 
-#: number of a piece's first arguments that need a gradient, if more than one
+#: by piece, the number of leading arguments that need a gradient; other pieces have one
 LEADING = {"join": 2}
 
 
 class Pieces:
-    """The compiled parts of a block, which replace it; blocks of one pattern, recurrence and stack share their graphs.
+    """Replace a block's methods by compiled pieces; blocks of a stack with equal pattern and recurrence share graphs.
 
-    Until `trace` is called the pieces run uncompiled and record their arguments.
+    Until `trace` is called, the pieces run uncompiled and record their arguments.
     """
 
     def __init__(self, block: TransformerBlock, graphs: Graphs, stack: str) -> None:
@@ -307,7 +307,7 @@ class Pieces:
         return list(self.block.parameters())
 
     def trace(self) -> None:
-        """Compile with gradients and without."""
+        """Compile the recorded calls, once with gradients and once without."""
         self.traced = True
         for name, (args, options) in self.seen.items():
             for grad in (False, True):
@@ -328,7 +328,7 @@ class Pieces:
         return self.graphs.compiled[key]
 
     def _key(self, name: str, flat: list[Any]) -> tuple:
-        """Return everything that a graph depends on."""
+        """Return the cache key of a graph: everything that the graph depends on."""
         shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in flat)
         layer = self.block.attention
         pattern = layer.attention.pattern if name in ("whole", "attend", "attend_kept") else None

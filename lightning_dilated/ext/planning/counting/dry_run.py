@@ -1,9 +1,9 @@
 """Count a training step of a real model, piece by piece, under fake tensors, which have sizes but no memory.
 
-`step` counts what the step holds, and `BlockWork` what its operators compute and move. The fake tensors are the CPU's
-and behave as a GPU's: without a GPU, fake tensors of a GPU have no backward. While a step is counted, functions of
-torch and of the models that differ on a GPU are replaced for the whole process. So this runs in separate processes:
-`lightning-dilated plan`, and `planning.advice` next to a training.
+`step` counts the step's memory; `BlockWork` counts its FLOPs and the bytes that it moves. The fake tensors are CPU
+tensors that imitate a GPU, because without a GPU, fake GPU tensors have no backward. While a step is counted, functions
+of torch and of the models that differ on a GPU are replaced in the whole process. Use a separate process for counting,
+as `lightning-dilated plan` and `planning.advice` do.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from lightning_dilated.sequence.group import no_sequence
 
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Create tensors as on a GPU, and let checks of values pass.
+    """Allocate memory as on a GPU, and make numbers that are read from fake tensors constant.
 
-    The package calls its kernels (`ASSUMED`), and functions that it compiles run as one kernel. Norms are one kernel
-    each way, in the dtype that autocast has on a GPU. Log-probabilities of fp16 (not of bf16) come from one kernel that
-    casts as it reads. A number that is read from a tensor is 1.
+    The package calls its GPU kernels (`ASSUMED`), and functions that it compiles run as one kernel. A norm is one
+    kernel in the forward and one in the backward, in the dtype that autocast uses on a GPU. One kernel casts fp16 (not
+    bf16) logits and computes log-probabilities. A number that is read from a tensor is 1.
     """
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
@@ -54,7 +54,7 @@ def as_on_gpu() -> Iterator[None]:
         yield
 
 
-#: the functions that are replaced above
+#: the original functions that `as_on_gpu` replaces
 _RMS_NORM, _LAYER_NORM, _LOG_SOFTMAX = torch.rms_norm, torch.layer_norm, torch.log_softmax
 
 
@@ -95,7 +95,7 @@ class _ConstantScalars(compat.TorchDispatchMode):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm's sizes, without values."""
+    """Allocate the tensors of RMSNorm, without values."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -108,7 +108,7 @@ class _RMSNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
-#: dtypes of parameters and of autocast by the Trainer's precision; None: no autocast
+#: (dtype of parameters, dtype of autocast or None) by the Trainer's precision
 PRECISIONS = {
     "bf16-mixed": (torch.float32, torch.bfloat16),
     "16-mixed": (torch.float32, torch.float16),
@@ -116,18 +116,18 @@ PRECISIONS = {
     "16-true": (torch.float16, None),
     "32-true": (torch.float32, None),
 }
-#: the stack of blocks with no name in front of its parts
+#: the main stack of blocks; names of its parts have no prefix
 MAIN = "transformer"
 
 
 class _Marks:
-    """Mark on the tape where a block's forward and backward begin; `stack` is the name of its stack."""
+    """Mark on the tape where the forward and the backward of block `number` begin; `stack`: name of its stack."""
 
     def __init__(self, number: int, tape: Tape, stack: str) -> None:
         self.number, self.tape, self.stack = number, tape, stack
 
     def put_on(self, block: nn.Module) -> None:
-        """Mark all runs of the block except recomputed ones."""
+        """Mark all runs of the block except recomputation."""
         block.register_forward_pre_hook(self._before)
         block.register_forward_hook(self._behind)
 
@@ -160,23 +160,23 @@ def step(
     graphs: Graphs | None = None,
     tape: Tape | None = None,
 ) -> Tape:
-    """Count a step that begins with the gradients of the step before, without the optimizer's states.
+    """Count a step that starts with the gradients of the previous step in memory. Optimizer states are not counted.
 
     Args:
         make: returns the model, of any depth, neither built nor compiled.
-        batch: returns its batch; called under fake tensors.
-        precision: the Trainer's.
-        memory: settings; `offload` is ignored.
+        batch: returns a batch of the model; called under fake tensors.
+        precision: the Trainer's precision.
+        memory: memory settings; `offload` is ignored.
         graphs: cache of compiled blocks; None: blocks run uncompiled.
-        tape: counts the step; None: a new one.
+        tape: the tape that counts the step; None: a new tape.
 
     Raises:
-        RuntimeError: inside `torch.device(...)`.
+        RuntimeError: if called inside `with torch.device(...)` or another TorchFunctionMode.
     """
     if compat.function_modes():
-        # seen with torch 2.13: the process then ends in a later garbage collection
+        # with torch 2.13, counting there led to a crash of the process in a later garbage collection
         raise RuntimeError(
-            "memory cannot be counted within `with torch.device(...)` or another TorchFunctionMode: leave it."
+            "memory cannot be counted inside `with torch.device(...)` or another TorchFunctionMode: count outside."
         )
     dtype, products = PRECISIONS[precision]
     tape, gpu = tape or Tape(), as_on_gpu()
@@ -187,7 +187,7 @@ def step(
             model = make()
             model.configure_model()
         model.train()
-        model.compile_blocks = graphs is not None  # read by the loss
+        model.compile_blocks = graphs is not None  # the loss reads it
         data, parts = batch(), stacks(model)
         repeats = shorten(parts[MAIN], memory.every)
         for stack in parts.values():
@@ -210,7 +210,7 @@ def step(
 
 
 def _bytes(module: nn.Module) -> tuple[int, int]:
-    """Return the bytes of a module's parameters, and of the trained ones."""
+    """Return the bytes of a module's parameters, and of its trained parameters."""
     parameters = list(module.parameters())
     return sum(p.nbytes for p in parameters), sum(p.nbytes for p in parameters if p.requires_grad)
 
@@ -220,12 +220,12 @@ Stack = StackMemory
 
 
 def stacks(model: DilatedModule) -> dict[str, Any]:
-    """Return the stacks of blocks of a built model by name, in the order of construction."""
+    """Return the stacks of blocks of a built model by attribute name, in the order of construction."""
     return {name: m for name, m in model.named_children() if isinstance(m, Stack)}
 
 
 def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContextManager, graphs: Graphs) -> None:
-    """Put compiled pieces for this batch into the blocks."""
+    """Replace the blocks' methods by pieces that are compiled for this batch."""
     named = [(block, name) for name, stack in stacks(model).items() for block in stack.blocks]
     pieces = [Pieces(block, graphs, name) for block, name in named]
     key = model.transformer.memory, tuple(x.shape for x in compat.leaves(data) if isinstance(x, Tensor))
@@ -239,7 +239,7 @@ def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContex
 
 
 def _run(model: DilatedModule, data: Any, context: contextlib.AbstractContextManager, tape: Tape) -> None:
-    """Run forward and backward as Lightning does."""
+    """Run the forward and the backward of a step in Lightning's order."""
     tape.parameters = list(model.parameters())
     for p in tape.parameters:
         p.grad = torch.empty_like(p) if p.requires_grad else None
@@ -265,23 +265,23 @@ def _few(length: int, step: int, cuts: Callable[[int, int], Iterator[slice]] = t
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Ignore the sequence and the gradient mode of a surrounding run."""
+    """Ignore the sequence ranks and the gradient mode of a surrounding run."""
     with no_sequence(), torch.inference_mode(False), torch.enable_grad():
         yield
 
 
 def _not_moved() -> contextlib.AbstractContextManager[Any]:
-    """Let `Module.to` do nothing: torch cannot move modules of fake tensors, and peft calls it for updates that already
-    have the dtype and device of their weights."""
+    """Disable `Module.to`: torch cannot move modules of fake tensors, and peft calls it for updates that already have
+    the dtype and device of their weights."""
     return compat.replaced(nn.Module, "to", lambda self, *where, **how: self)
 
 
 # -- work of blocks, kernel by kernel ----------------------------------------------------------------------------------
-# A kernel reads its tensors and writes its results once; views cost nothing. Without compilation each operator is a
-# kernel. Calls of attention and of recurrences are left out.
-#: tokens of the steps that count work; casts of weights, which do not grow with tokens, are a hundredth of it there
+# A kernel reads its inputs once and writes its results once; views cost nothing. Without compilation each operator is a
+# kernel. Calls of attention and of recurrences are not counted.
+#: tokens of the steps that count work; casts of weights, which do not depend on tokens, are 1 % of the work there
 TOKENS = 1 << 16
-#: the most tiles of such a step
+#: most tiles of a step that counts work
 TILES = 16
 #: products with fewer FLOPs a byte, such as an adapter's, are limited by memory: 700 TFLOP/s over 2.9 to 4.1 TB/s
 RIDGE = 200
@@ -289,17 +289,17 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 class Work(NamedTuple):
-    """Work of a token: FLOPs of large products, and bytes that all other kernels read and write."""
+    """Work for one token: FLOPs of large products, and bytes that all other kernels read and write."""
 
     flops: float
     moved: float
 
     def seconds(self, flops: float, bandwidth: float) -> float:
-        """Return the seconds at these FLOP/s and bytes/s."""
+        """Return the seconds at a speed of `flops` FLOP/s and `bandwidth` bytes/s."""
         return self.flops / flops + self.moved / bandwidth
 
     def beyond(self, other: Work) -> Work:
-        """Return the difference to `other`."""
+        """Return this work minus `other`."""
         return Work(self.flops - other.flops, self.moved - other.moved)
 
 
@@ -319,11 +319,11 @@ class BlockWork:
         precision: str,
         tile: int | None = None,
     ) -> BlockWork:
-        """Count a model's blocks, run with everything saved and with blocks recomputed.
+        """Count a block of a model in two steps: one saves everything, and one recomputes blocks.
 
         Args:
             make, batch, precision: see `passes`.
-            tile: tokens of a tile of the feed-forwards, which the backward computes again; None: all tokens at once.
+            tile: tokens of a feed-forward tile, which the backward recomputes; None: all tokens in one call.
         """
         each = (MemorySettings(policy, tile=tile) for policy in ("none", "block"))
         (forward, backward), (_, recomputing) = (passes(make, batch, precision, settings) for settings in each)
@@ -337,12 +337,12 @@ def passes(
     settings: MemorySettings,
     compiled: bool = False,
 ) -> tuple[Work, Work]:
-    """Count a block's forward, and its backward with everything that is recomputed.
+    """Count the work of a block's forward, and of its backward including all recomputation.
 
     Args:
-        make: returns the model of a given depth, not yet built.
-        batch: returns its batch of a given number of tokens; called under fake tensors.
-        precision: the Trainer's.
+        make: returns the model with a given depth, not yet built.
+        batch: returns a batch with a given number of tokens; called under fake tensors.
+        precision: the Trainer's precision.
         settings: memory settings.
         compiled: whether the blocks are compiled.
     """
@@ -350,13 +350,13 @@ def passes(
     tokens = TOKENS if tile is None else min(max(TOKENS, 2 * tile), TILES * tile)
     tape = WorkTape(tokens)
     graphs = Graphs(tape) if compiled else None
-    # two blocks, because the first one's backward may do less if nothing before it is trained
+    # count the second of two blocks: the first block's backward does less if nothing before it is trained
     step(partial(make, 2), partial(batch, tokens), precision, settings, graphs, tape)
     return tape.work(("forward", 1)), tape.work(("backward", 1))
 
 
 class WorkTape(Tape):
-    """Adds up the work of each part of a step, except the loss."""
+    """A tape that adds up the work of each part of a step, except the loss."""
 
     every_tile = True
 
@@ -367,7 +367,7 @@ class WorkTape(Tape):
         self._moved: Counter[tuple] = Counter()
 
     def work(self, part: tuple) -> Work:
-        """Return the work of a part, for one token."""
+        """Return the work of a part of the step for one token."""
         return Work(self._flops[part] / self._tokens, self._moved[part] / self._tokens)
 
     def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Any:
@@ -385,14 +385,14 @@ class WorkTape(Tape):
 
 
 def _is_kernel(func: Any) -> bool:
-    """Return whether an operator moves memory and is not priced separately."""
+    """Return whether an operator moves memory and is neither the attention op nor a recurrence."""
     if func in OPS or "empty" in func.overloadpacket.__name__:
         return False
     return compat.changes_inputs(func) or not compat.returns_view(func)
 
 
 def _flops(func: Any, inputs: Sequence[Tensor]) -> int:
-    """Return the FLOPs of a product of an operator's last two tensors; 0 for other operators."""
+    """Return the FLOPs of an operator that multiplies its last two tensors; 0 for other operators."""
     if func.overloadpacket.__name__ not in PRODUCTS:
         return 0
     left, right = inputs[-2:]

@@ -1,7 +1,7 @@
-"""Footprint: the memory of a model's step at any length, from its steps of two lengths under fake tensors.
+"""Derive the memory of a model's step at any length from steps of two lengths under fake tensors.
 
-The steps have the model's true depth, and sizes are linear in tokens. The op's workspace is computed for each length,
-see `planning.counting.workspace`.
+Sizes are linear in tokens, so two steps with the model's true depth suffice. The attention op's workspace is not
+linear; `planning.counting.workspace` computes it for each length.
 
 Shape letters: N tokens of the sequence, H query heads, K kv heads, D head dim.
 """
@@ -34,13 +34,13 @@ from lightning_dilated.sequence.planner import Links, Plan, make_problem, price
 
 #: tokens of the steps that are counted
 SIZES = (1 << 17, 1 << 18)
-#: counted lengths are multiples of this many tokens, because images come in rows of patches
+#: counted lengths are multiples of this number of tokens, because an image has whole rows of patches
 GRAIN = 2048
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A second stack of blocks; the parts of its pieces begin with its name. `parameters`: of one block."""
+    """A second stack of blocks; its name is the prefix of its parts on the tape. `parameters`: of one block."""
 
     name: str
     depth: int
@@ -53,11 +53,11 @@ class CountedModel:
     """A model to count.
 
     Attributes:
-        make: returns the model of a given depth, not yet built.
-        batch: returns its batch of a given number of tokens; called under fake tensors.
-        call: a call of the op on one rank.
-        depth: blocks of the first stack.
-        by_operator: whether each operator of a block is a kernel, as in uncompiled layers of another library.
+        make: returns the model with a given depth, not yet built.
+        batch: returns a batch with a given number of tokens; called under fake tensors.
+        call: a call of the attention op on one rank.
+        depth: number of blocks in the first stack.
+        by_operator: whether each operator of a block is a kernel, as in another library's uncompiled layers.
     """
 
     make: Callable[[int], DilatedModule]
@@ -73,14 +73,14 @@ class CountedModel:
 
 @dataclass(frozen=True)
 class Moment:
-    """A piece of a step, in the steps of both lengths.
+    """A piece of a step, as counted in the steps of both lengths.
 
     Attributes:
-        piece: of the shorter step.
-        held: bytes at its peak in each step, without parameters and gradients.
+        piece: the piece of the shorter step.
+        held: bytes at the piece's peak in each step, without parameters and gradients.
         saved: bytes of `held` that blocks of the first stack save for the backward.
-        group: number of the group of blocks that is recomputed together; outside of these blocks the last group.
-        within: number of the block in its group; None outside of the first stack's blocks.
+        group: index of the group of blocks that are recomputed together; outside the first stack, the last group.
+        within: index of the block in its group; None outside the first stack's blocks.
     """
 
     piece: Piece
@@ -99,24 +99,24 @@ class Moment:
 
     @property
     def decoding(self) -> bool:
-        """True in the second stack."""
+        """True if the piece belongs to the second stack."""
         return len(self.part) > 1 and self.part[0] not in BLOCKS
 
     @property
     def phase(self) -> str:
-        """The kind of work, in either stack."""
+        """The kind of work, such as "forward", without the name of a stack."""
         return self.part[1 if self.decoding else 0]
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """The moments of a step.
+    """The memory of a step at any number of tokens, moment by moment.
 
     Attributes:
-        sizes: tokens of the steps counted.
+        sizes: tokens of the two counted steps.
         hidden, inner: bytes a token of hidden states between blocks of the first stack, and of the second stack.
-        parameters, trained: bytes of all parameters, and of those that have gradients.
-        blocks: bytes of all and of trained parameters in each block of the first stack.
+        parameters, trained: bytes of all parameters, and of trained parameters.
+        blocks: (bytes of all parameters, bytes of trained parameters) of each block of the first stack.
     """
 
     subject: CountedModel
@@ -129,7 +129,7 @@ class Footprint:
     inner: int = 0
 
     def held(self, moment: Moment, tokens: int) -> int:
-        """Return the bytes without parameters and gradients."""
+        """Return the bytes at a moment's peak, without parameters and gradients."""
         return _line(self.sizes, moment.held, tokens)
 
     def saved(self, moment: Moment, tokens: int) -> int:
@@ -137,7 +137,7 @@ class Footprint:
         return _line(self.sizes, moment.saved, tokens)
 
     def layers(self, moment: Moment) -> int:
-        """Return the number of layers of the first stack up to a moment, including its group."""
+        """Return the number of the first stack's layers up to the end of the moment's group."""
         return min(self.subject.depth, (moment.group + 1) * self.subject.memory.every)
 
     @functools.cached_property
@@ -155,7 +155,7 @@ class Footprint:
         return dry_run.PRECISIONS[self.subject.precision][0].itemsize
 
     def room(self, moment: Moment, call: OpCall) -> int:
-        """Return the bytes that the op needs in addition to its results, in the moment's layer."""
+        """Return the bytes of the op's workspace, in addition to its results, in the moment's layer."""
         piece = moment.piece
         if not piece.op:
             return 0
@@ -174,15 +174,15 @@ def _line(at: tuple[int, int], values: tuple[int, int], x: int) -> int:
 
 
 def footprint(subject: CountedModel, sizes: tuple[int, int] | None = None, graphs: Graphs | None = None) -> Footprint:
-    """Count two steps; with tiles, steps of three and four tiles, because from three on each tile holds the same.
+    """Count two steps. With tiles they have three and four tiles, because each further tile adds the same memory.
 
     Args:
         subject: model to count.
-        sizes: tokens of the steps.
+        sizes: tokens of the two steps; None: a default.
         graphs: cache of this model's compiled blocks.
 
     Raises:
-        RuntimeError: if the steps differ in more than sizes.
+        RuntimeError: if the two steps consist of different pieces.
     """
     sizes = sizes or _lengths(subject.memory)
     graphs = (graphs or Graphs(Tape())) if subject.compile_blocks else None
@@ -193,7 +193,7 @@ def footprint(subject: CountedModel, sizes: tuple[int, int] | None = None, graph
     )
     if [(p.part, p.op, p.heads) for p in short.pieces] != [(p.part, p.op, p.heads) for p in long.pieces]:
         raise RuntimeError(
-            "steps of two lengths were not the same sequence of work, so the memory of others cannot be derived."
+            "steps of two lengths consist of different pieces, so the memory at other lengths cannot be derived."
         )
     return Footprint(
         subject, sizes, short.hidden[dry_run.MAIN] // sizes[0], tuple(_moments(subject, short, long)),
@@ -225,31 +225,31 @@ def _moments(subject: CountedModel, *steps: Tape) -> Iterator[Moment]:
 
 def _saved(step: Tape, depth: int, settings: MemorySettings) -> list[int]:
     """Return the bytes that the first 0, 1, ... blocks save for the backward."""
-    if settings.policy == "block":  # the forward's other tensors are autocast's copies of weights
+    if settings.policy == "block":  # other tensors that stay after a block are autocast's copies of weights
         return [-(-i // settings.every) * step.hidden[dry_run.MAIN] for i in range(depth + 1)]
     begun = {piece.part: piece.begin for piece in reversed(step.pieces)}
     ends = [*(begun["forward", i] for i in range(depth)), begun["behind", depth - 1]]
     return [end - ends[0] for end in ends]
 
 
-#: most heads that are counted on many ranks (see `lighter`)
+#: most heads that are counted on more than `EXACT` ranks (see `lighter`)
 HEADS = 16
-#: the buffers of every rank are counted up to this number of ranks
+#: on up to this number of ranks the buffers of each rank are counted; on more ranks they are estimated
 EXACT = 16
 
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Bytes of an exchange; each number is from the rank with most.
+    """Bytes of an exchange; each number is the maximum over ranks.
 
     Attributes:
         plan: the exchange's plan; None on one rank.
         name: the exchange's name; None if no segment crosses a shard.
-        kept: rows that a layer saves for the backward.
-        forward, backward: everything that a call holds temporarily.
-        queries: rows of q that other ranks' keys reach, over heads.
+        kept: bytes of rows that a layer saves for the backward.
+        forward, backward: bytes of all temporary tensors of a call.
+        queries: number of q rows, over heads, that attend to other ranks' keys.
         decoder: exchange of a second stack's calls.
-        others: exchanges of layers 1, 2, ... if patterns differ; layers cycle through this one and `others`.
+        others: exchanges of layers 1, 2, ... if patterns differ; layers cycle through this exchange and `others`.
     """
 
     plan: Plan | None = None
@@ -263,15 +263,15 @@ class Exchanged:
 
     @property
     def cycle(self) -> tuple[Exchanged, ...]:
-        """The exchange of each layer of the cycle."""
+        """The exchanges that the layers cycle through."""
         return self, *self.others
 
     def most(self, name: str) -> int:
-        """Return the largest number of any layer."""
+        """Return the maximum of a field over layers."""
         return max(getattr(x, name) for x in self.cycle)
 
     def kept_by(self, layers: int) -> int:
-        """Return the bytes of rows that the first `layers` layers save."""
+        """Return the bytes of rows that layers 0 to `layers` - 1 save."""
         return sum(x.kept for x in cycle_to(self.cycle, layers))
 
 
@@ -282,7 +282,7 @@ def exchanged(
     """Return the bytes that a call over N tokens exchanges; `heads` = (H, K, D).
 
     Raises:
-        ValueError: if the exchange cannot run this pattern, or `setup.exchange_memory` does not suffice.
+        ValueError: if the exchange cannot run this pattern, or needs more than `setup.exchange_memory`.
     """
     if setup.ranks == 1:
         return Exchanged()
@@ -300,14 +300,14 @@ def exchanged(
 
 
 def _priced(chosen: Plan, name: str, per_node: int, dim: int, size: int, links: Links) -> Exchanged:
-    """Estimate the bytes on many ranks. Each rank is assumed to send as much as the rank that receives most, and other
-    ranks' keys to reach all queries of the densest branch that is wider than a rank."""
+    """Estimate the bytes on many ranks. Assume that each rank sends the number of bytes that the busiest rank receives,
+    and that all queries of the densest branch that is wider than a rank attend to other ranks' keys."""
     problem = chosen.problem
     prices = chosen.prices or (price(problem, name, per_node, dim, size, links),)
     kept = next(p for p in prices if p.exchange == name).kept
     shard, wide = problem.shard.longest, max(4, size)
     served = lambda b: problem.num_heads if b.heads is None else len(b.heads)  # noqa: E731
-    # in a window only the queries near the ends of a rank's tokens see other ranks' keys
+    # in a window only queries near the ends of a rank's tokens attend to other ranks' keys
     reach = lambda b: shard if b.width is None else min(shard, (2 - problem.causal) * (b.width - 1) * b.dilation_rate)  # noqa: E731
     rows = [
         reach(b) * served(b) // b.dilation_rate
@@ -315,12 +315,12 @@ def _priced(chosen: Plan, name: str, per_node: int, dim: int, size: int, links: 
         if segment_width(b, problem.shard.seq_len) > shard
     ]
     queries = max(rows, default=0)
-    few = queries * dim * (2 * size + wide), queries * dim * (3 * size + wide)
-    return Exchanged(chosen, name, kept, 2 * kept + few[0], 3 * kept * wide // size + few[1], queries)
+    of_queries = queries * dim * (2 * size + wide), queries * dim * (3 * size + wide)
+    return Exchanged(chosen, name, kept, 2 * kept + of_queries[0], 3 * kept * wide // size + of_queries[1], queries)
 
 
 def _of(chosen: Plan, name: str, per_node: int, dim: int, size: int) -> Exchanged:
-    """Count the bytes of all ranks' programs; each number is the most of any rank."""
+    """Count the bytes of each rank's program; return the maxima over ranks."""
     problem, wide = chosen.problem, max(4, size)
     row, wide_row = 2 * dim * size, 2 * dim * wide
     each = []
@@ -329,9 +329,9 @@ def _of(chosen: Plan, name: str, per_node: int, dim: int, size: int) -> Exchange
         rounds = (program.keys, program.queries) if isinstance(program, AllToAllProgram) else program.rounds
         packed, landed = zip(*(_buffers(x, rank) for x in rounds), strict=True)
         queries = 0 if problem.shard.interleaved else arriving(problem, rank)[2]
-        # forward: a row of q, of out and of the running sum; backward: of grad, q and out, and of the sum of dq
-        few = queries * dim * (2 * size + wide), queries * dim * (3 * size + wide)
-        if isinstance(program, AllToAllProgram):  # all rows at once
+        # forward: rows of q, out and the fp32 sum of out; backward: rows of grad, q, out and the fp32 sum of dq
+        of_queries = queries * dim * (2 * size + wide), queries * dim * (3 * size + wide)
+        if isinstance(program, AllToAllProgram):  # all rounds are in memory together
             kept, forward, backward = (
                 sum(landed) * row,
                 sum(landed + packed) * row,
@@ -340,15 +340,15 @@ def _of(chosen: Plan, name: str, per_node: int, dim: int, size: int) -> Exchange
         elif program.keep:
             kept, forward = sum(landed) * row, sum(landed + packed) * row
             backward = sum(landed) * wide_row + sum(packed) * wide_row * 2
-        else:  # two rounds at once
+        else:  # two rounds are in memory together
             kept, forward = 0, 2 * (max(landed) + max(packed)) * row
             backward = 2 * (max(landed) + max(packed)) * (row + wide_row)
-        each.append((kept, forward + few[0], backward + few[1], queries))
+        each.append((kept, forward + of_queries[0], backward + of_queries[1], queries))
     return Exchanged(chosen, name, *map(max, zip(*each, strict=True)))
 
 
 def _buffers(step: Round, rank: int) -> tuple[int, int]:
-    """Return the rows of the buffers that a rank sends from and receives into, with its copies to itself."""
+    """Return the rows of a rank's (send buffers, receive buffers), including its copies to itself."""
     local = count(step.sends.get(rank, ()))
     remote = lambda side: sum(count(rows) for peer, rows in side.items() if peer != rank)  # noqa: E731
     return remote(step.sends) + local, remote(step.receives) + local
@@ -373,8 +373,8 @@ def of_subject(subject: CountedModel, tokens: int, setup: Setup) -> Exchanged:
 
 
 def lighter(call: OpCall, ranks: int) -> OpCall:
-    """Return the call with fewer and wider heads on many ranks, where counting each head takes long. Bytes, FLOPs and
-    query heads for each kv head are unchanged."""
+    """Return the call with fewer and wider heads if there are many ranks, because counting each head takes long. The
+    bytes, FLOPs and query heads per kv head are unchanged."""
     group = call.heads // call.kv_heads
     if ranks <= EXACT or call.heads <= HEADS or any(b.heads is not None for x in call.cycle for b in x.branches):
         return call
@@ -383,7 +383,7 @@ def lighter(call: OpCall, ranks: int) -> OpCall:
 
 
 def sharded(call: OpCall, tokens: int, ranks: int, rows: Exchanged) -> OpCall:
-    """Return a call of the rank in the middle of a sequence of N tokens."""
+    """Return the call of the rank in the middle of a sequence of N tokens."""
     tokens_here = -(-tokens // ranks)
     if ranks == 1:
         return replace(call, tokens=tokens)

@@ -1,4 +1,4 @@
-"""Meter counts the bytes of living tensors, and Tape splits a counted step into pieces."""
+"""Count the bytes of live tensors (`Meter`), and split a counted step into pieces (`Tape`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.ext.planning.counting.workspace import NAMES
 from lightning_dilated.ext.recurrence.op import RECURRENCE
 
-#: kinds of memory, from the bottom of a picture up; memory without a kind is temporary
+#: kinds of memory, in the order of a plot from the bottom up; memory without a kind is temporary
 PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer states", "batch"
 ACTIVATIONS, EXCHANGE, TEMPORARY = "saved activations", "exchange buffers", "temporary"
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, BATCH, ACTIVATIONS, EXCHANGE, TEMPORARY)
-#: operators written in Python; the operations inside them are counted, too
+#: namespaces of operators that are written in Python; a Meter also counts the operations inside them
 LOOK_INTO = ("lightning_dilated",)
 
-#: operators called right after `torch.tensor` made their argument
+#: operators that torch calls on a tensor right after `torch.tensor` made it
 FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 #: (serial number of a storage, change in bytes, seconds of `time.perf_counter`)
 Event = tuple[int, int, float]
@@ -35,7 +35,7 @@ Labels = Callable[[Any, Sequence[Tensor], Sequence[Tensor]], Iterable[tuple[Tens
 
 @dataclass(slots=True)
 class _Held:
-    """A living storage."""
+    """A storage that is in memory."""
 
     serial: int
     size: int
@@ -43,31 +43,31 @@ class _Held:
 
 
 class Meter(compat.TorchDispatchMode):
-    """Count each storage that an operation reads or makes inside the `with` block, from first use until it is freed.
+    """Count each storage that an operation reads or creates inside the `with` block, from first use until it is freed.
 
-    Views and results written in place add nothing; a storage that an operation resized counts its new size. A storage
-    freed after the block is still subtracted; new ones are seen only inside. Storages that existed before are counted
-    from the first operation that reads them, or from `track` on.
+    Views and results written in place add nothing. A storage that an operation resizes counts with its new size.
+    Storages that existed before the block are counted from the first operation that reads them, or from `track` on.
+    After the block no new storages are counted, but storages that are freed are still subtracted.
 
-    Not seen: memory that an operator written in C++ takes and gives back during a call, `UntypedStorage.resize_` until
-    an operation reads the tensor again, and memory of libraries. Operations inside operators in `LOOK_INTO` are counted
-    for real tensors; with fake tensors only the results exist. Blocks of torch.compile run uncompiled.
+    Not counted: memory that a C++ operator allocates and frees during a call, the effect of `UntypedStorage.resize_`
+    until an operation reads the tensor again, and memory of libraries. Operations inside operators in `LOOK_INTO` are
+    counted for real tensors; for fake tensors only results are counted. Blocks of torch.compile run uncompiled.
 
     Args:
-        device: count tensors of this device type only ("cuda" for fake tensors that claim this device); None: all.
+        device: count only tensors of this device type ("cuda" for fake tensors of that device); None: all tensors.
         round_to: round sizes up to a multiple, as an allocator does (512 on CUDA); 1: do not round.
-        record: keep `events`, for the kinds at the peak.
-        labels: called after each operation with (operator, its tensors, its results); returns (tensor, kind) pairs, for
-            tensors that have no kind yet, or one by `mark`.
+        record: keep `events`, which `replay` and `peak_by_kind` read.
+        labels: called after each operation with (operator, its tensors, its results). Returns (tensor, kind) pairs; a
+            kind replaces one that `mark` gave, but no other kind.
 
     Attributes:
         live: bytes now.
-        peak: the most since the start or `reset_peak`.
-        events: with `record`, in order; see `replay`.
-        adopted: serial numbers of storages that no operation inside the block made.
+        peak: most bytes since the start or the last `reset_peak`.
+        events: all changes in order, if `record`; see `replay`.
+        adopted: serial numbers of storages that no operation inside the block created.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: for an invalid argument.
     """
 
     def __init__(
@@ -84,23 +84,23 @@ class Meter(compat.TorchDispatchMode):
         self._marked: dict[int, str] = {}
         self._held: dict[int, _Held] = {}
         self._serials = itertools.count()
-        self._since = 0  # the first event after `reset_peak`
-        self._lock = threading.RLock()  # storages are freed in other threads, too
+        self._since = 0  # index of the first event after `reset_peak`
+        self._lock = threading.RLock()  # other threads may free storages
 
     # -- queries ------------------------------------------------------------------------------------------------------
     def reset_peak(self) -> None:
-        """Restart `peak` from the bytes that live now."""
+        """Set `peak` to the present bytes."""
         self.peak, self._since = self.live, len(self.events)
 
     def track(self, tensors: Iterable[Tensor | None], kind: str) -> int:
-        """Give the tensors' storages a kind, and count new ones; return the bytes of all, each storage once."""
+        """Count the tensors' storages and set their kind; return their bytes, each storage counted once."""
         with self._lock:
             storages = [x for t in tensors if t is not None for x in self._see(t, False)]
             self._kinds.update((x.serial, kind) for x in storages)
         return sum({x.serial: x.size for x in storages}.values())
 
     def mark(self, kind: str) -> int:
-        """Give a kind to living storages that were made inside and have none; return the bytes of these storages."""
+        """Give a kind to live storages that were created inside the block and have no kind; return their bytes."""
         with self._lock:
             known = self._kinds.keys() | self._marked.keys() | self.adopted
             storages = [x for x in self._held.values() if x.serial not in known]
@@ -108,7 +108,7 @@ class Meter(compat.TorchDispatchMode):
             return sum(x.size for x in storages)
 
     def by_kind(self) -> dict[str, int]:
-        """Return the bytes that live now, by kind; they add up to `live`."""
+        """Return the present bytes by kind; they add up to `live`."""
         sizes: dict[str, int] = {}
         with self._lock:
             for x in self._held.values():
@@ -117,16 +117,16 @@ class Meter(compat.TorchDispatchMode):
         return {kind: n for kind, n in sizes.items() if n}
 
     def peak_by_kind(self) -> dict[str, int]:
-        """Return the bytes at the first moment of `peak`, by the present kinds of storages; they add up to `peak`.
+        """Return the bytes at the first moment of `peak`, by the kinds that storages have now; they add up to `peak`.
 
         Raises:
-            RuntimeError: without `record`.
+            RuntimeError: if `record` is False.
         """
         if not self.record:
             raise RuntimeError("Meter(record=True) keeps the events that peak_by_kind needs.")
         best, most = {}, -1
         for number, _, total, held in self.replay():
-            # the peak may be the state after the last event before the reset
+            # the state after the last event before `reset_peak` may be the peak
             if number >= self._since - 1 and total > most:
                 best, most = dict(held), total
         return {kind: n for kind, n in best.items() if n}
@@ -136,7 +136,7 @@ class Meter(compat.TorchDispatchMode):
         return self._kinds.get(serial) or self._marked.get(serial, TEMPORARY)
 
     def replay(self) -> Iterator[tuple[int, float, int, dict[str, int]]]:
-        """Yield (number of the event, seconds, live bytes, bytes by kind) after each event; the mapping is reused."""
+        """Yield (index of the event, seconds, live bytes, bytes by kind) after each event. All yield the same dict."""
         total, held = 0, {}
         for number, (serial, delta, seconds) in enumerate(self.events):
             kind, total = self.kind(serial), total + delta
@@ -144,7 +144,7 @@ class Meter(compat.TorchDispatchMode):
             yield number, seconds, total, held
 
     def restart(self, keep: Sequence[str] = ()) -> None:
-        """Restart with only the living storages of the kinds in `keep`, which count as adopted."""
+        """Restart with only the live storages of the kinds in `keep`, and count these as adopted."""
         with self._lock:
             self._held = {key: x for key, x in self._held.items() if self.kind(x.serial) in keep}
             sizes = {x.serial: x.size for x in self._held.values()}
@@ -154,14 +154,14 @@ class Meter(compat.TorchDispatchMode):
             self.reset_peak()
 
     def close(self) -> None:
-        """Stop tracking; the numbers stay."""
+        """Stop tracking storages; the counted numbers remain."""
         with self._lock:
             self._held.clear()
 
-    # -- what happens ------------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(t, "__tensor_flatten__") for t in types):
-            return NotImplemented  # operations on a DTensor's inner tensors are dispatched separately
+            return NotImplemented  # a DTensor then dispatches operations on its inner tensors, which are counted
         kwargs = kwargs or {}
         inputs = [t for t in compat.leaves((args, kwargs)) if isinstance(t, Tensor)]
         with self._lock:
@@ -178,7 +178,7 @@ class Meter(compat.TorchDispatchMode):
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-        """Run the operation; inside one of `LOOK_INTO` its operations come here, too, unless another mode is active."""
+        """Run the operation. If it is in `LOOK_INTO` and no other mode is active, count the operations inside it."""
         plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in inputs)
         if func.namespace not in LOOK_INTO or not inputs or not plain or compat.in_dispatch_mode():
             return func(*args, **kwargs)
@@ -186,10 +186,10 @@ class Meter(compat.TorchDispatchMode):
             return compat.run_on_device(func, inputs[0].device.type, args, kwargs)
 
     def _see(self, tensor: Tensor, new: bool) -> list[_Held]:
-        """Count a tensor's storages in their present sizes."""
+        """Count a tensor's storages with their present sizes, and return them."""
         storages = []
         for part in parts(tensor):
-            if self.device is not None and part.device.type != self.device:  # fake tensors answer slowly
+            if self.device is not None and part.device.type != self.device:  # `device` of fake tensors is slow
                 continue
             storage = part.untyped_storage()
             key = compat.storage_key(storage)
@@ -228,11 +228,11 @@ class Meter(compat.TorchDispatchMode):
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with separate storages that a tensor consists of."""
+    """Yield the plain tensors, each with its own storage, that a tensor consists of."""
     if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for x in inner:
-            if isinstance(x, Tensor):  # a DTensor names its mesh, too
+            if isinstance(x, Tensor):  # a DTensor's attributes include its mesh
                 yield from parts(x)
     elif tensor.layout is torch.strided:
         yield tensor
@@ -240,15 +240,15 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
         yield from compat.sparse_parts(tensor)
     else:
         raise TypeError(
-            f"a Meter counts strided tensors and sparse ones of coordinates, got one of layout {tensor.layout}."
+            f"a Meter counts strided tensors and sparse COO tensors, got a tensor of layout {tensor.layout}."
         )
 
 
-#: the kind of autocast's copies of parameters, on a Tape
+#: kind of memory on a Tape: autocast's copies of parameters
 CASTS = "casts"
-#: names of the op's two passes in a piece
+#: names of the attention op's passes, for `Piece.op`
 FORWARD, BACKWARD = "forward", "backward"
-#: names of operators that are separate pieces
+#: names, for `Piece.op`, of operators that are separate pieces
 OPS = {
     torch.ops.lightning_dilated.attention.default: FORWARD,
     torch.ops.lightning_dilated.attention_backward.default: BACKWARD,
@@ -261,14 +261,14 @@ class Piece:
     """Memory of a piece of a step.
 
     Attributes:
-        part: of the step, such as ("forward", 0) for the first block's.
-        peak: the most bytes at once, without the op's workspace.
-        begin, static: bytes when it began, and bytes of parameters and gradients among them.
-        op: FORWARD or BACKWARD if the piece is one call of the op, one of `workspace.NAMES` for a
-            recurrence, else "".
+        part: the part of the step, such as ("forward", 0) for the first block's forward.
+        peak: peak bytes, without the op's workspace.
+        begin, static: bytes at the start of the piece, and bytes of parameters and gradients among them.
+        op: FORWARD or BACKWARD if the piece is one call of the attention op, one of `workspace.NAMES` if it is one
+            call of a recurrence, else "".
         heads, dtype: query heads of that call, and the dtype of q.
-        spec: of a recurrence.
-        casts: bytes of autocast's copies of parameters when it began.
+        spec: encoded arguments of a recurrence.
+        casts: bytes of autocast's copies of parameters at the start of the piece.
     """
 
     part: tuple
@@ -283,20 +283,20 @@ class Piece:
 
 
 class Tape(Meter):
-    """A `Meter` that also notes `pieces`; each loop over tiles is a separate piece."""
+    """A `Meter` that also records `pieces`; each loop over tiles is a separate piece."""
 
-    #: whether a layer's middle tiles are run, which hold the same as the second tile
+    #: whether a layer runs all tiles; if not, it skips middle tiles, because their memory equals the second tile's
     every_tile = False
 
     def __init__(self, **options: Any) -> None:
         super().__init__(labels=self._after, **options)
         self.pieces: list[Piece] = []
         self.part: tuple = ("before",)
-        #: bytes of parameters, and of the trained ones: of each block of the main stack, and of the model
+        #: (bytes of parameters, bytes of trained parameters) of each block of the main stack, and of the model
         self.blocks: list[tuple[int, int]] = []
         self.whole = (0, 0)
         self.parameters: Sequence[nn.Parameter] = ()
-        #: bytes of the hidden states that go into the first block of a stack, by the stack's name
+        #: by stack name, bytes of the hidden states that the stack's first block gets
         self.hidden: dict[str, int] = {}
         #: whether the backward has begun
         self.returning = False
@@ -306,12 +306,12 @@ class Tape(Meter):
         self._spec = ""
 
     def enter(self, *part: Any) -> None:
-        """End the piece, and begin `part`, or a new piece of the same part."""
+        """End the piece, and begin a new piece of `part`, by default of the same part."""
         self._cut()
         self.part = part or self.part
 
     def _range(self, name: str, begins: bool) -> None:
-        """Note that a range begins or ends; a loop over tiles is a range and a piece."""
+        """Record that a profiler range begins or ends; a loop over tiles is such a range, and a piece."""
         if begins:
             self._ranges.append(name)
         if name == "tiles":
@@ -327,7 +327,7 @@ class Tape(Meter):
 
     def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Iterable[tuple[Tensor, str]]:
         if (op := OPS.get(func)) is not None:
-            # the piece before the call, with the call's results if they made the peak
+            # the piece before the call; its peak includes the results of the call if they caused the peak
             self.pieces.append(Piece(self.part, self.peak, self._begin, self._static, casts=self._casts))
             self.peak = self.live
             self._cut(op, inputs[0 if op in (FORWARD, NAMES[RECURRENCE]) else 1])
@@ -336,7 +336,7 @@ class Tape(Meter):
         return ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # called very often
+        if func is torch.ops.prim.device.default:  # a shortcut, because it is called very often
             return args[0].fake_device
         if self._paused:
             return func(*args, **(kwargs or {}))
@@ -347,7 +347,7 @@ class Tape(Meter):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count results."""
+        """Count no operations inside the `with` block."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -355,4 +355,4 @@ class Tape(Meter):
             self._paused = before
 
     def launched(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Note a kernel of compiled blocks; `func`: its operator, None for a kernel that Inductor generates."""
+        """Called for each kernel of compiled blocks; `func`: its operator, or None if Inductor generates the kernel."""

@@ -1,4 +1,4 @@
-"""Describe a model by its hooks: what a plan counts (`CountedModel`), and the numbers that its time follows from (`Facts`).
+"""Describe a model by its hooks: `CountedModel` for counting memory, and `Facts`, from which its time is computed.
 
 Shape letters: V vocabulary.
 """
@@ -36,32 +36,32 @@ def counted_model_of(
     compile_blocks: bool | None = None,
     capability: tuple[int, int] = (9, 0),
 ) -> CountedModel:
-    """Describe what to count of a model, by its `example_batch`, its `planning_copy` and the stacks that `build` makes.
+    """Describe a model for counting, by its `example_batch`, its `planning_copy` and the stacks that `build` makes.
 
     Args:
-        model: built or not; it is not changed.
-        precision: the Trainer's.
-        memory: settings; None: the built model's (gradient checkpointing of a decoder), else none.
-        compile_blocks: None: the model's setting.
-        capability: of the GPU.
+        model: a model, built or not; it is not changed.
+        precision: the Trainer's precision.
+        memory: memory settings; None: the built model's settings, such as gradient checkpointing of a decoder.
+        compile_blocks: whether blocks are compiled; None: the model's setting.
+        capability: compute capability of the GPU.
 
     Raises:
         ValueError, TypeError: for another precision, or a model that cannot be counted.
     """
     one_of(precision, "precision", PRECISIONS)
     dtype, products = PRECISIONS[precision]
-    example_of(model, 2)  # raise its errors first
+    example_of(model, 2)  # raise errors of the model's `example_batch` first
     built = _checked(model)
     main, *further = stacks(built).items()
     call = partial(_call, dtype=products or dtype, capability=capability)
     compiled = getattr(model, "compile_blocks", False) if compile_blocks is None else compile_blocks
     if compiled and getattr(model, "lora_rank", None) is not None:
         raise ValueError(
-            "blocks with low-rank updates are not compiled: leave --compile out where there is a lora_rank."
+            "blocks with low-rank updates are not compiled: if the model has a lora_rank, leave --compile out."
         )
     native = isinstance(main[1], DilatedTransformer)
     by_operator = not (compiled or native)
-    compiled = compiled and native  # other stacks are counted uncompiled, which holds more
+    compiled = compiled and native  # other stacks are counted uncompiled, which takes more memory
     decoder = None
     for name, stack in further:
         decoder = Decoder(name, len(stack.blocks), call(stack), _parameters(stack.blocks[0]))
@@ -72,14 +72,14 @@ def counted_model_of(
 
 
 def example_of(model: DilatedModule, tokens: int, seed: int = 0) -> dict[str, Any]:
-    """Return the model's `example_batch`, which depends on the seed alone; torch's random state is unchanged."""
+    """Return the model's `example_batch`, seeded with `seed`; torch's random state is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return model.example_batch(tokens)
 
 
 def blank(make: Callable[[int], DilatedModule], depth: int = 1) -> DilatedModule:
-    """Build a model's layers without memory."""
+    """Build a model on the meta device, so that its weights take no memory."""
     with torch.device("meta"):
         model = make(depth)
         model.configure_model()
@@ -87,7 +87,7 @@ def blank(make: Callable[[int], DilatedModule], depth: int = 1) -> DilatedModule
 
 
 def _checked(model: DilatedModule) -> DilatedModule:
-    """Build the model's layers without memory, or raise if they cannot be counted."""
+    """Build the model on the meta device; raise if it cannot be counted."""
     name, depth = type(model).__name__, getattr(model, "depth", None)
     if not isinstance(depth, int):
         raise ValueError(f"{name} has no depth, the number of blocks that its build() makes.")
@@ -100,14 +100,14 @@ def _checked(model: DilatedModule) -> DilatedModule:
         )
     if not any(p.requires_grad for p in by_name[MAIN].blocks.parameters()):
         raise ValueError(
-            f"the blocks of this {name} are frozen, and a step is counted as if its backward went through them: the plan "
-            "would be too high. Leave freeze_encoder out of the recipe to plan full training, which takes more."
+            f"the blocks of this {name} are frozen, but a plan counts a backward through all blocks, so it would be "
+            "too high. To plan full training, which takes more memory, leave freeze_encoder out of the recipe."
         )
     return built
 
 
 def _call(stack: Stack, dtype: torch.dtype, capability: tuple[int, int]) -> OpCall:
-    """Describe the calls of the op that the blocks of a stack make."""
+    """Describe the calls of the attention op in a stack's blocks."""
     layers = stack.attentions()
     first, *patterns = shortest_cycle([layer.pattern for layer in layers])
     a = layers[0]
@@ -118,7 +118,7 @@ def _call(stack: Stack, dtype: torch.dtype, capability: tuple[int, int]) -> OpCa
 
 
 def _alike(model: DilatedModule, depth: int = 1, recurrence: Recurrence | None = None) -> DilatedModule:
-    """Copy the model with `depth` layers that all have this recurrence."""
+    """Copy the model with `depth` layers, all with this recurrence, or all without one."""
     shallow = model.planning_copy(depth)
     if getattr(model, "recurrences", ()):
         shallow.recurrences = (recurrence,) * depth
@@ -126,13 +126,13 @@ def _alike(model: DilatedModule, depth: int = 1, recurrence: Recurrence | None =
 
 
 def _batch(model: DilatedModule, dtype: torch.dtype, tokens: int) -> Any:
-    """Return a batch of one sequence, with floats in the dtype of Lightning's precision plugins."""
+    """Return a batch of one sequence, with floats in the dtype to which Lightning's precision plugin converts them."""
     convert = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
     return map_tree(convert, model.example_batch(tokens))
 
 
-#: elements that a layer's low-rank update reads and writes, for each element of the layer's input and of its output:
-#: peft's forward (product, scale, sum) and backward (the same, and the sum of the input's two gradients)
+#: elements that a layer's low-rank update reads and writes, for each element of (the layer's input, its output).
+#: peft's forward runs a product, a scale and a sum; its backward does, too, and sums the input's two gradients
 UPDATE_FORWARD, UPDATE_BACKWARD = (1, 6), (5, 4)
 
 
@@ -141,10 +141,10 @@ class Trained:
     """Numbers of trained parameters.
 
     Attributes:
-        block, edge: trained parameters of a block, and outside of all blocks.
-        weights: parameters of a block that multiply activations: all but an update that is first added to a weight.
-        gradients: parameters of a block with gradients summed over tokens: the trained ones, but the weight in place of
-            an update that is first added to it.
+        block, edge: trained parameters in a block, and outside all blocks.
+        weights: parameters in a block that multiply activations. An update that is first added to a weight does not.
+        gradients: parameters in a block with gradients summed over tokens: all trained parameters, except that an
+            update that is first added to a weight counts as that weight.
         forward, backward: elements a token that low-rank updates read and write.
     """
 
@@ -157,7 +157,7 @@ class Trained:
 
     @classmethod
     def of(cls, block: nn.Module, sizes: BlockSizes, edge: int) -> Trained:
-        """Count a block; `edge`: trained parameters elsewhere."""
+        """Count a block; `edge`: trained parameters outside all blocks."""
         trained, whole = _parameters(block, True), _parameters(block)
         if trained == whole:
             return cls(trained, edge, trained, trained)
@@ -169,7 +169,7 @@ class Trained:
 
     @property
     def backward_products(self) -> float:
-        """FLOPs of a block's backward, relative to a backward with all weights trained."""
+        """FLOPs of a block's backward, divided by the FLOPs if all weights were trained."""
         return (self.weights + self.gradients) / (2 * self.weights)
 
 
@@ -178,9 +178,9 @@ class RecurrentLayer:
     """The work that a layer's recurrence adds to its block.
 
     Attributes:
-        flops: of its rule, forward, a token.
-        element_size: bytes of an element of its rows.
-        forward, backward: work of its convolution, gates and norms.
+        flops: FLOPs of the recurrence's rule in the forward, for one token.
+        element_size: bytes of an element of the recurrence's rows.
+        forward, backward: work of the recurrence's convolution, gates and norms.
     """
 
     description: Recurrence
@@ -192,7 +192,7 @@ class RecurrentLayer:
 
     @property
     def unmeasured(self) -> str | None:
-        """Return why the time of its rule is not known; None if it is."""
+        """The reason why the time of this rule is unknown; None if the time is known."""
         kinds = measured_rules().rules
         if self.description.kind not in kinds:
             return f"only {' and '.join(kinds)} was measured on a GPU"
@@ -202,7 +202,7 @@ class RecurrentLayer:
 
     @classmethod
     def of_layers(cls, model: DilatedModule, subject: CountedModel) -> tuple[RecurrentLayer | None, ...]:
-        """Describe layers 0, 1, ..., which repeat; None for a layer without. Blocks are counted as compiled ones."""
+        """Return the recurrences that layers cycle through (None: a layer without one), counted in compiled blocks."""
         layers = shortest_cycle(without_starts(getattr(model, "recurrences", ())))
         if not any(layers):
             return ()
@@ -225,7 +225,7 @@ def _compiled_work(
 
     def make(depth: int) -> DilatedModule:
         shallow = _alike(model, depth, recurrence)
-        if usual is not None:  # all layers have positions if some have
+        if usual is not None:  # if some layers have rotary positions, count all layers with them
             shallow.rotary_bases = [base or usual for base in shallow.rotary_bases]
         shallow.__dict__.update(changed)
         return shallow
@@ -234,7 +234,7 @@ def _compiled_work(
 
 
 def _convolution(model: DilatedModule, subject: CountedModel) -> tuple[Work, ...]:
-    """Return the work that the short convolution adds to a compiled block: its kernels, and copies of rows for them."""
+    """Return the work that the short convolution, including its copies of rows, adds to a compiled block."""
     options: Any = getattr(model, "options", None)
     if getattr(options, "kv_conv", None) is None:
         return ()
@@ -248,14 +248,14 @@ class Facts:
 
     Attributes:
         hidden, vocab: features of the feed-forward, and V, from the model's `token_features`.
-        block_parameters, edge_parameters: parameters of a block without its recurrence, and all others.
+        block_parameters, edge_parameters: parameters of a block without its recurrence, and all other parameters.
         projection, feed_forward: parameters of a block's joint projection, and of its feed-forward.
         logits: whether the loss of a token reads V logits.
-        windows: the most windows of heads: one a kv head; 1 with low-rank updates, or if the blocks have no windows.
+        windows: most head windows: the kv heads, or 1 with low-rank updates or in blocks that have no windows.
         tiles: whether feed-forwards can run in tiles.
-        work: of a block in which each operator is a kernel; else None.
-        convolution: work of a block's short convolution, forward and backward; empty without one.
-        recurrences: of layers 0, 1, ..., which repeat; empty if no layer has one.
+        work: work of a block in which each operator is a kernel; None for other blocks.
+        convolution: work of a block's short convolution, (forward, backward); empty if there is none.
+        recurrences: the recurrences that the layers cycle through; empty if no layer has one.
     """
 
     dim: int
@@ -296,7 +296,7 @@ class Facts:
 
     @classmethod
     def of(cls, model: DilatedModule, subject: CountedModel) -> Facts:
-        """Build a model without memory, and count it; if its operators are counted, run a step of two layers."""
+        """Build the model on the meta device, and count it. Run steps of two layers if single operators are counted."""
         built, alone = blank(subject.make, model.depth), blank(partial(_alike, model))
         by_name, features = stacks(alone), built.token_features()
         depths = {name: len(stack.blocks) for name, stack in stacks(built).items()}
@@ -322,7 +322,7 @@ class Facts:
     def _of_stack(
         cls, stack: Stack, depth: int, vocab: int, edge: list[int], subject: CountedModel, call: OpCall
     ) -> Facts:
-        """Count a stack; `edge`: all and trained parameters outside of its blocks."""
+        """Count a stack; `edge`: [all parameters, trained parameters] outside its blocks."""
         block, sizes = stack.blocks[0], stack.sizes()
         return cls(
             sizes.dim, depth, sizes.hidden, vocab, _parameters(block), edge[0], sizes.projection,

@@ -1,8 +1,8 @@
-"""Equal layers of a counted model: a step runs three units of them, and the full depth is derived from its pieces.
+"""Count a model with many equal layers by running three units of them and repeating the pieces of the middle unit.
 
-In a stretch of equal units (a group of blocks that is recomputed together, or several groups that repeat) only the
-first unit has another layer before it, and only the last unit has one after it. All units between them do the same work
-on tensors of the same sizes. One of them is run, and its pieces are repeated.
+A unit is a group of blocks that are recomputed together, or several groups that repeat. In a stretch of equal units
+only the first one follows a different layer, and only the last one precedes a different layer. All units between them
+do the same work on tensors of the same sizes. One of these is run, and its pieces are repeated.
 
 Shape letters: P bytes of a unit's parameters, G bytes of their gradients.
 """
@@ -17,23 +17,23 @@ from torch import nn
 
 from lightning_dilated.ext.planning.counting.memory_tracker import Piece, Tape
 
-#: units of a stretch that are run: the first, one between, and the last
+#: number of units of a stretch that are run: the first, one of the middle, and the last
 RUN = 3
-#: parts of a step that each block of the first stack has
+#: parts of a step in each block of the first stack
 BLOCKS = ("forward", "behind", "backward")
-#: attributes of a layer that do not change what it holds
+#: attributes of a layer that do not change its memory
 NUMBERS = ("layer_idx",)
 
 
 class Repeat(NamedTuple):
-    """The blocks from `first` to before `end` represent `times` more units like them, which follow them."""
+    """Blocks `first` to `end` - 1, the unit that represents the `times` equal units after it."""
 
     first: int
     end: int
     times: int
 
     def lengthen(self, tape: Tape) -> None:
-        """Add the memory of the further units to a step without them."""
+        """Add the memory of the `times` further units to the tape of a step that ran without them."""
         unit = tape.blocks[self.first : self.end]
         size, trained = (sum(x) for x in zip(*unit, strict=True))
         tape.pieces = list(lengthened(tape.pieces, self, size, trained))
@@ -42,8 +42,8 @@ class Repeat(NamedTuple):
 
 
 def shorten(stack: Any, every: int) -> list[Repeat]:
-    """Take groups of `every` blocks out of a stack; return the repeats that restore them, in the order of removal."""
-    if getattr(stack, "drop_path", 0):  # its factors are drawn for all blocks at once
+    """Remove equal groups of `every` blocks from a stack; return the repeats that restore them, in removal order."""
+    if getattr(stack, "drop_path", 0):  # one call draws the factors of all blocks
         return []
     signatures: list[Any] = []
     for block in stack.blocks:
@@ -59,7 +59,7 @@ def shorten(stack: Any, every: int) -> list[Repeat]:
 
 
 def _signature(block: nn.Module) -> list[Any]:
-    """List everything in which two blocks may differ, except the values of their weights."""
+    """List everything in which two blocks can differ, except the values of their weights."""
     return [
         (
             name,
@@ -72,7 +72,7 @@ def _signature(block: nn.Module) -> list[Any]:
 
 
 def find_repeats(kinds: Sequence[Hashable], every: int = 1) -> list[Repeat]:
-    """Find repeats of blocks by their kinds; each repeat counts the blocks that earlier repeats left."""
+    """Find repeats of blocks by their kinds. The indices of a repeat count only blocks that earlier repeats left."""
     groups = [tuple(kinds[i : i + every]) for i in range(0, len(kinds), every)]
     repeats, period = [], 1
     while (RUN + 1) * period <= len(groups):
@@ -94,10 +94,10 @@ def lengthened(pieces: Sequence[Piece], repeat: Repeat, size: int, trained: int)
     """Yield the pieces of a step with the further units of a repeat.
 
     Args:
-        pieces: of the step without them.
+        pieces: pieces of the step without the further units.
         repeat: the repeat.
         size: P.
-        trained: G of the step before, which are freed after the forward.
+        trained: G; the gradients of the previous step are freed after the forward.
     """
     first, end, times = repeat
     index: dict[tuple, int] = {}
@@ -107,7 +107,7 @@ def lengthened(pieces: Sequence[Piece], repeat: Repeat, size: int, trained: int)
     between, returning = index["between",], index.get(("backward", end - 1), len(pieces))
     returned = index.get(("backward", first - 1), len(pieces))
     saved, casts = pieces[after].begin - pieces[begun].begin, pieces[after].casts - pieces[begun].casts
-    # autocast's copies of weights live until a loop over tiles or the end of the forward; layers may save them
+    # autocast keeps copies of weights until a loop over tiles or the end of the forward; layers may save them
     cleared = next((i for i in range(after, between) if pieces[i].casts < pieces[after].casts), between)
     saved_casts = casts if pieces[between].casts >= pieces[after].casts else 0
     freed, gradients = saved - casts + saved_casts, 0
@@ -115,7 +115,7 @@ def lengthened(pieces: Sequence[Piece], repeat: Repeat, size: int, trained: int)
         gradients = pieces[returned].static - pieces[returning].static
 
     def moved(part: slice, units: int, static: int, activations: int, copies: int = 0) -> Iterator[Piece]:
-        """Yield pieces with more bytes, and with the numbers of blocks after `units` further units."""
+        """Yield pieces with added bytes, and with block indices that are `units` units higher."""
         for x in pieces[part]:
             of_block = units and x.part[0] in BLOCKS
             number = (x.part[0], x.part[1] + units * (end - first)) if of_block else x.part

@@ -1,6 +1,6 @@
-"""Bytes that the attention op and the recurrence op hold on a GPU in addition to their inputs and results.
+"""Compute the GPU memory of the attention op and the recurrence op in addition to their inputs and results.
 
-They follow the executors' own chunks, launches and limits.
+The numbers follow from the executors' own chunks, launches and limits.
 
 Shape letters: L tokens of a rank, H query heads, D head dim, B batch.
 """
@@ -32,20 +32,20 @@ from lightning_dilated.pattern.rows import Block, cycle_to, global_tokens, witho
 
 #: bytes of a log-sum-exp
 LSE = 4
-#: engines that hold an fp32 sum of dq's D columns in the backward, and fp32 delta and log-sum-exp of each row (on an
-#: H200 8.08 GiB of the measured 8.10 GiB of the op at 1,048,576 tokens)
+#: engines that allocate an fp32 sum of dq, delta and log-sum-exp for each row in the backward; with them, 8.08 GiB are
+#: computed for the op at 1,048,576 tokens, and 8.10 GiB were measured on an H200
 SUMS_DQ = ("cudnn", "flash")
 
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of the op on a GPU.
+    """One call of the attention op on a GPU.
 
     Attributes:
         tokens, batch: L and B of this rank.
         whole, offset: tokens of the whole sequence (None: L), and the position of this rank's first token.
         window: (first, stop) of the call's query heads; None: all H.
-        final: whether nothing is merged into out afterwards; rows of other ranks are if they reach many queries.
+        final: whether out is complete after the call. It is not if results from other ranks' rows are merged into it.
         others: the patterns of layers 1, 2, ... if they differ; layers cycle through `pattern` and `others`.
     """
 
@@ -72,37 +72,37 @@ class OpCall:
         return self.pattern, *self.others
 
     def layers(self, depth: int) -> list[tuple[OpCall, int]]:
-        """Return the different calls of `depth` layers, each with the number of layers that make it."""
+        """Return the distinct calls of `depth` layers, each with its number of layers."""
         counts = Counter(cycle_to(self.cycle, depth))
         return [(replace(self, pattern=pattern, others=()), layers) for pattern, layers in counts.items()]
 
     @property
     def spans(self) -> list[Span]:
-        """The rank's part of the sequence: one span, none without tokens."""
+        """The rank's part of the sequence: a list of one span, or an empty list without tokens."""
         if not self.tokens:
             return []
         return [Span(0, self.batch, 0, self.tokens, self.whole, self.offset, self.offset)]
 
     @property
     def head_range(self) -> tuple[int, int]:
-        """(first, stop) of the tensors' query heads."""
+        """The tensors' query heads, (first, stop)."""
         return self.window or (0, self.heads)
 
     @property
     def own_heads(self) -> tuple[int, int]:
-        """(query heads, kv heads) of the tensors."""
+        """The numbers of (query heads, kv heads) in the tensors."""
         first, stop = self.head_range
         group = self.heads // self.kv_heads
         return stop - first, -(-stop // group) - first // group
 
     @property
     def rows(self) -> int:
-        """Rows of q over heads."""
+        """Number of rows of q, over all samples and heads."""
         return self.batch * self.tokens * self.own_heads[0]
 
     @property
     def row(self) -> int:
-        """Bytes of a row of q."""
+        """Bytes of one row of q in one head."""
         return self.head_dim * self.dtype.itemsize
 
     @property
@@ -122,27 +122,27 @@ class OpCall:
         return HeadWindow(self.pattern, self.heads, self.kv_heads, self.head_range)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, v without memory."""
+        """Return q, k and v on the meta device."""
         heads, kv = self.own_heads
         make = lambda h: torch.empty(self.batch, self.tokens, h, self.head_dim, dtype=self.dtype, device="meta")  # noqa: E731
         return make(heads), make(kv), make(kv)
 
     @property
     def block_flops(self) -> float:
-        """`grouped.block_flops` of the call: infinite if the grouped executor does not run it."""
+        """`grouped.block_flops` of the call; infinite if the grouped executor does not serve it."""
         shape = self.batch, self.tokens, self.own_heads[0], self.head_dim
         return grouped.block_flops(self.head_window, self.causal, self.spans, shape)
 
     @property
     def block_rows(self) -> list[int]:
-        """Rows of each block of the call's one span, over samples and heads."""
+        """Number of rows of each block in the call's only span, over samples and heads."""
         (span,) = self.spans
         return [_rows(span, b) for b in self.call.blocks(span)]
 
 
 @functools.lru_cache(maxsize=4096)
 def engine_of(x: OpCall) -> Engine:
-    """Return the engine that a GPU of this capability uses, whatever this machine has.
+    """Return the engine that a GPU of this capability uses, regardless of the hardware of this machine.
 
     Raises:
         ValueError: if no engine can run the call.
@@ -155,7 +155,7 @@ def engine_of(x: OpCall) -> Engine:
 
 @functools.lru_cache(maxsize=4096)
 def workspace(x: OpCall) -> tuple[int, int]:
-    """Return the most bytes that the op holds in addition to inputs and results, in the forward and in the backward."""
+    """Return the op's peak bytes in addition to inputs and results, (forward, backward)."""
     if not x.rows:
         return 0, 0
     if (inner := _without_global(x)) is not None:
@@ -166,7 +166,7 @@ def workspace(x: OpCall) -> tuple[int, int]:
 
 
 def _without_global(x: OpCall) -> OpCall | None:
-    """Return the call of the other branches if an executor computes them together, as in `executors.choose`."""
+    """Return the call without global branches, if one executor computes the others together; see `executors.choose`."""
     pattern, numbers = without_global(x.pattern), [b.tokens is not None for b in x.pattern.branches]
     if pattern is None or not any(numbers) or (x.dropout and numbers != sorted(numbers)):
         return None
@@ -176,7 +176,7 @@ def _without_global(x: OpCall) -> OpCall | None:
 
 
 def _beside_global(x: OpCall, inner: OpCall) -> tuple[int, int]:
-    """Follow `executors.WithGlobalTokens`: fp32 results of other branches, then the blocks of global tokens one by one."""
+    """Follow `executors.WithGlobalTokens`: other branches in fp32, and then the blocks of global tokens one by one."""
     wide, (forward, backward) = max(4, x.dtype.itemsize), workspace(inner)
     crossing = {i for i, b in enumerate(x.pattern.branches) if b.tokens is not None}
     most = max((_rows(x.spans[0], b) for b in x.call.blocks(x.spans[0]) if b.branch in crossing), default=0)
@@ -190,18 +190,18 @@ def _beside_global(x: OpCall, inner: OpCall) -> tuple[int, int]:
 
 # -- a few launches for all blocks -------------------------------------------------------------------------------------
 def _grouped(x: OpCall) -> tuple[int, int] | None:
-    """Follow `executors.grouped`; None if it does not run the call."""
+    """Compute the peaks of `executors.grouped`; None if it does not serve the call."""
     if engine_of(x).name != "triton" or x.block_flops == math.inf or global_tokens(x.pattern):
         return None
     out = x.rows * (x.head_dim * (x.dtype.itemsize if x.final else 4) + LSE)
     rows, places = sum(x.block_rows), 8 if x.dropout else 0
-    # log-sum-exp and delta of each row, then dk and dv, which are freed before dq is allocated
+    # backward: log-sum-exp and delta of each row, and its dk and dv, which are freed before dq is allocated
     return out + rows * (x.row + LSE + places), x.results[1] + rows * (2 * LSE + 2 * x.row + places)
 
 
 # -- chunk by chunk ---------------------------------------------------------------------------------------------------
 def _fused(x: OpCall) -> tuple[int, int]:
-    """Follow `executors.fused`."""
+    """Compute the peaks of `executors.fused`."""
     call, spans, (q, k, v) = x.call, x.spans, x.tensors()
     pieces = fused.forward_pieces(call, spans, [q, k, v], x.final)
     wide = 0 if x.final else x.rows * x.head_dim * 4
@@ -212,8 +212,8 @@ def _fused(x: OpCall) -> tuple[int, int]:
 
 
 def _held(pieces: fused.Pieces, part: int, engine: int, results: int) -> int:
-    """Return the most bytes held at once by a row's `part`, and by the `engine` until a block's end. Results are
-    allocated once the first span's outermost parts exist."""
+    """Return the peak bytes of `part` bytes a row of held blocks, `engine` bytes a row of the running block, and the
+    results, which are allocated after the first span's outermost parts."""
     peak = before = 0
     spans, branch = pieces
     for span, chunk in spans:
@@ -230,7 +230,7 @@ def _held(pieces: fused.Pieces, part: int, engine: int, results: int) -> int:
 
 
 def _leaves(span: Span, chunk: Chunk) -> list[list[int]]:
-    """List the rows of each block held while an innermost chunk is combined, in the order in which they are made."""
+    """For each innermost chunk, list the rows of the blocks in memory while it is combined, in order of creation."""
     leaves: list[list[int]] = []
     fused.walk(chunk, functools.partial(_rows, span), lambda _, every, rows: leaves.append(rows))
     return leaves
@@ -242,30 +242,30 @@ def _rows(span: Span, block: Block) -> int:
 
 # -- block by block ----------------------------------------------------------------------------------------------------
 def _blockwise(x: OpCall) -> tuple[int, int]:
-    """Follow `executors.blockwise`: sums in fp32, and one block's part with the copies that merging it makes."""
+    """Follow `executors.blockwise`: sums in fp32, and the result of one block with the copies for merging it."""
     wide = max(4, x.dtype.itemsize)
     most = max(x.block_rows, default=0)
     sums = 4 * x.head_dim if engine_of(x).name in SUMS_DQ else 0
     out = x.rows * (x.head_dim * wide + LSE) + most * (x.row + 2 * x.head_dim * wide + 4 * LSE)
     back = x.results[1] // x.dtype.itemsize * wide
-    rounded = x.results[1] if wide != x.dtype.itemsize else 0  # results in the dtype of q, besides the sums
+    rounded = x.results[1] if wide != x.dtype.itemsize else 0  # results in the dtype of q, in addition to the sums
     narrow = x.rows * x.row if wide != x.dtype.itemsize else 0
     return max(out, x.rows * (x.head_dim * wide + LSE) + narrow), back + max(
         rounded, most * (3 * x.row + sums + 2 * LSE)
     )
 
 
-# -- recurrences: the op's code is run at two lengths, and metered -----------------------------------------------------
-#: names of a recurrence's pieces of a step, see `memory_tracker.Piece`
+# -- recurrences: a Meter measures the op at two lengths ---------------------------------------------------------------
+#: names of a recurrence's pieces in `memory_tracker.Piece.op`
 NAMES = {op.RECURRENCE: "recurrence", op.RECURRENCE_BACKWARD: "recurrence backward"}
 
 
 def recurrence_workspace(forward: bool, call: OpCall, spec: str, meter: Callable[[], Any]) -> int:
-    """Return the bytes of a call of L tokens in each of B samples; `meter` makes a `Meter`."""
+    """Return the bytes of a recurrence call with L tokens and B samples; `meter` returns a new `Meter`."""
     described = op.RecurrenceSpec.decode(spec)
     sizes = call.heads, call.kv_heads, call.head_dim
     (short, low), (long, high) = _metered(forward, sizes, call.dtype, spec, meter)
-    shared = call.whole is not None and call.whole > call.tokens  # ranks compute all of their tokens at once
+    shared = call.whole is not None and call.whole > call.tokens  # such ranks compute their tokens in one window
     whole = not described.causal or shared
     tokens = call.tokens if whole else min(call.tokens, op.WINDOW)
     rows = call.heads * (1 if forward else 2) + (0 if forward else 2 * call.kv_heads)  # a window's results are copied
@@ -273,7 +273,7 @@ def recurrence_workspace(forward: bool, call: OpCall, spec: str, meter: Callable
     counted = max(0, round(low + (high - low) * (call.batch * tokens - short) / (long - short))) + copied
     if described.kind != "gated_delta":
         return counted
-    # the machine that runs the call decides which of the two computes it
+    # the machine of the run decides between PyTorch code and the Triton kernel: take the larger number
     heads, dims = (call.heads, call.kv_heads), (call.head_dim, call.head_dim)
     window = triton_chunks.window(call.batch, heads, dims, call.dtype)
     tokens = call.tokens if whole else min(call.tokens, window)
@@ -285,10 +285,10 @@ def recurrence_workspace(forward: bool, call: OpCall, spec: str, meter: Callable
 def _metered(
     forward: bool, sizes: tuple[int, int, int], dtype: torch.dtype, spec: str, meter: Callable[[], Any]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the (tokens, bytes) of two calls on the CPU."""
+    """Run two calls on the CPU, and return the (tokens, bytes) of each."""
     segment = op.RecurrenceSpec.decode(spec).segment or CHUNK
     with real_tensors():
-        grouped = 2 * GROUPED_FROM * segment <= op.WINDOW  # as in a window
+        grouped = 2 * GROUPED_FROM * segment <= op.WINDOW  # whether a window is long enough to group segments
         lengths = tuple(n * segment for n in ((GROUPED_FROM, 2 * GROUPED_FROM) if grouped else (4, 8)))
         return tuple((n, _recurrence_held(forward, n, sizes, dtype, spec, meter())) for n in lengths)
 

@@ -1,4 +1,4 @@
-"""MemoryProfiler: the memory of a training step by phase and kind, on every rank."""
+"""Profile the memory of a training step by phase and kind, on every rank."""
 
 from lightning_dilated.ext.profiling.memory.profiler import MemoryProfiler
 

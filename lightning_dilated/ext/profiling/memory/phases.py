@@ -1,4 +1,4 @@
-"""Phases of a training step (such as the forward or backward of a block, the optimizer), and bytes of each kind."""
+"""Follow the phases of a training step (the forward or backward of a block, the optimizer), and count bytes by kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_dilated.ext.planning.counting.memory_tracker import (
 )
 from lightning_dilated.models.blocks import TransformerBlock
 
-#: index of the result of `lightning_dilated::attention` that holds rows of other ranks for the backward
+#: index of the result of `lightning_dilated::attention` with rows of other ranks, which are saved for the backward
 RECEIVED = 2
 
 
@@ -36,7 +36,7 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def states(optimizers: Iterable[Any]) -> list[Tensor]:
-    """List the tensors that optimizers keep."""
+    """List the state tensors of optimizers."""
     all_states = (getattr(x, "state", {}) for x in optimizers)
     return [t for state in all_states for t in compat.leaves(list(dict(state).values())) if isinstance(t, Tensor)]
 
@@ -46,7 +46,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Return the bytes on a device; each storage counts once."""
+    """Return the bytes of tensors on a device; each storage counts once."""
     sizes: dict[int, int] = {}
     for t in tensors:
         for part in parts(t):
@@ -57,7 +57,7 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
 
 
 def exchanged(func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Iterator[tuple[Tensor, str]]:
-    """Yield the tensors that a collective reads or writes, and the received rows that attention keeps."""
+    """Yield (tensor, EXCHANGE) for tensors of a collective, and for received rows that attention saves."""
     if func.namespace == "c10d":
         yield from ((t, EXCHANGE) for t in (*inputs, *results))
     elif func.name() == "lightning_dilated::attention" and results[RECEIVED].numel():
@@ -65,7 +65,7 @@ def exchanged(func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) ->
 
 
 def shares(total: int, known: Mapping[str, int]) -> dict[str, int]:
-    """Split `total` bytes by kind: known kinds as far as there is room, and the remainder as temporary."""
+    """Split `total` bytes by kind: the known kinds, in order, up to `total`, and the remainder as temporary."""
     sizes, left = {}, total
     for kind in (PARAMETERS, OPTIMIZER, GRADIENTS, BATCH, EXCHANGE, ACTIVATIONS):
         sizes[kind] = max(0, min(known.get(kind, 0), left))
@@ -77,13 +77,13 @@ FORWARD, BACKWARD, OPTIMIZING, REST = "forward", "backward", "optimizer", "rest"
 
 
 class Phase(NamedTuple):
-    """A part of a step; `block` counts from 0, None: outside of blocks."""
+    """A part of a step; `block`: index of a block, or None for work outside blocks."""
 
     stage: str
     block: int | None = None
 
     def in_words(self, blocks: int) -> str:
-        """Describe the phase; blocks are counted from 1."""
+        """Describe the phase; the text numbers blocks from 1."""
         if self.stage not in (FORWARD, BACKWARD):
             return {OPTIMIZING: "optimizer", REST: "rest of the step"}[self.stage]
         if self.block is None:
@@ -100,13 +100,13 @@ def phases(blocks: int) -> list[Phase]:
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the module's TransformerBlocks, or else the children of its outermost ModuleLists."""
+    """Return the module's TransformerBlocks; without any, return the children of its outermost ModuleLists."""
     blocks = [m for m in module.modules() if isinstance(m, TransformerBlock)]
     return blocks or list(dict.fromkeys(_listed(module)))
 
 
 def _listed(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
-    """Yield the children of ModuleLists, and of lists and dicts inside of these."""
+    """Yield the children of ModuleLists, and of ModuleLists and ModuleDicts inside them."""
     for child in module.children():
         if isinstance(child, nn.ModuleList) or (inside and isinstance(child, nn.ModuleDict)):
             yield from _listed(child, True)
@@ -117,14 +117,14 @@ def _listed(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
 
 
 class Watch:
-    """Follow a module's blocks through forwards and backwards; `enter` marks the other phases.
+    """Follow a module's blocks through forward and backward; the caller marks other phases by `enter`.
 
-    A block's call is followed outside of the code that torch.compile compiles, so nothing is compiled again. Its
-    backward begins when a result's gradient is there. It ends when an input's gradient is there or another one begins.
+    Calls are followed outside compiled code, so that nothing is compiled again. A block's backward begins when the
+    gradient of a result is computed. It ends when the gradient of an input is computed or another block's begins.
 
     Attributes:
         phase: the present phase.
-        on: whether a training batch is being computed; otherwise nothing is followed.
+        on: whether a training batch is being computed; phases change only then.
         border: called with each phase that ends.
     """
 
@@ -163,24 +163,24 @@ class Watch:
             self.border(ended)
 
     def hook(self, tensors: Any, then: Callable[[Tensor], None]) -> None:
-        """Call `then` with the gradient of each tensor, when it is there."""
+        """Call `then` with the gradient of each tensor as soon as it is computed."""
         for t in compat.leaves(tensors):
             if isinstance(t, Tensor) and t.requires_grad:
                 self._hooks.append(t.register_hook(then))
 
     def begin_backward(self, block: int, grad: Tensor) -> None:
-        """Enter a block when its result's gradient is there."""
+        """Enter a block's backward; called with the gradient of one of its results."""
         if self.phase.stage == BACKWARD:
             self.enter(BACKWARD, block)
 
     def end_backward(self, block: int, grad: Tensor) -> None:
-        """Leave a block when its input's gradient is there, unless another block's backward has begun."""
+        """Leave a block's backward, unless another one has begun; called with the gradient of one of its inputs."""
         if self.phase == Phase(BACKWARD, block):
             self.enter(BACKWARD)
 
 
 class _Call:
-    """Replaces the function that `nn.Module.__call__` calls for a compiled module; `before` is that function."""
+    """Follow a block's calls: replace `before`, the function that `nn.Module.__call__` calls for compiled modules."""
 
     def __init__(self, watch: Watch, index: int, block: nn.Module, before: Callable[..., Any] | None) -> None:
         self.watch, self.index, self.block, self.before = watch, index, block, before
@@ -193,7 +193,7 @@ class _Call:
 
     def _followed(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         watch, i = self.watch, self.index
-        if in_backward():  # the caller recomputes the block in the backward
+        if in_backward():  # activation checkpointing recomputes the block
             watch.enter(BACKWARD, i)
             return run(*args, **kwargs)
         watch.enter(FORWARD, i)

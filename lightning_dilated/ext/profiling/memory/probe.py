@@ -1,6 +1,6 @@
-"""Peak memory of the phases of a training step by kind: by CUDA's allocator, or on the CPU by counting tensors.
+"""Measure peak memory by phase of a training step and by kind, from CUDA's allocator or by counting tensors on the CPU.
 
-Also snapshots of CUDA's allocator for pytorch.org/memory_viz.
+`Snapshots` writes the history of CUDA's allocator for pytorch.org/memory_viz.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from lightning_dilated.ext.profiling.memory.phases import (
     weights,
 )
 
-#: most allocations and frees in a history, which keeps the latest
+#: most allocations and frees in a history; older ones are dropped
 ENTRIES = 200_000
 
 
 def check_steps(steps: object) -> tuple[int, int] | None:
-    """Return `snapshot_steps` as (first, stop), or None.
+    """Return `snapshot_steps` as a tuple (start, stop), or None.
 
     Raises:
-        TypeError, ValueError: for anything but two integers 0 <= start < stop.
+        TypeError, ValueError: if it is neither None nor two integers with 0 <= start < stop.
     """
     if steps is None:
         return None
@@ -62,7 +62,7 @@ def check_steps(steps: object) -> tuple[int, int] | None:
 
 
 class Snapshots:
-    """The allocator's history in steps start, ..., stop - 1 on this rank."""
+    """Record CUDA's allocator on this rank in steps start, ..., stop - 1."""
 
     def __init__(self, steps: tuple[int, int] | None, device: torch.device) -> None:
         if steps is not None and device.type != "cuda":
@@ -83,7 +83,7 @@ class Snapshots:
             self.write(folder / f"memory_steps_{first}_to_{stop - 1}_rank_{rank}.pickle")
 
     def write(self, path: Path) -> bool:
-        """Write the history and stop recording; False without CUDA's allocator."""
+        """Write the history, stop recording and return True; return False if the device is no GPU."""
         if self.device.type != "cuda":
             return False
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ class Snapshots:
             record_memory(None)
 
 
-#: (seconds, bytes by kind from then on)
+#: (seconds, bytes by kind from that time on)
 Point = tuple[float, dict[str, int]]
 
 
@@ -105,7 +105,7 @@ Point = tuple[float, dict[str, int]]
 class Span:
     """A phase that ended: its times, and its peaks in bytes (reserved: None on the CPU).
 
-    `kinds` are the kinds of the allocated bytes at the peak, and add up to them.
+    `kinds`: the bytes of `allocated` by kind; they add up to `allocated`.
     """
 
     phase: Phase
@@ -118,7 +118,7 @@ class Span:
 
 @dataclass
 class Measured:
-    """A training step; `points` are its timeline."""
+    """The measurements of a training step; `points`: memory over time."""
 
     step: int
     spans: list[Span]
@@ -130,21 +130,20 @@ class Measured:
 
 
 class CpuProbe:
-    """Counts the tensors on the CPU exactly; `Meter` says what it cannot see.
+    """Count the tensors on the CPU with a `Meter`; see its docstring for memory that it does not count.
 
-    Parameters, gradients and optimizer states are known by their storages, before and after each batch, after each
-    backward and before the optimizer. Exchange buffers are other tensors that collectives read or write: attention's,
-    other calls', and DDP's buckets of gradients once a backward was measured. Saved activations are other tensors that
-    the forward made and that live when the backward begins, including the loss and logged values. Everything else is
-    temporary, including tensors that the backward makes or recomputes.
-    """
+    Storages of parameters, gradients and optimizer states are identified before and after each batch, after each
+    backward and before the optimizer. Exchange buffers are other tensors that collectives read or write: those of
+    attention and of other calls, and DDP's gradient buckets after the first measured backward. Saved activations are
+    other tensors that the forward created and that are in memory when the backward begins, including the loss and
+    logged values. All other tensors are temporary, including those that the backward creates or recomputes."""
 
     def __init__(self, device: torch.device, module: nn.Module, watch: Watch, sequence: Any = None) -> None:
         self.module, self.watch, self.overall, self._inside = module, watch, (0, None), False
         self._meter = Meter("cpu", record=True, labels=exchanged)
 
     def start(self) -> None:
-        self._meter.restart(keep=[EXCHANGE])  # DDP's buckets: nothing reads them before the backward
+        self._meter.restart(keep=[EXCHANGE])  # keep DDP's buckets: no operation reads them before the backward
         self._spans: list[tuple[Span, int, int]] = []
 
     def resume(self, batch: Any, optimizers: Iterable[Any]) -> None:
@@ -184,10 +183,10 @@ class CpuProbe:
             self._meter.__exit__(None, None, None)
 
     def read(self) -> None:
-        """Do nothing: `overall` is up to date."""
+        """Do nothing, because `overall` is always up to date."""
 
     def held(self, allocated: int | None) -> dict[str, int]:
-        """Return the bytes by kind now; in a forward everything that it made counts as saved."""
+        """Return the present bytes by kind; in a forward all tensors that it created count as saved."""
         self.gradients()
         if self.watch.phase.stage == FORWARD:
             self.saved()
@@ -204,15 +203,15 @@ class CpuProbe:
 
 
 class CudaProbe:
-    """Reads a GPU's allocator at the borders of phases, and resets its peaks there; nothing waits for the GPU.
+    """Read a GPU's allocator between phases, and reset its peaks there; nothing waits for the GPU.
 
-    Parameters, gradients, optimizer states and batch are the bytes of these tensors. Saved activations are the bytes
-    allocated at the end of a phase of the forward beyond the batch's start, less the other kinds; in the backward, the
-    bytes left of them when a phase began. Exchange buffers are the bytes that the sequence's exchanges sent and
-    received in the phase. After the forward of a block they include received bytes that it keeps (not with exchange
-    "ring", nor if the block is recomputed), at most the bytes that the phase left allocated. The other bytes of the
-    peak are temporary: what kernels need in the phase, what a backward makes or recomputes, what libraries and DDP's
-    buckets hold all the time, and what FSDP gathers."""
+    Parameters, gradients, optimizer states and batch are the bytes of these tensors. Saved activations are computed: in
+    the forward, bytes at the end of a phase minus bytes at the batch's start and bytes of other kinds; in the backward,
+    those that remained at the start of the phase. Exchange buffers are the bytes that the sequence's exchanges sent
+    and received in the phase, and received bytes that earlier blocks saved (at most the bytes that their forward left
+    allocated; none with exchange "ring" or if the block is recomputed). All other bytes of the peak are temporary:
+    workspaces of kernels, tensors that a backward creates or recomputes, memory of libraries and of DDP's buckets, and
+    parameters that FSDP gathers."""
 
     def __init__(self, device: torch.device, module: nn.Module, watch: Watch, sequence: Any = None) -> None:
         self.device, self.module, self.watch, self.sequence = device, module, watch, sequence
@@ -262,34 +261,34 @@ class CudaProbe:
         self._start = now
 
     def saved(self) -> None:
-        """Do nothing before a backward."""
+        """Do nothing: `border` computes saved activations."""
 
     def gradients(self) -> None:
-        """Do nothing with new gradients."""
+        """Do nothing: `border` counts gradients."""
 
     def pause(self, ended: Phase, optimizers: Iterable[Any]) -> None:
         self.border(ended)
 
     def drop(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: there is no `Meter` to leave."""
 
     def finish(self, step: int) -> Measured:
         last = self._spans[-1]
         return Measured(step, self._spans, [(x.start, x.kinds) for x in self._spans] + [(last.stop, last.kinds)])
 
     def held(self, allocated: int | None) -> dict[str, int]:
-        """Return the bytes by kind at the begin of the present phase; bytes allocated since then are temporary."""
+        """Return the bytes by kind at the start of the present phase; bytes allocated since then count as temporary."""
         known = {**self._known, GRADIENTS: sum(self._grads.values()), EXCHANGE: sum(self._kept.values())}
         known[ACTIVATIONS] = self._saved()
         return shares(torch.cuda.memory_allocated(self.device) if allocated is None else allocated, known)
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
     def read(self) -> None:
-        """Update `overall` by the allocator's peaks, and reset them."""
+        """Update `overall` with the allocator's peaks, and reset the peaks."""
         self._stats()
 
     def _stats(self) -> tuple[int, int, int]:
-        """Return (peak allocated, peak reserved, allocated now) since the last call."""
+        """Return (peak allocated, peak reserved, present allocated) bytes; the peaks are since the last call."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -297,13 +296,13 @@ class CudaProbe:
         return allocated["peak"], reserved["peak"], allocated["current"]
 
     def _count(self, groups: Sequence[int | None]) -> None:
-        """Count the gradients of some blocks' parameters; None: parameters outside of blocks."""
+        """Count the gradients of the blocks in `groups`; None in `groups`: parameters outside blocks."""
         for i in groups:
             tensors = (part for g in gradients(self._groups[i]) for part in parts(g))
             self._grads[i] = sum(t.numel() * t.element_size() for t in tensors if t.device == self.device)
 
     def _left(self) -> int:
-        """Return the bytes of unknown kinds allocated now, less those at the batch's start."""
+        """Return the allocated bytes of no known kind, minus such bytes at the batch's start."""
         return self._held - sum(self._known.values()) - sum(self._grads.values()) - self._other
 
     def _saved(self) -> int:
@@ -316,7 +315,7 @@ class CudaProbe:
         traffic = (self.sequence.forward_traffic, self.sequence.backward_traffic)
         now = (sum(x.sent for x in traffic), sum(x.received for x in traffic))
         before, self._counted = getattr(self, "_counted", now), now
-        return max(0, now[0] - before[0]), max(0, now[1] - before[1])  # the counters may have been cleared
+        return max(0, now[0] - before[0]), max(0, now[1] - before[1])  # not negative if other code reset the counters
 
     def _keeps(self, block: int | None) -> bool:
         """Return whether a block saves received rows for its backward."""
@@ -328,7 +327,7 @@ class CudaProbe:
 def held_now(
     device: torch.device, module: nn.Module, optimizers: Iterable[Any], allocated: int | None
 ) -> dict[str, int]:
-    """Return the bytes by kind in a step that is not measured; `allocated`: all bytes, if they are known."""
+    """Return the bytes by kind in a step that is not measured; `allocated`: all allocated bytes, or None if unknown."""
     tensors_of_kind = {
         PARAMETERS: weights(module),
         GRADIENTS: gradients(module.parameters()),

@@ -1,4 +1,4 @@
-"""MemoryProfiler: peak memory of each part of a training step, on all ranks, by kind; a report if memory runs out."""
+"""Measure peak memory of each part of a training step by kind, on all ranks, and report why memory ran out."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from lightning_dilated.sequence.consensus import ControlGroup, PendingGather
 GENERAL = (
     "What makes room, the cheapest first: ActivationRecompute('attention-kept'), then ActivationRecompute('block'), which "
     "keeps a block's input only; the feed-forward and the loss over tiles of tokens, and attention over chunks of heads, "
-    "where the model has such settings; offload of activations or optimizer states to the host; strategy="
-    "'ring_dilated_fsdp', which deals parameters, gradients and optimizer states to the ranks; more GPUs to a sequence."
+    "if the model has such settings; offload of activations or optimizer states to the host; strategy="
+    "'ring_dilated_fsdp', which shards parameters, gradients and optimizer states; more GPUs for each sequence."
 )
 _UNITS = {"bytes": 1, "byte": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|byte|KiB|MiB|GiB|TiB)"
@@ -50,7 +50,7 @@ _FACTS = {
 
 
 def find_shortage(error: BaseException) -> BaseException | None:
-    """Return the error of a failed allocation: this error, or one of its causes; None if there is none."""
+    """Return the error of a failed allocation: this error or one of its causes; None if no allocation failed."""
     visited: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in visited:
@@ -62,7 +62,7 @@ def find_shortage(error: BaseException) -> BaseException | None:
 
 
 def parse(text: str) -> dict[str, int]:
-    """Parse the bytes in a message of torch's allocator for GPUs or for the CPU, by the names of `_FACTS`."""
+    """Parse a message of torch's GPU or CPU allocator; return its numbers of bytes by their names in `_FACTS`."""
     matches = {name: re.search(pattern, text) for name, pattern in _FACTS.items()}
     return {name: round(float(x[1]) * _UNITS[x[2]]) for name, x in matches.items() if x is not None}
 
@@ -76,14 +76,14 @@ def in_words(size: float) -> str:
 
 
 def report(rank: int, phase: str, step: int, text: str, held: Mapping[str, int], advice: str | None) -> str:
-    """Compose the message.
+    """Return the text of the warning.
 
     Args:
-        rank, step: the rank and step that ran out of memory.
-        phase: the phase, in words.
+        rank, step: the rank and the step that ran out of memory.
+        phase: description of the phase.
         text: torch's message.
-        held: bytes by kind.
-        advice: settings that would fit, if they are known.
+        held: bytes in memory, by kind.
+        advice: text about settings that would fit; None: general advice.
     """
     sizes = parse(text)
     asked = f"an allocation of {in_words(sizes['asked'])}" if "asked" in sizes else "an allocation"
@@ -116,10 +116,10 @@ def _missing(sizes: Mapping[str, int]) -> str:
 
 
 def advise(trainer: Any, pl_module: Any) -> str | None:
-    """Return the planner's changes for this run; None if it has none."""
+    """Return the planner's advice for this run; None if it has none."""
     try:
         return planned(trainer, pl_module)
-    except Exception as error:  # the run ends with its own error, which has to be shown
+    except Exception as error:  # an error here must not hide the run's own error
         return f"{GENERAL} (The planner could not say more: {type(error).__name__}: {error})"
 
 
@@ -129,44 +129,44 @@ _fits = itertools.count()
 class MemoryProfiler(pl.Callback):
     """Log the peak memory of each part of a training step, print a table at the end of fit, and draw a timeline.
 
-    A step is all batches up to one in which an optimizer steps. Its phases are the forward and the backward of each
-    block (TransformerBlocks, or else the children of ModuleLists; counted from 1), work outside of blocks ("other"),
+    A step includes all batches up to one in which an optimizer steps. Its phases are the forward and the backward of
+    each block (TransformerBlocks, or else the children of ModuleLists; numbered from 1), work outside blocks ("other"),
     the optimizer, and the rest. A block's backward includes recomputation. Validation is not part of a step.
 
-    Logged at the step, in MB of 1e6 bytes, each as the most and (`..._min_mb`) the least of any rank: `memory/peak_mb`
-    of the step; `memory/forward_mb`, `backward`, `optimizer`, `rest`; `memory/forward_block_1_mb`, `forward_other`,
-    ...; on GPUs the same for reserved bytes, `memory/peak_reserved_mb`, ...; for the host process `memory/host_mb`
-    (resident), `memory/host_peak_mb` and on GPUs `memory/pinned_mb`. `memory/at_peak/KIND_mb`: kinds at the peak.
+    Each number is logged at the step as the maximum and (`..._min_mb`) the minimum over ranks, in MB of 1e6 bytes:
+    `memory/peak_mb` of the step; `memory/forward_mb`, `backward`, `optimizer`, `rest`; `memory/forward_block_1_mb`,
+    `forward_other`, ...; on GPUs the same for reserved bytes, `memory/peak_reserved_mb`, ...; for the host process
+    `memory/host_mb` (resident), `memory/host_peak_mb` and on GPUs `memory/pinned_mb`; `memory/at_peak/KIND_mb`.
 
-    On GPUs the numbers are the allocator's, and nothing waits for the GPU. The allocator's peaks are reset at the
-    borders of phases of measured steps, so `torch.cuda.max_memory_allocated()` and DeviceStatsMonitor see only the time
-    since the last border: read `peak_allocated` and `peak_reserved` here instead. On the CPU living tensors are counted
-    (`planning.Meter`), exactly except for memory that a kernel takes and gives back. This is slower, and compiled
-    blocks run uncompiled in measured steps. `CpuProbe` and `CudaProbe` describe the kinds; unknown memory is temporary.
+    On GPUs the allocator is read, and nothing waits for the GPU. Measured steps reset the allocator's peaks between
+    phases, so `torch.cuda.max_memory_allocated()` and DeviceStatsMonitor see only the time since the last reset: read
+    `peak_allocated` and `peak_reserved` here instead. On the CPU live tensors are counted (`planning.Meter`), without
+    memory that a kernel allocates and frees. Counting is slower, and compiled blocks run uncompiled in measured steps.
+    `CpuProbe` and `CudaProbe` describe the kinds; memory of unknown kind is temporary.
 
-    A rank that runs out of memory warns with the phase, the missing bytes, the kinds of held memory and settings that
-    would help; then the error is raised. No other rank takes part.
+    A rank that runs out of memory warns with the phase, the missing bytes, the memory in use by kind, and settings that
+    would help; then the error is raised. Other ranks are not involved.
 
     Args:
-        every_n_steps: measure one step in this many, beginning with the second; 1: all.
-        folder: for timelines and snapshots; None: the logger's, or the Trainer's root.
-        timeline: write `memory_timeline.png` of the step measured last, by the rank with the highest peak.
+        every_n_steps: measure one step in this many, starting with the second step; 1: measure all steps.
+        folder: folder for timelines and snapshots; None: the logger's folder, or the Trainer's root.
+        timeline: write `memory_timeline.png` of the last measured step, on the rank with the highest peak.
         snapshot_steps: (start, stop) of this fit, counted from 0: every rank writes the history of CUDA's allocator in
             these steps as `memory_steps_START_to_LAST_rank_RANK.pickle`, for pytorch.org/memory_viz.
-        snapshot_on_oom: if a GPU's memory runs out, write `memory_oom_rank_RANK.pickle`.
+        snapshot_on_oom: if a GPU runs out of memory, write `memory_oom_rank_RANK.pickle`.
 
     Attributes:
-        latest: the numbers logged last, on every rank.
-        rows: after fit, on every rank: the table's `Row`s, in bytes.
+        latest: the last logged numbers, on every rank.
+        rows: the table's `Row`s, in bytes. Set on every rank after fit.
         top: the highest peak of all measured steps and ranks.
-        measured: this rank's step measured last, with its timeline.
+        measured: the last measured step of this rank, with its timeline.
         steps: number of measured steps.
-        peak_allocated, peak_reserved: the most bytes on this rank; on GPUs since other code last reset the allocator's
+        peak_allocated, peak_reserved: peak bytes on this rank; on GPUs since other code last reset the allocator's
             peaks, on the CPU in measured steps (reserved: None).
 
     Raises:
-        TypeError, ValueError: in the constructor, naming the argument; at the start of fit for devices other than GPUs
-            and CPUs, and for `snapshot_steps` on the CPU.
+        TypeError, ValueError: for an invalid argument; at the start of fit if the device is neither a GPU nor a CPU, or
+            if it is a CPU and `snapshot_steps` is set.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class MemoryProfiler(pl.Callback):
             flag(value, name)
         self.folder, self.timeline = None if folder is None else Path(folder), timeline
         self.snapshot_steps, self.snapshot_on_oom = check_steps(snapshot_steps), snapshot_on_oom
-        self._watch: Watch = None  # type: ignore[assignment]  # None only outside of a fit, as is the probe
+        self._watch: Watch = None  # type: ignore[assignment]  # None outside a fit, like the probe
         self._reset()
 
     def _reset(self) -> None:
@@ -202,22 +202,22 @@ class MemoryProfiler(pl.Callback):
 
     # -- hooks of the fit --------------------------------------------------------------------------------------------
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Raise for a run that cannot be measured, before anything is trained."""
+        """Raise ValueError if the run cannot be measured."""
         if stage != "fit":
             return
         if sum(isinstance(x, MemoryProfiler) for x in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ValueError("one MemoryProfiler a Trainer: of two, one would reset the other's peaks. Leave one out.")
+            raise ValueError("use one MemoryProfiler a Trainer: a second one would reset the first one's peaks.")
         device = trainer.strategy.root_device
         if device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"MemoryProfiler reads CUDA's allocator or counts tensors on the CPU, and this run is on {device}. "
+                f"MemoryProfiler reads CUDA's allocator or counts tensors on the CPU, but this run is on {device}. "
                 "Leave it out."
             )
         self._snapshots = Snapshots(self.snapshot_steps, device)
         self._folder = self.folder or Path(trainer.log_dir or trainer.default_root_dir)  # log_dir is collective
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start anew, with a separate connection between hosts for this fit."""
+        """Reset all numbers, and open a new connection between hosts for this fit."""
         self._let_go()
         self._reset()
         self._watch = Watch(pl_module)
@@ -232,7 +232,7 @@ class MemoryProfiler(pl.Callback):
             self._quiet = ControlGroup(cast(dist.ProcessGroup, dist.group.WORLD), None, f"memory-{next(_fits)}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Observe the ends of optimizers' steps."""
+        """Register hooks that run after each optimizer's step."""
         for optimizer in trainer.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
                 self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_optimizer(pl_module)))
@@ -257,7 +257,7 @@ class MemoryProfiler(pl.Callback):
         self._let_go()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Stop following."""
+        """Stop measuring."""
         self._let_go()
 
     def _let_go(self) -> None:
@@ -309,7 +309,7 @@ class MemoryProfiler(pl.Callback):
             self._watch.enter(REST if pl_module.automatic_optimization else FORWARD)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """End the batch, and the step if an optimizer stepped; log earlier steps that all ranks have reported."""
+        """End the batch, and end the step if an optimizer stepped; log earlier steps that all ranks have reported."""
         self._watch.stop()
         if self._measuring:
             self._probe.pause(self._watch.phase, trainer.optimizers)
@@ -318,7 +318,7 @@ class MemoryProfiler(pl.Callback):
         self._read(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget an aborted batch, with its step."""
+        """Discard an aborted batch and its step."""
         if self._watch.on:
             self._watch.stop()
             self._probe.drop()
@@ -346,7 +346,7 @@ class MemoryProfiler(pl.Callback):
 
     # -- numbers -----------------------------------------------------------------------------------------------------
     def _read(self, trainer: pl.Trainer, last: bool = False) -> None:
-        """Log steps that every rank has reported; `last`: wait for all."""
+        """Log steps that every rank has reported; `last`: wait for all steps."""
         while self._asked and (last or self._asked[0][1].done()):
             step, pending = self._asked.popleft()
             self._log(trainer, step, torch.stack(pending.wait()))
@@ -361,20 +361,20 @@ class MemoryProfiler(pl.Callback):
             logger.log_metrics(self.latest, step=step)
         self._logged = step
 
-    # -- where memory ran out ----------------------------------------------------------------------------------------
+    # -- out of memory -----------------------------------------------------------------------------------------------
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Report an error of memory, without other ranks; then stop following."""
+        """Warn if memory ran out, without waiting for other ranks; then stop measuring."""
         error = find_shortage(exception)
         if error is not None and self._watch is not None:
-            self._probe.drop()  # what follows is not counted
+            self._probe.drop()  # do not count the memory of the report
             try:
                 warnings.warn(self._message(trainer, pl_module, str(error)), stacklevel=2)
-            except Exception as trouble:  # the run's own error has to be shown
+            except Exception as trouble:  # an error here must not hide the run's own error
                 warnings.warn(f"MemoryProfiler could not say what filled the memory: {trouble!r}", stacklevel=2)
         self._let_go()
 
     def _message(self, trainer: pl.Trainer, pl_module: pl.LightningModule, text: str) -> str:
-        """Compose the message, and write the snapshot."""
+        """Return the text of the warning, and write the snapshot."""
         where = self._watch.phase.in_words(self._blocks) if self._watch.on else "outside of training batches"
         if trainer.validating or trainer.sanity_checking:
             where = "validation"

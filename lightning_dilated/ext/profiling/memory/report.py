@@ -1,6 +1,6 @@
-"""Output of MemoryProfiler: metrics for loggers, the table at the end of fit, and a timeline as PNG.
+"""Format the results of MemoryProfiler: metrics for loggers, the table at the end of fit, and a timeline as PNG.
 
-Shape letters: R ranks, n numbers of a step.
+Shape letters: R ranks, n numbers that a rank reports of a step.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
 
 
 def unit_of(most: float) -> tuple[float, str]:
-    """Return (bytes, name) of the unit for sizes up to `most` bytes."""
+    """Return the unit for sizes up to `most` bytes, as (bytes, name)."""
     return next((x for x in UNITS if most >= x[0]), UNITS[-1])
 
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes of a phase: the most of all measured steps, on the rank with most and on the rank with least."""
+    """Bytes of a phase: the maximum over measured steps, on the rank with most and on the rank with least."""
 
     phase: Phase
     allocated: int
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Top:
-    """The highest peak: its bytes, its rank, step and phase, and its kinds."""
+    """The highest peak: its bytes, rank, step and phase, and the bytes by kind."""
 
     allocated: int
     rank: int
@@ -69,7 +69,7 @@ class Top:
 
 
 def numbers(measured: Measured, blocks: int, host: Mapping[str, int | None]) -> Tensor:
-    """Return (n,) int64: allocated, then reserved bytes of all phases, kinds at the peak, the host's; -1: unknown."""
+    """Return int64 bytes (n,): allocated by phase, reserved by phase, at the peak by kind, on the host; -1: unknown."""
     allocated, reserved = ([UNKNOWN] * len(phases(blocks)) for _ in range(2))
     places = {phase: i for i, phase in enumerate(phases(blocks))}
     for x in measured.spans:
@@ -82,13 +82,13 @@ def numbers(measured: Measured, blocks: int, host: Mapping[str, int | None]) -> 
 
 
 def _parted(sizes: Tensor, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split (R, n) into (R, phases) allocated, the same reserved, (R, kinds), (R, host)."""
+    """Split (R, n) into allocated bytes (R, phases), reserved bytes (R, phases), kinds (R, kinds) and host (R, 3)."""
     n = len(phases(blocks))
     return sizes[:, :n], sizes[:, n : 2 * n], sizes[:, 2 * n : 2 * n + len(KINDS)], sizes[:, 2 * n + len(KINDS) :]
 
 
 def top_of(sizes: Tensor, blocks: int, step: int) -> Top:
-    """Find the highest peak of a step, from (R, n)."""
+    """Find the highest peak of a step; `sizes`: (R, n)."""
     allocated, _, kinds, _ = _parted(sizes, blocks)
     rank = int(allocated.amax(1).argmax())
     where = int(allocated[rank].argmax())
@@ -97,7 +97,7 @@ def top_of(sizes: Tensor, blocks: int, step: int) -> Top:
 
 
 def metrics(sizes: Tensor, blocks: int) -> dict[str, float]:
-    """Return the loggers' metrics of a step, in MB of 1e6 bytes, from (R, n)."""
+    """Return a step's metrics for loggers, in MB of 1e6 bytes; `sizes`: (R, n)."""
     allocated, reserved, kinds, host = _parted(sizes, blocks)
     every = phases(blocks)
     slots = {"peak": range(len(every))}
@@ -117,7 +117,7 @@ def metrics(sizes: Tensor, blocks: int) -> dict[str, float]:
 
 
 def _most(name: str, sizes: Tensor) -> dict[str, float]:
-    """Return the most and the least of any rank; nothing if it is unknown on a rank."""
+    """Return the maximum and minimum over ranks in MB, by metric name; {} if a rank's number is unknown."""
     least, most = int(sizes.min()), int(sizes.max())
     return {} if least < 0 else {f"{name}_mb": most / 1e6, f"{name}_min_mb": least / 1e6}
 
@@ -131,7 +131,7 @@ def _name(phase: Phase, blocks: int) -> str:
 
 
 def rows_of(most: Tensor, blocks: int) -> list[Row]:
-    """Return the table's rows, from (R, n) maxima of all measured steps, without phases that no rank passed."""
+    """Return the table's rows, without phases that no rank ran; `most`: (R, n) maxima over measured steps."""
     allocated, reserved, *_ = _parted(most, blocks)
     rows = []
     for i, phase in enumerate(phases(blocks)):
@@ -162,10 +162,10 @@ def show(rows: Sequence[Row], top: Top | None, blocks: int, steps: int, most: Te
 
     Args:
         steps: number of measured steps.
-        most: (R, n) maxima of these steps.
+        most: (R, n) maxima over these steps.
     """
     if top is None:
-        Console().print("No training step was measured: the fit ended before every_n_steps let one be.")
+        Console().print("No training step was measured: the fit ended before the first step to be measured.")
         return
     unit, name = unit_of(top.allocated)
     where = f"on rank {top.rank} in step {top.step}, {top.phase.in_words(blocks)}"
@@ -184,12 +184,12 @@ COLOURS = {
     **{PARAMETERS: "#4e79a7", GRADIENTS: "#59a14f", OPTIMIZER: "#b07aa1", BATCH: "#9c755f"},
     **{ACTIVATIONS: "#f28e2b", EXCHANGE: "#76b7b2", TEMPORARY: "#bab0ac"},
 }
-#: most points of a picture; each is the highest of a run
+#: most points of a picture; each is the highest of several consecutive points
 POINTS = 1500
 
 
 def thinned(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
-    """Return at most `limit` points and the last: each is the highest of a run, at the run's begin."""
+    """Return the highest point of each of at most `limit` runs, at the time of the run's start, and the last point."""
     size = max(1, -(-len(points) // limit))
     runs = [points[i : i + size] for i in range(0, len(points), size)]
     points_kept = [(run[0][0], max((kinds for _, kinds in run), key=lambda x: sum(x.values()))) for run in runs]
@@ -197,7 +197,7 @@ def thinned(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
 
 
 def stages(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
-    """Merge neighbouring phases of a stage into (stage, from, to)."""
+    """Merge consecutive phases of the same stage into (stage, start, stop)."""
     merged: list[tuple[str, float, float]] = []
     for x in spans:
         if merged and merged[-1][0] == x.phase.stage and merged[-1][2] == x.start:
@@ -208,7 +208,7 @@ def stages(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
 
 
 def draw(measured: Measured, folder: Path, who: str, blocks: int) -> None:
-    """Write the picture of a step into a folder; `who` names the rank and its device."""
+    """Write the timeline of a step into a folder; `who` names the rank and its device."""
     folder.mkdir(parents=True, exist_ok=True)
     top, (unit, name) = measured.top, unit_of(measured.top.allocated)
     peak = f"peak of {top.allocated / unit:.3f} {name} in {top.phase.in_words(blocks)}"
@@ -218,7 +218,7 @@ def draw(measured: Measured, folder: Path, who: str, blocks: int) -> None:
 
 
 def _timeline(measured: Measured, unit: float, name: str) -> Figure:
-    """Draw memory by kind over the host's time; lines separate passes, thin ones the numbered blocks."""
+    """Draw memory by kind over the host's time. Lines separate stages; thin lines separate the numbered blocks."""
     from matplotlib.figure import Figure
 
     points, top = thinned(measured.points), measured.top
@@ -246,7 +246,7 @@ def _timeline(measured: Measured, unit: float, name: str) -> Figure:
 
 
 def _part(axes: Axes, spans: Sequence[Span], begin: float, width: float) -> None:
-    """Draw lines between passes and between blocks, with names and numbers that fit; `width`: the picture's ms."""
+    """Draw lines between stages and blocks, with their names if there is room; `width`: width of the plot in ms."""
     where = axes.get_xaxis_transform()
     for x in spans:
         start, stop = (x.start - begin) * 1e3, (x.stop - begin) * 1e3
