@@ -93,7 +93,7 @@ REFUSED = [
         {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 1, 3: 2})]},
         "so does the callback GradientAccumulationScheduler",
     ),
-    (1, {"kind": Manual}, "no effect on Manual, which steps its optimizers by itself"),
+    (1, {"kind": Manual}, "no effect on Manual, which steps its optimizers itself"),
 ]
 
 

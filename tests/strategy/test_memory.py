@@ -70,7 +70,7 @@ def test_streams_are_refused_where_ranks_share(pools):
     for changes, why in (
         (
             {"strategy": SHARED, "memory": None},
-            chunked + "has ranks share every chunk of a stream, and no callback streams",
+            chunked + "shares every chunk of a stream among ranks, but no callback streams",
         ),
         ({"strategy": {**SHARED, "exchange": "ring"}}, chunked + "exchanges rows by gather, not by exchange='ring'"),
         ({"strategy": {**SHARED, "head_size": 2}}, chunked + "is not offered with head_size=2: set head_size=1"),
