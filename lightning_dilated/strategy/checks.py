@@ -171,8 +171,8 @@ def compare_settings(read: Callable[..., dict[str, str]], *args: Any) -> None:
     lines = list(differing(peers.gather(facts)).values())
     raise ValueError(
         f"the ranks of the job were set up differently, so nothing was trained. {'. '.join(lines[:SHOWN])}. Start every "
-        "rank with the same script, configuration and versions; exclude a hyperparameter that must differ between ranks "
-        "by save_hyperparameters(ignore=[...])."
+        "rank with the same script, configuration and versions; exclude a hyperparameter that differs by rank with "
+        "save_hyperparameters(ignore=[...])."
     ) from error
 
 

@@ -39,7 +39,7 @@ def check_launched(devices: int, nodes: int) -> None:
     if agents * each != world:
         raise ValueError(
             f"torchrun started {world} ranks on {agents} nodes, {each} of them on this one: nodes have different numbers of "
-            "ranks, but a Trainer needs equally many. Pass the same --nproc-per-node on every node."
+            "ranks, which a Trainer does not support. Pass the same --nproc-per-node on every node."
         )
     if devices * nodes != world:
         raise ValueError(
@@ -83,8 +83,8 @@ class GlobalBatch:
             allowed = [x for x in range(1, self.sequences + 1) if self.sequences % (x * data_ranks) == 0]
             each = f"batch_size one of {allowed}" if allowed else f"global_batch a multiple of {data_ranks}"
             raise ValueError(
-                f"global_batch={self.sequences} sequences a step cannot be split over {data_ranks} data rank(s) in "
-                f"batches of {size}: make {each}, or sequence_size larger."
+                f"global_batch={self.sequences} sequences a step cannot be split over {data_ranks} sequence(s) at a time "
+                f"in batches of {size}: make {each}, or sequence_size larger."
             )
         trainer.accumulate_grad_batches = self._set = self.sequences // (size * data_ranks)
         self._end_epochs_with_a_step(trainer, loader)

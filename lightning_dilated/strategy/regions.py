@@ -75,8 +75,8 @@ class RegionMixin:
         precision = getattr(self.precision_plugin, "precision", None)  # type: ignore[attr-defined]
         if self._options.regions != 1 and precision == "16-mixed":
             raise ValueError(
-                f"regions={self._options.regions!r} take no precision='16-mixed': each would have a scaler of its own, and "
-                "a checkpoint holds one. Take 'bf16-mixed'."
+                f"regions={self._options.regions!r} take no precision='16-mixed': each has its own loss scaler, but a "
+                "checkpoint stores one. Take 'bf16-mixed'."
             )
 
     def _make_regions(self) -> None:
