@@ -80,7 +80,7 @@ class LearningRate(pl.LightningModule):
 
 
 def _scale(trainer: Any, factor: float) -> list[list[float]]:
-    """Multiply the rates of running optimizers and the peaks of their schedules; return the rates of all groups."""
+    """Multiply the rates of a Trainer's optimizers and the peaks of its schedules; return the rates of all groups."""
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             group.update({name: group[name] * factor for name in ("lr", "initial_lr") if name in group})
@@ -91,7 +91,7 @@ def _scale(trainer: Any, factor: float) -> list[list[float]]:
 
 
 class WarmupCosine(LambdaLR):
-    """Linear warm-up, then half a cosine down to `final_fraction` of the peak, then a constant rate; stepped every batch.
+    """Linear warm-up, then half a cosine down to `final_fraction` of the peak, then constant; stepped every batch.
 
     Args:
         optimizer: the optimizer; its learning rates are the peak rates.

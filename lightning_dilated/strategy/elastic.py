@@ -83,8 +83,8 @@ class GlobalBatch:
             allowed = [x for x in range(1, self.sequences + 1) if self.sequences % (x * data_ranks) == 0]
             each = f"batch_size one of {allowed}" if allowed else f"global_batch a multiple of {data_ranks}"
             raise ValueError(
-                f"global_batch={self.sequences} sequences a step cannot be split over {data_ranks} sequence(s) at a time "
-                f"in batches of {size}: make {each}, or sequence_size larger."
+                f"global_batch={self.sequences} sequences a step cannot be split into {data_ranks} sequence(s) at a "
+                f"time in batches of {size}: make {each}, or sequence_size larger."
             )
         trainer.accumulate_grad_batches = self._set = self.sequences // (size * data_ranks)
         self._end_epochs_with_a_step(trainer, loader)

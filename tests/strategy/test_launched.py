@@ -150,7 +150,7 @@ def test_a_checkpoint_within_a_step(tmp_path):
     """With a loader that does not resume, the count of batches continues, over other batches."""
     run = fit(RingDilatedStrategy(), loader=DataLoader(samples(8)))
     run.save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.warns(UserWarning, match="the first step has 1 of the 4 batches that global_batch=4 takes"):
+    with pytest.warns(UserWarning, match="saved after 1 of the 4 batches of a step with global_batch=4"):
         fit(RingDilatedStrategy(global_batch=4), loader=DataLoader(samples(8)), max_steps=2, ckpt=tmp_path / "a.ckpt")
 
 
