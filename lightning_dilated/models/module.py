@@ -228,7 +228,7 @@ class DilatedModule(Pretrained, LearningRate):
 
     @staticmethod
     def host_tensor(values: Any) -> Tensor:
-        """Return a CPU tensor of `values` that is a real tensor under `plan`, too."""
+        """Return a CPU tensor of `values`; under `plan` it is a real tensor, not a fake one."""
         with real_tensors():
             return torch.tensor(values)
 
