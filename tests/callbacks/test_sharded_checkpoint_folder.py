@@ -184,7 +184,7 @@ def test_a_full_disk(text, tmp_path, error, free, says):
     words = f"No space left on device: {tmp_path} has "
     assert (words in str(raised.value)) == says
     if says:
-        assert "MiB left, and a checkpoint takes 0.2 MiB. The checkpoints before are whole." in str(raised.value)
+        assert "MiB left, and a checkpoint takes 0.2 MiB. Earlier checkpoints are complete." in str(raised.value)
     assert names(tmp_path) == ["step-00000001"]
     assert run(text, 2, ShardedCheckpoint(str(tmp_path), resume="must"))["step"] == 2
 

@@ -60,7 +60,7 @@ def test_no_double_backward():
     layer = torch.nn.Linear(4, 4)
     x = torch.randn(1, 8, 4, requires_grad=True)
     for out in (tiled(layer, (layer,), 3, x).square().sum(), tiled(layer, (layer,), 3, x).sum()):
-        with pytest.raises(RuntimeError, match="has no double backward"):
+        with pytest.raises(RuntimeError, match="have no double backward"):
             torch.autograd.grad(out, x, create_graph=True)
 
 
@@ -119,7 +119,7 @@ def test_parameters_frozen_between_forward_and_backward(chosen):
     out = block(torch.randn(1, 21, 16))
     block.attention_norm.requires_grad_(False)
     block.ffn_norm.requires_grad_(False)
-    with pytest.raises(RuntimeError, match="Freeze or thaw none in between"):
+    with pytest.raises(RuntimeError, match="Freeze or unfreeze none in between"):
         out.sum().backward()
 
 
