@@ -66,7 +66,7 @@ class BackgroundJob:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], None], device: torch.device) -> None:
-        """Start `job`; if `device` is a GPU, it is the thread's current one. `wait` for the last job before."""
+        """Start `job` in a new thread, on `device` if it is a GPU; the caller must first `wait` for the last job."""
         assert self._thread is None
         self._thread = threading.Thread(target=self._run, args=(job, device), name="checkpoint", daemon=True)
         self._thread.start()

@@ -223,7 +223,7 @@ def plain_tensors(named: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
 
 
 def bits_by_name(state: Any, names: set[str]) -> dict[str, int]:
-    """Return {name: `bits`} of the tensors in nested mappings that `names` names, as in `replicated_sizes`."""
+    """Return {name: `bits`} of tensors in nested mappings if `names` contains the name, as in `replicated_sizes`."""
     chosen = plain_tensors((name, x) for name, x in _flat(state) if name in names)
     sums = [bits(x) for x in chosen.values()]
     device = max((x.device for x in sums), key=lambda device: device.type != "cpu", default=None)
