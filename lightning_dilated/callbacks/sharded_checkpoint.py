@@ -291,7 +291,7 @@ class ShardedCheckpoint(Checkpoint):
         self._end_if_signalled(trainer)
 
     def _end_if_signalled(self, trainer: pl.Trainer) -> None:
-        """End the fit if a signal arrived, with Lightning's strategies; this package's strategies check for signals."""
+        """With Lightning's strategies, end the fit if a signal arrived; this package's strategies do so themselves."""
         if self._preemption is not None and not isinstance(trainer.strategy, SequenceStrategy):
             self._preemption.end_if_signalled()
 
@@ -342,7 +342,7 @@ class ShardedCheckpoint(Checkpoint):
         """Wait for an unfinished checkpoint, but only for a while, because other ranks may be dead."""
         try:
             if not self._background.wait(_LAST):
-                rank_zero_warn("the run failed while a checkpoint was being written, which is incomplete.")
+                rank_zero_warn("the run failed while a checkpoint was being written: this checkpoint is incomplete.")
         except BaseException as error:  # the run already ends with another exception
             rank_zero_warn(f"the run failed, and so did its last checkpoint: {reason(error)}")
 

@@ -182,7 +182,7 @@ def test_a_run_that_fails_finishes_its_checkpoint(text, tmp_path):
 
 
 @pytest.mark.parametrize("write, says", [
-    (broken, "and so did its last checkpoint: OSError: .* No space left"), (slowly, "which is incomplete"),
+    (broken, "and so did its last checkpoint: OSError: .* No space left"), (slowly, "this checkpoint is incomplete"),
 ])  # fmt: skip
 def test_a_run_that_fails_says_so_of_its_checkpoint(text, tmp_path, monkeypatch, write, says):
     """It ends with its own error, and does not wait for a disk or for ranks that do not answer."""
