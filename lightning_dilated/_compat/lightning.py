@@ -263,7 +263,7 @@ def is_over(trainer: Any) -> bool:
 def forget_launched_processes(launcher: Any) -> None:
     """Stop the observer thread of `_SubprocessScriptLauncher` from watching the processes that the launcher started.
 
-    The thread watches the list that `procs` first was, and kills this process if a process in it ends with an error.
+    The thread watches the original list `procs`, and kills this process if a process in the list ends with an error.
     """
     if isinstance(launcher, _SubprocessScriptLauncher):
         started = list(launcher.procs)

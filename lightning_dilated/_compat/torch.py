@@ -72,7 +72,7 @@ def map_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None
 
 
 def set_dataset(loader: DataLoader, dataset: Any) -> None:
-    """Replace a loader's dataset by one of the same length, without `DataLoader.__setattr__`. This method forbids it,
+    """Replace a loader's dataset by one of the same length, bypassing `DataLoader.__setattr__`, which raises an error
     because the sampler was made for the first dataset."""
     vars(loader)["dataset"] = dataset
 
@@ -108,8 +108,8 @@ def collectives_begun(group: dist.ProcessGroup | dist.ProcessGroupGloo) -> int:
 def gloo_backend(group: dist.ProcessGroup, name: str, timeout: timedelta | None) -> dist.ProcessGroupGloo:
     """Make a gloo backend for a group's ranks, with a separate connection for each `name`.
 
-    Uses the undocumented constructor of `dist.ProcessGroupGloo`. All ranks of the job would have to call
-    `dist.new_group`, or (with local synchronization) every rank would need the same number of earlier groups.
+    Uses the undocumented constructor of `dist.ProcessGroupGloo`, because `dist.new_group` must be called by all ranks
+    of the job, or (with local synchronization) needs the same number of earlier groups on every rank.
     """
     prefix = f"lightning-dilated/{group.group_name}/{timeout}/{name}"
     store = dist.PrefixStore(prefix, default_store())
@@ -170,7 +170,7 @@ class ThreadStack(threading.local):
         return torch._C._get_obj_in_tls(self._key) if torch._C._is_key_in_tls(self._key) else None
 
     def of_backward(self) -> tuple[Any, ...]:
-        """Return the stack of the thread that called the current backward, or this thread's stack without a backward."""
+        """Return the stack of the thread that called the current backward; without a backward, this thread's stack."""
         stored = None if self.values or not in_backward() else self._stored()
         return self.values if stored is None else stored[0]
 

@@ -248,7 +248,7 @@ class ShardedCheckpoint(Checkpoint):
             raise ValueError(
                 f"{self._target} holds checkpoints of another run ({', '.join(existing[:3])}), which new ones would "
                 "replace: "
-                'choose another folder, go on from them with resume="auto", or remove them.'
+                'choose another folder, continue from them with resume="auto", or remove them.'
             )
         if self._resumed_from is not None and trainer.ckpt_path is not None and loaded != self._resumed_from:
             rank_zero_warn(f"ckpt_path {trainer.ckpt_path} was loaded, so resume={self.resume!r} had no effect.")

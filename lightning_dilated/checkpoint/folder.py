@@ -217,7 +217,7 @@ def warn_of_skipped(problems: list[str], loaded: Path) -> None:
     """Warn of checkpoints that were skipped, with their problems."""
     if problems:
         kind = "checkpoints" if all(problem.endswith(NOT_FINITE) for problem in problems) else "damaged checkpoints"
-        rank_zero_warn(f"{kind} were passed over, and {loaded} is loaded: {'; '.join(problems)}.")
+        rank_zero_warn(f"{kind} were skipped, and {loaded} is loaded: {'; '.join(problems)}.")
 
 
 def read_tensors(folder: Path, below: str = "", select: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     except Exception as error:  # a file of unknown origin may raise anything
         raise ValueError(f"{path} cannot be read ({reason(error)}). Or use an earlier checkpoint.") from None
     if not isinstance(stored, dict):
-        raise ValueError(f"{path} holds {type(stored).__name__}, no checkpoint. Use an earlier one.")
+        raise ValueError(f"{path} contains a {type(stored).__name__}, not a checkpoint. Use an earlier one.")
     return stored
 
 
@@ -282,7 +282,7 @@ def read_whole(folder: Path, regions: int = 1, region: int = 0) -> dict[str, Any
     meta = read_meta(folder)
     outer = meta.pop("outer_steps", None)
     if outer is not None and not (isinstance(outer, dict) and isinstance(outer.get("regions"), int)):
-        raise ValueError(f"{folder / META} does not say of how many regions it is. Use an earlier checkpoint.")
+        raise ValueError(f"{folder / META} does not state the number of its regions. Use an earlier checkpoint.")
     part = f"regions.{region}." if outer is not None and outer["regions"] == regions else None
     select = lambda key: not key.startswith("regions.") or (part is not None and key.startswith(part))  # noqa: E731
     tensors = read_tensors(folder, select=select)
@@ -298,7 +298,7 @@ def _model_and_optimizers(tensors: dict[str, Any], folder: Path) -> dict[str, An
     """Return the state dict and the optimizer states, in which numbers replace parameter names."""
     numbers = sorted(int(k.removeprefix("optimizer_")) for k in tensors if re.fullmatch(r"optimizer_\d{1,4}", k))
     if not isinstance(tensors.get("state_dict", {}), dict):
-        raise ValueError(f"{folder} holds a state_dict of no names. Use an earlier checkpoint.")
+        raise ValueError(f"{folder} has a state_dict without names. Use an earlier checkpoint.")
     try:
         states = [to_numbers(unflatten_low_bit(tensors[f"optimizer_{i}"])) for i in numbers]
     except (KeyError, TypeError, AttributeError) as error:
@@ -341,13 +341,13 @@ def load_whole_states(module: nn.Module, optimizers: list[Any], states: list[dic
         ValueError: if the number of optimizers, or the sizes of their groups, differ.
     """
     if len(states) != len(optimizers):
-        raise ValueError(f"the checkpoint holds {len(states)} optimizer states, and the module has {len(optimizers)}.")
+        raise ValueError(f"the checkpoint holds {len(states)} optimizer states, but the module has {len(optimizers)}.")
     for optimizer, state in zip(optimizers, states, strict=True):
         saved, expected = ([len(g["params"]) for g in x] for x in (state["param_groups"], optimizer.param_groups))
         if saved != expected:
             raise ValueError(
                 f"the checkpoint's {type(optimizer).__name__} has groups of {saved} parameters, the module's has "
-                f"{expected}: train the parameters that it trained, or begin anew from its weights."
+                f"{expected}: train the same parameters, or start a new run from its weights."
             )
         names = get_optimizer_state_dict(module, optimizer)["param_groups"]
         order = [name for group in names for name in group["params"]]

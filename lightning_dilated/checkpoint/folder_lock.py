@@ -68,7 +68,7 @@ class FolderLock:
     def check(self) -> None:
         """Raise FolderInUse if another run took the folder over because this run had given no sign of life."""
         if self._lost is not None:
-            raise FolderInUse(f"it was taken over by {self._lost}, as this run showed no life for {_DEAD:.0f} s")
+            raise FolderInUse(f"it was taken over by {self._lost}, as this run gave no sign of life for {_DEAD:.0f} s")
 
     def release(self) -> None:
         """Unlock the folder; do nothing in a fork, or if it is already unlocked."""

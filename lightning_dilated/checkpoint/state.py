@@ -130,9 +130,9 @@ def refuse_one_file(optimizers: Iterable[Any], why: str) -> None:
     name = next(filter(None, map(low_bit_name, optimizers)), None)
     if name is not None:
         raise ValueError(
-            f"{why}, and the states of torchao's {name} cannot be sharded from one. Go on from folders: those that "
-            "ring_dilated_fsdp writes without save_distributed_checkpoint=False, or callbacks.ShardedCheckpoint with any "
-            "strategy here (`lightning-dilated consolidate` makes one file of their weights); or take torch.optim.AdamW."
+            f"{why}, and the states of torchao's {name} cannot be sharded from one. Continue from a folder that "
+            "callbacks.ShardedCheckpoint or ring_dilated_fsdp (without save_distributed_checkpoint=False) writes; "
+            "`lightning-dilated consolidate` makes one file of its weights. Or take torch.optim.AdamW."
         )
 
 
@@ -141,8 +141,8 @@ def refuse_replicated_low_bit(names: Iterable[str], folder: Any) -> None:
     kind = next((kind for kind in LOW_BIT for name in names if f".{kind}." in name), None)
     if kind is not None:
         raise ValueError(
-            f"{folder} holds {kind} of whole parameters, which cannot be sharded. Go on with a strategy that holds "
-            "them whole (one GPU, or ring_dilated), or begin anew from its weights (`lightning-dilated consolidate`)."
+            f"{folder} holds {kind} of whole parameters, which cannot be sharded. Continue with a strategy that "
+            "does not shard them (one GPU, or ring_dilated), or start anew from its weights (`lightning-dilated consolidate`)."
         )
 
 

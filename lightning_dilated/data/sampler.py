@@ -263,14 +263,14 @@ class ResumableLoader(DataLoader):
         stored = state.get("fingerprint")
         if not covers_content(stored, identity["fingerprint"]) and same_fingerprint(stored, identity["fingerprint"]):
             rank_zero_warn(
-                "the checkpoint's fingerprint of the training data covers names and sizes only: check yourself that files "
-                "of equal names and sizes hold what they did."
+                "the checkpoint's fingerprint of the training data covers names and sizes only: check yourself that the "
+                "contents of the files are the same now."
             )
         for key, current in identity.items():
             if not same_fingerprint(state.get(key, current), current):
                 raise ValueError(
                     f"the checkpoint was written with {key} = {state[key]} of the training data, but it is {current} now: "
-                    "resume with the same data (of files, their names and content count), data.seed and data.seq_len, or "
+                    "resume with the same data (files with the same names and content), data.seed and data.seq_len, or "
                     "start a new run from the weights only"
                 )
 

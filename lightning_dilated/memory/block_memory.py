@@ -91,8 +91,8 @@ class BlockMemory(nn.Module):
         a = self.attention_layer
         for mixer in a.mixers:
             raise ValueError(
-                f"head_chunks={settings.head_chunks} is not offered with a {mixer.option}, which reads all of a token. Set "
-                f"head_chunks=1; policy, every, offload and tile work with it. Or leave {mixer.option} out."
+                f"head_chunks={settings.head_chunks} is not offered with a {mixer.option}, which reads all heads of a token. "
+                f"Set head_chunks=1; policy, every, offload and tile work with it. Or leave {mixer.option} out."
             )
         if has_hooks(a):
             warnings.warn(
@@ -322,18 +322,18 @@ def set_memory(module: nn.Module, settings: MemorySettings) -> list[tuple[HasMem
     if not stacks and not alone:
         raise ValueError(
             "ActivationRecompute recomputes TransformerBlocks, and decoder layers that transformers can checkpoint, and "
-            f"{name} has none. Build it of lightning_dilated.models.blocks, or call torch.utils.checkpoint in its own "
+            f"{name} has none. Build it from lightning_dilated.models.blocks, or call torch.utils.checkpoint in its own "
             "blocks."
         )
     if alone and (settings.every > 1 or settings.offload):
         raise ValueError(
-            f"every and offload work on a DilatedTransformer's blocks, and {name} has blocks outside of one. Stack them by "
+            f"every and offload work on a DilatedTransformer's blocks, but {name} has blocks outside of one. Stack them by "
             "lightning_dilated.models.transformer.DilatedTransformer, or leave both settings out."
         )
     if settings.stream is not None and not getattr(module, "streams", False):
         raise ValueError(
             f"stream={settings.stream} computes a sequence chunk by chunk, and {name} cannot: it takes a causal model with "
-            "a loss for each token (LongNetLM). In others a chunk needs later ones. Leave stream out."
+            "a loss for each token (LongNetLM), because in other models a chunk depends on later ones. Leave stream out."
         )
     if settings.stream is not None and not getattr(type(module).loss_terms, "streams", False):
         raise ValueError(

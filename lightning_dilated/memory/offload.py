@@ -188,7 +188,7 @@ class _Buffer:
         except RuntimeError as error:
             raise RuntimeError(
                 f"offload could not get {size / GIB:.2f} GiB more of (pinned) host memory: {error}. Lower offload of "
-                "ActivationRecompute, which each rank of this machine takes, or set every=2."
+                "ActivationRecompute (each rank of this machine uses as much), or set every=2."
             ) from error
 
 

@@ -62,12 +62,12 @@ def check_whole(modules: Sequence[nn.Module]) -> None:
     for m in (m for module in modules for m in module.modules()):
         if isinstance(m, FSDPModule):
             raise ValueError(
-                f"{type(m).__name__} is sharded by itself, so its gradients would be lost in tiles (tile, head_chunks). "
+                f"{type(m).__name__} is sharded separately, so its gradients would be lost in tiles (tile, head_chunks). "
                 "Call fully_shard for the TransformerBlock and for the whole model only, not for layers within them."
             )
         if any(isinstance(x, Tensor) and x.requires_grad for x in vars(m).values()):
             raise ValueError(
-                f"{type(m).__name__} holds weights that are no parameters, so their gradients would be lost in tiles (tile, "
+                f"{type(m).__name__} has weights that are not parameters, so their gradients would be lost in tiles (tile, "
                 "head_chunks). Shard by fully_shard (FSDP2) and not by FullyShardedDataParallel."
             )
 

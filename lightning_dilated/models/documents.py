@@ -125,7 +125,7 @@ def sample_documents(batch: Mapping[str, Any], tokens: int) -> Documents | None:
     """Return the documents of a batch if each is a sample with its own number in `index`, else None.
 
     Args:
-        tokens: L.
+        tokens: L, this rank's number of tokens.
     """
     bounds, index = batch.get("cu_seqlens"), batch.get("index")
     if bounds is None or index is None or len(index) != len(bounds) - 1:

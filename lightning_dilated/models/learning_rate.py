@@ -56,7 +56,7 @@ class LearningRate(pl.LightningModule):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 <= value < math.inf):
             raise ValueError(
-                f"lr must be a finite number of at least 0, or None for the optimizer's own; got {value!r}."
+                f"lr must be a finite number of at least 0, or None for the optimizer's rate; got {value!r}."
             )
         trainer, before = attached_trainer(self), self.lr
         self._lr = None if value is None else float(value)

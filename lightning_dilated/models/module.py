@@ -103,7 +103,7 @@ class DilatedModule(Pretrained, LearningRate):
     #: whether `layout="auto"` may choose zigzag: the model must take positions from the group of ranks, and mix tokens
     #: only by this package's layers; a subclass that redefines layers, forward, losses or steps must set it again
     takes_any_layout = False
-    #: whether released weights fix the pattern
+    #: whether the released weights determine the pattern
     released_pattern = False
     depth: int
     num_heads: int
@@ -463,7 +463,7 @@ class DilatedModule(Pretrained, LearningRate):
         if made_for is not None and seq_len > made_for:
             self._warned_of_length = True
             rank_zero_warn(
-                f"{type(self).__name__} is made for max_seq_len={made_for:,}, and trains on a sequence of {seq_len:,} "
+                f"{type(self).__name__} is made for max_seq_len={made_for:,}, but trains on a sequence of {seq_len:,} "
                 f'tokens. Set the model\'s max_seq_len to {seq_len} or more (a rotary_base of "length" follows it), or '
                 "shorten the data's sequences."
             )

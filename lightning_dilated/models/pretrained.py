@@ -58,7 +58,7 @@ def file_arguments(hparams: Any, where: str | Path, but: Collection[str] = ()) -
         ValueError: for another class (naming the file, the class and a remedy), and for names that no parser accepts.
     """
     if not isinstance(hparams, Mapping):
-        raise ValueError(f"{where} has {type(hparams).__name__} in place of hyperparameters by name.")
+        raise ValueError(f"{where} has {type(hparams).__name__} instead of a mapping of hyperparameters.")
     for name in hparams:
         if not isinstance(name, str) or not name.isidentifier() or name in _RESERVED:
             raise ValueError(f"{where}: {name!r:.60} in hyperparameters is not the name of a hyperparameter.")
@@ -90,7 +90,7 @@ class _Checked:
             except (yaml.constructor.ConstructorError, RecursionError):
                 raise ValueError(
                     f"{self.where} names {value!r:.80} ({name}), and a file does not decide which class is made: "
-                    f"this YAML is not of plain values. {_remedy(name)}"
+                    f"this YAML has values that are not plain. {_remedy(name)}"
                 ) from None
             for inner in texts:
                 self.value(inner, name, depth + 1)
@@ -444,7 +444,7 @@ def _folder(path: str | Path, **options: Any) -> Path:
     download = library_of("huggingface_hub").snapshot_download
     try:
         return Path(download(str(path), allow_patterns=[CONFIG, WEIGHTS, *PATTERNS], **options))
-    except Exception as error:  # offline, or no such repository or revision, or no access
+    except Exception as error:  # offline, no access, or a missing repository or revision
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise FileNotFoundError(
             f"{path}: no such folder here, and it cannot be downloaded ({type(error).__name__}: {lines[0][:160]})."

@@ -77,5 +77,5 @@ def read_hparams(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ValueError(f"hparams_file {path} is not YAML of plain values ({error}).") from None
     if not isinstance(values, dict):
-        raise ValueError(f"hparams_file {path} holds {type(values).__name__} in place of hyperparameters by name.")
+        raise ValueError(f"hparams_file {path} holds {type(values).__name__} instead of a mapping of hyperparameters.")
     return values

@@ -160,11 +160,11 @@ def compare_settings(read: Callable[..., dict[str, str]], *args: Any) -> None:
     facts, error = {}, None
     try:
         facts = read(*args)
-    except Exception as raised:  # inform the other ranks, which wait to compare
+    except Exception as raised:  # report it to the other ranks, which wait to compare
         facts, error = {"error": f"{type(raised).__name__}: {raised}"}, raised
     peers = RankGroup(dist.get_rank(), dist.get_world_size())
     digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=16).hexdigest()
-    if len(set(peers.gather(digest))) == 1:  # digests first, so that many ranks send few bytes
+    if len(set(peers.gather(digest))) == 1:  # compare digests first, because they are small
         if error is not None:
             raise error
         return
@@ -190,7 +190,7 @@ def compare_loader(
     sharded, facts, error = loader, {}, None
     try:
         facts, sharded = loader_facts(loader), shard()
-    except Exception as raised:  # inform the other ranks, which wait to compare
+    except Exception as raised:  # report it to the other ranks, which wait to compare
         facts, error = {"error": f"{type(raised).__name__}: {raised}"}, raised
     try:
         batches = compare_loaders(facts, number_of_batches(sharded, trainer, stage), sizes)

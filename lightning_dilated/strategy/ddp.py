@@ -123,8 +123,8 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         if interactive and self.launcher is not None and not self.launcher.is_interactive_compatible:
             # Lightning would recommend its own strategy, which does not share sequences
             raise MisconfigurationException(
-                "an interactive session cannot be run again on every rank: use strategy='ring_dilated_notebook', or "
-                "RingDilatedStrategy(start_method='fork', ...), before CUDA is first used; or run a script."
+                "an interactive session cannot be run again on every rank: use strategy='ring_dilated_notebook' or "
+                "RingDilatedStrategy(start_method='fork', ...) before the first use of CUDA, or run a script."
             )
 
     @override

@@ -118,7 +118,7 @@ class GlobalBatch:
         if batches < self._set:
             raise ValueError(
                 f"global_batch={self.sequences}: a step takes {self._set} batches of each rank, and an epoch has {batches}. "
-                "Lower global_batch, pass more data, or raise limit_train_batches where it is set."
+                "Lower global_batch, pass more data, or raise limit_train_batches if it is set."
             )
 
     def check_first_step(self, trainer: Any) -> None:
@@ -131,7 +131,7 @@ class GlobalBatch:
             self._check_enough(trainer.num_training_batches)
         if (count := len(loaders_of(trainer.train_dataloader))) > 1:
             raise ValueError(
-                f"global_batch={self.sequences} counts the sequences of one training loader, and there are "
+                f"global_batch={self.sequences} counts the sequences of one training loader, but there are "
                 f"{count}: leave global_batch out, and set Trainer(accumulate_grad_batches=...)."
             )
         if before := epoch_batches_finished(trainer) % self._set:

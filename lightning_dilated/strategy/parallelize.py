@@ -397,11 +397,11 @@ def place_parameters(module: nn.Module, device: torch.device, offload: bool) -> 
         raise ValueError(
             f"cpu_offload keeps parameters on the host, but {names} were sharded without it, by configure_model or by an "
             "earlier Trainer. Call fully_shard(..., offload_policy=CPUOffloadPolicy()) in configure_model, leave all "
-            "sharding to the strategy, or make the module anew."
+            "sharding to the strategy, or create a new module."
         )
     raise ValueError(
         f"{names} were sharded with a CPUOffloadPolicy, by configure_model or by an earlier Trainer: set the strategy's "
-        "cpu_offload=True, or make the module anew."
+        "cpu_offload=True, or create a new module."
     )
 
 

@@ -311,7 +311,7 @@ def requeue_job() -> None:
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     if not re.fullmatch(r"\d+(_\d+)?", job):
-        raise RuntimeError(f"the job cannot be put back in SLURM's queue: its number reads {job!r}")
+        raise RuntimeError(f"the job cannot be put back in SLURM's queue: its number is {job!r}")
     try:
         status: Any = subprocess.call(["scontrol", "requeue", job])
     except OSError as error:
@@ -358,7 +358,7 @@ def _nothing(*args: Any) -> None:
 PATIENCE = 5.0
 #: seconds to wait for these reasons after this rank received a signal to end
 ENDING = 1.0
-#: numbers of this process's runs, the same on all ranks
+#: the counter that numbers this process's runs; equal on all ranks
 _runs = itertools.count()
 
 

@@ -92,7 +92,7 @@ def test_layers_that_are_sharded_by_themselves(part, tmp_path):
         block.memory = MemorySettings(tile=5, head_chunks=2)
         fully_shard(block.get_submodule(part), mesh=mesh)
         fully_shard(block, mesh=mesh)
-        with pytest.raises(ValueError, match="is sharded by itself, so its gradients would be lost"):
+        with pytest.raises(ValueError, match="is sharded separately, so its gradients would be lost"):
             block(torch.randn(1, 21, 16))
     finally:
         torch.distributed.destroy_process_group()

@@ -86,8 +86,8 @@ REFUSED = [
     (6, {"batch_size": 4}, r"1 sequence\(s\) at a time in batches of 4: make batch_size one of \[1, 2, 3, 6\]"),
     (6, {"batch_size": 2, "accumulate_grad_batches": 2}, r"so does Trainer\(accumulate_grad_batches=2\)"),
     (2, {"loader": DataLoader(Numbers(), batch_size=None)}, "needs a DataLoader with a batch size"),
-    (4, {"loader": TWO}, "of one training loader, and there are 2"),
-    (4, {"loader": dict(zip("ab", TWO, strict=True))}, "of one training loader, and there are 2"),
+    (4, {"loader": TWO}, "of one training loader, but there are 2"),
+    (4, {"loader": dict(zip("ab", TWO, strict=True))}, "of one training loader, but there are 2"),
     (
         1,
         {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 1, 3: 2})]},

@@ -148,7 +148,7 @@ def _refuse_wider(path: str, tokens: np.ndarray) -> None:
     if len(odd) >= 64 and int(odd.max()) * 64 < int(even.max()):
         raise ValueError(
             f"{path} reads as uint16 with tokens of at most {odd.max()} in every second place, as a file of uint32 would: "
-            "set data.dtype to uint32 (or to uint16, if that is what it is)"
+            "set data.dtype to uint32 (or to uint16, if the file has this dtype)"
         )
 
 
@@ -429,7 +429,7 @@ class TokenDataModule(SequenceDataModule):
         if self._tokenizer.vocab_size > self.vocab_size:
             raise ValueError(
                 f"data.tokenizer {self.tokenizer_source} has {self._tokenizer.vocab_size} tokens, more than data.vocab_size "
-                f"= {self.vocab_size}: set the latter to that, or the former to the one that made the tokens"
+                f"= {self.vocab_size}: raise data.vocab_size, or set data.tokenizer to the tokenizer that made the tokens"
             )
         return self._tokenizer.files()
 

@@ -125,7 +125,7 @@ class TokenModel(WithTokenizer, TransformerModel):
         x = self.transformer.residual(self.dropout(self.embedding(tokens)))
         bounds, has_positions = options.get("cu_seqlens"), options.get("positions") is not None
         if bounds is not None and not has_positions and self.options.position_encoding != "none":
-            options["positions"] = Documents.of(bounds, x.shape[1]).position  # restart in each document
+            options["positions"] = Documents.of(bounds, x.shape[1]).position  # from 0 in each document
         return self.transformer(x, normed=False, **options)
 
     def final_norm(self, x: Tensor) -> Tensor:
@@ -246,8 +246,8 @@ class LongNetLM(TokenModel):
         tokens = self._data_setting("vocab_size", self.vocab_size)
         if tokens > 512 and self.bytes_per_token == 1:
             rank_zero_warn(
-                f"bytes_per_token is 1, but {tokens} different tokens are no bytes: bits_per_byte will be bits per token. "
-                "Set bytes_per_token to the mean bytes of text a token, which `lightning-dilated tokenize` prints."
+                f"bytes_per_token is 1, but {tokens} different tokens cannot be bytes: bits_per_byte will be bits per "
+                "token. Set bytes_per_token to the mean bytes of text a token, which `lightning-dilated tokenize` prints."
             )
 
     def forward(
@@ -545,8 +545,8 @@ class LongNetLM(TokenModel):
         """
         if options.get("recurrence") is not None:
             raise ValueError(
-                "a torchscale decoder has no recurrence: leave it out. To add one to its weights, make a LongNetLM with it, "
-                "whose gate_init is 0, and load this model's state dict into that with strict=False."
+                "a torchscale decoder has no recurrence: leave it out. To add a recurrence, make a LongNetLM with a "
+                "recurrence whose gate_init is 0, and load this model's state dict into it with strict=False."
             )
         sizes, state = hook("read torchscale")(source, num_heads, scale_embedding, options.get("depth"))
         pattern = DilatedPattern.longnet(segment_lengths, dilation_rates, offsets="blocked")
