@@ -141,8 +141,8 @@ def refuse_replicated_low_bit(names: Iterable[str], folder: Any) -> None:
     kind = next((kind for kind in LOW_BIT for name in names if f".{kind}." in name), None)
     if kind is not None:
         raise ValueError(
-            f"{folder} holds {kind} of whole parameters, which cannot be sharded. Continue with a strategy that "
-            "does not shard them (one GPU, or ring_dilated), or start anew from its weights (`lightning-dilated consolidate`)."
+            f"{folder} holds {kind} of whole parameters, which cannot be sharded. Continue on one GPU or "
+            "with ring_dilated, which do not shard, or begin anew from its weights (`lightning-dilated consolidate`)."
         )
 
 
