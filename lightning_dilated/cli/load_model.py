@@ -118,8 +118,8 @@ def load_any(path: str | Path, tile: int | None = None) -> DilatedModule:
         tile: the tile of a HFCausalLM's loss, if the decoder supports tiles.
 
     Raises:
-        FileNotFoundError, ValueError: as in `load_module`; for folders without config.json, adapters without base
-        model. ModuleNotFoundError: for a folder of transformers if the library is not installed.
+        FileNotFoundError, ValueError: as in `load_module`; for folders without config.json or base model.
+        ModuleNotFoundError: for a folder of transformers if the library is not installed.
     """
     folder = Path(path)
     decoder = hook("decoder of a folder")(folder, tile) if folder.is_dir() else None

@@ -44,9 +44,9 @@ class PackedSamples(Dataset):
     Its length and all other attributes are the inner dataset's. A number as index means a pack of one sample.
 
     Args:
-        dataset: a dataset with `length_of(index)` or `lengths`, and `read_ranges(index, ranges)` that returns a
-        mapping. budget: the most tokens of a pack. along: entries with one value for each token; other entries have one
-        value for each sample.
+        dataset: a dataset with `length_of(index)` or `lengths`, and `read_ranges(index, ranges)`, a mapping.
+        budget: the most tokens of a pack.
+        along: entries with one value for each token; other entries have one value for each sample.
     """
 
     def __init__(self, dataset: Any, budget: int, along: Sequence[str] = ALONG) -> None:

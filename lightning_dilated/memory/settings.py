@@ -21,8 +21,8 @@ class MemorySettings:
         policy: which tensors each block saves, one of `recompute.POLICIES`.
         every: with "block", save only the input of every n-th block. The backward recomputes a group of n blocks, then
             its blocks, one at a time.
-        offload: how much of the saved block inputs to store in pinned host memory: a fraction (up to 1), or GiB (above
-        1) tile: tokens, in all samples together, that norm, feed-forward and residual compute at a time, and also
+        offload: share of the saved block inputs to store in pinned host memory: a fraction (up to 1) or GiB (above 1).
+        tile: tokens, in all samples together, that norm, feed-forward and residual compute at a time, and also
             last norm, output projection and loss (fewer for a wide vocabulary: `chunked_loss.loss_tile`); None: all.
             With head chunks, NARROW times as many tokens are projected at a time, to q, k and v and from the heads.
         head_chunks: number of chunks of heads; q, k and v are computed for one chunk after another.

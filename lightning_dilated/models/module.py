@@ -304,8 +304,8 @@ class DilatedModule(Pretrained, LearningRate):
             The model on the meta device; None if another package's `build` needs values.
 
         Raises:
-            ValueError: for more layers than tensors; not if another package defines `build`: its layers may share
-            tensors. RuntimeError: for tensors of another size, as in nn.Module's `load_state_dict`.
+            ValueError: for more layers than tensors, unless another package's `build` may share tensors.
+            RuntimeError: for tensors of another size, as in nn.Module's `load_state_dict`.
         """
         depth, builds_here = getattr(self, "depth", 0), _is_ours(type(self).build)
         if builds_here and whole and isinstance(depth, int) and depth > len(state_dict):

@@ -51,8 +51,8 @@ class Preemption:
         region: the ranks of this rank's region, which exchange records before each batch; None: all ranks do.
 
     Attributes:
-        is_region_signalled: whether a rank of the region had recorded a signal before the latest batch. all_meet: True
-        after an outer step has reported a signal to all regions; then all ranks exchange before each batch.
+        is_region_signalled: whether a rank of the region had recorded a signal before the latest batch.
+        all_meet: True after an outer step has reported a signal; then all ranks exchange records before each batch.
     """
 
     def __init__(self, trainer: Any, timeout: timedelta, region: dist.ProcessGroup | None = None) -> None:
