@@ -89,7 +89,7 @@ class DilatedModule(Pretrained, LearningRate):
     """
 
     sequence_spec: SequenceSpec | None = None
-    #: entries of a batch that stay on the CPU, because the host reads their values without waiting for a GPU
+    #: entries of a batch that stay on the CPU, so that the host can read their values without waiting for a GPU
     host_entries: tuple[str, ...] = ("lengths", "cu_seqlens")
     #: names of attributes that config.json stores in addition to hyperparameters, each a string or a list of strings
     also_in_config: tuple[str, ...] = ()
@@ -217,8 +217,8 @@ class DilatedModule(Pretrained, LearningRate):
     def example_batch(self, tokens: int) -> dict[str, Any]:
         """Return a batch of one sequence of N random tokens on the CPU, with all entries that training needs.
 
-        `plan` calls this with fake tensors, which have no values: use `host_tensor` for tensors that the model reads on
-        the host. `build` must make `self.transformer`, a `DilatedTransformer` of `self.depth` blocks with
+        `plan` calls this in a mode of fake tensors without values: use `host_tensor` for tensors that the model reads
+        on the host. `build` must make `self.transformer`, a `DilatedTransformer` of `self.depth` blocks with
         `self.patterns`, and may compile it only if `self.compile_blocks` is true.
         """
         raise TypeError(
@@ -353,7 +353,7 @@ class DilatedModule(Pretrained, LearningRate):
         return len(parts) != 1 or parts[0] is not batch
 
     def _shifted(self, batch: Any) -> Any:
-        """Shift the labels that `sequence_spec` names in `shift`, unless a strategy has already shifted them."""
+        """Shift the entries that `sequence_spec` names in `shift`, unless a strategy has already shifted them."""
         done = hasattr(getattr(attached_trainer(self), "strategy", None), "sequence")
         if done or not (self.sequence_spec and self.sequence_spec.shift):
             return batch

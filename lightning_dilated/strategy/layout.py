@@ -41,7 +41,7 @@ def layout_for(
 
 
 def takes_any_layout(module: Any) -> bool:
-    """Return the module's `takes_any_layout`, which a user's subclass must redefine with a method of `POSITIONED`."""
+    """Return `takes_any_layout`; False if a user's class redefines a method in `POSITIONED` but not this attribute."""
     for owner in type(module).__mro__:
         if "takes_any_layout" in vars(owner):
             return bool(owner.takes_any_layout)

@@ -139,7 +139,7 @@ class MeshSizes:
 
 
 class RunGroups:
-    """Process groups and connections between hosts that a strategy made for a run, and closes at the end of the run.
+    """The process groups and the connections between hosts of a run, which are closed at the end of the run.
 
     A group is destroyed after all its ranks have reached the end of the run, because a rank that left earlier could
     break another rank's reads. After an exception ranks may have stopped in different calls. Destroying a group would
