@@ -160,7 +160,7 @@ def _clear(folder: Path, peers: RankGroup) -> None:
 
 
 def _full_disk(error: str, folder: Path, needed: int, peers: RankGroup) -> str | None:
-    """Return a message, equal on all ranks, if `needed` bytes could not be written to a full disk; else None."""
+    """Return a message, equal on all ranks, if the disk was too full to write `needed` bytes; else None."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:

@@ -226,7 +226,7 @@ def _entries(stored: dict[Any, Any], folder: Path) -> dict[MetadataIndex, Storag
 
 
 def _file_size(folder: Path, name: str) -> int:
-    """Return the number of bytes of a file; refuse a name that contains a folder, a pipe and a device."""
+    """Return the number of bytes of a file; refuse names that contain a folder, and names of pipes and devices."""
     if PurePosixPath(name).name != name or PureWindowsPath(name).name != name:
         raise ValueError(f"it names the file {name!r}, which is not in this folder")
     path = folder / name

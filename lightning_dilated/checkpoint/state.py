@@ -100,15 +100,15 @@ def unflatten_low_bit(value: Any) -> Any:
 def read_to_host(io: Any) -> None:
     """Make Lightning's own CheckpointIO load to the host and run no code of a file; do not change other CheckpointIOs.
 
-    Lightning passes a function as map_location, for which torch refuses low-bit states, and by default reads a
-    checkpoint from a URL with weights_only=False.
+    Lightning passes a function as map_location, with which torch cannot read low-bit states. By default, Lightning
+    reads a checkpoint from a URL with weights_only=False.
     """
     if type(io) is TorchCheckpointIO:
         io.load_checkpoint = functools.partial(_read_safely, io)
 
 
 def _read_safely(io: Any, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """Load to the host as `TorchCheckpointIO.load_checkpoint` does, with weights_only=True unless it is False.
+    """Load to the host as `TorchCheckpointIO.load_checkpoint` does, safely unless the caller sets weights_only=False.
 
     Raises: ValueError for a fifo or device, which would block, and for a URL of a store that is not in `STORES`.
     """
@@ -125,7 +125,7 @@ def low_bit_name(optimizer: Any) -> str | None:
 def refuse_one_file(optimizers: Iterable[Any], why: str) -> None:
     """Raise ValueError for sharded low-bit states: torch cannot gather them into one file, or shard them from one file.
 
-    The message begins with `why`, which explains where one file comes in.
+    The message begins with `why`, the reason why the states would be in one file.
     """
     name = next(filter(None, map(low_bit_name, optimizers)), None)
     if name is not None:

@@ -117,7 +117,7 @@ def _standard_library(suffixes: list[str]) -> list[str]:
     files = []
     if os.path.isdir(root):
         names = _walk(root, skipped=_STDLIB_SKIPPED)
-        # some distributions contain links to files outside that do not exist
+        # some distributions contain links to missing files outside of this folder
         files = [os.path.join(root, name) for name in names if os.path.isfile(os.path.join(root, name))]
     files = [file for file in files if file.endswith(tuple(suffixes))]
     if not files:

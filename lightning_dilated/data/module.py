@@ -44,7 +44,7 @@ class SplitDataModule(pl.LightningDataModule):
         pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
         pack_tokens: the most tokens of a batch on each device. Instead of `batch_size` padded rows, a batch is one row of
             D samples in the order of the epoch, with their bounds `cu_seqlens` (D + 1,) int32 on the CPU. Entries with
-            one value for each sample are (D,). A sample with more tokens is a batch alone. null: do not pack.
+            one value for each sample are (D,). A sample with more tokens is a separate batch. null: do not pack.
 
     Raises: TypeError or ValueError for values outside these ranges.
     """
@@ -238,7 +238,7 @@ class SplitDataModule(pl.LightningDataModule):
         return self.trainer.strategy.root_device.type == "cuda"
 
     def _eval_loader(self, split: str, make: Callable[[], Dataset] | None = None) -> DataLoader | list[DataLoader]:
-        """Return a loader in order of a split, or of the dataset `make()`."""
+        """Return a loader that yields a split, or the dataset `make()`, in order."""
         missing = self.wanted(split)
         if missing is not None:
             if self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING):

@@ -27,7 +27,7 @@ def pack_bounds(lengths: np.ndarray, budget: int, start: int = 0) -> np.ndarray:
     """Return bounds (P + 1,) int64, from `start`: pack p has samples [bounds[p], bounds[p + 1]) of the epoch's order.
 
     Args:
-        lengths: number of tokens of each sample, in the order of the epoch; a sample above the budget is a pack alone.
+        lengths: number of tokens of each sample, in the order of the epoch; a sample above the budget is one pack.
         budget: the most tokens of a pack.
     """
     ends, bounds = np.cumsum(lengths, dtype=np.int64), [start]
@@ -44,7 +44,7 @@ class PackedSamples(Dataset):
     Its length and all other attributes are the inner dataset's. A number as index means a pack of one sample.
 
     Args:
-        dataset: a dataset with `length_of(index)` or `lengths`, and `read_ranges(index, ranges)`, a mapping.
+        dataset: it has `length_of(index)` or `lengths`, and `read_ranges(index, ranges)`, which returns a mapping.
         budget: the most tokens of a pack.
         along: entries with one value for each token; other entries have one value for each sample.
     """

@@ -43,7 +43,7 @@ class ResumableSampler(DistributedSampler):
         classes: the class of each sample, (samples,) integers, to draw classes equally often; needs `shuffle`. None:
             draw each sample once.
 
-    Raises: ValueError for a rank outside [0, num_replicas), for `classes` with another length, and without `shuffle`.
+    Raises: ValueError for a rank outside [0, num_replicas), and for `classes` of another length or without `shuffle`.
     """
 
     #: whether epochs have different numbers of batches
@@ -172,7 +172,7 @@ class ResumableLoader(DataLoader):
 
     The state counts the samples of all yielded batches on all ranks, without prefetched batches. So it can be loaded
     with another number of ranks or workers, or another batch size. After loading, the first pass yields the rest of the
-    epoch; each later pass yields a whole epoch. `len` always counts a whole epoch: Lightning counts finished batches.
+    epoch; each later pass yields a whole epoch. `len` counts a whole epoch, as Lightning adds finished batches itself.
 
     Set `trainer` if a Trainer runs the loader. Then a batch that was yielded but not finished (because training_step
     raised an error) is not counted, an epoch cut by `limit_train_batches` counts as complete, and Lightning's batch

@@ -113,7 +113,7 @@ def token_nats(logits: Tensor, labels: Tensor, compiled: bool = False) -> Tensor
         compiled: on a GPU, if V is at least `WIDE`, compile to one pass over the logits forward and one backward.
 
     Raises:
-        IndexError, RuntimeError: by `gather`, for another label that is not in 0 to V - 1; also for a double backward.
+        IndexError, RuntimeError: if a label is neither `IGNORE` nor in 0 to V - 1; RuntimeError for a double backward.
     """
     return (_FusedNats if _fuses(logits, compiled) else _Nats).apply(logits, labels)
 

@@ -87,7 +87,7 @@ class Host:
         self._free.clear()
 
     def close(self) -> None:
-        """Release all host memory, also of tensors that wait for a backward, which cannot run then."""
+        """Release all host memory; a backward that still needs a tensor in it then raises RuntimeError."""
         if self._stream is not None:
             with contextlib.suppress(RuntimeError):  # after an error the GPU raises again and copies nothing
                 self._stream.synchronize()

@@ -73,7 +73,7 @@ def _moved(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class Float64Metric(Metric):
-    """A metric in float64. It moves with its module to another device, but ignores casts, because sums would overflow."""
+    """A metric in float64 that moves with its module to another device, but ignores casts: sums would overflow."""
 
     full_state_update = False
 
