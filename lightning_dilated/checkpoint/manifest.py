@@ -171,8 +171,8 @@ def find_valid(path: Path, peers: RankGroup) -> tuple[Path, list[str]]:
         if problem is None:
             return path, []
         valid = newest_valid(path.parent, peers)[0]
-        beside = f"The newest whole one beside it is {valid.path}." if valid else "There is no whole one beside it."
-        raise ValueError(f"the checkpoint {path} is damaged: {problem}. {beside}")
+        advice = f"The newest undamaged one is {valid.path}." if valid else "No other one in its folder is undamaged."
+        raise ValueError(f"the checkpoint {path} is damaged: {problem}. {advice}")
     saved, problems = newest_valid(path, peers)
     if saved is None and not problems:
         raise FileNotFoundError(f"{path} is no checkpoint, and has none (such as {name_of(100)}).")

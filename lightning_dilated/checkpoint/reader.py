@@ -247,10 +247,10 @@ def _described(key: Any, about: Any, entries: dict[MetadataIndex, StorageInfo]) 
     for chunk in about.chunks:
         offsets, sizes = _shape(chunk.offsets), _shape(chunk.sizes)
         entry, elements = entries.get(MetadataIndex(key, offsets)), math.prod(sizes)
-        there = 0 if entry is None else entry.length
-        if elements > DENSEST * there:
+        available = 0 if entry is None else entry.length
+        if elements > DENSEST * available:
             raise ValueError(
-                f"{key} declares a part of {elements:,} elements, and the files hold {there:,} bytes of it"
+                f"{key} declares a part of {elements:,} elements, and the files hold {available:,} bytes of it"
             )
         total += elements
         parts.append(kinds.ChunkStorageMetadata(offsets, sizes))

@@ -61,7 +61,7 @@ class ByteSequences(Dataset):
         return torch.from_numpy(self.stream.read(begin + start, begin + stop)).long()
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return {"tokens": (N,) int64, "labels": (N,) int64, the next bytes, "index": the sequence's number}."""
+        """Return {"tokens": (N,) int64, "labels": (N,) int64 next bytes, "index": the sequence's number}."""
         return self.read_ranges(index, (range(self.seq_len),))
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:

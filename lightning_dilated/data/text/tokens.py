@@ -337,7 +337,7 @@ class _Part:
 class TokenDataModule(SequenceDataModule):
     """Token ids in numpy arrays (.npy) or raw files (.bin, as nanoGPT writes) as one stream that is cut into sequences.
 
-    Batches are {"tokens": (B, N), "labels": (B, N), the next tokens, "index": (B,)}, all int64. With `eos_token`, B is
+    Batches are {"tokens": (B, N), "labels": (B, N) next tokens, "index": (B,)}, all int64. With `eos_token`, B is
     1, and on every rank "cu_seqlens" (D + 1,) int32, on the CPU, has the bounds of the documents in the whole sequence.
     A document ends after its `eos_token`, which has the label -100. Labels are from the same split. A rank reads its
     slice of a sequence. Only `check` reads every token once, in every process, to find invalid tokens and the ends of
