@@ -350,7 +350,7 @@ def migrated(checkpoint: dict[str, Any], source: Any) -> dict[str, Any]:
     return _pl_migrate_checkpoint(checkpoint, checkpoint_path=path)
 
 
-#: (checkpoint that is being loaded, `strict`); constructors compare layers with its tensors before they allocate them
+#: (checkpoint that is being loaded, `strict`); constructors compare layers with its tensors before allocating layers
 LOADED: ContextVar[tuple[dict[str, Any], bool | None] | None] = ContextVar("loaded", default=None)
 
 

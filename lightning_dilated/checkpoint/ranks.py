@@ -109,7 +109,7 @@ def _run(
 
 
 def failure(text: str, known_to_all: bool = True) -> OSError:
-    """Return a checkpoint's error, raised on all ranks (`known_to_all`) or on this one, while others may wait."""
+    """Return an error of a checkpoint; not `known_to_all`: only this rank has it, and others may wait in the group."""
     error = OSError(text)
     error.known_to_all = known_to_all  # type: ignore[attr-defined]
     return error

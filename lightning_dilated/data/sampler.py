@@ -65,7 +65,7 @@ class ResumableSampler(DistributedSampler):
             numbers, size = np.asarray(classes), len(dataset)  # type: ignore[arg-type]
             if numbers.shape != (size,) or not shuffle:
                 raise ValueError(
-                    f"classes must be one number for each of the {size} samples, of a shuffled order; got shape "
+                    f"classes must be one number for each of the {size} samples, and needs shuffle=True; got shape "
                     f"{numbers.shape} and shuffle={shuffle}"
                 )
             self._members = [np.flatnonzero(numbers == c) for c in np.unique(numbers)]
