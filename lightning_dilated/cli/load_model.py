@@ -118,7 +118,7 @@ def load_any(path: str | Path, tile: int | None = None) -> DilatedModule:
         tile: the tile of a HFCausalLM's loss, if the decoder supports tiles.
 
     Raises:
-        FileNotFoundError, ValueError: as in `load_module`; for folders without config.json or base model.
+        FileNotFoundError, ValueError: as in `load_module`; for folders without config.json, adapters without a model.
         ModuleNotFoundError: for a folder of transformers if the library is not installed.
     """
     folder = Path(path)

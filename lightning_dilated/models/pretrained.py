@@ -428,7 +428,7 @@ def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
     parts = [name for name, x in state.items() if isinstance(x, DTensor)]
     if parts:
         raise ValueError(
-            f"{parts[0]} is sharded over ranks, so this rank cannot save it alone. Save a checkpoint in one file, load it by "
+            f"{parts[0]} is sharded over ranks, so this rank cannot save it alone. Save one checkpoint file, load it by "
             "load_from_checkpoint, and then call save_pretrained."
         )
     return {name: x.detach().contiguous() for name, x in state.items() if alias.get(name, name) == name}
