@@ -247,13 +247,13 @@ def clean(folder: Path) -> list[str]:
     """
     half_written = []
     for path in sorted(folder.iterdir()):
-        left = _LEFT.fullmatch(path.name)
+        leftover = _LEFT.fullmatch(path.name)
         is_folder = path.is_dir() and not path.is_symlink()
-        if left and left[2] == "replaced" and is_folder and not os.path.lexists(folder / left[1]):
-            path.rename(folder / left[1])
-        elif left:
+        if leftover and leftover[2] == "replaced" and is_folder and not os.path.lexists(folder / leftover[1]):
+            path.rename(folder / leftover[1])
+        elif leftover:
             remove(path)
-            half_written += [left[1]] if left[2] == "partial" and is_folder else []
+            half_written += [leftover[1]] if leftover[2] == "partial" and is_folder else []
     return half_written
 
 

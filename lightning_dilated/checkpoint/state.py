@@ -253,8 +253,8 @@ def unlike_replicas(every: Sequence[Mapping[str, int]], ranks: Sequence[int]) ->
     return (
         f"{who} of {len(names)} tensors ({shown}), though all train one model: a checkpoint would be a mixture. Something "
         "differs between the ranks: a learning rate that a callback sets, gradients that a hook changes, versions of "
-        "packages, or a GPU that computes wrongly. Go on from a checkpoint of an earlier step. Parameters that are each "
-        "rank's own by intent have to be named to DDP, too (_set_params_and_buffers_to_ignore_for_model)."
+        "packages, or a GPU that computes wrongly. Continue from a checkpoint of an earlier step. If parameters differ "
+        "by intent, name them to DDP, too (_set_params_and_buffers_to_ignore_for_model)."
     )
 
 

@@ -33,8 +33,8 @@ def pack_bounds(lengths: np.ndarray, budget: int, start: int = 0) -> np.ndarray:
     ends, bounds = np.cumsum(lengths, dtype=np.int64), [start]
     while bounds[-1] < len(lengths):
         at = bounds[-1]
-        before = int(ends[at - 1]) if at else 0
-        bounds.append(max(at + 1, int(np.searchsorted(ends, before + budget, side="right"))))
+        tokens_before = int(ends[at - 1]) if at else 0
+        bounds.append(max(at + 1, int(np.searchsorted(ends, tokens_before + budget, side="right"))))
     return np.array(bounds, dtype=np.int64)
 
 

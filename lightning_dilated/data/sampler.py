@@ -155,8 +155,8 @@ def balanced_order(members: Sequence[np.ndarray], seed: int, start: int, count: 
     for part in np.unique(rounds // _ROUNDS):
         rng = np.random.default_rng([seed, 1, part])
         turns = rng.permuted(np.tile(np.arange(len(members)), (_ROUNDS, 1)), axis=1)
-        here = rounds // _ROUNDS == part
-        drawn[here] = turns[rounds[here] % _ROUNDS, at[here]]
+        in_part = rounds // _ROUNDS == part
+        drawn[in_part] = turns[rounds[in_part] % _ROUNDS, at[in_part]]
     order = np.empty(count, np.int64)
     for c, samples in enumerate(members):
         class_places = np.flatnonzero(drawn == c)

@@ -265,11 +265,11 @@ def compare_training(trainer: Any, sizes: MeshSizes, shards_parameters: bool) ->
     Raises:
         ValueError: on every rank, if the numbers differ.
     """
-    left = float("inf")
+    remaining = float("inf")
     if trainer.max_steps >= 0:
-        left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        remaining = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
     batches: list[Any] = [None] * sizes.world
-    dist.all_gather_object(batches, min(trainer.num_training_batches, left))
+    dist.all_gather_object(batches, min(trainer.num_training_batches, remaining))
     check_equal_batches(batches, "train", sizes, shards_parameters)
 
 

@@ -34,17 +34,17 @@ def check_launched(devices: int, nodes: int) -> None:
     """
     if not dist.is_torchelastic_launched():
         return
-    world, each = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    agents = int(os.environ.get("GROUP_WORLD_SIZE", world // each))
-    if agents * each != world:
+    world, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    agents = int(os.environ.get("GROUP_WORLD_SIZE", world // per_node))
+    if agents * per_node != world:
         raise ValueError(
-            f"torchrun started {world} ranks on {agents} nodes, {each} of them on this one: nodes have different numbers of "
-            "ranks, which a Trainer does not support. Pass the same --nproc-per-node on every node."
+            f"torchrun started {world} ranks on {agents} nodes, {per_node} of them on this one: nodes have different "
+            "numbers of ranks, which a Trainer does not support. Pass the same --nproc-per-node on every node."
         )
     if devices * nodes != world:
         raise ValueError(
-            f"torchrun started {world} ranks, {each} on each of {world // each} nodes, but the Trainer has "
-            f"devices={devices} and num_nodes={nodes}. Take devices={each} and "
+            f"torchrun started {world} ranks, {per_node} on each of {world // per_node} nodes, but the Trainer has "
+            f"devices={devices} and num_nodes={nodes}. Take devices={per_node} and "
             "num_nodes=lightning_dilated.strategy.launched_nodes() (on the command line --trainer.num_nodes auto), or start "
             "as many ranks as the Trainer has."
         )
@@ -81,10 +81,10 @@ class GlobalBatch:
             )
         if self.sequences % (size * data_ranks):
             allowed = [x for x in range(1, self.sequences + 1) if self.sequences % (x * data_ranks) == 0]
-            each = f"batch_size one of {allowed}" if allowed else f"global_batch a multiple of {data_ranks}"
+            remedy = f"batch_size one of {allowed}" if allowed else f"global_batch a multiple of {data_ranks}"
             raise ValueError(
                 f"global_batch={self.sequences} sequences a step cannot be split into {data_ranks} sequence(s) at a "
-                f"time in batches of {size}: make {each}, or sequence_size larger."
+                f"time in batches of {size}: make {remedy}, or sequence_size larger."
             )
         trainer.accumulate_grad_batches = self._set = self.sequences // (size * data_ranks)
         self._end_epochs_with_a_step(trainer, loader)

@@ -389,10 +389,10 @@ def place_parameters(module: nn.Module, device: torch.device, offload: bool) -> 
         materialize(module, torch.device("cpu"))
     if device.type == "cpu":
         return
-    wrong = [name for name, p in module.named_parameters() if (p.device.type == "cpu") is not offload]
-    if not wrong:
+    misplaced = [name for name, p in module.named_parameters() if (p.device.type == "cpu") is not offload]
+    if not misplaced:
         return
-    names = f"{', '.join(wrong[:3])}{' and others' if len(wrong) > 3 else ''}"
+    names = f"{', '.join(misplaced[:3])}{' and others' if len(misplaced) > 3 else ''}"
     if offload:
         raise ValueError(
             f"cpu_offload keeps parameters on the host, but {names} were sharded without it, by configure_model or by an "

@@ -459,8 +459,8 @@ def lost_regions(lost: list[int], world: int, region_size: int) -> list[str]:
     sentences = []
     for region, first in enumerate(range(0, world, region_size) if region_size < world else ()):
         ranks = range(first, first + region_size)
-        left = [x for x in ranks if x not in lost]
-        if len(left) < region_size:
-            which = "all" if not left else f"{region_size - len(left)} of its {region_size}"
+        alive = [x for x in ranks if x not in lost]
+        if len(alive) < region_size:
+            which = "all" if not alive else f"{region_size - len(alive)} of its {region_size}"
             sentences.append(f"Region {region} (ranks {first} to {ranks[-1]}) has lost {which} ranks.")
     return sentences

@@ -49,8 +49,8 @@ def options(argv: Sequence[str]) -> list[Option]:
 
 def settings(argv: Sequence[str]) -> list[tuple[Key, Any]]:
     """Return (key, value) of each setting: values of recipes, then texts of options, which override them."""
-    each = ([(x.key, next(iter(x.values), None))] if x.key != CONFIG else recipe_settings(x) for x in options(argv))
-    return [setting for listed in each for setting in listed]
+    groups = ([(x.key, next(iter(x.values), None))] if x.key != CONFIG else recipe_settings(x) for x in options(argv))
+    return [setting for listed in groups for setting in listed]
 
 
 def recipe_settings(config: Option) -> list[tuple[Key, Any]]:
