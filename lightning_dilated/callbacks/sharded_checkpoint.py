@@ -62,8 +62,8 @@ class ShardedCheckpoint(Checkpoint):
     training waits for the files. A checkpoint gets its name when it is complete on disk. Its `manifest.json` contains a
     checksum of each file. If a file is damaged, an older checkpoint is loaded, with a warning that names the file.
 
-    Any number of ranks can load it, with or without sharded parameters. `fit(ckpt_path=FOLDER)` loads the newest valid
-    checkpoint; `fit(ckpt_path=FOLDER/step-00001000)` loads this one. All ranks must see the folder.
+    Any number of ranks can load a checkpoint, with or without sharded parameters. `fit(ckpt_path=FOLDER)` loads the
+    newest valid checkpoint; `fit(ckpt_path=FOLDER/step-00001000)` loads this one. All ranks must see the folder.
 
     **Preemption.** SIGTERM, SIGINT (Ctrl-C) or SLURM's requeue signal (SIGUSR1) to any rank, or to all ranks, ends a
     fit on all ranks after the same optimizer step. A running validation is finished first. Other regions receive the
@@ -82,12 +82,11 @@ class ShardedCheckpoint(Checkpoint):
     no sign of life while the second run waited for 60 s.
 
     Args:
-        folder: folder of the checkpoints; None: `checkpoints` in the Trainer's `default_root_dir`.
-        every_n_train_steps: optimizer steps between two checkpoints; None: not by steps.
-        every_n_minutes: minutes between two checkpoints by rank 0's clock (with regions, at outer steps); None: never.
-        at_end: also save at the end of fit.
-        keep: number of newest checkpoints to keep.
-        resume: "never"; "auto": resume from the newest valid checkpoint in the folder, if any; "must": require one. A
+        folder: folder of the checkpoints; None: `checkpoints` in the Trainer's `default_root_dir`. every_n_train_steps:
+        optimizer steps between two checkpoints; None: not by steps. every_n_minutes: minutes between checkpoints by
+        rank 0's clock (with regions, at outer steps); None: not by time. at_end: also save at the end of fit. keep:
+        number of newest checkpoints to keep. resume: "never"; "auto": resume from the newest valid checkpoint in the
+        folder, if any; "must": require one. A
             ckpt_path of fit takes precedence.
         asynchronous: False: training waits until the files are written.
         keep_finite: do not count checkpoints with NaN or infinite parameters among the `keep` newest: they never
