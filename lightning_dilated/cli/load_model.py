@@ -67,8 +67,8 @@ def checkpoint_settings(path: str, class_name: str | None, set_here: set[str]) -
     if class_name is None and not (isinstance(cls, type) and issubclass(cls, DilatedModule)):
         fail(
             f"--ckpt_path {path} names {named} (the model's class), which is not an imported DilatedModule, and a file "
-            "does not decide what is imported. If you trust the class, name it in your own recipe or as --model, or import "
-            f"{named.rpartition('.')[0]} before."
+            "does not decide what is imported. If you trust the class, name it in your own recipe or as --model, or "
+            f"import {named.rpartition('.')[0]} before."
         )
     types = {} if cls is None else argument_types(cls)  # if the class is missing, the parser will report why
     settings: dict[str, Any] = {}

@@ -278,8 +278,8 @@ class SequenceDataModule(SplitDataModule):
         self.seq_len = integer(seq_len, "data.seq_len", 1)
         if pack_tokens is not None and pack_tokens < self.seq_len:
             raise ValueError(
-                f"data.pack_tokens is {pack_tokens}, below data.seq_len = {seq_len}, the most tokens of a sample: raise "
-                "data.pack_tokens or lower data.seq_len"
+                f"data.pack_tokens is {pack_tokens}, below data.seq_len = {seq_len}, the most tokens of a sample: "
+                "raise data.pack_tokens or lower data.seq_len"
             )
         self.val_limit = None if val_limit is None else integer(val_limit, "data.val_limit", 1)
 

@@ -136,9 +136,9 @@ def _numbers(name: str, values: list[Any]) -> torch.Tensor:
         shapes = sorted({tuple(x.shape) for x in values})
         if len(shapes) > 1:
             raise ValueError(
-                f"the samples of a pack have {name!r} of the shapes {shapes}. If it has a value for each token, name it in "
-                f"the DataModule's `along`: along = (*SplitDataModule.along, {name!r}). If it has one value for each "
-                "sample, give all values the same shape."
+                f"the samples of a pack have {name!r} of the shapes {shapes}. If it has a value for each token, name "
+                f"it in the DataModule's `along`: along = (*SplitDataModule.along, {name!r}). If it has one value for "
+                "each sample, give all values the same shape."
             )
         return torch.stack(values)
     whole = all(isinstance(x, int | np.integer) for x in values)

@@ -263,8 +263,8 @@ class ResumableLoader(DataLoader):
         stored = state.get("fingerprint")
         if not covers_content(stored, identity["fingerprint"]) and same_fingerprint(stored, identity["fingerprint"]):
             rank_zero_warn(
-                "the checkpoint's fingerprint of the training data covers names and sizes only: check yourself that the "
-                "contents of the files are the same now."
+                "the checkpoint's fingerprint of the training data covers names and sizes only: check yourself that "
+                "the contents of the files are the same now."
             )
         for key, current in identity.items():
             if not same_fingerprint(state.get(key, current), current):

@@ -322,18 +322,18 @@ def set_memory(module: nn.Module, settings: MemorySettings) -> list[tuple[HasMem
     if not stacks and not alone:
         raise ValueError(
             "ActivationRecompute recomputes TransformerBlocks, and decoder layers that transformers can checkpoint, and "
-            f"{name} has none. Build it from lightning_dilated.models.blocks, or call torch.utils.checkpoint in its own "
-            "blocks."
+            f"{name} has none. Build it from lightning_dilated.models.blocks, or call torch.utils.checkpoint in its "
+            "own blocks."
         )
     if alone and (settings.every > 1 or settings.offload):
         raise ValueError(
-            f"every and offload work on a DilatedTransformer's blocks, but {name} has blocks outside of one. Stack them by "
-            "lightning_dilated.models.transformer.DilatedTransformer, or leave both settings out."
+            f"every and offload work on a DilatedTransformer's blocks, but {name} has blocks outside of one. Stack "
+            "them by lightning_dilated.models.transformer.DilatedTransformer, or leave both settings out."
         )
     if settings.stream is not None and not getattr(module, "streams", False):
         raise ValueError(
             f"stream={settings.stream} computes a sequence chunk by chunk, and {name} cannot: it takes a causal model with "
-            "a loss for each token (LongNetLM), because in other models a chunk depends on later ones. Leave stream out."
+            "a loss for each token (LongNetLM), as in other models a chunk depends on later ones. Leave stream out."
         )
     if settings.stream is not None and not getattr(type(module).loss_terms, "streams", False):
         raise ValueError(

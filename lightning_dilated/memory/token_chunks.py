@@ -62,13 +62,13 @@ def check_whole(modules: Sequence[nn.Module]) -> None:
     for m in (m for module in modules for m in module.modules()):
         if isinstance(m, FSDPModule):
             raise ValueError(
-                f"{type(m).__name__} is sharded separately, so its gradients would be lost in tiles (tile, head_chunks). "
-                "Call fully_shard for the TransformerBlock and for the whole model only, not for layers within them."
+                f"{type(m).__name__} is sharded separately, so its gradients would be lost in tiles (tile, "
+                "head_chunks). Call fully_shard only for the TransformerBlock and the whole model, not for layers within them."
             )
         if any(isinstance(x, Tensor) and x.requires_grad for x in vars(m).values()):
             raise ValueError(
-                f"{type(m).__name__} has weights that are not parameters, so their gradients would be lost in tiles (tile, "
-                "head_chunks). Shard by fully_shard (FSDP2) and not by FullyShardedDataParallel."
+                f"{type(m).__name__} has weights that are not parameters, so their gradients would be lost in tiles "
+                "(tile, head_chunks). Shard by fully_shard (FSDP2) and not by FullyShardedDataParallel."
             )
 
 
@@ -231,7 +231,7 @@ def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
 
 
 def products_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype of `nn.functional.linear`: autocast's if it is enabled, except for float64; else the weight's."""
+    """Return the dtype of `nn.functional.linear`: autocast's if enabled, except for float64; else the weight's."""
     kind = x.device.type
     if kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)

@@ -428,8 +428,8 @@ def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
     parts = [name for name, x in state.items() if isinstance(x, DTensor)]
     if parts:
         raise ValueError(
-            f"{parts[0]} is sharded over ranks, so this rank cannot save it alone. Save one checkpoint file, load it by "
-            "load_from_checkpoint, and then call save_pretrained."
+            f"{parts[0]} is sharded over ranks, so this rank cannot save it alone. Save one checkpoint file, load it "
+            "by load_from_checkpoint, and then call save_pretrained."
         )
     return {name: x.detach().contiguous() for name, x in state.items() if alias.get(name, name) == name}
 

@@ -69,8 +69,8 @@ def resolve(section: str, name: str) -> type:
         close = difflib.get_close_matches(name.rpartition(".")[2], known, 1)
         hint = f" Did you mean {close[0]}?" if close else ""
         raise ValueError(
-            f"--{section}.help {name}: no {base.__name__} of that name.{hint} Classes: {', '.join(known)}; for others give "
-            "the dotted path."
+            f"--{section}.help {name}: no {base.__name__} of that name.{hint} Classes: {', '.join(known)}; for others "
+            "give the dotted path."
         )
     return value
 

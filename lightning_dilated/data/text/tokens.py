@@ -215,7 +215,7 @@ class TokenStream:
 def scan(stream: TokenStream, vocab_size: int, eos_token: int | None) -> np.ndarray:
     """Check every token, and return the sorted int64 positions of `eos_token`; no positions if it is None.
 
-    Raises: ValueError for tokens outside [0, vocab_size), with the first one's file and position, and the largest token.
+    Raises: ValueError for tokens outside [0, vocab_size); it names the first one's position, and the largest token.
     """
     ends, wrong, largest = [np.empty(0, dtype=np.int64)], None, 0
     for begin, tokens in stream.chunks():
@@ -429,7 +429,7 @@ class TokenDataModule(SequenceDataModule):
         if self._tokenizer.vocab_size > self.vocab_size:
             raise ValueError(
                 f"data.tokenizer {self.tokenizer_source} has {self._tokenizer.vocab_size} tokens, more than data.vocab_size "
-                f"= {self.vocab_size}: raise data.vocab_size, or set data.tokenizer to the tokenizer that made the tokens"
+                f"= {self.vocab_size}: raise data.vocab_size, or set data.tokenizer to the one that made the tokens"
             )
         return self._tokenizer.files()
 

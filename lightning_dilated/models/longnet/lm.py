@@ -247,7 +247,7 @@ class LongNetLM(TokenModel):
         if tokens > 512 and self.bytes_per_token == 1:
             rank_zero_warn(
                 f"bytes_per_token is 1, but {tokens} different tokens cannot be bytes: bits_per_byte will be bits per "
-                "token. Set bytes_per_token to the mean bytes of text a token, which `lightning-dilated tokenize` prints."
+                "token. Set bytes_per_token to the mean bytes a token, which `lightning-dilated tokenize` prints."
             )
 
     def forward(
