@@ -63,7 +63,7 @@ def check_whole(modules: Sequence[nn.Module]) -> None:
         if isinstance(m, FSDPModule):
             raise ValueError(
                 f"{type(m).__name__} is sharded separately, so its gradients would be lost in tiles (tile, "
-                "head_chunks). Call fully_shard only for the TransformerBlock and the whole model, not for layers within them."
+                "head_chunks). Call fully_shard only for TransformerBlocks and the model, not for layers within blocks."
             )
         if any(isinstance(x, Tensor) and x.requires_grad for x in vars(m).values()):
             raise ValueError(
