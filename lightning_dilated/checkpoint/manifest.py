@@ -175,7 +175,7 @@ def find_valid(path: Path, peers: RankGroup) -> tuple[Path, list[str]]:
         raise ValueError(f"the checkpoint {path} is damaged: {problem}. {advice}")
     saved, problems = newest_valid(path, peers)
     if saved is None and not problems:
-        raise FileNotFoundError(f"{path} is no checkpoint, and has none (such as {name_of(100)}).")
+        raise FileNotFoundError(f"{path} is no checkpoint, and contains no checkpoint such as {name_of(100)}.")
     if saved is None:
         raise ValueError(none_valid(path, problems))
     return saved.path, problems

@@ -73,7 +73,7 @@ class FileOpener:
         return self.remote.bytes_of(url)
 
     def pieces(self, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
-        """Yield short ranges (URL, start, stop) in order, fetched several at a time."""
+        """Yield the bytes of short ranges (URL, start, stop) in order; several ranges are fetched at a time."""
         return self.remote.pieces(ranges) if ranges else iter(())
 
     def check_workers(self, num_workers: int) -> None:

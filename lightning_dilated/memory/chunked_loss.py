@@ -92,7 +92,7 @@ def _scaled(x: Tensor, by: Tensor, step: int) -> Tensor:
 
 #: the loss ignores labels with this value
 IGNORE = -100
-#: maximum number of logits in a tile (sums over tiles take little time), and minimum number of tokens in a tile
+#: maximum number of logits (large, so that sums over tiles take little time) and minimum number of tokens in a tile
 MOST, LEAST = 2**29, 1024
 #: smallest vocabulary for which one compiled pass over the logits is faster than several eager ones
 WIDE = 1024

@@ -89,7 +89,7 @@ class Host:
     def close(self) -> None:
         """Release all host memory; a backward that still needs a tensor in it then raises RuntimeError."""
         if self._stream is not None:
-            with contextlib.suppress(RuntimeError):  # after an error the GPU raises again and copies nothing
+            with contextlib.suppress(RuntimeError):  # a GPU that has failed raises again and copies nothing
                 self._stream.synchronize()
         self._leaving = None
         for offloaded in list(self._waiting):

@@ -46,7 +46,7 @@ def tiled(
 
 
 def step_of(tile: int | None, x: Tensor) -> int:
-    """Return the number of tokens of each sample in a tile; `tile` counts all samples, None is one tile."""
+    """Return the number of tokens of each sample in a tile; `tile` counts the tokens of all samples, None: no tiles."""
     return max(1, x.shape[1]) if tile is None else max(1, tile // max(1, x.shape[0]))
 
 

@@ -100,7 +100,7 @@ def test_nothing_good_is_left(text, copied, resume):
 
 
 def test_no_checkpoint_at_all(text, tmp_path):
-    with pytest.raises(FileNotFoundError, match="is no checkpoint, and has none"):
+    with pytest.raises(FileNotFoundError, match="is no checkpoint, and contains no"):
         run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b")), ckpt_path=tmp_path)
 
 

@@ -182,7 +182,7 @@ def test_a_folder_runs_no_code(made, dealt, cli, tmp_path):
 
 
 @pytest.mark.parametrize("source, words", [
-    ("nothing", "no such file"), (".", "is no checkpoint, and has none"), ("text.txt", "cannot be read as a checkpoint"),
+    ("nothing", "no such file"), (".", "is no checkpoint, and contains no"), ("text.txt", "cannot be read as a checkpoint"),
 ])  # fmt: skip
 def test_no_checkpoint(cli, source, words):
     one_line(cli("consolidate", source, "--out", "x.safetensors"), words)
