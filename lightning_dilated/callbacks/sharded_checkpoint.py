@@ -82,11 +82,12 @@ class ShardedCheckpoint(Checkpoint):
     no sign of life while the second run waited for 60 s.
 
     Args:
-        folder: folder of the checkpoints; None: `checkpoints` in the Trainer's `default_root_dir`. every_n_train_steps:
-        optimizer steps between two checkpoints; None: not by steps. every_n_minutes: minutes between checkpoints by
-        rank 0's clock (with regions, at outer steps); None: not by time. at_end: also save at the end of fit. keep:
-        number of newest checkpoints to keep. resume: "never"; "auto": resume from the newest valid checkpoint in the
-        folder, if any; "must": require one. A
+        folder: folder of the checkpoints; None: `checkpoints` in the Trainer's `default_root_dir`.
+        every_n_train_steps: optimizer steps between two checkpoints; None: not by steps.
+        every_n_minutes: minutes between checkpoints by rank 0's clock (with regions, at outer steps); None: not by time.
+        at_end: also save at the end of fit.
+        keep: number of newest checkpoints to keep.
+        resume: "never"; "auto": resume from the newest valid checkpoint in the folder, if any; "must": require one. A
             ckpt_path of fit takes precedence.
         asynchronous: False: training waits until the files are written.
         keep_finite: do not count checkpoints with NaN or infinite parameters among the `keep` newest: they never
