@@ -84,7 +84,7 @@ class ShardedCheckpoint(Checkpoint):
     Args:
         folder: folder of the checkpoints; None: `checkpoints` in the Trainer's `default_root_dir`.
         every_n_train_steps: optimizer steps between two checkpoints; None: not by steps.
-        every_n_minutes: minutes between checkpoints by rank 0's clock (with regions, at outer steps); None: not by time.
+        every_n_minutes: minutes between checkpoints by rank 0's clock (in regions, at outer steps); None: not by time.
         at_end: also save at the end of fit.
         keep: number of newest checkpoints to keep.
         resume: "never"; "auto": resume from the newest valid checkpoint in the folder, if any; "must": require one. A
