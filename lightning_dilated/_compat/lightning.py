@@ -245,7 +245,7 @@ class EndsRuns(_SubprocessScriptLauncher):
 
 
 def end_runs(strategy: Any) -> None:
-    """Replace a strategy's `_launcher` by `EndsRuns`, unless it is a launcher whose processes end with the run.
+    """Replace a strategy's `_launcher` by `EndsRuns`, except for launchers that end their processes with the run.
 
     ModelParallelStrategy has no launcher if another program, such as torchrun, starts the processes.
     """

@@ -32,11 +32,11 @@ class ActivationRecompute(pl.Callback):
             one chunk at a time. They are projected three times, or four times with a policy. Not available with LoRA.
         stream: number of tokens in a chunk. Longer sequences are computed chunk by chunk, forward and again in the
             backward. Memory holds one chunk, and the keys and values that later chunks read. Other settings apply to a
-            chunk. Loss and gradients equal those of one pass, except that hidden dropout draws other masks. For
+            chunk. Loss and gradients are equal to one pass, except that hidden dropout draws other masks. For
             LongNetLM. Each rank streams its own sequences (sequence_size=1), or ranks share every chunk (the strategy's
             layout="chunked"). Validation, test and predict also stream. Progress bars show the current chunk.
         truncate: with `stream`, stop gradients at the boundaries of chunks (truncated back-propagation through time),
-            and compute each chunk once. The loss equals that of one pass; the gradients differ.
+            and compute each chunk once. The loss is equal to one pass; the gradients differ.
 
     Raises:
         ValueError: for other values. When a run starts, for a LightningModule without a TransformerBlock; for `every` and

@@ -189,7 +189,7 @@ class ShardedCheckpoint(Checkpoint):
             strategy.checkpoint_io = FolderIO(strategy.checkpoint_io, partial(checked, peers=self._peers))
 
     def _make_groups(self, trainer: pl.Trainer) -> None:
-        """Make process groups once, because collectives of the writing thread must not mix with those of training."""
+        """Make process groups once, because the writing thread and training must not mix their collectives."""
         if trainer.world_size == 1:
             self._peers = self._writers = RankGroup()
         elif self._world is not dist.group.WORLD:

@@ -1,8 +1,8 @@
 """A Trainer's state in a folder, written and read with torch.distributed.checkpoint.
 
 The folder has the layout of Lightning's ModelParallelStrategy: `.metadata` and `.distcp` files contain "state_dict" and
-"optimizer_0", ..., whose states have parameter names as keys; `meta.pt` contains everything else. So strategies with
-and without sharded parameters can read each other's folders.
+"optimizer_0", ... (states with parameter names as keys); `meta.pt` contains everything else. So strategies with and
+without sharded parameters can read each other's folders.
 """
 
 from __future__ import annotations

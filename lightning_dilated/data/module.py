@@ -372,7 +372,7 @@ def split_bounds(total: int, shares: dict[str, float]) -> dict[str, tuple[int, i
 
 # -- batches that a worker can send ------------------------------------------------------------------------------------
 # A thread of the worker sends a batch. An error in this thread is only printed, and the training process would wait
-# forever. So entries that cannot be sent are detected in the collate function, whose errors reach the training process.
+# forever. So the collate function detects entries that cannot be sent: its errors reach the training process.
 class SendableCollate:
     """A collate function that makes its batches `sendable`; `collate` None: torch's default."""
 

@@ -139,7 +139,7 @@ class BlockMemory(nn.Module):
     def _of_tiles(
         self, name: str, part: Callable[..., Any], tile: int | None, x: Tensor, whole: bool
     ) -> Callable[..., Any]:
-        """Return `_piece` for tiles of x (B, N, E), of which the last may be shorter; `whole`: x is a whole chunk."""
+        """Return `_piece` for tiles of x (B, N, E); the last tile may be shorter. `whole`: x is a whole chunk."""
         if name not in self._pieces:
             return part
         step = min(step_of(tile, x), x.shape[1])
@@ -294,7 +294,7 @@ class StackMemory(nn.Module):
         self._memory, self._host = settings, Host(settings.offload)
 
     def free_host_memory(self) -> None:
-        """Free the host memory of offloaded block inputs; a forward whose backward has not run yet is lost."""
+        """Free the host memory of offloaded block inputs; a forward is lost if its backward has not run yet."""
         self._host.close()
 
     def _run(self, layers: list[Callable[[Tensor], Tensor]], x: Tensor, grouped: bool = True) -> Tensor:

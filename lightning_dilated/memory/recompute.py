@@ -87,7 +87,7 @@ def _in_its_sequence(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tens
     return run_in_sequence
 
 
-#: ops whose results "attention-kept" saves; extensions add their ops
+#: the ops that "attention-kept" saves the results from; extensions add their ops
 KEPT: list[Any] = [ATTENTION]
 
 #: "none" saves all tensors that the backward needs; "block" saves only the block's input; "attention-kept" also saves

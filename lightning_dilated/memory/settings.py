@@ -24,7 +24,7 @@ class MemorySettings:
         offload: share of the saved block inputs to store in pinned host memory: a fraction (up to 1) or GiB (above 1).
         tile: tokens, in all samples together, that norm, feed-forward and residual compute at a time, and also
             last norm, output projection and loss (fewer for a wide vocabulary: `chunked_loss.loss_tile`); None: all.
-            With head chunks, NARROW times as many tokens are projected at a time, to q, k and v and from the heads.
+            With head chunks, NARROW times this number are projected at a time, to q, k and v and from the heads.
         head_chunks: number of chunks of heads; q, k and v are computed for one chunk after another.
         stream: number of tokens in a chunk of a sequence. The model computes the chunks forward one after another, then
             each again with its backward; the other settings apply to a chunk. Causal language models only.

@@ -33,7 +33,7 @@ def tiled(
         modules: modules with the parameters that `run` uses; other parameters get no gradient.
         tile: the most tokens of a tile, in all samples together; None: one tile.
         rows: (B, N, ...), such as hidden states and labels; rows that require a gradient get one.
-        unused: the result will not be read, so do not compute its values; its shape is that of `rows[0]`.
+        unused: the result will not be read, so do not compute its values; it has the shape of `rows[0]`.
 
     Raises:
         ValueError: if FSDP shards a module within a layer separately from the rest of the layer.

@@ -204,5 +204,5 @@ class TransformerBlock(BlockMemory):
 
 
 def default_hidden(dim: int, ffn: str) -> int:
-    """Return 4 E for GELU, or 8/3 E, rounded up to a multiple of 32, for the 3 matrices of SwiGLU: as many weights."""
+    """Return 4 E for GELU, or 8/3 E rounded up to a multiple of 32 for SwiGLU, which has 3 matrices instead of 2."""
     return 4 * dim if ffn == "gelu" else -(-8 * dim // 3 // 32) * 32

@@ -41,7 +41,7 @@ def batches_in(batch: Any, loaders: Any) -> list[Any]:
 
 
 class LoaderStates:
-    """The metric states of a stage for all loaders but the current one, whose state is in the metrics themselves."""
+    """The metric states of a stage for all loaders but the current one; the metrics contain the current state."""
 
     def __init__(self) -> None:
         self._number = 0

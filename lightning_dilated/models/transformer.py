@@ -457,7 +457,7 @@ def longest(batch: Any, spec: SequenceSpec | None, group: Any) -> int:
     Args:
         batch: this rank's part of a batch.
         spec: names the entries that are sequences.
-        group: the ranks of the sequence, whose latest call contains N. None for one rank.
+        group: the ranks of the sequence; their latest call contains N. None for one rank.
     """
     if not isinstance(batch, Mapping):
         return 0

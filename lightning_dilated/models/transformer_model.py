@@ -31,7 +31,7 @@ from lightning_dilated.pattern.pattern import LAYERS
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import layer_recurrences, plain_recurrences
 
-#: limit of the number of features of a hidden state; a feed-forward may have 8 times as many
+#: limit of the number of features of a hidden state; a feed-forward may have 8 times this number
 WIDTH = 1 << 20
 #: arguments that are not saved, because they are not part of the model or are saved in another form
 NOT_SAVED = (

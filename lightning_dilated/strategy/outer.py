@@ -36,7 +36,7 @@ class OuterSteps:
         TypeError, ValueError: naming the argument.
 
     Source:
-        DiLoCo (arXiv 2311.08105), whose regions start from a model that was pretrained without regions; Streaming
+        DiLoCo (arXiv 2311.08105), where regions start from a model that was pretrained without regions; Streaming
         DiLoCo (arXiv 2501.18512) for `fragments`, `delay` and `mix`.
     """
 

@@ -241,7 +241,7 @@ def join_host(device: torch.device, existed: bool) -> None:
 
 
 # -- DDP ---------------------------------------------------------------------------------------------------------------
-#: a bucket size, in MiB, above that of all gradients together
+#: a bucket size, in MiB, that is large enough for all gradients together
 ONE_BUCKET = 2**20
 
 

@@ -470,7 +470,7 @@ class LongNetLM(TokenModel):
         return self.streaming.truncated_parts(self, batch)
 
     def _longest(self, batch: Any) -> int:
-        """Return N as `DilatedModule` does; for streams, whose documents grow, round it down to a power of two."""
+        """Return N as `DilatedModule` does; documents of streams grow, so round N down to a power of two for them."""
         parts = self.truncated_parts(batch) if isinstance(batch, Mapping) and "stream" in batch else None
         return 1 << max(x.stop for x in parts).bit_length() - 1 if parts else super()._longest(batch)
 
