@@ -1,4 +1,4 @@
-"""Run the console script by `python -m lightning_dilated`."""
+"""Run the command line by `python -m lightning_dilated`."""
 
 from lightning_dilated.cli import main
 

@@ -1,6 +1,6 @@
-"""The table of public names, commands and hooks that `ext/` adds to the core, each with the place that defines it.
+"""The table of public names, commands and hooks that `ext/` adds to the core, each with the module that defines it.
 
-No other file of the core names a module of `ext/`. A place is imported when its name is first used.
+No other file of the core names a module of `ext/`. A module is imported when one of its names is first used.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_dilated._removed import removed_name
 
-#: public name, relative to the package: its place, relative to `ext`
+#: {public name, relative to the package: "module:object", relative to `ext`}
 NAMES = {
     "Exported": "export.export:Exported",
     "LongNetClassifier": "pooled.classifier:LongNetClassifier",
@@ -87,10 +87,10 @@ NAMES = {
     "models.SlidePretrainer": "slides.mae:SlidePretrainer",
 }
 
-#: place that defines a name: its shortest public name
+#: {"module:object": its shortest public name}
 _PUBLIC = {where: name for name, where in sorted(NAMES.items(), key=lambda row: -len(row[0]))}
 
-#: command: the function that runs it
+#: {command: the function that runs it}
 COMMANDS = {
     "bench": "profiling.bench_links:run",
     "consolidate": "export.consolidate:run",
@@ -105,7 +105,7 @@ COMMANDS = {
     "verify": "profiling.verify:run",
 }
 
-#: task that the core leaves to an extension: the function or class that does it
+#: {task that the core leaves to an extension: the function or class that does the task}
 HOOKS = {
     "advice about layouts": "explain.advice:balance_hint",
     "advice about patterns": "explain.advice:advice",
@@ -139,7 +139,7 @@ HOOKS = {
 
 
 def public_path(path: str) -> str:
-    """Return the public path of a class, for files, from its dotted path below `ext/`; return other paths unchanged."""
+    """Return the public path of a class below `ext/`, to store in files; return other paths unchanged."""
     module, _, name = path.removeprefix("lightning_dilated.ext.").rpartition(".")
     for where, public in _PUBLIC.items() if path.startswith("lightning_dilated.ext.") else ():
         inside, _, defined = where.partition(":")
@@ -149,21 +149,21 @@ def public_path(path: str) -> str:
 
 
 def place(where: str) -> Any:
-    """Import the object at a place of the table."""
+    """Import the object "module:object" of a table."""
     return pkgutil.resolve_name(f"lightning_dilated.ext.{where}")
 
 
 def hook(task: str) -> Any:
-    """Import the function or class that does a task of `HOOKS`."""
+    """Import the function or class that does a task in `HOOKS`."""
     return place(HOOKS[task])
 
 
 def lazy_names(face: str, core: dict[str, str] | None = None) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for an `__init__.py` (PEP 562) that imports public names at their first use.
+    """Return `__getattr__` and `__dir__` for an `__init__.py` (PEP 562), which import public names on their first use.
 
     Args:
         face: `__name__` of the `__init__.py`.
-        core: further names -> their places, relative to the package; the place of a module has no ":object".
+        core: {further name: "module:object", or "module" for a module}, relative to the package.
     """
     prefix = face.removeprefix("lightning_dilated").removeprefix(".")
     rows = {name: f"ext.{where}" for name, where in NAMES.items() if name.rpartition(".")[0] == prefix}

@@ -1,4 +1,4 @@
-"""The table of public names, commands and settings that were taken out, each with its replacement."""
+"""The tables of public names, commands and settings that were removed, each with its replacement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _LONGVIT = "The examples of torchscale run its weights; for slides, embed tiles 
 _VERSIONS = "benchmarks/version_pairs.py of the repository writes the same files, which TokenDataModule reads."
 _STRAINS = "benchmarks/strain_pairs.py of the repository has the DataModule, benchmarks/pairs_distance.py trains on it."
 
-#: class or function: its replacement
+#: {class or function: its replacement}
 NAMES = {
     "LongViT": _LONGVIT,
     "image_patches": _LONGVIT,
@@ -16,9 +16,9 @@ NAMES = {
     "simulate": "planning.step_on_ranks has the seconds of a step on many ranks, in closed form.",
     "write_version_pairs": _VERSIONS,
 }
-#: command, with or without its subcommand: its replacement
+#: {command, with or without its subcommand: its replacement}
 COMMANDS = {"bench attention": "benchmarks/attention.py of the repository measures the op.", "pairs": _VERSIONS}
-#: file name or key of a recipe, or option of a command: its replacement
+#: {file name or key of a recipe, or option of a command: its replacement}
 KEYS = {
     "generate --devices": "One device reads the prompt, a chunk at a time: leave the option out.",
     "int8_weights": "It gained no time: draw with the model's own weights, in bfloat16 if memory is short.",
@@ -31,10 +31,10 @@ KEYS = {
 
 
 def removed(name: str, table: dict[str, str] = KEYS) -> str | None:
-    """Return a message with the replacement of a name in a table; None for other names."""
+    """Return a message with the replacement of a removed name; None for a name that is not in the table."""
     return f"{name} was taken out of lightning_dilated. {table[name]}" if name in table else None
 
 
 def removed_name(path: str) -> str | None:
-    """Return the message for a class or function, from its name or its path in any version of this package."""
+    """Return the message for a removed class or function, from its name or its path in any version of the package."""
     return removed(path.rpartition(".")[2], NAMES) if path.startswith("lightning_dilated.") or "." not in path else None

@@ -1,4 +1,4 @@
-"""Private behaviour of CPython, each use behind a function that names its versions."""
+"""Private behaviour of CPython, used only by functions that name the versions that they are known to work in."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-#: stack entries of 8 bytes: more than fit a chunk, so that CPython allocates a larger chunk for the call
+#: stack entries of 8 bytes: too many for a normal chunk, so that CPython allocates a larger chunk for the call
 _ROOM = 1 << 13
 
 
 def avoid_frame_chunk_edge(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Return the function with one chunk of about 60 KiB of stack for everything that it calls (hundreds of frames).
+    """Return the function with a stack chunk of about 60 KiB, enough for hundreds of frames of functions that it calls.
 
-    CPython keeps frames in chunks of 16 KiB and frees a chunk when its first frame returns. A loop at the end of a
-    chunk allocates and frees one in every call: 5 us instead of 0.05, more with other threads. Our loops over blocks
-    reach the end of a chunk at some depths of the caller. Replacing the code object's `co_stacksize` gives the function
-    its own chunk, for about 9 us a call.
+    CPython stores frames in chunks of 16 KiB and frees a chunk when the chunk's first frame returns. If a loop runs at
+    the end of a chunk, each call in it allocates and frees the next chunk: 5 us instead of 0.05, more with other
+    threads. Loops over blocks reach the end of a chunk at some depths of the caller. A larger `co_stacksize` in the
+    code object gives the function its own chunk, for about 9 us a call.
 
-    CPython 3.11 and 3.12 need this, and releases of 3.13 and 3.14 before the fix of March 2026, which keeps one spare
-    chunk (https://github.com/python/cpython/issues/142183). It is harmless later. Known to work in 3.11 to 3.14.
+    CPython 3.11 and 3.12 need this, and releases of 3.13 and 3.14 before March 2026, when a fix added a spare chunk
+    (https://github.com/python/cpython/issues/142183). It is harmless in later releases. Known to work in 3.11 to 3.14.
     """
 
     @functools.wraps(function)
@@ -35,5 +35,5 @@ def avoid_frame_chunk_edge(function: Callable[..., Result]) -> Callable[..., Res
 
 # -- the command `generate` --------------------------------------------------------------------------------------------
 def option_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return the options of a parser, in order: `ArgumentParser._actions`, without a public name in 3.11 to 3.14."""
+    """Return the options of a parser, in order: `ArgumentParser._actions`, which has no public name in 3.11 to 3.14."""
     return parser._actions

@@ -1,6 +1,6 @@
-"""Private interfaces of Lightning and torchmetrics, each behind a function that says why it is used.
+"""Private interfaces of Lightning and torchmetrics, which only the functions of this file use.
 
-All are known to hold for lightning 2.6.6, unless a docstring says otherwise. `tests/test_compat.py` tests each.
+All are known to exist in lightning 2.6.6, unless a docstring names other versions. `tests/test_compat.py` tests each.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch.utils.data import BatchSampler
 
 # -- strategies, checkpoints and the Trainer's connectors --------------------------------------------------------------
 def set_device_mesh(module: Any, mesh: Any) -> None:
-    """Give a LightningModule its `device_mesh`, which ModelParallelStrategy sets by `module._device_mesh`."""
+    """Set a LightningModule's `device_mesh`, as ModelParallelStrategy does, by `module._device_mesh`."""
     module._device_mesh = mesh
 
 
@@ -53,7 +53,7 @@ def process_group_backend(strategy: DDPStrategy | ModelParallelStrategy) -> str:
 
 
 def writes_one_file(strategy: Any) -> bool:
-    """Return whether rank 0 writes checkpoints in one file: `_save_distributed_checkpoint` of FSDP's base."""
+    """Return True if rank 0 writes checkpoints in one file: `_save_distributed_checkpoint` of ModelParallelStrategy."""
     return not getattr(strategy, "_save_distributed_checkpoint", True)
 
 
@@ -63,7 +63,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 
 
 def set_module_device(module: nn.Module, device: torch.device) -> None:
-    """Let LightningModules report a device without moving tensors there, by `_update_properties`."""
+    """Set the device that LightningModules report, without moving tensors, by `_update_properties`."""
     _update_properties(module, device=device)
 
 
@@ -73,7 +73,7 @@ def optimizers_to_device(optimizers: Iterable[torch.optim.Optimizer], device: to
 
 
 def destroy_process_group_at_exit() -> None:
-    """Destroy the process group when Python exits, by `_destroy_dist_connection`; Lightning does so only with NCCL."""
+    """Destroy the process group when Python exits, by `_destroy_dist_connection`; Lightning does this only for NCCL."""
     atexit.register(_destroy_dist_connection)
 
 
@@ -83,14 +83,14 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
 
 
 def resume_from(trainer: Any, path: Path) -> None:
-    """Load a checkpoint in a fit that has begun, by `_checkpoint_connector.resume_start`: `ckpt_path` is too early."""
+    """Load a checkpoint after a fit has begun (`ckpt_path` loads earlier), by `_checkpoint_connector.resume_start`."""
     trainer._checkpoint_connector.resume_start(path)
 
 
 def replace_sampler_choice(trainer: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Wrap `_data_connector._resolve_sampler(dataloader, shuffle, mode)`, which shuffles every training loader.
 
-    A second call for the same Trainer does nothing.
+    Do nothing in a second call for the same Trainer.
     """
     connector = trainer._data_connector
     if "_resolve_sampler" not in vars(connector):
@@ -119,7 +119,7 @@ def _keep_batches(prepare: Callable[..., Any], dataloader: Any, shuffle: bool, m
 
 
 def combined_loaders(trainer: Any) -> Any:
-    """Return the loaders that each give a part of a batch, nested as the batch is; None for a single loader."""
+    """Return the loaders of a combined batch, nested as the batch is; None if batches come from one loader."""
     if trainer.training:
         loaders = trainer.train_dataloader
     elif trainer.predicting or trainer.state.stage is None:
@@ -131,13 +131,13 @@ def combined_loaders(trainer: Any) -> Any:
 
 
 def evaluated_loaders(trainer: Any) -> int:
-    """Return the number of loaders that an evaluation reads one after the other: `_evaluation_loop.num_dataloaders`."""
+    """Return the number of loaders that an evaluation reads one after another: `_evaluation_loop.num_dataloaders`."""
     loop = trainer._evaluation_loop
     return loop.num_dataloaders if loop._is_sequential else 1
 
 
 def logs_this_step(trainer: Any) -> bool:
-    """Return whether this batch's values go to the loggers: `_logger_connector.should_update_logs`."""
+    """Return True if this batch's values are sent to the loggers: `_logger_connector.should_update_logs`."""
     return trainer._logger_connector.should_update_logs
 
 
@@ -147,15 +147,15 @@ def logged_step(trainer: Any) -> int:
 
 
 def is_accumulating(trainer: Any) -> bool:
-    """Return whether the optimizer steps only after further batches: `fit_loop.epoch_loop._should_accumulate`."""
+    """Return True if the optimizer does not step after this batch: `fit_loop.epoch_loop._should_accumulate`."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def checkpoint_after_optimizer_steps(trainer: pl.Trainer) -> None:
     """Let ModelCheckpoint callbacks save at the end of a batch only after an optimizer step.
 
-    Lightning may save after any batch; a resumed run would then lack the gradients accumulated so far. Replaces
-    `on_train_batch_end` of these objects, once.
+    Lightning may save after any batch, and a resumed run would then lack the accumulated gradients. This replaces
+    `on_train_batch_end` of these objects, only once.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and "on_train_batch_end" not in vars(callback):
@@ -164,7 +164,7 @@ def checkpoint_after_optimizer_steps(trainer: pl.Trainer) -> None:
 
 
 def saves_by_time(callback: Any) -> bool:
-    """Return whether a callback is a ModelCheckpoint that saves by time: `_train_time_interval`."""
+    """Return True if a callback is a ModelCheckpoint that saves by time: `_train_time_interval`."""
     return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
 
 
@@ -174,17 +174,17 @@ def _unless_accumulating(hook: Callable[..., None], trainer: Any, *args: Any) ->
 
 
 def set_received_sigterm(trainer: Any) -> None:
-    """Let a Trainer end as after SIGTERM: `_signal_connector.received_sigterm`, read-only on the Trainer."""
+    """Make a Trainer end as after SIGTERM: `_signal_connector.received_sigterm`, read-only on the Trainer itself."""
     trainer._signal_connector.received_sigterm = True
 
 
 class SignalHooks:
-    """Replaces a Trainer's handling of signals, and restores it.
+    """Replaces a Trainer's handling of signals, and restores it later.
 
     Lightning reads a number from the GPU before each batch, and its handlers call collectives or save within a step.
 
     Attributes:
-        advance, register, requeue: Lightning's methods, bound to this Trainer.
+        advance, register, requeue: Lightning's original methods, bound to this Trainer.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -202,7 +202,7 @@ class SignalHooks:
         on_sigterm: Callable[..., None],
         on_requeue: Callable[..., None],
     ) -> None:
-        """Call these functions instead of Lightning's methods, and leave out the broadcast before each batch."""
+        """Make the Trainer call these functions instead of Lightning's, and remove the broadcast before each batch."""
         self._set(self._loop, "advance", advance)
         self._set(self._loop, "_broadcast_sigterm_tensor", _nothing)
         self._set(self._connector, "register_signal_handlers", register)
@@ -221,14 +221,14 @@ class SignalHooks:
 
 
 def _nothing(*args: Any) -> None:
-    """Replace the broadcast before a batch; a lambda could not be pickled with the Trainer."""
+    """Do nothing, instead of the broadcast before a batch; unlike a lambda, this function can be pickled."""
 
 
 class EndsRuns(_SubprocessScriptLauncher):
     """A launcher that calls `strategy.end_run()` after the last hook of a run.
 
-    `Strategy.teardown` runs before `on_fit_end` and the teardown hooks, which may still call collectives. After an
-    exception `Strategy.teardown` runs last, see `is_over`.
+    `Strategy.teardown` is too early, because `on_fit_end` and the teardown hooks run later and may call collectives.
+    Only after an exception `Strategy.teardown` runs last, see `is_over`.
     """
 
     starts_processes = True
@@ -245,7 +245,7 @@ class EndsRuns(_SubprocessScriptLauncher):
 
 
 def end_runs(strategy: Any) -> None:
-    """Replace a strategy's `_launcher` by `EndsRuns`. Launchers of other kinds stay: their processes end with the run.
+    """Replace a strategy's `_launcher` by `EndsRuns`, except for launchers that end their processes with the run.
 
     ModelParallelStrategy has no launcher if another program, such as torchrun, starts the processes.
     """
@@ -255,7 +255,7 @@ def end_runs(strategy: Any) -> None:
 
 
 def is_over(trainer: Any) -> bool:
-    """Return whether `Strategy.teardown` runs after all hooks: an exception or Lightning's Tuner ended the run."""
+    """Return True if an exception or Lightning's Tuner ended the run: `Strategy.teardown` then runs after all hooks."""
     tuned = isinstance(sys.exc_info()[1], _TunerExitException)
     return tuned or trainer.state.status == TrainerStatus.INTERRUPTED
 
@@ -263,7 +263,7 @@ def is_over(trainer: Any) -> bool:
 def forget_launched_processes(launcher: Any) -> None:
     """Stop the observer thread of `_SubprocessScriptLauncher` from watching the processes that the launcher started.
 
-    The thread watches the first list object of `procs`, and kills this process if one of them ends with an error.
+    The thread watches the original list `procs`, and kills this process if a process in the list ends with an error.
     """
     if isinstance(launcher, _SubprocessScriptLauncher):
         started = list(launcher.procs)
@@ -278,15 +278,15 @@ def set_update_count(metric: Any, count: int) -> None:
 
 # -- the position in the training data ---------------------------------------------------------------------------------
 def batches_finished(trainer: pl.Trainer) -> int:
-    """Return the number of training batches finished in all: `epoch_loop.batch_progress.total.processed`."""
-    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total  # declared as a class without `processed`
+    """Return the number of all finished training batches: `epoch_loop.batch_progress.total.processed`."""
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total  # its declared class has no `processed`
     return total.processed
 
 
 def set_batches_finished(trainer: pl.Trainer, count: int) -> None:
     """Set the number of this epoch's finished batches, by shifting all counts of `epoch_loop.batch_progress.current`.
 
-    Lightning counts batches, and has no public API for a change of their size.
+    Lightning counts batches, and has no public API to translate the count to another batch size.
     """
     current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     shift = count - current.processed
@@ -301,11 +301,11 @@ def epoch_batches_finished(trainer: pl.Trainer) -> int:
 
 
 def set_epoch_batches(trainer: pl.Trainer, loader: Any, length: int, multiple: int = 1) -> None:
-    """Set the number of batches of the epoch that begins to a loader's new length, rounded down to a multiple.
+    """Set the number of batches of a new epoch to the loader's new length, rounded down to a multiple of `multiple`.
 
     Lightning reads the length once, before the first epoch, into `fit_loop.max_batches`, `trainer.val_check_batch`, the
-    limits of `fit_loop._combined_loader` and the length of `fit_loop._data_fetcher`. Nothing changes if the Trainer
-    combines several loaders.
+    limits of `fit_loop._combined_loader` and the length of `fit_loop._data_fetcher`. Do nothing if the Trainer combines
+    several loaders.
     """
     loop, limit = trainer.fit_loop, trainer.limit_train_batches
     combined, fetcher = loop._combined_loader, loop._data_fetcher
@@ -320,21 +320,21 @@ def set_epoch_batches(trainer: pl.Trainer, loader: Any, length: int, multiple: i
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
-#: decorator for a class method that raises when called on an object, as Lightning's `load_from_checkpoint` does
+#: decorator for a class method that raises an error if it is called on an object, as `load_from_checkpoint` does
 restricted_classmethod = _restricted_classmethod
 
 
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
-    """Return the Trainer that runs the module, or None, where `module.trainer` would raise."""
+    """Return the Trainer that runs the module, or None if there is none: `module.trainer` would raise an error."""
     return module._trainer
 
 
-#: Lightning's `map_location`: the stored device of a tensor if this machine has it, else the CPU
+#: Lightning's `map_location`: a tensor's stored device if this machine has it, else the CPU
 map_to_known_devices = _default_map_location
 
 
 def read_remote(address: Any, map_location: Any = "cpu") -> Any:
-    """Read a checkpoint at an address that fsspec can open, with `weights_only=True`."""
+    """Read a checkpoint from a URL that fsspec can open, with `weights_only=True`."""
     return _load(address, map_location=map_location, weights_only=True)
 
 
@@ -345,22 +345,22 @@ def read_trusted(source: Any, map_location: Any) -> Any:
 
 
 def migrated(checkpoint: dict[str, Any], source: Any) -> dict[str, Any]:
-    """Convert a checkpoint of an older Lightning to the installed version, by `_pl_migrate_checkpoint`."""
+    """Convert a checkpoint of an older Lightning to the installed version's format, by `_pl_migrate_checkpoint`."""
     path = source if isinstance(source, (str, Path)) else None
     return _pl_migrate_checkpoint(checkpoint, checkpoint_path=path)
 
 
-#: (checkpoint that is being loaded, `strict`); constructors compare layers with its tensors before they allocate them
+#: (checkpoint that is being loaded, `strict`); constructors compare layers with its tensors before allocating layers
 LOADED: ContextVar[tuple[dict[str, Any], bool | None] | None] = ContextVar("loaded", default=None)
 
 
 def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, changes: dict[str, Any]) -> Any:
     """Make a module from a checkpoint's hyperparameters, updated by `changes`, and load its weights on their device.
 
-    Uses `_load_state`. `hyper_parameters` must have no `_instantiator`: the constructor then takes the values, and no
-    parser reads them.
+    Uses `_load_state`. `hyper_parameters` must not contain `_instantiator`, so that the values are passed to the
+    constructor and not to a parser.
     """
-    older = ("hparams", "module_arguments", "hparams_type")  # the last may be any function
+    older = ("hparams", "module_arguments", "hparams_type")  # hparams_type may be any function
     state = {name: value for name, value in checkpoint.items() if name not in older}
     state["hyper_parameters"] = {**checkpoint["hyper_parameters"], **changes}
     token = LOADED.set((state, strict))
@@ -374,9 +374,9 @@ def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | 
 
 @functools.cache
 def argument_types(cls: Any) -> dict[str, list[Any]]:
-    """Return the types by which jsonargparse reads each argument of a class; several for a dataclass.
+    """Return {argument of a class: types by which jsonargparse reads it}; a dataclass has several types.
 
-    Uses `_typehint` of jsonargparse's actions. Known to hold for jsonargparse 4.44 to 4.53.
+    Uses `_typehint` of jsonargparse's actions. Known to work with jsonargparse 4.44 to 4.53.
     """
     parser, types = ArgumentParser(exit_on_error=False), dict[str, list[Any]]()
     parser.add_class_arguments(cls, "of", fail_untyped=False)
@@ -388,22 +388,22 @@ def argument_types(cls: Any) -> dict[str, list[Any]]:
 
 
 def given_hyperparameters() -> dict[str, Any]:
-    """Return the class and the recipe values from which the command line makes the module; else an empty mapping.
+    """Return the class and the recipe values from which the command line makes a module; {} in other programs.
 
-    LightningCLI passes them to `save_hyperparameters` only, by `_given_hyperparameters`.
+    LightningCLI passes these values only to `save_hyperparameters`, by `_given_hyperparameters`.
     """
     return _given_hyperparameters.get() or {}
 
 
 def load_to_cpu_by_name(strategy: Any, check: Callable[[Any], None]) -> None:
-    """Let the strategy's checkpoint reader pass `map_location="cpu"` and call `check` with the path first.
+    """Make the strategy's checkpoint reader call `check` with the path, and then load with `map_location="cpu"`.
 
     Lightning passes a function as `map_location`, with which torch cannot read torchao's low-bit optimizer states.
-    Lightning would also wait for a fifo, which `check` refuses. Only a plain `TorchCheckpointIO` is changed.
+    Lightning would also block on a fifo, which `check` refuses. Only a plain `TorchCheckpointIO` is changed.
     """
     io = getattr(strategy, "checkpoint_io", None)
     if type(io) is TorchCheckpointIO:
-        load: Any = TorchCheckpointIO.load_checkpoint  # Lightning declares map_location as a function only
+        load: Any = TorchCheckpointIO.load_checkpoint  # its annotation of map_location allows only functions
 
         def load_checkpoint(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
             check(path)

@@ -1,6 +1,6 @@
-"""Private interfaces of torch, each behind a function that says why it is used.
+"""Private interfaces of torch, which only the functions of this file use.
 
-All are known to hold for torch 2.11 to 2.13, unless a docstring says otherwise. `tests/test_compat.py` tests each.
+All are known to exist in torch 2.11 to 2.13, unless a docstring names other versions. `tests/test_compat.py` tests all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 # -- meshes, modules and loaders ---------------------------------------------------------------------------------------
 
-#: base classes without public names: modules that normalize over tokens, pool neighbours, pool all tokens, convolve
+#: base classes without public names: of modules that normalize over tokens, pool neighbours, pool all tokens, convolve
 TOKEN_NORMS = (batchnorm._BatchNorm, instancenorm._InstanceNorm, nn.GroupNorm)
 POOLS = (pooling._MaxPoolNd, pooling._AvgPoolNd, pooling._LPPoolNd)
 ADAPTIVE_POOLS = (pooling._AdaptiveAvgPoolNd, pooling._AdaptiveMaxPoolNd)
@@ -38,7 +38,7 @@ CONVOLUTION: Any = conv._ConvNd
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Join all axes of a mesh into one, by `DeviceMesh._flatten`, the only way to a group over several axes."""
+    """Join all axes of a mesh into one, by `DeviceMesh._flatten`, the only way to get a group over several axes."""
     return mesh._flatten(name)
 
 
@@ -55,14 +55,14 @@ def use_autograd_cache(enabled: bool) -> AbstractContextManager[None]:
 
 
 def uses_autograd_cache() -> bool:
-    """Return whether torch.compile uses its on-disk cache: `torch._functorch.config.enable_autograd_cache`."""
+    """Return True if torch.compile uses its on-disk cache: `torch._functorch.config.enable_autograd_cache`."""
     from torch._functorch import config
 
     return config.enable_autograd_cache
 
 
 def whole_graphs_in_ddp() -> AbstractContextManager[None]:
-    """Return a context in which torch.compile does not cut graphs at DDP's buckets: `config.optimize_ddp`."""
+    """Return a context in which torch.compile does not split graphs at DDP's buckets: `config.optimize_ddp`."""
     return torch._dynamo.config.patch(optimize_ddp=False)
 
 
@@ -72,20 +72,20 @@ def map_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None
 
 
 def set_dataset(loader: DataLoader, dataset: Any) -> None:
-    """Replace a loader's dataset by another of the same length, past `DataLoader.__setattr__`, which forbids it because
-    the sampler was made for the first dataset."""
+    """Replace a loader's dataset by one of the same length, bypassing `DataLoader.__setattr__`, which raises an error
+    because the sampler was made for the first dataset."""
     vars(loader)["dataset"] = dataset
 
 
 # -- files of torch.distributed.checkpoint -----------------------------------------------------------------------------
-#: the place of an entry in a file, as `.metadata` stores it: `filesystem._StorageInfo(relative_path, offset, length)`
+#: the record in `.metadata` of an entry's position in a file: `filesystem._StorageInfo(relative_path, offset, length)`
 StorageInfo = _StorageInfo
-#: the memory format of a tensor, as `.metadata` stores it
+#: the record in `.metadata` of a tensor's memory format
 MemoryFormatEncoding = metadata._MEM_FORMAT_ENCODING
 
 
 def stored_layout(name: str) -> torch.layout:
-    """Return a layout by name; `.metadata` files pickle a layout as a call of `torch.serialization._get_layout`."""
+    """Return a layout by name. `.metadata` files pickle a layout as a call to `torch.serialization._get_layout`."""
     return _get_layout(name)
 
 
@@ -101,15 +101,15 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def collectives_begun(group: dist.ProcessGroup | dist.ProcessGroupGloo) -> int:
-    """Return the number of calls that a group has begun on this rank: `_get_sequence_number_for_group`."""
+    """Return the number of collectives that a group has begun on this rank: `_get_sequence_number_for_group`."""
     return group._get_sequence_number_for_group()
 
 
 def gloo_backend(group: dist.ProcessGroup, name: str, timeout: timedelta | None) -> dist.ProcessGroupGloo:
     """Make a gloo backend for a group's ranks, with a separate connection for each `name`.
 
-    `dist.new_group` would have to be called by all ranks of the job, or (with local synchronization) need the same
-    number of earlier groups on every rank. Uses the undocumented constructor of `dist.ProcessGroupGloo`.
+    Uses the undocumented constructor of `dist.ProcessGroupGloo`, because `dist.new_group` must be called by all ranks
+    of the job, or (with local synchronization) needs the same number of earlier groups on every rank.
     """
     prefix = f"lightning-dilated/{group.group_name}/{timeout}/{name}"
     store = dist.PrefixStore(prefix, default_store())
@@ -119,7 +119,7 @@ def gloo_backend(group: dist.ProcessGroup, name: str, timeout: timedelta | None)
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
 def in_backward() -> bool:
-    """Return whether this thread runs a backward: `torch._C._current_graph_task_id` is -1 outside of one.
+    """Return True if this thread runs a backward: `torch._C._current_graph_task_id` is -1 outside of a backward.
 
     torch has no public API for this.
     """
@@ -127,29 +127,29 @@ def in_backward() -> bool:
 
 
 class ThreadStack(threading.local):
-    """A stack of values for each thread. A backward sees the stack of the thread that called it.
+    """A stack of values for each thread; a backward reads the stack of the thread that called it.
 
-    Autograd runs the backward of a GPU in its own threads. It passes them the object that the calling thread stored by
-    `torch._C._stash_obj_in_tls`: here a list with the stack, which does not change while that thread waits for the
-    backward. `values` serves torch.compile, which cannot read the stored list.
+    Autograd runs a GPU's backward in other threads, and passes them the object that the calling thread has stored by
+    `torch._C._stash_obj_in_tls`. Here it is a list that contains the stack, which does not change while the calling
+    thread waits for the backward. torch.compile cannot read the stored list, and reads `values` instead.
 
     Args:
         name: name of the stack in torch's thread-local state.
     """
 
-    def __init__(self, name: str) -> None:  # called in each thread
+    def __init__(self, name: str) -> None:  # threading.local calls this in each thread
         self.values: tuple[Any, ...] = ()
         self._key, self._box = f"lightning_dilated.{name}", [self.values]
 
     @contextlib.contextmanager
     def with_top(self, value: Any) -> Iterator[None]:
-        """Put a value on top of this thread's stack during the context."""
+        """Push a value onto this thread's stack within the context."""
         with self.set_to((*self.values, value)):
             yield
 
     @contextlib.contextmanager
     def set_to(self, values: tuple[Any, ...]) -> Iterator[None]:
-        """Replace this thread's stack during the context."""
+        """Replace this thread's stack within the context."""
         before, stored = self.values, self._stored()
         self.values = self._box[0] = values
         self._store(self._box)
@@ -157,12 +157,12 @@ class ThreadStack(threading.local):
             yield
         finally:
             self.values = self._box[0] = before
-            if stored is not None:  # in a thread of autograd, the list of the calling thread
+            if stored is not None:  # in a thread of autograd, this is the calling thread's list
                 self._store(stored)
 
     def _store(self, box: list[tuple[Any, ...]]) -> None:
         if self._stored() is not box:
-            # torch 2.11 releases a reference that it has not taken, when the object is replaced or the thread ends
+            # when the object is replaced or the thread ends, torch 2.11 releases a reference that it has not taken
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(box))
             torch._C._stash_obj_in_tls(self._key, box)
 
@@ -170,12 +170,12 @@ class ThreadStack(threading.local):
         return torch._C._get_obj_in_tls(self._key) if torch._C._is_key_in_tls(self._key) else None
 
     def of_backward(self) -> tuple[Any, ...]:
-        """Return the stack of the thread that called the running backward; without a backward, this thread's stack."""
+        """Return the stack of the thread that called the current backward; without a backward, this thread's stack."""
         stored = None if self.values or not in_backward() else self._stored()
         return self.values if stored is None else stored[0]
 
 
-# -- models and training in less memory --------------------------------------------------------------------------------
+# -- models, and training in less memory -------------------------------------------------------------------------------
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Set the compiled call of a module; None restores the class's call."""
     module.__dict__.pop("_compiled_call_impl", None)
@@ -184,23 +184,23 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
 
 
 def allow_recompiles(kinds: int) -> None:
-    """Raise `torch._dynamo.config.recompile_limit`: a function is compiled for 8 kinds of inputs by default."""
+    """Raise `torch._dynamo.config.recompile_limit`; by default a function is compiled for at most 8 kinds of inputs."""
     config = torch._dynamo.config
     config.recompile_limit = max(kinds, config.recompile_limit)
 
 
 def allow_any_length(x: Tensor) -> None:
-    """Let a graph compiled for a tensor (n,) take any length n, even with `dynamic=False`: `maybe_mark_dynamic`."""
+    """Let graphs for a tensor (n,) accept any length n, even with `dynamic=False`: `maybe_mark_dynamic`."""
     torch._dynamo.maybe_mark_dynamic(x, 0)
 
 
 def without_runtime_asserts(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a compiled function be compiled without assertions on sizes that are known at run time only.
+    """Compile a function without assertions about sizes that are only known at run time.
 
     Before torch 2.13, the assertion that the number of received rows is not negative stops the compilation of a
     backward that saves these rows. Uses `torch._dynamo.config.do_not_emit_runtime_asserts` in 2.11 and 2.12.
     """
-    if torch.__version__ >= "2.13":  # a TorchVersion, which compares by numbers
+    if torch.__version__ >= "2.13":  # a TorchVersion, which is compared by numbers
         return compiled
 
     def run(*args: object, **kwargs: object) -> Any:
@@ -213,12 +213,12 @@ def without_runtime_asserts(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def backward_is_retained() -> bool:
-    """Return whether the running backward was called with `retain_graph=True`."""
+    """Return True if the current backward was called with `retain_graph=True`."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def saved_by_op(mode: Any) -> MutableMapping[Any, Any]:
-    """Return the results that selective checkpointing saved, by op.
+    """Return {op: results} that selective checkpointing has saved.
 
     `mode` is the second context of `create_selective_checkpoint_contexts`.
     """
@@ -226,24 +226,24 @@ def saved_by_op(mode: Any) -> MutableMapping[Any, Any]:
 
 
 def uncompiled(module: nn.Module) -> Callable[..., Any]:
-    """Return a module's uncompiled call, with its hooks (and FSDP's): `Module._call_impl`."""
+    """Return a module's uncompiled call, which runs all hooks (also FSDP's): `Module._call_impl`."""
     return module._call_impl
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a hook runs around the module's forward or backward."""
+    """Return True if the module has forward or backward hooks."""
     forward = module._forward_hooks or module._forward_pre_hooks
     return bool(forward) or has_backward_hooks(module)
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Return whether a hook runs around the module's backward."""
+    """Return True if the module has backward hooks."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 @contextlib.contextmanager
 def hooks_paused(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Disable the hooks of these leaves during the context: `Tensor._backward_hooks`."""
+    """Disable the hooks of these leaf tensors within the context: `Tensor._backward_hooks`."""
     hooked = [(x, x._backward_hooks) for x in tensors if x._backward_hooks]
     try:
         for x, _ in hooked:
@@ -256,8 +256,8 @@ def hooks_paused(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 # -- dense attention with its log-sum-exp ------------------------------------------------------------------------------
 # Merging branches needs the log-sum-exp, which the public scaled_dot_product_attention does not return. The aten ops
-# below return it, and their backward takes a merged output and log-sum-exp.
-# q, grad and out are (G, J, n, D), k and v (G, J, m, D), with stride 1 along D; lse is (G, J, n), natural log.
+# below return it, and their backward takes a merged output and a merged log-sum-exp.
+# q, grad and out are (G, J, n, D); k and v are (G, J, m, D), with stride 1 along D; lse is (G, J, n), a natural log.
 
 CUDNN_ATTENTION = "_scaled_dot_product_cudnn_attention"
 FLASH_ATTENTION = "_scaled_dot_product_flash_attention"
@@ -265,7 +265,7 @@ CPU_FLASH_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def missing_op(name: str) -> str | None:
-    """Return a message if torch has no aten op of this name, else None."""
+    """Return None if torch has an aten op of this name, else an error message."""
     return None if hasattr(torch.ops.aten, name) else f"this torch ({torch.__version__}) has no aten::{name}"
 
 
@@ -282,10 +282,10 @@ def cudnn_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) by `aten::_scaled_dot_product_cudnn_attention_backward`.
 
-    torch caches a cuDNN graph by the shapes and strides of q, k and v and the bits of the dropout rate. The key leaves
-    out the strides of grad and out, so the graph reads them with the strides of its first call. The rate -0.0 keeps
-    these graphs apart from the graphs of torch's attention, which may have other strides; the caller keeps the strides
-    of its own calls equal (`attention.backends.sdpa`).
+    torch caches a cuDNN graph by the shapes and strides of q, k and v and by the bits of the dropout rate. The key does
+    not contain the strides of grad and out, so the graph reads them with the strides of its first call. The rate -0.0
+    separates these graphs from the graphs of torch's attention, which may have other strides. The caller must use the
+    same strides in all calls (`attention.backends.sdpa`).
     """
     none = torch.empty(0, dtype=torch.int64, device=q.device)
     lse = lse.contiguous()[..., None]
@@ -329,9 +329,9 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def bare_copy(module: Module) -> Module:
-    """Copy a module shallowly, without parameters, buffers and hooks, and without children that have parameters.
+    """Return a shallow copy of a module without parameters, buffers, hooks, and children that have parameters.
 
-    Attributes that `nn.Module.__init__` sets come from a new module, because a shallow copy would share them.
+    Attributes that `nn.Module.__init__` sets are taken from a new module, because a shallow copy would share them.
     """
     bare = copy.copy(module)
     children = {n: m for n, m in module._modules.items() if m is None or next(m.parameters(), None) is None}
@@ -340,24 +340,24 @@ def bare_copy(module: Module) -> Module:
 
 
 def real_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which tensors have values, even under `fake_tensors` and other dispatch modes."""
+    """Return a context in which new tensors have values, even under `fake_tensors` and other dispatch modes."""
     return _disable_current_modes()
 
 
 # -- traced tensors ----------------------------------------------------------------------------------------------------
 def below_autograd(op: Any, *args: Any) -> Any:
-    """Call an op's backends from its kernel for autograd (see `torch.library.Library.impl`); holds for 2.4 to 2.13."""
+    """Call an op's backends from its autograd kernel (see `torch.library.Library.impl`); works in torch 2.4 to 2.13."""
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
 
 def transformed() -> bool:
-    """Return whether a transform of torch.func runs: `torch._C._functorch.peek_interpreter_stack`."""
+    """Return True within a transform of torch.func: `torch._C._functorch.peek_interpreter_stack`."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def refuse_transforms(name: str, *args: Any) -> None:
-    """Raise RuntimeError for derivatives that the op called `name` has no formula for; some would silently be zero."""
+    """Raise RuntimeError for derivatives that the op `name` does not implement; some would silently be zero."""
     tensors = [x for x in args if isinstance(x, Tensor)]
     recorded = transformed() and torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if recorded or any(unpack_dual(x).tangent is not None for x in tensors):
@@ -368,7 +368,7 @@ def refuse_transforms(name: str, *args: Any) -> None:
 
 
 def is_fake(x: object) -> bool:
-    """Return whether x is a tensor without data, as in tracing: `torch._subclasses.fake_tensor.FakeTensor`."""
+    """Return True if x is a tensor without data, as in tracing: `torch._subclasses.fake_tensor.FakeTensor`."""
     return isinstance(x, FakeTensor)
 
 

@@ -1,4 +1,4 @@
-"""ActivationRecompute: saves memory of activations by computing a part of the forward twice."""
+"""ActivationRecompute saves activation memory by computing a part of the forward twice."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from lightning_dilated.sequence.group import SequenceGroup
 
 
 class ActivationRecompute(pl.Callback):
-    """Transformer blocks keep fewer activations for the backward, and recompute the others; the gradients are the same.
+    """Saves fewer activations of transformer blocks for the backward, and recomputes the others; gradients are equal.
 
     Args:
-        policy: "block" keeps only a block's input; "attention-kept" also the output, log-sum-exp and exchanged rows of its
-            attention, so that neither attention nor communication is repeated; "none" keeps all activations.
-        every: with "block": keep only the input of every n-th block. A group of n blocks is recomputed before its single
-            blocks are, so most blocks run forward three times.
-        offload: store kept block inputs in pinned host memory, copied during the computation: a fraction of them (up to 1),
-            or up to this number of GiB on each rank (above 1).
+        policy: "block" saves only a block's input. "attention-kept" also saves the attention's output, log-sum-exp and
+            exchanged rows, so that neither attention nor communication is repeated. "none" saves all activations.
+        every: with "block", save only the input of every n-th block. The backward recomputes a group of n blocks, and
+            then each of its blocks, so most blocks run forward three times.
+        offload: store saved block inputs in pinned host memory, copied during the computation: a fraction of them (up
+            to 1), or up to this number of GiB on each rank (above 1).
         tile: number of tokens for which norms, feed-forward, and the loss of models over tokens are computed at a time, with
             explicit gradients, so that no tensor of tokens x hidden features or tokens x vocabulary exists. The feed-forward
             is then computed twice with every policy.
-        head_chunks: number of windows of heads that attend one after another, so that q, k and v (and gradients) of all
-            heads never exist together. They are projected three times, four with a policy. Not with LoRA.
-        stream: tokens of a chunk. Longer sequences are computed chunk by chunk, once forward and once more in the backward.
-            Memory holds one chunk, and the keys and values that later chunks read. Other settings act on a chunk. Loss and
-            gradients equal one pass; only hidden dropout draws other masks. For LongNetLM. Each rank streams its own
-            sequences (sequence_size=1), or ranks share every chunk (the strategy's layout="chunked"). Validation, test and
-            predict stream too. Lightning's progress bars show the current chunk.
-        truncate: with `stream`: gradients end at the bounds of chunks (truncated back-propagation through time), and each
-            chunk is computed once. The loss equals one pass, the gradients do not.
+        head_chunks: number of chunks of heads that attend one by one, so that q, k, v and their gradients exist for
+            one chunk at a time. They are projected three times, or four times with a policy. Not available with LoRA.
+        stream: number of tokens in a chunk. Longer sequences are computed chunk by chunk, forward and again in the
+            backward. Memory holds one chunk, and the keys and values that later chunks read. Other settings apply to a
+            chunk. Loss and gradients are equal to one pass, except that hidden dropout draws other masks. For
+            LongNetLM. Each rank streams its own sequences (sequence_size=1), or ranks share every chunk (the strategy's
+            layout="chunked"). Validation, test and predict also stream. Progress bars show the current chunk.
+        truncate: with `stream`, stop gradients at the boundaries of chunks (truncated back-propagation through time),
+            and compute each chunk once. The loss is equal to one pass; the gradients differ.
 
     Raises:
         ValueError: for other values. When a run starts, for a LightningModule without a TransformerBlock; for `every` and
@@ -62,11 +62,11 @@ class ActivationRecompute(pl.Callback):
             raise ValueError("ActivationRecompute is given twice: put all settings into one.")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Pass the settings to the model."""
+        """Apply the settings to the model."""
         self._set(trainer, pl_module)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stream long sequences in evaluation too; during a fit the settings are already set."""
+        """Stream long sequences in an evaluation; during a fit the settings are already applied."""
         if self.settings.stream is not None and trainer.state.fn != TrainerFn.FITTING:
             self._set(trainer, pl_module)
 
@@ -74,7 +74,7 @@ class ActivationRecompute(pl.Callback):
 
     def _set(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._refuse_shared(trainer)
-        self.teardown(trainer, pl_module, "")  # Lightning does not call it after a failed run
+        self.teardown(trainer, pl_module, "")  # Lightning does not call this after a failed run
         self._before = set_memory(pl_module, self.settings)
         streams = self.settings.stream is not None
         self._watch(hook("progress of chunks")(trainer) if streams and trainer.is_global_zero else None)
@@ -85,7 +85,7 @@ class ActivationRecompute(pl.Callback):
                 m.stream.watch = progress
 
     def _refuse_shared(self, trainer: pl.Trainer) -> None:
-        """Raise if a stream would need rows or weights of other ranks that it cannot get."""
+        """Raise ValueError if a stream would need rows or weights of other ranks."""
         stream, strategy = self.settings.stream, getattr(trainer, "strategy", None)
         if stream is None:
             return
@@ -101,7 +101,7 @@ class ActivationRecompute(pl.Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave some GPU memory to libraries other than torch, which would otherwise take all of it."""
+        """Leave some GPU memory for other libraries; otherwise torch would allocate all of it."""
         leave_room(trainer.strategy.root_device)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -111,11 +111,11 @@ class ActivationRecompute(pl.Callback):
                 m.free_host_memory()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Free host memory, so that a failed job ends with its own error and not for lack of memory."""
+        """Free host memory, so that a failed job ends with its own error instead of running out of memory."""
         self.on_train_end(trainer, pl_module)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Restore the model's settings."""
+        """Restore the model's earlier settings."""
         self._watch(None)
         for m, settings in self._before:
             m.memory = settings

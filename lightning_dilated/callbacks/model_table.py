@@ -33,8 +33,8 @@ def table(columns: dict[str, list[str]], total: int, trained: int, megabytes: fl
     """Return one line for each layer, and a line with the sums.
 
     Args:
-        columns: columns of Lightning's summary: "Name", "Type", "Params" (a count in words) and "Mode" of each layer.
-        total, trained: numbers of parameters.
+        columns: columns of Lightning's summary: each layer's "Name", "Type", "Params" (a number as text) and "Mode".
+        total, trained: numbers of all parameters and of trained parameters.
         megabytes: size of all parameters.
     """
     names = [name for name in ("Name", "Type", "Params per Device", "Params", "Mode") if name in columns]

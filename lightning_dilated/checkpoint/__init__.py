@@ -1,3 +1,3 @@
-"""Checkpoints: folders that ranks write together, their manifest and damage, and files read without running code."""
+"""Checkpoints: folders that ranks write together, manifests that show damage, and readers that run no code in files."""
 
 __all__: list[str] = []

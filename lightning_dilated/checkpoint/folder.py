@@ -1,8 +1,8 @@
 """A Trainer's state in a folder, written and read with torch.distributed.checkpoint.
 
-The folder has the layout of Lightning's ModelParallelStrategy: `.metadata` and `.distcp` files hold "state_dict" and
-"optimizer_0", ..., with parameter names as keys of the states; `meta.pt` holds everything else. So strategies with and
-without sharded parameters read each other's folders.
+The folder has the layout of Lightning's ModelParallelStrategy: `.metadata` and `.distcp` files contain "state_dict" and
+"optimizer_0", ... (states with parameter names as keys); `meta.pt` contains everything else. So strategies with and
+without sharded parameters can read each other's folders.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from lightning_dilated.checkpoint.state import are_finite, nbytes, read_to_host,
 
 
 class BackgroundJob:
-    """Runs one job at a time in a daemon thread: a job that waits for dead ranks does not keep the process alive."""
+    """Runs one job at a time in a daemon thread, so that a job that waits for dead ranks does not block the exit."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -57,7 +57,7 @@ class BackgroundJob:
 
     @property
     def busy(self) -> bool:
-        """True from the start of a job until `wait` returns True or raises."""
+        """True from the start of a job until `wait` returns True or raises an error."""
         return self._thread is not None
 
     @property
@@ -66,7 +66,7 @@ class BackgroundJob:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], None], device: torch.device) -> None:
-        """Start `job`, with `device` as the thread's GPU if it is one; first `wait` for the job before."""
+        """Start `job` in a new thread, on `device` if it is a GPU; the caller must first `wait` for the last job."""
         assert self._thread is None
         self._thread = threading.Thread(target=self._run, args=(job, device), name="checkpoint", daemon=True)
         self._thread.start()
@@ -74,13 +74,13 @@ class BackgroundJob:
     def _run(self, job: Callable[[], None], device: torch.device) -> None:
         try:
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # threads begin with the first GPU
+                torch.cuda.set_device(device)  # a new thread uses the first GPU
             job()
         except BaseException as error:
             self._error = error
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the job, if there is one, and raise its error; return False if it still runs after `seconds`."""
+        """Wait for the job, if any, and raise its error if it failed; return False if it still runs after `seconds`."""
         if self._thread is None:
             return True
         self._thread.join(seconds)
@@ -104,15 +104,15 @@ def write(
     peers: RankGroup,
     parameters: Iterable[str] = (),
 ) -> None:
-    """Write a checkpoint, rename it to `path` once it is complete, and remove older ones; every rank calls with its part.
+    """Write a checkpoint, rename it to `path` when it is complete, and remove older ones; every rank must call this.
 
     Args:
-        tensors: nested, on the CPU; a tensor that several ranks pass under one name is written once.
+        tensors: this rank's part, nested, on the CPU; a tensor that several ranks pass under one name is written once.
         meta: the bytes of `meta.pt`, from rank 0.
-        parameters: names in the state dict; the checkpoint counts among the `keep` only if these tensors are finite.
+        parameters: names in the state dict; the checkpoint counts towards `keep` only if these tensors are finite.
 
     Raises:
-        OSError: on every rank, with the reason; the files written so far are removed.
+        OSError: on every rank, with the reason; files that were already written are removed.
     """
     what, folder = f"the checkpoint {path} could not be written", unfinished(path)
     try:
@@ -138,7 +138,7 @@ def _write(
     peers: RankGroup,
     names: Iterable[str],
 ) -> None:
-    """Write as `write` does, without its clean-up after a failure."""
+    """Write as in `write`, but do not clean up after a failure."""
     folder, entries = unfinished(path), {}
     peers.together(what, _clear, folder, peers)
     try:
@@ -146,7 +146,7 @@ def _write(
     except (Exception, CheckpointException) as error:
         if known_to_all(error) or (peers.size > 1 and not isinstance(error, CheckpointException)):
             raise
-        raise failure(f"{what}: {reason(error)}") from error  # all ranks raise a CheckpointException
+        raise failure(f"{what}: {reason(error)}") from error  # a CheckpointException is raised on all ranks
     for rank_entries in peers.gather(local_entries):
         entries.update(rank_entries)
     finite = all(peers.gather(peers.together(what, are_finite, tensors["state_dict"], names)))
@@ -154,39 +154,39 @@ def _write(
 
 
 def _clear(folder: Path, peers: RankGroup) -> None:
-    """Remove anything at the path of a new checkpoint: through a link, files would be written elsewhere."""
+    """Remove any file, folder or link at a new checkpoint's path: through a link, files would be written elsewhere."""
     if peers.rank == 0 and os.path.lexists(folder):
         remove(folder)
 
 
 def _full_disk(error: str, folder: Path, needed: int, peers: RankGroup) -> str | None:
-    """Return a message, equal on all ranks, if a full disk kept ranks from writing `needed` bytes in all; else None."""
+    """Return a message, equal on all ranks, if the disk was too full to write `needed` bytes; else None."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
         free = needed
     free = min(peers.gather(free))
-    # torch's archive writer reports only an unexpected position in the file
+    # torch's archive writer does not report a full disk, only an unexpected position in the file
     if os.strerror(errno.ENOSPC) not in error and not ("inline_container" in error and free < needed):
         return None
     return (
         f"{os.strerror(errno.ENOSPC)}: {folder} has {free / 2**20:,.1f} MiB left, and a checkpoint takes "
-        f"{needed / 2**20:,.1f} MiB. The checkpoints before are whole. Make room, lower `keep`, or take another folder"
+        f"{needed / 2**20:,.1f} MiB. Earlier checkpoints are complete. Make room, lower `keep`, or take another folder"
     )
 
 
 def _write_files(
     tensors: dict[str, Any], meta: bytes, folder: Path, peers: RankGroup, what: str
 ) -> dict[str, dict[str, Any]]:
-    """Write this rank's files; return their entries in the manifest."""
-    writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # or the thread would look for a GPU
-    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # rank 0's values, if ranks differ
+    """Write this rank's files, and return their manifest entries."""
+    writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # otherwise it needs a GPU
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # if ranks differ, keep the lowest rank's values
     dcp.save(tensors, storage_writer=writer, planner=planner, process_group=peers.group, no_dist=peers.size == 1)
     return peers.together(what, _write_meta, meta, folder, peers)
 
 
 def _write_meta(meta: bytes, folder: Path, peers: RankGroup) -> dict[str, dict[str, Any]]:
-    """Write rank 0's `meta.pt`; return the manifest's entries of this rank's files."""
+    """Write `meta.pt` on rank 0; return the manifest entries of this rank's files."""
     names = [p.name for p in folder.glob(f"__{peers.rank}_*")]
     if peers.rank == 0:
         with (folder / META).open("wb") as file:
@@ -207,21 +207,21 @@ def _commit(
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 def checked(path: Path, peers: RankGroup) -> Path:
-    """Return the valid checkpoint that a folder is or holds (`manifest.find_valid`); warn of damaged newer ones."""
+    """Return the valid checkpoint at a path, or the newest valid one in it; warn of damaged newer ones."""
     folder, problems = find_valid(path, peers)
     warn_of_skipped(problems, folder)
     return folder
 
 
 def warn_of_skipped(problems: list[str], loaded: Path) -> None:
-    """Warn of checkpoints that were passed over, with their problems."""
+    """Warn of checkpoints that were skipped, with their problems."""
     if problems:
         kind = "checkpoints" if all(problem.endswith(NOT_FINITE) for problem in problems) else "damaged checkpoints"
-        rank_zero_warn(f"{kind} were passed over, and {loaded} is loaded: {'; '.join(problems)}.")
+        rank_zero_warn(f"{kind} were skipped, and {loaded} is loaded: {'; '.join(problems)}.")
 
 
 def read_tensors(folder: Path, below: str = "", select: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
-    """Read the nested contents of `.distcp` files to the CPU: names that begin with `below` and that `select` takes.
+    """Read entries of `.distcp` files to the CPU, if a name begins with `below` and `select(name)` is True.
 
     Raises:
         FileNotFoundError, ValueError: if files are missing or cannot be read.
@@ -240,22 +240,22 @@ def read_tensors(folder: Path, below: str = "", select: Callable[[str], bool] = 
 
 
 def _nested(flat: dict[tuple[Any, ...], Any]) -> Any:
-    """Put values by path back into mappings and, if the keys are numbers, lists."""
+    """Turn {path: value} into nested mappings, and into lists where all keys are numbers."""
     if () in flat:
         return flat[()]
     groups: dict[Any, dict[tuple[Any, ...], Any]] = {}
     for path, value in flat.items():
         groups.setdefault(path[0], {})[path[1:]] = value
     nested = {key: _nested(group) for key, group in groups.items()}
-    # only lists have numbers as keys: states have names (`to_names`)
+    # only lists have numbers as keys, because optimizer states have names (`to_names`)
     return [nested[i] for i in sorted(nested)] if nested and all(isinstance(k, int) for k in nested) else nested
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Read Lightning's checkpoint without tensors of model and optimizers.
+    """Read `meta.pt`: Lightning's checkpoint without the tensors of model and optimizers.
 
     Raises:
-        FileNotFoundError, ValueError: if it is missing or cannot be read.
+        FileNotFoundError, ValueError: if the file is missing or cannot be read.
     """
     path = folder / META
     if not path.is_file():
@@ -265,16 +265,16 @@ def read_meta(folder: Path) -> dict[str, Any]:
     except Exception as error:  # a file of unknown origin may raise anything
         raise ValueError(f"{path} cannot be read ({reason(error)}). Or use an earlier checkpoint.") from None
     if not isinstance(stored, dict):
-        raise ValueError(f"{path} holds {type(stored).__name__}, no checkpoint. Use an earlier one.")
+        raise ValueError(f"{path} contains a {type(stored).__name__}, not a checkpoint. Use an earlier one.")
     return stored
 
 
 def read_whole(folder: Path, regions: int = 1, region: int = 0) -> dict[str, Any]:
-    """Read a folder as the dict of a Lightning checkpoint in one file, with tensors on the CPU.
+    """Read a folder as the dict that Lightning stores in one checkpoint file, with tensors on the CPU.
 
     Args:
-        regions, region: number of regions of the reading job, and number of this process's region. The folder's part
-            for this region is read if the folder has the same number of regions; parts of other regions are not.
+        regions, region: the number of regions of this job, and the index of this process's region. If the folder has
+            the same number of regions, this region's part is read; the other regions' parts are never read.
 
     Raises:
         FileNotFoundError, ValueError: if files are missing or cannot be read.
@@ -282,7 +282,7 @@ def read_whole(folder: Path, regions: int = 1, region: int = 0) -> dict[str, Any
     meta = read_meta(folder)
     outer = meta.pop("outer_steps", None)
     if outer is not None and not (isinstance(outer, dict) and isinstance(outer.get("regions"), int)):
-        raise ValueError(f"{folder / META} does not say of how many regions it is. Use an earlier checkpoint.")
+        raise ValueError(f"{folder / META} does not state the number of its regions. Use an earlier checkpoint.")
     part = f"regions.{region}." if outer is not None and outer["regions"] == regions else None
     select = lambda key: not key.startswith("regions.") or (part is not None and key.startswith(part))  # noqa: E731
     tensors = read_tensors(folder, select=select)
@@ -295,10 +295,10 @@ def read_whole(folder: Path, regions: int = 1, region: int = 0) -> dict[str, Any
 
 
 def _model_and_optimizers(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the state dict, and optimizer states with numbers in place of parameter names."""
+    """Return the state dict and the optimizer states, in which numbers replace parameter names."""
     numbers = sorted(int(k.removeprefix("optimizer_")) for k in tensors if re.fullmatch(r"optimizer_\d{1,4}", k))
     if not isinstance(tensors.get("state_dict", {}), dict):
-        raise ValueError(f"{folder} holds a state_dict of no names. Use an earlier checkpoint.")
+        raise ValueError(f"{folder} has a state_dict without names. Use an earlier checkpoint.")
     try:
         states = [to_numbers(unflatten_low_bit(tensors[f"optimizer_{i}"])) for i in numbers]
     except (KeyError, TypeError, AttributeError) as error:
@@ -309,12 +309,12 @@ def _model_and_optimizers(tensors: dict[str, Any], folder: Path) -> dict[str, An
 
 
 def load_sharded(folder: Path, module: nn.Module, optimizers: list[Any], strict: bool = True) -> dict[str, Any]:
-    """Load a folder into a module with sharded parameters, and into its optimizers; every rank calls.
+    """Load a folder into a module with sharded parameters and its optimizers; every rank must call this.
 
-    The strategy's own method would let torch unpickle the folder.
+    Lightning's strategy would let torch unpickle the folder.
 
     Returns:
-        Lightning's checkpoint without these tensors.
+        Lightning's checkpoint without the tensors of module and optimizers.
 
     Raises:
         FileNotFoundError, ValueError: on every rank, if files are missing or cannot be read.
@@ -332,22 +332,22 @@ def load_sharded(folder: Path, module: nn.Module, optimizers: list[Any], strict:
 
 
 def load_whole_states(module: nn.Module, optimizers: list[Any], states: list[dict[str, Any]]) -> None:
-    """Load the optimizer states of a checkpoint in one file into optimizers of sharded parameters; every rank calls.
+    """Load optimizer states of a one-file checkpoint into optimizers of sharded parameters; every rank must call this.
 
-    The states number the parameters of all groups in order, as torch's optimizers do. Lightning would take these
-    numbers for positions in `module.parameters()`.
+    The states number the parameters of all groups in order, as torch's optimizers do. Lightning would interpret these
+    numbers as positions in `module.parameters()`.
 
     Raises:
-        ValueError: for states of other optimizers.
+        ValueError: if the number of optimizers, or the sizes of their groups, differ.
     """
     if len(states) != len(optimizers):
-        raise ValueError(f"the checkpoint holds {len(states)} optimizer states, and the module has {len(optimizers)}.")
+        raise ValueError(f"the checkpoint holds {len(states)} optimizer states, but the module has {len(optimizers)}.")
     for optimizer, state in zip(optimizers, states, strict=True):
         saved, expected = ([len(g["params"]) for g in x] for x in (state["param_groups"], optimizer.param_groups))
         if saved != expected:
             raise ValueError(
                 f"the checkpoint's {type(optimizer).__name__} has groups of {saved} parameters, the module's has "
-                f"{expected}: train the parameters that it trained, or begin anew from its weights."
+                f"{expected}: train the same parameters, or start a new run from its weights."
             )
         names = get_optimizer_state_dict(module, optimizer)["param_groups"]
         order = [name for group in names for name in group["params"]]
@@ -363,7 +363,7 @@ def load_whole_states(module: nn.Module, optimizers: list[Any], states: list[dic
 def load_folder_with(
     strategy: ModelParallelStrategy, find: Callable[[Path], Path], checkpoint_path: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """Load a checkpoint as ModelParallelStrategy does, but a folder, checked by `find`, without unpickling it."""
+    """Load a file as ModelParallelStrategy does; load a folder, which `find` checks, without unpickling it."""
     check_input(checkpoint_path)
     if not Path(checkpoint_path).is_dir():
         return type(strategy).load_checkpoint(strategy, checkpoint_path, *args, **kwargs)
@@ -372,7 +372,7 @@ def load_folder_with(
 
 
 class FolderIO(CheckpointIO):
-    """A CheckpointIO that reads folders, after `find` has checked them, and leaves files to the `inner` one."""
+    """A CheckpointIO that reads folders, after `find` has checked them, and passes files to `inner`."""
 
     def __init__(self, inner: CheckpointIO, find: Callable[[Path], Path]) -> None:
         self.inner, self.find = inner, find

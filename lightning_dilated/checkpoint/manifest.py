@@ -1,7 +1,7 @@
-"""Checkpoint folders as files: the manifest of checksums, the rename that commits a folder, and the newest valid one.
+"""The files of checkpoint folders: manifests with checksums, the rename that commits a folder, the newest valid folder.
 
-A checkpoint is written under a name that begins with a dot, its manifest last, and then renamed. So a folder without
-the dot is complete, and a killed job leaves folders with the dot. Nothing here reads a tensor.
+A checkpoint is written under a name that begins with a dot, with the manifest as the last file, and then renamed. So a
+folder without the dot is complete, and a killed job leaves folders with the dot. This module reads no tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_dilated.checkpoint.ranks import RankGroup, reason
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"\.(step-\d{8,})\.(partial|removed|replaced)")
-#: the problem of a checkpoint that ShardedCheckpoint(keep_finite=True) wrote after a loss was NaN
+#: the reported problem of a checkpoint that ShardedCheckpoint(keep_finite=True) wrote after the loss was NaN
 NOT_FINITE = "holds parameters that are not finite (NaN or infinity)"
 
 
@@ -33,27 +33,27 @@ def name_of(step: int) -> str:
 
 
 def unfinished(path: Path) -> Path:
-    """Return the path where the checkpoint `path` is written until it is complete."""
+    """Return the temporary path under which the checkpoint `path` is written."""
     return _aside(path, "partial")
 
 
 def checksum(path: Path) -> str:
-    """Return the blake2b digest of a file, 16 bytes in hexadecimal."""
+    """Return the blake2b digest of a file: 16 bytes in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def file_entries(path: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return {name: size and checksum} of files in a folder."""
+    """Return {name: {size, checksum}} of files in a folder."""
     return {name: {"size": (path / name).stat().st_size, "blake2b": checksum(path / name)} for name in sorted(names)}
 
 
 @dataclass(frozen=True)
 class SavedFolder:
-    """A checkpoint's folder and its manifest; `broken` says why the manifest cannot be read.
+    """A checkpoint's folder and its manifest; `broken` is the reason why the manifest cannot be read.
 
     Args:
-        written: time of writing in nanoseconds since 1970; it decides which checkpoint is newer, whatever the step.
+        written: time of writing in nanoseconds since 1970; checkpoints are ordered by it, not by step.
         finite: False if a check found parameters that are not finite numbers.
     """
 
@@ -66,10 +66,10 @@ class SavedFolder:
 
     @classmethod
     def read(cls, path: Path) -> SavedFolder:
-        """Read the manifest; without one, take step and time from the folder."""
+        """Read the manifest; if that fails, take step and time from the folder."""
         manifest = path / MANIFEST
         try:
-            if manifest.exists() and not manifest.is_file():  # a pipe would block
+            if manifest.exists() and not manifest.is_file():  # reading a pipe would block
                 raise ValueError("it is no regular file")
             entries = json.loads(manifest.read_text())
             if entries.pop("blake2b") != manifest_digest(entries):
@@ -87,7 +87,7 @@ class SavedFolder:
         return cls(path, int(named[1]) if named else 0, written, broken=broken)
 
     def quick_damage(self) -> str | None:
-        """Return damage that names and sizes of files show, naming the file; None if there is none."""
+        """Return a description of the first missing file or wrong size; None if names and sizes are right."""
         if self.broken:
             return self.broken
         for name, entry in self.files.items():
@@ -99,7 +99,7 @@ class SavedFolder:
         return None
 
     def damage(self, peers: RankGroup) -> str | None:
-        """Return damage of files, including their bytes, or None; each rank reads a share, and all must call."""
+        """Return a description of damage, or None; each rank checks some files, and every rank must call this."""
         return next((problem for problem in peers.gather(self._damage(peers)) if problem), None)
 
     def _damage(self, peers: RankGroup) -> str | None:
@@ -114,7 +114,7 @@ class SavedFolder:
 
 
 def _check(manifest: dict[str, Any]) -> None:
-    """Raise ValueError for values of other types than `commit` writes."""
+    """Raise ValueError if a value has another type than `commit` writes."""
     for name in ("step", "written"):
         if type(manifest[name]) is not int:
             raise ValueError(f"{name} is {manifest[name]!r:.60}, not a number")
@@ -130,7 +130,7 @@ def _check(manifest: dict[str, Any]) -> None:
 
 
 def listed(folder: Path) -> list[SavedFolder]:
-    """Return the checkpoints in a folder, also damaged ones, newest first; none if the folder does not exist."""
+    """Return the checkpoints in a folder, including damaged ones, newest first; [] if the folder does not exist."""
     if not folder.is_dir():
         return []
     saved = [SavedFolder.read(path) for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
@@ -138,7 +138,7 @@ def listed(folder: Path) -> list[SavedFolder]:
 
 
 def newest_valid(folder: Path, peers: RankGroup) -> tuple[SavedFolder | None, list[str]]:
-    """Return (the newest checkpoint without damage and with finite parameters, problems of newer ones) on all ranks."""
+    """Return, on all ranks, the newest undamaged checkpoint with finite parameters, and the problems of newer ones."""
     problems = []
     for saved in peers.gather(listed(folder) if peers.rank == 0 else None)[0] or []:
         problem = saved.damage(peers) or (None if saved.finite else f"{saved.path} {NOT_FINITE}")
@@ -149,20 +149,20 @@ def newest_valid(folder: Path, peers: RankGroup) -> tuple[SavedFolder | None, li
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return True if a folder is one checkpoint, perhaps damaged, and not a folder of several."""
+    """Return True if a folder is one checkpoint, possibly damaged, and not a folder of several checkpoints."""
     has_files = any((path / name).exists() for name in (MANIFEST, ".metadata", "meta.pt"))
     return path.is_dir() and (has_files or _NAME.fullmatch(path.name) is not None)
 
 
 def find_valid(path: Path, peers: RankGroup) -> tuple[Path, list[str]]:
-    """Return (the checkpoint that a path means, problems of newer ones); all ranks must call.
+    """Return the checkpoint to load from a path, and the problems of newer checkpoints; every rank must call this.
 
-    A folder of one checkpoint means itself: it must be valid, unless another program wrote it without a manifest. A
-    folder of several means the newest valid one.
+    If the path is one checkpoint, return the path. The checkpoint must be valid, unless another program wrote it
+    without a manifest. If the path is a folder of several checkpoints, return the newest valid one.
 
     Raises:
-        FileNotFoundError: for a folder that holds no checkpoint.
-        ValueError: for a damaged checkpoint, naming the file; for a folder of damaged checkpoints only.
+        FileNotFoundError: for a folder without a checkpoint.
+        ValueError: for a damaged checkpoint, naming the file; for a folder in which all checkpoints are damaged.
     """
     if peers.gather(is_checkpoint(path))[0]:
         if not peers.gather((path / MANIFEST).exists() or _NAME.fullmatch(path.name) is not None)[0]:
@@ -171,18 +171,18 @@ def find_valid(path: Path, peers: RankGroup) -> tuple[Path, list[str]]:
         if problem is None:
             return path, []
         valid = newest_valid(path.parent, peers)[0]
-        beside = f"The newest whole one beside it is {valid.path}." if valid else "There is no whole one beside it."
-        raise ValueError(f"the checkpoint {path} is damaged: {problem}. {beside}")
+        advice = f"The newest undamaged one is {valid.path}." if valid else "No other one in its folder is undamaged."
+        raise ValueError(f"the checkpoint {path} is damaged: {problem}. {advice}")
     saved, problems = newest_valid(path, peers)
     if saved is None and not problems:
-        raise FileNotFoundError(f"{path} is no checkpoint, and holds none ({name_of(100)} and the like).")
+        raise FileNotFoundError(f"{path} is no checkpoint, and contains no checkpoint such as {name_of(100)}.")
     if saved is None:
         raise ValueError(none_valid(path, problems))
     return saved.path, problems
 
 
 def none_valid(folder: Path, problems: list[str]) -> str:
-    """Return the error text for a folder in which every checkpoint is damaged or not finite."""
+    """Return the error message for a folder in which every checkpoint is damaged or not finite."""
     kind, remedy = "whole", "Restore the files, or take"
     if any(problem.endswith(NOT_FINITE) for problem in problems):
         kind, remedy = "whole and finite", "A ckpt_path that names one of them loads it nevertheless; or take"
@@ -193,10 +193,10 @@ def none_valid(folder: Path, problems: list[str]) -> str:
 
 
 def commit(path: Path, step: int, files: dict[str, dict[str, Any]], ranks: int, finite: bool = True) -> None:
-    """Write the manifest of the checkpoint under `unfinished(path)`, and rename that folder to `path`."""
+    """Write the manifest of the checkpoint at `unfinished(path)`, and rename the folder to `path`."""
     newest = max((saved.written for saved in listed(path.parent)), default=0)
     manifest: dict[str, Any] = {"format": 1, "step": step, "ranks": ranks, "files": files, "finite": finite}
-    manifest["written"] = max(time.time_ns(), newest + 1)  # newer than all others, whatever clocks say
+    manifest["written"] = max(time.time_ns(), newest + 1)  # newer than all others, even if clocks differ
     manifest["blake2b"] = manifest_digest(manifest)
     with (unfinished(path) / MANIFEST).open("w") as file:
         file.write(json.dumps(manifest, indent=1) + "\n")
@@ -205,9 +205,9 @@ def commit(path: Path, step: int, files: dict[str, dict[str, Any]], ranks: int, 
     _sync(unfinished(path))
     if path.is_symlink():
         path.unlink()
-    elif path.is_file():  # not a checkpoint: it is renamed, and stays
+    elif path.is_file():  # not a checkpoint: rename it, but do not delete it
         path.rename(path.with_name(f"{path.name}.file"))
-    elif path.exists():  # from an earlier run; a folder cannot be replaced in one operation
+    elif path.exists():  # an earlier run's folder, which cannot be replaced in one operation
         remove(_aside(path, "replaced"))
         path.rename(_aside(path, "replaced"))
     unfinished(path).rename(path)
@@ -217,23 +217,23 @@ def commit(path: Path, step: int, files: dict[str, dict[str, Any]], ranks: int, 
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove checkpoints older than the `keep` newest ones that look complete.
+    """Remove the checkpoints that are older than the `keep` newest complete ones.
 
-    A checkpoint with parameters that are not finite does not count, and stays only if it is the newest of all.
+    A checkpoint with parameters that are not finite does not count, and is removed unless it is the newest of all.
     """
     complete = 0
     for i, saved in enumerate(listed(folder)):
         if complete >= keep or (i > 0 and not saved.finite):
-            removed = _aside(saved.path, "removed")  # half removed, it would look damaged
+            removed = _aside(saved.path, "removed")  # a half removed one would look damaged
             with contextlib.suppress(OSError):
                 remove(removed)
-                saved.path.rename(removed)  # a link itself, not its target
+                saved.path.rename(removed)  # for a link: the link, not its target
                 remove(removed)
         complete += saved.finite and saved.quick_damage() is None
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, file or link if it exists; the target of a link stays."""
+    """Remove a folder, file or link if it exists; do not remove the target of a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -241,19 +241,19 @@ def remove(path: Path) -> None:
 
 
 def clean(folder: Path) -> list[str]:
-    """Remove checkpoints that a killed job left half written or half removed, and put back one that it was replacing.
+    """Remove the half written and half removed checkpoints of a killed job, and restore one that it was replacing.
 
-    Return the names of checkpoints that were half written.
+    Return the names of the half written checkpoints.
     """
     half_written = []
     for path in sorted(folder.iterdir()):
-        left = _LEFT.fullmatch(path.name)
+        leftover = _LEFT.fullmatch(path.name)
         is_folder = path.is_dir() and not path.is_symlink()
-        if left and left[2] == "replaced" and is_folder and not os.path.lexists(folder / left[1]):
-            path.rename(folder / left[1])
-        elif left:
+        if leftover and leftover[2] == "replaced" and is_folder and not os.path.lexists(folder / leftover[1]):
+            path.rename(folder / leftover[1])
+        elif leftover:
             remove(path)
-            half_written += [left[1]] if left[2] == "partial" and is_folder else []
+            half_written += [leftover[1]] if leftover[2] == "partial" and is_folder else []
     return half_written
 
 
@@ -262,12 +262,12 @@ def _aside(path: Path, why: str) -> Path:
 
 
 def manifest_digest(entries: dict[str, Any]) -> str:
-    """Return the checksum of a manifest's other entries."""
+    """Return the checksum of a manifest's entries, to store in the manifest itself."""
     return hashlib.blake2b(json.dumps(entries, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _sync(folder: Path) -> None:
-    """Make the operating system write a folder's entries to disk, if the file system can."""
+    """Flush a folder's entries to disk, if the file system supports this."""
     number = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

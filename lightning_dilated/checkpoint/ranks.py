@@ -1,4 +1,4 @@
-"""RankGroup: the ranks that save and load together; a failure of one is raised on all."""
+"""RankGroup: ranks that save and load together; if one rank fails, all ranks raise an error."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from lightning_dilated._compat.torch import default_store
 
 T = TypeVar("T")
-#: seconds between two checks for a failure of another rank
+#: seconds between two checks whether another rank has failed
 POLL = 1.0
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """This process as `rank` of `size` ranks; `group`: their process group, None for the default group or one rank."""
+    """A group of `size` ranks, and this process's `rank`; `group` None: the default process group, or a single rank."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in their order, on every rank."""
+        """Return, on every rank, the values of all ranks in the order of ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -38,15 +38,15 @@ class RankGroup:
         return values
 
     def any(self, value: bool) -> bool:
-        """Return True, on every rank, if `value` is true on any rank."""
+        """Return True on every rank if `value` is True on any rank."""
         return any(self.gather(value))
 
     def together(self, what: str, call: Callable[..., T], *args: Any) -> T:
-        """Return `call(*args)`; if it fails on any rank, raise OSError on all: `what`, failed ranks and reasons."""
+        """Return `call(*args)`; if it fails on any rank, raise OSError on all, with `what`, ranks and reasons."""
         value, error, local_reason = None, None, None
         try:
             value = call(*args)
-        except (Exception, CheckpointException) as raised:  # CheckpointException is no Exception
+        except (Exception, CheckpointException) as raised:  # CheckpointException is not an Exception
             error, local_reason = raised, reason(raised)
         failed: dict[str, list[int]] = {}
         for rank, why in enumerate(self.gather(local_reason)):
@@ -58,11 +58,11 @@ class RankGroup:
         return value  # type: ignore[return-value]
 
     def watched(self, what: str, call: Callable[..., object], *args: Any) -> None:
-        """Run a call, in which ranks wait for each other, on every rank; if one raises alone, the others raise, too.
+        """Run, on every rank, a call in which ranks wait for each other; if only one rank fails, all ranks raise.
 
         Raises:
-            OSError: an error that all ranks raise (`known_to_all`), or an error that one rank raised alone; the group
-                must not be used any more after the latter.
+            OSError: an error that `call` raised on all ranks (`known_to_all`), or on one rank only. In the second case
+                the group must not be used any more.
         """
         if self.size == 1:
             call(*args)
@@ -73,7 +73,7 @@ class RankGroup:
         ended: list[BaseException | None] = []
         run = partial(_run, partial(call, *args), self.rank, store, ended)
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        # a daemon: it may wait for a rank that never comes
+        # a daemon thread, because it may wait forever for another rank
         thread = threading.Thread(target=run, args=(device,), name="checkpoint-files", daemon=True)
         thread.start()
         try:
@@ -81,11 +81,11 @@ class RankGroup:
                 thread.join(POLL)
             if not ended:
                 raise failure(f"{what}: {store.get('failed').decode()}", False)
-        except RuntimeError:  # the store is lost, and perhaps ranks that the call needs
+        except RuntimeError:  # the store is lost, and perhaps also ranks that the call needs
             thread.join(POLL)
             if not ended:
                 raise
-        thread.join(POLL)  # it may still report its error to the other ranks
+        thread.join(POLL)  # the thread may still be reporting its error to the other ranks
         if (error := ended[0]) is not None:
             if known_to_all(error):
                 raise error
@@ -95,37 +95,37 @@ class RankGroup:
 def _run(
     call: Callable[[], object], rank: int, store: dist.Store, ended: list[BaseException | None], device: int | None
 ) -> None:
-    """Call in a thread, and append its error or None to `ended`; report an error of this rank alone to the others."""
+    """Run `call`, and append its error or None to `ended`; report the error to other ranks if only this rank failed."""
     try:
         if device is not None:
-            torch.cuda.set_device(device)  # threads begin with the first GPU
+            torch.cuda.set_device(device)  # a new thread uses the first GPU
         call()
         ended.append(None)
     except BaseException as raised:
-        ended.append(raised)  # first: a lost store may neither hide the cause nor delay it
+        ended.append(raised)  # before using the store: a lost store must not hide the error
         if not known_to_all(raised):
             with suppress(RuntimeError):
                 store.set("failed", f"rank {rank}: {reason(raised)}")
 
 
 def failure(text: str, known_to_all: bool = True) -> OSError:
-    """Return a checkpoint's error, known to all ranks or to this one alone (others may then wait in the group)."""
+    """Return an error of a checkpoint; not `known_to_all`: only this rank has it, and others may wait in the group."""
     error = OSError(text)
     error.known_to_all = known_to_all  # type: ignore[attr-defined]
     return error
 
 
 def known_to_all(error: BaseException) -> bool:
-    """Return True if all ranks raise this error, see `failure`."""
+    """Return True if all ranks raise this error; see `failure`."""
     return getattr(error, "known_to_all", False)
 
 
-#: number of calls of `RankGroup.watched` by group name, equal on the ranks of the group
+#: {group name: number of calls of `RankGroup.watched`}; equal on all ranks of the group
 _calls: Counter[str] = Counter()
 
 
 def reason(error: BaseException) -> str:
-    """Return an error's reason in one line; for a failure that torch.distributed.checkpoint gathered, each rank's."""
+    """Return an error's reason in one line; if torch.distributed.checkpoint gathered failures, each rank's reason."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
         return "; ".join(f"rank {rank}: {reason(failure)}" for rank, (failure, _) in sorted(failures.items()))

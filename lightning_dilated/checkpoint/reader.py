@@ -1,7 +1,7 @@
-"""Files and folders of unknown origin, read without running code, and without allocating memory that they merely declare.
+"""Readers for files and folders of unknown origin, which run no code and do not trust declared sizes.
 
-torch.distributed.checkpoint unpickles `.metadata`, and every entry that is no tensor, with a pickle that may run code.
-The readers here run no code, and check sizes and names against the files.
+torch.distributed.checkpoint unpickles `.metadata`, and every entry that is not a tensor, in a way that may run code.
+These readers run no code, and check the declared sizes and names against the files.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _CAUSE = re.compile(r"WeightsUnpickler error: (.{,200})")
 
 
 def load_file(source: str | Path | IO[bytes], mapped: bool = False, map_location: Any = "cpu") -> Any:
-    """Return what a file of torch.save holds: plain values, and tensors, on the CPU by default.
+    """Return the contents of a file of torch.save: plain values, and tensors, which are on the CPU by default.
 
-    The file is read with `weights_only=True`, whatever the environment says. No tensor may be larger than the file.
+    The file is read with `weights_only=True`, regardless of the environment. No tensor may be larger than the file.
 
     Args:
         source: a path, or an open file.
-        mapped: leave the tensors of a path on disk until they are used.
+        mapped: if `source` is a path, map the tensors into memory, so that they are read when they are used.
         map_location: as in torch.load.
 
     Raises:
-        FileNotFoundError: for a path that is no regular file.
-        UnpicklingError: for a file that names a class that torch does not allow, with the name of the class.
+        FileNotFoundError: for a path that is not a regular file.
+        UnpicklingError: for a file that contains a class that torch does not allow; the error names the class.
         ValueError, RuntimeError, EOFError and other errors of torch: for a broken file.
     """
-    if isinstance(source, (str, Path)) and not Path(source).is_file():  # a pipe would block
+    if isinstance(source, (str, Path)) and not Path(source).is_file():  # reading a pipe would block
         raise FileNotFoundError(f"{source}: no such file.")
     size = _check_archive(source)
-    mapped = mapped and zipfile.is_zipfile(source)  # torch before 1.6 wrote no archives
+    mapped = mapped and zipfile.is_zipfile(source)  # files from before torch 1.6 are not archives
     try:
         stored = _load(source, mapped, map_location)
     except UnpicklingError as error:
@@ -66,14 +66,14 @@ def _load(source: Any, mapped: bool, map_location: Any) -> Any:
     except UnpicklingError as error:
         if "torchao.optim" not in str(error):
             raise
-    importlib.import_module("torchao.optim")  # registers its states of 8 bits with torch
+    importlib.import_module("torchao.optim")  # registers its 8-bit states with torch
     if not isinstance(source, (str, Path)):
         source.seek(0)
     return torch.load(source, weights_only=True, map_location=map_location, mmap=mapped)
 
 
 def unpickling_message(error: UnpicklingError) -> str:
-    """Return one line of torch's page of advice (it is to let the file run code) and the class that the file names."""
+    """Return a short message with the class that the file names, without torch's advice to let the file run code."""
     named, cause = _NAMED.search(str(error)), _CAUSE.search(str(error))
     if named is None:
         return cause[1].strip() if cause else "it is no file of torch.save"
@@ -84,7 +84,7 @@ def unpickling_message(error: UnpicklingError) -> str:
 
 
 def _check_archive(source: Any) -> int:
-    """Return the size of a file. Refuse an archive that would grow when it is read: torch.save compresses nothing."""
+    """Return the size of a file; refuse a compressed archive, because torch.save does not compress."""
     if isinstance(source, (str, Path)):
         size = Path(source).stat().st_size
     else:
@@ -94,7 +94,7 @@ def _check_archive(source: Any) -> int:
         try:
             with zipfile.ZipFile(source) as archive:
                 inside = sum(entry.file_size for entry in archive.infolist())
-        except (zipfile.BadZipFile, NotImplementedError):  # torch reports the problem
+        except (zipfile.BadZipFile, NotImplementedError):  # torch will report the problem
             inside = 0
         if inside > size:
             raise ValueError(f"it declares {inside:,} bytes of contents, but has {size:,}")
@@ -104,9 +104,9 @@ def _check_archive(source: Any) -> int:
 
 
 def check_sizes(stored: Any, size: int) -> None:
-    """Raise ValueError for a tensor among nested values that declares more bytes than the `size` of its file.
+    """Raise ValueError if a tensor among nested values has more bytes than its file, which has `size` bytes.
 
-    A stored tensor may be a view of one value with 10^12 rows; its use would allocate that memory.
+    A stored tensor may be a view that expands one value to 10^12 rows; operations on it would allocate that memory.
     """
     todo, visited = [("it", stored)], set()
     while todo:
@@ -117,16 +117,16 @@ def check_sizes(stored: Any, size: int) -> None:
                     f"{name} declares the shape {tuple(value.shape)}, but the whole file has {size:,} bytes"
                 )
         elif isinstance(value, (Mapping, list, tuple, set)) and id(value) not in visited:
-            visited.add(id(value))  # a file may hold a list that holds itself
+            visited.add(id(value))  # a list may contain itself
             todo += [(str(k), v) for k, v in (value.items() if isinstance(value, Mapping) else enumerate(value))]
 
 
 METADATA = ".metadata"
-#: torch's warning if one rank writes or reads alone, which is intended here
+#: torch's warning if one rank reads alone, as these readers do on purpose
 ALONE = "torch.distributed is disabled, unavailable or uninitialized"
-#: most elements of a byte: an optimizer's state of 4 bits is stored under the dtype that it represents
+#: maximum number of elements in a byte: a 4-bit optimizer state is stored with the dtype that it represents
 DENSEST = 2
-#: the records of a `.metadata` file
+#: torch's classes for the records of a `.metadata` file
 _RECORDS = (
     *(Metadata, MetadataIndex, TensorStorageMetadata, kinds.BytesStorageMetadata, kinds.ChunkStorageMetadata),
     *(kinds.TensorProperties, kinds.StorageMeta, StorageInfo),
@@ -136,7 +136,7 @@ _RECORDS = (
 def _allowed_names() -> dict[tuple[str, str], Any]:
     """Return {name that a `.metadata` file may use: its replacement}.
 
-    Classes are derived from torch's anew for each file, because a pickle may change the classes that it names.
+    Each file gets new subclasses of torch's classes, because a pickle may change the classes that it names.
     """
     records = {(c.__module__, c.__qualname__): type(c.__name__, (c,), {}) for c in _RECORDS}
     formats = MemoryFormatEncoding
@@ -162,7 +162,7 @@ class _Unpickler(pickle.Unpickler):
         self._allowed = _allowed_names()
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the replacement of a name in the file; nothing is imported."""
+        """Return the replacement for a name in the file, without importing anything."""
         if (module, name) in self._allowed:
             return self._allowed[module, name]
         kind = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
@@ -172,11 +172,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read the `.metadata` of a folder, and check it against the files.
+    """Read a folder's `.metadata`, and check it against the files.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it cannot be read, or does not fit the files.
+        FileNotFoundError: if the folder has no `.metadata`.
+        ValueError: if `.metadata` cannot be read, or does not match the files.
     """
     path = Path(folder) / METADATA
     if not path.is_file():
@@ -188,7 +188,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _checked(stored: Any, folder: Path) -> Metadata:
-    """Return the same records, made anew from plain values that are consistent with each other and with the files."""
+    """Return copies of the records, made from plain values that agree with each other and with the files."""
     if not isinstance(stored, Metadata):
         raise ValueError(f"it holds {type(stored).__name__}, not the metadata of a checkpoint")
     entries = _entries(dict(stored.storage_data), folder)
@@ -204,7 +204,7 @@ def _checked(stored: Any, folder: Path) -> Metadata:
 
 
 def _entries(stored: dict[Any, Any], folder: Path) -> dict[MetadataIndex, StorageInfo]:
-    """Return the place of each part of a tensor and of each value; it must be inside a regular file of the folder."""
+    """Return {index: StorageInfo} of all tensor parts and values; each must be inside a regular file of the folder."""
     sizes: dict[str, int] = {}
     entries, listed = {}, 0
     for index, info in stored.items():
@@ -226,7 +226,7 @@ def _entries(stored: dict[Any, Any], folder: Path) -> dict[MetadataIndex, Storag
 
 
 def _file_size(folder: Path, name: str) -> int:
-    """Return the bytes of a file; refuse a name with a folder in it, a pipe or a device."""
+    """Return the number of bytes of a file; refuse names that contain a folder, and names of pipes and devices."""
     if PurePosixPath(name).name != name or PureWindowsPath(name).name != name:
         raise ValueError(f"it names the file {name!r}, which is not in this folder")
     path = folder / name
@@ -238,7 +238,7 @@ def _file_size(folder: Path, name: str) -> int:
 
 
 def _described(key: Any, about: Any, entries: dict[MetadataIndex, StorageInfo]) -> Any:
-    """Return the record of a tensor or of another value; refuse a part that declares more than the files hold."""
+    """Return the record of a tensor or another value; refuse a part that declares more elements than the files hold."""
     if isinstance(about, kinds.BytesStorageMetadata):
         return kinds.BytesStorageMetadata()
     if not isinstance(about, TensorStorageMetadata) or not isinstance(about.properties.dtype, torch.dtype):
@@ -247,10 +247,10 @@ def _described(key: Any, about: Any, entries: dict[MetadataIndex, StorageInfo]) 
     for chunk in about.chunks:
         offsets, sizes = _shape(chunk.offsets), _shape(chunk.sizes)
         entry, elements = entries.get(MetadataIndex(key, offsets)), math.prod(sizes)
-        there = 0 if entry is None else entry.length
-        if elements > DENSEST * there:
+        available = 0 if entry is None else entry.length
+        if elements > DENSEST * available:
             raise ValueError(
-                f"{key} declares a part of {elements:,} elements, and the files hold {there:,} bytes of it"
+                f"{key} declares a part of {elements:,} elements, and the files hold {available:,} bytes of it"
             )
         total += elements
         parts.append(kinds.ChunkStorageMetadata(offsets, sizes))
@@ -276,9 +276,9 @@ def _shape(value: Any) -> torch.Size:
 
 
 class Reader(dcp.FileSystemReader):
-    """torch's reader, but it runs no code that the folder names, and reads only regular files inside the folder."""
+    """A variant of torch's reader that runs no code of the folder, and reads only regular files inside the folder."""
 
-    failure: Exception | None = None  # why `.metadata` could not be read; torch 2.11 reports that it is None
+    failure: Exception | None = None  # why `.metadata` could not be read; torch 2.11 hides the reason
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read as the function `read_metadata` does."""
@@ -291,7 +291,7 @@ class Reader(dcp.FileSystemReader):
         return metadata
 
     def read_data(self, *args: Any, **kwargs: Any) -> Any:
-        """Read tensors with `weights_only=True`, as torch does, but without its advice to set that to False."""
+        """Read tensors with `weights_only=True`, as torch does, but without torch's advice to set it to False."""
         try:
             return super().read_data(*args, **kwargs)
         except pickle.UnpicklingError as error:
@@ -299,10 +299,10 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """torch's planner, but it reads entries that are no tensors with `weights_only=True`."""
+    """A variant of torch's planner that reads entries other than tensors with `weights_only=True`, too."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Put a value under its name."""
+        """Read a value, and store it under its name."""
         name = read_item.dest_index.fqn
         try:
             stored = load_file(value)
@@ -312,10 +312,10 @@ class Planner(dcp.DefaultLoadPlanner):
 
 
 def load_into(state: dict[str, Any], folder: Path, alone: bool = False) -> None:
-    """Fill a nested mapping with the values that a folder holds under the same names.
+    """Fill a nested mapping with the values that a folder contains under the same names.
 
     Args:
-        alone: True if this rank reads alone; otherwise all ranks call.
+        alone: True if only this rank reads; otherwise every rank must call this.
 
     Raises:
         FileNotFoundError, ValueError: on every rank, if files are missing or cannot be read.
@@ -327,7 +327,7 @@ def load_into(state: dict[str, Any], folder: Path, alone: bool = False) -> None:
 
 
 def _translated(reader: Reader, load: Callable[[], Any]) -> None:
-    """Call `load`; turn CheckpointException, which is no Exception, into an error that names folder and causes."""
+    """Call `load`; turn CheckpointException, which is not an Exception, into a ValueError with folder and causes."""
     try:
         load()
     except CheckpointException as error:

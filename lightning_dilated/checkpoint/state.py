@@ -21,9 +21,9 @@ from lightning_dilated._validation import check_input
 
 
 def trainer_state(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (tensors, everything else) of Lightning's own checkpoint; the tensors are not copied.
+    """Return Lightning's checkpoint as (tensors, everything else), without copying the tensors.
 
-    A strategy with outer steps adds their state and, under "regions", the own parameters and optimizers of this region.
+    A strategy with outer steps adds their state and, under "regions", this region's own parameters and optimizers.
     """
     meta = dump_checkpoint(trainer)
     tensors, optimizers = {"state_dict": meta.pop("state_dict")}, {}
@@ -40,38 +40,38 @@ def trainer_state(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 # -- optimizer states --------------------------------------------------------------------------------------------------
-# torch's get_optimizer_state_dict gives names, too, and `load_sharded` uses it. Here it would make an optimizer step if
-# there is no state yet, and refuse parameters that the module does not hold. A checkpoint that Lightning loads has numbers.
+# torch's get_optimizer_state_dict also returns names, and `load_sharded` uses it. It is not used here, because it would
+# take an optimizer step if there is no state yet, and raise for parameters that the module does not have.
 def to_names(state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
-    """Return an optimizer's state dict with parameter names in place of numbers, if it has numbers."""
+    """Replace numbers of parameters by names in an optimizer's state dict, if it has numbers."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = {id(p): name for name, p in module.named_parameters()}
     return renamed(state, {i: names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)})
 
 
 def to_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """Reverse `to_names`: numbers count the parameters of all groups in their order."""
+    """Undo `to_names`: number the parameters of all groups in order."""
     order = [name for group in state["param_groups"] for name in group["params"]]
     return renamed({"state": {}, **state}, {name: i for i, name in enumerate(order)})
 
 
 def renamed(state: dict[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict with new keys for its parameters; keys without a new one stay."""
-    if "param_groups" not in state:  # a rank without state
+    """Rename the parameters in an optimizer's state dict; parameters that are not in `names` keep their keys."""
+    if "param_groups" not in state:  # this rank has no state
         return state
     groups = [{**g, "params": [names.get(x, x) for x in g["params"]]} for g in state["param_groups"]]
     return {**state, "state": {names.get(k, k): v for k, v in state["state"].items()}, "param_groups": groups}
 
 
-# -- torchao's states of 4 or 8 bits, tensors made of other tensors ----------------------------------------------------
-#: modules of torchao's classes of states
+# -- torchao's optimizer states of 4 or 8 bits, tensors made of other tensors ------------------------------------------
+#: {class of torchao's low-bit states: its module}
 LOW_BIT = {f"OptimState{x}": f"torchao.optim.subclass_{x.lower()}" for x in ("4bit", "8bit", "Fp8")}
-#: the key in files for a state's attributes that are not tensors; files of 0.2.0 and earlier have the old key
+#: the key in files for those attributes of a state that are not tensors; files of 0.2.0 and earlier use the old key
 _ATTRIBUTES, _OLD_ATTRIBUTES = "attributes", "told"
 
 
 def flatten_low_bit(value: Any) -> Any:
-    """Return a nested mapping with each low-bit state as {class: {its tensors}}, so that files hold its bits."""
+    """Replace each low-bit state in a nested mapping by {class: {its tensors}}, so that files store its bits."""
     if isinstance(value, Mapping):
         return {k: flatten_low_bit(v) for k, v in value.items()}
     if not (isinstance(value, Tensor) and type(value).__name__ in LOW_BIT):
@@ -81,7 +81,7 @@ def flatten_low_bit(value: Any) -> Any:
 
 
 def unflatten_low_bit(value: Any) -> Any:
-    """Reverse `flatten_low_bit`; raise ImportError without torchao."""
+    """Undo `flatten_low_bit`; raise ModuleNotFoundError if torchao is missing."""
     if not isinstance(value, Mapping):
         return value
     name = next(iter(value), None)
@@ -98,51 +98,51 @@ def unflatten_low_bit(value: Any) -> Any:
 
 
 def read_to_host(io: Any) -> None:
-    """Make Lightning's own CheckpointIO load to the host and run no code of a file; leave other CheckpointIOs alone.
+    """Make Lightning's own CheckpointIO load to the host and run no code of a file; do not change other CheckpointIOs.
 
-    Lightning passes a function as map_location, and torch then refuses low-bit states. Lightning also reads a
-    checkpoint by URL with weights_only=False by default.
+    Lightning passes a function as map_location, with which torch cannot read low-bit states. By default, Lightning
+    reads a checkpoint from a URL with weights_only=False.
     """
     if type(io) is TorchCheckpointIO:
         io.load_checkpoint = functools.partial(_read_safely, io)
 
 
 def _read_safely(io: Any, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """Load to the host as `TorchCheckpointIO.load_checkpoint` does; weights_only=False says that the file is trusted.
+    """Load to the host as `TorchCheckpointIO.load_checkpoint` does, safely unless the caller sets weights_only=False.
 
-    Raises: ValueError for a fifo or device, which would block, and for an address of another store than `STORES`.
+    Raises: ValueError for a fifo or device, which would block, and for a URL of a store that is not in `STORES`.
     """
     check_input(path)
     return TorchCheckpointIO.load_checkpoint(io, path, map_location="cpu", weights_only=weights_only is not False)
 
 
 def low_bit_name(optimizer: Any) -> str | None:
-    """Return the name of torchao's class if the optimizer keeps states of 4 or 8 bits, else None."""
+    """Return the name of the optimizer's class in torchao if its states have 4 or 8 bits, else None."""
     names = [c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torchao.")]
     return next((name for name in names if name.endswith(("4bit", "8bit", "Fp8"))), None)
 
 
 def refuse_one_file(optimizers: Iterable[Any], why: str) -> None:
-    """Raise ValueError for sharded low-bit states: torch cannot gather them into one file, or shard them from one.
+    """Raise ValueError for sharded low-bit states: torch cannot gather them into one file, or shard them from one file.
 
-    `why` begins the message: it says how one file is involved.
+    The message begins with `why`, the reason why the states would be in one file.
     """
     name = next(filter(None, map(low_bit_name, optimizers)), None)
     if name is not None:
         raise ValueError(
-            f"{why}, and the states of torchao's {name} cannot be sharded from one. Go on from folders: those that "
-            "ring_dilated_fsdp writes without save_distributed_checkpoint=False, or callbacks.ShardedCheckpoint with any "
-            "strategy here (`lightning-dilated consolidate` makes one file of their weights); or take torch.optim.AdamW."
+            f"{why}, and the states of torchao's {name} cannot be sharded from one. Continue from a folder that "
+            "callbacks.ShardedCheckpoint or ring_dilated_fsdp (without save_distributed_checkpoint=False) writes; "
+            "`lightning-dilated consolidate` makes one file of its weights. Or take torch.optim.AdamW."
         )
 
 
 def refuse_replicated_low_bit(names: Iterable[str], folder: Any) -> None:
-    """Raise ValueError if a folder's names show low-bit states of whole parameters, which cannot be sharded."""
+    """Raise ValueError if names in a folder show low-bit states of unsharded parameters, which cannot be sharded."""
     kind = next((kind for kind in LOW_BIT for name in names if f".{kind}." in name), None)
     if kind is not None:
         raise ValueError(
-            f"{folder} holds {kind} of whole parameters, which cannot be sharded. Go on with a strategy that holds "
-            "them whole (one GPU, or ring_dilated), or begin anew from its weights (`lightning-dilated consolidate`)."
+            f"{folder} holds {kind} of whole parameters, which cannot be sharded. Continue on one GPU or "
+            "with ring_dilated, which do not shard, or begin anew from its weights (`lightning-dilated consolidate`)."
         )
 
 
@@ -150,24 +150,24 @@ def refuse_replicated_low_bit(names: Iterable[str], folder: Any) -> None:
 class HostStager:
     """Copies state to host buffers that are reused from one checkpoint to the next; buffers for a GPU are pinned.
 
-    torch.distributed.checkpoint's DefaultStager and async_save (torch 2.13) do not fit here. The stager raises for
-    torchao's low-bit states, and copies the whole storage of a view. Python joins the thread of async_save at exit, so
-    a rank with dead peers would not end. The thread also ends with dcp.save, so checksums, manifest and rename, which
-    all ranks do together afterwards, would need another thread.
+    torch.distributed.checkpoint's DefaultStager and async_save (torch 2.13) are not used. The stager raises for
+    torchao's low-bit states, and copies the whole storage of a view. Python joins async_save's thread at exit, so a
+    rank with dead peers would not end. This thread also ends after dcp.save, although all ranks must then write
+    checksums and the manifest and rename the folder.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def stage(self, value: Any, skip: set[str] = frozenset(), name: str = "") -> Any:  # type: ignore[assignment]
-        """Return a copy of a nested value without the replicated tensors (see `replicated_sizes`) named in `skip`."""
+        """Return a copy of a nested value without the replicated tensors that `skip` names (see `replicated_sizes`)."""
         if isinstance(value, Mapping):
             named = {k: (f"{name}.{k}", v) for k, v in value.items()}
             return {k: self.stage(v, skip, n) for k, (n, v) in named.items() if not (is_replicated(v) and n in skip)}
         if isinstance(value, (list, tuple)):
             return type(value)([self.stage(v, skip, f"{name}.{i}") for i, v in enumerate(value)])
         if isinstance(value, DTensor):
-            return value.detach().to("cpu", copy=True)  # low-bit states have `to`, and no `clone`
+            return value.detach().to("cpu", copy=True)  # low-bit states have `to` but no `clone`
         return self._copy(name, value) if isinstance(value, Tensor) else copy.deepcopy(value)
 
     def _copy(self, name: str, value: Tensor) -> Tensor:
@@ -178,33 +178,33 @@ class HostStager:
         return buffer.copy_(value.detach(), non_blocking=True)
 
 
-# -- who writes what ---------------------------------------------------------------------------------------------------
+# -- which rank writes which tensor ------------------------------------------------------------------------------------
 def is_replicated(value: Any) -> bool:
-    """Return True for a tensor that a rank holds whole."""
+    """Return True for a tensor that is not sharded."""
     return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
 def is_sharded(state: Any) -> bool:
-    """Return True if a nested mapping holds tensors that are sharded over ranks."""
+    """Return True if a nested mapping contains tensors that are sharded over ranks."""
     if isinstance(state, Mapping):
         return any(map(is_sharded, state.values()))
     return isinstance(state, DTensor)
 
 
 def replicated_sizes(value: Any, name: str = "") -> dict[str, int]:
-    """Return {name: bytes} of the tensors in nested mappings that a rank holds whole."""
+    """Return {name: bytes} of the tensors in nested mappings that are not sharded."""
     if isinstance(value, Mapping):
         return {k: v for key, x in value.items() for k, v in replicated_sizes(x, f"{name}.{key}").items()}
     return {name: value.nbytes} if is_replicated(value) else {}
 
 
 def replication_digest(sizes: dict[str, int], state: Any) -> str | None:
-    """Return a digest that is equal on ranks that hold the same tensors whole; None on a rank that holds shards."""
+    """Return a digest that is equal on ranks with the same unsharded tensors; None on a rank with shards."""
     return None if is_sharded(state) else hashlib.blake2b(repr(sorted(sizes.items())).encode()).hexdigest()
 
 
 def bits(x: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, read as integers: () int64 on its device, without a wait for the device."""
+    """Return the sum of a tensor's bits, read as integers: an int64 scalar on its device, without waiting for it."""
     x = x.detach()
     if x.is_contiguous() and x.nbytes % 8 == 0 and x.data_ptr() % 8 == 0:
         return x.view(-1).view(torch.int64).sum()
@@ -212,22 +212,22 @@ def bits(x: Tensor) -> Tensor:
     return x.view(WHOLE[x.element_size()]).sum(dtype=torch.int64)
 
 
-#: integer dtypes by their bytes
+#: {number of bytes: integer dtype}
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def plain_tensors(named: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
-    """Return, by name, the tensors that a rank holds whole and that `bits` can read."""
+    """Return {name: tensor} of the unsharded tensors that `bits` can read."""
     plain = (Tensor, nn.Parameter)
     return {name: x for name, x in named if type(x) in plain and x.layout == torch.strided and not x.is_meta}
 
 
 def bits_by_name(state: Any, names: set[str]) -> dict[str, int]:
-    """Return {name: `bits`} of tensors in nested mappings, if their names (as in `replicated_sizes`) are in `names`."""
+    """Return {name: `bits`} of tensors in nested mappings if `names` contains the name, as in `replicated_sizes`."""
     chosen = plain_tensors((name, x) for name, x in _flat(state) if name in names)
     sums = [bits(x) for x in chosen.values()]
     device = max((x.device for x in sums), key=lambda device: device.type != "cpu", default=None)
-    values = torch.stack([x.to(device) for x in sums]).tolist() if sums else []  # waits for a GPU once
+    values = torch.stack([x.to(device) for x in sums]).tolist() if sums else []  # waits for a GPU only once
     return dict(zip(chosen, values, strict=True))
 
 
@@ -241,7 +241,7 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def unlike_replicas(every: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> str:
-    """Return an error text with the ranks (of the job) and tensors that differ; `every` has each rank's `bits`."""
+    """Return an error message that names the tensors and ranks of the job that differ; `every`: each rank's `bits`."""
     names = [name for name in every[0] if len({x.get(name) for x in every}) > 1]
     usual = max(every, key=every.count)
     odd = [rank for rank, x in zip(ranks, every, strict=True) if x != usual]
@@ -253,15 +253,15 @@ def unlike_replicas(every: Sequence[Mapping[str, int]], ranks: Sequence[int]) ->
     return (
         f"{who} of {len(names)} tensors ({shown}), though all train one model: a checkpoint would be a mixture. Something "
         "differs between the ranks: a learning rate that a callback sets, gradients that a hook changes, versions of "
-        "packages, or a GPU that computes wrongly. Go on from a checkpoint of an earlier step. Parameters that are each "
-        "rank's own by intent have to be named to DDP, too (_set_params_and_buffers_to_ignore_for_model)."
+        "packages, or a GPU that computes wrongly. Continue from a checkpoint of an earlier step. If parameters differ "
+        "by intent, name them to DDP, too (_set_params_and_buffers_to_ignore_for_model)."
     )
 
 
 def equal_names(sizes: dict[str, int], module: nn.Module) -> set[str]:
-    """Return names of parameters and optimizer states that are equal on all ranks that train one model."""
+    """Return the names of parameters and optimizer states that must be equal on all ranks that train one model."""
     ignored, named = own_parameters(module), list(module.named_parameters(remove_duplicate=False))
-    ignored_ids = {id(p) for name, p in named if name in ignored}  # such a parameter may have other names, too
+    ignored_ids = {id(p) for name, p in named if name in ignored}  # such a parameter may have several names
     equal = {f".state_dict.{name}" for name, p in named if id(p) not in ignored_ids}
     parts = tuple(f".{name}." for name in ignored)
     states = {x for x in sizes if x.startswith(".optimizer_") and not any(part in x for part in parts)}
@@ -269,7 +269,7 @@ def equal_names(sizes: dict[str, int], module: nn.Module) -> set[str]:
 
 
 def assign_writers(sizes: dict[str, int], ranks: int, module: nn.Module) -> list[set[str]]:
-    """Return the names that each rank writes, of about equal bytes: the largest first, each to the rank with least.
+    """Return the names that each rank writes. Each tensor, the largest first, goes to the rank with the fewest bytes.
 
     Only tensors that are equal on all ranks (`equal_names`) are distributed; rank 0 writes others, such as statistics.
     """
@@ -283,8 +283,8 @@ def assign_writers(sizes: dict[str, int], ranks: int, module: nn.Module) -> list
 
 
 def others_write(sizes: dict[str, int], strategy: Any) -> set[str]:
-    """Return names that this rank leaves to others. In each of several regions, the first rank writes its region's own
-    tensors; in the first region, it also writes everything else."""
+    """Return the names that this rank must not write. If there are several regions, the first rank of a region writes
+    the region's own tensors, and the first rank of the first region also writes everything else."""
     ranks = getattr(strategy, "sizes", None)
     if ranks is None or ranks.regions == 1:
         return set()
@@ -295,7 +295,7 @@ def others_write(sizes: dict[str, int], strategy: Any) -> set[str]:
 
 # -- staged copies -----------------------------------------------------------------------------------------------------
 def nbytes(value: Any) -> int:
-    """Return the bytes of the tensors in a nested value on this rank."""
+    """Return the number of bytes of all tensors in a nested value on this rank."""
     if isinstance(value, Mapping):
         return sum(map(nbytes, value.values()))
     if isinstance(value, (list, tuple)):
@@ -305,9 +305,9 @@ def nbytes(value: Any) -> int:
 
 
 def are_finite(state: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Return True if this rank's parts of these tensors hold no NaN or infinity; a missing tensor counts as finite."""
+    """Return True if this rank's parts of these tensors have no NaN or infinity; a missing tensor counts as finite."""
     values = (state.get(name) for name in names)
     local = (value.to_local() if isinstance(value, DTensor) else value for value in values)
     numbers = (x for x in local if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()))
-    # in chunks, since the result for each number takes memory, too
+    # in chunks, because the results of isfinite need memory, too
     return all(bool(chunk.isfinite().all()) for x in numbers for chunk in x.detach().flatten().split(1 << 22))

@@ -1,4 +1,4 @@
-"""The command line, `lightning-dilated` or `python -m lightning_dilated`."""
+"""The command line: `lightning-dilated` or `python -m lightning_dilated`."""
 
 from lightning_dilated.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Errors of the command line: one line each, or a traceback if LIGHTNING_DILATED_TRACEBACK is set."""
+"""Errors of the command line, printed as one line, or with a traceback if LIGHTNING_DILATED_TRACEBACK is set."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def fail(message: Any, code: int = 2) -> NoReturn:
 
 
 def wants_traceback() -> bool:
-    """Return True if errors should show their traceback."""
+    """Return True if errors must be shown with their traceback."""
     return bool(os.environ.get("LIGHTNING_DILATED_TRACEBACK"))
 
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Print errors of wrong settings as one line and exit, unless tracebacks are requested."""
+    """Print an error from wrong settings as one line and exit, unless tracebacks are requested."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError, MisconfigurationException) as error:
@@ -37,7 +37,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def check_device(name: str) -> None:
-    """Raise unless the device exists here."""
+    """Raise ValueError unless this machine has the device."""
     try:
         kind = torch.device(name).type
     except RuntimeError:
@@ -47,7 +47,7 @@ def check_device(name: str) -> None:
 
 
 def summarize_error(message: str) -> str:
-    """Return the lines with the error from the parser's nested report of all types that it tried."""
+    """Shorten the parser's nested report, which lists every type that it tried, to the lines with the error."""
     noise = ("Given value type", "Given value: Namespace", "Given value: NestedArg", "Subtypes:", "Errors:")
     noise += ("- Expected a <class 'NoneType'>", "Does not validate against any")
     lines = [line.strip() for line in message.splitlines()]

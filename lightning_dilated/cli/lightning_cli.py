@@ -30,12 +30,12 @@ from lightning_dilated.data import ByteDataModule
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.strategy import launched_nodes
 
-#: words that Lightning accepts instead of a path
+#: words that Lightning accepts for ckpt_path instead of a path
 CKPT_WORDS = ("best", "last", "hpc", "registry")
 
 
 def with_checkpoint(argv: list[str]) -> list[str]:
-    """Order the arguments as recipes, the checkpoint's model settings, other options: the later one wins."""
+    """Order the arguments by priority: recipes, the checkpoint's model settings, then other options, which win."""
     listed, values, class_name = options(argv), settings(argv), chosen_classes(argv)["model"]
     path = dict(values).get(("ckpt_path",))
     is_folder = bool(path) and Path(path).is_dir()
@@ -70,7 +70,7 @@ class Trainer(pl.Trainer):
 
 
 def import_public_classes() -> None:
-    """Import the models, data and callbacks of this package, so that a parser finds them by their short names."""
+    """Import this package's models, data and callbacks, so that a parser finds them by their short names."""
     for face in (callbacks, lightning_dilated.data, lightning_dilated):
         for name in face.__all__:
             getattr(face, name)
@@ -79,7 +79,7 @@ def import_public_classes() -> None:
 class DilatedCLI(LightningCLI):
     """LightningCLI with any DilatedModule as model and any LightningDataModule as data, both by `class_path`.
 
-    Optimizers belong to the model (`model.init_args.optimizer`): a top-level one would hold parameters that are replaced.
+    The optimizer is in `model.init_args.optimizer`: a top-level one would refer to parameters that are replaced later.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -98,12 +98,12 @@ class DilatedCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Set the default data, Python's source code."""
-        if not dict(settings(sys.argv[1:])).get(("data",)):  # otherwise a named class would get these defaults
+        """Set the default data: Python's source code."""
+        if not dict(settings(sys.argv[1:])).get(("data",)):  # otherwise another class would get these defaults
             parser.set_defaults({"data": {"class_path": "lightning_dilated.data.ByteDataModule"}})
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Prepare the requested command's parser only: other commands' options are never read."""
+        """Prepare only the requested command's parser, because the options of other commands are never read."""
         requested = sys.argv[1:2]
         if requested == [subcommand] or not set(requested) & set(self.subcommands()):
             return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
@@ -117,31 +117,31 @@ class DilatedCLI(LightningCLI):
         self.config = parser.parse_args(words)
 
     def _parse_ckpt_path(self) -> None:
-        """Do nothing: `parse_arguments` has read the checkpoint."""
+        """Do nothing, because `parse_arguments` has already read the checkpoint."""
 
     def before_instantiate_classes(self) -> None:
-        """Set the model's `max_seq_len` to the data's, if the recipe leaves it out and the rotary bases follow it."""
+        """Set the model's `max_seq_len` to the data's length if the recipe does not set it; see `with_length`."""
         config = self.config.get(str(self.subcommand), self.config)
         model, data = config.model, config.data.get("init_args") or {}
-        with contextlib.suppress(ValueError):  # the parser reports a class that cannot be imported
+        with contextlib.suppress(ValueError):  # the parser will report a class that cannot be imported
             cls = class_of(Path("the recipe"), model.class_path, "lightning_dilated")
             length = with_length(cls, vars(model.init_args), data.get("seq_len")).get("max_seq_len")
             if length is not None and "max_seq_len" in model.init_args:
                 model.init_args["max_seq_len"] = length
 
     def instantiate_classes(self) -> None:
-        """Build model, data and trainer; a wrong value is a one-line error before any work."""
+        """Make model, data and trainer, and check the data; report wrong values in one line before any work."""
         with one_line_errors():
             super().instantiate_classes()
             self.check_data()
 
     def check_data(self) -> None:
-        """Run the data's own checks, and refuse bytes of texts for a model that takes other inputs.
+        """Run the data's own checks, and refuse ByteDataModule for a model that takes other inputs.
 
-        Data for a checkpoint uses the classes that the checkpoint was trained on: a cohort may lack some of them.
+        Except in fit, data uses the label classes that the checkpoint was trained on, because it may lack some of them.
         """
-        dims = getattr(self.model.sequence_spec, "dims", None)  # None without a sequence_spec
-        is_text = type(self.datamodule) is ByteDataModule  # a subclass may have other batches
+        dims = getattr(self.model.sequence_spec, "dims", None)  # None if the spec is missing
+        is_text = type(self.datamodule) is ByteDataModule  # subclasses may have other batches
         labelled = self.model.predicts_label and self.subcommand != "predict"
         path = self.config[str(self.subcommand)].get("ckpt_path")
         if is_text and dims is not None and ("tokens" not in dims or labelled):
@@ -157,12 +157,12 @@ class DilatedCLI(LightningCLI):
             check()
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Make the trainer with this package's model table and progress bar instead of Lightning's.
+        """Make the trainer, with this package's model table and progress bar instead of Lightning's.
 
-        Without one in the recipe, `predict` gets a writer of predictions, and `test` of a classifier gets intervals.
+        Unless the recipe has them, add a writer of predictions for `predict`, and intervals for `test` of a classifier.
         """
         trainer = super().instantiate_trainer(**kwargs)
-        config = self.config.get(str(self.subcommand), self.config)  # the whole config without subcommands
+        config = self.config.get(str(self.subcommand), self.config)  # without subcommands, the whole config
         if "ModelSummary" not in str(config.trainer.callbacks):
             trainer.callbacks = [ModelTable() if isinstance(c, ModelSummary) else c for c in trainer.callbacks]
         if "RichProgressBar" not in str(config.trainer.callbacks):  # Lightning's default
@@ -176,7 +176,7 @@ class DilatedCLI(LightningCLI):
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run; an error before the first step counts as a wrong setting, and is one line."""
+        """Run the command; report an error before the first step in one line, as a wrong setting."""
         path = self.config[subcommand].get("ckpt_path")
         resumed = bool(path) and Path(path).is_file()
         steps_before = read_checkpoint(path).get("global_step", 0) if resumed else 0
@@ -202,7 +202,7 @@ class DilatedCLI(LightningCLI):
 
 
 def run_recipe(ckpt_path: Any) -> Path | None:
-    """Return the config.yaml of a checkpoint's run, next to the file or up to two folders above, or None."""
+    """Return the config.yaml of a checkpoint's run: next to the file, or up to two folders above; else None."""
     folders = list(Path(str(ckpt_path)).parents)[:3] if ckpt_path and Path(str(ckpt_path)).is_file() else []
     return next((folder / "config.yaml" for folder in folders if (folder / "config.yaml").is_file()), None)
 
@@ -213,7 +213,7 @@ def _recipe_of_run(ckpt_path: Any) -> str:
 
 
 def _other_data(model: DilatedModule, dims: Mapping[str, int]) -> str:
-    """The error for bytes of a text in a model that takes other inputs."""
+    """Return the error message for a ByteDataModule with a model that takes other inputs."""
     entries = ", ".join([*dims, *(["label"] if model.predicts_label else [])])
     return (
         f"the data is a ByteDataModule, which is the one where `data` names no class_path: bytes of texts as tokens and "

@@ -1,4 +1,4 @@
-"""Checkpoints for the commands: read a file without running code from it, and make its model."""
+"""Checkpoints for the commands: read a file without running its code, and make the file's model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read a checkpoint's dict without running code from it; tensors stay on disk until they are used.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: not a checkpoint, or an incomplete one.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if the file is not a checkpoint, or is incomplete.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(
@@ -44,18 +44,18 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def stored_class(stored: dict[str, Any]) -> str:
-    """Return the dotted name of the model's class in a checkpoint; LongNetLM for older ones without a class."""
+    """Return the dotted name of the model's class in a checkpoint; LongNetLM if an old checkpoint has no name."""
     named = stored_hparams(stored).get("_class_path") or stored.get("class_path")
     return current_class_path(str(named or "lightning_dilated.LongNetLM"))
 
 
 def checkpoint_settings(path: str, class_name: str | None, set_here: set[str]) -> list[str]:
-    """Return the model of a checkpoint as options, without its training options, which the recipe sets.
+    """Return a checkpoint's model arguments as options, without the training arguments, which the recipe sets.
 
     Args:
         path: a .ckpt file.
-        class_name: the model's class in recipes and options; None: the checkpoint's.
-        set_here: the model's arguments that recipes and options set; a checkpoint's value for these need not be plain.
+        class_name: the model's class in recipes and options; None: the checkpoint's class.
+        set_here: model arguments that recipes and options set; the checkpoint's values of these need not be plain.
     """
     stored = read_checkpoint(path)
     named = stored_class(stored)
@@ -66,11 +66,11 @@ def checkpoint_settings(path: str, class_name: str | None, set_here: set[str]) -
     cls = imported(named) if class_name is None else _class_of_recipe(class_name)
     if class_name is None and not (isinstance(cls, type) and issubclass(cls, DilatedModule)):
         fail(
-            f"--ckpt_path {path} names {named} (the model's class), which is no DilatedModule that is imported here, and "
-            "files do not decide what is. If you trust it, name it in your own recipe or as --model, or import "
-            f"{named.rpartition('.')[0]} before."
+            f"--ckpt_path {path} names {named} (the model's class), which is not an imported DilatedModule, and a file "
+            "does not decide what is imported. If you trust the class, name it in your own recipe or as --model, or "
+            f"import {named.rpartition('.')[0]} before."
         )
-    types = {} if cls is None else argument_types(cls)  # without a class the parser reports the reason
+    types = {} if cls is None else argument_types(cls)  # if the class is missing, the parser will report why
     settings: dict[str, Any] = {}
     for name, value in stored_hparams(stored).items() if cls is not None else ():
         try:
@@ -92,12 +92,12 @@ def _class_of_recipe(name: str) -> Any:
 
 
 def load_module(path: str | Path) -> DilatedModule:
-    """Load the module of a .ckpt or of a `save_pretrained` folder, on the CPU and in eval mode.
+    """Load the module in a .ckpt or a `save_pretrained` folder, on the CPU and in eval mode.
 
-    Its class has to be imported already. The module has its class's default optimizer and scheduler.
+    The module's class must already be imported. The module has the class's default optimizer and scheduler.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_checkpoint`; also for a class that is not a known DilatedModule.
+        FileNotFoundError, ValueError: as in `read_checkpoint`; also for a class that is not an imported DilatedModule.
     """
     if (Path(path) / "config.json").is_file():
         return DilatedModule.from_pretrained(path).eval()
@@ -112,13 +112,13 @@ def load_module(path: str | Path) -> DilatedModule:
 
 
 def load_any(path: str | Path, tile: int | None = None) -> DilatedModule:
-    """Load as `load_module`, also from a folder of transformers or adapters: a HFCausalLM, in eval mode once built.
+    """Load as in `load_module`, or load a HFCausalLM from a folder of transformers or adapters.
 
     Args:
-        tile: tile of a HFCausalLM's loss, if its kind of decoder supports it.
+        tile: the tile of a HFCausalLM's loss, if the decoder supports tiles.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_module`; for folders without config.json, and adapters without their model.
+        FileNotFoundError, ValueError: as in `load_module`; for folders without config.json, adapters without a model.
         ModuleNotFoundError: for a folder of transformers if the library is not installed.
     """
     folder = Path(path)

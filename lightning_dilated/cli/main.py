@@ -17,9 +17,9 @@ from lightning_dilated.cli.lightning_cli import DilatedCLI
 from lightning_dilated.cli.parsing import class_help
 from lightning_dilated.cli.recipe import with_recipes
 
-#: beginnings of warnings that are not shown
+#: beginnings of the warnings to hide
 NOISE = (
-    # DilatedModule keeps lengths on the CPU for the op; users need no warning about it
+    # DilatedModule overrides it on purpose, to keep lengths on the CPU
     "You have overridden `transfer_batch_to_device` in `LightningModule`",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # about Lightning's own code
     "Starting from v1.9.0, `tensorboardX` has been removed",  # about the default logger, which config.yaml names
@@ -51,16 +51,16 @@ start here:
   {PROG} fit --config recipes/quickstart.yaml --print_config
   {PROG} validate --config recipes/quickstart.yaml --ckpt_path PATH
 
-A recipe's values give way to a checkpoint's, and both to --KEY VALUE; of
-several --config the last wins. Keys: `{PROG} fit --config X --help`,
-of a class `{PROG} fit --model.help SlideEncoder`.
+A checkpoint's values replace a recipe's, --KEY VALUE replaces both, and the
+last --config wins. List keys: `{PROG} fit --config X --help`;
+keys of a class: `{PROG} fit --model.help SlideEncoder`.
 Recipes of the package are found by name: --config quickstart.yaml. With
 LIGHTNING_DILATED_TRACEBACK=1 an error shows where it was noticed.
 """
 
 
 def quiet(command: str) -> None:
-    """Hide messages of libraries that appear at every start and that a user cannot act on."""
+    """Hide messages of libraries that appear at every start, and that users can do nothing about."""
     for message in NOISE if command == "fit" else (*NOISE, NOISE_UNLESS_FIT):
         warnings.filterwarnings("ignore", message=message)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):

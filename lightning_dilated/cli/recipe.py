@@ -1,4 +1,4 @@
-"""Find recipes by name, and read a recipe's model and data before they are made."""
+"""Find recipes by name, and read a recipe's model and data settings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_dilated.models import DilatedModule
 
 
 def recipe_folders() -> list[Path]:
-    """Return the folders of the package's recipes: inside the wheel, or next to the package in a checkout."""
+    """Return the folders with the package's recipes: inside the wheel, or next to the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     return [f for f in (package / "recipes", package.parent / "recipes") if f.is_dir()]
 
 
 def find_recipe(name: str) -> str:
-    """Return the path of a config: `name` if the file exists, else the package's recipe with this name."""
+    """Return the path of a config: `name` if this file exists, else the package's recipe with this name."""
     if Path(name).is_file():
         return name
     in_package = Path(name).parent in (Path("."), Path("recipes"))  # a path in any other folder is taken literally
@@ -34,7 +34,7 @@ def find_recipe(name: str) -> str:
 
 
 def with_recipes(argv: list[str]) -> list[str]:
-    """Return the arguments with the path of the file for each --config."""
+    """Replace the name after each --config by the path of the file."""
     words = list(argv)
     for i, word in enumerate(words):
         if word in ("--config", "-c") and i + 1 < len(words):
@@ -45,7 +45,7 @@ def with_recipes(argv: list[str]) -> list[str]:
 
 
 def class_of(path: Path, class_path: Any, package: str) -> Any:
-    """Import the class of a class_path; a name without a module is in `package`."""
+    """Import the class of a class_path; a name without a module is a name in `package`."""
     name = str(class_path)
     try:
         return pkgutil.resolve_name(name if "." in name else f"{package}.{name}")
@@ -54,9 +54,9 @@ def class_of(path: Path, class_path: Any, package: str) -> Any:
 
 
 def with_length(cls: Any, arguments: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
-    """Return a model's arguments; `max_seq_len` is set to the data's N if the rotary bases follow it and it is unset."""
+    """Set `max_seq_len` in a model's arguments to the data's N, if it is unset and the rotary bases depend on it."""
     known = isinstance(cls, type) and issubclass(cls, DilatedModule) and cls.length_from_data
-    # the parser's view of the constructor, as in `fit`: with **options, without arguments that the class sets itself
+    # ask the parser, as in `fit`: it follows **options, and leaves out arguments that the class sets itself
     takes = known and "max_seq_len" in ArgumentParser().add_class_arguments(cls, fail_untyped=False)
     base = arguments.get("rotary_base")
     follows = base is None or "length" in (base if isinstance(base, list) else [base])
@@ -65,14 +65,14 @@ def with_length(cls: Any, arguments: dict[str, Any], seq_len: int | None) -> dic
 
 
 def make_model(path: Path, model: dict[str, Any], seq_len: int | None = None) -> DilatedModule:
-    """Return a recipe's model for data of N tokens, not built, without its optimizer."""
+    """Return a recipe's model for data of N tokens, without its layers and its optimizer."""
     cls = class_of(path, model.get("class_path", "LongNetLM"), "lightning_dilated")
     arguments = {k: v for k, v in (model.get("init_args") or {}).items() if k not in ("optimizer", "lr_scheduler")}
     return cls(**with_length(cls, arguments, seq_len))
 
 
 def seq_len_of(path: Path, data: Any) -> int | None:
-    """Return N of the recipe's data: its setting, else the default of its class."""
+    """Return N of a recipe's data: the setting `seq_len`, else the class's default."""
     data = data if isinstance(data, dict) else {}
     cls = class_of(path, data.get("class_path", "ByteDataModule"), "lightning_dilated.data")
     default = inspect.signature(cls).parameters.get("seq_len")

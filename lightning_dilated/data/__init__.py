@@ -1,4 +1,4 @@
-"""DataModules and the resumable sampler and loader that they share."""
+"""DataModules, and the resumable sampler and loader that they share."""
 
 from typing import TYPE_CHECKING
 

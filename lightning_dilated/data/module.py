@@ -1,4 +1,4 @@
-"""Base classes of the DataModules: splits, loaders that resume exactly, and batches that a worker can send.
+"""The base classes of the DataModules: splits, loaders that resume exactly, and batches that a worker can send.
 
 Shape letters: B batch, N tokens of a sequence (`seq_len`).
 """
@@ -26,15 +26,15 @@ from lightning_dilated.data.packing import ALONG, PackedSamples, PackingSampler,
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 
 SPLITS = ("train", "val", "test")
-#: default share of validation, and of test
+#: default share of the data for validation, and for test
 SHARE = 0.05
 
 
 class SplitDataModule(pl.LightningDataModule):
-    """Base of the DataModules; a subclass defines `check`, `dataset` and `wanted`.
+    """The base class of the DataModules; a subclass defines `check`, `dataset` and `wanted`.
 
-    Training order depends only on `seed` and the epoch, and continues exactly from a checkpoint. Validation and test have
-    the dataset's order. No sample is served twice in an epoch, unless training draws classes equally often
+    The training order depends only on `seed` and the epoch, and continues exactly from a checkpoint. Validation and
+    test have the dataset's order. No sample is used twice in an epoch, unless training draws classes equally often
     (`balanced_classes`).
 
     Args:
@@ -43,21 +43,21 @@ class SplitDataModule(pl.LightningDataModule):
         num_workers: processes that load batches; 0 loads in the main process.
         pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
         pack_tokens: the most tokens of a batch on each device. Instead of `batch_size` padded rows, a batch is one row of
-            samples in the order of the epoch, with their bounds `cu_seqlens` (D + 1,) int32 on the CPU. Entries with one
-            value a sample are (D,). A sample with more tokens is a batch of its own. null does not pack.
+            D samples in the order of the epoch, with their bounds `cu_seqlens` (D + 1,) int32 on the CPU. Entries with
+            one value for each sample are (D,). A sample with more tokens is a separate batch. null: do not pack.
 
     Raises: TypeError or ValueError for values outside these ranges.
     """
 
-    #: makes a batch of samples; None is torch's default
+    #: the function that makes a batch from samples; None: torch's default
     collate: Callable[[list[Any]], Any] | None = None
-    #: entries with one value a token, which packs join; for other entries a pack has one value a sample
+    #: entries with one value for each token, which packs concatenate; other entries have one value for each sample
     along: tuple[str, ...] = ALONG
     #: whether each epoch shuffles the training samples
     shuffles = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse removed arguments, with their replacements."""
+        """Raise TypeError for removed arguments, with their replacements."""
         for message in filter(None, map(removed, kwargs)):
             raise TypeError(message)
         return super().__new__(cls)
@@ -66,7 +66,7 @@ class SplitDataModule(pl.LightningDataModule):
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load as Lightning does, but pass the file's hyperparameters to the constructor without a parser.
 
-        Raises: ValueError for a fifo or device, and for an address that `check_address` refuses.
+        Raises: ValueError for a fifo or device, and for a URL that `check_address` refuses.
         """
         check_input(checkpoint_path)
         return super().load_from_checkpoint(checkpoint_path, *args, **{**kwargs, "_instantiator": None})
@@ -90,9 +90,9 @@ class SplitDataModule(pl.LightningDataModule):
         self.seed = integer(seed, "data.seed", 0)
         self.num_workers = integer(num_workers, "data.num_workers", 0)
         self.pin_memory = None if pin_memory is None else flag(pin_memory, "data.pin_memory")
-        # no sample is served twice, so a rank may have no sample of a short validation split
+        # no sample is used twice, so a rank may get no sample from a short validation split
         self.allow_zero_length_dataloader_with_multiple_devices = True
-        #: opens the files, by path or URL
+        #: the object that opens files by path or URL
         self.opener = FileOpener()
         self._train_loader: ResumableLoader | None = None
         self._resume_state: dict[str, Any] | None = None
@@ -107,19 +107,19 @@ class SplitDataModule(pl.LightningDataModule):
         raise TypeError(f"{type(self).__name__} must define dataset(split).")
 
     def wanted(self, split: str) -> str | None:
-        """Return None if a split is requested, else the setting that leaves it out."""
+        """Return None if the settings request a split, else a description of the setting that leaves it out."""
         return None
 
     def balanced_classes(self) -> list[int] | None:
-        """Return each training sample's class, to draw classes equally often; None draws each sample once an epoch."""
+        """Return each training sample's class, to draw classes equally often; None: draw each sample once an epoch."""
         return None
 
     def per_rank(self, replicas: int) -> int:
-        """Return the samples of a batch on each of `replicas` data-parallel ranks."""
+        """Return the number of samples in a batch on each of `replicas` data-parallel ranks."""
         return self.batch_size
 
     def too_few(self, count: int, needed: int, replicas: int) -> str:
-        """Return the error for fewer training samples than a batch needs."""
+        """Return the error message for a train split with fewer samples than one batch needs."""
         return (
             f"the train split has {count} samples, but one batch takes {needed} (data.batch_size = {self.batch_size} on "
             f"{replicas} data-parallel ranks): lower data.batch_size, use fewer ranks, or pass more data"
@@ -127,7 +127,7 @@ class SplitDataModule(pl.LightningDataModule):
 
     # -- called by Lightning -------------------------------------------------------------------------------------------
     def setup(self, stage: str | None = None) -> None:
-        """Check the data and forget an earlier run's position; the Trainer calls it before each run."""
+        """Check the data and reset the position of an earlier run; the Trainer calls this before each run."""
         self.check()
         self.opener.check_workers(self.num_workers)
         if stage == "fit":
@@ -137,7 +137,7 @@ class SplitDataModule(pl.LightningDataModule):
             self._train_loader = None
 
     def train_dataloader(self) -> ResumableLoader:
-        """Return a loader of this rank's whole batches in the epoch's order; ValueError for too few samples."""
+        """Return a loader of this rank's whole batches in the epoch's order; raise ValueError for too few samples."""
         self._check_trains()
         rank, replicas = self._replica()
         order = {"shuffle": self.shuffles, "seed": self.seed, "drop_last": True, "classes": self.balanced_classes()}
@@ -157,15 +157,15 @@ class SplitDataModule(pl.LightningDataModule):
         return loader
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
-        """Return a loader of the validation split in order; an empty list without one."""
+        """Return a loader of the validation split in order, or [] if there is no such split."""
         return self._eval_loader("val")
 
     def test_dataloader(self) -> DataLoader | list[DataLoader]:
-        """Return a loader of the test split in order; an empty list without one."""
+        """Return a loader of the test split in order, or [] if there is no such split."""
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> DataLoader | list[DataLoader]:
-        """Return a loader of `predict_dataset` in order; an empty list without a test split."""
+        """Return a loader of `predict_dataset` in order, or [] if there is no test split."""
         return self._eval_loader("test", self.predict_dataset)
 
     def predict_dataset(self) -> Dataset:
@@ -173,11 +173,11 @@ class SplitDataModule(pl.LightningDataModule):
         return self.dataset("test")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the training position for checkpoints; empty before training."""
+        """Return the training position to store in a checkpoint; {} before training."""
         return {} if self._train_loader is None else {"train": self._train_loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a checkpoint's training position for the next `train_dataloader`; no effect outside fit."""
+        """Store a checkpoint's training position for the next `train_dataloader`; do nothing outside of a fit."""
         state = state_dict.get("train")
         if self.trainer is None:
             self._resume_state = state
@@ -195,7 +195,7 @@ class SplitDataModule(pl.LightningDataModule):
             raise ValueError(self.too_few(count, needed, replicas))
 
     def _loading(self, replicas: int) -> dict[str, Any]:
-        """Arguments of every loader."""
+        """Return the arguments that all loaders share."""
         collate = SendableCollate(self.collate if self.pack_tokens is None else collate_pack)
         options = {"num_workers": self.num_workers, "pin_memory": self._pins()}
         return {"batch_size": self.per_rank(replicas), "collate_fn": collate, **options}
@@ -206,14 +206,14 @@ class SplitDataModule(pl.LightningDataModule):
             raise ValueError(f"there is no train split to fit on: {missing}")
 
     def _sampled(self, dataset: Dataset, rank: int, replicas: int, **order: Any) -> tuple[Dataset, ResumableSampler]:
-        """(samples or packs, this rank's order of them)."""
+        """Return the dataset, packed if requested, and this rank's sampler over it."""
         if self.pack_tokens is None:
             return dataset, ResumableSampler(dataset, replicas, rank, **order)
         packed = PackedSamples(dataset, self.pack_tokens, self.along)
         return packed, PackingSampler(packed, replicas, rank, **order)
 
     def _check_packs(self, sampler: PackingSampler) -> None:
-        """Raise ValueError for fewer packs than replicas; log a line about samples that are too long to pack."""
+        """Raise ValueError for fewer packs than replicas; log the number of samples that are too long to pack."""
         lengths, replicas = sampler.dataset.lengths, sampler.num_replicas
         if len(sampler) == 0:
             raise ValueError(
@@ -225,7 +225,7 @@ class SplitDataModule(pl.LightningDataModule):
         if longer:
             rank_zero_info(
                 f"data: {longer:,} of {len(lengths):,} training samples have more than data.pack_tokens = "
-                f"{self.pack_tokens:,} tokens, up to {int(lengths.max()):,}: each is a batch by itself"
+                f"{self.pack_tokens:,} tokens, up to {int(lengths.max()):,}: each is a separate batch"
             )
 
     def _replica(self) -> tuple[int, int]:
@@ -238,12 +238,12 @@ class SplitDataModule(pl.LightningDataModule):
         return self.trainer.strategy.root_device.type == "cuda"
 
     def _eval_loader(self, split: str, make: Callable[[], Dataset] | None = None) -> DataLoader | list[DataLoader]:
-        """A loader of a split, or of `make()`, in order."""
+        """Return a loader that yields a split, or the dataset `make()`, in order."""
         missing = self.wanted(split)
         if missing is not None:
             if self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING):
                 raise ValueError(f"there is no {split} split to run on: {missing}")
-            # the settings leave the split out on purpose: hide Lightning's warning
+            # the settings leave the split out on purpose, so hide Lightning's warning
             warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
             return []
         rank, replicas = self._replica()
@@ -253,7 +253,7 @@ class SplitDataModule(pl.LightningDataModule):
 
 
 class SequenceDataModule(SplitDataModule):
-    """Base of the DataModules that cut a long stream into sequences of N tokens.
+    """The base class of the DataModules that cut a long stream into sequences of N tokens.
 
     Args:
         seq_len: N, tokens of a sequence.
@@ -261,7 +261,7 @@ class SequenceDataModule(SplitDataModule):
         batch_size, seed, num_workers, pin_memory, pack_tokens: see `SplitDataModule`.
     """
 
-    #: word for sequences in errors
+    #: the word for sequences in errors
     unit = "sequences"
 
     def __init__(
@@ -278,8 +278,8 @@ class SequenceDataModule(SplitDataModule):
         self.seq_len = integer(seq_len, "data.seq_len", 1)
         if pack_tokens is not None and pack_tokens < self.seq_len:
             raise ValueError(
-                f"data.pack_tokens is {pack_tokens}, below data.seq_len = {seq_len}, the most tokens of a sample: raise the "
-                "former or lower the latter"
+                f"data.pack_tokens is {pack_tokens}, below data.seq_len = {seq_len}, the most tokens of a sample: "
+                "raise data.pack_tokens or lower data.seq_len"
             )
         self.val_limit = None if val_limit is None else integer(val_limit, "data.val_limit", 1)
 
@@ -289,13 +289,13 @@ class SequenceDataModule(SplitDataModule):
 
     @property
     def kind(self) -> str:
-        """Words for the samples."""
+        """A description of the samples, for messages."""
         return f"sequences of {self.seq_len:,}" if self.pack_tokens is None else f"documents of up to {self.seq_len:,}"
 
     def check_length(
         self, split: str, size: int, total: int, items: str, samples: Sized, change: str | None = None
     ) -> None:
-        """Raise ValueError if the `size` items of a split, such as bytes, are too few for a sample and its label."""
+        """Raise ValueError if a split has no sample, because its `size` items (such as bytes) are too few."""
         if len(samples):
             return
         if change is None:
@@ -333,14 +333,14 @@ def split_fractions(
     """Return the shares of the "val" and "test" split.
 
     Args:
-        fractions: the user's `data.<split>_fraction` for each split. None: 0.05, but 0 if any split has separate data, so
-            that nothing is taken from the training data by default.
-        separate: for each split, True if it has separate data.
-        option: end of the option for separate data, such as "paths" for `data.val_paths`.
-        all_test: allow a test share of 1, which leaves nothing to train on.
+        fractions: the user's `data.<split>_fraction` for each split. None means 0.05, or 0 if any split has separate
+            data, so that by default no training data is taken away.
+        separate: for each split, whether it has separate data.
+        option: the last part of the option for separate data, such as "paths" in `data.val_paths`.
+        all_test: allow a test share of 1, which leaves no training data.
 
-    Raises: TypeError or ValueError for a share outside [0, 1), for both a share and separate data, and for shares that
-        leave nothing to train on.
+    Raises: TypeError or ValueError for a share outside [0, 1), for a share together with separate data, and for shares
+        that leave no training data.
     """
     if all_test and fractions["test"] == 1 and fractions["val"] in (None, 0) and not any(separate.values()):
         return {"val": 0.0, "test": 1.0}
@@ -364,17 +364,17 @@ def split_fractions(
 
 
 def split_bounds(total: int, shares: dict[str, float]) -> dict[str, tuple[int, int]]:
-    """Return [start, stop) of each split in `total` items: training first, then validation, then test."""
+    """Return (start, stop) of each split in `total` items: training first, then validation, then test."""
     val, test = int(total * shares["val"]), int(total * shares["test"])
     train = total - val - test
     return {"train": (0, train), "val": (train, train + val), "test": (train + val, total)}
 
 
 # -- batches that a worker can send ------------------------------------------------------------------------------------
-# A thread of the worker sends a batch. An error there is only printed, and the training process would wait forever. So
-# entries that cannot be sent are detected earlier, where the error reaches the training process.
+# A thread of the worker sends a batch. An error in this thread is only printed, and the training process would wait
+# forever. So the collate function detects entries that cannot be sent: its errors reach the training process.
 class SendableCollate:
-    """A collate function (None: torch's default) with batches that a worker can send, see `sendable`."""
+    """A collate function that makes its batches `sendable`; `collate` None: torch's default."""
 
     def __init__(self, collate: Callable[[Any], Any] | None = None) -> None:
         self.collate = default_collate if collate is None else collate
@@ -387,7 +387,7 @@ def sendable(batch: Any) -> Any:
     """Return the batch with its tensors detached from any graph, because data has no gradient.
 
     Raises:
-        TypeError: in a worker, naming an entry that cannot be sent to another process.
+        TypeError: in a worker, if an entry cannot be sent to another process; the error names the entry.
     """
     batch = detached(batch)
     if get_worker_info() is not None:
@@ -413,7 +413,7 @@ def detached(batch: Any) -> Any:
 
 
 def rebuilt(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    """Return a mapping of the batch's class, or a dict if the class cannot be made from a dict."""
+    """Return the entries as a mapping of the batch's class, or as a dict if the class cannot be made from a dict."""
     try:
         return type(batch)(entries)  # type: ignore[call-arg]
     except TypeError:
@@ -421,7 +421,7 @@ def rebuilt(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
 
 
 class _WithoutArrays(pickle.Pickler):
-    """Pickles everything but tensors and plain arrays, which are large and can always be sent."""
+    """A pickler that skips tensors and plain arrays, because they are large and can always be sent."""
 
     def persistent_id(self, x: Any) -> str | None:
         if isinstance(x, Tensor) and not x.is_leaf:
@@ -435,7 +435,7 @@ def _refuse_unsendable(batch: Any) -> None:
     for name, x in entries:
         try:
             _WithoutArrays(io.BytesIO()).dump(x)
-        except Exception as error:  # the object's own methods may raise anything
+        except Exception as error:  # the object's methods may raise any error
             where = "a batch" if name is None else f"the entry {name!r} of a batch"
             raise TypeError(
                 f"{where} is a {type(x).__name__} that cannot be sent from a worker process ({error}): let the dataset or "

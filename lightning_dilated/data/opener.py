@@ -1,4 +1,4 @@
-"""FileOpener: opens data files by path or by URL. URLs are opened by the remote files of `ext/`."""
+"""FileOpener opens data files by path or URL; the extension for remote files in `ext/` opens URLs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 from lightning_dilated._extensions import hook
 from lightning_dilated._validation import is_address, real, refuse_special, store_of
 
-#: default limit of the cache of remote blocks, in GiB
+#: default size limit, in GiB, of the cache of remote blocks
 CACHE_GIB = 20.0
 
 is_url, scheme_of = is_address, store_of
@@ -22,14 +22,14 @@ def refuse_url(path: object, name: str) -> None:
 
 
 class FileOpener:
-    """Opens files by path or URL. The code for URLs is imported with the first URL.
+    """Opens files by path or URL. The code for URLs is imported when the first URL is opened.
 
     Args:
         cache_dir: folder for blocks of remote files; None: `remote` in the package's cache folder.
-        cache_gib: the most GiB of blocks in that folder; 0 keeps none on disk.
+        cache_gib: size limit, in GiB, of the blocks in this folder; 0: do not store blocks on disk.
 
-    Raises: TypeError or ValueError for a `cache_gib` below 0; the methods raise OSError, and for URLs the errors of
-    `RemoteFiles`.
+    Raises: TypeError or ValueError for a `cache_gib` that is not a number of at least 0. The methods raise OSError, and
+    for URLs the errors of `RemoteFiles`.
     """
 
     def __init__(self, cache_dir: str | None = None, cache_gib: float = CACHE_GIB) -> None:
@@ -38,14 +38,14 @@ class FileOpener:
 
     @property
     def remote(self) -> Any:
-        """The `RemoteFiles` for URLs."""
+        """The `RemoteFiles` that open URLs."""
         if self._remote is None:
             self._remote = hook("remote files")(self.cache_dir, self.cache_gib)
         return self._remote
 
     @property
     def bytes_fetched(self) -> int:
-        """Number of bytes that this copy of the object fetched from stores."""
+        """The number of bytes that this copy of the object has fetched from remote stores."""
         return 0 if self._remote is None else self._remote.bytes_fetched
 
     def expand(self, url: str, suffixes: Sequence[str] | None, hint: str) -> list[str]:
@@ -53,7 +53,7 @@ class FileOpener:
         return self.remote.expand(url, suffixes, hint)
 
     def look_up(self, paths: Iterable[str]) -> None:
-        """Look up the sizes and versions of all URLs among the paths, several at a time."""
+        """Look up the sizes and versions of all URLs in `paths`, several at a time."""
         if urls := [path for path in paths if is_url(path)]:
             self.remote.look_up(urls)
 
@@ -62,21 +62,21 @@ class FileOpener:
         return self.remote.state(path).size if is_url(path) else os.stat(path).st_size
 
     def open(self, path: str) -> BinaryIO:
-        """Open a file for reading from its beginning; for a URL, only blocks that are read are fetched."""
+        """Open a file for reading; for a URL, fetch only the blocks that are read."""
         if is_url(path):
             return self.remote.open(path)
         refuse_special(path)
         return open(path, "rb")
 
     def bytes_of(self, url: str) -> Any:
-        """Return a remote file as an array of bytes that is read by slices."""
+        """Return a remote file as an array of bytes; slices of it are fetched when they are read."""
         return self.remote.bytes_of(url)
 
     def pieces(self, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
-        """Yield short ranges (URL, start, stop) in order, fetched several at a time."""
+        """Yield the bytes of short ranges (URL, start, stop) in order; several ranges are fetched at a time."""
         return self.remote.pieces(ranges) if ranges else iter(())
 
     def check_workers(self, num_workers: int) -> None:
-        """Raise ValueError if loader workers would have to read the memory of this process."""
+        """Raise ValueError if URLs need the memory of this process, which loader workers cannot read."""
         if self._remote is not None:
             self._remote.check_workers(num_workers)

@@ -1,7 +1,7 @@
-"""Packing of samples of unequal length into one row, up to a budget of tokens: packs of an epoch, and reading a pack.
+"""Packing of samples with different lengths into rows of up to `budget` tokens: a sampler of packs, and their dataset.
 
 A pack is a tuple of sample numbers. Packs are filled in the order of the epoch: each sample is added to the current pack if
-it stays within the budget, and starts a new pack otherwise.
+the pack stays within the budget; otherwise it starts a new pack.
 
 Shape letters: N tokens of a pack, D samples of a pack.
 """
@@ -17,36 +17,36 @@ from torch.utils.data import Dataset
 
 from lightning_dilated.data.sampler import ResumableSampler
 
-#: entries of this package's samples with one value a token
+#: entries of this package's samples that have one value for each token
 ALONG = ("tokens", "labels", "features", "coords")
-#: label that losses do not count
+#: losses ignore labels with this value
 IGNORE = -100
 
 
 def pack_bounds(lengths: np.ndarray, budget: int, start: int = 0) -> np.ndarray:
-    """Return bounds (P + 1,) int64: pack p holds places [bounds[p], bounds[p + 1]) of the order, from `start` on.
+    """Return bounds (P + 1,) int64, from `start`: pack p has samples [bounds[p], bounds[p + 1]) of the epoch's order.
 
     Args:
-        lengths: tokens of each sample, in the order of the epoch; a sample above the budget is a pack of its own.
+        lengths: number of tokens of each sample, in the order of the epoch; a sample above the budget is one pack.
         budget: the most tokens of a pack.
     """
     ends, bounds = np.cumsum(lengths, dtype=np.int64), [start]
     while bounds[-1] < len(lengths):
         at = bounds[-1]
-        before = int(ends[at - 1]) if at else 0
-        bounds.append(max(at + 1, int(np.searchsorted(ends, before + budget, side="right"))))
+        tokens_before = int(ends[at - 1]) if at else 0
+        bounds.append(max(at + 1, int(np.searchsorted(ends, tokens_before + budget, side="right"))))
     return np.array(bounds, dtype=np.int64)
 
 
 class PackedSamples(Dataset):
     """A dataset that is indexed by packs: an item is one row of D samples with their bounds `cu_seqlens` (D + 1,).
 
-    Its length and all other attributes are the dataset's. A number is a pack of one sample.
+    Its length and all other attributes are the inner dataset's. A number as index means a pack of one sample.
 
     Args:
-        dataset: has `length_of(index)` or `lengths`, and `read_ranges(index, ranges)`, which returns a mapping.
+        dataset: it has `length_of(index)` or `lengths`, and `read_ranges(index, ranges)`, which returns a mapping.
         budget: the most tokens of a pack.
-        along: entries with one value a token; others have one value a sample.
+        along: entries with one value for each token; other entries have one value for each sample.
     """
 
     def __init__(self, dataset: Any, budget: int, along: Sequence[str] = ALONG) -> None:
@@ -58,7 +58,7 @@ class PackedSamples(Dataset):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of tokens of each sample, (samples,) int64; no sample is read."""
+        """The number of tokens of each sample, (samples,) int64; no sample is read."""
         if self._lengths is None:
             known = getattr(self.dataset, "lengths", None)
             each = known if known is not None else [self.dataset.length_of(i) for i in range(len(self.dataset))]
@@ -73,9 +73,9 @@ class PackedSamples(Dataset):
         return self.read_ranges(pack, (range(self.length_of(pack)),))
 
     def read_ranges(self, pack: int | tuple[int, ...], ranges: tuple[range, ...]) -> dict[str, Any]:
-        """Return the row at some positions only: token entries as tensors (N, ...), others as lists of D values.
+        """Return a pack's row at the positions in `ranges`; only these positions of each sample are read.
 
-        Only the requested positions of each sample are read.
+        Entries with one value for each token are tensors (N, ...); other entries are lists of D values.
         """
         members = _members(pack)
         bounds = np.concatenate([[0], np.cumsum(self.lengths[list(members)])])
@@ -84,7 +84,7 @@ class PackedSamples(Dataset):
         for x in ranges:
             for i, inside in _by_sample(x, bounds):
                 whole[i] = self._read(members[i], (inside,), along)
-        for i, number in enumerate(members):  # samples without requested tokens
+        for i, number in enumerate(members):  # samples without requested positions
             if whole[i] is None:
                 whole[i] = self._read(number, (), along)
         row: dict[str, Any] = {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in along.items()}
@@ -92,7 +92,7 @@ class PackedSamples(Dataset):
         return {**row, "cu_seqlens": torch.from_numpy(bounds.astype(np.int32))}
 
     def _read(self, number: int, ranges: tuple[range, ...], along: dict[str, list[torch.Tensor]]) -> dict[str, Any]:
-        """Return a sample's entries with one value; entries with one value a token are added to `along`."""
+        """Return a sample's entries without those that have a value for each token, which are added to `along`."""
         sample = self.dataset.read_ranges(number, ranges)
         for name in self.along:
             if name in sample:
@@ -110,7 +110,7 @@ def _members(pack: int | tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _by_sample(x: range, bounds: np.ndarray) -> Iterator[tuple[int, range]]:
-    """Split positions x of a row by sample: (index of the sample in the pack, positions in the sample), in order."""
+    """Yield (index of a sample in the pack, positions in the sample) for each sample with positions in x, in order."""
     at = x.start
     while at < x.stop:
         i = int(np.searchsorted(bounds, at, side="right")) - 1
@@ -120,7 +120,7 @@ def _by_sample(x: range, bounds: np.ndarray) -> Iterator[tuple[int, range]]:
 
 
 def collate_pack(packs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Make a batch of one pack: token entries (1, N, ...), others (D,) or a list of strings, and `cu_seqlens` (D + 1,)."""
+    """Make a batch of one pack: `cu_seqlens` (D + 1,), token entries (1, N, ...), others (D,) or a list of strings."""
     (pack,) = packs
     batch: dict[str, Any] = {"cu_seqlens": pack["cu_seqlens"]}
     for name, value in pack.items():
@@ -136,9 +136,9 @@ def _numbers(name: str, values: list[Any]) -> torch.Tensor:
         shapes = sorted({tuple(x.shape) for x in values})
         if len(shapes) > 1:
             raise ValueError(
-                f"the samples of a pack have {name!r} of the shapes {shapes}. If it runs over their tokens, name it in the "
-                f"DataModule's `along`: along = (*SplitDataModule.along, {name!r}). If it is one value a sample, give it "
-                "one shape."
+                f"the samples of a pack have {name!r} of the shapes {shapes}. If it has a value for each token, name "
+                f"it in the DataModule's `along`: along = (*SplitDataModule.along, {name!r}). If it has one value for "
+                "each sample, give all values the same shape."
             )
         return torch.stack(values)
     whole = all(isinstance(x, int | np.integer) for x in values)
@@ -146,11 +146,11 @@ def _numbers(name: str, values: list[Any]) -> torch.Tensor:
 
 
 class PackingSampler(ResumableSampler):
-    """Yields packs of one rank, in an order that depends only on (seed, epoch), from any position of the epoch.
+    """Yields one rank's packs, in an order that depends only on (seed, epoch), from any position of the epoch.
 
-    The packs of an epoch are the same on any number of ranks: rank r of R takes packs r, r + R, r + 2R, ... After n batches
-    on each rank exactly the samples of the first n R packs are used. The number of packs differs between epochs, because the
-    order does: `len` counts the current epoch, or the next one between epochs.
+    The packs of an epoch are the same on any number of ranks: rank r of R takes packs r, r + R, r + 2R, ... So after n
+    batches on each rank, exactly the samples of the first n R packs are used. The number of packs differs between
+    epochs, because the order differs. `len` counts the packs of the current epoch; between epochs, of the next one.
 
     Args:
         dataset: `PackedSamples`.
@@ -166,11 +166,11 @@ class PackingSampler(ResumableSampler):
         self._known: dict[tuple[int, int], np.ndarray] = {}
 
     def bounds(self, start: int = 0) -> np.ndarray:
-        """Return the bounds (P + 1,) of packs in the current epoch's order, from place `start` on."""
+        """Return the bounds (P + 1,) of packs in the current epoch's order, beginning at index `start`."""
         for (epoch, first), known in self._known.items():
             if epoch == self.epoch and first <= start:
                 at = int(np.searchsorted(known, start))
-                if at < len(known) and known[at] == start:  # packs that are filled from here are the same
+                if at < len(known) and known[at] == start:  # the packs from this bound on are the same
                     return known[at:]
         if any(epoch != self.epoch for epoch, _ in self._known):
             self._known.clear()
@@ -179,7 +179,7 @@ class PackingSampler(ResumableSampler):
         return bounds
 
     def packs(self, start: int = 0) -> int:
-        """Return the number of all ranks' packs in the current epoch from place `start` on."""
+        """Return the number of all ranks' packs in the current epoch, beginning at index `start`."""
         count = len(self.bounds(start)) - 1
         return count // self.num_replicas * self.num_replicas if self.drop_last else count
 
@@ -193,7 +193,7 @@ class PackingSampler(ResumableSampler):
         return len(range(self.rank, self.packs(), self.num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch as `ResumableSampler`; after `restore`, enter the next epoch, so that `len` counts it."""
+        """Set the epoch as in `ResumableSampler`; after a resumed epoch, enter the next one, which `len` counts."""
         super().set_epoch(epoch)
         if self._resumed and not self._positioned and self.consumed > 0:
             self.restore(self.epoch + 1, 0)

@@ -1,4 +1,4 @@
-"""A sampler and a loader that save their position in an epoch in checkpoints, and continue from it."""
+"""A sampler and a loader that store their position in an epoch in checkpoints, and continue from this position."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from lightning_dilated._compat.lightning import (
 )
 
 _STATE_KEYS = ("epoch", "samples", "seed", "num_samples", "seq_len", "shuffle")
-#: separates names and sizes from the digest of content in a fingerprint; old checkpoints lack the digest
+#: in a fingerprint, separates names and sizes from the digest of content, which old checkpoints lack
 MARK = "; content "
 
 
 class ResumableSampler(DistributedSampler):
-    """Yields sample indices of one rank, in an order that depends only on (seed, epoch), from any position of the epoch.
+    """Yields one rank's sample indices, in an order that depends only on (seed, epoch), from any position of the epoch.
 
-    Rank r of R takes places r, r + R, r + 2R, ... of the epoch's order. So after n batches of B on each rank, exactly the
-    first n * B * R samples of the order are used, for any R. It subclasses DistributedSampler so that Lightning does not
-    replace it.
+    Rank r of R takes the samples r, r + R, r + 2R, ... of the epoch's order. So after n batches of B on each rank,
+    exactly the first n * B * R samples of the order are used, for any R. The class derives from DistributedSampler, so
+    that Lightning does not replace it.
 
-    With `classes` the order draws all C classes equally often: from the start of training, each run of C places holds every
-    class once. Each class serves all its samples before it repeats one, in a new order each time. Counted over epochs, draws
-    of two classes, and of two samples of a class, differ by at most one. An epoch has the same length as without `classes`,
-    and may hold a sample several times or not at all.
+    With `classes` the order draws all C classes equally often: from the start of training, each group of C consecutive
+    samples has every class once. All samples of a class are drawn before one is repeated, in a new order each time.
+    Over epochs, the numbers of draws of two classes, or of two samples of a class, differ by at most one. An epoch has
+    the same length as without `classes`, and may contain a sample several times or not at all.
 
     Args:
         dataset: a dataset with a length; its `seq_len` and `fingerprint()`, if it has them, become part of the saved state.
         num_replicas, rank: R, the number of data-parallel replicas, and this replica's number.
-        shuffle: permute the samples in each epoch; otherwise they come in order.
+        shuffle: permute the samples in each epoch; False: keep their order.
         seed: the seed of the permutations.
-        drop_last: leave out up to R - 1 samples so that all ranks get the same number; otherwise the last ranks may get
-            one fewer. Without `classes` no sample is ever served twice.
-        classes: the class of each sample, (samples,) of integers, to draw classes equally often; None draws each sample
-            once. Needs `shuffle`.
+        drop_last: leave out up to R - 1 samples, so that all ranks get equally many; False: the last ranks may get one
+            sample fewer. Without `classes` no sample is used twice in an epoch.
+        classes: the class of each sample, (samples,) integers, to draw classes equally often; needs `shuffle`. None:
+            draw each sample once.
 
-    Raises: ValueError for a rank outside [0, num_replicas), and for classes of another length or without `shuffle`.
+    Raises: ValueError for a rank outside [0, num_replicas), and for `classes` of another length or without `shuffle`.
     """
 
     #: whether epochs have different numbers of batches
@@ -66,15 +66,15 @@ class ResumableSampler(DistributedSampler):
             numbers, size = np.asarray(classes), len(dataset)  # type: ignore[arg-type]
             if numbers.shape != (size,) or not shuffle:
                 raise ValueError(
-                    f"classes must be one number for each of the {size} samples, of a shuffled order; got shape "
+                    f"classes must be one number for each of the {size} samples, and needs shuffle=True; got shape "
                     f"{numbers.shape} and shuffle={shuffle}"
                 )
             self._members = [np.flatnonzero(numbers == c) for c in np.unique(numbers)]
         self.consumed = 0  # samples of this epoch that all ranks together have used
-        self._positioned = True  # the next pass starts at (epoch, consumed), not at the next epoch
+        self._positioned = True  # the next pass starts at (epoch, consumed), not in the next epoch
         self._resumed = False
         self.on_set_epoch: Callable[[], None] | None = None  # called before Lightning sets the epoch
-        self.after_set_epoch: Callable[[], None] | None = None  # called afterwards by samplers with `epochs_differ`
+        self.after_set_epoch: Callable[[], None] | None = None  # called afterwards if `epochs_differ`
 
     @property
     def balanced(self) -> bool:
@@ -102,10 +102,10 @@ class ResumableSampler(DistributedSampler):
         return size // self.num_replicas if self.drop_last else len(range(self.rank, size, self.num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; no effect after `restore`, because this object then counts epochs itself.
+        """Go to the start of an epoch; do nothing after `restore`, because then this object counts epochs itself.
 
         Lightning's counter is wrong after a resume: if `max_steps` stopped an epoch half way, the checkpoint counts the
-        epoch as done.
+        epoch as finished.
         """
         if self.on_set_epoch is not None:
             self.on_set_epoch()
@@ -117,38 +117,38 @@ class ResumableSampler(DistributedSampler):
         self.epoch, self.consumed, self._positioned, self._resumed = epoch, consumed, True, True
 
     def position_after(self, samples: int, batches: int, batch_size: int) -> int:
-        """Return the used samples of this epoch, over all ranks, after `batches` more batches on each rank."""
+        """Return the number of used samples of this epoch on all ranks, after `batches` more batches on each rank."""
         return min(samples + batches * batch_size * self.num_replicas, len(self.dataset))  # type: ignore[arg-type]
 
     def batches_after(self, samples: int, batch_size: int, drop_last: bool) -> int:
-        """Return this rank's remaining batches of an epoch after `samples` used samples."""
+        """Return the number of this rank's remaining batches in an epoch, after `samples` used samples."""
         remaining, step = len(self.dataset) - samples, batch_size * self.num_replicas  # type: ignore[arg-type]
         return remaining // step if drop_last else -(-remaining // step)
 
     def batch_identity(self, batch_size: int) -> dict[str, Any]:
-        """Return the batch size for checkpoints: if it differs on resuming, Lightning's batch counts are translated."""
+        """Return the global batch size for checkpoints; if it has changed at a resume, batch counts are translated."""
         return {"global_batch_size": batch_size * self.num_replicas}
 
     def start_pass(self) -> None:
-        """Enter the next epoch, unless the position was set or no sample was used since the last pass."""
+        """Enter the next epoch, unless the position was set, or no sample has been used since the last pass."""
         if not self._positioned and self.consumed > 0:
             self.epoch, self.consumed = self.epoch + 1, 0
         self._positioned = False
 
 
-#: number of rounds for which orders of classes are drawn together
+#: number of rounds for which the orders of classes are drawn together
 _ROUNDS = 1024
 
 
 def balanced_order(members: Sequence[np.ndarray], seed: int, start: int, count: int) -> np.ndarray:
-    """Return `count` samples from place `start` of an endless order that draws all C classes equally often.
+    """Return `count` samples, beginning at index `start`, of an endless order that draws all C classes equally often.
 
-    Round b has C places and holds each class once, in random order. It takes number b of a class's samples, which are
-    shuffled anew each time all are used. The order depends only on `members` and `seed`, not on `start`.
+    Each round of C samples has every class once, in random order. A round takes the next sample of each class; after
+    all samples of a class were used, they are shuffled again. The order depends only on `members` and `seed`.
 
     Args:
-        members: the samples of each class, none of them empty.
-        seed: seed of both orders, of classes and of samples.
+        members: the samples of each class; no class may be empty.
+        seed: the seed for the orders of classes and of samples.
     """
     places = np.arange(start, start + count)
     rounds, at = np.divmod(places, max(1, len(members)))
@@ -156,8 +156,8 @@ def balanced_order(members: Sequence[np.ndarray], seed: int, start: int, count: 
     for part in np.unique(rounds // _ROUNDS):
         rng = np.random.default_rng([seed, 1, part])
         turns = rng.permuted(np.tile(np.arange(len(members)), (_ROUNDS, 1)), axis=1)
-        here = rounds // _ROUNDS == part
-        drawn[here] = turns[rounds[here] % _ROUNDS, at[here]]
+        in_part = rounds // _ROUNDS == part
+        drawn[in_part] = turns[rounds[in_part] % _ROUNDS, at[in_part]]
     order = np.empty(count, np.int64)
     for c, samples in enumerate(members):
         class_places = np.flatnonzero(drawn == c)
@@ -171,32 +171,32 @@ def balanced_order(members: Sequence[np.ndarray], seed: int, start: int, count: 
 class ResumableLoader(DataLoader):
     """A DataLoader over a `ResumableSampler` with `state_dict` and `load_state_dict`, which Lightning calls.
 
-    The state counts yielded batches, not prefetched ones, as samples over all ranks. So it can be loaded with another number
-    of ranks or workers, or another batch size. After loading, the first pass yields the rest of the epoch; each later pass
-    yields the whole next epoch. `len` always counts a whole epoch, because Lightning adds its own count of finished batches.
+    The state counts the samples of all yielded batches on all ranks, without prefetched batches. So it can be loaded
+    with another number of ranks or workers, or another batch size. After loading, the first pass yields the rest of the
+    epoch; each later pass yields a whole epoch. `len` counts a whole epoch, as Lightning adds finished batches itself.
 
-    Set `trainer` if a Trainer drives the loader. Then a batch that was yielded but not finished (an exception in
-    training_step) is not counted, an epoch cut by `limit_train_batches` counts as complete, and Lightning's batch counter is
-    translated if the batch size or the number of ranks changed.
+    Set `trainer` if a Trainer runs the loader. Then a batch that was yielded but not finished (because training_step
+    raised an error) is not counted, an epoch cut by `limit_train_batches` counts as complete, and Lightning's batch
+    counter is translated if the batch size or the number of ranks has changed.
 
-    `set_epoch(epoch)` of the dataset, if it exists, is called before the first sample of a pass is read, in every process:
-    augmentation can then be a function of (seed, epoch, index), which a resumed run repeats.
+    If the dataset has `set_epoch(epoch)`, it is called in every process before the first sample of a pass is read. So
+    augmentation can be a function of (seed, epoch, index), which a resumed run repeats.
 
     Args: as in `torch.utils.data.DataLoader`, with a `ResumableSampler` as `sampler`.
     """
 
     trainer: pl.Trainer | None = None
-    _handed_out: tuple[int, int] = (-1, 0)  # before the last batch: (batches finished by Lightning, used samples)
+    _handed_out: tuple[int, int] = (-1, 0)  # at the last yield: (batches finished by Lightning, used samples)
     _loaded_samples: int | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # a generator: Lightning calls iter() before it sets the epoch, and workers must not prefetch before that
+        # a generator, because Lightning calls iter() before it sets the epoch, and workers must not prefetch earlier
         sampler = self.sampler
         if not isinstance(sampler, ResumableSampler):  # Trainer(overfit_batches=...) sets its own sampler
             yield from super().__iter__()
             return
         sampler.start_pass()
-        if hasattr(self.dataset, "set_epoch"):  # before workers copy it
+        if hasattr(self.dataset, "set_epoch"):  # before workers copy the dataset
             self.dataset.set_epoch(sampler.epoch)
         for batch in super().__iter__():
             self._handed_out = (self._processed(), sampler.consumed)
@@ -204,11 +204,11 @@ class ResumableLoader(DataLoader):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return position and identity of the data as plain values; after a whole epoch, the start of the next."""
+        """Return the position and the data's identity as plain values; after a whole epoch, the next epoch's start."""
         if not isinstance(self.sampler, ResumableSampler):
             return {}
         epoch, samples = self.sampler.epoch, self.sampler.consumed
-        if self._handed_out[0] == self._processed() >= 0:  # the last batch was not finished
+        if self._handed_out[0] == self._processed() >= 0:  # Lightning has not finished the last batch
             samples = self._handed_out[1]
         if samples >= self._position_after(0, self._epoch_batches()) or self._batches_after(samples) == 0:
             epoch, samples = epoch + 1, 0
@@ -219,7 +219,7 @@ class ResumableLoader(DataLoader):
 
         A state without a fingerprint, or with a fingerprint of names and sizes only, is accepted with a warning.
 
-        Raises: ValueError if it lacks keys, or has another seed, number of samples, sequence length or fingerprint.
+        Raises: ValueError if `state` lacks keys, or if seed, number of samples, sequence length or fingerprint differ.
         """
         if not isinstance(self.sampler, ResumableSampler):
             return
@@ -231,25 +231,25 @@ class ResumableLoader(DataLoader):
             )
         epoch, samples = int(state["epoch"]), int(state["samples"])
         self.sampler.restore(epoch, samples)
-        if samples > 0 and self._batches_after(samples) == 0:  # less than one batch of the new size remains
+        if samples > 0 and self._batches_after(samples) == 0:  # less than a batch of the new size is left
             epoch, samples = epoch + 1, 0
             self.sampler.restore(epoch, samples)
         self._handed_out = (-1, 0)
         size = self._batch_identity()["global_batch_size"]
         if self.sampler.epochs_differ or state.get("global_batch_size", size) != size:
-            # translate later: Lightning may restore its counters after this, but always before it sets the epoch
+            # translate when Lightning sets the epoch, because it may restore its counters after this call
             self._loaded_samples = samples
             self.sampler.on_set_epoch = self._translate_progress
 
     def tell_length(self) -> None:
-        """Set the Trainer's number of batches for the epoch that starts, if epochs differ in it."""
+        """Set the Trainer's number of batches at the start of an epoch, if it differs between epochs."""
         if self.trainer is not None:
             whole = getattr(self.trainer.strategy, "takes_whole_steps", False)
             set_epoch_batches(self.trainer, self, len(self), self.trainer.accumulate_grad_batches if whole else 1)
 
     def _check_identity(self, state: dict[str, Any]) -> None:
-        """Raise ValueError for a state of other data, and warn if it has too little to compare."""
-        state = {"balanced": False, **state}  # older states lack this key, and balanced orders did not exist
+        """Raise ValueError if a state belongs to other data; warn if the state is too old to compare everything."""
+        state = {"balanced": False, **state}  # states without this key are older than balanced orders
         missing = [key for key in _STATE_KEYS if key not in state]
         if missing:
             raise ValueError(
@@ -264,14 +264,14 @@ class ResumableLoader(DataLoader):
         stored = state.get("fingerprint")
         if not covers_content(stored, identity["fingerprint"]) and same_fingerprint(stored, identity["fingerprint"]):
             rank_zero_warn(
-                "the checkpoint's fingerprint of the training data covers names and sizes only: check yourself that files "
-                "of equal names and sizes hold what they did."
+                "the checkpoint's fingerprint of the training data covers names and sizes only: check yourself that "
+                "the contents of the files are the same now."
             )
         for key, current in identity.items():
             if not same_fingerprint(state.get(key, current), current):
                 raise ValueError(
                     f"the checkpoint was written with {key} = {state[key]} of the training data, but it is {current} now: "
-                    "resume with the same data (of files, their names and content count), data.seed and data.seq_len, or "
+                    "resume with the same data (files with the same names and content), data.seed and data.seq_len, or "
                     "start a new run from the weights only"
                 )
 
@@ -288,11 +288,11 @@ class ResumableLoader(DataLoader):
         }
 
     def _position_after(self, samples: int, batches: int) -> int:
-        """Used samples of an epoch over all ranks, `batches` batches after `samples`."""
+        """Return the number of used samples on all ranks, `batches` batches after `samples`."""
         return cast(ResumableSampler, self.sampler).position_after(samples, batches, int(self.batch_size or 1))
 
     def _batches_after(self, samples: int) -> int:
-        """This rank's remaining batches of an epoch after `samples` used samples."""
+        """Return the number of this rank's remaining batches in an epoch, after `samples` used samples."""
         sampler = cast(ResumableSampler, self.sampler)
         return sampler.batches_after(samples, int(self.batch_size or 1), self.drop_last)
 
@@ -300,15 +300,15 @@ class ResumableLoader(DataLoader):
         return cast(ResumableSampler, self.sampler).batch_identity(int(self.batch_size or 1))
 
     def _processed(self) -> int:
-        """Number of all training batches that Lightning finished, or -1 without a Trainer."""
+        """Return the number of training batches that Lightning has finished, or -1 without a Trainer."""
         return -1 if self.trainer is None else batches_finished(self.trainer)
 
     def _epoch_batches(self) -> int:
-        """This rank's batches of an epoch, with the Trainer's `limit_train_batches`."""
+        """Return the number of this rank's batches in an epoch, limited by the Trainer's `limit_train_batches`."""
         return len(self) if self.trainer is None else int(min(len(self), self.trainer.num_training_batches))
 
     def _translate_progress(self) -> None:
-        """Translate Lightning's count of finished batches of the resumed epoch to the present batch size, once."""
+        """Translate Lightning's count of finished batches in the resumed epoch to the current batch size, only once."""
         samples, self._loaded_samples = self._loaded_samples, None
         if samples is None or self.trainer is None:
             return
@@ -319,12 +319,12 @@ class ResumableLoader(DataLoader):
 
 
 def same_fingerprint(stored: object, current: object) -> bool:
-    """Return True if a checkpoint's fingerprint matches the data's; content is compared if both include it."""
+    """Return True if a checkpoint's fingerprint matches the data's; compare content if both fingerprints include it."""
     if isinstance(stored, str) and isinstance(current, str) and (MARK in stored) != (MARK in current):
         return stored.split(MARK)[0] == current.split(MARK)[0]
     return stored == current
 
 
 def covers_content(stored: object, current: object) -> bool:
-    """Return False if the data's fingerprint covers content and the checkpoint's does not."""
+    """Return False if the data's fingerprint includes content but the checkpoint's fingerprint does not."""
     return not (isinstance(stored, str) and isinstance(current, str) and MARK in current and MARK not in stored)

@@ -1,4 +1,4 @@
-"""The files of a tokenizer as texts by name, as checkpoints and folders of models store them."""
+"""The files of a tokenizer as {name: text}, which checkpoints and model folders store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 MAIN = "tokenizer.json"
-#: file names of tokenizers in transformers; templates after the first are in a folder
+#: names of a tokenizer's files in transformers; further chat templates are in a folder
 NAMES = (
     MAIN,
     "tokenizer_config.json",
@@ -20,19 +20,19 @@ NAMES = (
     "merges.txt",
 )
 _TEMPLATE = re.compile(r"additional_chat_templates/\w[\w.-]*\.jinja")
-#: the same as patterns for huggingface_hub
+#: these names as patterns for huggingface_hub
 PATTERNS = (*NAMES, "additional_chat_templates/*.jinja")
 
 
 def is_known(name: object) -> bool:
-    """Return True for the name of a tokenizer's file; other files are neither read nor written."""
+    """Return True if a name belongs to a tokenizer's file; other files are neither read nor written."""
     return isinstance(name, str) and (name in NAMES or _TEMPLATE.fullmatch(name) is not None)
 
 
 def checked_files(files: Any, where: str) -> dict[str, str] | None:
-    """Check a tokenizer's files from `where`, and return them; None for None.
+    """Check a tokenizer's files from `where`, and return them; return None for None.
 
-    Raises: ValueError for anything but texts by names of tokenizer files, with tokenizer.json among them.
+    Raises: ValueError unless the files are {name of a tokenizer's file: text}, including tokenizer.json.
     """
     if files is None:
         return None
@@ -54,7 +54,7 @@ def write_files(folder: Path, files: Mapping[str, str] | None) -> None:
 
 
 def read_files(folder: Path) -> dict[str, str] | None:
-    """Read the tokenizer's files in a folder; None without tokenizer.json."""
+    """Read the tokenizer's files in a folder; return None if it has no tokenizer.json."""
     if not (folder / MAIN).is_file():
         return None
     paths = [folder / name for name in NAMES] + sorted((folder / "additional_chat_templates").glob("*.jinja"))

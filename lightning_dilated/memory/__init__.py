@@ -1,3 +1,3 @@
-"""Training in less memory: recomputation, offloading, and computing in chunks of tokens or heads."""
+"""Training in less memory: recomputation, offloading, and computation in chunks of tokens or heads."""
 
 __all__: list[str] = []

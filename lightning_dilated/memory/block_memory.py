@@ -1,4 +1,4 @@
-"""`MemorySettings` applied to a model: to one transformer block, to a stack of blocks, and to all of a module.
+"""Applies `MemorySettings` to one transformer block, to a stack of blocks, and to a whole module.
 
 Shape letters: B batch, N tokens, E embedding dim, H heads, D head dim.
 """
@@ -27,18 +27,18 @@ from lightning_dilated.memory.recompute import in_groups, recomputed, result_is_
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.memory.token_chunks import step_of, tiled
 
-#: most graphs of a part of a block: for tiles, last tiles and lengths, each with gradients and without
+#: limit of graphs for a part of a block: for tiles, last tiles and lengths, each with and without gradients
 GRAPHS = 64
 
 
 class BlockMemory(nn.Module):
-    """Base of a transformer block: runs its two halves, attention and feed-forward, as its settings say.
+    """The base class of a transformer block: runs attention and feed-forward according to its memory settings.
 
-    A subclass has the layers `attention_norm`, `attention`, `ffn_norm`, `ffn` and `dropout`, and sets `memory` after it
-    has made them. It defines these parts, which run and are compiled separately (`drop`: factors of stochastic depth):
+    A subclass makes the layers `attention_norm`, `attention`, `ffn_norm`, `ffn` and `dropout`, and then sets `memory`.
+    It defines these parts, which run and are compiled separately (`drop`: factors of stochastic depth):
 
         _attend(x, positions, lengths, cu_seqlens, cache, drop): x + attention(norm(x)), of (B, N, E).
-        _normed(x, dtype): norm(x), the input of attention's projection, in the dtype of its products.
+        _normed(x, dtype): norm(x), the input of attention's projection, in the projection's dtype.
         _join(x, out, drop): x + the output projection of the heads' outputs (B, N, H, D).
         _feed(x, drop): x + feed_forward(norm(x)).
     """
@@ -46,12 +46,12 @@ class BlockMemory(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._compile_options: dict[str, Any] | None = None
-        self._pieces: dict[str, Callable[..., Any]] = {}  # compiled parts by name
-        self._shapes: defaultdict[str, set[torch.Size]] = defaultdict(set)  # whole chunks and tiles by part
+        self._pieces: dict[str, Callable[..., Any]] = {}  # {name: compiled part}
+        self._shapes: defaultdict[str, set[torch.Size]] = defaultdict(set)  # {part: shapes of whole chunks and tiles}
 
     @property
     def attention_layer(self) -> MultiheadDilatedAttention:
-        """The attention layer itself, even if a module (LoRA by peft, say) is wrapped around it."""
+        """The attention layer itself, even if another module (such as peft's LoRA) wraps it."""
         if isinstance(self.attention, MultiheadDilatedAttention):
             return self.attention
         return next(m for m in self.attention.modules() if isinstance(m, MultiheadDilatedAttention))
@@ -59,12 +59,12 @@ class BlockMemory(nn.Module):
     # -- settings ------------------------------------------------------------------------------------------------------
     @property
     def memory(self) -> MemorySettings:
-        """Settings of what training saves of this block; `every` and `offload` act on the stack, see `StackMemory`."""
+        """The block's memory settings; `every` and `offload` apply to the stack, see `StackMemory`."""
         return self._memory
 
     @memory.setter
     def memory(self, settings: MemorySettings) -> None:
-        """Check the settings against the sizes, and compile for them."""
+        """Check the settings against the sizes of the layers, and compile the parts that the settings need."""
         a = self.attention_layer
         chunks = HeadChunks(a.num_heads, a.num_kv_heads, a.head_dim, settings.head_chunks)
         if settings.head_chunks > 1:
@@ -82,7 +82,7 @@ class BlockMemory(nn.Module):
         self.memory = replace(self._memory, policy=policy)
 
     def _check_bare(self, settings: MemorySettings) -> None:
-        """Raise or warn if head chunks, which read the weights directly, would bypass other modules or hooks."""
+        """Raise or warn if head chunks would bypass other modules or hooks, because they read the weights directly."""
         if self.attention is not self.attention_layer:
             raise ValueError(
                 f"head_chunks={settings.head_chunks} is not offered with LoRA: {type(self.attention).__name__} around the "
@@ -91,8 +91,8 @@ class BlockMemory(nn.Module):
         a = self.attention_layer
         for mixer in a.mixers:
             raise ValueError(
-                f"head_chunks={settings.head_chunks} is not offered with a {mixer.option}, which reads all of a token. Set "
-                f"head_chunks=1; policy, every, offload and tile work with it. Or leave {mixer.option} out."
+                f"head_chunks={settings.head_chunks} is not offered with a {mixer.option}, which reads all heads. "
+                f"Set head_chunks=1; policy, every, offload and tile work with it. Or leave {mixer.option} out."
             )
         if has_hooks(a):
             warnings.warn(
@@ -108,7 +108,7 @@ class BlockMemory(nn.Module):
         self._compile_parts()
 
     def _compile_parts(self) -> None:
-        """Compile each part that the settings run at once."""
+        """Compile the block, or separately each part that the settings run."""
         if self._compile_options is None:
             return
         self._pieces = {}
@@ -132,14 +132,14 @@ class BlockMemory(nn.Module):
         return CompiledPart(part, self._compile_options or {}, self._shapes[name], asserts)
 
     def _piece(self, name: str, part: Callable[..., Any], whole: bool) -> Callable[..., Any]:
-        """Return a part of the block, compiled if the block is, for a whole chunk or tile, or for any length."""
+        """Return a part of the block, compiled if the block is compiled; `whole`: for a whole chunk or tile."""
         piece = self._pieces.get(name, part)
         return piece.whole if whole and isinstance(piece, CompiledPart) else piece
 
     def _of_tiles(
         self, name: str, part: Callable[..., Any], tile: int | None, x: Tensor, whole: bool
     ) -> Callable[..., Any]:
-        """Return `_piece` for tiles of x (B, N, E), the last possibly shorter; `whole`: x is a whole chunk."""
+        """Return `_piece` for tiles of x (B, N, E); the last tile may be shorter. `whole`: x is a whole chunk."""
         if name not in self._pieces:
             return part
         step = min(step_of(tile, x), x.shape[1])
@@ -147,7 +147,7 @@ class BlockMemory(nn.Module):
         return lambda y, *inputs: self._piece(name, part, recurs and y.shape[1] == step)(y, *inputs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out compiled parts, which hold this block's weights: a copy runs uncompiled, as with `nn.Module`."""
+        """Leave out compiled parts, which refer to this block's weights; a copy runs uncompiled, as in `nn.Module`."""
         return {**super().__getstate__(), "_pieces": {}}
 
     # -- running -------------------------------------------------------------------------------------------------------
@@ -161,8 +161,8 @@ class BlockMemory(nn.Module):
         cache: LayerContext | None = None,
         drop: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, N, E) to (B, N, E); keywords as in `MultiheadDilatedAttention`, and `drop`, (2, B, 1, 1) or
-        (2, 1, N, 1) factors of the two halves (see `drop_path_factors`)."""
+        """Map (B, N, E) to (B, N, E). Keywords are as in `MultiheadDilatedAttention`; `drop` is (2, B, 1, 1) or
+        (2, 1, N, 1): factors of stochastic depth for the two halves (see `drop_path_factors`)."""
         attend_drop, feed_drop = (None, None) if drop is None else (drop[0], drop[1])
         arguments = positions, lengths, cu_seqlens, cache, attend_drop
         settings = self._memory
@@ -191,7 +191,7 @@ class BlockMemory(nn.Module):
         cu_seqlens: Tensor | None,
         cache: LayerContext,
     ) -> Tensor:
-        """Run tokens that follow the tokens of a cache; if the block is compiled, so are the parts after attention."""
+        """Run tokens that follow a cache's tokens; in a compiled block, the parts after attention are compiled too."""
         a = self.attention_layer
         if self._compile_options is None or self.attention is not a or any(map(has_hooks, self.modules())):
             return self._feed(self._attend(x, positions, lengths, cu_seqlens, cache, None), None)
@@ -200,11 +200,11 @@ class BlockMemory(nn.Module):
         return _compiled_tail(self._compile_options)(self, x, out)
 
     def tail(self, x: Tensor, out: Tensor) -> Tensor:
-        """Run the parts after attention, from x (B, n, E) and the heads' outputs (B, n, H, D)."""
+        """Run the parts after attention on x (B, n, E) and the heads' outputs (B, n, H, D)."""
         return self._feed(self._join(x, out, None), None)
 
     def _attend_saved(self, x: Tensor, *arguments: Any) -> Tensor:
-        """Run `_attend`, to be recomputed in the backward except for the attention op, which saves its results."""
+        """Run `_attend` so that the backward recomputes all of it except the attention op, which saves its results."""
         attend = self._attend_in_chunks if self._memory.head_chunks > 1 else self._attend
         return recomputed(lambda y: attend(y, *arguments), x, "attention-kept")
 
@@ -247,26 +247,26 @@ _tails: dict[str, Callable[..., Tensor]] = {}
 
 
 def _compiled_tail(options: dict[str, Any]) -> Callable[..., Tensor]:
-    """Return `BlockMemory.tail` as a function of the block, compiled with these options for all equal blocks."""
+    """Return `BlockMemory.tail`, compiled once with these options for all blocks."""
     key = repr(options)
     if key not in _tails:
-        # fullgraph would raise an error for too many kinds of inputs
+        # with fullgraph, torch raises an error after too many recompilations
         _tails[key] = torch.compile(BlockMemory.tail, **{**options, "fullgraph": False})
     return _tails[key]
 
 
 def _is_whole(cache: object) -> bool:
-    """Return True if a call computes a chunk of a stream that has the full length."""
+    """Return True if a call computes a chunk of a stream, and the chunk has the full length."""
     return isinstance(cache, LayerPlace) and cache.whole
 
 
 def _by_token(drop: Tensor | None) -> bool:
-    """Return True if factors of stochastic depth are (1, N, 1), for documents, and not (B, 1, 1)."""
+    """Return True if the factors of stochastic depth are (1, N, 1), for documents, instead of (B, 1, 1)."""
     return drop is not None and drop.shape[1] > 1
 
 
 class StackMemory(nn.Module):
-    """Base of a stack of `blocks`: runs them in groups, and offloads block inputs, as its settings say."""
+    """The base class of a stack of `blocks`: runs them in groups and offloads their inputs by its memory settings."""
 
     blocks: nn.ModuleList
 
@@ -284,7 +284,7 @@ class StackMemory(nn.Module):
 
     @property
     def memory(self) -> MemorySettings:
-        """Settings of what training saves, for the stack and for each block."""
+        """The memory settings of the stack and of each block."""
         return self._memory
 
     @memory.setter
@@ -294,11 +294,11 @@ class StackMemory(nn.Module):
         self._memory, self._host = settings, Host(settings.offload)
 
     def free_host_memory(self) -> None:
-        """Give host memory of offloaded block inputs back to the system; forwards that await a backward are lost."""
+        """Free the host memory of offloaded block inputs; a forward is lost if its backward has not run yet."""
         self._host.close()
 
     def _run(self, layers: list[Callable[[Tensor], Tensor]], x: Tensor, grouped: bool = True) -> Tensor:
-        """Run the layers one after another; if `grouped` is False, each recomputes itself alone."""
+        """Run the layers one after another, in groups of `every` unless `grouped` is False."""
         return in_groups(layers, x, self._memory.every if grouped and torch.is_grad_enabled() else 1, self._host)
 
 
@@ -306,14 +306,14 @@ HasMemorySettings = BlockMemory | StackMemory
 
 
 def set_memory(module: nn.Module, settings: MemorySettings) -> list[tuple[HasMemorySettings, MemorySettings]]:
-    """Let all stacks of a module, and its blocks outside of stacks, train with these settings.
+    """Apply the settings to all stacks of a module, and to its blocks outside of stacks.
 
     Returns:
-        Each stack and block with its earlier settings.
+        A list of (stack or block, its earlier settings).
 
     Raises:
-        ValueError: if there is no stack or block; for `every` or `offload` with blocks outside of stacks; for `stream`
-            with a model that cannot be computed chunk by chunk.
+        ValueError: if the module has no stack or block; for `every` or `offload` with blocks outside of stacks; for
+            `stream` with a model that cannot be computed chunk by chunk.
     """
     stacks = [m for m in module.modules() if isinstance(m, StackMemory)]
     stacked = {block for stack in stacks for block in stack.blocks}
@@ -322,18 +322,18 @@ def set_memory(module: nn.Module, settings: MemorySettings) -> list[tuple[HasMem
     if not stacks and not alone:
         raise ValueError(
             "ActivationRecompute recomputes TransformerBlocks, and decoder layers that transformers can checkpoint, and "
-            f"{name} has none. Build it of lightning_dilated.models.blocks, or call torch.utils.checkpoint in its own "
-            "blocks."
+            f"{name} has none. Build it from lightning_dilated.models.blocks, or call torch.utils.checkpoint in its "
+            "own blocks."
         )
     if alone and (settings.every > 1 or settings.offload):
         raise ValueError(
-            f"every and offload work on a DilatedTransformer's blocks, and {name} has blocks outside of one. Stack them by "
-            "lightning_dilated.models.transformer.DilatedTransformer, or leave both settings out."
+            f"every and offload work on a DilatedTransformer's blocks, but {name} has blocks outside of one. Stack "
+            "them by lightning_dilated.models.transformer.DilatedTransformer, or leave both settings out."
         )
     if settings.stream is not None and not getattr(module, "streams", False):
         raise ValueError(
             f"stream={settings.stream} computes a sequence chunk by chunk, and {name} cannot: it takes a causal model with "
-            "a loss for each token (LongNetLM). In others a chunk needs later ones. Leave stream out."
+            "a loss for each token (LongNetLM), as in other models a chunk depends on later ones. Leave stream out."
         )
     if settings.stream is not None and not getattr(type(module).loss_terms, "streams", False):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Sums over all tokens, computed in tiles together with their gradients; cross-entropy that saves only the logits.
+"""Sums over all tokens that are computed in tiles with their gradients; cross-entropy that saves only the logits.
 
 Shape letters: B batch, N tokens, M tokens, V vocabulary.
 """
@@ -28,15 +28,15 @@ from lightning_dilated.memory.token_chunks import (
 
 
 def tiled_sum(run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: int | None, *rows: Tensor) -> Tensor:
-    """Return the sum of run(*rows) over all tokens, as in `tiled`, and compute its gradients in the same pass.
+    """Return the sum of run(*rows) over all tokens, computed as in `tiled`, with its gradients in the same pass.
 
-    The backward only scales these gradients. Until then they take the memory of the rows that require a gradient, and
-    of the weights in at least fp32. Modules with backward hooks run as in `tiled`, since the hooks would see gradients
-    of the sum and not of the loss.
+    The backward only scales these gradients. Until then they need as much memory as the rows that require a gradient
+    and the weights in at least fp32. Modules with backward hooks run as in `tiled` instead, because the hooks would see
+    gradients of the sum and not of the loss.
 
     Args:
-        run: computes one number a token, (B, N), from rows (B, N, ...).
-        modules, tile, rows: as in `tiled`, with its errors.
+        run: a function of rows (B, N, ...) that returns one number for each token, (B, N).
+        modules, tile, rows: as in `tiled`, which also describes the errors.
     """
     if any(has_backward_hooks(m) for module in modules for m in module.modules()):
         return tiled(run, modules, tile, *rows).sum()
@@ -61,7 +61,7 @@ class _Summed(torch.autograd.Function):
         rows, leaves = tensors[:count], tensors[count:]
         needed = ctx.needs_input_grad[3 : 3 + count]
         grads = [torch.empty_like(x) if needs else None for x, needs in zip(rows, needed, strict=True)]
-        # saved-tensor hooks of a surrounding checkpoint or offload must not see tensors that live only in this call
+        # saved-tensor hooks of a surrounding checkpoint or offload must not see tensors that only this call uses
         plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with torch.enable_grad(), plain:
             forget_casts()
@@ -75,7 +75,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     @only_once
     def backward(ctx, grad):
-        saved = ctx.saved_tensors  # read once: a surrounding checkpoint hands out each tensor once
+        saved = ctx.saved_tensors  # read only once, as a surrounding checkpoint requires
         grads, sums = saved[: ctx.count], saved[ctx.count :]
         grads = [None if x is None else _scaled(x, grad, ctx.step) for x in grads]
         sums = [None if x is None else (x * grad).to(dtype) for x, dtype in zip(sums, ctx.dtypes, strict=True)]
@@ -83,37 +83,37 @@ class _Summed(torch.autograd.Function):
 
 
 def _scaled(x: Tensor, by: Tensor, step: int) -> Tensor:
-    """Return x (B, N, ...) times a number, which is not rounded to x's dtype first."""
+    """Return x (B, N, ...) times a number, without rounding the number to x's dtype."""
     out = torch.empty_like(x)
     for cut in cuts(x.shape[1], step):
         out[:, cut] = x[:, cut].to(torch.promote_types(x.dtype, by.dtype)) * by
     return out
 
 
-#: labels with this value are left out of the loss
+#: the loss ignores labels with this value
 IGNORE = -100
-#: most logits of a tile (enough that the sum over tiles takes little time), and least tokens of a tile
+#: maximum number of logits (large, so that sums over tiles take little time) and minimum number of tokens in a tile
 MOST, LEAST = 2**29, 1024
-#: vocabulary size from which one compiled pass over the logits is faster than several eager ones
+#: smallest vocabulary for which one compiled pass over the logits is faster than several eager ones
 WIDE = 1024
 
 
 def loss_tile(tile: int | None, vocab: int) -> int | None:
-    """Return the tokens of a tile of logits if other layers take `tile`: fewer for a wide vocabulary. None: all."""
+    """Return the tokens in a tile of logits, fewer than `tile` for a wide vocabulary; None: all tokens."""
     return None if tile is None else min(tile, max(LEAST, MOST // vocab))
 
 
 def token_nats(logits: Tensor, labels: Tensor, compiled: bool = False) -> Tensor:
-    """Return nats (M,) of labels (M,) by logits (M, V), at least fp32; 0 if the label is `IGNORE`.
+    """Return the nats (M,) of labels (M,) for logits (M, V), in at least fp32; 0 if the label is `IGNORE`.
 
     The result equals `nn.functional.cross_entropy` of logits in fp32. The gradient is computed in the logits' dtype
-    from probabilities; for the label, 1 - p is taken from the loss itself, so it is exact for likely tokens, too.
+    from probabilities. For the label, 1 - p is computed from the loss, so that it is exact for likely tokens, too.
 
     Args:
-        compiled: on a GPU and from `WIDE` on, make one pass over the logits forward and one backward, by torch.compile.
+        compiled: on a GPU, if V is at least `WIDE`, compile to one pass over the logits forward and one backward.
 
     Raises:
-        IndexError, RuntimeError: for other labels outside of 0 to V - 1, from `gather`; for a double backward.
+        IndexError, RuntimeError: if a label is neither `IGNORE` nor in 0 to V - 1; RuntimeError for a double backward.
     """
     return (_FusedNats if _fuses(logits, compiled) else _Nats).apply(logits, labels)
 
@@ -124,7 +124,7 @@ def _fuses(logits: Tensor, compiled: bool) -> bool:
 
 
 def _places(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ((M,) mask of labels that are left out; (M, 1) index of each label, 0 if left out)."""
+    """Return a mask (M,) of the ignored labels, and the index (M, 1) of each label, 0 if it is ignored."""
     left_out = labels == IGNORE
     return left_out, labels.masked_fill(left_out, 0)[:, None]
 
@@ -135,7 +135,7 @@ class _Nats(torch.autograd.Function):
         left_out, at = _places(labels)
         wide = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
         nats = wide.gather(1, at)[:, 0].neg_().masked_fill_(left_out, 0)
-        # not the result, which the caller may overwrite
+        # save a new tensor, because the caller may overwrite the result
         ctx.save_for_backward(logits, at, left_out, torch.expm1(-nats))
         return nats
 
@@ -144,7 +144,7 @@ class _Nats(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, at, left_out, lacking = ctx.saved_tensors
         grad = grad.masked_fill(left_out, 0)[:, None]
-        # fp16 would round small values to 0 before a loss scale applies
+        # in fp16, small values would underflow before the loss scale multiplies them
         wide = torch.promote_types(logits.dtype, torch.float32)
         dtype = wide if logits.dtype == torch.float16 else logits.dtype
         with torch.autocast(logits.device.type, enabled=False):
@@ -176,7 +176,7 @@ class _FusedNats(torch.autograd.Function):
 
 @functools.cache
 def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile once. Beyond torch's limit of recompiles the function runs uncompiled: more memory, the same numbers."""
+    """Compile once. After too many recompiles torch runs the function uncompiled: more memory, equal results."""
     return torch.compile(run)
 
 
@@ -188,5 +188,5 @@ def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _softmax_times(logits: Tensor, top: Tensor, by: Tensor) -> Tensor:
-    """Return exp(logit - largest) times one number for each row."""
+    """Return exp(logit - largest) times a number for each row."""
     return ((logits.to(top.dtype) - top[:, None]).exp() * by[:, None]).to(logits.dtype)

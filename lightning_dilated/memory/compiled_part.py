@@ -1,4 +1,4 @@
-"""CompiledPart: a part of a transformer block compiled by torch.compile, with separate graphs for whole chunks.
+"""CompiledPart: a part of a transformer block that torch.compile compiles, with separate graphs for whole chunks.
 
 Shape letters: B batch, N tokens, E embedding dim.
 """
@@ -13,22 +13,22 @@ from torch import Tensor
 
 from lightning_dilated._compat.torch import allow_any_length, without_runtime_asserts
 
-#: most shapes of a part that get graphs of fixed sizes
+#: maximum number of shapes of a part that get graphs of fixed sizes
 FIXED = 2
 
 
 class CompiledPart:
     """A compiled function of x (B, N, E) and other arguments, for any length; `whole` is for lengths that recur.
 
-    torch compiles the second length that it meets for all lengths, and takes the latest of several graphs that fit.
-    After one shorter chunk or tile, such as the last of a sequence, all others would run in that graph. So `whole` uses
-    graphs of fixed sizes: torch keeps graphs of `dynamic=False` apart from others.
+    torch compiles the second length for all lengths, and runs the latest graph that accepts the inputs. After one
+    shorter chunk or tile, such as the last of a sequence, all chunks would run in this slower graph. So `whole` uses
+    graphs of fixed sizes, which torch stores separately because of `dynamic=False`.
 
     Args:
         part: the function.
         options: options of torch.compile; if they set `dynamic`, `whole` has no separate graphs.
-        shapes: shapes of x that have graphs of fixed sizes; `whole` adds to them.
-        asserts: keep assertions on sizes that are known at run time only.
+        shapes: shapes of x with graphs of fixed sizes; `whole` adds shapes to this set.
+        asserts: keep assertions about sizes that are only known at run time.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class CompiledPart:
         return self._any(*args, **kwargs)
 
     def whole(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Call with a whole chunk or tile. Only the first `FIXED` shapes get graphs, not every batch size."""
+        """Call with a whole chunk or tile. Only the first `FIXED` shapes get graphs of fixed sizes."""
         if len(self._shapes) < FIXED:
             self._shapes.add(x.shape)
         for bounds in (y for y in (*args, *kwargs.values()) if isinstance(y, Tensor) and y.ndim == 1):

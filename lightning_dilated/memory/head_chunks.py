@@ -1,7 +1,7 @@
-"""Attention over a chunk of heads at a time, so that q, k and v of all heads, and their gradients, never exist together.
+"""Attention over a chunk of heads at a time: q, k, v and their gradients exist only for one chunk at a time.
 
-The forward saves the input (before its norm), the output of all heads, the log-sum-exp and the rows received from other
-ranks. The backward projects q, k and v of each chunk of heads again.
+The forward saves the input before its norm, the output of all heads, the log-sum-exp and the rows received from other
+ranks. The backward projects the input to q, k and v again, for each chunk of heads.
 Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D head dim.
 """
 
@@ -35,11 +35,11 @@ from lightning_dilated.sequence.exchange.all_to_all import windows
 
 @dataclass(frozen=True)
 class HeadChunks:
-    """The division of heads into chunks, each a window (first, stop) of query heads.
+    """The division of heads into chunks; each chunk is a window (first, stop) of query heads.
 
     Args:
         heads, kv_heads, head_dim: H, K, D.
-        chunks: number of chunks; query heads that share a kv head stay together.
+        chunks: number of chunks; query heads that share a kv head are in the same chunk.
 
     Raises:
         ValueError: for more chunks than kv heads.
@@ -58,11 +58,11 @@ class HeadChunks:
 
     @property
     def windows(self) -> list[tuple[int, int]]:
-        """(first, stop) query heads of each chunk."""
+        """The query heads (first, stop) of each chunk."""
         return windows(self.heads, self.kv_heads, self.chunks)
 
     def rows(self, window: tuple[int, int]) -> list[slice]:
-        """Return the rows of the joint projection's weight for q, k and v of a chunk."""
+        """Return the rows of the joint projection's weight for a chunk's q, k and v."""
         group, dim = self.heads // self.kv_heads, self.head_dim
         first, stop = window
         kv = [(self.heads + i * self.kv_heads) * dim for i in range(2)]
@@ -74,13 +74,13 @@ class HeadChunks:
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """Functions that attention in chunks of heads calls.
+    """The functions that attention in chunks of heads calls.
 
     Attributes:
-        norm: (x, dtype) -> normed x in that dtype, which is projected; it acts on each token alone.
+        norm: (x, dtype) -> the norm of x in that dtype, to be projected; it must compute each token alone.
         modules: modules with the parameters that `norm` reads.
         arguments: (q, k, v, window=..., needs_grad=...) -> the arguments of the op, see `functional.op_arguments`.
-        tile: tokens of all samples that are normed and projected at a time; None: all.
+        tile: number of tokens, in all samples together, that are normalized and projected at a time; None: all.
     """
 
     norm: Callable[[Tensor, torch.dtype], Tensor]
@@ -93,7 +93,7 @@ class AttentionParts:
 def attend_in_chunks(
     chunks: HeadChunks, parts: AttentionParts, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Tensor
 ) -> Tensor:
-    """Return the heads' output (B, N, H, D) for x (B, N, E), normed and projected; `tables`: `RotaryTable.rows()`."""
+    """Normalize and project x (B, N, E), and return the heads' output (B, N, H, D); `tables`: `RotaryTable.rows()`."""
     check_whole(parts.modules)
     return _Chunked.apply(chunks, parts, len(tables), x, weight, bias, *tables, *trained(parts.modules))
 
@@ -103,7 +103,7 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx, chunks, pieces, count, x, weight, bias, *tensors):
         ctx.chunks, ctx.parts, ctx.context, ctx.count = chunks, pieces, ForwardContext(x), count
         ctx.weights = weights(pieces.modules)
-        state = torch.get_rng_state()  # all windows use one seed: masks are keyed by the head
+        state = torch.get_rng_state()  # one seed for all windows: dropout masks also depend on the head
         out, kept_rows, ctx.options = None, [], []
         projection = ctx.projection = _Projection(chunks, pieces, products_dtype(x, weight), step_of(pieces.tile, x))
         for window in chunks.windows:
@@ -131,7 +131,7 @@ class _Chunked(torch.autograd.Function):
         parameters = check_same_parameters(parts.modules, ctx.weights)
         needs_x, *needs = ctx.needs_input_grad[3:6]
         totals = [torch.empty_like(y) if needed else None for y, needed in zip((weight, bias), needs, strict=True)]
-        # the gradient of the normed rows, until all chunks are done
+        # sum of the chunks' gradients with respect to the normed rows
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x or parameters else None
         for i, window in enumerate(chunks.windows):
             with ctx.context.again(grad=False):
@@ -152,7 +152,7 @@ class _Chunked(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Projection:
-    """Projects x (B, N, E) to q, k and v of a chunk of heads; with the backward."""
+    """The projection of x (B, N, E) to q, k and v of a chunk of heads, and its backward."""
 
     chunks: HeadChunks
     parts: AttentionParts
@@ -160,7 +160,7 @@ class _Projection:
     step: int
 
     def _groups(self, window: tuple[int, int], rotary: bool) -> list[list[slice]]:
-        """Return the rows of the weight in groups that are multiplied at once: q and k in one group if rotated."""
+        """Return groups of rows of the weight, one for each product; rotated q and k share a product."""
         q, k, v = self.chunks.rows(window)
         return [[q, k], [v]] if rotary else [[q], [k], [v]]
 
@@ -168,7 +168,7 @@ class _Projection:
         return self.parts.norm(x, self.dtype)
 
     def _grouped(self, y: Tensor | None, groups: list[list[slice]]) -> list[Tensor | None]:
-        """Return the rows of a weight or bias for each group."""
+        """Return each group's rows of a weight or bias."""
         return [None if y is None else torch.cat([y[rows] for rows in group]).to(self.dtype) for group in groups]
 
     def forward(
@@ -197,7 +197,7 @@ class _Projection:
 
         Args:
             grads: gradients of q, k and v; the list is emptied to free them early.
-            add: True if `dx` holds the sum over earlier chunks.
+            add: True if `dx` already contains the sum over earlier chunks.
         """
         groups = self._groups(window, bool(tables))
         if tables:
@@ -216,7 +216,7 @@ class _Projection:
 
 
 def _put(total: Tensor, rows: list[slice], part: Tensor) -> None:
-    """Write a chunk's rows to the total; each row belongs to one chunk."""
+    """Write the gradient of a chunk's rows to `total`; each row belongs to only one chunk."""
     for target, values in zip(rows, part.split([r.stop - r.start for r in rows]), strict=True):
         total[target] = values
 

@@ -1,8 +1,8 @@
-"""Saved tensors wait for the backward in pinned host memory; copies overlap with computation.
+"""Offloads saved tensors to pinned host memory until the backward; copies overlap with computation.
 
 A copy to the host starts as soon as the tensor is computed. The tensor is freed when the next copy starts, in the order
-of the computing stream, so that at most two are on the GPU although the host runs ahead. The backward copies the next
-tensor back while it uses one; with groups of blocks, while a group's first block runs.
+of the computing stream, so that at most two tensors are on the GPU although the host runs ahead. The backward copies
+the next tensor back while it uses the current one; with groups of blocks, while a group's first block runs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 from lightning_dilated._validation import real
 
 GIB = 2**30
-#: free buffers of other lengths are given back if all buffers would exceed this many times the most bytes ever in use
+#: free buffers of other lengths are released if all buffers together would exceed ROOM times the peak use
 ROOM = 4
-#: buffers that are registered with CUDA
+#: the buffers that are registered with CUDA
 _PINNED: weakref.WeakSet[_Buffer] = weakref.WeakSet()
 
 
@@ -31,7 +31,7 @@ def pinned_bytes() -> int:
 
 
 def check_offload(offload: Any) -> float:
-    """Return the budget: 0 for none; up to 1 a fraction of the saved tensors; above 1 GiB of host memory."""
+    """Return the budget: 0: none; up to 1: a fraction of the saved tensors; above 1: GiB of host memory."""
     hint = " 0 is none; up to 1 is a fraction of the saved block inputs; above 1 is GiB."
     return real(offload, "offload", least=0, hint=hint)
 
@@ -42,19 +42,19 @@ class Host:
     def __init__(self, budget: float) -> None:
         self.budget = check_offload(budget)
         self._free: list[_Buffer] = []
-        self._total, self._most = 0, 0  # bytes of all buffers; the most bytes that were in use
-        self._order: list[Callable[[], _Offloaded | None]] = []  # by number in the latest forward
+        self._total, self._most = 0, 0  # bytes of all buffers; peak of the bytes in use
+        self._order: list[Callable[[], _Offloaded | None]] = []  # the latest forward's, by number
         self._waiting: weakref.WeakSet[_Offloaded] = weakref.WeakSet()  # tensors of all forwards
         self._leaving: _Offloaded | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def __reduce__(self) -> tuple[type[Host], tuple[float]]:
-        """Let copies, also pickled ones, begin without buffers: buffers in use belong to forwards of this object."""
+        """Make copies (also by pickle) without buffers, because buffers in use belong to forwards of this object."""
         return Host, (self.budget,)
 
     @property
     def bytes(self) -> int:
-        """Bytes of host memory, in use or free."""
+        """The bytes of host memory in all buffers, in use or free."""
         return self._total
 
     def offloading(self, x: Tensor, number: int, count: int, deferred: bool = False) -> AbstractContextManager[None]:
@@ -62,12 +62,12 @@ class Host:
 
         Args:
             number, count: x is the `number`-th of `count` tensors of this forward.
-            deferred: the use of x in the backward does not copy the tensor before x back; `prefetch(number)` does.
+            deferred: the backward's use of x does not start the copy of the tensor before x; `prefetch(number)` does.
         """
         if number == 0:
             self._order.clear()
         budgeted = number < round(self.budget * count) if self.budget <= 1 else self._fits(x)
-        saved = x.requires_grad and torch.is_grad_enabled() and x.numel() > 0  # an empty shard has nothing to send
+        saved = x.requires_grad and torch.is_grad_enabled() and x.numel() > 0  # an empty shard has no data to copy
         if not (budgeted and saved):
             self._release_leaving()
             return contextlib.nullcontext()
@@ -76,20 +76,20 @@ class Host:
 
     def _fits(self, x: Tensor) -> bool:
         if self._fitting(x.nbytes) is None and self._total + x.nbytes > self.budget * GIB:
-            self._free_buffers()  # they have other lengths
+            self._free_buffers()  # no free buffer has a suitable length
         return self._fitting(x.nbytes) is not None or self._total + x.nbytes <= self.budget * GIB
 
     def _free_buffers(self) -> None:
-        """Give free buffers back to the system, once no queued copy reads or writes them."""
+        """Release the free buffers after all queued copies have finished."""
         if self._stream is not None:
             self._stream.synchronize()
         self._total -= sum(buffer.size for buffer in self._free)
         self._free.clear()
 
     def close(self) -> None:
-        """Give all memory back to the system, also of tensors that wait in it: their backward will not run."""
+        """Release all host memory; a backward that still needs a tensor in it then raises RuntimeError."""
         if self._stream is not None:
-            with contextlib.suppress(RuntimeError):  # a GPU that failed raises again, and copies nothing
+            with contextlib.suppress(RuntimeError):  # a GPU that has failed raises again and copies nothing
                 self._stream.synchronize()
         self._leaving = None
         for offloaded in list(self._waiting):
@@ -99,7 +99,7 @@ class Host:
         self._total = self._most = 0
 
     def _fitting(self, size: int) -> _Buffer | None:
-        """Return the smallest free buffer for `size` bytes, at most a quarter larger."""
+        """Return the smallest free buffer of `size` to 1.25 `size` bytes; None if there is none."""
         buffers = [buffer for buffer in self._free if size <= buffer.size <= 1.25 * size]
         return min(buffers, key=lambda buffer: buffer.size, default=None)
 
@@ -115,10 +115,10 @@ class Host:
             yield
 
     def _send(self, x: Tensor, deferred: bool) -> _Offloaded:
-        """Start the copy of x, and free the tensor that was sent before."""
+        """Start the copy of x to the host, and free the tensor that was copied before x."""
         last = self._order[-1]() if self._order else None
         if last is not None and last.where == x.data_ptr() and last.tensor is not None:
-            return last  # saved twice
+            return last  # autograd saves x a second time
         offloaded = _Offloaded(self, x, len(self._order), deferred)
         self._order.append(weakref.ref(offloaded))
         self._release_leaving()
@@ -127,18 +127,18 @@ class Host:
         return offloaded
 
     def _release_leaving(self) -> None:
-        """Free the tensor that was sent last, once its copy is done."""
+        """Free the last copied tensor on the GPU after its copy has finished."""
         if self._leaving is not None:
             self._leaving.release()
             self._leaving = None
 
     def forget_copy(self, offloaded: _Offloaded) -> None:
-        """Note that a tensor has been restored."""
+        """Forget a tensor that was restored before it was freed on the GPU."""
         if self._leaving is offloaded:
             self._leaving = None
 
     def prefetch(self, number: int) -> None:
-        """Start to copy back the tensor saved before the `number`-th, which the backward uses after it."""
+        """Start to copy back the tensor that was saved before the `number`-th: the backward needs it next."""
         before = self._order[number - 1]() if 0 < number <= len(self._order) else None
         if before is not None:
             before.fetch()
@@ -149,7 +149,7 @@ class Host:
         used = self._total - sum(free.size for free in self._free) + (size if buffer is None else buffer.size)
         self._most = max(self._most, used)
         if buffer is None:
-            if self._total + size > ROOM * self._most:  # if sequences grow, earlier buffers would never fit again
+            if self._total + size > ROOM * self._most:  # longer sequences do not fit in earlier buffers
                 self._free_buffers()
             buffer = _Buffer(size, self.on_gpu)
             self._total += size
@@ -158,24 +158,24 @@ class Host:
         return buffer
 
     def put(self, buffer: _Buffer) -> None:
-        """Keep a buffer for later tensors."""
+        """Keep a free buffer for later tensors."""
         self._free.append(buffer)
 
     on_gpu = False
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream of copies: one for both directions, so that a buffer is read before it is written again."""
+        """Return the stream of copies in both directions, so that a buffer is read before it is overwritten."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         return self._stream
 
 
 def _not_offloaded() -> None:
-    """Return None, as the reference of a tensor that stays on the GPU."""
+    """Return None: a reference for a tensor that stays on the GPU."""
 
 
 class _Buffer:
-    """Bytes of host memory, registered with CUDA, since torch's own pinned memory comes in powers of two."""
+    """Host memory that is registered with CUDA here, because torch rounds pinned memory up to a power of two."""
 
     def __init__(self, size: int, pinned: bool) -> None:
         self.size = size
@@ -188,7 +188,7 @@ class _Buffer:
         except RuntimeError as error:
             raise RuntimeError(
                 f"offload could not get {size / GIB:.2f} GiB more of (pinned) host memory: {error}. Lower offload of "
-                "ActivationRecompute, which each rank of this machine takes, or set every=2."
+                "ActivationRecompute (each rank of this machine uses as much), or set every=2."
             ) from error
 
 
@@ -213,11 +213,11 @@ class _Offloaded:
         if buffer is None:
             return
         if getattr(self, "tensor", None) is not None:
-            self._wait()  # nobody needs the copy back that is running; reuse the buffer after it
+            self._wait()  # a running copy back is not needed any more, but must finish before the buffer is reused
         self._host.put(buffer)
 
     def forget(self) -> None:
-        """Drop the buffer; the tensor cannot be restored."""
+        """Drop the buffer, after which the tensor cannot be restored."""
         self._buffer = self.tensor = None
 
     def _flat(self) -> Tensor:
@@ -226,7 +226,7 @@ class _Offloaded:
 
     @contextlib.contextmanager
     def _on_copy_stream(self) -> Iterator[None]:
-        """Queue work of the body on the stream of copies, after all work queued on the current stream."""
+        """Queue the body's work on the stream of copies, after all work on the current stream."""
         if not self._host.on_gpu:
             yield
             return
@@ -250,7 +250,7 @@ class _Offloaded:
         if self.tensor is None:
             if self._buffer is None:
                 raise RuntimeError(
-                    "a saved block input is no longer in host memory: it was given back as training ended."
+                    "a saved block input is no longer in host memory, which was freed at the end of training."
                 )
             dtype, shape, device = self._like
             self.tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -258,7 +258,7 @@ class _Offloaded:
                 self.tensor.copy_(self._flat(), non_blocking=True)
 
     def restore(self) -> Tensor:
-        """Return the tensor on its device; unless deferred, start to copy back the tensor that is needed next."""
+        """Return the tensor on its device; unless deferred, start the copy of the tensor that is needed next."""
         self.fetch()
         self._wait()
         tensor, self.tensor = self.tensor, None

@@ -1,4 +1,4 @@
-"""Activation recomputation: the backward runs a block again from its saved input, with its autocast and random numbers.
+"""Activation recomputation: the backward runs a block again on its saved input, with equal autocast and random numbers.
 
 Shape letters: B batch, N tokens, E embedding dim.
 """
@@ -30,17 +30,17 @@ from lightning_dilated.sequence.group import present_sequence
 
 
 def forget_casts() -> None:
-    """Clear autocast's cache of weights: a cast made without gradients must not be used where a gradient is needed."""
+    """Clear autocast's cache of cast weights: casts without gradients must not be used where gradients are needed."""
     if torch.is_autocast_cache_enabled():
         torch.clear_autocast_cache()
 
 
 class ForwardContext:
-    """Autocast settings, active sequence and optionally random states of a forward, to run parts of it again.
+    """The autocast settings, active sequence and optionally random states of a forward, to run parts of it again.
 
     Args:
-        like: a tensor on the device that computes.
-        random: True if these parts draw random numbers.
+        like: a tensor on the device of the computation.
+        random: also store random states, because these parts draw random numbers.
     """
 
     def __init__(self, like: Tensor, random: bool = False) -> None:
@@ -51,14 +51,14 @@ class ForwardContext:
             self._autocast = {
                 "enabled": torch.is_autocast_enabled(kind),
                 "dtype": torch.get_autocast_dtype(kind),
-                "cache_enabled": torch.is_autocast_cache_enabled(),  # compiled pieces read it, too
+                "cache_enabled": torch.is_autocast_cache_enabled(),  # compiled parts depend on it
             }
         self._states = (torch.get_rng_state(), *get_device_states(like)) if random else None
         self._in_sequence = present_sequence()
 
     @contextlib.contextmanager
     def again(self, grad: bool = True) -> Iterator[None]:
-        """Run the body as in the forward, with gradients enabled or not; restore random states afterwards."""
+        """Run the body in the forward's context, with gradients enabled if `grad`; then restore the random states."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(self._in_sequence())
@@ -75,8 +75,8 @@ class ForwardContext:
 
 
 def _in_its_sequence(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return `run` inside the sequence that is active now, for any thread; compiled code reads its thread's stack."""
-    if torch.compiler.is_compiling():  # a graph holds the name of the sequence
+    """Return a function that calls `run`, in any thread, with the sequence that is active now."""
+    if torch.compiler.is_compiling():  # a graph contains the sequence's name
         return run
     in_sequence = present_sequence()
 
@@ -87,14 +87,14 @@ def _in_its_sequence(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tens
     return run_in_sequence
 
 
-#: ops with results that "attention-kept" saves; an extension adds its own
+#: the ops that "attention-kept" saves the results from; extensions add their ops
 KEPT: list[Any] = [ATTENTION]
 
-#: "none" saves all that the backward needs; "block" only the block's input; "attention-kept" also the op's results
-#: (output, log-sum-exp and the rows received from other ranks), so that neither attention nor its exchange runs twice
+#: "none" saves all tensors that the backward needs; "block" saves only the block's input; "attention-kept" also saves
+#: the op's results (output, log-sum-exp, rows received from other ranks), so that attention and its exchange run once
 POLICIES = ("none", "attention-kept", "block")
 
-_running = threading.local()  # a backward on a GPU runs in another thread
+_running = threading.local()  # per thread, because a GPU's backward has its own thread
 
 
 def check_policy(name: str) -> str:
@@ -103,12 +103,12 @@ def check_policy(name: str) -> str:
 
 
 def result_is_unused() -> bool:
-    """Return True if a checkpointed function runs again only to save intermediate results, and not for its value."""
+    """Return True in the second run of a checkpointed function, which only saves intermediate results."""
     return getattr(_running, "unused", False)
 
 
 class _Anew(AbstractContextManager):
-    """Enters a new context from `make` each time, since torch enters it in each backward of a retained graph."""
+    """Enters a new context from `make` each time, because torch enters it in each backward of a retained graph."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make, self._entered = make, []
@@ -133,7 +133,7 @@ def _result_unused(unused: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make torch's default dtype `dtype` inside the block."""
+    """Set torch's default dtype within the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -144,7 +144,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _retained(mode: Any) -> Iterator[None]:
-    """Enter torch's mode of the second run; if the graph is retained, put the results back that the mode removes."""
+    """Enter torch's mode of the second run; if the graph is retained, restore the results that the mode removes."""
     saved = saved_by_op(mode).items() if backward_is_retained() else ()
     before = {op: copy.copy(results) for op, results in saved}
     try:
@@ -155,16 +155,16 @@ def _retained(mode: Any) -> Iterator[None]:
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of the first run and of the run in the backward."""
+    """Return the contexts of the first run and of the second run, in the backward."""
     return _Anew(partial(_result_unused, False)), _Anew(partial(_result_unused, True))
 
 
 def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: bool = False) -> Tensor:
-    """Return run(x), (B, N, E), by torch's checkpoint (arXiv 1604.06174), also if torch.compile traces it.
+    """Return run(x), (B, N, E), by torch's checkpoint (arXiv 1604.06174), also under torch.compile.
 
     Args:
         policy: "block" or "attention-kept".
-        marked: with "block", `result_is_unused` is true in the second run; such a call cannot be compiled.
+        marked: with "block", make `result_is_unused` True in the second run; such a call cannot be compiled.
     """
     run = _in_its_sequence(run)
     if policy == "block":
@@ -184,21 +184,21 @@ def _retained_contexts(
 
 
 def in_groups(layers: list[Callable[[Tensor], Tensor]], x: Tensor, every: int, host: Host) -> Tensor:
-    """Run the layers one after another, and save only the input of every `every`-th, some inputs in host memory.
+    """Run the layers one after another, and save only the first input of each group of layers, on the GPU or the host.
 
-    The backward recomputes a group for its layers' inputs; then each layer recomputes itself.
+    The backward runs a group again to get its layers' inputs; then each layer recomputes itself.
 
     Args:
-        layers: each maps (B, N, E) to (B, N, E).
-        every: layers of a group.
+        layers: functions from (B, N, E) to (B, N, E).
+        every: number of layers in a group.
     """
     starts = range(0, len(layers), every)
     for number, first in enumerate(starts):
         group = layers[first : first + every]
-        grouped = len(group) > 1 and not torch.compiler.is_compiling()  # torch.compile knows no such hooks
+        grouped = len(group) > 1 and not torch.compiler.is_compiling()  # hooks do not compile
         with host.offloading(x, number, len(starts), grouped):
-            # the group is recomputed when the gradient of its last layer exists; the input of the group before is
-            # copied back while the first layer's backward runs
+            # a group is recomputed when the gradient of its last layer is known; the earlier group's input is copied
+            # back while the backward of this group's first layer runs
             fetch = partial(_on_gradient, partial(host.prefetch, number)) if grouped else None
             x = _group(group, x, fetch) if len(group) > 1 else group[0](x)
     return x
@@ -211,8 +211,8 @@ def _on_gradient(run: Callable[[], None], x: Tensor) -> None:
 
 
 def _group(layers: list[Callable[[Tensor], Tensor]], x: Tensor, after_first: Callable[[Tensor], None] | None) -> Tensor:
-    # before torch 2.13 a layer's checkpoint holds a tensor of the default dtype; Trainer(precision="bf16-true") changes
-    # this dtype in the forward only, so that the second run would make another one
+    # Before torch 2.13 a layer's checkpoint saves a tensor of the default dtype. Trainer(precision="bf16-true") sets
+    # this dtype in the forward only, so the second run would save a tensor of another dtype.
     options = {"context_fn": partial(_contexts_of_dtype, torch.get_default_dtype())}
     options = {} if torch.compiler.is_compiling() else options
     return checkpoint(_in_its_sequence(partial(_run, layers, after_first)), x, use_reentrant=False, **options)

@@ -1,4 +1,4 @@
-"""MemorySettings: the tensors that training saves for the backward, and the size of the parts computed at a time."""
+"""MemorySettings: which tensors training saves for the backward, and how much is computed at a time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from lightning_dilated._validation import flag, integer
 from lightning_dilated.memory.offload import check_offload
 from lightning_dilated.memory.recompute import check_policy
 
-#: tiles that are projected together for a chunk of heads: a projection makes fewer features a token than the
-#: feed-forward, and runs once a chunk, so that the GPU would wait for kernel launches with smaller pieces
+#: tiles that are projected together for a chunk of heads. A projection has fewer features a token than the feed-forward
+#: and runs once for each chunk, so that with single tiles the GPU would wait for kernel launches.
 NARROW = 8
 
 
@@ -18,20 +18,20 @@ class MemorySettings:
     """Settings to train a DilatedTransformer in less memory. Only `truncate` changes gradients.
 
     Attributes:
-        policy: what each block saves: one of `recompute.POLICIES`.
-        every: with "block", save the input of every n-th block only. The backward recomputes a group of n blocks, then
+        policy: which tensors each block saves, one of `recompute.POLICIES`.
+        every: with "block", save only the input of every n-th block. The backward recomputes a group of n blocks, then
             its blocks, one at a time.
-        offload: share of the saved block inputs that wait in pinned host memory: a fraction (up to 1), or GiB (above 1).
-        tile: tokens of all samples together that norm, feed-forward and residual compute at a time, and also last norm,
-            output projection and loss (fewer for a wide vocabulary, see `chunked_loss.loss_tile`); None: all. With head
-            chunks, NARROW times this number are projected at a time, to q, k and v and from the heads' outputs.
+        offload: share of the saved block inputs to store in pinned host memory: a fraction (up to 1) or GiB (above 1).
+        tile: tokens, in all samples together, that norm, feed-forward and residual compute at a time, and also
+            last norm, output projection and loss (fewer for a wide vocabulary: `chunked_loss.loss_tile`); None: all.
+            With head chunks, NARROW times this number are projected at a time, to q, k and v and from the heads.
         head_chunks: number of chunks of heads; q, k and v are computed for one chunk after another.
-        stream: tokens of a chunk of each sequence: the model computes one chunk after another forward, then each again
-            with its backward; the other settings act on a chunk. Causal language models only.
-        truncate: with `stream`: gradients end at the bounds of chunks, and each chunk is computed once.
+        stream: number of tokens in a chunk of a sequence. The model computes the chunks forward one after another, then
+            each again with its backward; the other settings apply to a chunk. Causal language models only.
+        truncate: with `stream`, stop gradients at the boundaries of chunks, and compute each chunk once.
 
     Raises:
-        ValueError: naming the setting; also for `every` or `offload` with a policy that saves no block inputs.
+        ValueError: naming the setting; also for `every` or `offload` if the policy does not save block inputs.
     """
 
     policy: str = "none"
@@ -62,24 +62,24 @@ class MemorySettings:
 
     @property
     def narrow_tile(self) -> int | None:
-        """Tokens that are projected at a time with head chunks."""
+        """The number of tokens that are projected at a time with head chunks; None: all."""
         return None if self.tile is None else NARROW * self.tile
 
     @property
     def in_pieces(self) -> bool:
-        """True if parts of a block run separately, on chunks of its input."""
+        """True if the parts of a block run separately, on tiles of tokens or chunks of heads."""
         return self.tile is not None or self.head_chunks > 1
 
 
 def check_shared(chunk: int, layout: str, stream: int | None) -> None:
-    """Raise unless ranks of this layout and stream share the chunks of `chunk` tokens that the model streams."""
+    """Raise ValueError unless ranks with this layout and `stream` share the model's chunks of `chunk` tokens."""
     if layout != "chunked":
         raise ValueError(
-            f"stream={chunk} computes each sequence chunk by chunk, and with layout={layout!r} the ranks that share it hold "
-            "other parts than pieces of chunks. Set layout='chunked', so that they share every chunk, or sequence_size=1, "
+            f"stream={chunk} computes each sequence chunk by chunk, but with layout={layout!r} its ranks do not hold "
+            "pieces of each chunk. Set layout='chunked', so that they share every chunk, or sequence_size=1, "
             "so that every rank streams sequences of its own, or leave stream out."
         )
     if stream != chunk:
         raise ValueError(
-            f"the model streams chunks of {chunk} tokens, and its ranks share chunks of {stream}: take one of them."
+            f"the model streams chunks of {chunk} tokens, but its ranks share chunks of {stream}: set equal numbers."
         )

@@ -1,9 +1,9 @@
-"""Functions of each token alone, computed in tiles of tokens with explicit gradients.
+"""Functions that compute each token alone, run in tiles of tokens with explicit gradients.
 
 Intermediate results (the feed-forward's hidden features, the logits) exist for one tile at a time: only the inputs are
 saved, and the backward computes each tile again. A parameter's gradient is summed over the tiles in at least fp32 and
 returned once, so that its hooks (of DDP and FSDP) run once. Products with rows of a projection's weight have their own
-backward: autograd would compute each product again, and the norm's backward once for every chunk of heads.
+backward, because autograd would repeat each product, and repeat the norm's backward for every chunk of heads.
 
 Shape letters: B batch, N tokens, E embedding dim, R rows of a weight.
 """
@@ -26,17 +26,17 @@ from lightning_dilated.memory.recompute import ForwardContext, forget_casts
 def tiled(
     run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: int | None, *rows: Tensor, unused: bool = False
 ) -> Tensor:
-    """Return run(*rows), computed in tiles of at most `tile` tokens of all samples together; None: at once.
+    """Return run(*rows), computed in tiles of tokens.
 
     Args:
         run: takes tensors with samples in dim 0 and tokens in dim 1; a token's result must depend on that token alone.
         modules: modules with the parameters that `run` uses; other parameters get no gradient.
-        tile: tokens of a tile.
+        tile: the most tokens of a tile, in all samples together; None: one tile.
         rows: (B, N, ...), such as hidden states and labels; rows that require a gradient get one.
-        unused: nothing will read the result, so its values are not computed; it has the shape of the first of `rows`.
+        unused: the result will not be read, so do not compute its values; it has the shape of `rows[0]`.
 
     Raises:
-        ValueError: if FSDP shards the parameters of a module inside apart from the rest of the layer.
+        ValueError: if FSDP shards a module within a layer separately from the rest of the layer.
         RuntimeError: for a double backward.
     """
     step = step_of(tile, rows[0])
@@ -46,7 +46,7 @@ def tiled(
 
 
 def step_of(tile: int | None, x: Tensor) -> int:
-    """Return the tokens of each sample in a tile."""
+    """Return the number of tokens of each sample in a tile; `tile` counts the tokens of all samples, None: no tiles."""
     return max(1, x.shape[1]) if tile is None else max(1, tile // max(1, x.shape[0]))
 
 
@@ -58,65 +58,65 @@ def _apply(run: Callable, modules: Sequence[nn.Module], step: int, unused: bool,
 
 
 def check_whole(modules: Sequence[nn.Module]) -> None:
-    """Raise if gradients would be lost: FSDP gathers weights of a layer inside, or has replaced its parameters."""
+    """Raise ValueError if gradients would be lost: FSDP shards an inner module, or has replaced its parameters."""
     for m in (m for module in modules for m in module.modules()):
         if isinstance(m, FSDPModule):
             raise ValueError(
-                f"{type(m).__name__} is sharded by itself, so its gradients would be lost in tiles (tile, head_chunks). "
-                "Call fully_shard for the TransformerBlock and for the whole model only, not for layers within them."
+                f"{type(m).__name__} is sharded separately, so its gradients would be lost in tiles (tile, "
+                "head_chunks). Call fully_shard only for TransformerBlocks and the model, not for layers within blocks."
             )
         if any(isinstance(x, Tensor) and x.requires_grad for x in vars(m).values()):
             raise ValueError(
-                f"{type(m).__name__} holds weights that are no parameters, so their gradients would be lost in tiles (tile, "
-                "head_chunks). Shard by fully_shard (FSDP2) and not by FullyShardedDataParallel."
+                f"{type(m).__name__} has weights that are not parameters, so their gradients would be lost in tiles "
+                "(tile, head_chunks). Shard by fully_shard (FSDP2) and not by FullyShardedDataParallel."
             )
 
 
 def weights(modules: Sequence[nn.Module]) -> dict[nn.Parameter, bool]:
-    """Return {parameter of the modules: True if it is trained}."""
+    """Return {parameter: whether it is trained} for all parameters of the modules."""
     return {p: p.requires_grad for m in modules for p in m.parameters()}
 
 
 def trained(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Return the trained parameters of the modules, each once."""
+    """Return the trained parameters of the modules, without duplicates."""
     return [p for p, is_trained in weights(modules).items() if is_trained]
 
 
 def check_same_parameters(modules: Sequence[nn.Module], before: dict[nn.Parameter, bool]) -> list[nn.Parameter]:
-    """Return `trained` in the backward, which computes tiles again with the parameters that the modules hold by then.
+    """Return the trained parameters in the backward, after checking that they are the forward's parameters.
 
     Args:
-        before: `weights` in the forward; FSDP may have freed their values since, but they are the same objects.
+        before: `weights` in the forward; FSDP may have freed their values since, but not replaced the objects.
 
     Raises:
-        RuntimeError: if the modules hold, or train, other parameters than in the forward.
+        RuntimeError: if the modules have other parameters, or train other parameters, than in the forward.
     """
     leaves, now = trained(modules), weights(modules)
     count = sum(before.values())
     if len(leaves) != count or any(now[p] != was_trained for p, was_trained in before.items() if p in now):
         raise RuntimeError(
-            f"{count} parameters were trained in the forward, and not the same {len(leaves)} are in its backward. Freeze or "
-            "thaw none in between; with tile or head_chunks shard by fully_shard (FSDP2) and not by "
+            f"{count} parameters were trained in the forward, but not the same {len(leaves)} in its backward. Freeze "
+            "or unfreeze none in between; with tile or head_chunks shard by fully_shard (FSDP2) and not by "
             "FullyShardedDataParallel."
         )
     if now.keys() != before.keys():
         raise RuntimeError(
-            "with tile or head_chunks the backward computes parts of the forward again, and the modules hold other "
-            "parameters by now. Where torch.func.functional_call put them there, run the backward within that call (return "
+            "with tile or head_chunks the backward computes parts of the forward again, but the modules have other "
+            "parameters now. If torch.func.functional_call replaced them, run the backward within that call (return "
             "gradients from it), or leave out tile and head_chunks."
         )
     return leaves
 
 
 def only_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a Function's backward refuse a double backward, which would leave out the gradients computed inside it."""
+    """Make a Function's backward refuse a double backward, which would omit the gradients computed inside it."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "this loss, or what runs in tiles (tile, head_chunks), has no double backward: its gradient was asked to be "
-                "differentiated again. Leave out create_graph=True."
+                "this loss, and functions that run in tiles (tile, head_chunks), have no double backward: their "
+                "gradient cannot be differentiated again. Leave out create_graph=True."
             )
         return backward(ctx, *grads)
 
@@ -136,7 +136,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @only_once
     def backward(ctx, grad):
-        saved = ctx.saved_tensors  # raises if one was changed in place
+        saved = ctx.saved_tensors  # raises an error if a tensor was changed in place
         rows = saved[: ctx.count]
         needed = ctx.needs_input_grad[6 : 6 + ctx.count]
         parameters = check_same_parameters(ctx.modules, ctx.weights)
@@ -147,7 +147,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def cuts(length: int, step: int) -> Iterator[slice]:
-    """Yield slices of `step` tokens in the profiler range "tiles"; an empty shard gives one, for its shapes."""
+    """Yield slices of `step` tokens in the profiler range "tiles"; for an empty shard yield one empty slice."""
     with torch.profiler.record_function("tiles"):
         yield from (slice(at, min(at + step, length)) for at in range(0, max(1, length), step))
 
@@ -155,7 +155,7 @@ def cuts(length: int, step: int) -> Iterator[slice]:
 def forward_tiles(run: Callable[..., Tensor], step: int, rows: Sequence[Tensor]) -> Tensor:
     """Return run(*rows), (B, N, ...), computed `step` tokens at a time."""
     out = None
-    rows = [x.detach() for x in rows]  # module hooks expect a graph behind tensors that require a gradient
+    rows = [x.detach() for x in rows]  # module hooks expect a graph if tensors require a gradient
     for cut in cuts(rows[0].shape[1], step):
         part = run(*(x[:, cut] for x in rows))
         if out is None:
@@ -174,7 +174,7 @@ def tile_gradients(
     into: Sequence[Tensor | None],
     grad: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Return (the sum of run(*rows) if `grad` is None, gradients of `leaves`); call it with gradients enabled.
+    """Compute the gradients of run(*rows), tile by tile; call this with gradients enabled.
 
     Args:
         leaves: trained parameters that `run` reads.
@@ -182,19 +182,19 @@ def tile_gradients(
         grad: gradient of the result; may be overwritten. None: compute gradients of the sum.
 
     Returns:
-        gradients in at least fp32; None for leaves that were not read.
+        The sum of run(*rows) if `grad` is None, and the gradients of `leaves` in at least fp32, None if not read.
     """
     sums: list[Tensor | None] = [None] * len(leaves)
     whole = None
     for cut in cuts(rows[0].shape[1], step):
         tile = [x[:, cut] for x in rows]
         tile = [x if grads is None else x.detach().requires_grad_() for x, grads in zip(tile, into, strict=True)]
-        out = run(*(x.view_as(x) for x in tile))  # views: module hooks do not work on leaves inside a backward
+        out = run(*(x.view_as(x) for x in tile))  # views, because module hooks fail on leaves in a backward
         if grad is None:
             whole = added(whole, out.detach().sum())
         inputs = [x for x, target in zip(tile, into, strict=True) if target is not None]
         out_grad = torch.ones_like(out) if grad is None else grad[:, cut]
-        with hooks_paused(leaves):  # autograd calls them later, with the gradient of all tiles
+        with hooks_paused(leaves):  # autograd calls the hooks later, with the sum over tiles
             parts = torch.autograd.grad(out, [*inputs, *leaves], out_grad, allow_unused=True)
         _write(parts, [x for x in into if x is not None], cut)
         parts = parts[len(inputs) :]
@@ -217,13 +217,13 @@ def backward_tiles(
     grad: Tensor,
     into: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Return the gradients of `tile_gradients` in the dtypes of the leaves."""
+    """Return the leaves' gradients from `tile_gradients` in the leaves' dtypes."""
     _, sums = tile_gradients(run, step, rows, leaves, into, grad)
     return [x if x is None else x.to(leaf.dtype) for x, leaf in zip(sums, leaves, strict=True)]
 
 
 def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Return total + part in at least fp32, written to `total`; None counts as 0."""
+    """Add `part` to `total` in place, in at least fp32, and return the sum; None counts as 0."""
     if part is None:
         return total
     part = part.to(torch.promote_types(part.dtype, torch.float32))
@@ -231,7 +231,7 @@ def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
 
 
 def products_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype of `nn.functional.linear`: autocast's, except for float64; the weight's without autocast."""
+    """Return the dtype of `nn.functional.linear`: autocast's if enabled, except for float64; else the weight's."""
     kind = x.device.type
     if kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -241,7 +241,7 @@ def products_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
 def products(
     normed: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], step: int
 ) -> list[Tensor]:
-    """Return normed(x) times each of the weights (R, E), plus its bias (R,): (B, N, R) each, in the weights' dtype."""
+    """Return normed(x) times each weight (R, E) plus its bias (R,): a list of (B, N, R) in the weights' dtype."""
     outputs = [w.new_empty(*x.shape[:2], len(w)) for w in weights]
     for cut in cuts(x.shape[1], step):
         rows = normed(x[:, cut].detach())
@@ -262,12 +262,12 @@ def products_backward(
     add: bool,
     trained: bool = True,
 ) -> list[Tensor | None]:
-    """Return the weights' gradients, at least fp32; write (with `add`: add) the gradient of the normed rows to `into`.
+    """Return the weights' gradients in at least fp32; write the gradient of the normed rows to `into`.
 
     Args:
         grads: gradient (B, N, R) of each product.
-        into: (B, N, E) of any dtype; None: this gradient is not needed.
-        trained: True if the weights are trained; otherwise their gradients are None.
+        into: (B, N, E) of any dtype; None: this gradient is not needed. With `add`, add the gradient to its values.
+        trained: whether the weights are trained; if not, their gradients are None.
     """
     wide = torch.promote_types(weights[0].dtype, torch.float32)
     sums = [torch.zeros_like(w, dtype=wide) if trained else None for w in weights]
@@ -279,16 +279,16 @@ def products_backward(
                     sums[j].add_(grad[i, cut].t() @ rows[i])
                 if into is not None:
                     _multiply(grad[i, cut], w, into[i, cut], add or j > 0)
-        rows = None  # freed before the next tile's rows are made
+        rows = None  # free the rows before the next tile's rows are computed
     return sums
 
 
 def _multiply(grad: Tensor, weight: Tensor, into: Tensor, add: bool) -> None:
-    """Write grad times weight to `into`, or add it."""
+    """Write grad times weight to `into`; with `add`, add it."""
     if into.dtype != weight.dtype:
         part = grad @ weight
         into.add_(part) if add else into.copy_(part)
     elif add:
-        torch.addmm(into, grad, weight, out=into)  # FLOP counters do not know addmm_
+        torch.addmm(into, grad, weight, out=into)  # FLOP counters do not count addmm_
     else:
         torch.mm(grad, weight, out=into)

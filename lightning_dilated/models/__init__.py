@@ -1,4 +1,4 @@
-"""LightningModules over dilated attention; subclass DilatedModule for your own."""
+"""LightningModules with dilated attention; subclass DilatedModule to write your own."""
 
 from typing import TYPE_CHECKING
 

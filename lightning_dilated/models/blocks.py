@@ -24,15 +24,15 @@ from lightning_dilated.sequence import active_sequence
 
 
 def drop_path_rates(rate: float, depth: int) -> list[float]:
-    """Return each layer's probability, linear from 0 in the first to `rate` in the last (arXiv 1603.09382)."""
+    """Return each layer's drop probability, linear from 0 in the first to `rate` in the last (arXiv 1603.09382)."""
     return [rate * i / max(1, depth - 1) for i in range(depth)]
 
 
 def drop_path_factors(rate: float, depth: int, x: Tensor, samples: int | None = None) -> Tensor | None:
-    """Draw factors (depth, 2, B, 1, 1) of the two halves of every layer, 0 or 1 / (1 - p); None if `rate` is 0.
+    """Draw factors (depth, 2, B, 1, 1), 0 or 1 / (1 - p), for the two halves of every layer; None if `rate` is 0.
 
-    The ranks of a sequence hold parts of the same samples and drop them together: they use rank 0's seed, as attention
-    dropout does. The seed comes from torch's CPU generator, so `torch.manual_seed` repeats it.
+    All ranks of a sequence drop the same samples, because they use rank 0's seed, as attention dropout does. The seed
+    comes from torch's CPU generator, so results are reproducible with `torch.manual_seed`.
 
     Args:
         rate: probability in the last layer, in [0, 1).
@@ -55,18 +55,18 @@ class BlockOptions:
     """Options of a block, without its sizes.
 
     Args:
-        norm: kind of the norms in front of attention and feed-forward, and of the last norm.
+        norm: kind of the norms before attention, before the feed-forward and after the last block.
         ffn: activation of the feed-forward; "swiglu" has a gate (arXiv 2002.05202).
         bias: whether linear layers have a bias.
         dropout: probability for hidden features, in [0, 1).
         attention_dropout: probability for attention weights, in [0, 1).
         drop_path: probability of stochastic depth in the last layer (arXiv 1603.09382), linear from 0 in the first.
-        sub_layernorm: norms in front of the output projections of attention and feed-forward (arXiv 2210.06423).
+        sub_layernorm: add norms before the output projections of attention and feed-forward (arXiv 2210.06423).
         position_encoding: "rotary", "xpos" (rotary with decay, arXiv 2212.10554) or "none".
         xpos_scale_base: tokens over which xPos decays.
         engine: attention backend, "auto" for the fastest that fits.
-        kv_conv: taps of a short convolution on the keys and values of every layer, usually 4, which mixes in the
-            neighbours of a token before attention. None: no convolution.
+        kv_conv: taps, usually 4, of a short convolution on the keys and values of every layer, which mixes neighbouring
+            tokens before attention. None: no convolution.
         residual_dtype: dtype of the hidden states between blocks. Under mixed precision the default is float32;
             "bfloat16" halves the memory that recomputation saves.
         rotary_base: base of the layer's rotary positions.
@@ -114,17 +114,17 @@ def make_norm(kind: str, dim: int) -> nn.Module:
 
 
 def working(x: Tensor, weight: Tensor) -> Tensor:
-    """Cast x to the dtype of the weight that it is multiplied with; autocast casts later, so leave x unchanged then."""
+    """Cast x to the dtype of the weight that multiplies it; under autocast return x, because the product casts it."""
     kind = x.device.type
     return x if kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind) else x.to(weight.dtype)
 
 
 class FeedForward(nn.Module):
-    """E -> hidden -> E with GELU, or with SwiGLU's gate (arXiv 2002.05202)."""
+    """A feed-forward E -> hidden -> E with GELU, or with the gate of SwiGLU (arXiv 2002.05202)."""
 
     def __init__(self, dim: int, hidden: int, options: BlockOptions) -> None:
         super().__init__()
-        # not half of fc1: splitting fc1's output would cost one more pass over the widest activation in the backward
+        # a layer separate from fc1: splitting a joint output would cost one more pass over it in the backward
         self.gate = nn.Linear(dim, hidden, bias=options.bias) if options.ffn == "swiglu" else None
         self.fc1 = nn.Linear(dim, hidden, bias=options.bias)
         self.norm = nn.LayerNorm(hidden) if options.sub_layernorm else nn.Identity()
@@ -137,7 +137,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(BlockMemory):
-    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+    """A pre-norm block: x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
     def __init__(
         self,
@@ -198,11 +198,11 @@ class TransformerBlock(BlockMemory):
         return self._added(x, self.ffn(self.ffn_norm(working(x, self.ffn.fc1.weight))), drop)
 
     def _added(self, x: Tensor, y: Tensor, drop: Tensor | None) -> Tensor:
-        """x + y in the dtype of x, with dropout and stochastic depth on y."""
+        """Return x + y in the dtype of x, after dropout and stochastic depth on y."""
         y = self.dropout(y)
         return x + (y if drop is None else y * drop).to(x.dtype)
 
 
 def default_hidden(dim: int, ffn: str) -> int:
-    """Return 4 E for GELU; 8/3 E for SwiGLU, rounded up to a multiple of 32, with about the same number of weights."""
+    """Return 4 E for GELU, or 8/3 E rounded up to a multiple of 32 for SwiGLU, which has 3 matrices instead of 2."""
     return 4 * dim if ffn == "gelu" else -(-8 * dim // 3 // 32) * 32

@@ -1,4 +1,4 @@
-"""Checks of the form of batches; documents packed into one row, and a rank's part of them.
+"""Checks of the entries of batches; documents packed into one row, and a rank's part of these documents.
 
 Shape letters: D documents, L tokens of this rank, E features.
 """
@@ -16,17 +16,17 @@ from lightning_dilated._device import send
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.sequence import sequence_mean, sequence_sum
 
-#: an entry of a batch: its shape in letters, and what it holds
+#: the required shape of a batch's entry, in letters, and the kind of its values
 Form: TypeAlias = tuple[str, Literal["tokens", "integers", "floats", "numbers"]]
 _ALLOWED = {"tokens": "int64 or int32", "integers": "integers", "floats": "floating numbers", "numbers": "real numbers"}
 
 
 def check_form(owner: object, batch: Any, **forms: Form) -> None:
-    """Check that a batch is a mapping with these tensors.
+    """Check that a batch is a mapping that contains these tensors.
 
     Raises:
-        TypeError: for a batch that is no mapping, or an entry that is no tensor or has another dtype.
-        ValueError: for an entry that is missing or has another number of dimensions.
+        TypeError: if the batch is not a mapping, or an entry is not a tensor or has another dtype.
+        ValueError: if an entry is missing or has another number of dimensions.
     """
     name, expected = type(owner).__name__, ", ".join(f"{x} {shape}" for x, (shape, _) in forms.items())
     remedy = check_mapping(owner, batch, expected, *forms)
@@ -45,7 +45,7 @@ def check_form(owner: object, batch: Any, **forms: Form) -> None:
 
 
 def check_mapping(owner: object, batch: Any, expected: str, *names: str) -> str:
-    """Return advice for other errors in a batch's form. Raises TypeError if the batch is no mapping."""
+    """Raise TypeError if a batch is not a mapping; else return advice that other errors about the batch can use."""
     example = ", ".join(f'"{x}": ...' for x in names)
     remedy = f"Let the dataset, or the loader's collate_fn, return {{{example}}}."
     if isinstance(batch, Mapping):
@@ -84,7 +84,7 @@ class Documents:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, tokens: int) -> Documents:
-        """Make Documents from the bounds (D + 1,) of documents in the whole row, and L."""
+        """Make Documents from the bounds (D + 1,) of documents in the whole row, and L = `tokens`."""
         bounds, positions = torch.as_tensor(cu_seqlens).cpu().long(), token_positions(0, tokens)
         number = torch.searchsorted(bounds, positions, right=True).clamp(1, len(bounds) - 1) - 1
         return cls(bounds.diff(), number, positions - bounds[number])
@@ -93,7 +93,7 @@ class Documents:
         return len(self.sizes)
 
     def first(self, x: Tensor) -> Tensor:
-        """Return each document's first token, (D, E) on every rank, of x (1, L, E)."""
+        """Return the row of each document's first token, (D, E) on every rank, from x (1, L, E)."""
         at = (self.position == 0).nonzero()[:, 0]
         rows = x.new_zeros(len(self), x.shape[2]).index_copy(
             0, send(self.number[at], x.device), x[0, send(at, x.device)]
@@ -101,15 +101,15 @@ class Documents:
         return sequence_sum(rows)
 
     def mean(self, x: Tensor, start: int = 0) -> Tensor:
-        """Return the mean of each document from its position `start` on, (D, E) on every rank, of x (1, L, E)."""
+        """Return each document's mean of x (1, L, E) over positions from `start` on: (D, E) on every rank."""
         wide = torch.promote_types(x.dtype, torch.float32)
         total = self.sum(x[0].to(wide), self.position >= start)
         return (total / send((self.sizes - start).clamp(min=1), x.device)[:, None]).to(x.dtype)
 
     def sum(self, x: Tensor, counted: Tensor | None = None) -> Tensor:
-        """Return the sum over each document, (D, ...) on every rank, of x (L, ...).
+        """Return each document's sum of x (L, ...): (D, ...) on every rank.
 
-        With `counted` (L,), only of the tokens where it is True; the others may be NaN.
+        With `counted` (L,), sum only the tokens where it is True; x may be NaN at the other tokens.
         """
         if counted is not None:
             mask = send(counted, x.device).view(-1, *[1] * (x.ndim - 1))
@@ -125,7 +125,7 @@ def sample_documents(batch: Mapping[str, Any], tokens: int) -> Documents | None:
     """Return the documents of a batch if each is a sample with its own number in `index`, else None.
 
     Args:
-        tokens: L.
+        tokens: L, this rank's number of tokens.
     """
     bounds, index = batch.get("cu_seqlens"), batch.get("index")
     if bounds is None or index is None or len(index) != len(bounds) - 1:
@@ -136,9 +136,9 @@ def sample_documents(batch: Mapping[str, Any], tokens: int) -> Documents | None:
 def mean_token(
     x: Tensor, positions: Tensor, lengths: Tensor | None, start: int = 0, documents: Documents | None = None
 ) -> Tensor:
-    """Return the mean of each sample from position `start` on, (B, E) on every rank, of x (B, L, E).
+    """Return each sample's mean of x (B, L, E) over positions from `start` on: (B, E) on every rank.
 
-    For a row of D `documents`: the mean of each document, (D, E).
+    For a row of D `documents`, return the mean of each document, (D, E).
     """
     if documents is not None:
         return documents.mean(x, start)

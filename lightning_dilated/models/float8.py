@@ -7,19 +7,19 @@ from torch import nn
 
 #: lowest compute capability with float8 products
 CAPABILITY = (8, 9)
-#: float8 products need multiples of this number of features
+#: float8 products need a number of features that is a multiple of this
 GRAIN = 16
 
 
 def to_float8(module: nn.Module) -> None:
     """Make the linear layers of a module multiply in float8, in place; weights keep their dtype and names.
 
-    Each input, weight and gradient tensor is scaled by its largest value. Layers with a number of features that is not a
-    multiple of 16 are left out. Without a GPU the same rounding is emulated in the wider type, slowly.
+    Each input, weight and gradient tensor is scaled by its largest value. Layers are skipped if their number of
+    features is not a multiple of 16. Without a GPU the same rounding is emulated in a wider dtype, slowly.
 
     Raises:
         ModuleNotFoundError: without torchao.
-        ValueError: on a GPU without float8 products.
+        ValueError: if the GPU has no float8 products.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -41,6 +41,6 @@ def to_float8(module: nn.Module) -> None:
 
 
 def _serves(layer: nn.Module, name: str) -> bool:
-    if ".recurrence." in name:  # gates and decays: few features that need precision
+    if ".recurrence." in name:  # gates and decays have few features and need precision
         return False
     return isinstance(layer, nn.Linear) and layer.in_features % GRAIN == layer.out_features % GRAIN == 0

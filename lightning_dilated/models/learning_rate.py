@@ -15,37 +15,37 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_dilated._compat.lightning import attached_trainer
 from lightning_dilated._validation import integer
 
-#: learning-rate factor of gates and decays. Adam changes a parameter by about the learning rate a step: at a usual 3e-4 a
-#: gate that starts at 0 needs 1,000 steps of one sign to reach 0.3; with this factor, 100
+#: learning-rate factor for gates and decays. Adam changes a parameter by about the learning rate a step: at a usual
+#: 3e-4 a gate that starts at 0 needs 1,000 steps of one sign to reach 0.3; with this factor, 100
 LR_SCALE = 10.0
 
 
 def fast_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the trained parameters that layers list in `fast_parameters`: they train at `LR_SCALE` times the rate."""
+    """Return the trainable parameters that layers list in `fast_parameters`; `LR_SCALE` multiplies their rate."""
     layers = [m for m in module.modules() if m is not module and callable(getattr(m, "fast_parameters", None))]
     return [p for layer in layers for p in layer.fast_parameters() if p.requires_grad]  # type: ignore[operator]
 
 
 class LearningRate(pl.LightningModule):
-    """Adds the attribute `lr` to a module with a function that makes its optimizer.
+    """A mixin that adds the attribute `lr` to a module that makes its own optimizer.
 
-    `Tuner.lr_find` and `LearningRateFinder` look for this attribute. Their sweep gives all groups one rate; a rate that is
-    set afterwards keeps each group's `lr_scale` and the schedule.
+    `Tuner.lr_find` and `LearningRateFinder` look for this attribute. Their sweep gives all groups the same rate. A rate
+    that is set after the sweep respects each group's `lr_scale` and the schedule.
     """
 
     _make_optimizer: Callable[[Any], Optimizer]
     _lr: float | None = None
-    #: learning rates of each optimizer's groups if `lr` was set during a fit; written again when training starts
+    #: the rates of each optimizer's groups, if `lr` was set during a fit; restored when training starts
     _group_rates: list[list[float]] | None = None
 
     @property
     def lr(self) -> float:
-        """The optimizer's learning rate, before a group's `lr_scale` and the schedule.
+        """The learning rate before scaling by a group's `lr_scale` and by the schedule.
 
         Setting it overrides the rate of `optimizer`; None restores that rate.
 
         Raises:
-            ValueError: if set to anything but a finite number of at least 0, or None.
+            ValueError: if set to a value other than None or a finite number of at least 0.
         """
         if self._lr is not None:
             return self._lr
@@ -56,7 +56,7 @@ class LearningRate(pl.LightningModule):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 <= value < math.inf):
             raise ValueError(
-                f"lr must be a finite number of at least 0, or None for the optimizer's own; got {value!r}."
+                f"lr must be a finite number of at least 0, or None for the optimizer's rate; got {value!r}."
             )
         trainer, before = attached_trainer(self), self.lr
         self._lr = None if value is None else float(value)
@@ -64,7 +64,7 @@ class LearningRate(pl.LightningModule):
             self._group_rates = _scale(trainer, self.lr / before)
 
     def with_lr(self, optimizer: Optimizer) -> Optimizer:
-        """Set a new optimizer's rates: `lr`, times each group's `lr_scale`."""
+        """Set each group's rate in a new optimizer to `lr` times its `lr_scale`, and return the optimizer."""
         for group in optimizer.param_groups:
             lr = group["lr"] if self._lr is None else self._lr
             group["lr"] = lr * group.pop("lr_scale", 1.0)
@@ -72,7 +72,7 @@ class LearningRate(pl.LightningModule):
         return optimizer
 
     def on_train_start(self) -> None:
-        """Restore each group's rate: Lightning's finder gives all groups the same one."""
+        """Restore each group's rate, because Lightning's finder gives all groups the same rate."""
         rates, self._group_rates = self._group_rates, None
         for optimizer, group_rates in zip(self.trainer.optimizers, rates or [], strict=False):
             for group, rate in zip(optimizer.param_groups, group_rates, strict=True):
@@ -80,7 +80,7 @@ class LearningRate(pl.LightningModule):
 
 
 def _scale(trainer: Any, factor: float) -> list[list[float]]:
-    """Multiply the rates of running optimizers and the peaks of their schedules; return the rates of all groups."""
+    """Multiply the rates of a Trainer's optimizers and the peaks of its schedules; return the rates of all groups."""
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             group.update({name: group[name] * factor for name in ("lr", "initial_lr") if name in group})
@@ -94,7 +94,7 @@ class WarmupCosine(LambdaLR):
     """Linear warm-up, then half a cosine down to `final_fraction` of the peak, then constant; stepped every batch.
 
     Args:
-        optimizer: its learning rates are the peak.
+        optimizer: the optimizer; its learning rates are the peak rates.
         total_steps: the step at which the cosine ends; training may continue after it. None: the Trainer's `max_steps`,
             which DilatedModule fills in.
         warmup_steps: steps of the linear rise, fewer than `total_steps`.
@@ -123,10 +123,10 @@ class WarmupCosine(LambdaLR):
         super().__init__(optimizer, self.factor)
 
     def end_at(self, steps: int) -> None:
-        """End the cosine after `steps` steps; a run shorter than the warm-up ends during the warm-up.
+        """End the cosine after `steps` steps; a run that is shorter than the warm-up ends during the warm-up.
 
         Raises:
-            ValueError: for fewer than one step, as in a Trainer without `max_steps`.
+            ValueError: for fewer than one step, for example if the Trainer has no `max_steps`.
         """
         if steps < 1:
             raise ValueError("WarmupCosine needs total_steps, because the Trainer has no max_steps: give one of them.")

@@ -1,4 +1,4 @@
-"""TokenMean, the exact mean over an epoch's tokens; DeferredScalar, a GPU scalar read without waiting."""
+"""TokenMean, the exact mean over an epoch's tokens; DeferredScalar, a GPU scalar that is read without waiting."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_dilated._compat.lightning import set_update_count
 
 
 def each_batch(batch: Any, loaders: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to each loader's part of a batch; the result has the same nesting, with None for ended loaders.
+    """Apply a function to each loader's batch in a combined batch; keep the nesting, with None for exhausted loaders.
 
     Args:
-        batch: from CombinedLoader, nested as the loaders are; or the batch of one loader.
-        loaders: a mapping or list of loaders, which may be nested; anything else is one loader.
+        batch: a batch of CombinedLoader, nested as the loaders are, or the batch of one loader.
+        loaders: a mapping or list of loaders, which may be nested; any other object is one loader.
     """
     if isinstance(loaders, Mapping) and isinstance(batch, Mapping) and batch.keys() == loaders.keys():
         return {name: _unless_ended(batch[name], loader, function) for name, loader in loaders.items()}
@@ -34,21 +34,21 @@ def _unless_ended(batch: Any, loader: Any, function: Callable[[Any], Any]) -> An
 
 
 def batches_in(batch: Any, loaders: Any) -> list[Any]:
-    """List the loaders' parts of a batch, as `each_batch` finds them."""
+    """Return the batches of all loaders in a combined batch as a list; see `each_batch`."""
     batches: list[Any] = []
     each_batch(batch, loaders, batches.append)
     return batches
 
 
 class LoaderStates:
-    """Stores the metric states of a stage for all loaders but the current one; the metrics hold the current state."""
+    """The metric states of a stage for all loaders but the current one; the metrics contain the current state."""
 
     def __init__(self) -> None:
         self._number = 0
         self._states: dict[int, list[tuple[dict[str, Any], int]]] = {}
 
     def switch(self, metrics: Sequence[Metric], number: int) -> None:
-        """Put the state of loader `number` into the metrics; an empty state on its first batch."""
+        """Store the current loader's state, and load the state of loader `number` into the metrics, empty at first."""
         if number == self._number:
             return
         self._states[self._number] = [(_copied(metric), metric.update_count) for metric in metrics]
@@ -62,18 +62,18 @@ class LoaderStates:
 
 
 def _copied(metric: Metric) -> dict[str, Any]:
-    """The state of a metric, with lists copied: a reset clears them."""
+    """Return the state of a metric with its lists copied, because a reset clears the lists."""
     return {name: list(x) if isinstance(x, list) else x for name, x in metric.metric_state.items()}
 
 
 def _moved(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """x on the device that `fn` moves tensors to; 0 for a meta tensor, which has no value."""
+    """Return x on the device that `fn` moves tensors to; zeros for a meta tensor, which has no values."""
     device = fn(x.new_empty(0)).device
     return torch.zeros_like(x, device=device) if x.is_meta and device.type != "meta" else x.to(device)
 
 
 class Float64Metric(Metric):
-    """A metric in float64. It follows a module to another device, but not to another dtype: sums would overflow."""
+    """A metric in float64 that moves with its module to another device, but ignores casts: sums would overflow."""
 
     full_state_update = False
 
@@ -82,9 +82,9 @@ class Float64Metric(Metric):
 
 
 class TokenMean(Float64Metric):
-    """Sum of losses divided by number of tokens, both summed over batches and ranks in float64.
+    """The sum of losses divided by the number of tokens, both summed over batches and ranks in float64.
 
-    Unlike torchmetrics' MeanMetric it propagates NaN and weights exactly by tokens.
+    Unlike torchmetrics' MeanMetric, TokenMean propagates NaN and weights exactly by tokens.
     """
 
     higher_is_better = False
@@ -96,24 +96,24 @@ class TokenMean(Float64Metric):
 
     def update(self, total: Tensor, tokens: Tensor | int) -> None:
         """Add a batch: the sum of its losses, and its number of tokens."""
-        # not in place: a reset within `trainer.validate` leaves inference tensors, which `trainer.fit` cannot write to
+        # out of place: a reset in `trainer.validate` makes inference tensors, which `trainer.fit` cannot modify
         self.total = self.total + torch.as_tensor(total).detach().to(self.total)
         self.tokens = self.tokens + torch.as_tensor(tokens).to(self.tokens)
 
     def compute(self) -> Tensor:
-        """Return the mean in fp32; NaN without tokens."""
+        """Return the mean in fp32; NaN if there were no tokens."""
         return (self.total / self.tokens).float()
 
 
-#: scalars copied at once; their pinned memory is allocated only once, because allocation waits for the GPU
+#: most copies in flight; their pinned memory is allocated only once, because allocation waits for the GPU
 SLOTS = 8
 
 
 class DeferredScalar:
     """The latest GPU scalar that has reached the host.
 
-    Lightning reads values logged with `prog_bar=True` after every batch, so the GPU idles at the start of each step. A
-    progress bar that is a step late costs nothing. CPU scalars are read at once.
+    Lightning reads values logged with `prog_bar=True` after every batch, so the GPU idles at the start of each step.
+    This class shows a value that is a step or two old, without waiting. CPU scalars are read immediately.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class DeferredScalar:
             return self._known
         self._last = x.detach().double()
         if self._free is None:
-            with torch.inference_mode(False):  # inference tensors could not be written to later
+            with torch.inference_mode(False):  # later steps could not write to inference tensors
                 slots = torch.empty(SLOTS, dtype=torch.float64, pin_memory=True).unbind()
             self._free = [(slot, torch.cuda.Event()) for slot in slots]
         while self._coming and self._coming[0][1].query():
@@ -144,9 +144,9 @@ class DeferredScalar:
         return self._known
 
     def last(self) -> float | None:
-        """Wait for the last scalar and return it."""
+        """Wait for the last scalar's value and return it."""
         return self._known if self._last is None else self._last.item()
 
     def __reduce__(self) -> tuple[type[DeferredScalar], tuple[()]]:
-        """Start copies without a value."""
+        """Make copies of this object empty: events and pinned memory belong to this process."""
         return DeferredScalar, ()

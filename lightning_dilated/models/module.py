@@ -1,7 +1,7 @@
-"""DilatedModule, the base class of all models and of users' own.
+"""DilatedModule, the base class of this package's models and of users' models.
 
-A subclass defines two methods: `build()` makes the layers, `loss_terms(batch)` returns the sum of the token losses and the
-number of tokens. The base class adds the exact token mean, metrics, optimizer and scheduler.
+A subclass defines two methods: `build()` makes the layers, and `loss_terms(batch)` returns the sum of the token losses
+and the number of tokens. The base class adds the exact mean over tokens, metrics, optimizer and scheduler.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ STAGES = ("train", "val", "test")
 
 
 class DilatedModule(Pretrained, LearningRate):
-    """Base of the LightningModules.
+    """The base class of the LightningModules.
 
     Args:
-        optimizer: makes the optimizer from parameter groups; in YAML a `class_path` with `init_args`. AdamW by default.
-            `configure_optimizers` calls it, when the parameters are final. `model.lr` is its learning rate.
-        lr_scheduler: makes a scheduler from the optimizer, stepped every batch; None keeps the learning rate.
+        optimizer: a function that makes the optimizer from parameter groups; in YAML a `class_path` with `init_args`.
+            `configure_optimizers` calls it, when the parameters are final. `model.lr` is the optimizer's learning rate.
+        lr_scheduler: a function that makes a scheduler, stepped every batch, from the optimizer; None: a constant rate.
 
-    A subclass sets `sequence_spec`: it names the entries of a batch that are sequences, for strategies that shard them.
+    A subclass sets `sequence_spec`, which names the batch entries that are sequences, for strategies that shard them.
 
     Logged: `train_loss`, the mean over the tokens of a micro-batch (accumulation averages micro-batches, as Lightning
     does; on a GPU the progress bar is a step or two late, see `DeferredScalar`); `val_loss` and `test_loss`, the exact mean
@@ -85,25 +85,25 @@ class DilatedModule(Pretrained, LearningRate):
     come from `Pretrained`.
 
     Raises:
-        TypeError: if `optimizer` or `lr_scheduler` cannot be called.
+        TypeError: if `optimizer` or `lr_scheduler` is not callable.
     """
 
     sequence_spec: SequenceSpec | None = None
-    #: entries of a batch that stay on the CPU, because the host reads their values: reading from a GPU waits for it
+    #: entries of a batch that stay on the CPU, so that the host can read their values without waiting for a GPU
     host_entries: tuple[str, ...] = ("lengths", "cu_seqlens")
-    #: attributes that config.json holds besides hyperparameters, each a string or a list of strings
+    #: names of attributes that config.json stores in addition to hyperparameters, each a string or a list of strings
     also_in_config: tuple[str, ...] = ()
-    #: whether a batch has a `label` to predict, and whether the prediction is the next token
+    #: whether the model predicts the batch's `label`
     predicts_label = False
-    predicts_next_token = False
+    predicts_next_token = False  # whether the model predicts the next token
     #: whether `predict_step` returns rows for PredictionWriter
     predicts_rows = False
-    #: whether a command takes `max_seq_len` from the data if a recipe has none
+    #: whether the command line takes `max_seq_len` from the data if a recipe does not set it
     length_from_data = False
-    #: whether shards may be zigzag under `layout="auto"`: the model takes positions from the group of ranks, and mixes
-    #: tokens by this package's layers only; a subclass that redefines layers, forward, losses or steps declares it anew
+    #: whether `layout="auto"` may choose zigzag: the model must take positions from the group of ranks, and mix tokens
+    #: only by this package's layers; a subclass that redefines layers, forward, losses or steps must set it again
     takes_any_layout = False
-    #: whether released weights fix the pattern
+    #: whether the released weights determine the pattern
     released_pattern = False
     depth: int
     num_heads: int
@@ -121,10 +121,10 @@ class DilatedModule(Pretrained, LearningRate):
         self._make_optimizer, self._make_scheduler = optimizer, lr_scheduler
         self._built = False
         self._shown = DeferredScalar()
-        self._suffix = ""  # of names of logged metrics
+        self._suffix = ""  # appended to the names of logged metrics
         self._loader_states = {stage: LoaderStates() for stage in STAGES}
         self._patterns: tuple[DilatedPattern, ...] = ()
-        self._explained: int | None = 0  # longest sequence that the pattern was checked for; None after advice
+        self._explained: int | None = 0  # longest checked sequence; None after advice was given
         self._warned_of_length = False
         means = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
         self.mean_loss: Mapping[str, TokenMean] = means  # type: ignore[assignment]  # torch declares plain modules
@@ -142,16 +142,16 @@ class DilatedModule(Pretrained, LearningRate):
     ) -> Self:
         """Load a model as Lightning does, but read the file's hyperparameters as plain values, without a parser.
 
-        The file may name this class or an imported subclass. Its optimizer and scheduler are ignored.
+        The file may name this class or an imported subclass. The file's optimizer and scheduler are ignored.
 
         Args:
             map_location, strict: as in Lightning.
             hparams_file: a csv or YAML of hyperparameters that replace the checkpoint's, under the same rules.
-            weights_only: False declares the pickle trusted.
-            kwargs: arguments of the class that replace the file's.
+            weights_only: pass False only if you trust the pickle in the file.
+            kwargs: arguments of the class that replace the file's arguments.
 
         Raises:
-            ValueError: naming file and class.
+            ValueError: if the file names another class; the error names the file and the class.
         """
         check_input(checkpoint_path)
         stored = read_model(checkpoint_path, map_location, weights_only)
@@ -170,28 +170,28 @@ class DilatedModule(Pretrained, LearningRate):
         raise TypeError(f"{type(self).__name__} must define loss_terms(batch), which returns (sum of losses, tokens).")
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Return further numbers to log with a mean loss, a scalar, by name.
+        """Return {name: value} of further metrics that follow from a mean loss (a scalar), to log with the loss.
 
-        They are not logged if a subclass redefines the loss but not this method: its loss may mean something else.
+        They are not logged if a subclass redefines the loss but not this method: its loss may have another meaning.
         """
         return {}
 
     def _derived(self, loss: Tensor) -> dict[str, Tensor]:
-        """`derived_metrics`, or none if a later class redefined the loss."""
+        """Return `derived_metrics`, or {} if a subclass has since redefined the loss."""
         names = {"derived_metrics", "loss_terms", "token_losses", "token_mean"}
         latest = next(x for owner in (self, *type(self).__mro__) if (x := names & vars(owner).keys()))
         return self.derived_metrics(loss) if "derived_metrics" in latest else {}
 
     @property
     def patterns(self) -> tuple[DilatedPattern, ...]:
-        """The pattern of each layer; in a subclass that only sets `pattern` and `depth`, `pattern` for every layer."""
+        """The pattern of each layer. If a subclass sets only `pattern` and `depth`, every layer has `pattern`."""
         pattern, depth = getattr(self, "pattern", None), getattr(self, "depth", None)
         if not self._patterns and isinstance(pattern, DilatedPattern) and isinstance(depth, int):
             return (pattern,) * depth
         return self._patterns
 
     def explain(self, seq_len: int) -> Explanation:
-        """Explain what the layers' patterns reach at N tokens (see `DilatedPattern.explain`); `print` the result."""
+        """Explain which tokens the layers' patterns reach at N tokens (see `DilatedPattern.explain`); `print` it."""
         causal = getattr(self, "causal", False)
         kv_heads = getattr(self, "num_kv_heads", None)
         reach = hook("explain patterns")(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
@@ -203,39 +203,39 @@ class DilatedModule(Pretrained, LearningRate):
     export_rows = 0
 
     def export_inputs(self, length: int, batch_size: int) -> dict[str, Tensor]:
-        """Return random inputs of the exported model by name, (batch_size, length, ...), on the model's device."""
+        """Return random inputs {name: (batch_size, length, ...)} for the exported model, on the model's device."""
         raise TypeError(f"{type(self).__name__} must define export_inputs(length, batch_size) to be exported.")
 
     def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """Return the outputs of the exported model by name, for inputs (batch_size, length, ...)."""
+        """Return the outputs {name: tensor} of the exported model for inputs (batch_size, length, ...)."""
         raise TypeError(f"{type(self).__name__} must define export_outputs(**inputs) to be exported.")
 
     # -- for planning: a subclass with `example_batch` can be planned ----------------------------------------------------
-    #: meaning of a token, if it is not a token of a text
+    #: a description of what a token is, if it is not a token of text
     token_meaning: str | None = None
 
     def example_batch(self, tokens: int) -> dict[str, Any]:
         """Return a batch of one sequence of N random tokens on the CPU, with all entries that training needs.
 
-        `plan` runs it under fake tensors, which have no values: make tensors that the model reads on the host with
-        `host_tensor`. `build` has to make `self.transformer`, a `DilatedTransformer` of `self.depth` blocks with
+        `plan` calls this in a mode of fake tensors without values: use `host_tensor` for tensors that the model reads
+        on the host. `build` must make `self.transformer`, a `DilatedTransformer` of `self.depth` blocks with
         `self.patterns`, and may compile it only if `self.compile_blocks` is true.
         """
         raise TypeError(
-            f"{type(self).__name__} must define example_batch(tokens), a batch of one sequence of as many random "
+            f"{type(self).__name__} must define example_batch(tokens), which returns a batch of one sequence of random "
             "tokens, to be planned."
         )
 
     @staticmethod
     def host_tensor(values: Any) -> Tensor:
-        """Return a CPU tensor of numbers that keeps its values under `plan`."""
+        """Return a CPU tensor of `values`; under `plan` it is a real tensor, not a fake one."""
         with real_tensors():
             return torch.tensor(values)
 
     def planning_copy(self, depth: int) -> Self:
-        """Copy the model with another number of blocks, not yet built, without pretrained weights and compilation.
+        """Return an unbuilt copy with another number of blocks, without pretrained weights and compilation.
 
-        Redefine it if the loss reads values of tensors: fake tensors have none.
+        Redefine this method if the loss reads values of tensors, because fake tensors have no values.
         """
         copy: Any = bare_copy(self)
         copy._built, copy._patterns = False, cycle_to(self.patterns, depth) if self.patterns else ()
@@ -247,9 +247,9 @@ class DilatedModule(Pretrained, LearningRate):
         return copy
 
     def token_features(self) -> tuple[int, ...]:
-        """Return, for each stack of blocks, the features of a token that linear layers outside of the blocks read or write.
+        """Return, for each stack, the features of a token that linear layers outside of the blocks read or write.
 
-        By default one stack, with the linear layers that are the model's own children. The model must be built.
+        By default the model has one stack, and these layers are the model's direct children. The model must be built.
         """
         transformer: Any = self.transformer
         width = transformer.blocks[0].ffn.fc1.in_features
@@ -258,7 +258,7 @@ class DilatedModule(Pretrained, LearningRate):
 
     def reads_logits(self) -> bool:
         """Return True if a token's loss reads logits over the first of `token_features`. The model must be built."""
-        return isinstance(getattr(self, "head", None), nn.Linear)  # as `step_flops` takes it
+        return isinstance(getattr(self, "head", None), nn.Linear)  # `step_flops` uses the same test
 
     def planning_notes(self) -> list[str]:
         """Return the assumptions of a plan of this model, as sentences for its reader."""
@@ -270,7 +270,7 @@ class DilatedModule(Pretrained, LearningRate):
         load_to_cpu_by_name(getattr(attached_trainer(self), "strategy", None), check_input)
         if not self._built:
             checkpoint, strict = LOADED.get() or ({}, None)
-            # another package's on_load_checkpoint may still replace the tensors; Lightning calls it on a built model
+            # skip if another package's on_load_checkpoint may replace the tensors: Lightning calls it after the build
             replaced = not _is_ours(type(self).on_load_checkpoint)
             if isinstance(state := checkpoint.get("state_dict"), Mapping) and not replaced:
                 self.load_without_values(state, whole=strict is not False)
@@ -279,13 +279,13 @@ class DilatedModule(Pretrained, LearningRate):
             self.train(self.training)  # .eval() may have been called before the layers existed
 
     def _built_outside(self) -> DilatedModule:
-        """Self, built unless a Trainer will do so."""
+        """Build the layers unless a Trainer will build them, and return self."""
         if not self._built and attached_trainer(self) is None:
             self.configure_model()
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """nn.Module's; without a Trainer the layers are built first, as in the three methods below."""
+        """Return nn.Module's parameters; without a Trainer build the layers first, as in the three methods below."""
         return super(DilatedModule, self._built_outside()).named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch overloads it
@@ -295,30 +295,30 @@ class DilatedModule(Pretrained, LearningRate):
         return super(DilatedModule, self._built_outside()).load_state_dict(*args, **kwargs)
 
     def load_without_values(self, state_dict: Mapping[str, Any], whole: bool = True) -> Self | None:
-        """Compare a state dict with the layers before they are made: a file may declare sizes that do not fit in memory.
+        """Compare a state dict with layers on the meta device: a file may declare sizes that do not fit in memory.
 
         Args:
-            whole: whether the state dict must hold all tensors.
+            whole: whether the state dict must contain all tensors.
 
         Returns:
             The model on the meta device; None if another package's `build` needs values.
 
         Raises:
-            ValueError: for more layers than tensors; not for another package's `build`, in which layers may share tensors.
-            RuntimeError: as nn.Module's `load_state_dict`, for tensors of another size.
+            ValueError: for more layers than tensors, unless another package's `build` may share tensors.
+            RuntimeError: for tensors of another size, as in nn.Module's `load_state_dict`.
         """
         depth, builds_here = getattr(self, "depth", 0), _is_ours(type(self).build)
         if builds_here and whole and isinstance(depth, int) and depth > len(state_dict):
             raise ValueError(
-                f"the hyperparameters declare depth={depth:,}, but there are {len(state_dict):,} tensors: they are those of "
-                "another model, or the file is not whole."
+                f"the hyperparameters declare depth={depth:,}, but there are {len(state_dict):,} tensors: these belong "
+                "to another model, or the file is incomplete."
             )
         blank: Any = self.planning_copy(depth)
         blank._built = True
         with torch.device("meta"), warnings.catch_warnings():
             try:
                 blank.build()
-            except (RuntimeError, TypeError):  # tensors without values
+            except (RuntimeError, TypeError):  # `build` reads values, which meta tensors do not have
                 if builds_here:
                     raise
                 return None
@@ -327,11 +327,11 @@ class DilatedModule(Pretrained, LearningRate):
         return blank
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """nn.Module's, called by .to(), .double() and the like."""
+        """Build the layers before .to(), .double() and similar methods of nn.Module."""
         return super(DilatedModule, self._built_outside())._apply(*args, **kwargs)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch as Lightning does, but leave `host_entries` of a mapping where they are."""
+        """Move a batch as Lightning does, but leave the `host_entries` of a mapping on their device."""
         if self._are_several(batch):
             return each_batch(
                 batch, self._loaders(), lambda x: self.transfer_batch_to_device(x, device, dataloader_idx)
@@ -343,28 +343,28 @@ class DilatedModule(Pretrained, LearningRate):
         return rebuilt(batch, {name: moved.get(name, x) for name, x in batch.items()})
 
     def _loaders(self) -> Any:
-        """The loaders that CombinedLoader reads together in this stage; None if it reads one at a time."""
+        """Return the loaders that CombinedLoader reads together in this stage; None if it reads one at a time."""
         trainer = attached_trainer(self)
         return None if trainer is None else combined_loaders(trainer)
 
     def _are_several(self, batch: Any) -> bool:
-        """Return True if a batch holds the batches of several loaders."""
+        """Return True if a batch combines the batches of several loaders."""
         parts = batches_in(batch, self._loaders())
         return len(parts) != 1 or parts[0] is not batch
 
     def _shifted(self, batch: Any) -> Any:
-        """Shift the entries that `sequence_spec` names in `shift`, unless a strategy has done so."""
+        """Shift the entries that `sequence_spec` names in `shift`, unless a strategy has already shifted them."""
         done = hasattr(getattr(attached_trainer(self), "strategy", None), "sequence")
         if done or not (self.sequence_spec and self.sequence_spec.shift):
             return batch
         return self.sequence_spec.cut(batch, Place())
 
     def _data_setting(self, name: str, default: Any = None) -> Any:
-        """An attribute of the Trainer's datamodule; the default without either."""
+        """Return an attribute of the Trainer's datamodule, or `default` if there is none."""
         return getattr(getattr(attached_trainer(self), "datamodule", None), name, default)
 
     def _optimizer_step(self) -> int:
-        """The Trainer's optimizer step, 0 without a Trainer."""
+        """Return the Trainer's number of optimizer steps; 0 without a Trainer."""
         return getattr(attached_trainer(self), "global_step", 0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -375,12 +375,12 @@ class DilatedModule(Pretrained, LearningRate):
             checkpoint["hyper_parameters"] = {k: plain_value(v) for k, v in hparams.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that the layers attend as they did in training: weights alone do not show it.
+        """Check that the layers attend as they did in training, because weights alone do not show a difference.
 
-        A different pattern gives a warning.
+        Warn if the pattern differs.
 
         Raises:
-            ValueError: in a Trainer's run, for other rotary bases or recurrences.
+            ValueError: in a Trainer's run, if rotary bases or recurrences differ.
         """
         hparams = checkpoint.get("hyper_parameters") or {}
         bases, stored_base = getattr(self, "rotary_bases", ()), hparams.get("rotary_base")
@@ -391,7 +391,7 @@ class DilatedModule(Pretrained, LearningRate):
             if trained != tuple(bases):
                 raise ValueError(
                     f"the checkpoint was trained with rotary_base={stored_bases(trained)}, and this model has "
-                    f"{stored_bases(bases)}, with which it would compute something else. Set rotary_base to the former."
+                    f"{stored_bases(bases)}, which gives other results. Set rotary_base to the checkpoint's value."
                 )
         self._check_recurrences(hparams)
         stored = hparams.get("pattern")
@@ -401,25 +401,25 @@ class DilatedModule(Pretrained, LearningRate):
                 rank_zero_warn(f"the checkpoint was trained with {pattern}, and this model attends by {self.pattern}.")
 
     def _check_recurrences(self, hparams: Mapping[str, Any]) -> None:
-        """Raise ValueError if the checkpoint's recurrences differ in more than `gate_init`, which training replaced."""
+        """Raise ValueError if the checkpoint's recurrences differ in more than the initial value `gate_init`."""
         current = getattr(self, "recurrences", None)
         if current is None or "recurrence" not in hparams:
             return
         try:
             stored = layer_recurrences(hparams["recurrence"], len(current), getattr(self, "causal", False))
-        except (TypeError, ValueError):  # a model of another depth, or not causal
+        except (TypeError, ValueError):  # the checkpoint's model had another depth, or was not causal
             stored = None
         if stored is None or without_starts(stored) != without_starts(current):
             raise ValueError(
                 f"the checkpoint was trained with recurrence={hparams['recurrence']!r}, and this model has "
-                f"{plain_recurrences(current)!r}, with which it would compute something else. Set recurrence to the former."
+                f"{plain_recurrences(current)!r}, which gives other results. Set recurrence to the checkpoint's value."
             )
 
     def token_mean(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return (mean loss over the batch's tokens, number of tokens); a batch without tokens has loss 0.
 
-        If ranks share a sequence: (this rank's share of the mean over all ranks' tokens, this rank's number of tokens).
-        Batches that CombinedLoader combines count together.
+        If ranks share a sequence, return this rank's share of the mean over all ranks' tokens, and this rank's number
+        of tokens. Batches that CombinedLoader combines count as one batch.
         """
         terms = [self.loss_terms(part) for part in batches_in(batch, self._loaders())]
         total = functools.reduce(operator.add, (losses for losses, _ in terms))
@@ -442,9 +442,9 @@ class DilatedModule(Pretrained, LearningRate):
             self.trainer.progress_bar_metrics["train_loss"] = loss
 
     def on_fit_start(self) -> None:
-        """Switch to training mode: Lightning does not, and loaded encoders are in eval mode."""
+        """Switch to training mode, because Lightning does not, and loaded encoders are in eval mode."""
         checkpoint_after_optimizer_steps(self.trainer)
-        self._shown = DeferredScalar()  # the device may differ from the last fit's
+        self._shown = DeferredScalar()  # the last fit may have used another device
         self.train()
 
     def on_train_end(self) -> None:
@@ -463,7 +463,7 @@ class DilatedModule(Pretrained, LearningRate):
         if made_for is not None and seq_len > made_for:
             self._warned_of_length = True
             rank_zero_warn(
-                f"{type(self).__name__} is made for max_seq_len={made_for:,}, and trains on a sequence of {seq_len:,} "
+                f"{type(self).__name__} is made for max_seq_len={made_for:,}, but trains on a sequence of {seq_len:,} "
                 f'tokens. Set the model\'s max_seq_len to {seq_len} or more (a rotary_base of "length" follows it), or '
                 "shorten the data's sequences."
             )
@@ -475,7 +475,7 @@ class DilatedModule(Pretrained, LearningRate):
                 rank_zero_warn(hint)
 
     def _longest(self, batch: Any) -> int:
-        """N of the longest sequence or document of a training batch; 0: unknown."""
+        """Return N of the longest sequence or document of a training batch; 0 if unknown."""
         return longest(batch, self.sequence_spec, getattr(self.trainer.strategy, "sequence", None))
 
     def _evaluate(self, stage: str, batch: Any) -> None:
@@ -490,7 +490,7 @@ class DilatedModule(Pretrained, LearningRate):
             self._log_of_all(f"{stage}_{name}", value, prog_bar=stage == "val")
 
     def _log_of_all(self, name: str, value: Any, **options: Any) -> None:
-        """Log a value of all ranks, without Lightning's advice to average it over ranks (`sync_dist`)."""
+        """Log a value that is already reduced over ranks, without Lightning's advice to set `sync_dist`."""
         name += self._suffix
         warnings.filterwarnings("ignore", message=re.escape(f"It is recommended to use `self.log({name!r}"))
         self.log(name, value, add_dataloader_idx=False, **options)
@@ -508,13 +508,13 @@ class DilatedModule(Pretrained, LearningRate):
         self._report_all("test")
 
     def _evaluate_all(self, stage: str, batch: Any, loader: int) -> None:
-        """Add a batch, or batches that CombinedLoader combines, to the metrics of its loader."""
+        """Add a batch, or the batches in a combined batch, to the metrics of its loader."""
         self._of_loader(stage, loader)
         for part in batches_in(batch, self._loaders()):
             self._evaluate(stage, part)
 
     def _report_all(self, stage: str) -> None:
-        """Log the metrics of a stage; with several loaders, one set a loader, under Lightning's names."""
+        """Log the metrics of a stage; with several loaders, log each loader's metrics with Lightning's suffixes."""
         loaders = evaluated_loaders(self.trainer) if attached_trainer(self) is not None else 1
         for loader in range(loaders):
             self._of_loader(stage, loader)
@@ -530,10 +530,10 @@ class DilatedModule(Pretrained, LearningRate):
         self._loader_states[stage].switch(metrics, loader)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Return groups that hold every trainable parameter once.
+        """Return optimizer groups that contain every trainable parameter once.
 
-        Matrices get the optimizer's weight decay, vectors and norms get none. Gates and decays of recurrences get none, and
-        `LR_SCALE` times the learning rate. A group may hold `lr_scale`, a factor of the optimizer's learning rate.
+        Matrices get the optimizer's weight decay; vectors and norms get none. Gates and decays of recurrences get no
+        decay and `LR_SCALE` times the learning rate. A group's `lr_scale` is a factor of the optimizer's learning rate.
         """
         fast = fast_parameters(self)
         numbers = {id(p) for p in fast}
@@ -546,7 +546,7 @@ class DilatedModule(Pretrained, LearningRate):
         return [g for g in groups if g["params"]]
 
     def configure_optimizers(self) -> Any:
-        """Make the optimizer over `parameter_groups`, and the scheduler, which is stepped every batch."""
+        """Make the optimizer from `parameter_groups`, and the scheduler, which is stepped every batch."""
         optimizer = self.with_lr(self._make_optimizer(self.parameter_groups()))
         if self._make_scheduler is None:
             return optimizer
@@ -563,7 +563,7 @@ class DilatedModule(Pretrained, LearningRate):
     ) -> None:
         """Clip as Lightning does, and also for fused optimizers under bf16-mixed.
 
-        Lightning refuses these because fused optimizers unscale gradients after clipping; bf16 has no scaler.
+        Lightning refuses fused optimizers because they unscale gradients after clipping, but bf16 has no loss scaler.
         """
         plugin = self.trainer.precision_plugin
         if not isinstance(plugin, MixedPrecision) or plugin.scaler is not None:

@@ -1,6 +1,6 @@
 """Models in folders of config.json and model.safetensors, on disk or the Hugging Face hub (extra `hub`).
 
-All loaders share the checks: classes that a file names; names, layers, shapes and values of weights.
+All loaders share these checks: of classes that a file names, and of the names, layers, shapes and values of weights.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-#: hyperparameters of training, which are not part of a model and are not read from a file
+#: hyperparameters of training; they are not part of a model and are not read from a file
 TRAINING = ("optimizer", "lr_scheduler")
-#: the classes that a file may name in a model's arguments; all take plain values
+#: the classes that a file may name in a model's arguments; their arguments are plain values
 VALUES: dict[str, Any] = {cls.__name__: cls for cls in (Branch, DilatedPattern, Global, Recurrence, Window)}
 _CLASS = ("class_path", "_class_path")
-#: the largest file, in bytes, that a parser may read an argument from
+#: size limit, in bytes, of a file that a parser may read an argument from
 _LARGEST_TEXT = 1 << 20
-#: reserved words of a parser, not arguments
+#: reserved words of the parser, which cannot be names of arguments
 _RESERVED = ("class_path", "init_args", "dict_kwargs")
 
 
 def file_arguments(hparams: Any, where: str | Path, but: Collection[str] = ()) -> dict[str, Any]:
     """Return a model's arguments from a file as plain values, without optimizer, scheduler and Lightning's additions.
 
-    `class_path` may name only a class of `VALUES`, and is returned as its public name. `make_values` makes the objects.
+    A `class_path` may name only a class in `VALUES`; the result has its public name. `make_values` makes the objects.
 
     Args:
         hparams: nested mappings and lists, as in a recipe.
         where: the file, for messages.
-        but: names that the caller sets; the file's values are left out.
+        but: names of arguments that the caller sets; they are left out.
 
     Raises:
-        ValueError: for another class (naming file, class and remedy), and for names that no parser accepts.
+        ValueError: for another class (naming the file, the class and a remedy), and for names that no parser accepts.
     """
     if not isinstance(hparams, Mapping):
-        raise ValueError(f"{where} has {type(hparams).__name__} in place of hyperparameters by name.")
+        raise ValueError(f"{where} has {type(hparams).__name__} instead of a mapping of hyperparameters.")
     for name in hparams:
         if not isinstance(name, str) or not name.isidentifier() or name in _RESERVED:
             raise ValueError(f"{where}: {name!r:.60} in hyperparameters is not the name of a hyperparameter.")
@@ -69,13 +69,13 @@ def file_arguments(hparams: Any, where: str | Path, but: Collection[str] = ()) -
 
 
 class _Checked:
-    """Checks the values of a file; limits their number, because YAML can repeat a value many times by reference."""
+    """Checks the values of a file, and limits their number, because YAML's references can repeat a value many times."""
 
     def __init__(self, where: str | Path) -> None:
         self.where, self.left = where, 100_000
 
     def value(self, value: Any, name: str, depth: int = 0) -> Any:
-        """Return the value, with classes of `VALUES` by public name; raise ValueError for another class."""
+        """Return the value with public names for the classes in `VALUES`; raise ValueError for another class."""
         self.left -= 1
         if self.left < 0 or depth > 100:
             raise ValueError(f"{self.where} has endlessly nested hyperparameters.")
@@ -90,7 +90,7 @@ class _Checked:
             except (yaml.constructor.ConstructorError, RecursionError):
                 raise ValueError(
                     f"{self.where} names {value!r:.80} ({name}), and a file does not decide which class is made: "
-                    f"this YAML is not of plain values. {_remedy(name)}"
+                    f"this YAML has values that are not plain. {_remedy(name)}"
                 ) from None
             for inner in texts:
                 self.value(inner, name, depth + 1)
@@ -115,7 +115,7 @@ class _Checked:
 
 
 def _is_value(path: Any) -> bool:
-    """Return whether a class_path names a class of `VALUES`."""
+    """Return True if a class_path names a class in `VALUES`."""
     package, _, name = path.partition(".") if isinstance(path, str) else ("", "", "")
     return package == PACKAGE and name.rpartition(".")[2] in VALUES
 
@@ -128,7 +128,7 @@ def _remedy(name: str) -> str:
 
 
 def make_values(value: Any) -> Any:
-    """Replace the mappings with a class_path in a checked value by objects of these classes of `VALUES`."""
+    """Replace each mapping that has a class_path, in a checked value, by an object of this class in `VALUES`."""
     if isinstance(value, dict) and "class_path" in value:
         cls = VALUES[value["class_path"].rpartition(".")[2]]
         return cls(**make_values(value.get("init_args") or {}))
@@ -143,12 +143,12 @@ def class_in_file(cls: type, path: Any, where: str | Path, loader: str) -> Any:
     """Return the class that a file names: `cls` or an imported subclass.
 
     Args:
-        path: the name in the file.
+        path: the dotted name of the class in the file.
         where: the file, for messages.
         loader: the class method that was called, for messages.
 
     Raises:
-        ValueError: for another class.
+        ValueError: if the name is neither `cls` nor an imported subclass of it.
     """
     name = str(path).rpartition(".")[2]
     if name == cls.__name__:
@@ -161,7 +161,7 @@ def class_in_file(cls: type, path: Any, where: str | Path, loader: str) -> Any:
 
 
 def imported(path: str) -> Any:
-    """Return the object of a dotted name if it is public here or in an imported module, else None; import nothing else."""
+    """Return the object with a dotted name if it is public here or in an imported module, else None; never import."""
     public = path.removeprefix(f"{PACKAGE}.")
     if public != path and public in NAMES:
         return place(NAMES[public])
@@ -170,14 +170,14 @@ def imported(path: str) -> Any:
 
 
 def _yaml(text: str) -> Any:
-    """Parse YAML without types, so that any text parses that another loader accepts, with jsonargparse's scanner."""
+    """Parse YAML with jsonargparse's scanner, but without types, to accept any text that another loader accepts."""
     return yaml.load(text, getattr(yaml, "CBaseLoader", yaml.BaseLoader))
 
 
 def _inside(value: str) -> list[Any]:
-    """List the values that a parser may read from a string, or from the file that it names: JSON or YAML.
+    """List the values, in JSON or YAML, that a parser may read from a string or from the file that the string names.
 
-    ConstructorError of yaml means that the YAML is not plain, such as a mapping as a key, and another loader may accept it.
+    yaml raises ConstructorError if the YAML is not plain, such as a mapping as a key, and another loader may accept it.
     """
     texts, values = [value], []
     with contextlib.suppress(OSError, ValueError):
@@ -189,7 +189,7 @@ def _inside(value: str) -> list[Any]:
         try:
             values.append(_yaml(text))
         except yaml.constructor.ConstructorError:
-            if "=" in text or "!" in text:  # a tag, or a mapping as key, which other loaders accept by its `=` value
+            if "=" in text or "!" in text:  # a tag or a mapping as a key, which other loaders accept
                 raise
         except (yaml.YAMLError, ValueError):  # not YAML
             continue
@@ -197,10 +197,10 @@ def _inside(value: str) -> list[Any]:
 
 
 def layers_of(numbers: Iterable[str], tensors: int, where: str | Path) -> int:
-    """Return the number of layers in a file: 1 more than the largest layer number.
+    """Return the number of layers in a file: the largest layer number plus 1.
 
     Args:
-        numbers: layer numbers, as digits in names of tensors.
+        numbers: layer numbers, as digits, from the names of tensors.
         tensors: number of tensors in the file.
 
     Raises:
@@ -215,7 +215,7 @@ def layers_of(numbers: Iterable[str], tensors: int, where: str | Path) -> int:
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: str | Path) -> None:
-    """Raise ValueError, naming the tensors, for weights with NaN or infinite values."""
+    """Raise ValueError if weights contain NaN or infinite values; the error names the tensors."""
     with torch.no_grad():
         bad = [name for name, x in tensors.items() if x.is_floating_point() and not _finite(x)]
     if bad:
@@ -235,23 +235,23 @@ PACKAGE = __name__.partition(".")[0]
 
 
 class Pretrained:
-    """Base of DilatedModule: `save_pretrained`, `from_pretrained` and `push_to_hub`.
+    """The base of DilatedModule with `save_pretrained`, `from_pretrained` and `push_to_hub`.
 
-    config.json holds {"class_path", "init_args"}, plain values as in a recipe, and the attributes in `also_in_config`,
-    such as a classifier's classes. model.safetensors holds every tensor of the state dict, shared ones once. The hub's
-    libraries are imported on use.
+    config.json contains {"class_path", "init_args"} in plain values, as in a recipe, and the attributes in
+    `also_in_config`, such as a classifier's classes. model.safetensors contains every tensor of the state dict; shared
+    tensors are stored once. The hub's libraries are imported when they are used.
     """
 
     def write_hub_files(self, folder: Path) -> None:
-        """Write further files into the folder of config.json and model.safetensors."""
+        """Write a subclass's further files into the folder of config.json and model.safetensors."""
 
     def read_hub_files(self, folder: Path) -> None:
-        """Read further files of the folder into a new model."""
+        """Read a subclass's further files in the folder into a new model."""
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write config.json, model.safetensors and a language model's tokenizer into `folder`, which is created.
 
-        The optimizer is left out. Call it on one rank only.
+        The optimizer is not saved. Call this on one rank only.
 
         Raises:
             TypeError: for a hyperparameter that JSON cannot represent.
@@ -280,8 +280,8 @@ class Pretrained:
             changes: arguments of the class that differ from config.json: optimizer, dropout, engine, ...
 
         Raises:
-            FileNotFoundError: for a missing folder or repository, or one without the two files.
-            ValueError: for a broken file, another class, or weights that do not fit.
+            FileNotFoundError: if the folder or repository, or one of the two files in it, is missing.
+            ValueError: for a broken file, another class, or weights that do not match the model.
         """
         folder = _folder(path_or_repo, revision=revision, token=token, cache_dir=cache_dir)
         config = _read_config(folder)
@@ -294,7 +294,7 @@ class Pretrained:
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None, commit_message: str | None = None
     ) -> Any:
-        """Upload the files of `save_pretrained` to a hub repository, created if missing; return a CommitInfo.
+        """Upload the files of `save_pretrained` to a hub repository, which is created if missing; return a CommitInfo.
 
         Args:
             repo_id: "owner/name".
@@ -320,7 +320,7 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
 def make_from(
     which: type, config: dict[str, Any], tensors: dict[str, Tensor], wrong: str, changes: dict[str, Any]
 ) -> Any:
-    """Make a model from a config's checked arguments, `changes` and weights; error messages start with `wrong`."""
+    """Make a model from a config's checked arguments, `changes` and weights; error messages begin with `wrong`."""
     names = inspect.signature(which.__init__).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
     stored = {k: make_values(v) for k, v in config["init_args"].items() if open_ended or k in names}
@@ -334,16 +334,16 @@ def make_from(
 
 
 def class_path(model: Any) -> str:
-    """Return the dotted name of a model's class, not of the class that `fully_shard` derives from it.
+    """Return the dotted name of a model's class, without the subclass that `fully_shard` makes.
 
-    The package's own models get their public name, so that files do not depend on a class's module.
+    For this package's models return the public name, so that files do not depend on a class's module.
     """
     cls = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
     return current_class_path(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def current_class_path(path: str) -> str:
-    """Return the name of a class in a file, public for the package's own models; ValueError for a removed class."""
+    """Return a class's current name, public for this package's classes; raise ValueError for a removed class."""
     if (message := removed_name(path)) is not None:
         raise ValueError(message)
     package, _, qualified = path.partition(".")
@@ -363,7 +363,7 @@ def config_of(model: Any) -> dict[str, Any]:
 
 
 def plain_arguments(hparams: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Return the hyperparameters of the class `owner` for JSON, without training hyperparameters.
+    """Return the hyperparameters of the class `owner` as values for JSON, without training hyperparameters.
 
     Raises:
         TypeError: for a value that JSON cannot represent.
@@ -381,7 +381,7 @@ def plain_arguments(hparams: Mapping[str, Any], owner: str) -> dict[str, Any]:
     return plain
 
 
-#: mappings in a config of transformers with numbers as keys, which transformers also reads from strings
+#: mappings with numbers as keys in a config of transformers, which also reads these keys from strings
 _NUMBERED = {"id2label", "pruned_heads"}
 
 
@@ -402,13 +402,13 @@ def _plain(value: Any, name: str = "") -> Any:
 
 
 def names_in_fp32(module: torch.nn.Module) -> set[str]:
-    """Return the names of parameters that stay in fp32 in a 16-bit module: their layers have `keeps_fp32`."""
+    """Return the names of the parameters of layers with `keeps_fp32`, which stay in fp32 in a 16-bit module."""
     wide = [(name, m) for name, m in module.named_modules() if getattr(m, "keeps_fp32", False)]
     return {f"{name}.{each}" for name, m in wide for each, _ in m.named_parameters()}
 
 
 def library_of(name: str) -> ModuleType:
-    """Import a module of the extra `hub`; ModuleNotFoundError names the extra."""
+    """Import a module of the extra `hub`; if it is missing, raise ModuleNotFoundError that names the extra."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -416,20 +416,20 @@ def library_of(name: str) -> ModuleType:
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, str]:
-    """Each name of a parameter or buffer -> the first name of the same tensor."""
+    """Map each name of a parameter or buffer to the first name of the same tensor."""
     first: dict[int, str] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(x), name) for name, x in named}
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the state dict with each tensor under its first name only; ValueError for tensors sharded over ranks."""
+    """Return the state dict with each tensor under its first name only; raise ValueError if ranks have shards."""
     state, alias = model.state_dict(), _aliases(model)
     parts = [name for name, x in state.items() if isinstance(x, DTensor)]
     if parts:
         raise ValueError(
-            f"{parts[0]} is sharded over ranks, so this rank cannot save it alone. Save a whole checkpoint, load it by "
-            "load_from_checkpoint and call save_pretrained then."
+            f"{parts[0]} is sharded over ranks, so this rank cannot save it alone. Save one checkpoint file, load it "
+            "by load_from_checkpoint, and then call save_pretrained."
         )
     return {name: x.detach().contiguous() for name, x in state.items() if alias.get(name, name) == name}
 
@@ -444,7 +444,7 @@ def _folder(path: str | Path, **options: Any) -> Path:
     download = library_of("huggingface_hub").snapshot_download
     try:
         return Path(download(str(path), allow_patterns=[CONFIG, WEIGHTS, *PATTERNS], **options))
-    except Exception as error:  # offline, or no such repository or revision, or no access
+    except Exception as error:  # offline, no access, or a missing repository or revision
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise FileNotFoundError(
             f"{path}: no such folder here, and it cannot be downloaded ({type(error).__name__}: {lines[0][:160]})."
@@ -457,7 +457,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder} has no {CONFIG}. Pass a folder that save_pretrained wrote.")
     try:
         config = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:  # RecursionError: values nested too deeply
+    except (ValueError, RecursionError) as error:  # RecursionError: values are nested too deeply
         raise ValueError(f"{path} is not JSON ({error}). Write or download it again.") from None
     if not (
         isinstance(config, dict)
@@ -497,7 +497,7 @@ def _load(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
     dtypes = {x.dtype for name, x in tensors.items() if x.is_floating_point() and name not in wide}
     if len(dtypes) == 1:
         model.to(dtypes.pop())
-    weights = {name for name, _ in model.named_parameters()}  # a buffer may hold infinities on purpose
+    weights = {name for name, _ in model.named_parameters()}  # a buffer may contain infinities on purpose
     check_finite({name: x for name, x in tensors.items() if name in weights}, wrong.split(" does not ")[0])
     try:
         model.load_state_dict(tensors, strict=False)

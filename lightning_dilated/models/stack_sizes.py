@@ -1,4 +1,4 @@
-"""Descriptions of blocks for planning: the attention of each block, and the sizes of one.
+"""Descriptions of blocks for planning: BlockAttention and BlockSizes.
 
 Shape letters: E embedding dim, H query heads, K kv heads, D head dim.
 """
@@ -16,7 +16,7 @@ class BlockAttention(NamedTuple):
     Attributes:
         num_heads, num_kv_heads, head_dim: H, K, D.
         dropout: probability for attention weights in training.
-        engine: the model's argument of this name.
+        engine: the model's argument `engine`.
     """
 
     pattern: DilatedPattern
@@ -35,9 +35,9 @@ class BlockSizes(NamedTuple):
         dim, hidden: E, and the hidden features of the feed-forward.
         projection: parameters of the projections to q, k and v.
         feed_forward: parameters of the feed-forward.
-        windows: whether windows of heads can attend one after another.
+        windows: whether the block's heads can attend in groups, one after another.
         tiles: whether the feed-forward can run in tiles of tokens.
-        updated: (parameters of a weight that an update is added to before the product, parameters of the update); (0, 0)
+        updated: (parameters of a weight, parameters of the update that is added to it before the product); (0, 0)
             without an update.
     """
 

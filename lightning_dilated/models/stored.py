@@ -16,7 +16,7 @@ from lightning_dilated.pattern import DilatedPattern
 
 
 def plain_value(value: Any) -> Any:
-    """Return a hyperparameter with patterns, alone or in a list, as plain mappings."""
+    """Return a hyperparameter as a plain value: a pattern, or a list of patterns, becomes mappings."""
     if isinstance(value, DilatedPattern):
         return value.to_dict()
     if isinstance(value, (list, tuple)) and any(isinstance(x, DilatedPattern) for x in value):
@@ -25,7 +25,7 @@ def plain_value(value: Any) -> Any:
 
 
 def read_model(source: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Read a Lightning checkpoint from a path, an open file or an address that Lightning can read.
+    """Read a Lightning checkpoint from a path, an open file or a URL that Lightning can read.
 
     Raises:
         ValueError: for a file that is not a checkpoint.
@@ -50,7 +50,7 @@ def stored_hparams(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """SafeLoader with tuples, which Lightning writes."""
+    """A SafeLoader that also reads tuples, which Lightning writes."""
 
 
 _PlainLoader.add_constructor(
@@ -59,11 +59,11 @@ _PlainLoader.add_constructor(
 
 
 def read_hparams(path: Path) -> dict[str, Any]:
-    """Read hyperparameters of plain values from a csv or YAML that Lightning's loggers wrote.
+    """Read hyperparameters with plain values from a csv or YAML file that Lightning's loggers wrote.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: for other suffixes, and YAML that does not hold plain values by name.
+        FileNotFoundError: if the file does not exist.
+        ValueError: for another suffix, and for YAML that is not a mapping of names to plain values.
     """
     check_input(path)
     if not path.is_file():
@@ -77,5 +77,5 @@ def read_hparams(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ValueError(f"hparams_file {path} is not YAML of plain values ({error}).") from None
     if not isinstance(values, dict):
-        raise ValueError(f"hparams_file {path} holds {type(values).__name__} in place of hyperparameters by name.")
+        raise ValueError(f"hparams_file {path} holds {type(values).__name__} instead of a mapping of hyperparameters.")
     return values

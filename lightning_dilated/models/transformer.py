@@ -1,4 +1,4 @@
-"""The stack of blocks that all models share, with rotary bases, initial weights, FLOPs and advice about bases.
+"""The stack of blocks that all models share; rotary bases and advice about them; initial weights; counts of FLOPs.
 
 Shape letters: B batch, N tokens, w segment length, E embedding dim, V vocabulary, D head dim.
 """
@@ -40,7 +40,7 @@ BasesLike: TypeAlias = float | str | Sequence[float | str] | None
 USUAL = 10_000.0
 #: "Base of RoPE Bounds Context Length" (arXiv 2405.14591), equation 13: the smallest base for N tokens is 0.0424 N^1.628
 FACTOR, POWER = 0.0424, 1.628
-#: the formula's constants have three digits: base 1e4, for at most 1,996 tokens, is accepted for segments of 2,048
+#: tolerance, because the constants have three digits: the base 1e4, for 1,996 tokens, is accepted for segments of 2,048
 TOLERANCE = 1.05
 
 
@@ -51,7 +51,7 @@ def base_of_length(seq_len: int) -> float:
 
 
 def served_length(base: float) -> int:
-    """Return the most tokens between a query and a key that a rotary base serves, by the same bound."""
+    """Return the longest distance in tokens that a rotary base serves, by the same bound as `base_of_length`."""
     return int((base / FACTOR) ** (1 / POWER))
 
 
@@ -113,7 +113,7 @@ def rotary_hint(
     seq_len: int | None,
     max_seq_len: int | None = None,
 ) -> str | None:
-    """Return advice if a layer reads keys further away than its rotary base serves, else None.
+    """Return advice if a layer attends over longer distances than its rotary base serves, else None.
 
     Args:
         bases, patterns: one for each layer.
@@ -143,21 +143,21 @@ def rotary_hint(
 def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range], training: bool = True) -> int:
     """Count the FLOPs of a module's blocks and of an output projection `head` over tokens, on all ranks together.
 
-    A product with a matrix of P weights takes 2 P a token forward and 4 P backward: 2 P for the weight's gradient, left out
-    if the weight is frozen, and 2 P for the input's, left out if all parameters before it are frozen. A pair of a query and
-    a key takes 4 D forward and 10 D backward, left out likewise. Parameters are assumed to be used in the module's order.
-    Norms, activations, recomputation and pooled heads are not counted, as usual (Chowdhery et al. 2022, arXiv 2204.02311,
-    appendix B). A recurrence takes `Recurrence.flops` forward and twice that backward. In truncated back-propagation a pair
-    with a carried key takes 6 D backward: the key and its value get no gradient.
+    A product with a matrix of P weights takes 2 P a token forward and 4 P backward. Half of the backward is for the
+    weight's gradient, unless the weight is frozen; half is for the input's gradient, unless all earlier parameters are
+    frozen. A pair of a query and a key takes 4 D forward and 10 D backward (none if all earlier parameters are frozen),
+    or 6 D if truncated back-propagation carried the key without gradient. A recurrence takes `Recurrence.flops`
+    forward and twice that backward. Parameters are assumed to be used in the module's order. Norms, activations,
+    recomputation and pooled heads are not counted, as usual (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 
     Args:
-        tokens: number of tokens in all samples, padding included.
-        documents: the number of tokens of each document or unpadded sample; in a causal module also ranges of positions in
-            a document, for tokens that attend to carried keys before them.
-        training: count forward and backward, else forward only.
+        tokens: number of tokens in all samples, including padding.
+        documents: the number of tokens of each document or unpadded sample. In a causal module it may be a range of
+            positions in a document, for tokens that also attend to carried keys before the range.
+        training: count forward and backward; False: forward only.
 
     Raises:
-        ValueError: for a module without TransformerBlock.
+        ValueError: for a module without a TransformerBlock.
     """
     blocks = [m for m in module.modules() if isinstance(m, TransformerBlock)]
     stacks = [m for m in module.modules() if isinstance(m, StackMemory) and not isinstance(m, DilatedTransformer)]
@@ -196,14 +196,14 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range],
 
 
 def _pairs(a: MultiheadDilatedAttention, document: int | range) -> tuple[int, int]:
-    """(pairs with keys of the document or of its part, pairs with carried keys)."""
+    """Return the number of pairs with keys of the document or its part, and of pairs with carried keys."""
     if isinstance(document, range):
         return pairs_of_part(a.attention.pattern, document, a.num_heads, a.num_kv_heads)
     return pairs(a.attention.pattern, document, a.num_heads, a.num_kv_heads, a.attention.causal), 0
 
 
 def _trained_before(module: nn.Module) -> dict[nn.Parameter, bool]:
-    """Map each parameter to True if an earlier one is trained."""
+    """Map each parameter to True if an earlier parameter is trained."""
     before, so_far = {}, False
     for p in module.parameters():
         before[p] = so_far
@@ -215,12 +215,12 @@ def _trained_before(module: nn.Module) -> dict[nn.Parameter, bool]:
 
 
 class Inputs(NamedTuple):
-    """The arguments of a stack of blocks.
+    """The tensors that a stack of blocks takes.
 
     Attributes:
         x: hidden states (B, N, E).
-        lengths: (B,) tokens of padded samples.
-        cu_seqlens: (D + 1,) bounds of documents packed into one row.
+        lengths: (B,) numbers of tokens, if samples are padded.
+        cu_seqlens: (D + 1,) bounds of the documents that are packed into one row.
         positions: (N,) or (B, N).
         drops: factors of stochastic depth: (depth, 2, B, 1, 1), or (depth, 2, 1, N, 1) with documents.
     """
@@ -233,7 +233,7 @@ class Inputs(NamedTuple):
 
 
 class DilatedTransformer(StackMemory):
-    """Blocks and a last norm; blocks with the same rotary base share a table.
+    """A stack of blocks and a last norm; blocks with the same rotary base share a table.
 
     Args:
         dim: E.
@@ -280,11 +280,11 @@ class DilatedTransformer(StackMemory):
         self.residual_dtype = options.residual_dtype and getattr(torch, options.residual_dtype)
         #: one for each block, None for a block without positions
         self.rotaries: list[Rotary | None] = [block.attention.rotary for block in self.blocks]
-        #: CUDA graphs of the blocks' training step; None: kernels are launched one by one
+        #: CUDA graphs of the blocks' training step; None: kernels are launched without graphs
         self.graphs: Any = None
 
     def residual(self, x: Tensor) -> Tensor:
-        """Cast x to the dtype of the hidden states between blocks; callers do so early, so that the wider x is freed."""
+        """Cast x to the dtype of the hidden states between blocks; callers cast early to free the wider x."""
         return x if self.residual_dtype is None else x.to(self.residual_dtype)
 
     def forward(
@@ -305,9 +305,9 @@ class DilatedTransformer(StackMemory):
             positions: (N,), global; None: from 0 on, or after the cached tokens.
             lengths, cu_seqlens: see `dilated_attention`.
             caches: one for each block.
-            chunk: the place of each block in a stream, if x is a chunk of a stream; needs `positions`.
-            watch: called with the input and with every block's output.
-            normed: False leaves the last norm to the caller.
+            chunk: each block's position in a stream, if x is a chunk of a stream; needs `positions`.
+            watch: a function, called with the input and with every block's output.
+            normed: False: do not apply the last norm.
         """
         x = self.residual(x)
         drops = self._drops(x, cu_seqlens) if caches is None else None
@@ -317,11 +317,11 @@ class DilatedTransformer(StackMemory):
             x = self.graphs(self._compute, self.blocks, inputs)
         else:
             x = self._compute(inputs, **options)
-        del inputs  # the norm needs the memory
+        del inputs  # free memory for the norm
         return self.norm(x) if normed else x
 
     def _drops(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
-        """Factors of stochastic depth (depth, 2, B, 1, 1), or (depth, 2, 1, N, 1) for documents."""
+        """Return factors of stochastic depth (depth, 2, B, 1, 1), or (depth, 2, 1, N, 1) for documents."""
         rate = self.drop_path if self.training else 0.0
         if cu_seqlens is None or rate == 0:
             return drop_path_factors(rate, len(self.blocks), x)
@@ -330,7 +330,7 @@ class DilatedTransformer(StackMemory):
         return drops[:, :, send(documents.number, x.device), 0][:, :, None]  # type: ignore[index]
 
     def _replays(self, inputs: Inputs, options: Mapping[str, Any]) -> bool:
-        """Return True if CUDA graphs serve a call with these arguments."""
+        """Return True if CUDA graphs can replay a call with these arguments; otherwise log the reason."""
         if self.graphs is None:
             return False
         named = [name for name, value in options.items() if value is not None]
@@ -357,7 +357,7 @@ class DilatedTransformer(StackMemory):
             none = itertools.repeat(None)
             each = zip(self.blocks, tables, none if drops is None else drops, chunk or none, strict=False)
             layers = [partial(block, **shared, positions=t, drop=drop, cache=place) for block, t, drop, place in each]
-        else:  # not compiled: every new token would change the length, and compile again
+        else:  # not compiled: every new token changes the length, and would cause another compilation
             each = zip(self.blocks, tables, caches, strict=True)
             layers = [partial(uncompiled(block), **shared, positions=t, cache=cache) for block, t, cache in each]
         if watch is not None:
@@ -366,8 +366,8 @@ class DilatedTransformer(StackMemory):
         return self._run(layers, x, grouped=watch is None)
 
     def _tables(self, x: Tensor, positions: Tensor | None, caches: Sequence[Any] | None) -> list[RotaryTable | None]:
-        """Rotary positions for each block; blocks with the same base share a table."""
-        dtype = autocast(x[:0])[0].dtype  # dtype of q and k; xPos factors have to fit its range
+        """Return each block's table of rotary positions; blocks with the same base share a table."""
+        dtype = autocast(x[:0])[0].dtype  # dtype of q and k; xPos factors must not overflow in it
         start, furthest, tables = caches[0].length if caches else 0, None, {}
         if caches and positions is None:
             positions, furthest = caches[0].token_positions(x)
@@ -386,7 +386,7 @@ class DilatedTransformer(StackMemory):
         ]
 
     def sizes(self) -> BlockSizes:
-        """Return the sizes of the first block; `windows` is True if all blocks can run in windows of heads."""
+        """Return the sizes of the first block, except `windows`, which is True if it applies to all blocks."""
         block = self.blocks[0]
         inner, weight = block.attention_layer, block.attention_layer.in_proj_weight
         updated = (0, 0)
@@ -399,7 +399,7 @@ class DilatedTransformer(StackMemory):
         return BlockSizes(*sizes, windows=windows, updated=updated)
 
     def compile_blocks(self) -> None:
-        """Compile each block in place, as one graph; a compiled block takes a rotary table instead of positions."""
+        """Compile each block in place, as one graph; compiled blocks need a rotary table instead of positions."""
         kinds = len({block.attention_layer.attention.pattern for block in self.blocks})
         # graphs for each pattern: with and without gradients, for whole sequences and chunks, static and dynamic lengths,
         # and for `CompiledPart` with whole chunks
@@ -411,8 +411,8 @@ class DilatedTransformer(StackMemory):
         """Make an empty cache for every block.
 
         Args:
-            max_length: the most tokens of a sample, for caches of final size, see `KVCache`.
-            lengths: tokens of each sample's prompt, if prompts are padded on the right, see `Clock`.
+            max_length: the longest sample, in tokens, for caches that are allocated at their final size; see `KVCache`.
+            lengths: the number of tokens of each sample's prompt, if prompts are padded on the right; see `Clock`.
         """
         return hook("caches of a stack")(self, max_length, lengths)
 
@@ -424,7 +424,7 @@ def _watched(layer: Callable[[Tensor], Tensor], watch: Callable[[Tensor], None],
 
 
 def init_weights(model: nn.Module, depth: int, dim: int) -> None:
-    """Initialize matrices by Normal(0, std), biases by 0, projections into the residual by Normal(0, std / sqrt(2 depth)).
+    """Draw matrices from Normal(0, std), output projections from Normal(0, std / sqrt(2 depth)); set biases to 0.
 
     std = sqrt(2 / (5 dim)), about 0.02 at a `dim` of 1024 (Nguyen and Salazar 2019, arXiv 1910.05895, SmallInit). With 0.02
     at every width, narrow models hardly learn.
@@ -436,14 +436,14 @@ def init_weights(model: nn.Module, depth: int, dim: int) -> None:
                 nn.init.zeros_(parameter)
             continue
         if name.endswith(("kv_conv.weight", "recurrence.conv.weight")):
-            nn.init.zeros_(parameter)  # the identity
+            nn.init.zeros_(parameter)  # so that the convolution is the identity
             continue
         residual = name.endswith(("out_proj.weight", "fc2.weight"))
         nn.init.normal_(parameter, std=std / (2 * depth) ** 0.5 if residual else std)
 
 
 def position_advice(module: Any, seq_len: int) -> str | None:
-    """Return advice about the rotary bases for sequences of N tokens; None if they serve."""
+    """Return advice about the rotary bases for sequences of N tokens; None if the bases serve them."""
     bases, made_for = getattr(module, "rotary_bases", ()), getattr(module, "max_seq_len", None)
     if getattr(getattr(module, "options", None), "position_encoding", "none") != "rotary":
         return None
@@ -455,9 +455,9 @@ def longest(batch: Any, spec: SequenceSpec | None, group: Any) -> int:
     """Return N of the longest sample or document of a batch; 0 if unknown.
 
     Args:
-        batch: this rank's part.
+        batch: this rank's part of a batch.
         spec: names the entries that are sequences.
-        group: the ranks of the sequence; their latest agreed call has N. None for one rank.
+        group: the ranks of the sequence; their latest call contains N. None for one rank.
     """
     if not isinstance(batch, Mapping):
         return 0

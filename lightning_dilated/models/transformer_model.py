@@ -1,7 +1,7 @@
 """TransformerModel: the constructor that all models around one `DilatedTransformer` share.
 
-A subclass names its own options, passes the other options on as `**options`, and sets options that it does not offer. The
-command line finds every option by following `super().__init__(..., **options)`; checkpoints store all options.
+A subclass names its own options, passes other options to this class as `**options`, and sets options that it does not
+offer. The command line finds all options by following `super().__init__(..., **options)`; checkpoints store them all.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from lightning_dilated.pattern.pattern import LAYERS
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import layer_recurrences, plain_recurrences
 
-#: the largest number of features of a hidden state; a feed-forward may have 8 times this number
+#: limit of the number of features of a hidden state; a feed-forward may have 8 times this number
 WIDTH = 1 << 20
-#: arguments that are not part of the model, or are saved in another form
+#: arguments that are not saved, because they are not part of the model or are saved in another form
 NOT_SAVED = (
     "pattern",
     "optimizer",
@@ -49,14 +49,14 @@ NOT_SAVED = (
 
 @functools.cache
 def options_of(cls: type) -> dict[str, Any]:
-    """Return the default of each argument of a class by name, including arguments that it passes on."""
+    """Return {argument: default} of a class, including the arguments that it passes to its bases."""
     parser = ArgumentParser(exit_on_error=False)
     keys = parser.add_class_arguments(cls, "model", fail_untyped=False)
     return {key.partition(".")[2]: parser.get_default(key) for key in keys}
 
 
 class _NamedArguments:
-    """Stores a call's arguments by name, refuses unknown ones; a base, as jsonargparse reads a class's own `__new__`."""
+    """Stores a call's arguments by name, refuses unknown ones; a base class, because jsonargparse reads `__new__`."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         self = super().__new__(cls)
@@ -67,14 +67,14 @@ class _NamedArguments:
 
 
 def _constructors(cls: type) -> tuple[list[inspect.Signature], type]:
-    """(signatures of the constructors in a user's classes, this package's first class with a constructor)."""
+    """Return the signatures of constructors in user classes, and this package's first base class with a constructor."""
     owners = [base for base in cls.__mro__ if "__init__" in vars(base)]
     first = next(i for i, base in enumerate(owners) if base.__module__.startswith("lightning_dilated."))
     return [inspect.signature(vars(base)["__init__"]) for base in owners[:first]], owners[first]
 
 
 def _positional(cls: type) -> Iterator[str]:
-    """Names of the positional arguments, through constructors that pass `*args` on."""
+    """Yield the names of positional arguments, also of the next base's constructor if a constructor takes `*args`."""
     signatures, package_class = _constructors(cls)
     for signature in [*signatures, inspect.signature(vars(package_class)["__init__"])]:
         parameters = list(signature.parameters.values())[1:]
@@ -97,7 +97,7 @@ def _check_names(cls: type, names: Collection[str]) -> None:
 
 
 def _no_argument(cls: type, name: str, known: Collection[str], hint: str | None = None) -> TypeError:
-    """The error for an unknown keyword; without a hint it suggests the nearest known keyword."""
+    """Return the error for an unknown keyword; without a hint, the error suggests the most similar keyword."""
     if hint is None:
         near = get_close_matches(name, known, 1)
         hint = f"Did you mean {near[0]!r}?" if near else "If a checkpoint names it, load by the class that wrote it."
@@ -105,9 +105,9 @@ def _no_argument(cls: type, name: str, known: Collection[str], hint: str | None 
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    """Defaults of the arguments that a checkpoint stores.
+    """Return {argument: default} of the arguments that a checkpoint stores.
 
-    A user's constructor may set arguments that it does not name, unless it passes all arguments on by `*args`.
+    A user's constructor sets the arguments that it does not name, unless it passes all arguments on by `*args`.
     """
     signatures, package_class = _constructors(cls)
     parameters = list(signatures[0].parameters.values()) if signatures else []
@@ -140,15 +140,15 @@ class TransformerModel(_NamedArguments, DilatedModule):
         shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, so that tokens also attend across
             the boundaries of nested segments (see `pattern.explain`).
         shift_below: shift only segments of fewer tokens than this; None: every finite segment.
-        compile_blocks: compile every block with torch.compile on its first run, and on a GPU the loss of vocabularies of at
-            least 1,024 tokens. In generation, only the part of a block after attention is compiled.
+        compile_blocks: compile every block with torch.compile on its first run; on a GPU also compile the loss if the
+            vocabulary has at least 1,024 tokens. Generation compiles only the part of a block after attention.
         cuda_graphs: record the blocks' training step on a GPU as CUDA graphs, one for each shape of a batch, and replay
-            them: for short sequences, when launching kernels takes longer than running them. For one rank a sequence,
-            without recomputation and attention dropout.
-        graph_padding: the most padding, as a share of the tokens, that batches with `lengths` and packed rows get so that
-            they need few graphs. Padding of less than 64 tokens a row is always allowed. The log reports the padding.
-        linear_dtype: "float8" multiplies in float8 in the linear layers of the blocks (not in the projection to q, k and v),
-            on an H100 or later, by torchao; for wide models, with `compile_blocks`. None: in the precision of the run.
+            them. Use it for short sequences, if launching kernels takes longer than running them. It needs one rank for
+            each sequence, and no recomputation or attention dropout.
+        graph_padding: the most padding, as a share of the tokens, that is added to batches with `lengths` and to packed
+            rows to reduce the number of graphs. Less than 64 tokens a row are always allowed. The padding is logged.
+        linear_dtype: "float8": linear layers of the blocks, except the projection to q, k and v, multiply in float8 by
+            torchao, on an H100 or later; for wide models with `compile_blocks`. None: the precision of the run.
         optimizer, lr_scheduler: see `DilatedModule`.
         options: options of `BlockOptions`.
 
@@ -219,7 +219,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
         rotary = encoding == "rotary"
         if hint := rotary and rotary_hint(self.rotary_bases, self.patterns, None, max_seq_len):
             rank_zero_warn(f"{type(self).__name__}: {hint}")
-        with torch.device("meta"):  # one layer without storage, so that a wrong size or option is an error here
+        with torch.device("meta"):  # make one layer without storage, to raise errors for wrong sizes and options here
             self._transformer(depth=1)
         self._save_arguments()
 
@@ -231,12 +231,12 @@ class TransformerModel(_NamedArguments, DilatedModule):
         if "recurrence" in saved:
             saved["recurrence"] = plain_recurrences(self.recurrences)
         if "rotary_base" in saved and self.options.position_encoding != "none":
-            # as numbers, so that loading with another max_seq_len does not change the trained bases
+            # save numbers, so that loading with another max_seq_len does not change the trained bases
             saved["rotary_base"] = stored_bases(self.rotary_bases)
         self.save_hyperparameters(saved)
 
     def _transformer(self, depth: int) -> DilatedTransformer:
-        """The first `depth` layers, with fresh weights."""
+        """Make the first `depth` layers, with initial weights."""
         transformer = DilatedTransformer(
             self.dim, self.patterns[:depth], self.num_heads,
             causal=self.causal, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,

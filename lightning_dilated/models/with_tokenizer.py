@@ -1,4 +1,4 @@
-"""WithTokenizer: stores the files of a model's tokenizer with its weights, in checkpoints and in folders."""
+"""WithTokenizer stores the files of a model's tokenizer with the weights, in checkpoints and in folders."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from lightning_dilated.models.module import DilatedModule
 class WithTokenizer(DilatedModule):
     """A DilatedModule over tokens of text."""
 
-    #: the files by name of the weights' tokenizer, read from a checkpoint or folder; None: no tokenizer
+    #: {name: contents} of the tokenizer's files, read from the weights' checkpoint or folder; None: no tokenizer
     tokenizer_files: dict[str, str] | None = None
 
     def current_tokenizer(self) -> dict[str, str] | None:
-        """Return the files of the tokenizer that the Trainer's data has; without one, `tokenizer_files`."""
+        """Return the files of the tokenizer of the Trainer's data; if the data has none, return `tokenizer_files`."""
         read_data_files = self._data_setting("tokenizer_files")
         return (read_data_files() if callable(read_data_files) else None) or self.tokenizer_files
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the data's tokenizer too."""
+        """Also store the tokenizer of the data."""
         super().on_save_checkpoint(checkpoint)
         if (tokenizer := self.current_tokenizer()) is not None:
             checkpoint["tokenizer"] = tokenizer
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the checkpoint's tokenizer, and warn if the data has another."""
+        """Load the checkpoint's tokenizer, and warn if the data has a different one."""
         self.tokenizer_files = files = checked_files(checkpoint.get("tokenizer"), "the checkpoint")
         super().on_load_checkpoint(checkpoint)
         data_files = self.current_tokenizer()
@@ -44,5 +44,5 @@ class WithTokenizer(DilatedModule):
         write_files(folder, self.current_tokenizer())
 
     def read_hub_files(self, folder: Path) -> None:
-        """Keep the folder's tokenizer."""
+        """Load the folder's tokenizer."""
         self.tokenizer_files = read_files(folder)

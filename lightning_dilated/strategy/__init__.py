@@ -1,4 +1,4 @@
-"""Lightning strategies that shard sequences over ranks; an import registers ring_dilated, _fsdp and _notebook."""
+"""Lightning strategies that shard sequences over ranks. Importing this package registers their names with Lightning."""
 
 from __future__ import annotations
 

@@ -31,20 +31,20 @@ from lightning_dilated.strategy.mesh import MeshSizes
 
 
 def computed_in(module: torch.nn.Module, device: str) -> torch.dtype:
-    """Return the dtype of a step: autocast's, else the parameters'."""
+    """Return the dtype that a step computes in: autocast's dtype if autocast is enabled, else the parameters' dtype."""
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return next((p.dtype for p in module.parameters()), torch.float32)
 
 
-#: the most elements of a tensor that an error shows; longer tensors are shown as a digest
+#: errors list the elements of tensors up to this size, and a digest of larger tensors
 SHOWN = 16
 
 
 def loader_facts(loader: Any) -> dict[str, str]:
-    """Return the facts of a loader that have to be equal on all ranks of a sequence, without reading samples.
+    """Return the properties of a loader that must be equal on all ranks of a sequence, without reading samples.
 
-    A dataset may have a `fingerprint()`: a string that differs if samples differ.
+    A dataset may define `fingerprint()`, which returns different strings for different samples.
     """
     if not isinstance(loader, DataLoader):
         return {"loader": type(loader).__name__}
@@ -60,7 +60,7 @@ def loader_facts(loader: Any) -> dict[str, str]:
 
 
 def batch_facts(batch: Any, spec: SequenceSpec) -> dict[str, str]:
-    """Describe the entries of a batch that every rank of a sequence holds whole."""
+    """Describe the batch entries that are not sharded: every rank of a sequence must hold the same values."""
     entries = (
         batch if isinstance(batch, Mapping) else dict(enumerate(batch)) if isinstance(batch, (tuple, list)) else {}
     )
@@ -68,12 +68,12 @@ def batch_facts(batch: Any, spec: SequenceSpec) -> dict[str, str]:
 
 
 def _described(value: Any) -> str:
-    """A string that is equal for equal values; for an object of unknown type, the type's name."""
+    """Return a string that is equal for equal values; for an object of unknown type, return the type's name."""
     if isinstance(value, (enum.Enum, np.generic)):
         return f"{type(value).__qualname__} {value.name if isinstance(value, enum.Enum) else value.item()!r}"
     if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
         return repr(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # its repr may hold addresses
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # its repr may contain addresses
         fields = {x.name: getattr(value, x.name, None) for x in dataclasses.fields(value) if x.compare}
         return f"{type(value).__qualname__}({', '.join(f'{name}={_described(x)}' for name, x in fields.items())})"
     if isinstance(value, functools.partial):
@@ -93,22 +93,22 @@ def _described(value: Any) -> str:
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
-#: settings of a Trainer: if ranks differ in them, they make different steps or hang
+#: settings of a Trainer that must be equal on all ranks; ranks that differ would take different steps or hang
 TRAINER = (
     "max_steps", "max_epochs", "min_steps", "min_epochs", "accumulate_grad_batches", "gradient_clip_val",
     "gradient_clip_algorithm", "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches",
     "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps", "overfit_batches", "log_every_n_steps",
     "reload_dataloaders_every_n_epochs", "fast_dev_run",
 )  # fmt: skip
-#: the same for callbacks that save, because ranks save together
+#: settings of saving callbacks that must be equal on all ranks, because ranks save together
 SAVING = ("every_n_train_steps", "every_n_minutes", "at_end", "asynchronous")
 
 
 def settings_of(module: pl.LightningModule, options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings that have to be equal on all ranks before set-up: precision, Trainer, hyperparameters.
+    """Return the settings that must be equal on all ranks before set-up: precision, Trainer, hyperparameters.
 
     Args:
-        options: the strategy's.
+        options: the strategy's options.
     """
     trainer = module.trainer
     plugin = trainer.precision_plugin
@@ -151,27 +151,27 @@ def optimizers_of(strategy: Any) -> dict[str, str]:
 
 
 def compare_settings(read: Callable[..., dict[str, str]], *args: Any) -> None:
-    """Compare `read(*args)` over all ranks of the job, which have to call this together.
+    """Compare the results of `read(*args)` on all ranks of the job; every rank must call this.
 
     Raises:
-        ValueError: on every rank, naming ranks, names and values.
-        Exception: from `read`, if it raised the same on all ranks.
+        ValueError: on every rank if results differ, naming the ranks and their values.
+        Exception: the error of `read`, if `read` raised the same error on all ranks.
     """
     facts, error = {}, None
     try:
         facts = read(*args)
-    except Exception as raised:  # inform the other ranks, which wait to compare
+    except Exception as raised:  # report it to the other ranks, which wait to compare
         facts, error = {"error": f"{type(raised).__name__}: {raised}"}, raised
     peers = RankGroup(dist.get_rank(), dist.get_world_size())
     digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=16).hexdigest()
-    if len(set(peers.gather(digest))) == 1:  # digests first, so that many ranks send few bytes
+    if len(set(peers.gather(digest))) == 1:  # compare digests first, because they are small
         if error is not None:
             raise error
         return
     lines = list(differing(peers.gather(facts)).values())
     raise ValueError(
         f"the ranks of the job were set up differently, so nothing was trained. {'. '.join(lines[:SHOWN])}. Start every "
-        "rank with the same script, configuration and versions; a hyperparameter that is each rank's own is left out by "
+        "rank with the same script, configuration and versions; exclude a hyperparameter that differs by rank with "
         "save_hyperparameters(ignore=[...])."
     ) from error
 
@@ -182,30 +182,30 @@ def compare_loader(
     """Shard a loader and compare it over all ranks of the job, even if `shard` fails on this rank.
 
     Returns:
-        (the sharded loader, the reason why losses cannot be added over ranks in each step of the stage, or None).
+        The sharded loader, and None or the reason why losses cannot be added over ranks in each step of the stage.
 
     Raises:
-        ValueError: on every rank, as `compare_loaders` and `check_equal_batches`; on a rank where `shard` raised, its error.
+        ValueError: on every rank, see `compare_loaders` and `check_equal_batches`; where `shard` failed, its error.
     """
     sharded, facts, error = loader, {}, None
     try:
         facts, sharded = loader_facts(loader), shard()
-    except Exception as raised:  # inform the other ranks, which wait to compare
+    except Exception as raised:  # report it to the other ranks, which wait to compare
         facts, error = {"error": f"{type(raised).__name__}: {raised}"}, raised
     try:
         batches = compare_loaders(facts, number_of_batches(sharded, trainer, stage), sizes)
     except ValueError as differs:
         raise (error or differs) from None
-    # `compare_training` counts the batches of several training loaders at the first step
+    # the batches of several training loaders are counted later, by `compare_training` at the first step
     compared = stage != "train" or 0 in batches
     return sharded, check_equal_batches(batches, stage, sizes, shards_parameters) if compared else None
 
 
 def compare_loaders(facts: dict[str, str], batches: int | None, sizes: MeshSizes) -> list[int | None]:
-    """Compare the facts of all ranks' loaders, and return the ranks' numbers of batches; `facts` may hold an "error".
+    """Compare the loaders of all ranks, and return the number of batches of each rank; `facts` may contain an "error".
 
     Raises:
-        ValueError: on every rank of the job, naming the ranks of a sequence that read different data, or the rank in error.
+        ValueError: on every rank of the job, naming the ranks of a sequence that read different data, or a failed rank.
     """
     gathered: list[Any] = [None] * sizes.world
     dist.all_gather_object(gathered, (facts, batches))
@@ -226,7 +226,7 @@ def compare_loaders(facts: dict[str, str], batches: int | None, sizes: MeshSizes
 
 
 def number_of_batches(loader: Any, trainer: Any, stage: str) -> int | None:
-    """Return the number of batches that a Trainer takes from a loader in a stage; None if it has no length."""
+    """Return the number of batches that a Trainer takes from a loader in a stage; None if the loader has no length."""
     batches, limit = sized_len(loader), getattr(trainer, f"limit_{stage}_batches", None)
     if batches is None or limit is None:
         return batches
@@ -234,24 +234,24 @@ def number_of_batches(loader: Any, trainer: Any, stage: str) -> int | None:
 
 
 def check_equal_batches(batches: list[Any], stage: str, sizes: MeshSizes, shards_parameters: bool) -> str | None:
-    """Return the reason why losses cannot be added over ranks in each step, if numbers of batches differ, else None.
+    """Return None if all ranks have equally many batches, else the reason why losses cannot be added in each step.
 
     Raises:
-        ValueError: for different numbers if all ranks meet in each step: in training, and with sharded parameters in every
-            stage. Also if some ranks have no batch in an evaluation: Lightning would skip them when metrics are reduced.
+        ValueError: if the numbers differ in a stage where each step needs all ranks: in training, and in every stage if
+            parameters are sharded. Also if a rank has no evaluation batch: Lightning would reduce metrics without it.
     """
     if len(set(batches)) == 1:
         return None
     text = f"the ranks have {batches} batches of the stage {stage!r}"
     multiple = f"Let the number of samples be a multiple of batch_size x {sizes.data} data ranks"
     if shards_parameters:
-        raise ValueError(f"{text}, but with sharded parameters all need as many. {multiple}, or use 'ring_dilated'.")
+        raise ValueError(f"{text}, but sharded parameters need equal numbers. {multiple}, or use 'ring_dilated'.")
     if stage == "train":
-        raise ValueError(f"{text}, but each step takes all ranks. {multiple}, or drop the last batch.")
+        raise ValueError(f"{text}, but each training step needs all ranks. {multiple}, or drop the last batch.")
     if stage != "predict" and 0 in batches:
         raise ValueError(
-            f"{text}, and ranks without any would be waited for at its end in vain. Give the stage at least batch_size x "
-            f"{sizes.data} samples, or none (limit_{stage}_batches=0)."
+            f"{text}, and at its end the others would wait for ranks without a batch. Give the stage at least "
+            f"batch_size x {sizes.data} samples, or none (limit_{stage}_batches=0)."
         )
     return (
         f"{text}, so losses cannot be added over all ranks in each step. {multiple}; or keep sums and counts of this rank "
@@ -260,19 +260,19 @@ def check_equal_batches(batches: list[Any], stage: str, sizes: MeshSizes, shards
 
 
 def compare_training(trainer: Any, sizes: MeshSizes, shards_parameters: bool) -> None:
-    """Compare the numbers of training batches at the first step, over all loaders and up to the last step.
+    """Compare the ranks' numbers of training batches at the first step, counted over all loaders and up to `max_steps`.
 
     Raises:
-        ValueError: on every rank.
+        ValueError: on every rank, if the numbers differ.
     """
-    left = float("inf")
+    remaining = float("inf")
     if trainer.max_steps >= 0:
-        left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        remaining = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
     batches: list[Any] = [None] * sizes.world
-    dist.all_gather_object(batches, min(trainer.num_training_batches, left))
+    dist.all_gather_object(batches, min(trainer.num_training_batches, remaining))
     check_equal_batches(batches, "train", sizes, shards_parameters)
 
 
 def batches_of_loaders(trainer: Any, batch: Any) -> list[Any]:
-    """List the batches of several loaders that are combined in `batch`."""
+    """Return the batch of each training loader from a combined `batch`."""
     return batches_in(batch, combined_loaders(trainer))

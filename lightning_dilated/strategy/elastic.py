@@ -1,4 +1,4 @@
-"""Jobs with a changing number of ranks: nodes that the launcher started, and a fixed number of sequences a step."""
+"""Jobs with a changing number of ranks: the number of launched nodes, and a fixed number of sequences per step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lightning_dilated.strategy.checks import number_of_batches
 
 
 def launched_nodes() -> int:
-    """Return the number of nodes that torchrun or SLURM started for this job; 1 without them.
+    """Return the number of nodes that torchrun or SLURM started for this job; 1 under other launchers.
 
-    Use it in `Trainer(num_nodes=...)` if the number of nodes changes; on the command line `--trainer.num_nodes auto`.
+    Pass it to `Trainer(num_nodes=...)` if the number of nodes changes. On the command line: `--trainer.num_nodes auto`.
     """
     if dist.is_torchelastic_launched():
         return int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
@@ -34,17 +34,17 @@ def check_launched(devices: int, nodes: int) -> None:
     """
     if not dist.is_torchelastic_launched():
         return
-    world, each = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    agents = int(os.environ.get("GROUP_WORLD_SIZE", world // each))
-    if agents * each != world:
+    world, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    agents = int(os.environ.get("GROUP_WORLD_SIZE", world // per_node))
+    if agents * per_node != world:
         raise ValueError(
-            f"torchrun started {world} ranks on {agents} nodes, {each} of them on this one: nodes have different numbers of "
-            "ranks, which a Trainer does not take. Pass the same --nproc-per-node on every node."
+            f"torchrun started {world} ranks on {agents} nodes, {per_node} of them on this one: nodes have different "
+            "numbers of ranks, which a Trainer does not support. Pass the same --nproc-per-node on every node."
         )
     if devices * nodes != world:
         raise ValueError(
-            f"torchrun started {world} ranks, {each} on each of {world // each} nodes, but the Trainer has "
-            f"devices={devices} and num_nodes={nodes}. Take devices={each} and "
+            f"torchrun started {world} ranks, {per_node} on each of {world // per_node} nodes, but the Trainer has "
+            f"devices={devices} and num_nodes={nodes}. Take devices={per_node} and "
             "num_nodes=lightning_dilated.strategy.launched_nodes() (on the command line --trainer.num_nodes auto), or start "
             "as many ranks as the Trainer has."
         )
@@ -59,17 +59,17 @@ class GlobalBatch:
 
     def __init__(self, sequences: int) -> None:
         self.sequences = sequences
-        self._set = 1  # value that `accumulate_grad_batches` was set to here
+        self._set = 1  # the value that this object has set `accumulate_grad_batches` to
         self._limited: tuple[Any, Any] | None = None  # (Trainer, its `limit_train_batches`)
 
     def set_accumulation(self, trainer: Any, loader: Any, data_ranks: int) -> None:
         """Set the Trainer's `accumulate_grad_batches` for a training loader that `data_ranks` data ranks share.
 
-        If the loader's length is known and constant, `limit_train_batches` ends epochs with a whole step until `restore`.
+        If the loader's length is known and constant, also round `limit_train_batches` down to whole steps.
 
         Raises:
-            ValueError: for a loader without a batch size or with less than a step, another accumulation, sizes that do not
-                divide the sequences, and a module that steps its optimizers itself.
+            ValueError: if the loader has no batch size or less than a step; if batch size x data_ranks does not divide
+                `sequences`; if another setting accumulates gradients; if the module steps its optimizers itself.
         """
         self.restore()
         self._refuse_others(trainer)
@@ -81,10 +81,10 @@ class GlobalBatch:
             )
         if self.sequences % (size * data_ranks):
             allowed = [x for x in range(1, self.sequences + 1) if self.sequences % (x * data_ranks) == 0]
-            each = f"batch_size one of {allowed}" if allowed else f"global_batch a multiple of {data_ranks}"
+            remedy = f"batch_size one of {allowed}" if allowed else f"global_batch a multiple of {data_ranks}"
             raise ValueError(
-                f"global_batch={self.sequences} sequences a step cannot be dealt to {data_ranks} sequence(s) at a time in "
-                f"batches of {size}: make {each}, or sequence_size larger."
+                f"global_batch={self.sequences} sequences a step cannot be split into {data_ranks} sequence(s) at a "
+                f"time in batches of {size}: make {remedy}, or sequence_size larger."
             )
         trainer.accumulate_grad_batches = self._set = self.sequences // (size * data_ranks)
         self._end_epochs_with_a_step(trainer, loader)
@@ -98,12 +98,12 @@ class GlobalBatch:
             other = "the callback GradientAccumulationScheduler: leave one of them out"
         if other is not None:
             raise ValueError(
-                f"global_batch={self.sequences} says how many sequences a step takes, and so does {other}."
+                f"global_batch={self.sequences} sets the number of sequences in a step, and so does {other}."
             )
         if not trainer.lightning_module.automatic_optimization:
             raise ValueError(
                 f"global_batch={self.sequences} has no effect on {type(trainer.lightning_module).__name__}, which steps its "
-                "optimizers by itself (automatic_optimization = False): leave global_batch out."
+                "optimizers itself (automatic_optimization = False): leave global_batch out."
             )
 
     def _end_epochs_with_a_step(self, trainer: Any, loader: Any) -> None:
@@ -118,38 +118,38 @@ class GlobalBatch:
         if batches < self._set:
             raise ValueError(
                 f"global_batch={self.sequences}: a step takes {self._set} batches of each rank, and an epoch has {batches}. "
-                "Lower global_batch, pass more data, or raise limit_train_batches where it is set."
+                "Lower global_batch, pass more data, or raise limit_train_batches if it is set."
             )
 
     def check_first_step(self, trainer: Any) -> None:
-        """Check a fit before its first step; warn if the first step lacks batches after a resume.
+        """Check a fit before its first step; warn if a resumed fit begins in the middle of an optimizer step.
 
         Raises:
-            ValueError: for several training loaders, and epochs of packed rows with less than a step.
+            ValueError: for several training loaders, and for epochs with fewer batches than a step takes.
         """
         if not trainer.fast_dev_run:
             self._check_enough(trainer.num_training_batches)
         if (count := len(loaders_of(trainer.train_dataloader))) > 1:
             raise ValueError(
-                f"global_batch={self.sequences} counts the sequences of one training loader, and there are "
+                f"global_batch={self.sequences} counts the sequences of one training loader, but there are "
                 f"{count}: leave global_batch out, and set Trainer(accumulate_grad_batches=...)."
             )
         if before := epoch_batches_finished(trainer) % self._set:
             rank_zero_warn(
-                f"by the checkpoint's count the first step has {before} of the {self._set} batches that global_batch="
-                f"{self.sequences} takes, and its gradient is that of the others only. This comes of another global_batch "
-                "before, or of a loader that does not say where it is: see ld.data.ResumableLoader."
+                f"the checkpoint was saved after {before} of the {self._set} batches of a step with global_batch="
+                f"{self.sequences}, so the first step's gradient comes from the other batches only. Either "
+                "global_batch has changed, or the loader does not save its position: see ld.data.ResumableLoader."
             )
 
     def restore(self) -> None:
-        """Restore the Trainer's `limit_train_batches`."""
+        """Restore the Trainer's `limit_train_batches` after `set_accumulation`."""
         if self._limited is not None:
             trainer, trainer_limit = self._limited
             trainer.limit_train_batches, self._limited = trainer_limit, None
 
 
 def loaders_of(loaders: Any) -> list[Any]:
-    """List the loaders of a nested collection."""
+    """Return the loaders of a nested collection as a flat list."""
     if isinstance(loaders, Mapping):
         loaders = list(loaders.values())
     return [x for part in loaders for x in loaders_of(part)] if isinstance(loaders, (list, tuple)) else [loaders]

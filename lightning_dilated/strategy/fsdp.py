@@ -36,30 +36,30 @@ Layout = Literal["auto", "contiguous", "zigzag", "strided", "chunked"]
 
 
 class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
-    """Every sequence on several ranks; parameters, gradients and optimizer states sharded over all ranks (FSDP2).
+    """Shard every sequence over several ranks, and parameters, gradients and optimizer states over all ranks (FSDP2).
 
-    Each layer in an `nn.ModuleList` is sharded as a unit, then the remaining parameters. A module that shards itself in
-    `configure_model` (with `self.device_mesh`) is not changed. Checkpoints are folders that any number of ranks can load.
+    Each layer in an `nn.ModuleList` is an FSDP unit; the remaining parameters are another unit. A module that shards
+    itself in `configure_model` (over `self.device_mesh`) is not changed. Any number of ranks can load a checkpoint.
 
     Args:
         sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, process_group_backend, check_first_batch,
             links, global_batch, exchange_memory_gib: as in `RingDilatedStrategy`.
-        save_distributed_checkpoint: False gathers one file on rank 0; not with torchao's optimizers of 4 or 8 bits.
-        cpu_offload: True keeps each rank's shard of parameters, gradients and optimizer states in page-locked host memory,
-            and the optimizer runs on the host (use `AdamW(fused=True)` for speed); a GPU holds only the current layer.
-            Before parameters are sharded, each rank makes the whole model on the host. Gradients are sharded after every
-            micro-batch, because whole accumulated gradients would stay on the GPU.
+        save_distributed_checkpoint: False gathers one file on rank 0; torchao's 4- and 8-bit optimizers need True.
+        cpu_offload: True keeps each rank's shard of parameters, gradients and optimizer states in page-locked host
+            memory, and the optimizer runs on the host (use `AdamW(fused=True)` for speed); a GPU holds only the current
+            layer. Before parameters are sharded, each rank builds the whole model on the host. Gradients are reduced
+            after every micro-batch, because unsharded accumulated gradients would stay on the GPU.
             `CPUOffloadPolicy(pin_memory=False)` does not use page-locked memory.
-        regions, outer: only 1 and None: a checkpoint holds one sharded model, and each region would have its own.
+        regions, outer: must be 1 and None: a checkpoint holds one sharded model, and each region would have its own.
 
     Raises:
-        OSError, TypeError, ValueError: as in `RingDilatedStrategy`; also for precision 16-mixed, because its scaler does not
-            support shards. With cpu_offload, when training starts, for optimizers that need a GPU, process groups without a
-            host backend, and modules that were sharded without offload.
+        OSError, TypeError, ValueError: as in `RingDilatedStrategy`. ValueError also for precision 16-mixed, because its
+            scaler does not support shards. With cpu_offload, ValueError when training starts if an optimizer needs a
+            GPU, a process group has no host backend, or a module was sharded without offload.
     """
 
     shards_parameters = True
-    _accumulates = False  # True while gradients wait for further micro-batches
+    _accumulates = False  # True before the last micro-batch of a step, while gradients are not reduced
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         if regions != 1 or outer is not None:
             raise ValueError(
                 f"{type(self).__name__} has no regions and outer steps: its checkpoints hold one sharded model and "
-                "optimizer, and regions train one each. Take RingDilatedStrategy(regions=..., outer=...): its ranks hold "
-                "all parameters."
+                "optimizer, but each region trains its own. Take RingDilatedStrategy(regions=..., outer=...): its "
+                "ranks hold all parameters."
             )
         options = SequenceOptions(
             sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, check_first_batch, links,
@@ -125,7 +125,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Move the model; with `cpu_offload` parameters stay on the host."""
+        """Move the model to the device; with `cpu_offload` parameters stay on the host."""
         if self._offload is None:
             super().model_to_device()
         else:
@@ -135,12 +135,12 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Step without torch's file cache of compiled graphs, for optimizers that compile, such as torchao's.
 
-        The cache identifies a graph by the whole shape of a sharded parameter. If the rows do not divide evenly, a rank
-        would get the graph of a rank with another number of rows, and raise while the others wait.
+        The cache identifies a graph by the unsharded shape of a parameter. If the rows do not divide evenly over ranks,
+        a rank could get a graph for another number of rows and raise an error while the others wait.
         """
         usual = uses_autograd_cache()
 
-        def closed() -> Any:  # forward and backward use whole parameters
+        def closed() -> Any:  # forward and backward may use the cache: their parameters are gathered
             with use_autograd_cache(usual):
                 return closure()
 
@@ -156,12 +156,12 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder without running code from it, for any `weights_only`, or a file of any strategy by Lightning.
+        """Load a file of any strategy as Lightning does, or a folder; a folder is read without running code from it.
 
-        Lightning does not pass `Trainer.fit(weights_only=...)` on to strategies of this kind.
+        Lightning does not pass `Trainer.fit(weights_only=...)` to strategies that shard parameters.
         """
         peers = RankGroup(self.global_rank, self.world_size)
-        if peers.any(Path(checkpoint_path).is_dir()):  # a rank that sees no folder has to enter the checks too
+        if peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see the folder must join the checks too
             return self._load_folder(checked(Path(checkpoint_path), peers))
         if peers.any(Path(checkpoint_path).is_file()):
             refuse_one_file(self.optimizers, f"{checkpoint_path} is one file")
@@ -177,12 +177,12 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save, and let a folder replace a file or a file a folder.
+        """Save; a new folder may replace a file of the same name, and a new file may replace a folder.
 
-        In Lightning every rank removes the old form, and a rank that comes late fails while the others wait for it.
+        Only one rank of each node removes the old file or folder. In Lightning every rank does, and late ranks fail.
         """
         path = Path(self.broadcast(filepath))
-        if storage_options is None:  # Lightning refuses others
+        if storage_options is None:  # Lightning raises an error for any other value
             peers = RankGroup(self.global_rank, self.world_size)
             peers.together(f"{path} cannot be replaced", self._remove_other_form, path)
         super().save_checkpoint(checkpoint, path, storage_options)
@@ -198,7 +198,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
                 path.unlink()
 
     def _load_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        """Load weights by Lightning; it would mix up optimizer states in files of other strategies, so load these here."""
+        """Load weights by Lightning, but optimizer states here: Lightning mixes up states of another strategy."""
         check_input(path)
         optimizers, self.optimizers = self.optimizers, []
         try:
@@ -212,7 +212,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state; for one file, parameters are numbered as in torch's optimizers."""
+        """Return an optimizer's state; in a single file, parameters are numbered as in torch's optimizers."""
         if not writes_one_file(self):
             return super().optimizer_state(optimizer)
         assert self.model is not None
@@ -223,18 +223,18 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     def _load_folder(self, folder: Path) -> dict[str, Any]:
         module = self.lightning_module
-        assert self.model is not None and module is not None  # Lightning loads after the set-up
+        assert self.model is not None and module is not None  # Lightning calls this after the set-up
         if self.optimizers:  # validate, test and predict need only weights
             refuse_replicated_low_bit(read_metadata(folder).state_dict_metadata, folder)
-        with use_autograd_cache(False):  # torch makes an optimizer step to create the states
+        with use_autograd_cache(False):  # torch creates optimizer states by a step, which may compile
             return self._of_this_region(load_sharded(folder, self.model, self.optimizers, module.strict_loading))
 
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Do not reduce gradients while micro-batches accumulate; Lightning does this for DDP only.
+        """Do not reduce gradients while micro-batches accumulate; Lightning implements this for DDP only.
 
-        With `cpu_offload` gradients are reduced after every micro-batch and moved to the host.
+        With `cpu_offload` gradients are reduced and moved to the host after every micro-batch.
         """
         if self._offload is not None:
             yield
@@ -249,12 +249,12 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     @override
     def _check_first_batch(self, batch: Any) -> None:
-        """Check the first batch with gradients reduced at once, even while the step's gradients accumulate."""
+        """Check the first batch with gradient reduction enabled, even if the step's gradients accumulate."""
         if self._checks_first_batch:
             self._reduces(True)
             super()._check_first_batch(batch)
             self._reduces(not self._accumulates)
 
     def _reduces(self, at_once: bool) -> None:
-        """Reduce gradients at the end of each backward, or let them accumulate."""
+        """Set whether each backward reduces gradients or only accumulates them."""
         cast(FSDPModule, self.model).set_requires_gradient_sync(at_once)

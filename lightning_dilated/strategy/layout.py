@@ -1,4 +1,4 @@
-"""The layout of a run's shards where a strategy has `layout="auto"`."""
+"""The choice of a run's shard layout for strategies with `layout="auto"`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.layout_choice import cheapest_layout
 
-#: methods that may compute the positions of a rank's tokens
+#: methods that may compute token positions: a subclass that redefines one may assume contiguous shards
 POSITIONED = "build forward loss_terms token_losses training_step validation_step test_step predict_step"
 
 
@@ -17,17 +17,17 @@ def layout_for(
 ) -> str:
     """Return the layout that "auto" means for a module.
 
-    It is "zigzag" only for a causal module that declares `takes_any_layout` with its heads and patterns, where zigzag costs
-    less at its longest sequence. Streams, named exchanges and limits of the exchange's memory keep "contiguous": a limit
-    depends on the batch and the heads' features, which the first call knows.
+    The layout is "zigzag" only for a causal module that declares `takes_any_layout`, its heads and its patterns, and
+    only if zigzag costs less for the longest sequence. Streams, named exchanges and limits of the exchange's memory get
+    "contiguous": memory depends on the batch size and the head dimension, which are unknown before the first call.
 
     Args:
         module: the LightningModule.
-        tokens: N, the longest sequence; None where neither the model nor the data declare it.
-        ranks: the ranks that share a sequence.
-        exchange: of the strategy.
+        tokens: N, the longest sequence; None if neither the model nor the data declare it.
+        ranks: number of ranks that share a sequence.
+        exchange: the strategy's option.
         stream: tokens of a chunk of a stream, or None.
-        prices: `exchange_memory`, the limit in bytes or None; `head_size` and the prices of `cheapest_layout`.
+        prices: `exchange_memory` (the limit in bytes, or None) and further keyword arguments of `cheapest_layout`.
     """
     fixed = ranks == 1 or exchange != "auto" or stream is not None or prices["exchange_memory"]
     if fixed or not tokens or not takes_any_layout(module) or not getattr(module, "causal", False):
@@ -42,7 +42,7 @@ def layout_for(
 
 
 def takes_any_layout(module: Any) -> bool:
-    """Return the module's `takes_any_layout`; a user's class that redefines a step or the layers has to declare it anew."""
+    """Return `takes_any_layout`; False if a user's class redefines a method in `POSITIONED` but not this attribute."""
     for owner in type(module).__mro__:
         if "takes_any_layout" in vars(owner):
             return bool(owner.takes_any_layout)
@@ -52,7 +52,7 @@ def takes_any_layout(module: Any) -> bool:
 
 
 def declared_length(module: Any, data: Any) -> int | None:
-    """Return the tokens of the longest sequence: the DataModule's, else the model's; None for packed rows of documents."""
+    """Return the longest sequence that the DataModule, else the model, declares; None for packed rows of documents."""
     if getattr(data, "pack_tokens", None) is not None:
         return None
     lengths = getattr(data, "seq_len", None), getattr(module, "max_seq_len", None)

@@ -1,7 +1,7 @@
 """Sharding of data loaders: each worker yields only this rank's tokens, in the loader's order.
 
-Datasets with `read_ranges` read only these tokens. Batches of other datasets are cut in the worker after they are collated,
-before they are pinned and copied.
+Datasets with `read_ranges` read only these tokens. Batches of other datasets are cut to these tokens in the worker,
+after collation and before pinning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_dilated.strategy.preemption import WorkerWithoutSignals
 def keep_order(trainer: pl.Trainer) -> None:
     """Make Lightning's samplers shuffle only if the training loader itself shuffles.
 
-    With several processes Lightning passes shuffle=True for every training loader, also for a loader that was made with
+    With several processes Lightning passes shuffle=True for every training loader, even if the loader was created with
     shuffle=False or with its own sampler.
     """
     replace_sampler_choice(trainer, lambda choose: functools.partial(_choose, choose))
@@ -38,9 +38,9 @@ def _choose(choose: Callable[..., Any], dataloader: DataLoader, shuffle: bool, m
 
 
 def shuffles(dataloader: DataLoader) -> bool:
-    """Return True if a loader was made with shuffle=True or a RandomSampler.
+    """Return True if a loader was created with shuffle=True or a RandomSampler.
 
-    Other samplers keep their own order. A batch sampler without a `sampler` may have any order: it counts as shuffling.
+    Other samplers keep their own order. A batch sampler without a `sampler` may have any order and counts as shuffling.
     """
     if dataloader.batch_sampler is None:
         return isinstance(dataloader.sampler, RandomSampler)
@@ -60,10 +60,10 @@ class RangeDataset(Protocol):
 
 @runtime_checkable
 class RaggedDataset(Protocol):
-    """A map-style dataset of sequences of unequal lengths that can read selected positions of a sequence.
+    """A map-style dataset of sequences with different lengths that can read selected positions of a sequence.
 
-    A rank requests positions in the longest sample of its batch. `read_ranges` pads positions beyond a sample's own length,
-    so the samples of a batch are equally long on a rank.
+    A rank requests the same positions of all samples of a batch, up to the longest sample. `read_ranges` pads positions
+    beyond a sample's length, so that the rank's parts of the samples have equal lengths.
     """
 
     def length_of(self, index: int) -> int:
@@ -76,7 +76,7 @@ class RaggedDataset(Protocol):
 
 
 class RankDataset(Dataset):
-    """A RangeDataset or RaggedDataset with one rank's part of each sample; other attributes are the dataset's."""
+    """One rank's part of each sample of a RangeDataset or RaggedDataset, with the dataset's other attributes."""
 
     def __init__(self, dataset: RangeDataset | RaggedDataset, place: Place) -> None:
         self.dataset, self.place = dataset, place
@@ -88,7 +88,7 @@ class RankDataset(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        """Return the samples of a batch: torch's loaders call this once a batch if it exists."""
+        """Return the samples of a batch; torch's loaders call this method once for each batch."""
         if isinstance(self.dataset, RaggedDataset):
             seq_len = max(self.dataset.length_of(index) for index in indices)
         else:
@@ -103,7 +103,7 @@ class RankDataset(Dataset):
 
 
 class RankCollate:
-    """A collate function that then cuts the batch to one rank's part."""
+    """A collate function that cuts the collated batch to one rank's part."""
 
     def __init__(self, collate: Callable[[Any], Any], spec: SequenceSpec, place: Place) -> None:
         self.collate, self.spec, self.place = collate, spec, place
@@ -113,7 +113,7 @@ class RankCollate:
 
 
 class RankIterable:
-    """Any other iterable of batches, each cut to one rank's part."""
+    """An iterable of batches other than a DataLoader, with each batch cut to one rank's part."""
 
     def __init__(self, batches: Any, spec: SequenceSpec, place: Place) -> None:
         self.batches, self.spec, self.place = batches, spec, place
@@ -133,14 +133,14 @@ class Loaders:
         self._before: list[tuple[DataLoader, dict[str, Any]]] = []
 
     def shard(self, loader: Any, spec: SequenceSpec | None) -> Any:
-        """Make a loader yield this rank's part, and return it; a DataLoader is changed in place.
+        """Return a loader that yields this rank's part of each batch; a DataLoader is changed in place.
 
         Raises:
-            ValueError: if it is unknown which entries are sequences.
+            ValueError: if it is unknown which entries of a batch are sequences.
         """
         if isinstance(loader, DataLoader):
             return self._shard_loader(loader, spec)
-        if isinstance(loader, list) and not loader:  # Lightning leaves out validation by an empty list
+        if isinstance(loader, list) and not loader:  # an empty list: Lightning skips validation
             return loader
         if isinstance(loader, RankIterable):
             loader = loader.batches
@@ -159,7 +159,7 @@ class Loaders:
         else:
             loader.collate_fn = RankCollate(loader.collate_fn, _known(spec), self.place)
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
-            # Lightning would seed by the global rank, and the ranks of a sequence would augment it differently
+            # seed by the data rank: with Lightning's global rank, ranks of a sequence would augment it differently
             loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.data_rank)
         loader.worker_init_fn = WorkerWithoutSignals(loader.worker_init_fn)
         return loader
@@ -170,7 +170,7 @@ class Loaders:
                 vars(loader).update(before)
 
     def restore(self) -> None:
-        """Undo all changes: loaders yield whole sequences again."""
+        """Undo the changes of all loaders, which then yield whole sequences again."""
         for loader, before in self._before:
             vars(loader).update(before)
         self._before.clear()

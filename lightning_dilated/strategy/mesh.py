@@ -28,7 +28,7 @@ from lightning_dilated.sequence.shard import check_head_size
 AXES = ("data", "ring", "head")
 #: values of the option `sequence_size`, the number of ranks that share a sequence
 SequenceSize: TypeAlias = int | Literal["auto"] | list[int]
-#: values of the option `head_size`, the number of these ranks that exchange tokens for heads
+#: values of the option `head_size`, the number of ranks of a sequence that exchange tokens for heads
 HeadSize: TypeAlias = int | Literal["auto"]
 
 
@@ -44,7 +44,7 @@ class MeshSizes:
         regions: parts of the job that train apart between outer steps.
 
     Raises:
-        TypeError, ValueError: naming the option, with what is allowed.
+        TypeError, ValueError: naming the option and its allowed values.
     """
 
     world: int
@@ -84,13 +84,13 @@ class MeshSizes:
         if not fitting:
             raise ValueError(
                 f"none of sequence_size={list(sizes)} divides the {self._ranks}; "
-                f"allowed: {divisors(self.region_size)}. Add 1 to the list to go on with any number of ranks."
+                f"allowed: {divisors(self.region_size)}. Add 1 to the list to allow any number of ranks."
             )
         return max(fitting)
 
     @property
     def _ranks(self) -> str:
-        """Words for the ranks that sequences are distributed over."""
+        """Describe, for errors, the ranks that sequences are distributed over."""
         if self.regions == 1:
             return f"{self.world} ranks (devices x nodes)"
         return f"{self.region_size} ranks of each of {self.regions} regions (devices x nodes / regions)"
@@ -102,7 +102,7 @@ class MeshSizes:
 
     @property
     def data(self) -> int:
-        """Number of sequences at a time, over all regions."""
+        """Number of data parallel ranks over all regions: the sequences that are computed at a time."""
         return self.world // self.sequence_size
 
     @property
@@ -111,15 +111,15 @@ class MeshSizes:
         return self.data // self.regions, self.sequence_size // self.head_size, self.head_size
 
     def make(self, device_type: str) -> DeviceMesh:
-        """Make the mesh (data, ring, head) of this rank's region; every rank has to call."""
+        """Make the mesh (data, ring, head) of this rank's region; every rank must call this."""
         if self.regions == 1:
             return init_device_mesh(device_type, self.shape, mesh_dim_names=AXES)
         return init_device_mesh(device_type, (self.regions, *self.shape), mesh_dim_names=("region", *AXES))[AXES]
 
     def sequence_group(self, mesh: DeviceMesh, timeout: timedelta | None = None) -> dist.ProcessGroup:
-        """Return the process group of this rank's sequence; every rank has to call.
+        """Return the process group of this rank's sequence; every rank must call this.
 
-        A sequence over a whole region also gets a new group, so that its rows do not queue behind gradients.
+        If the sequence spans a whole region, the group is a new one, so that its rows do not queue behind gradients.
         """
         if self.shape[0] == 1 and self.region_size > 1:
             return self.new_group("region", timeout)
@@ -132,18 +132,18 @@ class MeshSizes:
         backend: str | None = None,
         options: Any = None,
     ) -> dist.ProcessGroup:
-        """Make a process group of this rank's region, or of its peers in all regions; every rank has to call."""
+        """Make a process group of this rank's region, or of its peers in all regions; every rank must call this."""
         regions = [list(range(first, first + self.region_size)) for first in range(0, self.world, self.region_size)]
         ranks = regions if kind == "region" else [list(peers) for peers in zip(*regions, strict=True)]
         return dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend, pg_options=options)[0]
 
 
 class RunGroups:
-    """Process groups that a strategy made for a run, and connections between hosts; all end with the run.
+    """The process groups and the connections between hosts of a run, which are closed at the end of the run.
 
-    A group ends after all its ranks have reached the end of the run, because a rank that left earlier could break another
-    rank's reads. After an exception ranks may have stopped in different calls, and ending a group would wait for its
-    timeout: such a group is left until the process ends.
+    A group is destroyed after all its ranks have reached the end of the run, because a rank that left earlier could
+    break another rank's reads. After an exception ranks may have stopped in different calls. Destroying a group would
+    then wait for its timeout, so such a group is left until the process ends.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class RunGroups:
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """Add process groups that this process makes within the context."""
+        """Add the process groups that this process makes within the context."""
         before = process_groups()
         try:
             yield
@@ -160,31 +160,31 @@ class RunGroups:
             self.groups += [group for group in process_groups() if group not in before]
 
     def add(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Add groups, to end with the run."""
+        """Add groups that must end with the run."""
         self.groups += groups
 
     def hold(self, names: set[str]) -> bool:
-        """Return True if a group of the run has one of these names; then only connections end, and all groups remain."""
+        """Return True if a group of the run has one of these names; then close connections but keep all groups."""
         if not any(group.group_name in names for group in self.groups):
             return False
         _left.append(forget_connections(self._before, ()))
         return True
 
     def end_now(self) -> None:
-        """End the groups that `hold` left."""
+        """Destroy the groups that `hold` left."""
         for group in set(self.groups) & set(process_groups()):
             dist.destroy_process_group(group)
         self.groups.clear()
 
     def end(self, run: int, patience: timedelta, failed: bool) -> None:
-        """End groups and connections; every rank calls.
+        """Destroy groups and close connections; every rank must call this.
 
         Args:
             run: the run's number, equal on all ranks.
-            patience: time to wait for the other ranks.
+            patience: maximum time to wait for the other ranks.
             failed: True if an exception ended the run on this rank.
         """
-        known = process_groups()  # a user may have ended some
+        known = process_groups()  # the user may have destroyed some groups
         groups, self.groups = [x for x in self.groups if x in known], []
         closing = forget_connections(self._before, groups)
         if not dist.is_initialized():
@@ -200,14 +200,14 @@ class RunGroups:
             connection.close()
 
 
-#: time that a rank waits for the other ranks at the end of a run; after an exception they may hang
+#: maximum time to wait for the other ranks at the end of a run; shorter after an exception, because they may hang
 AFTER_RUN, AFTER_FAILURE = timedelta(seconds=60), timedelta(seconds=2)
-#: groups in which a call may wait for other ranks
+#: groups and connections that are kept until the process ends, because a call may still wait in them
 _left: list[Any] = []
 
 
 def _all_arrived(run: int, patience: timedelta, failed: bool, begun: dict[str, int]) -> bool:
-    """Return True if all ranks ended a run within `patience`; after an exception, also with equal counts of calls."""
+    """Return True if all ranks end the run within `patience` and, after an exception, began the same collectives."""
     if dist.get_world_size() == 1:
         return True
     try:
@@ -223,13 +223,13 @@ def _all_arrived(run: int, patience: timedelta, failed: bool, begun: dict[str, i
     return all(len({counts[name] for _, counts in ends if name in counts}) == 1 for name in begun)
 
 
-#: thread blocks of a communicator that works during the backward: while its kernels wait for a slower rank, they hold
+#: limit of thread blocks for a communicator that overlaps with the backward: kernels that wait for a slower rank occupy
 #: multiprocessors that the backward needs
 BLOCKS = 4
 
 
 def nccl_options(overlapped: bool) -> dist.ProcessGroupNCCL.Options:
-    """Options of a group over NCCL; with `overlapped` it works during the backward and gets few thread blocks."""
+    """Return NCCL's options for a group; a group that is `overlapped` with the backward gets few thread blocks."""
     options = dist.ProcessGroupNCCL.Options()
     if overlapped:
         options.config.max_ctas = BLOCKS
@@ -242,7 +242,7 @@ def divisors(n: int) -> list[int]:
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
 def run_seed(strategy: Any) -> int:
-    """Return the run's seed, equal on all ranks; without `seed_everything`, rank 0's."""
+    """Return the run's seed, equal on all ranks: from `seed_everything`, else the initial seed of rank 0."""
     if "PL_GLOBAL_SEED" in os.environ:
         return int(os.environ["PL_GLOBAL_SEED"])
     seed = strategy.broadcast(torch.initial_seed() % 2**32)
@@ -262,9 +262,9 @@ def seed_of(*values: object) -> int:
 def step_seeds(seed: int, stage: str, step: int, data_rank: int, rank: int, device: torch.device) -> Iterator[None]:
     """Seed the generators for one step and rank of a sequence; restore the CPU generator afterwards.
 
-    Hidden dropout has to differ between the ranks of a sequence, because they hold different tokens. Decisions for the whole
-    sequence have to be equal. So outside of steps all generators are equal on these ranks, and within steps on a GPU the
-    CPU generators are. Attention dropout takes one seed for each sequence, from its first rank.
+    Hidden dropout must differ between the ranks of a sequence, because they hold different tokens. Random decisions for
+    the whole sequence must be equal. So all generators are equal on these ranks outside of steps, and within a step on
+    a GPU the CPU generators are equal. Attention dropout uses one seed for each sequence, drawn on its first rank.
     """
     values = (seed, stage, step, data_rank)
     before = torch.get_rng_state()
@@ -279,26 +279,26 @@ def step_seeds(seed: int, stage: str, step: int, data_rank: int, rank: int, devi
         torch.set_rng_state(before)
 
 
-# -- processes find each other -----------------------------------------------------------------------------------------
-#: seconds between rank 0's checks for ranks that arrived
+# -- rendezvous under torchrun -----------------------------------------------------------------------------------------
+#: seconds between two checks of rank 0 for new ranks
 PAUSE = 0.05
-#: torch's agents remember the address of a store that died with its node
+#: advice in errors: torchrun's agents keep using the address of a store that was lost with its node
 SHARED = (
-    "If the first node was lost: the others go on only if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set for every agent."
+    "If the first node was lost, the others continue only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every agent."
 )
-#: extra time that the other ranks wait, so that rank 0 can report the missing ranks
+#: extra time that the other ranks wait for rank 0's report of the missing ranks
 MARGIN = timedelta(seconds=10)
 
 
 def join_under_torchrun(backend: str, timeout: timedelta, device: torch.device) -> None:
     """Make the world's process group under torchrun; do nothing under other launchers or if the group exists.
 
-    torchrun's store may outlive its workers and keep the addresses of dead ones, and a later attempt would read these under
-    torch's usual keys. No environment variable identifies an attempt: each node's agent counts its own restarts, and a node
-    that joins later counts from 0. So the ranks of an attempt agree on a token, and use keys that begin with it.
+    torchrun's store may outlive its workers, and under torch's usual keys a restarted job would read the addresses of
+    dead workers. No environment variable identifies an attempt: each node's agent counts its own restarts, from 0 for
+    a node that joins later. So the ranks of an attempt agree on a token, and all their keys begin with this token.
 
     Raises:
-        RuntimeError: naming ranks that do not arrive within `timeout`.
+        RuntimeError: naming the ranks that do not arrive within `timeout`.
     """
     if dist.is_initialized() or not dist.is_torchelastic_launched():
         return
@@ -317,7 +317,7 @@ def join_under_torchrun(backend: str, timeout: timedelta, device: torch.device) 
 
 
 def _store(rank: int, timeout: timedelta) -> dist.Store:
-    """The job's store: the agent's or rank 0's. `dist.rendezvous` would wait for ranks without naming them."""
+    """Connect to the job's store, on the agent or rank 0; `dist.rendezvous` would not report the missing ranks."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     served = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -333,12 +333,12 @@ def _store(rank: int, timeout: timedelta) -> dist.Store:
 def agree_on_token(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:
     """Return a new string that is the same on all ranks that call this together.
 
-    Rank 0 sends it to every other rank under a key that the other rank chose, so no rank reads an earlier attempt's answer.
+    Rank 0 sends it to every other rank under a random key of that rank. So no rank reads an earlier attempt's answer.
 
     Args:
-        store: shared by the ranks; it may hold keys of earlier attempts.
+        store: the ranks' common store, which may still contain keys of earlier attempts.
         rank: this process among `world` ranks.
-        timeout: time that rank 0 and the other ranks wait for each other.
+        timeout: maximum time that rank 0 and the other ranks wait for each other.
 
     Raises:
         RuntimeError: on every rank that arrived, naming the missing ranks.
@@ -348,13 +348,13 @@ def agree_on_token(store: dist.Store, rank: int, world: int, timeout: timedelta)
 
 
 def _send_token(store: dist.Store, world: int, timeout: timedelta) -> str:
-    """Rank 0's part: answer every request until all ranks have the token, then report the missing ranks."""
+    """Answer the requests of the other ranks until all have the token or time is up, then publish the missing ranks."""
     token, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     missing = list(range(1, world))
     while missing:
         missing = [rank for rank in missing if not store.check([f"taken/{token}/{rank}"])]
         for rank in missing:
-            if store.check([f"hello/{rank}"]):  # may be from an earlier attempt until this attempt's replaces it
+            if store.check([f"hello/{rank}"]):  # perhaps still an earlier attempt's request
                 store.set(f"answer/{store.get(f'hello/{rank}').decode()}", token)
         if missing and time.monotonic() > end:
             break

@@ -20,7 +20,7 @@ class SequenceOptions:
     """Options of a strategy; see `RingDilatedStrategy` for their meaning and errors.
 
     Attributes:
-        speeds: from the file `links`, else this machine's.
+        speeds: speeds of the links between ranks, from the file `links`, else from this machine's file or the defaults.
     """
 
     sequence_size: SequenceSize
@@ -55,7 +55,7 @@ class SequenceOptions:
 
     @property
     def rank_timeout(self) -> timedelta:
-        """The time that a rank waits for others before it raises."""
+        """The time that a rank waits for other ranks before it raises an error."""
         return timedelta(seconds=self.timeout)
 
     @property
@@ -65,7 +65,7 @@ class SequenceOptions:
 
     @property
     def compared(self) -> dict[str, Any]:
-        """The settings that have to be equal on all ranks; the speeds of links are compared in each attention call."""
+        """The settings that must be equal on all ranks; each attention call compares the speeds of links."""
         names = "outer", "global_batch", "check_first_batch", "check_replicas"
         sizes = [self.regions, self.sequence_size, self.head_size]
         return {"sizes": sizes, **{x: getattr(self, x) for x in names}, **self.exchange_settings}

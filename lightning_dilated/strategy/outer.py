@@ -1,4 +1,4 @@
-"""OuterSteps: settings of outer optimizer steps over regions (DiLoCo, Streaming DiLoCo), computed in `ext/regions`."""
+"""OuterSteps: settings of the outer optimizer steps (DiLoCo, Streaming DiLoCo) that `ext/regions` computes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from lightning_dilated._validation import flag, integer, real
 
 @dataclass(frozen=True)
 class OuterSteps:
-    """Keeps one model over regions that train apart; for `RingDilatedStrategy(regions=2, outer=OuterSteps(...))`.
+    """Settings of the outer steps that synchronize regions: `RingDilatedStrategy(regions=2, outer=OuterSteps(...))`.
 
-    Each region trains on its own samples with its own inner optimizer. Every `every` inner steps the regions average the
-    changes of their parameters since the last outer step. The mean is the gradient of an outer optimizer, SGD with Nesterov
-    momentum, over the parameters that all regions share. So regions send 4 bytes a parameter every `every` steps; data
-    parallel ranks send them in each step. Results differ from training as one region: the optimizer is another one.
+    Each region trains on its own samples with its own inner optimizer. After every `every` inner steps the regions
+    average the changes of their parameters since the last outer step. The mean is the gradient for an outer optimizer,
+    SGD with Nesterov momentum, which updates the shared parameters. So regions send 4 bytes a parameter once in `every`
+    steps, whereas data parallel ranks send them in each step. Results differ from training as one region.
 
-    With `fragments` groups of blocks are synchronized one after another, spread evenly over `every` steps. With `delay`
-    training continues for `delay` steps while a fragment is sent. With `warmup` regions average all their parameters after
-    each of the first steps, because a model changes too fast at first to be trained apart.
+    With several `fragments`, groups of blocks are synchronized one after another within `every` steps. With `delay`,
+    training continues for `delay` steps while a fragment is sent. With `warmup`, regions average all parameters after
+    each of the first steps, because at first a model changes too fast to be trained in separate regions.
 
     Args:
         every: inner steps between two outer steps of a parameter.
@@ -28,16 +28,16 @@ class OuterSteps:
         delay: inner steps between sending a fragment and applying its outer step, fewer than `every`.
         mix: weight, in [0, 1), of the region's own parameters when an outer step is applied; the shared parameters have
             weight 1 - mix.
-        warmup: number of first inner steps after which regions average their parameters; the other arguments apply to later
-            steps.
-        offload: keep shared parameters and momentum in host memory (4 bytes a parameter for each; 8 in float64).
+        warmup: number of inner steps at the start of training; regions average their parameters after each of them. The
+            other arguments apply to later steps.
+        offload: keep shared parameters and momentum in host memory: 4 bytes a parameter for each, 8 in float64.
 
     Raises:
         TypeError, ValueError: naming the argument.
 
     Source:
-        DiLoCo (arXiv 2311.08105), where regions start from a model that was trained as one; Streaming DiLoCo (arXiv
-        2501.18512) for `fragments`, `delay` and `mix`.
+        DiLoCo (arXiv 2311.08105), where regions start from a model that was pretrained without regions; Streaming
+        DiLoCo (arXiv 2501.18512) for `fragments`, `delay` and `mix`.
     """
 
     every: int = 100

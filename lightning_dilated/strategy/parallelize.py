@@ -1,4 +1,4 @@
-"""The set-up of a run for both strategies: `parallelize` lists the steps in order; the functions below define them."""
+"""The set-up of a run for both strategies. `parallelize` lists the steps in order; other functions implement them."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ Hook = Literal["setup_environment", "setup", "configure_ddp", "process_dataloade
 
 
 def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[..., Any], *args: Any) -> Any:
-    """Set up a run: the steps of each of Lightning's hooks, in the order in which a fit calls the hooks.
+    """Take the set-up steps of one of Lightning's hooks; the cases are in the order in which a fit calls the hooks.
 
-    `Trainer(...)` has checked sizes before further processes started (`SequenceStrategy._configure_launcher`).
+    `Trainer(...)` has already checked sizes, before further processes started (`SequenceStrategy._configure_launcher`).
 
     Args:
         strategy: RingDilatedStrategy (DDP) or RingDilatedFSDPStrategy.
-        hook: the strategy's hook that calls this function.
+        hook: the name of the strategy's hook that calls this function.
         lightning: the same hook of Lightning's base class.
-        args: Lightning's arguments of the hook.
+        args: the arguments that Lightning passed to the hook.
 
     Returns:
         The result of the hook.
@@ -115,7 +115,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
         case "configure_ddp", ():  # in a fit
             if strategy._regions is not None:
                 strategy._regions.copy_first_region(module)
-            # a single rank needs no wrapper, and no second copy of the gradients
+            # a single rank needs neither the wrapper nor DDP's second copy of the gradients
             if strategy.sizes.region_size == 1:
                 return None
             with strategy.run_groups.making():
@@ -124,9 +124,9 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             # otherwise DDP would move all inputs to the GPU, including a stream's tokens that wait on the host
             strategy.model.device_ids = None
 
-        # Lightning loads a checkpoint: for DDP before `setup`, for FSDP here
+        # Lightning loads a checkpoint here for FSDP; for DDP, before "setup"
 
-        case "process_dataloader", (dataloader,):  # the sampler has been made with `distributed_sampler_kwargs`
+        case "process_dataloader", (dataloader,):  # Lightning passed `distributed_sampler_kwargs` to the sampler
             return shard_loader(strategy, lightning(dataloader))
 
         case "training_step", (batch,):  # before the first step of a fit
@@ -140,9 +140,9 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
 
 # -- process groups ----------------------------------------------------------------------------------------------------
 def make_groups(strategy: SequenceStrategy) -> None:
-    """Make the mesh and the sequence group of a run; the module gets the mesh.
+    """Make the mesh and the sequence group of a run, and pass the mesh to the module.
 
-    If parameters are still sharded over an earlier run's mesh, that mesh is used.
+    If parameters are still sharded over an earlier run's mesh, use that mesh.
     """
     sizes, timeout = strategy.sizes, strategy._options.rank_timeout
     per_node = strategy._options.ranks_per_node or (strategy.num_processes if strategy.num_nodes > 1 else None)
@@ -167,7 +167,7 @@ def make_groups(strategy: SequenceStrategy) -> None:
 
 
 def chosen_layout(strategy: SequenceStrategy, per_node: int | None) -> str:
-    """Return the strategy's layout; where it is "auto", all ranks take the first rank's choice, and the log says it."""
+    """Return the strategy's layout; if it is "auto", all ranks take the first rank's choice, which is logged."""
     options, module, ranks = strategy._options, strategy.lightning_module, strategy.sizes.sequence_size
     if options.layout != "auto":
         return options.layout
@@ -186,13 +186,13 @@ def chosen_layout(strategy: SequenceStrategy, per_node: int | None) -> str:
 
 
 def chunks_of(trainer: pl.Trainer) -> list[int]:
-    """Return the tokens of a chunk of each callback that streams."""
+    """Return the chunk length, in tokens, of each callback that streams."""
     settings = (getattr(callback, "settings", None) for callback in trainer.callbacks)  # type: ignore[attr-defined]
     return [x.stream for x in settings if isinstance(x, MemorySettings) and x.stream is not None]
 
 
 def chunk_of(trainer: pl.Trainer, layout: str) -> int | None:
-    """Return the tokens of a chunk that ranks share in the chunked layout; None for other layouts.
+    """Return the length, in tokens, of the chunks that ranks share in the chunked layout; None for other layouts.
 
     Raises:
         ValueError: if no callback sets the length of chunks.
@@ -202,22 +202,22 @@ def chunk_of(trainer: pl.Trainer, layout: str) -> int | None:
     sizes = chunks_of(trainer)
     if not sizes:
         raise ValueError(
-            "layout='chunked' has ranks share every chunk of a stream, and no callback streams: add "
+            "layout='chunked' shares every chunk of a stream among ranks, but no callback streams: add "
             "ActivationRecompute(stream=TOKENS), or set layout='auto' (the default)."
         )
     return sizes[0]
 
 
 def with_host(backend: str, device: torch.device) -> str:
-    """Add gloo to a backend for tensors on the host, such as gradient norms that clipping sums over ranks."""
+    """Add gloo to the backend nccl, for sums of host tensors over ranks, such as the gradient norms for clipping."""
     return f"cpu:gloo,{device.type}:{backend}" if backend == "nccl" else backend
 
 
 def join_host(device: torch.device, existed: bool) -> None:
-    """Check the process group and the threads of a run with cpu_offload.
+    """Check that a run with cpu_offload can sum tensors on the host; warn if the optimizer would use one thread.
 
     Args:
-        device: this rank's.
+        device: this rank's device.
         existed: True if the process group existed before the strategy's set-up.
 
     Raises:
@@ -235,13 +235,13 @@ def join_host(device: torch.device, existed: bool) -> None:
     if device.type != "cpu" and torch.get_num_threads() == 1 < cores:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         rank_zero_warn(
-            f"cpu_offload: the optimizer runs on the host, in 1 thread of {cores} (torchrun sets OMP_NUM_THREADS=1 where it "
-            f"is not set). Set OMP_NUM_THREADS={max(1, cores // local_ranks)}."
+            f"cpu_offload: the optimizer runs on the host, in 1 thread of {cores} (torchrun sets OMP_NUM_THREADS=1 "
+            f"unless you set it). Set OMP_NUM_THREADS={max(1, cores // local_ranks)}."
         )
 
 
 # -- DDP ---------------------------------------------------------------------------------------------------------------
-#: MiB of a bucket that takes all gradients
+#: a bucket size, in MiB, that is large enough for all gradients together
 ONE_BUCKET = 2**20
 
 
@@ -252,10 +252,10 @@ def lasting_groups(module: nn.Module) -> set[str]:
 
 
 def set_gradient_options(strategy: Any) -> None:
-    """Let DDP sum gradients within a region; on GPUs with a separate communicator, and on one node in a single bucket.
+    """Let DDP sum gradients within a region. On GPUs use a separate communicator, and on one node a single bucket.
 
-    Each sum that overlaps with the backward waits for the slowest rank, and its kernels take multiprocessors from the
-    backward (benchmarks/results/2026-11-22_h200_scaling.md).
+    A single bucket is faster: each sum that overlaps with the backward waits for the slowest rank, and its kernels take
+    multiprocessors from the backward (benchmarks/results/2026-11-22_h200_scaling.md).
     """
     options = ddp_options(strategy)
     if process_group_backend(strategy) != "nccl":
@@ -275,12 +275,12 @@ def forget_gradient_options(strategy: Any) -> None:
 
 
 def gradient_group(strategy: Any, overlapped: bool) -> dist.ProcessGroup:
-    """Make an NCCL group of all ranks of this rank's region; every rank has to call."""
+    """Make an NCCL group of all ranks of this rank's region; every rank must call this."""
     return strategy.sizes.new_group("region", strategy._options.rank_timeout, "nccl", nccl_options(overlapped))
 
 
 def make_replicas(strategy: SequenceStrategy) -> Replicas | None:
-    """Make the comparison of the parameters of a region's ranks in a fit; None if no other rank holds them."""
+    """Make the `Replicas` that compare a region's ranks in a fit; None outside of a fit and for regions of one rank."""
     if not strategy._fitting or strategy.sizes.region_size == 1:
         return None
     return Replicas(
@@ -299,7 +299,7 @@ def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh, offload: CPUO
         offload: policy that keeps the shards on the host.
 
     Raises:
-        ValueError: if only some parameters are sharded already: the others would silently differ between ranks.
+        ValueError: if only some parameters are already sharded, because the others would silently differ between ranks.
     """
     if isinstance(module, FSDPModule):
         module.reshard()  # evaluation leaves the root's parameters gathered
@@ -313,7 +313,7 @@ def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh, offload: CPUO
         )
     if sharded:
         return
-    # a new mesh: the module holds it, and a part of `mesh` would keep the groups of a run alive
+    # the module keeps its mesh: a part of `mesh` would keep the groups of this run alive, so make a new one
     ranks = init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("fsdp",))
     options = {"mesh": ranks, "offload_policy": offload or OffloadPolicy()}
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
@@ -328,14 +328,14 @@ def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh, offload: CPUO
 
 
 def _wider(layer: nn.Module) -> list[nn.Module]:
-    """Modules that stay in fp32 in a 16-bit layer: `fully_shard` needs parameters of one dtype."""
+    """Return the modules that stay in fp32 in a 16-bit layer, because `fully_shard` needs parameters of one dtype."""
     dtypes = {p.dtype for p in layer.parameters()}
     return [m for m in layer.modules() if getattr(m, "keeps_fp32", False)] if len(dtypes) > 1 else []
 
 
 @contextmanager
 def counts_as_configured(module: pl.LightningModule) -> Iterator[None]:
-    """Give a module without `configure_model` one for a while: ModelParallelStrategy requires it."""
+    """Add an empty `configure_model` to a module without one within the context: ModelParallelStrategy requires it."""
     if is_overridden("configure_model", module):
         yield
         return
@@ -363,7 +363,7 @@ def check_offload(value: bool | CPUOffloadPolicy) -> CPUOffloadPolicy | None:
     """Return torch's policy for a strategy's `cpu_offload`; None for False.
 
     Raises:
-        TypeError: for anything but True, False and a policy.
+        TypeError: if the value is not True, False or a policy.
     """
     if isinstance(value, CPUOffloadPolicy):
         return value
@@ -375,12 +375,12 @@ def check_offload(value: bool | CPUOffloadPolicy) -> CPUOffloadPolicy | None:
 
 
 def policy_for(policy: CPUOffloadPolicy | None, device: torch.device) -> CPUOffloadPolicy | None:
-    """Return the policy for ranks on a device: on CPUs without page-locked memory, which only speeds up copies to GPUs."""
+    """Return the policy for a device; on CPUs without page-locked memory, which only speeds up copies to GPUs."""
     return policy if policy is None or device.type != "cpu" else replace(policy, pin_memory=False)
 
 
 def place_parameters(module: nn.Module, device: torch.device, offload: bool) -> None:
-    """With `offload`, allocate sharded meta parameters on the host (Lightning would use the GPU); check all devices.
+    """Check the devices of sharded parameters; with `offload`, first allocate meta parameters on the host.
 
     Raises:
         ValueError: naming parameters that were sharded with other settings.
@@ -389,30 +389,30 @@ def place_parameters(module: nn.Module, device: torch.device, offload: bool) -> 
         materialize(module, torch.device("cpu"))
     if device.type == "cpu":
         return
-    wrong = [name for name, p in module.named_parameters() if (p.device.type == "cpu") is not offload]
-    if not wrong:
+    misplaced = [name for name, p in module.named_parameters() if (p.device.type == "cpu") is not offload]
+    if not misplaced:
         return
-    names = f"{', '.join(wrong[:3])}{' and others' if len(wrong) > 3 else ''}"
+    names = f"{', '.join(misplaced[:3])}{' and others' if len(misplaced) > 3 else ''}"
     if offload:
         raise ValueError(
             f"cpu_offload keeps parameters on the host, but {names} were sharded without it, by configure_model or by an "
             "earlier Trainer. Call fully_shard(..., offload_policy=CPUOffloadPolicy()) in configure_model, leave all "
-            "sharding to the strategy, or make the module anew."
+            "sharding to the strategy, or create a new module."
         )
     raise ValueError(
         f"{names} were sharded with a CPUOffloadPolicy, by configure_model or by an earlier Trainer: set the strategy's "
-        "cpu_offload=True, or make the module anew."
+        "cpu_offload=True, or create a new module."
     )
 
 
 def unsharded_to_device(module: nn.Module, device: torch.device) -> None:
-    """Move all but sharded parameters, such as buffers and metrics, to a device, which the module then reports."""
+    """Move all tensors but sharded parameters, such as buffers and metrics, to the device; set `module.device`."""
     set_module_device(module, device)
     map_tensors(module, lambda x: x if isinstance(x, DTensor) else x.to(device))
 
 
 def keep_optimizers(optimizers: Sequence[Any]) -> None:
-    """Move states to the host; refuse optimizers that cannot step there.
+    """Move optimizer states to the host; refuse optimizers that cannot step there.
 
     Raises:
         ValueError: naming the optimizer and an alternative.
@@ -431,11 +431,11 @@ def keep_optimizers(optimizers: Sequence[Any]) -> None:
 
 # -- loaders -----------------------------------------------------------------------------------------------------------
 def shard_loader(strategy: SequenceStrategy, loader: Any) -> Any:
-    """Make a loader yield only this rank's tokens, after all ranks have compared their loaders.
+    """Return a loader that yields only this rank's tokens, after all ranks have compared their loaders.
 
     Raises:
-        ValueError: on every rank, if the ranks of a sequence read different data, or ranks have different numbers of
-            batches although each step needs all ranks.
+        ValueError: on every rank, if the ranks of a sequence read different data, or if ranks have different numbers of
+            batches in a stage where each step needs all ranks.
         RuntimeError: outside of a run.
     """
     stage, trainer = strategy._stage(), strategy.lightning_module.trainer

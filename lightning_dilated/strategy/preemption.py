@@ -1,9 +1,9 @@
 """Early ends of jobs: a signal to any rank ends a fit on all ranks before the same batch; errors name lost ranks.
 
-In Lightning 2.6 every rank reads a number from its GPU before each batch, so hosts wait for their GPUs between steps. Its
-signal handlers broadcast that number or save a checkpoint at any moment, and another rank may take this for a collective of
-a step. A fit that a signal ended exits with status 0. Here a handler only records the signal, and hosts exchange their
-records before each batch: all hosts, or with several regions the hosts of a region; the next outer step informs the others.
+In Lightning 2.6 every rank reads a number from its GPU before each batch, so hosts wait for their GPUs between steps.
+Its signal handlers broadcast that number or save a checkpoint at any moment, and another rank may match this call with
+a collective of a step. A fit that a signal ended exits with status 0. Here a handler only records the signal. Ranks
+exchange their records before each batch; a region informs other regions in the next outer step.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ class Preemption:
     """Ends a Trainer's fits after a signal to any rank of the job; replaces Lightning's signal handling.
 
     Args:
-        trainer: has not registered its signal handlers yet.
-        timeout: time that a rank waits for the others before a batch.
+        trainer: a Trainer that has not registered its signal handlers yet.
+        timeout: maximum time that a rank waits for the others before a batch.
         region: the ranks of this rank's region, which exchange records before each batch; None: all ranks do.
 
     Attributes:
         is_region_signalled: whether a rank of the region had recorded a signal before the latest batch.
-        all_meet: set once all regions know that a region is signalled; then all ranks meet before the next batch.
+        all_meet: True after an outer step has reported a signal; then all ranks exchange records before each batch.
     """
 
     def __init__(self, trainer: Any, timeout: timedelta, region: dist.ProcessGroup | None = None) -> None:
         self._trainer, self._process = trainer, os.getpid()
         #: the signal that ended the fit, the same on all ranks; None until then
         self.signal: int | None = None
-        #: whether it was SLURM's signal to requeue the job
+        #: whether that signal was SLURM's request to requeue the job
         self.requeue = False
-        #: whether a callback saves when the fit ends, and requeues the job; else Lightning's handler does
+        #: whether a callback saves and requeues the job when the fit ends; if not, Lightning's handler does
         self.saves = False
         self._recorded, self._requeue_requested, self._requeued = 0, False, False
         self._quiet = ControlGroup(dist.group.WORLD, timeout, "endings") if trainer.world_size > 1 else None
@@ -82,9 +82,9 @@ class Preemption:
         self._second.close()
         self._quiet = self._region = None
 
-    # -- signal handlers: they only record, because they may run at any moment -----------------------------------------
+    # -- signal handlers; they may run at any moment, so they only record signals --------------------------------------
     def _register_signal_handlers(self) -> None:
-        """Register Lightning's handlers, which it removes at the end; in a fit also SIGINT's, unless the user has one."""
+        """Register Lightning's handlers, and in a fit a handler for SIGINT unless the user has one."""
         self._hooks.register()
         usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if usual and self._fitting and threading.current_thread() is threading.main_thread():
@@ -96,11 +96,11 @@ class Preemption:
         return {**self.__dict__, "_quiet": None, "_region": None}
 
     def record(self, signum: int, frame: Any) -> None:
-        """Record SIGTERM, and pass it on to the processes that this process started, as Lightning's handler does.
+        """Record SIGTERM, and send it to the processes that this process started, as Lightning's handler does.
 
-        In a fit the current optimizer step or validation is finished, so that all ranks end after it.
+        A fit finishes the current optimizer step or validation, and then ends on all ranks.
         """
-        if os.getpid() != self._process:  # a fork, such as a loader's worker
+        if os.getpid() != self._process:  # this process is a fork, such as a loader's worker
             return
         first, self._recorded = not self._recorded, self._recorded or signum
         if first and self._trainer.strategy.launcher is not None:
@@ -109,16 +109,16 @@ class Preemption:
             set_received_sigterm(self._trainer)
 
     def interrupt(self, signum: int, frame: Any) -> None:
-        """Record the first SIGINT; the second ends the process at once.
+        """Record a first SIGINT; `OnSecondInterrupt` ends the process at the second.
 
-        SIGINT is not passed on: a terminal sends it to all processes, and they would count it as their second.
+        SIGINT is not sent to other processes, because a terminal does that, and they would count two signals.
         """
         if os.getpid() == self._process:
             self._recorded = signum
             _log.warning("interrupted: all ranks end after this step; interrupt again to end at once")
 
     def record_requeue(self, signum: int, frame: Any) -> None:
-        """Record SLURM's signal that the time limit is near; outside of a fit, Lightning's handler runs."""
+        """Record SLURM's signal that the time limit is near; outside of a fit, run Lightning's handler."""
         if os.getpid() != self._process:
             return
         if not self._fitting:
@@ -145,13 +145,13 @@ class Preemption:
         self._hooks.advance(*args)
 
     def end_if_signalled(self) -> None:
-        """End a fit if a rank received a signal; called before each batch, before a validation and at the end.
+        """End a fit if a rank received a signal; called before each batch, before a validation and at the end of a fit.
 
         While gradients accumulate, all ranks continue to the optimizer's step, so that no gradient is lost.
 
         Raises:
             SIGTERMException: on every rank, if a rank received a signal; its code is 128 plus the signal's number.
-            RuntimeError: if the other ranks do not arrive.
+            RuntimeError: if the other ranks do not call this within the timeout.
         """
         if not self._fitting or self.signal is not None:
             return
@@ -165,15 +165,15 @@ class Preemption:
             return
         self.requeue, self.signal = bool(requeue), requeue[0] if requeue else min(sent.values())
         name, step = signal.Signals(self.signal).name, self._trainer.global_step
-        _log.warning("ranks %s were told to end (%s): all do, after step %d", sorted(sent), name, step)
+        _log.warning("ranks %s received a signal to end (%s): all ranks end after step %d", sorted(sent), name, step)
         set_received_sigterm(self._trainer)
-        # processes that this one started end with a nonzero status; Lightning's observer would then kill this process, which
-        # may still have to wait for a logger or for SLURM
+        # The processes that this one started end with a nonzero status. Lightning's observer would then kill this
+        # process, which may still wait for a logger or for SLURM.
         forget_launched_processes(self._trainer.strategy.launcher)
         raise SIGTERMException(128 + self.signal)
 
     def _gather(self, ranks: ControlGroup | None) -> list[tuple[int, bool]]:
-        """The records of all ranks: (signal or 0, True for SLURM's requeue signal)."""
+        """Return the records of `ranks`: (signal or 0, whether it was SLURM's requeue signal)."""
         if ranks is None:
             return [(self._recorded, self._requeue_requested)]
         try:
@@ -188,21 +188,21 @@ class Preemption:
         return [(int(x[0]), bool(x[1])) for x in recorded]
 
     def _save_by_lightning(self, signum: int) -> None:
-        """Requeue by Lightning, once, on all ranks at the same batch: it saves `hpc_ckpt_1.ckpt`, and training continues."""
+        """Call Lightning's requeue handler once, on all ranks at the same batch; it saves, and the fit continues."""
         self._recorded, self._requeue_requested = 0, False
         if not self._requeued:
             self._requeued = True
             self._hooks.requeue(signum, None)
 
 
-#: ends the thread; takes the place of a signal's number
+#: a byte, written to the pipe in place of a signal's number, that ends the thread
 _END = 0
 
 
 class OnSecondInterrupt:
-    """Calls `act` at the second SIGINT, in a thread, because no handler runs while the main thread waits in a collective.
+    """A thread that calls `act` at the second SIGINT: no handler runs while the main thread waits in a collective.
 
-    The interpreter writes the number of each signal into a pipe when it arrives.
+    The interpreter writes the number of each signal into a pipe, which the thread reads.
     """
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -214,7 +214,7 @@ class OnSecondInterrupt:
         return {"_act": self._act, "_pipe": (-1, -1), "_thread": None}
 
     def watch(self) -> None:
-        """Start, in the main thread; do nothing if another reader, such as asyncio, has the pipe."""
+        """Start the thread, from the main thread; do nothing if signals have another pipe, such as asyncio's."""
         if os.name != "posix" or self._pipe[0] >= 0:
             return
         read, write = os.pipe()
@@ -245,18 +245,18 @@ class OnSecondInterrupt:
         _watched.discard(write)
         signal.set_wakeup_fd(-1)
         os.set_blocking(write, True)
-        os.write(write, bytes([_END]))  # a close would not end the read: a fork may hold the pipe open
+        os.write(write, bytes([_END]))  # closing the pipe would not end the read, because a fork may keep it open
         self._thread.join()
         os.close(read)
         os.close(write)
 
 
-#: pipes into which this process writes its signals
+#: pipes that receive this process's signals
 _watched: set[int] = set()
 
 
 def _forget_in_fork() -> None:
-    if _watched:  # otherwise a fork's signals would count as this process's
+    if _watched:  # otherwise signals to the fork would count as signals to its parent
         _watched.clear()
         signal.set_wakeup_fd(-1)
 
@@ -266,7 +266,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class PreemptionMixin:
-    """A strategy mixin, placed before Lightning's class: also checks for signals before a validation and after a fit."""
+    """A mixin, placed before Lightning's class, that also checks for signals before a validation and after a fit."""
 
     _preemption: Preemption | None = None
 
@@ -276,7 +276,7 @@ class PreemptionMixin:
         return self._preemption
 
     def on_validation_start(self) -> None:
-        """End the fit first if a signal arrived during the last batch."""
+        """End the fit before the validation if a signal arrived during the last batch."""
         if self._preemption is not None:
             self._preemption.end_if_signalled()
         super().on_validation_start()
@@ -288,7 +288,7 @@ class PreemptionMixin:
             self._preemption.end_if_signalled()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Set SIGTERM's exit status for a validation, test or prediction too."""
+        """Set the exit status 128 + SIGTERM, also if a validation, test or prediction ended."""
         if isinstance(exception, SIGTERMException) and exception.code is None:
             exception.code = 128 + signal.SIGTERM
         super().on_exception(exception)
@@ -302,16 +302,16 @@ class PreemptionMixin:
 
 
 def requeue_job() -> None:
-    """Requeue this SLURM job, or this task of an array; one rank calls.
+    """Requeue this SLURM job, or this task of a job array. Only one rank may call this.
 
     Raises:
-        RuntimeError: if there is no job, or SLURM refuses.
+        RuntimeError: if this process is not in a SLURM job, or `scontrol requeue` fails.
     """
     job = os.environ.get("SLURM_JOB_ID", "")
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     if not re.fullmatch(r"\d+(_\d+)?", job):
-        raise RuntimeError(f"the job cannot be put back in SLURM's queue: its number reads {job!r}")
+        raise RuntimeError(f"the job cannot be put back in SLURM's queue: its number is {job!r}")
     try:
         status: Any = subprocess.call(["scontrol", "requeue", job])
     except OSError as error:
@@ -322,7 +322,7 @@ def requeue_job() -> None:
 
 # -- workers of loaders ------------------------------------------------------------------------------------------------
 class WorkerWithoutSignals:
-    """A loader's `worker_init_fn` that first makes the worker ignore signals, except SIGTERM from its parent process.
+    """A `worker_init_fn` that makes a worker ignore signals, except SIGTERM from its parent, and then calls `inner`.
 
     Schedulers and terminals signal whole groups of processes. If such a signal ended a worker, the fit would fail before its
     last batch is finished. A program that a worker starts inherits the blocked SIGTERM: end it with `Popen.kill`.
@@ -333,7 +333,7 @@ class WorkerWithoutSignals:
 
     def __call__(self, worker: int) -> None:
         for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
-            if hasattr(signal, name):  # a function: programs that the worker starts would inherit SIG_IGN
+            if hasattr(signal, name):  # not SIG_IGN, which programs that the worker starts would inherit
                 signal.signal(getattr(signal, name), _nothing)
         if hasattr(signal, "sigwaitinfo"):
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -354,26 +354,26 @@ def _nothing(*args: Any) -> None:
 
 
 # -- lost ranks --------------------------------------------------------------------------------------------------------
-#: seconds to wait for the reasons of other ranks; their connections break at about the same time
+#: seconds to wait for the other ranks' reasons; connections of all ranks break at about the same time
 PATIENCE = 5.0
-#: the same, after this rank got a signal to end
+#: seconds to wait for these reasons after this rank received a signal to end
 ENDING = 1.0
-#: numbers of this process's runs, the same on all ranks
+#: the counter that numbers this process's runs; equal on all ranks
 _runs = itertools.count()
 
 
 class RankLossMixin:
-    """A strategy mixin, placed before Lightning's class: after a collective failed, the error names lost ranks and reasons.
+    """A strategy mixin, placed before Lightning's class, that adds lost ranks and reasons to errors of collectives.
 
-    gloo says "Connection reset by peer" and names only a port. So every rank that ends with an error stores its reason in
-    the job's store, and a rank with a broken connection reads the reasons of the others.
+    gloo reports "Connection reset by peer" and names only a port. So every rank that ends with an error writes its
+    reason into the job's store, and a rank with a broken connection reads the reasons of the others.
     """
 
     _run = -1
     sizes: MeshSizes
 
     def _count_run(self) -> None:
-        """Number a new run, on every rank: a script may continue after a failed run, which left reasons."""
+        """Give each run a number, equal on all ranks, because the reasons of a failed run stay in the store."""
         self._run = next(_runs)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -393,7 +393,7 @@ class RankLossMixin:
             exception.args = (f"{words}\n{exception}", *exception.args[1:])
 
     def _is_ending(self) -> bool:
-        """True if this rank received a signal to end, which torchrun's agents send after a rank has died."""
+        """Return True if this rank received a signal to end; torchrun's agents send one after a rank has died."""
         preemption = getattr(self, "_preemption", None)
         return preemption is not None and preemption.recorded
 
@@ -417,18 +417,18 @@ def report_lost_ranks(
     patience: float = PATIENCE,
     is_ending: Callable[[], bool] = lambda: False,
 ) -> str:
-    """Describe in one line the ranks that raised, and the ranks that gave no sign within `patience` seconds.
+    """Describe in one line the ranks that raised an error, and the ranks without a reason after `patience` seconds.
 
     Args:
-        reasons: a store with the reason of each rank that ended under its number, "" for a broken connection.
+        reasons: a store of {rank: reason} for the ranks that ended; the reason is "" for a broken connection.
         rank: this process among `world` ranks of the job.
         region_size: ranks of a region; None: one region.
         patience: seconds to wait for the other ranks.
-        is_ending: returns True if this rank got a signal to end; then it waits only `ENDING` seconds, because the launcher
-            waits for it before it starts the ranks again.
+        is_ending: returns True if this rank received a signal to end. Then wait only `ENDING` seconds, because the
+            launcher waits for this rank before it restarts all ranks.
 
     Raises:
-        RuntimeError: if the store is gone.
+        RuntimeError: if the store cannot be reached.
     """
     silent, begin = [x for x in range(world) if x != rank], time.monotonic()
     ended: list[int] = []
@@ -455,12 +455,12 @@ def report_lost_ranks(
 
 
 def lost_regions(lost: list[int], world: int, region_size: int) -> list[str]:
-    """Return a sentence about each region with lost ranks; none for a single region."""
+    """Return a sentence for each region with lost ranks; an empty list if the job has a single region."""
     sentences = []
     for region, first in enumerate(range(0, world, region_size) if region_size < world else ()):
         ranks = range(first, first + region_size)
-        left = [x for x in ranks if x not in lost]
-        if len(left) < region_size:
-            which = "all" if not left else f"{region_size - len(left)} of its {region_size}"
+        alive = [x for x in ranks if x not in lost]
+        if len(alive) < region_size:
+            which = "all" if not alive else f"{region_size - len(alive)} of its {region_size}"
             sentences.append(f"Region {region} (ranks {first} to {ranks[-1]}) has lost {which} ranks.")
     return sentences

@@ -1,4 +1,4 @@
-"""Refusals of callbacks and modules that would be wrong on shards."""
+"""Errors for callbacks and modules that would compute wrong results or hang on shards."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_dilated.strategy.mesh import MeshSizes
 
 
 def refuse_callbacks(trainer: pl.Trainer, strategy: str, sizes: MeshSizes, shards_parameters: bool) -> None:
-    """Raise for a callback that would wait for other ranks, copy shards of parameters, or count a sequence on every rank.
+    """Raise ValueError for a callback that would hang, copy shards of parameters, or count a sequence on every rank.
 
     Args:
-        strategy: its name, for the message.
+        strategy: the strategy's name, for the message.
         shards_parameters: whether each rank holds only a shard of the parameters.
 
     Raises:
@@ -99,7 +99,7 @@ def _mixing_reason(module: nn.Module) -> tuple[str, str] | None:
 
 
 def refuse_mixing(root: nn.Module, allow: tuple[str, ...]) -> None:
-    """Raise for modules below `root` that would silently compute wrong values on a part of a sequence.
+    """Raise ValueError for modules below `root` that would silently compute wrong values on a part of a sequence.
 
     Args:
         allow: names of modules to accept, together with their submodules.
@@ -117,5 +117,5 @@ def refuse_mixing(root: nn.Module, allow: tuple[str, ...]) -> None:
         raise ValueError(
             "modules that mix tokens or samples cannot run on parts of a sequence. "
             + "; ".join(refused)
-            + ". One that never sees a cut sequence may be named in the strategy's allow=[...]."
+            + ". If a module never gets a part of a sequence, name it in the strategy's allow=[...]."
         )

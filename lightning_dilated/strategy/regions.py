@@ -1,4 +1,4 @@
-"""Training in regions: a strategy mixin that calls `ext/regions` from the hooks that outer steps need."""
+"""Training in regions: a strategy mixin that calls `ext/regions` in Lightning's hooks."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def check_regions(regions: Any, outer: Any) -> None:
         raise TypeError(f"outer must be lightning_dilated.OuterSteps(every=...) or None, got {outer!r}.")
     if regions != 1 and outer is None:
         raise ValueError(
-            f"regions={regions!r} train apart, and nothing would bring them together: set outer=OuterSteps(every=100, ...)."
+            f"regions={regions!r} train apart and would never be synchronized: set outer=OuterSteps(every=100, ...)."
         )
 
 
 class RegionMixin:
-    """A strategy mixin, placed before Lightning's class: regions train apart, and outer steps keep them one model.
+    """A strategy mixin, placed before Lightning's class: regions train apart, and outer steps synchronize them.
 
-    During a fit the module holds the region's own parameters. In validations, in checkpoints and after the fit it holds the
-    mean over regions. After an outer step without `delay` and `mix` the two are equal.
+    During a fit the module has the region's own parameters. In validations, in checkpoints and after the fit it has the
+    mean over regions. Right after an outer step without `delay` and `mix`, the region's parameters equal the mean.
     """
 
     _options: Any  # SequenceOptions
-    _regions: Any = None  # a `RegionTraining` of `ext/regions` in a run with outer steps
+    _regions: Any = None  # a `RegionTraining` of `ext/regions` during a run with outer steps
     _preemption: Preemption | None
     sizes: MeshSizes
     lightning_module: Any
@@ -57,7 +57,7 @@ class RegionMixin:
 
     @property
     def between_outer_steps(self) -> bool:
-        """Return True if the latest step ended without an outer step: no rank may then wait for other regions."""
+        """Return True if the latest step was not followed by an outer step; then no rank may wait for other regions."""
         return self._regions is not None and self._regions.apart
 
     @property
@@ -67,7 +67,7 @@ class RegionMixin:
 
     @property
     def _region_group(self) -> dist.ProcessGroup | None:
-        """The ranks of this region; None if there is one region."""
+        """The process group of this region; None if the job has one region."""
         return None if self._regions is None else self._regions.group
 
     def _check_precision(self) -> None:
@@ -75,19 +75,19 @@ class RegionMixin:
         precision = getattr(self.precision_plugin, "precision", None)  # type: ignore[attr-defined]
         if self._options.regions != 1 and precision == "16-mixed":
             raise ValueError(
-                f"regions={self._options.regions!r} take no precision='16-mixed': each would have a scaler of its own, and "
-                "a checkpoint holds one. Take 'bf16-mixed'."
+                f"regions={self._options.regions!r} take no precision='16-mixed': each has its own loss scaler, but a "
+                "checkpoint stores one. Take 'bf16-mixed'."
             )
 
     def _make_regions(self) -> None:
-        """Make the process groups of this region and over regions for a run; every rank calls."""
+        """Make the process groups of this region and over regions for a run; every rank must call this."""
         self._regions = None if self._options.outer is None else hook("training in regions")(self)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Make Lightning's step, and the outer steps that are due after it.
+        """Take Lightning's optimizer step, and then the outer steps that are due.
 
         Raises:
-            RuntimeError: for parameters that were frozen when the fit began and are trained now.
+            RuntimeError: if a parameter is trained that was frozen when the fit began.
         """
         output = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
         if self._regions is not None:
@@ -113,7 +113,7 @@ class RegionMixin:
         super().on_train_end()  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the mean over regions; every rank calls."""
+        """Return the state dict of the mean over regions; every rank must call this."""
         state = super().lightning_module_state_dict()  # type: ignore[misc]
         return state if self._regions is None else self._regions.mean_of(state)
 
@@ -127,13 +127,13 @@ class RegionMixin:
         return None if self._regions is None else self._regions.state()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save; with outer steps the file also holds their state and each region's parameters and optimizer."""
+        """Save; with outer steps, also save their state and each region's parameters and optimizer."""
         if self._regions is not None:
             self._regions.add_to(checkpoint)
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def _of_this_region(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """This region's state in a loaded checkpoint; ValueError if the checkpoint lacks it."""
+        """Return this region's state in a loaded checkpoint; raise ValueError if the checkpoint lacks it."""
         if self._regions is not None:
             return self._regions.of_this_region(checkpoint)
         if "outer_steps" in checkpoint and self._fitting:

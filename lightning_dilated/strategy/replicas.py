@@ -13,11 +13,11 @@ from lightning_dilated.checkpoint.state import bits, plain_tensors, unlike_repli
 
 
 class Replicas:
-    """Compares the bits of parameters that every rank holds whole; the host does not wait for the GPU.
+    """Compares the bits of unsharded parameters over ranks; between steps, the host does not wait for the GPU.
 
-    Ranks that train alike hold the same bits, unless they differ in something that no setting shows: a callback that changes
-    a learning rate, the version of a package, faulty memory. Sharded parameters are not compared, nor buffers, because each
-    rank may have its own.
+    Ranks with equal settings have the same bits, unless they differ in something that the settings do not show: a
+    callback that changes a learning rate, the version of a package, faulty memory. Sharded parameters are not compared.
+    Buffers are not compared either, because each rank may have its own.
 
     Args:
         module: the module with the parameters.
@@ -28,14 +28,14 @@ class Replicas:
     def __init__(self, module: nn.Module, every: int | None, group: dist.ProcessGroup) -> None:
         self.module, self.every, self.group = module, every, group
         self._steps = 0
-        #: names, this rank's bits, largest and inverted smallest bits of all ranks, event for when a GPU has these
+        #: names, this rank's bits, largest and inverted smallest bits over ranks, event after their copy from the GPU
         self._posted: tuple[list[str], Tensor, Tensor, torch.cuda.Event | None] | None = None
 
     def step(self) -> None:
-        """Count an optimizer step, and compare if due; every rank calls.
+        """Count an optimizer step, and compare every `every` steps; every rank must call this.
 
         Raises:
-            RuntimeError: on every rank, if parameters differ: on a GPU those sent `every` steps before, on CPUs the present.
+            RuntimeError: on every rank, if parameters differ; on a GPU, if they differed `every` steps before.
         """
         self._steps += 1
         if self.every is not None and self._steps % self.every == 0:
@@ -45,13 +45,13 @@ class Replicas:
                 self.settle()
 
     def compare(self) -> None:
-        """Compare at once, before a checkpoint; every rank calls. Raises as `step`."""
+        """Compare without delay, before a checkpoint; every rank must call this. Raise RuntimeError as in `step`."""
         self.settle()
         self._post()
         self.settle()
 
     def settle(self) -> None:
-        """Read the last comparison; every rank calls. Raises as `step`."""
+        """Read the last comparison's result; every rank must call this. Raise RuntimeError as in `step`."""
         if self._posted is None:
             return
         (names, local, extremes, event), self._posted = self._posted, None
@@ -66,13 +66,13 @@ class Replicas:
         return plain_tensors((name, p) for name, p in self.module.named_parameters() if name not in ignored)
 
     def _post(self) -> None:
-        """Send the bits of all parameters; the largest equals the smallest over ranks if and only if ranks agree."""
+        """Start to reduce the largest and smallest bits of all parameters over ranks: they are equal if ranks agree."""
         named = self._named()
         if not named:
             return
         local = torch.stack([bits(p) for p in named.values()])
         extremes = torch.cat([local, ~local])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)  # on a GPU the stream waits, not the host
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)  # on a GPU only the stream waits
         if extremes.device.type != "cuda":
             self._posted = [*named], local, extremes, None
             return
@@ -82,7 +82,7 @@ class Replicas:
         self._posted = [*named], local, host, event
 
     def _difference(self, local: dict[str, int]) -> str:
-        """Describe the ranks and parameters that differ, by the bits at the time of sending; a collective call."""
+        """Describe the ranks and parameters that differed in the comparison; every rank must call this."""
         gathered: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(gathered, local, group=self.group)
         return unlike_replicas(gathered, dist.get_process_group_ranks(self.group))

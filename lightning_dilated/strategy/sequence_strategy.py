@@ -1,6 +1,6 @@
 """The mixin that lets a Lightning strategy shard a sequence over ranks: mesh, loaders, active sequence, loss, RNG.
 
-`parallelize` lists the set-up in order; this file has the hooks of steps. A single rank runs the same code.
+`parallelize` lists the set-up in order; this file has the hooks of steps. The code is the same for a single rank.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from lightning_dilated.strategy.replicas import Replicas
 
 
 class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
-    """A mixin for a Lightning strategy with many processes; it precedes that strategy in the list of bases."""
+    """A mixin for one of Lightning's multi-process strategies, placed before Lightning's class in the list of bases."""
 
-    #: whether each rank holds only a shard of the parameters, so that all ranks meet in every step of every stage
+    #: whether each rank holds only a shard of the parameters; then every step of every stage needs all ranks
     shards_parameters = False
 
     def _configure_sequence(self, options: SequenceOptions) -> None:
@@ -66,10 +66,10 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
     # -- sizes and groups --------------------------------------------------------------------------------------------
     @property
     def sizes(self) -> MeshSizes:
-        """Ranks along each axis.
+        """The number of ranks along each axis of the mesh.
 
         Raises:
-            ValueError: for sizes that do not divide the world.
+            ValueError: for sizes that do not divide the number of ranks.
         """
         options = self._options
         regions = self.num_nodes if options.regions == "auto" else options.regions
@@ -83,7 +83,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
             RuntimeError: before the Trainer runs.
         """
         if self._mesh is None:
-            raise RuntimeError("the device mesh is made when the Trainer runs: ask in `setup` or later.")
+            raise RuntimeError("the device mesh is made when the Trainer runs: read it in `setup` or later.")
         return self._mesh
 
     @property
@@ -94,12 +94,12 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
             RuntimeError: before the Trainer runs.
         """
         if self._sequence is None:
-            raise RuntimeError("the sequence's group is made when the Trainer runs: ask in `setup` or later.")
+            raise RuntimeError("the sequence's group is made when the Trainer runs: read it in `setup` or later.")
         return self._sequence
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's sequence among the sequences of a step."""
+        """The index of this rank's sequence among the sequences that are computed at a time."""
         return self.global_rank // self.sizes.sequence_size
 
     @property
@@ -109,7 +109,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
 
     @property
     def is_first_of_sequence(self) -> bool:
-        """True on the first rank of a sequence, which writes data that the sequence's ranks have in common."""
+        """True on the first rank of a sequence, which writes the data that is equal on all ranks of the sequence."""
         return self.global_rank % self.sizes.sequence_size == 0
 
     @override
@@ -122,13 +122,13 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
 
     @property
     def run_groups(self) -> RunGroups:
-        """Process groups that end with the run; a callback adds its own by making them in `run_groups.making()`.
+        """The process groups that end with the run; groups that a callback makes in `run_groups.making()` are added.
 
         Raises:
             RuntimeError: outside of a run.
         """
         if self._run_groups is None:
-            raise RuntimeError("process groups of a run are made when the Trainer runs: ask in `setup` or later.")
+            raise RuntimeError("process groups of a run are made when the Trainer runs: read them in `setup` or later.")
         return self._run_groups
 
     @override
@@ -156,14 +156,14 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
 
     @override
     def teardown(self) -> None:
-        """Restore the loaders, and free device memory of the sequence's routes."""
+        """Restore the loaders, free device memory of the sequence's routes, and end the run after its last stage."""
         if self._loaders is not None:
             self._loaders.restore()
         if self._global_batch is not None:
             self._global_batch.restore()
         self._replicas = None
         if self._sequence is not None:
-            self._sequence.was_active = False  # later recomputation belongs to another strategy
+            self._sequence.was_active = False  # so that another strategy may recompute activations
             self._sequence.forget()
         super().teardown()
         trainer = None if self.lightning_module is None else attached_trainer(self.lightning_module)
@@ -171,9 +171,9 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
             self.end_run(failed=trainer.state.status == TrainerStatus.INTERRUPTED)
 
     def end_run(self, failed: bool = False) -> None:
-        """End process groups, their threads and connections, after the last hook of a run.
+        """Close process groups, their threads and connections, after the last hook of a run.
 
-        If parameters stay sharded (`fully_shard`), their groups end when the module is no longer used.
+        If parameters stay sharded (`fully_shard`), their groups are destroyed with the module.
         """
         if self._run_groups is None:
             return
@@ -192,13 +192,13 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
             groups.end(self._run, min(self._options.rank_timeout, AFTER_FAILURE if failed else AFTER_RUN), failed)
 
     def _stage(self) -> str:
-        """The run's stage: train, val, test or predict; RuntimeError outside of a run."""
+        """Return the run's stage: train, val, test or predict. Raise RuntimeError outside of a run."""
         stage = self.lightning_module.trainer.state.stage
         if stage is None or self._loaders is None:
             raise RuntimeError(
-                f"{type(self).__name__} shards loaders and steps within trainer.fit, validate, test or predict only, once "
-                "the ranks found each other. Call these; ask for trainer.estimated_stepping_batches in configure_optimizers "
-                "or a later hook, and leave the Trainer's loops to it."
+                f"{type(self).__name__} shards loaders and steps only within trainer.fit, validate, test or predict. "
+                "Call these instead of the Trainer's loops, and read trainer.estimated_stepping_batches in "
+                "configure_optimizers or a later hook."
             )
         return stage.dataloader_prefix
 
@@ -214,7 +214,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of samplers: the ranks of a sequence are one replica."""
+        """Arguments of distributed samplers: all ranks of a sequence form one replica."""
         return {"num_replicas": self.sizes.data, "rank": self.data_rank}
 
     @override
@@ -222,15 +222,15 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
         """Make a loader yield only this rank's tokens; see `parallelize`.
 
         Raises:
-            ValueError: on every rank, if the ranks of a sequence read different data, or ranks have different numbers of
-                batches although each step needs all ranks.
+            ValueError: on every rank, if the ranks of a sequence read different data, or if ranks have different
+                numbers of batches in a stage where each step needs all ranks.
             RuntimeError: outside of a run.
         """
         return parallelize(self, "process_dataloader", super().process_dataloader, dataloader)
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compare the entries that every rank of a sequence holds whole, on the CPU, and move the batch.
+        """Compare the unsharded entries of the batch over the ranks of the sequence, on the CPU, then move the batch.
 
         Raises:
             ValueError: on every rank of the sequence, naming the entry that differs.
@@ -251,7 +251,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
     # -- steps -------------------------------------------------------------------------------------------------------
     @contextmanager
     def _within(self, stage: str, batch_idx: int) -> Iterator[None]:
-        """Activate the sequence, and seed the generators for (seed, stage, step, this rank)."""
+        """Activate the sequence, and seed the generators for this step and rank."""
         trainer, why_unshared = self.lightning_module.trainer, self._why_unshared.get(self._stage())
         step = trainer.fit_loop.total_batch_idx if stage == "training" else batch_idx
         seeds = step_seeds(self._seed, stage, step, self.data_rank, self.sequence.rank, self.root_device)
@@ -279,12 +279,12 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
         return output
 
     def _trusting(self) -> AbstractContextManager[None]:
-        """Defer the comparison of calls to the end of the backward, if nothing uses the gradients before."""
+        """Defer the comparison of attention calls to the end of the backward, if no code uses the gradients before."""
         module = self.lightning_module
         return self.sequence.trusting() if self.sizes.shape[0] == 1 and module.automatic_optimization else nullcontext()
 
     def _check_first_batch(self, batch: Any) -> None:
-        """Compare one rank with many, once, if requested."""
+        """Compare the results of one rank and of all ranks, once, if the option `check_first_batch` is set."""
         if self._checks_first_batch:
             self._checks_first_batch = False
             with self.precision_plugin.train_step_context():
@@ -312,14 +312,14 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the gradient of the sum of the ranks' shares; refuse a loss that is not a share."""
+        """Compute the gradient of the sum of the ranks' loss shares; raise RuntimeError if the loss is not a share."""
         if self.sequence.shares == self._shares:
             raise RuntimeError(
-                f"the loss of {type(self.lightning_module).__name__}.training_step was not made by loss_share, so it is not "
-                "known what all ranks together count, and its gradient would be wrong. Return "
-                "lightning_dilated.sequence.loss_share(sum of this rank's losses, how many they are)."
+                f"the loss of {type(self.lightning_module).__name__}.training_step was not made by loss_share, so the "
+                "number of losses on all ranks is unknown, and the gradient would be wrong. Return "
+                "lightning_dilated.sequence.loss_share(sum of this rank's losses, number of this rank's losses)."
             )
-        # the wrapper averages gradients over all ranks of a region, and the ranks' shares sum to the loss
+        # DDP or FSDP averages gradients over the ranks of a region, but the loss is the sum of the ranks' shares
         with self.sequence.active(), self._trusting():
             loss = closure_loss if (ranks := self.sizes.region_size) == 1 else closure_loss * ranks
             super().backward(loss, optimizer, *args, **kwargs)
@@ -328,7 +328,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step, and compare the ranks' parameters every `check_replicas` steps."""
+        """Take the optimizer step, and compare the ranks' parameters every `check_replicas` steps."""
         output = super().optimizer_step(*args, **kwargs)
         if self._replicas is not None:
             self._replicas.step()
@@ -353,7 +353,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
         """Reduce as Lightning does, but take means of integers in float64."""
         average = reduce_op in ("mean", "avg", ReduceOp.AVG) or reduce_op is None
         if isinstance(tensor, Tensor) and average and not tensor.is_floating_point() and not tensor.is_complex():
-            # Lightning weights logged values by mean counts; an integer mean would round them down
+            # Lightning weights logged values by mean counts, which an integer mean would round down
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
 

@@ -113,7 +113,7 @@ def test_host_memory_is_given_back_before_the_model_comes(fail):
     else:
         training.fit(model, loader(batch(2, 24)))
     assert room.waiting >= room.had > 0 == room.left
-    with pytest.raises(RuntimeError, match="given back as training ended"):
+    with pytest.raises(RuntimeError, match="freed at the end of training"):
         room.losses.sum().backward()
     if fail:  # an error report still shows the settings, and the next fit restores the earlier ones
         assert model.transformer.memory.offload == 1

@@ -158,7 +158,7 @@ def test_a_damaged_one_is_passed_over_or_named(made, cli, tmp_path):
         result = cli("consolidate", tmp_path / "c", "--out", "a.safetensors")
     assert result.code == 0 and "step-00000001" in result.out
     result = cli("consolidate", tmp_path / "c" / "step-00000002", "--out", "b.safetensors")
-    one_line(result, "__0_0.distcp has other bytes", f"newest whole one beside it is {tmp_path}/c/step-00000001")
+    one_line(result, "__0_0.distcp has other bytes", f"newest undamaged one is {tmp_path}/c/step-00000001")
     assert not (tmp_path / "b.safetensors").exists()
 
 
@@ -182,7 +182,7 @@ def test_a_folder_runs_no_code(made, dealt, cli, tmp_path):
 
 
 @pytest.mark.parametrize("source, words", [
-    ("nothing", "no such file"), (".", "is no checkpoint, and holds none"), ("text.txt", "cannot be read as a checkpoint"),
+    ("nothing", "no such file"), (".", "is no checkpoint, and contains no"), ("text.txt", "cannot be read as a checkpoint"),
 ])  # fmt: skip
 def test_no_checkpoint(cli, source, words):
     one_line(cli("consolidate", source, "--out", "x.safetensors"), words)

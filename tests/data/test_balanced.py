@@ -115,7 +115,7 @@ def test_packs_of_balanced_draws():
 
 @pytest.mark.parametrize("options", [{"classes": [0, 1]}, {"classes": [0, 1, 1], "shuffle": False}])
 def test_refused(options):
-    with pytest.raises(ValueError, match="one number for each of the 3 samples, of a shuffled order"):
+    with pytest.raises(ValueError, match="one number for each of the 3 samples, and needs shuffle=True"):
         ResumableSampler(Numbers(3), **options)
 
 

@@ -89,7 +89,7 @@ def test_longer_than_max_seq_len(cls):
     said = [str(w.message) for w in caught if "max_seq_len" in str(w.message)]
     assert (
         len(said) == 1
-        and f"{cls.__name__} is made for max_seq_len=20, and trains on a sequence of 21 tokens" in said[0]
+        and f"{cls.__name__} is made for max_seq_len=20, but trains on a sequence of 21 tokens" in said[0]
     )
     assert "Set the model's max_seq_len to 21 or more" in said[0]
 

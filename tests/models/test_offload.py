@@ -216,7 +216,7 @@ def test_closed_with_forwards_that_wait():
     stack.free_host_memory()
     assert host.bytes == 0 and not host._free and not any(a._buffer or a.tensor is not None for a in host._waiting)
     for out in waiting:
-        with pytest.raises(RuntimeError, match="given back as training ended"):
+        with pytest.raises(RuntimeError, match="freed at the end of training"):
             out.sum().backward()
     del waiting, out
     gc.collect()

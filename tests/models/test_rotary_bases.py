@@ -112,7 +112,7 @@ def test_a_fit_on_longer_sequences_warns():
     messages = said(lambda: trainer(max_epochs=1).fit(model, loader(batch(1, 40), batch(1, 40))))
     (rotary,) = (x for x in messages if "LongNetLM at 40 tokens" in x)
     assert "layer 0 attends over 40 tokens" in rotary and len(messages) == 2
-    assert any("LongNetLM is made for max_seq_len=32, and trains on a sequence of 40 tokens" in x for x in messages)
+    assert any("LongNetLM is made for max_seq_len=32, but trains on a sequence of 40 tokens" in x for x in messages)
 
 
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetClassifier])

@@ -141,4 +141,4 @@ def test_sharded_parameters_and_one_file(pools, text):
         (RingDilatedFSDPStrategy(), path, "1.ckpt is one file, and the states of torchao's AdamW8bit"),
     ):
         for answer in pools(2).answers(2, part_of_run, text, strategy, 1, ckpt):
-            assert answer.error == "ValueError" and says in answer.message and "folders" in answer.message
+            assert answer.error == "ValueError" and says in answer.message and "folder" in answer.message

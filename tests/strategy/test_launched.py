@@ -86,14 +86,14 @@ REFUSED = [
     (6, {"batch_size": 4}, r"1 sequence\(s\) at a time in batches of 4: make batch_size one of \[1, 2, 3, 6\]"),
     (6, {"batch_size": 2, "accumulate_grad_batches": 2}, r"so does Trainer\(accumulate_grad_batches=2\)"),
     (2, {"loader": DataLoader(Numbers(), batch_size=None)}, "needs a DataLoader with a batch size"),
-    (4, {"loader": TWO}, "of one training loader, and there are 2"),
-    (4, {"loader": dict(zip("ab", TWO, strict=True))}, "of one training loader, and there are 2"),
+    (4, {"loader": TWO}, "of one training loader, but there are 2"),
+    (4, {"loader": dict(zip("ab", TWO, strict=True))}, "of one training loader, but there are 2"),
     (
         1,
         {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 1, 3: 2})]},
         "so does the callback GradientAccumulationScheduler",
     ),
-    (1, {"kind": Manual}, "no effect on Manual, which steps its optimizers by itself"),
+    (1, {"kind": Manual}, "no effect on Manual, which steps its optimizers itself"),
 ]
 
 
@@ -150,7 +150,7 @@ def test_a_checkpoint_within_a_step(tmp_path):
     """With a loader that does not resume, the count of batches continues, over other batches."""
     run = fit(RingDilatedStrategy(), loader=DataLoader(samples(8)))
     run.save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.warns(UserWarning, match="the first step has 1 of the 4 batches that global_batch=4 takes"):
+    with pytest.warns(UserWarning, match="saved after 1 of the 4 batches of a step with global_batch=4"):
         fit(RingDilatedStrategy(global_batch=4), loader=DataLoader(samples(8)), max_steps=2, ckpt=tmp_path / "a.ckpt")
 
 

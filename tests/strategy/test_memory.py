@@ -65,17 +65,17 @@ def refused(rank, group, changes):
 
 def test_streams_are_refused_where_ranks_share(pools):
     for got in pools(2).run(2, refused, {}):
-        assert "with layout='contiguous' the ranks that share it hold" in got and "Set layout='chunked'" in got
+        assert "with layout='contiguous' its ranks do not hold" in got and "Set layout='chunked'" in got
     chunked = "layout='chunked' "
     for changes, why in (
         (
             {"strategy": SHARED, "memory": None},
-            chunked + "has ranks share every chunk of a stream, and no callback streams",
+            chunked + "shares every chunk of a stream among ranks, but no callback streams",
         ),
         ({"strategy": {**SHARED, "exchange": "ring"}}, chunked + "exchanges rows by gather, not by exchange='ring'"),
         ({"strategy": {**SHARED, "head_size": 2}}, chunked + "is not offered with head_size=2: set head_size=1"),
         ({"strategy": SHARED, "fsdp": True, "double": True}, chunked + "is not offered by RingDilatedFSDPStrategy"),
-        ({"strategy": {"layout": "zigzag"}}, "with layout='zigzag' the ranks that share it hold other parts"),
+        ({"strategy": {"layout": "zigzag"}}, "with layout='zigzag' its ranks do not hold pieces"),
     ):
         for got in pools(2).run(2, refused, changes):
             assert why in got

@@ -88,7 +88,7 @@ def outside(rank, group, run, ran):
     return words
 
 
-WITHIN, ASK = "within trainer.fit, validate, test or predict only", "configure_optimizers or a later hook"
+WITHIN, ASK = "only within trainer.fit, validate, test or predict", "configure_optimizers or a later hook"
 
 
 @pytest.mark.parametrize("fsdp", [False, True])

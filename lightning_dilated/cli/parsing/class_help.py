@@ -20,7 +20,7 @@ from lightning_dilated.cli.errors import PROG
 from lightning_dilated.cli.parsing.settings import chosen_classes, options
 from lightning_dilated.models import DilatedModule
 
-#: section of a recipe: (base of its classes, modules with classes that need no dotted path)
+#: {section of a recipe: (base class of its classes, modules with classes that need no dotted path)}
 SECTIONS: dict[str, tuple[type, tuple[Any, ...]]] = {
     "model": (DilatedModule, (lightning_dilated, models)),
     "data": (pl.LightningDataModule, (data,)),
@@ -28,7 +28,7 @@ SECTIONS: dict[str, tuple[type, tuple[Any, ...]]] = {
 
 
 def names(section: str) -> list[str]:
-    """List the classes of a section that need no dotted path."""
+    """Return the names of a section's classes that need no dotted path."""
     base, modules = SECTIONS[section]
     listed = modules[0]
     public = [name for name in getattr(listed, "__all__", dir(listed)) if not name.startswith("_")]
@@ -55,7 +55,7 @@ def resolve(section: str, name: str) -> type:
     """Return the class of a name or dotted path.
 
     Raises:
-        ValueError: for another kind of class, or none; it lists the classes.
+        ValueError: if the class does not exist or has another base; the error lists the section's classes.
     """
     base, modules = SECTIONS[section]
     value = next((getattr(module, name) for module in modules if hasattr(module, name)), None)
@@ -69,38 +69,38 @@ def resolve(section: str, name: str) -> type:
         close = difflib.get_close_matches(name.rpartition(".")[2], known, 1)
         hint = f" Did you mean {close[0]}?" if close else ""
         raise ValueError(
-            f"--{section}.help {name}: no {base.__name__} of that name.{hint} Classes: {', '.join(known)}; of others give "
-            "the dotted path."
+            f"--{section}.help {name}: no {base.__name__} of that name.{hint} Classes: {', '.join(known)}; for others "
+            "give the dotted path."
         )
     return value
 
 
 def keys(cls: type) -> list[str]:
-    """List the arguments of a class, including arguments that it passes on to its bases."""
+    """Return the names of a class's arguments, including arguments that it passes to its bases."""
     built = {"params"} if issubclass(cls, Optimizer) else {"optimizer"} if issubclass(cls, LRScheduler) else set()
     added = ArgumentParser().add_class_arguments(cls, "of", skip=built, fail_untyped=False)
     return [key.partition(".")[2] for key in added]
 
 
 def help_of(section: str, cls: type) -> str:
-    """Return a page with the keys of a class, each with its meaning, type and default."""
+    """Return a help page that lists the keys of a class with their meanings, types and defaults."""
     parser = ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
     parser.add_class_arguments(cls, section, fail_untyped=False)
     lines, shown = parser.format_help().strip("\n").split("\n"), True
     page = [f"keys of {cls.__name__}, in a recipe under {section}.init_args:", ""]
     for line in lines:
         if not line.startswith("   "):  # the first line of an option
-            # leave out options of nested help, which only this parser has, and the option for a file of arguments
+            # leave out the options that only this parser has: nested help, and a file of arguments
             shown = not re.match(rf"  (--[\w.]+\.help |--{section} CONFIG)", line)
         page += [line] if shown else []
     return "\n".join(page)
 
 
 def pages(argv: Sequence[str]) -> list[str]:
-    """Return the pages for --model.help and --data.help; without a class they mean the chosen class.
+    """Return the pages for --model.help and --data.help; without a value, for the class that the command line chooses.
 
     Raises:
-        ValueError: if no class is chosen, or none has the name.
+        ValueError: if no class is chosen, or no class has the given name.
     """
     texts = []
     for option in options(argv):
@@ -118,7 +118,7 @@ def pages(argv: Sequence[str]) -> list[str]:
 
 
 def footer(argv: Sequence[str]) -> str:
-    """Return the part of `--help` about classes: the keys of the chosen classes, and how to list others."""
+    """Return the end of `--help`: the keys of the chosen classes, and how to list the keys of other classes."""
     texts = [help_of(section, resolve(section, name)) for section, name in chosen_classes(argv).items() if name]
     for section in SECTIONS:
         texts.append(

@@ -25,22 +25,22 @@ from lightning_dilated.data import ByteDataModule
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.pretrained import VALUES
 
-#: options of all commands of Lightning's, without `trainer`
+#: the options that all of Lightning's commands have, without `trainer`
 OPTIONS = ("config", "ckpt_path", "seed_everything", "print_config", "model", "data")
-#: errors list all keys of a class that has at most this number
+#: errors list all keys of a class that has at most this many
 FEW = 12
-#: base classes for the keys of a command line
+#: base classes of the classes that a command line may name
 BASES = (DilatedModule, pl.LightningDataModule, Optimizer, LRScheduler)
 
 
-#: types that a parser reads without looking for a class, a function or another file; so are subclasses of Enum and PurePath
+#: types that a parser reads without importing anything or reading files, like subclasses of Enum and PurePath
 PLAIN = {
     *(Any, str, int, float, bool, complex, type(None), list, tuple, set, frozenset, dict, Mapping, Sequence, Iterable)
 }
 
 
 def check_texts(arguments: Mapping[str, Any], types: Mapping[str, list[Any]], where: str) -> None:
-    """Refuse a file's texts in arguments for which a parser reads texts as classes, functions or other files.
+    """Raise for texts in a file that a parser would interpret as classes, functions or other files.
 
     Args:
         arguments: checked values of the file (`file_arguments`).
@@ -48,7 +48,7 @@ def check_texts(arguments: Mapping[str, Any], types: Mapping[str, list[Any]], wh
         where: the file, for messages.
 
     Raises:
-        ValueError: naming the argument, the text and a remedy.
+        ValueError: if there is such a text, naming the argument, the text and a remedy.
     """
     for name, value in arguments.items():
         leaves = {leaf for hint in types.get(name, ()) for leaf in _leaves(hint)}
@@ -68,7 +68,7 @@ def _leaves(hint: Any) -> set[Any]:
     if hint not in VALUES.values() and (is_dataclass(hint) or is_typeddict(hint)):
         try:
             return {hint}.union(*map(_leaves, get_type_hints(hint).values()))
-        except NameError:  # a type that only type checkers import
+        except NameError:  # an annotation names a type that only type checkers import
             return {hint, object}
     if get_origin(hint) in (Callable, type) or not (inner := [x for x in get_args(hint) if x is not Ellipsis]):
         return {hint}
@@ -76,7 +76,7 @@ def _leaves(hint: Any) -> set[Any]:
 
 
 def _texts(value: Any, within: bool) -> Iterator[str]:
-    """The texts in a value; with `within`, also in mappings."""
+    """Yield the texts in a value and its lists; with `within`, also in its mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, tuple)) or (within and isinstance(value, Mapping)):
@@ -85,7 +85,7 @@ def _texts(value: Any, within: bool) -> Iterator[str]:
 
 
 def with_public_names(value: Any) -> Any:
-    """Return a configuration with the public name of the class in every `class_path`."""
+    """Replace the class in every `class_path` of a configuration by its public name."""
     if isinstance(value, (Namespace, dict)):
         values = {key: with_public_names(x) for key, x in (value if isinstance(value, dict) else vars(value)).items()}
         if isinstance(path := values.get("class_path"), str):
@@ -98,7 +98,7 @@ class Parser(LightningArgumentParser):
     """A parser with short errors that do not list all options."""
 
     def dump(self, cfg: Namespace, *args: Any, **options: Any) -> str:
-        """Write a configuration as text, with public names of classes."""
+        """Return a configuration as text, with public names of classes."""
         return super().dump(with_public_names(cfg), *args, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -112,7 +112,7 @@ class Parser(LightningArgumentParser):
 
 
 def advice(message: str, argv: list[str]) -> Iterator[str]:
-    """Yield suggestions for the keys, classes and words of a command line that occur in an error message."""
+    """Yield suggestions for the keys, classes and words of a command line that an error message mentions."""
     classes: dict[Key, type | None] = {("trainer",): pl.Trainer}
     if not dict(settings(argv)).get(("data",)):
         classes["data",] = ByteDataModule
@@ -151,7 +151,7 @@ def unknown_key(name: str, cls: type | None, dashes: str = "") -> Iterator[str]:
 
 
 def did_you_mean(word: str, known: list[str], dashes: str = "") -> Iterator[str]:
-    """Yield the nearest of the known words, as a question."""
+    """Yield a question that suggests the most similar known word, if there is one."""
     yield from (f"Did you mean '{dashes}{close}'?" for close in difflib.get_close_matches(word, known, 1))
 
 

@@ -1,4 +1,4 @@
-"""The settings of a command line before the parser reads them: options, and the recipes that options name."""
+"""The settings of a command line, before the parser reads them: the options, and the values in recipes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import yaml
 
 from lightning_dilated.cli.errors import fail
 
-#: parts of a setting's name without `class_path` and `init_args`, ("model", "dim"); the value of a class's key is its name
+#: a setting's name in parts, without `class_path` and `init_args`: ("model", "dim"); ("model",) is the name of a class
 Key = tuple[str, ...]
 CONFIG: Key = ("config",)
 
 
 class Option(NamedTuple):
-    """An option: its words, name with dashes, key and values. The words before all options are one entry too."""
+    """An option: its words, name with dashes, key and values. The words before the first option are also one entry."""
 
     words: list[str]
     name: str
@@ -32,7 +32,7 @@ class Option(NamedTuple):
 
 
 def options(argv: Sequence[str]) -> list[Option]:
-    """Return the options of a command line, recipes first, because other options replace their values."""
+    """Return the options of a command line; recipes are first, because other options replace their values."""
     grouped: list[list[str]] = []
     for word in argv:
         if not grouped or word.startswith("--") or word.partition("=")[0] in ("-c", "-h"):
@@ -48,13 +48,13 @@ def options(argv: Sequence[str]) -> list[Option]:
 
 
 def settings(argv: Sequence[str]) -> list[tuple[Key, Any]]:
-    """Return (key, value) of each setting: values of recipes, then texts of options. The later one wins."""
-    each = ([(x.key, next(iter(x.values), None))] if x.key != CONFIG else recipe_settings(x) for x in options(argv))
-    return [setting for listed in each for setting in listed]
+    """Return (key, value) of each setting: values of recipes, then texts of options, which override them."""
+    groups = ([(x.key, next(iter(x.values), None))] if x.key != CONFIG else recipe_settings(x) for x in options(argv))
+    return [setting for listed in groups for setting in listed]
 
 
 def recipe_settings(config: Option) -> list[tuple[Key, Any]]:
-    """Return (key, value) of each setting in a recipe; none for a broken file, which the parser reports."""
+    """Return (key, value) of each setting in a recipe; [] for a broken file, which the parser will report."""
     with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):
         texts = [Path(path).read_text() for path in config.values[:1] if Path(path).is_file()]
         return [setting for text in texts for setting in _flat((), yaml.safe_load(text)) if setting[0]]
@@ -62,7 +62,7 @@ def recipe_settings(config: Option) -> list[tuple[Key, Any]]:
 
 
 def _flat(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:
-    """The settings in a value; a mapping below a section is one value, unless it describes a class."""
+    """Yield the settings in a value; a mapping below a section is one value, unless it describes a class."""
     if not isinstance(value, dict) or (len(key) > 1 and not {"class_path", "init_args"} & value.keys()):
         yield key, value
         return
@@ -75,14 +75,14 @@ def _flat(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:
 
 
 def chosen_classes(argv: Sequence[str]) -> dict[str, str | None]:
-    """Return the classes of model and data that a command would use; None if nothing names one."""
+    """Return the names of the model and data classes that a command would use; None if no class is named."""
     classes, has_recipe = dict(settings(argv)), any(option.key == CONFIG for option in options(argv))
     defaults = {"model": "LongNetLM", "data": "ByteDataModule"} if has_recipe else {}
     return {name: classes.get((name,)) or defaults.get(name) for name in ("model", "data")}
 
 
 def with_parts(argv: Sequence[str]) -> list[str]:
-    """Replace options for parts, as --model.pattern.hybrid.local 128, by the whole: the parser would drop other parts."""
+    """Replace options for parts (--model.pattern.hybrid.local 128) by whole values: the parser drops other parts."""
     words: list[str] = []
     wholes: dict[Key, Any] = {("model", "pattern"): {}}
     for option in options(argv):
@@ -110,14 +110,14 @@ def with_parts(argv: Sequence[str]) -> list[str]:
 
 
 def _plain(text: str) -> Any:
-    """The value of an option, or its text if that is not YAML."""
+    """Return the value of an option's text, or the text if it is not YAML."""
     with contextlib.suppress(yaml.YAMLError):
         return yaml.safe_load(text)
     return text
 
 
 def _with_part(whole: Any, keys: Key, value: Any, option: str) -> Any:
-    """Set the part of a mapping or list that the keys lead to."""
+    """Set the part of a mapping or list at the given path of keys, and return the whole."""
     part = whole
     for i, key in enumerate(keys):
         name = ".".join([option.removesuffix("." + ".".join(keys)), *keys[:i]])

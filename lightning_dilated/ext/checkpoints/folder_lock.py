@@ -1,9 +1,9 @@
-"""A lock file: one run at a time uses a folder, and a run that died does not keep it.
+"""A lock file: one run at a time uses a folder, and a dead run does not block it.
 
-The file names the process that holds the folder. If that process ran on this host, it lives if the operating system has
-a process with the same number and start time. For a process on another host, only the file is visible. Clocks of
-different hosts are not compared: the second run watches the file, and takes the folder over if nothing was written to
-it for 60 s of its own clock. So a run waits for a minute only if a run on another host died and left its file.
+The file names the process that holds the folder. On the same host, the holder is alive if the operating system has a
+process with the same number and start time. For a holder on another host, a new run can only watch the file. It takes
+the folder over if the file does not change for 60 s by the new run's clock; clocks of different hosts are not compared.
+So a run waits for a minute only if a run on another host died without removing its file.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 NAME = ".in-use"
-#: seconds between two signs of life, and seconds without one after which a holder on another host counts as dead
+#: seconds between two signs of life; seconds without a sign of life after which a holder on another host counts as dead
 _BEAT, _DEAD = 10.0, 60.0
 
 
 class FolderInUse(OSError):
-    """Another run holds the folder, or took it over."""
+    """The error if another run holds the folder, or has taken it over."""
 
 
 class FolderLock:
-    """A lock of an existing folder that one process holds from `acquire` to `release`; its forks do not release it."""
+    """A lock of an existing folder, which a process holds from `acquire` to `release`; forks do not release it."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
@@ -41,7 +41,7 @@ class FolderLock:
         self._lost: str | None = None
 
     def acquire(self) -> None:
-        """Lock the folder, also if a dead process holds it.
+        """Lock the folder; take it over if its holder is dead.
 
         Raises:
             FolderInUse: naming the process that holds it, and its host.
@@ -50,43 +50,43 @@ class FolderLock:
         waits_since = time.monotonic()
         while not self._create():
             holder = _read(self.path)
-            if holder is None:  # released meanwhile
+            if holder is None:  # the holder released it meanwhile
                 continue
             token = holder.get("token")
             if _is_dead(holder, self.path):
                 if self._end(token, successor=True):
                     break
-                time.sleep(0.01)  # another run is taking it over, unless that one died just now
+                time.sleep(0.01)  # another run is taking it over, unless it died while doing so
                 if time.monotonic() - waits_since > 2 * _DEAD:
                     self._claim(token).unlink(missing_ok=True)
-            elif self.path.exists():  # else it was released while we watched it
+            elif self.path.exists():  # otherwise the holder released it while this run watched
                 raise FolderInUse(
                     f"it is in use by {_described(holder)}. Wait until that run ends, stop it, or name another"
                 )
         threading.Thread(target=self._beat, name="folder in use", daemon=True).start()
 
     def check(self) -> None:
-        """Raise FolderInUse if another run took the folder over, because this run gave no sign of life."""
+        """Raise FolderInUse if another run took the folder over because this run had given no sign of life."""
         if self._lost is not None:
-            raise FolderInUse(f"it was taken over by {self._lost}, as this run showed no life for {_DEAD:.0f} s")
+            raise FolderInUse(f"it was taken over by {self._lost}, as this run gave no sign of life for {_DEAD:.0f} s")
 
     def release(self) -> None:
-        """Unlock the folder; do nothing in a fork, or the second time."""
+        """Unlock the folder; do nothing in a fork, or if it is already unlocked."""
         if os.getpid() != self._process or self._over.is_set():
             return
         with self._one:
             self._over.set()
-            with contextlib.suppress(OSError):  # the next run will find that this process is gone
+            with contextlib.suppress(OSError):  # if this fails, the next run detects that this process has ended
                 self._end(self._token)
 
     def _create(self) -> bool:
-        """Create the file with all its contents at once; return False if it exists."""
+        """Create the file together with its contents; return False if it exists."""
         draft = self._draft()
         try:
             os.link(draft, self.path)
         except FileExistsError:
             return False
-        except OSError:  # a file system without links
+        except OSError:  # the file system has no links
             try:
                 with self.path.open("x") as file:
                     file.write(draft.read_text())
@@ -105,9 +105,9 @@ class FolderLock:
         return self.path.with_name(f"{NAME}-end-{hashlib.blake2b(repr(token).encode(), digest_size=8).hexdigest()}")
 
     def _end(self, token: Any, successor: bool = False) -> bool:
-        """Remove the file of the holder with this token, or replace it by our own; return False if it was gone.
+        """Remove the file of the holder with this token, or replace it by this run's; return False if it was gone.
 
-        Only the run that creates a claim file, named after the holder, may do so; other runs could remove a new file.
+        Only the run that creates the claim file of this token may do so, because another run's new file must stay.
         """
         claim = self._claim(token)
         try:
@@ -128,7 +128,7 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._over.wait(_BEAT) and self._lost is None:
-            # a file server that is away may come back
+            # a file server may be unreachable for a while
             with self._one, contextlib.suppress(OSError):
                 if not self._over.is_set():
                     self._show_life()
@@ -136,7 +136,7 @@ class FolderLock:
     def _show_life(self) -> None:
         holder = _read(self.path)
         if holder is None:
-            self._create()  # the file was deleted
+            self._create()  # someone deleted the file
         elif holder.get("token") == self._token:
             os.utime(self.path)
         else:
@@ -150,7 +150,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _process_table() -> str | None:
-    """Return an identifier of the host, container and boot of process numbers; None if unknown."""
+    """Return an identifier of the host, boot and container in which process numbers are unique; None if unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -158,7 +158,7 @@ def _process_table() -> str | None:
 
 
 def _exists(pid: int) -> bool:
-    """Return True if a process has that number, also if it is another user's."""
+    """Return True if a process of any user has this number."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -169,12 +169,12 @@ def _exists(pid: int) -> bool:
 
 
 def _began(pid: int) -> str | None:
-    """Return a process's start in ticks since boot, or "ended"; None if it is gone or not visible.
+    """Return the start of a process in ticks since boot, or "ended"; None if the process is gone or not visible.
 
-    The start tells processes apart if the operating system uses a number again.
+    The start distinguishes processes if the operating system reuses a number.
     """
     try:
-        # the name, in parentheses, may hold anything
+        # the program's name, in parentheses, may contain any character
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
         return None
@@ -182,8 +182,8 @@ def _began(pid: int) -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return the holder that the file names; None if there is no file, {} if it cannot be read."""
-    if path.is_symlink():  # it was not made by a run
+    """Return the holder that the file names; None if the file does not exist, {} if it cannot be read."""
+    if path.is_symlink():  # a run never creates a link
         return {}
     try:
         holder = json.loads(path.read_bytes())
@@ -195,7 +195,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _is_dead(holder: dict[str, Any], path: Path) -> bool:
-    """Return True if the holder is gone: on another host, if it gives no sign of life for `_DEAD` seconds."""
+    """Return True if the holder has ended, or on another host if it gives no sign of life for `_DEAD` seconds."""
     table = _process_table()
     if table is not None and holder.get("table") == table:
         pid = holder.get("pid")
@@ -205,7 +205,7 @@ def _is_dead(holder: dict[str, Any], path: Path) -> bool:
             return began != holder.get("began")
         if not _exists(pid):
             return True
-        # another user's process, which this host does not show
+        # the process belongs to another user and is hidden: watch its file
     begin, last = time.monotonic(), _contents(path)
     rank_zero_info(
         f"{path.parent} is held by {_described(holder)}. Watching it for up to {_DEAD:g} seconds: without a sign of life in "
@@ -219,7 +219,7 @@ def _is_dead(holder: dict[str, Any], path: Path) -> bool:
 
 
 def _contents(path: Path) -> Any:
-    """Return a value that changes with each sign of life. The open makes a network file system ask its server."""
+    """Return a value that changes with each sign of life; opening the file refreshes a network file system's cache."""
     if path.is_symlink():
         return "a link"
     try:

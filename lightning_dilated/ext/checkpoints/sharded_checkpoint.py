@@ -49,62 +49,62 @@ from lightning_dilated.ext.checkpoints.folder_lock import FolderLock
 from lightning_dilated.strategy.preemption import Preemption, requeue_job
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
-#: time that ranks wait for the slowest rank's disk; a rank that died is noticed at once
+#: time that ranks wait for the slowest rank's disk; they detect a dead rank earlier
 _PATIENCE = timedelta(hours=1)
 #: seconds that a failed run waits for an unfinished checkpoint
 _LAST = 60.0
 
 
 class ShardedCheckpoint(Checkpoint):
-    """Saves the contents of Lightning's checkpoints into folders such as `FOLDER/step-00001000`, each rank its part.
+    """Saves Lightning's checkpoints into folders such as `FOLDER/step-00001000`, to which each rank writes its part.
 
-    Training waits only for the copy to the host; a thread writes the files. If the next checkpoint is due before they are
-    written, it waits. A checkpoint gets its name once it is complete on disk. Its `manifest.json` holds a checksum of each
-    file, which is checked on loading: a damaged checkpoint is skipped for an older one, with a warning that names the file.
+    Training waits only for the copy to the host; a thread writes the files. If the next checkpoint is due earlier,
+    training waits for the files. A checkpoint gets its name when it is complete on disk. Its `manifest.json` contains a
+    checksum of each file. If a file is damaged, an older checkpoint is loaded, with a warning that names the file.
 
-    Any number of ranks can load it, with sharded parameters (`ring_dilated_fsdp`) or without: `fit(ckpt_path=FOLDER)` loads
-    the newest valid checkpoint, `fit(ckpt_path=FOLDER/step-00001000)` this one. All ranks have to see the folder.
+    Any number of ranks can load a checkpoint, with or without sharded parameters. `fit(ckpt_path=FOLDER)` loads the
+    newest valid checkpoint; `fit(ckpt_path=FOLDER/step-00001000)` loads this one. All ranks must see the folder.
 
-    **Preemption.** SIGTERM, SIGINT (Ctrl-C) or SLURM's requeue signal (SIGUSR1) to any rank, or to all ranks, ends a fit on
-    all ranks after the same optimizer step. A running validation is finished first; regions that train apart learn of it at
-    an outer step. Then a checkpoint is written, and the process exits with 128 plus the signal's number:
+    **Preemption.** SIGTERM, SIGINT (Ctrl-C) or SLURM's requeue signal (SIGUSR1) to any rank, or to all ranks, ends a
+    fit on all ranks after the same optimizer step. A running validation is finished first. Other regions receive the
+    signal at an outer step. Then a checkpoint is written, and the process exits with 128 plus the signal's number:
 
     - 143 (SIGTERM), 130 (SIGINT), 138 (SIGUSR1): the last step is in a complete checkpoint. After SIGUSR1 rank 0 has called
-      `scontrol requeue` once. (A second SIGINT ends a process at once, also with 130; the last steps may not be saved.)
+      `scontrol requeue` once. (A second SIGINT kills a process, also with status 130; the last steps may not be saved.)
     - 1: the checkpoint could not be written, or SLURM refused; a warning gives the reason. Older ones are complete.
     - 0: the fit had ended before the signal arrived.
 
-    Under torchrun these are the statuses of workers; torchrun gives workers 30 s, and has its own status. Start an ended
-    job again with resume="auto".
+    Under torchrun these are the statuses of workers; torchrun gives workers 30 s, and has its own exit status. To
+    continue a job that has ended, start it again with resume="auto".
 
-    **One run at a time.** One run holds a folder; the file `.in-use` names it. A second run is refused before it changes
-    anything, unless the holder is dead: its process is gone from this host, or on another host it gave no sign of life
-    while the second run waited for 60 s.
+    **One run at a time.** The file `.in-use` names the run that uses a folder. A second run raises an error before it
+    changes anything, unless the first run is dead: its process does not exist on this host, or on another host it gave
+    no sign of life while the second run waited for 60 s.
 
     Args:
         folder: folder of the checkpoints; None: `checkpoints` in the Trainer's `default_root_dir`.
         every_n_train_steps: optimizer steps between two checkpoints; None: not by steps.
-        every_n_minutes: minutes between two checkpoints by rank 0's clock (in regions, at outer steps); None: not by time.
+        every_n_minutes: minutes between checkpoints by rank 0's clock (in regions, at outer steps); None: not by time.
         at_end: also save at the end of fit.
         keep: number of newest checkpoints to keep.
         resume: "never"; "auto": resume from the newest valid checkpoint in the folder, if any; "must": require one. A
             ckpt_path of fit takes precedence.
-        asynchronous: False waits for the files.
-        keep_finite: do not count checkpoints with NaN or infinite parameters among the `keep` newest: they never displace
-            valid ones, and are kept only while they are the newest. Resuming skips them with a warning, unless a ckpt_path
-            names one. The thread checks the copies on the host.
+        asynchronous: False: training waits until the files are written.
+        keep_finite: do not count checkpoints with NaN or infinite parameters among the `keep` newest: they never
+            replace valid ones, and are kept only while they are the newest. A resumed run skips them with a warning,
+            unless ckpt_path names one. The thread checks the copies on the host.
 
     Raises:
         TypeError, ValueError: in the constructor, for settings that are not allowed.
         OSError: in setup, if rank 0 cannot write the folder, a rank cannot read it, or another run uses it. At the next
-            checkpoint or at the end, on every rank, if a checkpoint could not be written (for a full disk with the free and
-            the needed space), or another run took over the folder.
+            checkpoint or at the end, on every rank, if a checkpoint could not be written (if the disk is full, with the
+            free and the needed space), or another run took over the folder.
         FileNotFoundError: in setup, for resume="must" without a checkpoint.
         ValueError: in setup, if no checkpoint in the folder is valid and finite, and for other strategies. Before the first
-            step, if the folder holds checkpoints of another run.
+            step, if the folder contains checkpoints of another run.
     """
 
-    #: Lightning reads it for ckpt_path="best": there is none
+    #: Lightning reads this attribute for ckpt_path="best"; there is no best checkpoint
     best_model_path = ""
 
     def __init__(
@@ -131,7 +131,7 @@ class ShardedCheckpoint(Checkpoint):
         self.asynchronous, self.keep_finite = asynchronous, keep_finite
         self._init_process_state()
         self._resumed_from: Path | None = None
-        self._wrote: Path | None = None  # the folder that this object wrote checkpoints to
+        self._wrote: Path | None = None  # the folder that this object has written checkpoints to
         self._saved_step = self._last_step = -1  # the last saved step, and the step after the previous batch
         self._clock = 0.0
         self._training = False
@@ -139,13 +139,13 @@ class ShardedCheckpoint(Checkpoint):
     def _init_process_state(self) -> None:
         """Set attributes that belong to one process and are not copied with the callback."""
         self._peers = self._writers = RankGroup()
-        self._world: Any = None  # the default process group at the time when the peers' groups were made
+        self._world: Any = None  # the default process group when the groups of `_peers` and `_writers` were made
         self._background, self._stager = BackgroundJob(), HostStager()
-        self._lock: FolderLock | None = None  # rank 0's, during a fit
-        self._preemption: Preemption | None = None  # the current fit's
+        self._lock: FolderLock | None = None  # on rank 0, during a fit
+        self._preemption: Preemption | None = None  # of the current fit
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process: a copy makes its groups and locks the folder in its fit."""
+        """Leave out groups, thread and lock, which belong to this process; a copy makes its own in its fit."""
         local = ("_peers", "_writers", "_world", "_background", "_stager", "_lock", "_preemption")
         return {name: value for name, value in self.__dict__.items() if name not in local}
 
@@ -161,7 +161,7 @@ class ShardedCheckpoint(Checkpoint):
         _refuse(strategy)
         self._make_groups(trainer)
         late = strategy.restore_checkpoint_after_setup
-        if not isinstance(strategy, SequenceStrategy):  # this package's strategies read folders
+        if not isinstance(strategy, SequenceStrategy):  # this package's strategies already read folders
             self._add_folder_reading(strategy, late)
         if stage != "fit" or _is_dev_run(trainer):
             return
@@ -177,19 +177,19 @@ class ShardedCheckpoint(Checkpoint):
                 resume_from(trainer, self._resumed_from)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Resume here if the strategy shards the parameters before loading."""
+        """Resume here, not in `setup`, if the strategy shards the parameters before it loads them."""
         if self._resumed_from is not None and trainer.strategy.restore_checkpoint_after_setup:
             resume_from(trainer, self._resumed_from)
 
     def _add_folder_reading(self, strategy: Any, late: bool) -> None:
-        """Let Lightning's strategies read valid folders, without running code in them, as this package's do."""
+        """Let Lightning's strategies read valid folders without running code in them, as this package's do."""
         if late:
             strategy.load_checkpoint = partial(load_folder_with, strategy, partial(checked, peers=self._peers))
         elif not isinstance(strategy.checkpoint_io, FolderIO):
             strategy.checkpoint_io = FolderIO(strategy.checkpoint_io, partial(checked, peers=self._peers))
 
     def _make_groups(self, trainer: pl.Trainer) -> None:
-        """Make process groups once: the writing thread's collectives must not mix with training's."""
+        """Make process groups once, because the writing thread and training must not mix their collectives."""
         if trainer.world_size == 1:
             self._peers = self._writers = RankGroup()
         elif self._world is not dist.group.WORLD:
@@ -198,7 +198,7 @@ class ShardedCheckpoint(Checkpoint):
             self._peers, self._writers = (RankGroup(rank, size, group) for group in groups)
 
     def _make_folder(self) -> Path | None:
-        """On rank 0, make and lock it, remove a killed job's unfinished files, and write a probe for all ranks to see."""
+        """On rank 0, make and lock the folder, remove a killed job's unfinished files, and write a probe file."""
         if self._peers.rank > 0:
             return None
         self._target.mkdir(parents=True, exist_ok=True)
@@ -206,7 +206,7 @@ class ShardedCheckpoint(Checkpoint):
         self._lock.acquire()
         for name in clean(self._target):
             rank_zero_warn(
-                f"{self._target / name} was still being written when its job ended: what there was of it is removed."
+                f"{self._target / name} was still being written when its job ended: the incomplete files are removed."
             )
         probe = self._target / f".probe-{uuid.uuid4().hex}"
         probe.write_bytes(bytes(4096))
@@ -233,7 +233,7 @@ class ShardedCheckpoint(Checkpoint):
             self._resumed_from = saved.path
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse a folder with another run's checkpoints, and a disk without space for the parameters alone."""
+        """Refuse a folder with another run's checkpoints, and a disk with too little space for the parameters."""
         self._saved_step = self._last_step = trainer.global_step
         self._clock = time.monotonic()
         if _is_dev_run(trainer):
@@ -248,7 +248,7 @@ class ShardedCheckpoint(Checkpoint):
             raise ValueError(
                 f"{self._target} holds checkpoints of another run ({', '.join(existing[:3])}), which new ones would "
                 "replace: "
-                'choose another folder, go on from them with resume="auto", or remove them.'
+                'choose another folder, continue from them with resume="auto", or remove them.'
             )
         if self._resumed_from is not None and trainer.ckpt_path is not None and loaded != self._resumed_from:
             rank_zero_warn(f"ckpt_path {trainer.ckpt_path} was loaded, so resume={self.resume!r} had no effect.")
@@ -264,7 +264,7 @@ class ShardedCheckpoint(Checkpoint):
 
     # -- in training ---------------------------------------------------------------------------------------------------
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Save if due, only after an optimizer step: accumulated gradients are not saved."""
+        """Save if due, but only after an optimizer step, because accumulated gradients are not saved."""
         step = trainer.global_step
         if step == self._last_step or _is_dev_run(trainer):
             return
@@ -283,15 +283,15 @@ class ShardedCheckpoint(Checkpoint):
         if self.at_end and trainer.global_step != self._saved_step:
             self._save(trainer, trainer.global_step)
         self._wait_for_files()
-        self._stager = HostStager()  # frees its buffers
+        self._stager = HostStager()  # frees the buffers
         self._end_if_signalled(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """End the fit first if a signal arrived during the last batch."""
+        """End the fit before the validation if a signal arrived during the last batch."""
         self._end_if_signalled(trainer)
 
     def _end_if_signalled(self, trainer: pl.Trainer) -> None:
-        """Check for signals with Lightning's strategies; this package's strategies do so themselves."""
+        """With Lightning's strategies, end the fit if a signal arrived; this package's strategies do so themselves."""
         if self._preemption is not None and not isinstance(trainer.strategy, SequenceStrategy):
             self._preemption.end_if_signalled()
 
@@ -303,18 +303,18 @@ class ShardedCheckpoint(Checkpoint):
         if self._preemption is not None and not isinstance(trainer.strategy, SequenceStrategy):
             self._preemption.close()
         self._preemption, self._training = None, False
-        # if a thread still writes, the folder stays locked until the process ends
+        # if a thread is still writing, the folder stays locked until the process ends
         if self._lock is not None and not self._background.running:
             self._lock.release()
             self._lock = None
         groups = [x.group for x in (self._peers, self._writers) if x.group is not None]
         if groups and isinstance(trainer.strategy, SequenceStrategy) and not self._background.running:
-            trainer.strategy.run_groups.add(groups)  # other strategies have no hook after the last one
+            trainer.strategy.run_groups.add(groups)  # other strategies have no hook at the end of a run
             self._peers = self._writers = RankGroup()
             self._world = None
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Save if a signal ended the fit on all ranks; release the folder."""
+        """Save if a signal ended the fit on all ranks, and release the folder."""
         try:
             preemption = self._preemption if self._training else None
             if preemption is not None and preemption.signal is not None and isinstance(exception, SIGTERMException):
@@ -323,7 +323,7 @@ class ShardedCheckpoint(Checkpoint):
                 self._wait_a_while()
         finally:
             self._release(trainer)
-            self._world = None  # ranks may still wait in the groups for a failed rank: the next run makes new ones
+            self._world = None  # the next run makes new groups, because ranks may still wait in these for a failed rank
 
     def _save_last(self, trainer: pl.Trainer, preemption: Preemption, exception: SIGTERMException) -> None:
         """Save the step before the signal, and then requeue the job if the signal asks for it."""
@@ -339,27 +339,27 @@ class ShardedCheckpoint(Checkpoint):
             rank_zero_warn(f"a signal ended the fit, and the job will not continue by itself: {reason(error)}")
 
     def _wait_a_while(self) -> None:
-        """Wait for an unfinished checkpoint, but not forever: ranks may be gone."""
+        """Wait for an unfinished checkpoint, but only for a while, because other ranks may be dead."""
         try:
             if not self._background.wait(_LAST):
-                rank_zero_warn("the run failed while a checkpoint was written, which did not become whole.")
-        except BaseException as error:  # the run ends by its own exception
+                rank_zero_warn("the run failed while a checkpoint was being written: this checkpoint is incomplete.")
+        except BaseException as error:  # the run already ends with another exception
             rank_zero_warn(f"the run failed, and so did its last checkpoint: {reason(error)}")
 
     def _wait_for_files(self) -> None:
-        """Wait for the files of the last checkpoint; all ranks raise its failure."""
+        """Wait for the files of the last checkpoint; raise an error on all ranks if a rank failed."""
         if self._background.busy:
             self._peers.together("training stops, as a checkpoint failed", self._background.wait)
 
     def _save(self, trainer: pl.Trainer, step: int) -> None:
-        """Copy this rank's part of the state to the host, and start the writing."""
+        """Copy this rank's part of the state to the host, and start to write it."""
         self._wait_for_files()
         self._peers.together(f"training stops, as {self._target} is not this run's", self._check_lock)
         path = self._target / name_of(step)
         what = f"the checkpoint {path} could not be begun"
         module = trainer.lightning_module
         state, values, sizes, local_bits = self._peers.together(what, _read, trainer)
-        # if all ranks hold the same, each writes a part; otherwise torch.distributed.checkpoint chooses the writers
+        # if all ranks hold the same tensors, each writes a part; otherwise torch.distributed.checkpoint chooses writers
         digests = self._peers.gather(replication_digest(sizes, state))
         replicated = digests[0] is not None and len(set(digests)) == 1
         if replicated:
@@ -378,7 +378,7 @@ class ShardedCheckpoint(Checkpoint):
         rank_zero_info(f"the checkpoint {path} is being written")
 
     def _compare_replicas(self, local_bits: dict[str, int], strategy: Any) -> None:
-        """Raise on every rank if replicated tensors differ within a region: parts of them would not fit together."""
+        """Raise on every rank if replicated tensors differ within a region, because parts of them would not match."""
         size = self._peers.size if not isinstance(strategy, SequenceStrategy) else strategy.sizes.region_size
         digests = self._peers.gather(hashlib.blake2b(repr(local_bits).encode(), digest_size=16).digest())
         unlike = [i for i in range(0, len(digests), size) if len(set(digests[i : i + size])) > 1]
@@ -391,7 +391,7 @@ class ShardedCheckpoint(Checkpoint):
             self._lock.check()
 
     def _stage(self, state: Any, values: Any, skipped: set[str], device: torch.device) -> tuple[dict[str, Any], bytes]:
-        """(the state on the host without the tensors that other ranks write, the bytes of `meta.pt` on rank 0)."""
+        """Return the state on the host without tensors that other ranks write, and on rank 0 the bytes of `meta.pt`."""
         staged = self._stager.stage(state, skipped)
         if device.type == "cuda":
             torch.cuda.current_stream().synchronize()
@@ -402,7 +402,7 @@ class ShardedCheckpoint(Checkpoint):
 
 
 def _read(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any], dict[str, int], dict[str, int]]:
-    """(*`trainer_state`, sizes of tensors that this rank holds whole, bits of tensors that all ranks hold alike)."""
+    """Return (*`trainer_state`, sizes of unsharded tensors, bits of tensors that must be equal on all ranks)."""
     state, meta = trainer_state(trainer)
     sizes = replicated_sizes(state)
     alike = equal_names(sizes, trainer.lightning_module) if trainer.world_size > 1 else set()
@@ -412,7 +412,7 @@ def _read(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any], dict[str
 def _refuse(strategy: Any) -> None:
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
         raise ValueError(
-            f"ShardedCheckpoint does not know how {type(strategy).__name__} keeps its state. Take 'ring_dilated', "
+            f"ShardedCheckpoint does not know how {type(strategy).__name__} stores its state. Take 'ring_dilated', "
             "'ring_dilated_fsdp', 'ddp' or one device; or Lightning's ModelCheckpoint."
         )
     if writes_one_file(strategy):

@@ -1,4 +1,4 @@
-"""Data files, local or by URL: lists of files, digests, and bytes by range."""
+"""Data files, local or by URL: lists of files, digests of contents, and reads of byte ranges."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MAGIC = frozenset("*?[")
 
 
 def path_list(paths: object, name: str = "data.paths", hint: str = HINT) -> list[str] | None:
-    """Return `paths` as a list of strings, or None for None, without access to the disk.
+    """Return `paths` as a list of strings, or None if it is None, without access to the disk.
 
-    Raises: TypeError for entries that are not paths, ValueError for an empty list or path; errors end with `hint`.
+    Raises: TypeError for entries that are not paths, ValueError for an empty list or path. Errors end with `hint`.
     """
     if paths is None:
         return None
@@ -42,9 +42,9 @@ def path_list(paths: object, name: str = "data.paths", hint: str = HINT) -> list
 
 
 def file_suffixes(value: object, name: str) -> list[str] | None:
-    """Return a list of file name endings, each with its leading dot, or None.
+    """Return a list of file name endings, each with a leading dot, or None if `value` is None.
 
-    Raises: TypeError if it is not a list of strings, ValueError if the list or an entry is empty.
+    Raises: TypeError if `value` is not a list of strings, ValueError if the list or an entry is empty.
     """
     if value is None:
         return None
@@ -60,14 +60,14 @@ def file_suffixes(value: object, name: str) -> list[str] | None:
 def collect_files(
     paths: list[str] | None, suffixes: list[str] | None = None, hint: str = HINT, opener: FileOpener | None = None
 ) -> list[str]:
-    """List the regular files that `paths` name, each once, in the order of the list.
+    """Return the regular files that `paths` mean, without duplicates, in the order of the list.
 
-    A directory gives all its files (with `suffixes`, only files with these endings), sorted by relative path; a glob gives
-    the regular files that it matches, sorted. Names that start with "." inside directories are left out. None means the
-    source files of the running Python's standard library, without its tests. URLs work the same way through `opener`.
+    A directory means all its files (with `suffixes`, all files with these endings), sorted by relative path. A glob
+    means the files that it matches, sorted. Names inside directories that start with "." are left out. None means the
+    source files of Python's standard library, without its tests. URLs work the same way through `opener`.
 
-    Raises: FileNotFoundError (missing path, no match, nothing in a directory, dangling link), PermissionError
-    (unreadable), ValueError (neither file nor directory, such as a fifo; a URL without an `opener`).
+    Raises: FileNotFoundError (missing path, no match, empty directory, dangling link), PermissionError (unreadable),
+    ValueError (neither file nor directory, such as a fifo; a URL without an `opener`).
     """
     if paths is None:
         return _standard_library(suffixes or [".py"])
@@ -92,7 +92,7 @@ def paths_hint(name: str) -> str:
 
 
 def required_paths(paths: object, name: str) -> list[str]:
-    """Return `paths` as a list of strings. Raises: TypeError or ValueError, naming `data.<name>`."""
+    """Return `paths` as a list of strings. Raises: TypeError or ValueError that names `data.<name>`."""
     entries = path_list(paths, f"data.{name}", paths_hint(name))
     if entries is None:
         raise TypeError(f"data.{name} is None; {paths_hint(name)}")
@@ -100,12 +100,12 @@ def required_paths(paths: object, name: str) -> list[str]:
 
 
 def files_of(paths: list[str], name: str, suffixes: list[str], opener: FileOpener | None = None) -> list[str]:
-    """List the files of `data.<name>`, in directories files that end in `suffixes`. Raises: as `collect_files`."""
+    """Return the files of `data.<name>`; in directories, only those with `suffixes`. Raises: as in `collect_files`."""
     return collect_files(paths, suffixes, paths_hint(name), opener)
 
 
 def name_list(value: object, name: str) -> list[str]:
-    """Return a list of names from one name, a list of names or None. Raises: TypeError for anything else."""
+    """Return a list of names from one name, a list of names or None. Raises: TypeError for other values."""
     entries = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(entries, list | tuple) or not all(isinstance(entry, str) and entry for entry in entries):
         raise TypeError(f"data.{name} must be a name, a list of names, or null; got {value!r}.")
@@ -117,7 +117,7 @@ def _standard_library(suffixes: list[str]) -> list[str]:
     files = []
     if os.path.isdir(root):
         names = _walk(root, skipped=_STDLIB_SKIPPED)
-        # a distribution may link some modules to outside files that do not exist
+        # some distributions contain links to missing files outside of this folder
         files = [os.path.join(root, name) for name in names if os.path.isfile(os.path.join(root, name))]
     files = [file for file in files if file.endswith(tuple(suffixes))]
     if not files:
@@ -156,7 +156,7 @@ def _expand_directory(root: str, suffixes: list[str] | None, hint: str) -> list[
             raise FileNotFoundError(
                 f"{file} is a link to a file that does not exist, or to itself: correct or remove the link"
             )
-        elif suffixes is not None:  # a special file with a name of data; others are ignored
+        elif suffixes is not None:  # refuse special files with these endings, ignore others
             refuse_special(file)
     if not files:
         expected = "no regular files" if suffixes is None else f"no regular files ending in {', '.join(suffixes)}"
@@ -165,7 +165,7 @@ def _expand_directory(root: str, suffixes: list[str] | None, hint: str) -> list[
 
 
 def _expand_glob(pattern: str, hint: str) -> list[str]:
-    """Files that the glob matches; `**` matches any number of directories and is safe against link loops."""
+    """Return the files that a glob matches; `**` matches any number of directories and stops at loops of links."""
     parts = pattern.replace(os.sep, "/").split("/")
     if "**" in parts:
         cut = parts.index("**")
@@ -192,13 +192,13 @@ def _matches(names: list[str], pattern: list[str]) -> bool:
 
 
 def _walk(root: str, skipped: frozenset[str] = frozenset()) -> list[str]:
-    """Sorted relative names (with "/") of everything but directories under `root`, without hidden names."""
+    """Return sorted relative names (with "/") of all entries below `root`, without directories and hidden names."""
     return sorted(_walk_into(root, "", skipped, set()))
 
 
 def _walk_into(folder: str, prefix: str, skipped: frozenset[str], visited: set[tuple[int, int]]) -> Iterator[str]:
     status = os.stat(folder)
-    # links to directories are followed, each directory once: a loop of links ends here
+    # links to directories are followed, but each directory is visited once, so that a loop of links ends
     if (status.st_dev, status.st_ino) in visited:
         return
     visited.add((status.st_dev, status.st_ino))
@@ -223,11 +223,11 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-# -- digests: a resumed run detects other content in files of equal names and sizes -------------------------------------
-#: bytes of a block, and number of blocks of a file: the first, the last and others evenly between them
+# -- digests: a resumed run detects changed content in files with equal names and sizes --------------------------------
+#: bytes in a block, and number of blocks read from a file: the first, the last and others evenly between them
 BLOCK = 4096
 BLOCKS = 8
-#: the most files that are read: the first, the last and others evenly between them
+#: maximum number of files that are read: the first, the last and others evenly between them
 FILES = 4096
 
 
@@ -237,9 +237,9 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def files_digest(files: Sequence[str], opener: FileOpener | None = None) -> str:
-    """Return a digest of BLOCKS blocks of BLOCK bytes of at most FILES files, equal for equal files on every machine.
+    """Return a digest of BLOCKS blocks of BLOCK bytes from each of at most FILES files, independent of the machine.
 
-    A file of up to 32 KiB is read whole; in a larger file a change between the blocks is not detected.
+    A file of up to 32 KiB is read whole. In a larger file, a change between the blocks is not detected.
 
     Raises: OSError for a missing file.
     """
@@ -272,17 +272,17 @@ def block_starts(size: int) -> list[int]:
 
 # -- bytes by range --------------------------------------------------------------------------------------------------
 class ByteStream:
-    """Files concatenated in the given order with nothing between them; empty files are left out.
+    """The bytes of files, concatenated in the given order without separators; empty files are left out.
 
-    Only the files and bytes of a range are read. The object can be pickled: each process opens its own maps. `bytes_read`
-    counts the bytes that this copy of the object returned.
+    Only the requested range of bytes is read. The object can be pickled: each process maps files again. `bytes_read`
+    counts the bytes that this copy of the object has returned.
 
     Args:
         files: paths of regular files, or URLs.
-        max_open: the most files that are mapped at a time.
-        opener: reads the URLs; None: a new one.
+        max_open: maximum number of files that are mapped at a time.
+        opener: the object that reads URLs; None: a new one.
 
-    Raises: FileNotFoundError or PermissionError when sizes are looked up, ValueError for max_open < 1.
+    Raises: FileNotFoundError or PermissionError on the first look-up of sizes, ValueError for max_open < 1.
     """
 
     def __init__(self, files: Sequence[str], max_open: int = 64, opener: FileOpener | None = None) -> None:
@@ -308,7 +308,7 @@ class ByteStream:
         return hashlib.blake2b(repr(named).encode(), digest_size=8).hexdigest()
 
     def content(self) -> str:
-        """Return a digest of some blocks of the files (`files_digest`), computed once."""
+        """Return a digest of some blocks of the files (`files_digest`); it is computed only once."""
         if self._content is None:
             self._content = files_digest(self.files, self.opener)
         return self._content
@@ -317,15 +317,15 @@ class ByteStream:
         return {**self.__dict__, "_maps": OrderedDict()}
 
     def where(self, position: int) -> tuple[str, int]:
-        """Return (file, position in the file) of a byte of the stream."""
+        """Return the file of a byte of the stream, and the byte's position in this file."""
         index = int(np.searchsorted(self._ends, position, side="right"))
         return self.files[index], position - int(self._ends[index]) + self.sizes[index]
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read bytes [start, stop) into a new uint8 array of shape (stop - start,).
 
-        Raises: IndexError outside the stream, ValueError if a file changed its size since it was indexed,
-        FileNotFoundError if it was removed.
+        Raises: IndexError for bytes outside the stream. ValueError if a file's size has changed since it was looked up,
+        FileNotFoundError if the file was removed.
         """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"byte range [{start}, {stop}) lies outside the stream of {len(self)} bytes")
@@ -341,9 +341,9 @@ class ByteStream:
         return out
 
     def chunks(self, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
-        """Yield [start, stop) in pieces of `size` + 1 bytes; the last byte of a piece is the first of the next.
+        """Yield [start, stop) in pieces of `size` + 1 bytes; the last byte of a piece is the first byte of the next.
 
-        Every pair of neighbouring bytes of the range is in exactly one piece.
+        So every pair of neighbouring bytes of the range is in exactly one piece.
         """
         for begin in range(start, stop - 1, size):
             yield self.read(begin, min(begin + size + 1, stop))
@@ -356,7 +356,7 @@ class ByteStream:
             now = os.stat(file).st_size
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{file} was removed or renamed after it was indexed: put it back") from error
-        # reading past the end of a shortened file through a map would kill the process
+        # if a mapped file became shorter, a read past its end would kill the process
         if now != size:
             raise ValueError(
                 f"{file} had {size} bytes when it was indexed and has {now} now: "

@@ -1,4 +1,4 @@
-"""ByteDataModule: any files as one stream of bytes cut into sequences, and a bigram model as baseline.
+"""ByteDataModule: any files as one stream of bytes that is cut into sequences, and a bigram model as a baseline.
 
 Shape letters: B batch, N tokens of a sequence (`seq_len`).
 """
@@ -18,10 +18,10 @@ from lightning_dilated.ext.text.documents import Documents
 
 
 class ByteSequences(Dataset):
-    """Sequences of N tokens from bytes [start, stop) of a stream; sequence i begins at byte start + i * N.
+    """A dataset of sequences of N tokens from bytes [start, stop) of a stream; sequence i begins at byte start + i * N.
 
     Args:
-        stream: the bytes.
+        stream: the stream of bytes.
         start, stop: the range of the stream, in bytes.
         seq_len: N, tokens of a sequence.
         limit: the most sequences.
@@ -38,19 +38,19 @@ class ByteSequences(Dataset):
         return self.count
 
     def fingerprint(self) -> str:
-        """Return a digest of names, sizes and some blocks of the files, with the range."""
+        """Return a digest of the files' names, sizes and some blocks, and of the range."""
         return (
             f"{self.stream.fingerprint()}, {self.count} sequences from byte {self.start}{MARK}{self.stream.content()}"
         )
 
     def place_of(self, index: int) -> tuple[str, int]:
-        """Return (file, position in the file) of a sequence's first token."""
+        """Return the file of a sequence's first token, and the token's position in this file."""
         return self.stream.where(self.start + index * self.seq_len)
 
     def read(self, index: int, start: int, stop: int) -> torch.Tensor:
         """Read positions [start, stop) of sequence `index`: (stop - start,) int64 byte values.
 
-        Positions are 0 to N: the byte at position N is the label of the last token. No other byte is read.
+        Positions are 0 to N: the byte at position N is the label of the last token. Only these bytes are read.
 
         Raises: IndexError if there is no such sequence or position.
         """
@@ -62,11 +62,11 @@ class ByteSequences(Dataset):
         return torch.from_numpy(self.stream.read(begin + start, begin + stop)).long()
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return {"tokens": (N,) int64, "labels": (N,) int64 the byte after each, "index": the sequence's number}."""
+        """Return {"tokens": (N,) int64, "labels": (N,) int64 next bytes, "index": the sequence's number}."""
         return self.read_ranges(index, (range(self.seq_len),))
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """Return the sample at some positions only; each range reads its bytes, and one more for the last label."""
+        """Return the sample at the positions in `ranges`; each range reads one more byte for the last label."""
         values = [self.read(index, x.start, x[-1] + 2) for x in ranges if x]
         parts = [(v[:-1][:: x.step], v[1:][:: x.step]) for v, x in zip(values, (x for x in ranges if x), strict=True)]
         tokens, labels = (
@@ -79,11 +79,11 @@ class ByteDataModule(SequenceDataModule):
     """Text or binary files as one byte stream: the first part for training, then validation, then test.
 
     Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64; a token id is the byte's value, so
-    `vocab_size` is 256. Labels are from the same split. Training order depends only on `seed` and the epoch, and continues
-    exactly from a checkpoint; validation and test come in file order.
+    `vocab_size` is 256. Labels are from the same split. The training order depends only on `seed` and the epoch, and
+    continues exactly from a checkpoint; validation and test have the order of the files.
 
     Args:
-        paths: files, directories (read recursively) or globs, or URLs of them; null reads Python's standard library.
+        paths: files, directories (read recursively) or globs, or URLs of these; null: Python's standard library.
         seq_len: N, tokens of a sequence (each sample reads N + 1 bytes).
         batch_size: B, sequences of a batch on each device.
         val_fraction: share of the bytes for validation, from 0 (none) to below 1.
@@ -93,10 +93,10 @@ class ByteDataModule(SequenceDataModule):
         num_workers: processes that load batches; 0 loads in the main process.
         pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
         suffixes: file endings to take from a directory, such as ['.txt']; null for all.
-        pack_tokens: the most bytes of a batch on each device. Samples are then files, longer ones in pieces of N bytes,
-            instead of sequences across files. A batch is one row of D packed samples, {"tokens": (1, n), "labels": (1, n),
-            "cu_seqlens": (D + 1,) int32 bounds of the samples on the CPU, "index": (D,)}. A file's last byte has the label
-            -100. null does not pack.
+        pack_tokens: the most bytes of a batch on each device. Then samples are files, or pieces of N bytes of longer
+            files, instead of sequences across files. A batch is one row of D packed samples, {"tokens": (1, n),
+            "labels": (1, n), "cu_seqlens": (D + 1,) int32 bounds of the samples on the CPU, "index": (D,)}. A file's
+            last byte has the label -100. null: do not pack.
         cache_dir, cache_gib: for URLs, the folder for fetched blocks (null: remote in the package's cache folder) and its
             limit in GiB, see `FileOpener`.
 
@@ -104,7 +104,7 @@ class ByteDataModule(SequenceDataModule):
     """
 
     vocab_size: int = 256
-    #: bytes of text in a token
+    #: number of bytes of text in a token
     bytes_per_token: float = 1.0
 
     def __init__(
@@ -151,7 +151,7 @@ class ByteDataModule(SequenceDataModule):
 
     @property
     def stream(self) -> ByteStream:
-        """The bytes of all files, looked up on first use."""
+        """The stream of all files' bytes; files are looked up on first use."""
         self.check()
         assert self._stream is not None
         return self._stream
@@ -161,7 +161,7 @@ class ByteDataModule(SequenceDataModule):
         return self._sequences(self.stream, split)
 
     def bigram_bits_per_byte(self, split: str = "val") -> float:
-        """Return bits per byte, on the split's pairs of bytes, of an add-one bigram model of the training bytes.
+        """Return the bits per byte of an add-one bigram model, trained on the train split, over the pairs of a split.
 
         Raises: ValueError for an unknown split or one without sequences.
         """
@@ -175,7 +175,7 @@ class ByteDataModule(SequenceDataModule):
                 samples = zip(dataset.begins, np.minimum(dataset.begins + self.seq_len + 1, dataset.ends), strict=True)
                 counts = (bigram_counts(self.stream, int(start), int(stop)) for start, stop in samples)
                 pairs = sum(counts, np.zeros((256, 256), dtype=np.int64))
-            else:  # windows are consecutive, so their pairs are the pairs of one range
+            else:  # sequences are consecutive, so their pairs are the pairs of one range
                 pairs = bigram_counts(self.stream, dataset.start, dataset.start + len(dataset) * self.seq_len + 1)
             self._bigram[split] = bits_per_byte(self._bigram["counts"], pairs)
         return self._bigram[split]
@@ -205,7 +205,7 @@ _CHUNK = 1 << 22
 
 
 def bigram_counts(stream: ByteStream, start: int, stop: int, chunk: int = _CHUNK) -> np.ndarray:
-    """Count neighbouring byte pairs of stream[start:stop) in chunks: (256, 256) int64, row = byte, column = next byte."""
+    """Count byte pairs in stream[start:stop), in chunks: (256, 256) int64; rows are bytes, columns the next bytes."""
     counts = np.zeros(256 * 256, dtype=np.int64)
     for piece in stream.chunks(start, stop, chunk):
         pairs = piece[:-1].astype(np.int32) * 256 + piece[1:]
@@ -214,12 +214,12 @@ def bigram_counts(stream: ByteStream, start: int, stop: int, chunk: int = _CHUNK
 
 
 def bits_per_byte(train: np.ndarray, evaluated: np.ndarray) -> float:
-    """Return the mean of -log2 p(next byte | byte) over the pairs in `evaluated`, with p from `train` plus one each.
+    """Return the mean of -log2 p(next byte | byte) over the pairs in `evaluated`, with p from the counts `train` + 1.
 
     Args:
         train, evaluated: (256, 256) pair counts.
 
-    Raises: ValueError if `evaluated` holds no pairs.
+    Raises: ValueError if `evaluated` has no pairs.
     """
     total = int(evaluated.sum())
     if total == 0:

@@ -1,4 +1,4 @@
-"""RangedSamples, read by ranges of positions; Documents of a stream of bytes or tokens, with long ones in pieces."""
+"""RangedSamples: samples that are read by ranges of positions. Documents: the documents of a stream as samples."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class RangedSamples(Dataset):
-    """Samples of unequal length, each with n tokens and n labels; a subclass defines `piece`."""
+    """A dataset of samples with different lengths, each with n tokens and n labels; a subclass defines `piece`."""
 
     #: number of tokens of each sample, (samples,) int64
     lengths: np.ndarray
-    #: word for a sample in errors
+    #: the word for a sample in errors
     what: str
 
     def piece(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (tokens, labels) at positions [start, stop) of a sample, int64; it reads one token more."""
+        """Return (tokens, labels) at positions [start, stop) of a sample, int64; one more token is read."""
         raise TypeError(f"{type(self).__name__} must define piece(index, start, stop).")
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class RangedSamples(Dataset):
         return self.read_ranges(index, (range(self.length_of(index)),))
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """Return the sample at some positions only; each range reads its tokens, and one more for the last label."""
+        """Return the sample at the positions in `ranges`; each range reads one more token for the last label."""
         length = self.length_of(index)
         tokens, labels = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
         for x in filter(None, ranges):
@@ -54,16 +54,16 @@ class RangedSamples(Dataset):
 
 
 class Documents(RangedSamples):
-    """Documents of a stream as samples of unequal length, longer ones in pieces of `seq_len` tokens.
+    """The documents of a stream as samples; documents of more than `seq_len` tokens are cut into pieces.
 
-    A piece's last label is the next token of its document; a document's last token has the label -100. Documents and last
-    pieces of one token are left out, because they have no label.
+    A piece's last label is the next token of its document; a document's last token has the label -100. Documents of one
+    token, and last pieces of one token, are left out, because they have no label.
 
     Args:
-        stream: the bytes or tokens.
+        stream: the stream of bytes or tokens.
         bounds: (documents + 1,) bounds of documents in the stream, increasing.
         seq_len: the most tokens of a sample.
-        limit: use at most this many samples.
+        limit: the most samples.
     """
 
     what = "document"
@@ -80,12 +80,12 @@ class Documents(RangedSamples):
         self.lengths = np.minimum(seq_len, self.ends - self.begins)
 
     def fingerprint(self) -> str:
-        """Return a digest of names, sizes and some blocks of the files, and of the bounds of samples."""
+        """Return a digest of the files' names, sizes and some blocks, and of the bounds of samples."""
         places = hashlib.blake2b(self.begins.tobytes() + self.lengths.tobytes(), digest_size=8).hexdigest()
         return f"{self.stream.fingerprint()}, {len(self)} documents {places}{MARK}{self.stream.content()}"
 
     def place_of(self, index: int) -> tuple[str, int]:
-        """Return (file, position in the file) of a sample's first token."""
+        """Return the file of a sample's first token, and the token's position in this file."""
         return self.stream.where(int(self.begins[index]))
 
     def read(self, start: int, stop: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""TokenDataModule: files of token ids (.npy or raw) as one stream cut into sequences, with documents by an end token.
+"""TokenDataModule: files of token ids (.npy or raw) as one stream that is cut into sequences or documents.
 
 Shape letters: B batch, N tokens of a sequence (`seq_len`), D documents of a sequence.
 """
@@ -29,7 +29,7 @@ DTYPES = ("uint16", "uint32", "int32", "int64")
 #: dtypes of tokens in raw files
 RAW_DTYPES = ("uint8", *DTYPES)
 SUFFIXES = [".npy", ".bin"]
-#: first bytes of files that are not raw tokens, with a remedy
+#: first bytes of files that do not contain raw tokens, with a remedy
 _FOREIGN = {
     b"\x93NUMPY": "is a .npy file by its content: rename it to end in .npy",
     b"PK\x03\x04": "is a zip archive by its content (torch.save and .npz make such files): save the tokens by numpy.save",
@@ -37,13 +37,13 @@ _FOREIGN = {
     b"\x1f\x8b\x08\x08": "is compressed by gzip: decompress it first",
     b"LITPKDS": "begins with the 24-byte header of lit-gpt's packed data: set data.header to 24 and data.dtype to its dtype",
 }
-#: header of llm.c: int32 magic, version and token count, then zeros up to byte 1024; {magic: (dtype, bytes)}
+#: {magic: (dtype, bytes)} of llm.c; its header is int32 magic, version and token count, then zeros up to byte 1024
 _LLMC = {20240520: ("uint16", 2), 20240801: ("uint32", 4)}
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file with `count` tokens of `dtype` from byte `offset` on."""
+    """A file that contains `count` tokens of `dtype`, beginning at byte `offset`."""
 
     path: str
     dtype: str
@@ -105,7 +105,7 @@ def _npy_file(path: str, size: int, opener: FileOpener) -> TokenFile:
 
 
 def _check_header_length(file: BinaryIO, version: tuple[int, int], size: int) -> None:
-    """Raise ValueError for a header that is longer than its file: numpy would first allocate its memory."""
+    """Raise ValueError for a header that declares more bytes than the file has, because numpy would allocate them."""
     begin = file.tell()
     length = int.from_bytes(file.read(2 if version == (1, 0) else 4), "little")
     if begin + length > size:
@@ -144,19 +144,19 @@ def _refuse_foreign(path: str, size: int, first: bytes) -> None:
 
 
 def _refuse_wider(path: str, tokens: np.ndarray) -> None:
-    """Refuse a file that looks like uint32: read as uint16, every second number is small."""
+    """Raise ValueError if a file looks like uint32: if it is read as uint16, every second number is small."""
     even, odd = tokens[0::2], tokens[1::2]
     if len(odd) >= 64 and int(odd.max()) * 64 < int(even.max()):
         raise ValueError(
             f"{path} reads as uint16 with tokens of at most {odd.max()} in every second place, as a file of uint32 would: "
-            "set data.dtype to uint32 (or to uint16, if that is what it is)"
+            "set data.dtype to uint32 (or to uint16, if the file has this dtype)"
         )
 
 
 class TokenStream:
-    """Tokens of many files, concatenated in the given order; only the tokens of a range are read.
+    """The tokens of several files, concatenated in the given order; only the requested tokens are read.
 
-    It reads through a `ByteStream`, and can be pickled like it.
+    The stream reads through a `ByteStream`, and can be pickled as a `ByteStream` can.
     """
 
     def __init__(self, files: Sequence[TokenFile], opener: FileOpener | None = None) -> None:
@@ -175,11 +175,11 @@ class TokenStream:
 
     @property
     def bytes_read(self) -> int:
-        """Number of bytes that this copy of the object has read."""
+        """The number of bytes that this copy of the object has read."""
         return self._bytes.bytes_read
 
     def fingerprint(self) -> str:
-        """Return a digest of the names and sizes of the files, with the types of tokens."""
+        """Return a digest of the files' names and sizes, and of the dtypes of their tokens."""
         kinds = sorted({f"{file.dtype} from byte {file.offset}" for file in self.files})
         return f"{self._bytes.fingerprint()} of {', '.join(kinds)}"
 
@@ -187,7 +187,7 @@ class TokenStream:
         return self._bytes.content()
 
     def where(self, position: int) -> tuple[str, int]:
-        """Return (file, position in the file) of a token of the stream."""
+        """Return the file of a token of the stream, and the token's position in this file."""
         index = int(np.searchsorted(self._ends, position, side="right"))
         return self.files[index].path, position - int(self._ends[index]) + self.files[index].count
 
@@ -208,15 +208,15 @@ class TokenStream:
         return out
 
     def chunks(self, size: int = 1 << 22) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (first position, tokens) of consecutive pieces of at most `size` tokens."""
+        """Yield (position of the first token, tokens) for consecutive pieces of at most `size` tokens."""
         for begin in range(0, len(self), size):
             yield begin, self.read(begin, min(begin + size, len(self)))
 
 
 def scan(stream: TokenStream, vocab_size: int, eos_token: int | None) -> np.ndarray:
-    """Check every token, and return the sorted int64 positions of `eos_token` (empty for None).
+    """Check every token, and return the sorted int64 positions of `eos_token`; no positions if it is None.
 
-    Raises: ValueError naming file and position of the first token outside [0, vocab_size), and the largest token.
+    Raises: ValueError for tokens outside [0, vocab_size); it names the first one's position, and the largest token.
     """
     ends, wrong, largest = [np.empty(0, dtype=np.int64)], None, 0
     for begin, tokens in stream.chunks():
@@ -232,7 +232,7 @@ def scan(stream: TokenStream, vocab_size: int, eos_token: int | None) -> np.ndar
 
 
 def out_of_range(token: int, path: str, position: int, vocab_size: int, note: str = "") -> str:
-    """Return the error for a token that the vocabulary does not have."""
+    """Return the error message for a token that is not in the vocabulary."""
     return (
         f"{path} holds token {token} at position {position:,} (counted from 0), but data.vocab_size = {vocab_size} allows 0 "
         f"to {vocab_size - 1}{note}: set data.vocab_size to that of the tokenizer, or data.dtype to that of the file"
@@ -240,7 +240,7 @@ def out_of_range(token: int, path: str, position: int, vocab_size: int, note: st
 
 
 def checked(tokens: torch.Tensor, vocab_size: int, stream: ByteStream | TokenStream, begin: int) -> torch.Tensor:
-    """Return tokens from position `begin` of a stream; ValueError for one out of range, as `scan: false` may leave."""
+    """Return the tokens from position `begin` of a stream; raise ValueError for one that is not in the vocabulary."""
     wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
     if len(wrong):
         offset = int(wrong[0])
@@ -249,7 +249,7 @@ def checked(tokens: torch.Tensor, vocab_size: int, stream: ByteStream | TokenStr
 
 
 class TokenDocuments(Documents):
-    """`Documents` of a stream of tokens; tokens of at least `vocab_size` are an error."""
+    """The `Documents` of a stream of tokens; reading a token of `vocab_size` or more raises ValueError."""
 
     def __init__(
         self, stream: TokenStream, bounds: np.ndarray, seq_len: int, limit: int | None, vocab_size: int
@@ -262,12 +262,12 @@ class TokenDocuments(Documents):
 
 
 class TokenSequences(ByteSequences):
-    """Sequences of N tokens from tokens [start, stop) of a stream; sequence i begins at token start + i * N.
+    """A dataset of sequences of N tokens from tokens [start, stop) of a stream; sequence i begins at start + i * N.
 
     Args:
-        stream, start, stop, seq_len, limit: as in `ByteSequences`, in tokens.
-        vocab_size: tokens of at least this number are an error.
-        eos_token, ends: the token that ends a document, and its sorted positions in the stream; None without documents.
+        stream, start, stop, seq_len, limit: as in `ByteSequences`, counted in tokens.
+        vocab_size: reading a token of this number or more raises ValueError.
+        eos_token, ends: the token that ends a document, and its sorted positions in the stream; None: no documents.
     """
 
     def __init__(
@@ -285,17 +285,17 @@ class TokenSequences(ByteSequences):
         self.vocab_size, self.eos_token, self.ends = vocab_size, eos_token, ends
 
     def fingerprint(self) -> str:
-        """Return a digest of names, sizes and some blocks of the files, with the range and the end token."""
+        """Return a digest of the files' names, sizes and some blocks, of the range, and of the end token."""
         place = f"{self.count} sequences from token {self.start}, ends {self.eos_token}"
         return f"{self.stream.fingerprint()}, {place}{MARK}{self.stream.content()}"
 
     def read(self, index: int, start: int, stop: int) -> torch.Tensor:
-        """Read positions [start, stop) of sequence `index`, (stop - start,) int64; ValueError for a wrong token."""
+        """Read positions [start, stop) of a sequence, (stop - start,) int64; raise ValueError for an invalid token."""
         tokens, begin = super().read(index, start, stop), self.start + index * self.seq_len + start
         return checked(tokens, self.vocab_size, self.stream, begin)
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """Return the sample at some positions only; with documents, also their bounds in the whole sequence.
+        """Return the sample at the positions in `ranges`; with documents, also their bounds in the whole sequence.
 
         The end token of a document has no next token: its label is -100.
         """
@@ -308,7 +308,7 @@ class TokenSequences(ByteSequences):
     def cu_seqlens(self, index: int) -> torch.Tensor:
         """Return the bounds (D + 1,) int32, from 0 to N, of the documents of a sequence, without reading it.
 
-        Documents are cut at both ends of the sequence.
+        The sequence's first and last document may be parts of longer documents.
         """
         assert self.ends is not None
         begin = self.start + index * self.seq_len
@@ -319,7 +319,7 @@ class TokenSequences(ByteSequences):
 
 
 def collate_documents(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Make a batch of one sample; `cu_seqlens` gets no batch dimension."""
+    """Make a batch of one sample; `cu_seqlens` has no batch dimension."""
     (sample,) = samples
     row = {name: value for name, value in sample.items() if name != "cu_seqlens"}
     return {**torch.utils.data.default_collate([row]), "cu_seqlens": sample["cu_seqlens"]}
@@ -327,7 +327,7 @@ def collate_documents(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A split: tokens [start, stop) of a stream, and the ends of documents in the stream."""
+    """A split: tokens [start, stop) of a stream, and the positions of document ends in the stream."""
 
     stream: TokenStream
     start: int
@@ -336,37 +336,37 @@ class _Part:
 
 
 class TokenDataModule(SequenceDataModule):
-    """Token ids in numpy arrays (.npy) or raw files (.bin, as nanoGPT writes them) as one stream cut into sequences.
+    """Token ids in numpy arrays (.npy) or raw files (.bin, as nanoGPT writes) as one stream that is cut into sequences.
 
-    Batches are {"tokens": (B, N), "labels": (B, N) the next token, "index": (B,)}, all int64. With `eos_token`, B is 1,
-    and "cu_seqlens" (D + 1,) int32 on the CPU holds the bounds of the documents in the whole sequence, on every rank. A
-    document ends after its `eos_token`, which has the label -100. Labels are from the same split. A rank reads its slice of
-    a sequence. Only `check` reads every token once, in every process, to find tokens outside of the vocabulary and the ends
-    of documents: about two seconds of a core for a gigabyte of uint16, or nothing with `scan: false`.
+    Batches are {"tokens": (B, N), "labels": (B, N) next tokens, "index": (B,)}, all int64. With `eos_token`, B is
+    1, and on every rank "cu_seqlens" (D + 1,) int32, on the CPU, has the bounds of the documents in the whole sequence.
+    A document ends after its `eos_token`, which has the label -100. Labels are from the same split. A rank reads its
+    slice of a sequence. Only `check` reads every token once, in every process, to find invalid tokens and the ends of
+    documents. It takes about two seconds of a core for a gigabyte of uint16, and no time with `scan: false`.
 
     Args:
-        paths: files, directories (read recursively, .npy and .bin) or globs, or URLs of them. A .npy holds one row of
-            uint16, uint32, int32 or int64; a .bin holds numbers of `dtype` after `header` bytes.
+        paths: files, directories (read recursively, .npy and .bin) or globs, or URLs of these. A .npy contains one row
+            of uint16, uint32, int32 or int64; a .bin contains numbers of `dtype` after `header` bytes.
         seq_len: N, tokens of a sequence (each sample reads N + 1).
         vocab_size: number of different tokens; the data and the model are checked against it.
         batch_size: B, sequences of a batch on each device.
         val_paths, test_paths: files for validation and for test, instead of a share of `paths`.
-        val_fraction, test_fraction: shares of the tokens of `paths`, the last ones; null is 0.05, or 0 if `val_paths` or
-            `test_paths` is set.
+        val_fraction, test_fraction: shares of the tokens of `paths`, taken from the end; null: 0.05, or 0 if
+            `val_paths` or `test_paths` is set.
         dtype: dtype of .bin files: uint8 (bytes), uint16, uint32, int32 or int64; null: uint16, unless the file looks like
             uint32, which is an error.
         header: bytes before the first token of .bin files (llm.c has 1024).
         eos_token: the token that ends a document; null: the data is one text.
         val_limit: the most sequences of the validation split; null for all.
-        scan: check every token before training; false checks only the tokens of batches, and cannot find documents.
-        pack_tokens: the most tokens of a batch on each device. Samples are then whole documents (by `eos_token`), longer
-            ones in pieces of N tokens, instead of sequences that cut documents at their ends. A batch is one row of D packed
-            samples, and "index" is (D,). null does not pack.
+        scan: check every token before training; false: check only the tokens of batches, without finding documents.
+        pack_tokens: the most tokens of a batch on each device. Then samples are whole documents (by `eos_token`), or
+            pieces of N tokens of longer documents, instead of sequences that cut documents. A batch is one row of D
+            packed samples, and "index" is (D,). null: do not pack.
         seed, num_workers, pin_memory: see `SplitDataModule`.
         cache_dir, cache_gib: for URLs, the folder for fetched blocks (null: remote in the package's cache folder) and its
             limit in GiB, see `FileOpener`. `scan` fetches all files once; set it to false for large files.
-        tokenizer: the tokenizer.json that made the tokens, or a folder of transformers; checkpoints store it for
-            `generate`. null: no tokenizer.
+        tokenizer: the tokenizer that made the tokens, a tokenizer.json or a folder of transformers; checkpoints store
+            it for `generate`. null: no tokenizer.
 
     Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
     """
@@ -419,9 +419,9 @@ class TokenDataModule(SequenceDataModule):
         self._parts: dict[str, _Part] | None = None
 
     def tokenizer_files(self) -> dict[str, str] | None:
-        """Return the files of `data.tokenizer` by name, for checkpoints; None without a tokenizer.
+        """Return {name: text} of the files of `data.tokenizer`, for checkpoints; None without a tokenizer.
 
-        Raises: as `load_text_tokenizer`; ValueError for a tokenizer of more than `vocab_size` tokens.
+        Raises: as `load_text_tokenizer`; also ValueError for a tokenizer with more than `vocab_size` tokens.
         """
         if self.tokenizer_source is None:
             return None
@@ -430,7 +430,7 @@ class TokenDataModule(SequenceDataModule):
         if self._tokenizer.vocab_size > self.vocab_size:
             raise ValueError(
                 f"data.tokenizer {self.tokenizer_source} has {self._tokenizer.vocab_size} tokens, more than data.vocab_size "
-                f"= {self.vocab_size}: set the latter to that, or the former to the one that made the tokens"
+                f"= {self.vocab_size}: raise data.vocab_size, or set data.tokenizer to the one that made the tokens"
             )
         return self._tokenizer.files()
 

@@ -33,20 +33,20 @@ if TYPE_CHECKING:
     from lightning_dilated.data import AlleleWindows
 
 Strands = Literal["forward", "reverse", "both"]
-#: entries of a batch that identify a sample; predictions repeat them
+#: entries of a batch that identify a sample; predictions contain copies of them
 PLACE = ("index", "record", "start", "stop", "strand", "region")
 #: tokens that `LongNetLM.stream` computes at a time
 CHUNK = 1 << 16
 
 
 class TokenModel(WithTokenizer, TransformerModel):
-    """Embedding, blocks and output projection of a model over tokens (bytes by default); base of LongNetLM and LongNetMLM.
+    """The base of LongNetLM and LongNetMLM: embedding, blocks and output projection over tokens (bytes by default).
 
     Args:
         pattern: see `TransformerModel`.
         vocab_size: V.
-        tie_embeddings: the output projection shares the embedding's weights.
-        bytes_per_token: mean number of bytes of a token, 1 for bytes; bits per byte are loss / (ln 2 bytes_per_token).
+        tie_embeddings: whether the output projection shares the embedding's weights.
+        bytes_per_token: mean number of bytes in a token, 1 for bytes; bits per byte = loss / (ln 2 bytes_per_token).
         predict_embeddings: `predict` returns `embedding` (B, E), the mean of each sequence's last hidden states, instead of
             likelihoods. Not stored in checkpoints.
         dim, depth, num_heads: see `TransformerModel`.
@@ -57,7 +57,7 @@ class TokenModel(WithTokenizer, TransformerModel):
     """
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["lengths", "cu_seqlens", *PLACE])
-    #: strands of a genome that the model reads for each prediction
+    #: strands of a genome that the model reads for a prediction: "forward", "reverse" or "both"
     strands: Strands = "forward"
     causal = True
     length_from_data = predicts_rows = True
@@ -82,7 +82,7 @@ class TokenModel(WithTokenizer, TransformerModel):
         self.predict_embeddings = flag(predict_embeddings, "predict_embeddings")
 
     def setup(self, stage: str) -> None:
-        """Check that every token of the data has an embedding."""
+        """Check that the vocabulary includes every token of the data."""
         tokens = self._data_setting("vocab_size", self.vocab_size)
         if tokens > self.vocab_size:
             raise ValueError(
@@ -91,11 +91,11 @@ class TokenModel(WithTokenizer, TransformerModel):
 
     @property
     def embedded_tokens(self) -> int:
-        """Number of rows of the embedding."""
+        """The number of rows of the embedding."""
         return self.vocab_size
 
     def build(self) -> None:
-        """Make the embedding, blocks and output projection, with fresh weights."""
+        """Make the embedding, blocks and output projection, with initial weights."""
         self.embedding = nn.Embedding(self.embedded_tokens, self.dim)
         self.transformer = self._transformer(self.depth)
         self.head = nn.Linear(self.dim, self.vocab_size, bias=False)
@@ -107,12 +107,12 @@ class TokenModel(WithTokenizer, TransformerModel):
             self.transformer.compile_blocks()
 
     def example_batch(self, tokens: int) -> dict[str, Any]:
-        """Return a random text."""
+        """Return a batch of N random tokens with labels."""
         text = torch.randint(0, self.vocab_size, (1, tokens))
         return {"tokens": text, "labels": text.roll(-1, 1), "index": torch.zeros(1, dtype=torch.int64)}
 
     def export_inputs(self, length: int, batch_size: int) -> dict[str, Tensor]:
-        """Return tokens (B, N)."""
+        """Return random tokens (B, N)."""
         device = self.embedding.weight.device
         return {"tokens": torch.randint(0, self.vocab_size, (batch_size, length), device=device)}
 
@@ -121,30 +121,30 @@ class TokenModel(WithTokenizer, TransformerModel):
         return {"logits": self(inputs["tokens"])}
 
     def _hidden(self, tokens: Tensor, **options: Any) -> Tensor:
-        """Hidden states (B, N, E) of tokens (B, N), before the last norm."""
+        """Return hidden states (B, N, E) of tokens (B, N), before the last norm."""
         x = self.transformer.residual(self.dropout(self.embedding(tokens)))
         bounds, has_positions = options.get("cu_seqlens"), options.get("positions") is not None
         if bounds is not None and not has_positions and self.options.position_encoding != "none":
-            options["positions"] = Documents.of(bounds, x.shape[1]).position  # restart in each document
+            options["positions"] = Documents.of(bounds, x.shape[1]).position  # from 0 in each document
         return self.transformer(x, normed=False, **options)
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """Return the output projection's input (..., E) from hidden states (..., E)."""
+        """Return the input (..., E) of the output projection for hidden states (..., E)."""
         return self.transformer.norm(working(x, self.head.weight))
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Logits (..., V) from hidden states (..., E)."""
+        """Return logits (..., V) for hidden states (..., E)."""
         return self.head(self.final_norm(x))
 
     def _nats(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Nats (B, N) of labels from hidden states (B, N, E), at least fp32, 0 where the label is -100."""
+        """Return the labels' nats (B, N), at least fp32 and 0 where the label is -100, for hidden states (B, N, E)."""
         logits = self._logits(x).flatten(0, 1)
         return token_nats(logits, labels.flatten(), self.compile_blocks).view(labels.shape)
 
     def _losses(self, x: Tensor, labels: Tensor, summed: bool = False) -> Tensor:
-        """`_nats` or their sum; with tiles in the memory settings, logits of all tokens never exist together."""
+        """Return `_nats` or their sum; if the memory settings use tiles, compute the logits of a tile at a time."""
         inputs = (self.transformer.norm, self.head), loss_tile(self.transformer.memory.tile, self.vocab_size), x, labels
-        # tiled_sum computes gradients in the forward; in fp16 they would be too small, as the loss is scaled afterwards
+        # tiled_sum computes gradients in the forward, before the loss is scaled; in fp16 they would underflow
         if summed and torch.float16 not in (x.dtype, autocast(working(x[:, :0], self.head.weight))[0].dtype):
             return tiled_sum(self._nats, *inputs)
         losses = tiled(self._nats, *inputs)
@@ -165,15 +165,15 @@ class TokenModel(WithTokenizer, TransformerModel):
         Args:
             sequences: see `score`.
             pool: "mean" over the tokens of each sequence; "none" keeps the tokens, padded on the right with 0.
-            layer: number of a block; its output is returned, -1 for the last block's. None: the normed states that the
+            layer: index of the block to return the output of; -1: the last block. None: the normalized states that the
                 output projection reads.
             strands: strands of a genome to read: "forward", "reverse", or "both" for their mean. Positions count along the
-                given sequence: with "both", `embed(reverse_complement(x))` is `embed(x)` with positions backwards. None:
-                the model's, "forward" unless it was made with strands="both".
+                given sequence: with "both", `embed(reverse_complement(x))` is `embed(x)` in reversed order. None: the
+                model's strands, "forward" unless the model was made with strands="both".
             batch_size: sequences computed at a time; a batch has sequences of similar length.
 
         Raises:
-            TypeError, ValueError: as in `score`; for another `pool`, `strands` or `layer`.
+            TypeError, ValueError: as in `score`, and for an invalid `pool`, `strands` or `layer`.
         """
         return hook("embed sequences")(
             self, sequences, pool, layer, self.strands if strands is None else strands, batch_size
@@ -184,20 +184,20 @@ class TokenModel(WithTokenizer, TransformerModel):
     ) -> NamedTuple:
         """Return the log-likelihoods of two alleles of each variant, in nats.
 
-        LongNetLM scores the whole windows, as in `score`. LongNetMLM scores masked sites: for a substitution all sites
-        where the alleles differ are masked at once; for an insertion or deletion each site is masked alone, from
-        `flank` tokens before the alleles to `flank` after the longer one, the same number of sites in both windows.
+        LongNetLM scores the whole windows, as in `score`. LongNetMLM scores masked sites. For a substitution, all sites
+        where the alleles differ are masked together. For an insertion or deletion, sites are masked one at a time, from
+        `flank` tokens before the alleles to `flank` tokens after the longer allele: equally many sites in both windows.
 
         Args:
             variants: windows of both alleles, from `data.allele_windows`.
-            flank: number of tokens, see above.
+            flank: number of tokens on each side of an insertion or deletion that LongNetMLM scores.
             strands, batch_size: see `score`.
         """
         flank, size = integer(flank, "flank", 0), integer(batch_size, "batch_size", 1)
         return hook("score alleles")(self, variants, strands, flank, size)
 
     def _sample_embeddings(self, batch: Mapping[str, Any]) -> Tensor:
-        """Means (B, E), on every rank, of each sample's last hidden states; (D, E) for a row of D packed samples."""
+        """Return each sample's mean (B, E) of the last hidden states on every rank; (D, E) for D packed samples."""
         self.configure_model()
         check_form(self, batch, tokens=("(B, N)", "tokens"))
         tokens, lengths, bounds = batch["tokens"], batch.get("lengths"), batch.get("cu_seqlens")
@@ -207,22 +207,22 @@ class TokenModel(WithTokenizer, TransformerModel):
         return mean_token(x, positions, lengths, documents=documents)
 
     def _last_states(self, tokens: Tensor, **options: Any) -> Tensor:
-        """(B, N, E), normed."""
+        """Return the last hidden states (B, N, E), after the last norm."""
         return self.final_norm(self._hidden(tokens, **options))
 
     def _predicted(self, batch: Mapping[str, Any], values: dict[str, Tensor]) -> dict[str, Any]:
-        """A prediction: the batch's entries in `PLACE`, and then the values."""
+        """Return a prediction: the batch's entries in `PLACE`, followed by `values`."""
         return {**{name: batch[name] for name in PLACE if name in batch}, **values}
 
 
 class LongNetLM(TokenModel):
-    """Causal language model over tokens (bytes by default).
+    """A causal language model over tokens (bytes by default).
 
-    Batches are mappings with `tokens` (B, N) and `labels` (B, N), the next token of each position or -100 for none, and
-    optionally `lengths` (B,) and `cu_seqlens`, see `dilated_attention`. In batches with `stream` (B,), numbers of endless
-    sequences, and `starts` (B, N), a sequence continues the earlier batch with its number, see `StreamDataModule`.
+    Batches are mappings with `tokens` (B, N), `labels` (B, N) and optionally `lengths` (B,) and `cu_seqlens`, see
+    `dilated_attention`. A label is the next token, or -100 for none. If a batch has `stream` (B,) and `starts` (B, N),
+    each row continues the endless sequence with its number in `stream`, see `StreamDataModule`.
 
-    Logged with each mean loss: bits per byte and perplexity. Arguments: see `TokenModel`.
+    Bits per byte and perplexity are logged with each mean loss. Arguments: see `TokenModel`.
     """
 
     predicts_next_token = True
@@ -230,24 +230,24 @@ class LongNetLM(TokenModel):
     #: whether `memory.stream` computes long sequences chunk by chunk
     streams = True
     host_entries = (*TokenModel.host_entries, "stream", "position", "starts")
-    #: called with a batch and its losses (B, L) before they are summed, while a callback watches
+    #: a callback's function, called with a batch and its losses (B, L) before they are summed
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
-    #: called with a batch and the likeliest token at each label (B, L), -100 elsewhere, while a callback watches
+    #: a callback's function, called with a batch and the likeliest token (B, L) at each label, -100 elsewhere
     watch_predictions: Callable[[Mapping[str, Any], Tensor], None] | None = None
 
     @property
     def made_for(self) -> int | None:
-        """Tokens of the longest sequence that the model is made for, or None."""
+        """The number of tokens of the longest sequence that the model is made for, or None."""
         return self.max_seq_len
 
     def setup(self, stage: str) -> None:
-        """Check as `TokenModel`; warn if `bytes_per_token` is 1 and the data has more than 512 tokens, so not bytes."""
+        """Check as in `TokenModel`; warn if `bytes_per_token` is 1 although the vocabulary is too large for bytes."""
         super().setup(stage)
         tokens = self._data_setting("vocab_size", self.vocab_size)
         if tokens > 512 and self.bytes_per_token == 1:
             rank_zero_warn(
-                f"bytes_per_token is 1, but {tokens} different tokens are no bytes: bits_per_byte will be bits per token. "
-                "Set bytes_per_token to the mean bytes of text a token, which `lightning-dilated tokenize` prints."
+                f"bytes_per_token is 1, but {tokens} different tokens cannot be bytes: bits_per_byte will be bits per "
+                "token. Set bytes_per_token to the mean bytes a token, which `lightning-dilated tokenize` prints."
             )
 
     def forward(
@@ -263,8 +263,8 @@ class LongNetLM(TokenModel):
         """Return logits (B, N, V) from tokens (B, N).
 
         Args:
-            caches: earlier tokens, from `model.transformer.new_caches()`; each call extends them.
-            last_only: True returns the last token's logits, (B, 1, V); indices (B,) return one token's in each sequence.
+            caches: caches of earlier tokens, from `model.transformer.new_caches()`; each call extends them.
+            last_only: return only logits (B, 1, V): of the last token if True, or of the token at indices (B,).
         """
         self.configure_model()
         x = self._hidden(tokens, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens, caches=caches)
@@ -275,11 +275,11 @@ class LongNetLM(TokenModel):
         return self._logits(x)
 
     def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return nats (B, N) of each label, at least fp32, 0 where the label is -100."""
+        """Return each label's nats (B, N), at least fp32, and 0 where the label is -100."""
         return self._label_nats(batch)
 
     def _label_nats(self, batch: Mapping[str, Any]) -> Tensor:
-        """`token_losses` of this class, even if a subclass redefines them: predictions are likelihoods."""
+        """Return `token_losses` as LongNetLM defines them, because predictions are likelihoods in any subclass."""
         self._checked(batch)
         if "stream" in batch:
             return self.streaming.nats(self, batch, per_token=True)
@@ -302,7 +302,7 @@ class LongNetLM(TokenModel):
         return batch["tokens"], batch["labels"]
 
     def _states(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """(hidden states before the last norm (B, N, E), labels)."""
+        """Return hidden states (B, N, E) before the last norm, and labels (B, N)."""
         tokens, labels = self._checked(batch)
         self.configure_model()
         return self._hidden(tokens, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens")), labels
@@ -327,21 +327,21 @@ class LongNetLM(TokenModel):
 
     @torch.no_grad()
     def _predictions(self, x: Tensor, labels: Tensor) -> Tensor:
-        """The likeliest token (B, N) at each label, -100 elsewhere, from hidden states (B, N, E), in tiles of logits."""
+        """Return the likeliest token (B, N) at each label, -100 elsewhere, for hidden states (B, N, E); use tiles."""
         counted = labels != IGNORE
         options = (self.transformer.norm, self.head), loss_tile(self.transformer.memory.tile, self.vocab_size)
         likeliest = tiled(lambda states: self._logits(states).argmax(-1), *options, x[counted][None])
         return torch.full_like(labels, IGNORE).masked_scatter_(counted, likeliest[0])
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Return bits per byte (for a genome, per base) and perplexity of a token, from a scalar loss."""
+        """Return bits per byte (per base for a genome) and the perplexity of a token, for a scalar mean loss."""
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """Return the number of labelled `tokens` (B,) and `bits_per_byte` (B,), NaN without labels.
 
-        The batch's entries in `PLACE`, such as `index`, are repeated. With `predict_embeddings` the prediction is
-        `embedding` instead. For a row that packs D samples with numbers `index` (D,), the shapes are (D,).
+        The prediction also contains the batch's entries in `PLACE`, such as `index`. With `predict_embeddings` it has
+        `embedding` instead of likelihoods. For a row that packs D samples with numbers `index` (D,), shapes are (D,).
         """
         if self.predict_embeddings:
             return self._predicted(batch, {"embedding": self._sample_embeddings(batch)})
@@ -363,9 +363,9 @@ class LongNetLM(TokenModel):
         ignore_tokens: Sequence[int] | None = None,
         batch_size: int = 8,
     ) -> NamedTuple:
-        """Return the log-likelihood of each of B sequences, in nats: of every token but the first, given the earlier ones.
+        """Return the log-likelihood, in nats, of each of B sequences: the sum over tokens, given all earlier tokens.
 
-        The model gives the first token no probability, because it has no token before it.
+        The first token is not counted, because the model has no earlier token to predict it from.
 
         Args:
             sequences: strings of bases (for a model of a genome), tokens (N,) each, or a tensor (B, N).
@@ -375,13 +375,13 @@ class LongNetLM(TokenModel):
 
         Raises:
             TypeError: for a single sequence instead of several.
-            ValueError: for a character that is not a base, tokens that the model does not have, and strings or another
+            ValueError: for a character that is not a base, for tokens beyond the vocabulary, and for strings or another
                 strand if the vocabulary is not a genome's.
         """
         return hook("score sequences")(self, sequences, strands, None, ignore_tokens, batch_size)
 
     def generate(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
-        """Return tokens (B, N + new): the prompt (B, N >= 1) and `max_new_tokens` more, or fewer up to a stop token.
+        """Return tokens (B, N + new): the prompt (B, N >= 1) and up to `max_new_tokens` new tokens, until a stop token.
 
         Args:
             options: temperature, top_k, top_p, generator, stop, prompt_chunk, lengths, max_length; see the function
@@ -390,7 +390,7 @@ class LongNetLM(TokenModel):
         return hook("generate")(self, tokens, max_new_tokens, **options)
 
     def generate_stream(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
-        """Yield the new tokens of `generate` as they are drawn, (B,) a step; the options are the same."""
+        """Yield the new tokens of `generate` when they are sampled, (B,) in each step; the options are the same."""
         return hook("generate stream")(self, tokens, max_new_tokens, **options)
 
     def free_generation_memory(self) -> None:
@@ -398,7 +398,7 @@ class LongNetLM(TokenModel):
         hook("free generation memory")(self)
 
     def on_fit_start(self) -> None:
-        """Free the memory of generation, and forget the number of the last stream batch."""
+        """Free the memory of generation, and reset the number of the last stream batch."""
         super().on_fit_start()
         self.free_generation_memory()
         self._tell_streams("finish_batch")
@@ -408,7 +408,7 @@ class LongNetLM(TokenModel):
 
     @property
     def streaming(self) -> Any:
-        """The object that computes sequences chunk by chunk and holds the states of endless sequences."""
+        """The object that computes sequences chunk by chunk and stores the states of endless sequences."""
         if self._streaming is None:
             self._streaming = hook("streams of a model")()
         return self._streaming
@@ -418,7 +418,7 @@ class LongNetLM(TokenModel):
             getattr(self._streaming, event)(*args)
 
     def _in_chunks(self, batch: Mapping[str, Any]) -> bool:
-        """Return True if the memory settings stream and the sequences are longer than a chunk; a collective call."""
+        """Return True if the memory settings stream and sequences exceed a chunk; every rank must call this."""
         self.configure_model()
         return self.transformer.memory.stream is not None and self.streaming.in_chunks(self, batch)
 
@@ -434,34 +434,34 @@ class LongNetLM(TokenModel):
     ) -> tuple[Tensor, StreamState]:
         """Return the nats of the next tokens of endless sequences, and a state for the next call.
 
-        Memory holds a chunk and the keys and values that later tokens read, independent of the number of calls; branches
-        over the whole sequence keep all their keys and values. With gradients enabled this is truncated back-propagation
-        through time: gradients end at the bounds of chunks.
+        Memory does not grow with the number of calls: it holds a chunk and the keys and values that later tokens read.
+        But branches over the whole sequence keep all their keys and values. With gradients enabled, this is truncated
+        back-propagation through time: gradients stop at the boundaries of chunks.
 
         Args:
-            tokens: (B, n) that follow the tokens of earlier calls.
-            labels: (B, n), -100 for tokens that do not count. None: the tokens themselves, each predicted from earlier
-                tokens; only without gradients.
+            tokens: (B, n), which follow the tokens of earlier calls.
+            labels: (B, n), -100 for tokens that do not count. None: each token is the label of the token before it;
+                only without gradients.
             state: from the previous call; None at the start of the sequences.
             chunk: tokens computed at a time.
             starts: (B, n) bool, True at the first token of a document, which sees no earlier document; None: no new
-                document. The first token of a sequence always starts one.
+                document. The first token of a sequence always starts a document.
             per_token: return nats (B, n) without gradients instead of their sum.
 
         Returns:
-            (sum of nats, or nats (B, n); the new state). The old state is not changed.
+            The sum of nats (or nats (B, n)), and the new state. The old state is not changed.
 
         Raises:
-            ValueError: for shapes that do not fit, no labels with gradients enabled, a state with other `head_chunks`, and
-                ranks that share sequences.
+            ValueError: for shapes that do not match, missing labels with gradients enabled, a state with other
+                `head_chunks`, and ranks that share sequences.
         """
         return self.streaming.stream(self, tokens, labels, state, chunk=chunk, starts=starts, per_token=per_token)
 
     def truncated_parts(self, batch: Any) -> list[range] | None:
-        """Return the last batch's tokens as ranges of positions in documents; gradients end at the bounds of ranges.
+        """Return the last batch's tokens as ranges of positions in documents; gradients stop at the ends of ranges.
 
-        None if gradients reach whole documents: for a batch without streams, unless the memory settings truncate. Also None
-        if ranks share chunks; the FLOPs of truncated training are counted too high then.
+        Return None if gradients reach whole documents: for a batch without streams, unless the memory settings
+        truncate. Also return None if ranks share chunks; then the counted FLOPs of truncated training are too high.
         """
         if not isinstance(batch, Mapping) or "tokens" not in batch:
             return None
@@ -470,12 +470,12 @@ class LongNetLM(TokenModel):
         return self.streaming.truncated_parts(self, batch)
 
     def _longest(self, batch: Any) -> int:
-        """As `DilatedModule`; documents in streams grow, so for them the longest length rounded down to a power of two."""
+        """Return N as `DilatedModule` does; documents of streams grow, so round N down to a power of two for them."""
         parts = self.truncated_parts(batch) if isinstance(batch, Mapping) and "stream" in batch else None
         return 1 << max(x.stop for x in parts).bit_length() - 1 if parts else super()._longest(batch)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch as `DilatedModule`; sequences computed chunk by chunk stay on the CPU, and each chunk is copied."""
+        """Move a batch as `DilatedModule` does; keep sequences that are computed chunk by chunk on the CPU."""
         if isinstance(batch, Mapping) and {"tokens", "labels"} <= batch.keys():
             self.configure_model()
             if self.transformer.memory.stream is not None and self.streaming.stays_on_host(self, batch):
@@ -483,7 +483,7 @@ class LongNetLM(TokenModel):
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the states of all ranks' training streams; a collective call."""
+        """Add the states of all ranks' training streams; every rank must call this."""
         super().on_save_checkpoint(checkpoint)
         self._tell_streams("save", self, checkpoint)
 
@@ -494,12 +494,12 @@ class LongNetLM(TokenModel):
             self.streaming.load(checkpoint)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Free the states that streams had before the batch."""
+        """Free the stream states from before the batch."""
         super().on_train_batch_end(outputs, batch, batch_idx)
         self._tell_streams("finish_batch")
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Move the streams' states to the host with the model, as after a run."""
+        """Move the streams' states to the host if the model moves there, as it does after a run."""
         moved = super()._apply(*args, **kwargs)
         if self._built and self.head.weight.device.type == "cpu":
             self._tell_streams("to_host")
@@ -526,27 +526,27 @@ class LongNetLM(TokenModel):
         scale_embedding: bool = False,
         **options: Any,
     ) -> LongNetLM:
-        """Make a model from a torchscale LongNetDecoder (pre-norm, GELU, sub-layer norms or not, xPos or not).
+        """Make a model from a torchscale LongNetDecoder with pre-norm and GELU; sub-layer norms and xPos are optional.
 
-        Sizes follow from the tensors. The model has their dtype, and is in training mode like a new model. A warning names
-        unused tensors.
+        Sizes follow from the tensors. The model has the tensors' dtype, and is in training mode like a new model. A
+        warning names unused tensors.
 
         Args:
-            source: a state dict, or a .pt file with a state dict, alone or under "model".
+            source: a state dict, or a .pt file that contains a state dict, either alone or under "model".
             segment_lengths, dilation_rates: from the decoder's configuration; offsets are "blocked", as in torchscale.
             num_heads: from the decoder's configuration; with xPos it follows from the tensors.
-            scale_embedding: True if its configuration has no_scale_embedding=False: the embedding is multiplied by
-                sqrt(dim), and is then not tied to the output projection.
+            scale_embedding: True if the decoder's configuration has no_scale_embedding=False. Then the embedding is
+                multiplied by sqrt(dim), and is not tied to the output projection.
             options: further arguments of the class; xpos_scale_base is 512 in torchscale too.
 
         Raises:
-            FileNotFoundError, ValueError: for a file that cannot be read, missing tensors, parts that a LongNetLM does not
-                have, or sizes that do not fit.
+            FileNotFoundError, ValueError: for a file that cannot be read, missing tensors, sizes that do not match, or
+                layers that a LongNetLM does not have.
         """
         if options.get("recurrence") is not None:
             raise ValueError(
-                "a torchscale decoder has no recurrence: leave it out. To add one to its weights, make a LongNetLM with it, "
-                "whose gate_init is 0, and load this model's state dict into that with strict=False."
+                "a torchscale decoder has no recurrence: leave it out. To add a recurrence, make a LongNetLM with a "
+                "recurrence whose gate_init is 0, and load this model's state dict into it with strict=False."
             )
         sizes, state = hook("read torchscale")(source, num_heads, scale_embedding, options.get("depth"))
         pattern = DilatedPattern.longnet(segment_lengths, dilation_rates, offsets="blocked")
@@ -562,5 +562,5 @@ class LongNetLM(TokenModel):
 
 LongNetLM.loss_terms.streams = True  # type: ignore[attr-defined]  # a user's own loss_terms lacks this mark
 LongNetLM.forward.decodes = True  # type: ignore[attr-defined]  # the same work for every token: a graph can capture it
-#: the class's own method, to recognise a user's replacement
+#: the original method, to detect that a subclass or an instance redefines it
 _TOKEN_LOSSES = LongNetLM.token_losses

@@ -233,7 +233,7 @@ def test_requeue_by_lightning(text, tmp_path, slurm):
 def test_requeue_of_no_job(monkeypatch, job):
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
-    with pytest.raises(RuntimeError, match="its number reads"):
+    with pytest.raises(RuntimeError, match="its number is"):
         preemption.requeue_job()
 
 

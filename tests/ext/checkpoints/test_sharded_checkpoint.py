@@ -182,7 +182,7 @@ def test_a_run_that_fails_finishes_its_checkpoint(text, tmp_path):
 
 
 @pytest.mark.parametrize("write, says", [
-    (broken, "and so did its last checkpoint: OSError: .* No space left"), (slowly, "which did not become whole"),
+    (broken, "and so did its last checkpoint: OSError: .* No space left"), (slowly, "this checkpoint is incomplete"),
 ])  # fmt: skip
 def test_a_run_that_fails_says_so_of_its_checkpoint(text, tmp_path, monkeypatch, write, says):
     """It ends with its own error, and does not wait for a disk or for ranks that do not answer."""
@@ -261,7 +261,7 @@ def test_the_manifest_says_what_is_there(saved):
 
 def test_strategies_that_it_does_not_know(tmp_path):
     trainer = mock.Mock(strategy=type("DeepSpeedStrategy", (), {})())
-    with pytest.raises(ValueError, match=r"does not know how DeepSpeedStrategy keeps its state. Take 'ring_dilated'"):
+    with pytest.raises(ValueError, match=r"does not know how DeepSpeedStrategy stores its state. Take 'ring_dilated'"):
         ShardedCheckpoint(str(tmp_path)).setup(trainer, None, "fit")
 
 

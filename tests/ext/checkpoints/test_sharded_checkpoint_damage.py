@@ -67,7 +67,7 @@ def test_a_damaged_one_is_passed_over(text, whole, copied, how):
 
 def test_a_damaged_one_that_was_named(text, copied):
     flip(copied / "step-00000004")
-    words = f"step-00000004 is damaged: .*__0_0.distcp has other bytes.*newest whole one beside it is {copied}/step-00000003"
+    words = f"step-00000004 is damaged: .*__0_0.distcp has other bytes.*newest undamaged one is {copied}/step-00000003"
     with pytest.raises(ValueError, match=words):
         run(text, STEPS, ShardedCheckpoint(str(copied)), ckpt_path=copied / "step-00000004")
 
@@ -100,7 +100,7 @@ def test_nothing_good_is_left(text, copied, resume):
 
 
 def test_no_checkpoint_at_all(text, tmp_path):
-    with pytest.raises(FileNotFoundError, match="is no checkpoint, and holds none"):
+    with pytest.raises(FileNotFoundError, match="is no checkpoint, and contains no"):
         run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b")), ckpt_path=tmp_path)
 
 

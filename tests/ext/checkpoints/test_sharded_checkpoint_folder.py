@@ -114,7 +114,7 @@ def test_good_ones_stay(text, whole, tmp_path, value):
     assert not json.loads((tmp_path / "step-00000005" / "manifest.json").read_text())["finite"]
     resumed = run(text, STEPS, ShardedCheckpoint(**saver, resume="auto"), begun=2)
     assert resumed["losses"] == whole["losses"][3:] and torch.equal(resumed["parameters"], whole["parameters"])
-    (words,) = [w for w in resumed["said"] if "were passed over" in w]
+    (words,) = [w for w in resumed["said"] if "were skipped" in w]
     assert f"{tmp_path}/step-00000003 is loaded: {tmp_path}/step-00000005 holds parameters that are not finite" in words
     assert "damaged" not in words
     assert names(tmp_path) == ["step-00000005", "step-00000006"]  # both are finite
@@ -184,7 +184,7 @@ def test_a_full_disk(text, tmp_path, error, free, says):
     words = f"No space left on device: {tmp_path} has "
     assert (words in str(raised.value)) == says
     if says:
-        assert "MiB left, and a checkpoint takes 0.2 MiB. The checkpoints before are whole." in str(raised.value)
+        assert "MiB left, and a checkpoint takes 0.2 MiB. Earlier checkpoints are complete." in str(raised.value)
     assert names(tmp_path) == ["step-00000001"]
     assert run(text, 2, ShardedCheckpoint(str(tmp_path), resume="must"))["step"] == 2
 

@@ -84,7 +84,7 @@ def test_equal_sizes_with_other_content_are_refused(tmp_path, name):
     sizes = {p.name: p.stat().st_size for p in tmp_path.iterdir()}
     other = make(tmp_path, 1).train_dataloader()
     assert {p.name: p.stat().st_size for p in tmp_path.iterdir()} == sizes
-    with pytest.raises(ValueError, match=r"was written with fingerprint = .*their names and content count"):
+    with pytest.raises(ValueError, match=r"was written with fingerprint = .*files with the same names and content"):
         other.load_state_dict(state)
 
 
