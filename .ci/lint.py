@@ -36,7 +36,7 @@ EXT = "ext"
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent / "lightning_dilated"
 #: most lines of the core and of the package, and most imports of the package within functions of the core. A budget
 #: that is more than `SLACK` above the current number has to fall, and is raised only by taking something out
-CORE, PACKAGE, INNER = 28_792, 64_711, 26
+CORE, PACKAGE, INNER = 28_891, 64_823, 26
 SLACK = 150
 #: most files in a folder
 FOLDER = 20

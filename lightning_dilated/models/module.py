@@ -380,19 +380,22 @@ class DilatedModule(Pretrained, LearningRate):
         A different pattern gives a warning.
 
         Raises:
-            ValueError: in a Trainer's run, for other rotary bases or recurrences.
+            ValueError: in a Trainer's run, for other rotary positions or recurrences.
         """
         hparams = checkpoint.get("hyper_parameters") or {}
         bases, stored_base = getattr(self, "rotary_bases", ()), hparams.get("rotary_base")
         if attached_trainer(self) is None or not bases:  # without a Trainer the caller chose the bases
             return
         if any(bases) and isinstance(stored_base, (int, float, list, tuple)):
-            trained = layer_bases(stored_base, hparams.get("max_seq_len"), len(bases))
-            if trained != tuple(bases):
-                raise ValueError(
-                    f"the checkpoint was trained with rotary_base={stored_bases(trained)}, and this model has "
-                    f"{stored_bases(bases)}, with which it would compute something else. Set rotary_base to the former."
-                )
+            trained = stored_bases(layer_bases(stored_base, hparams.get("max_seq_len"), len(bases)))
+            options: Any = self.options
+            dense = hparams.get("global_rotary", True), options.global_rotary
+            for name, stored, own in (("rotary_base", trained, stored_bases(bases)), ("global_rotary", *dense)):
+                if stored != own:
+                    raise ValueError(
+                        f"the checkpoint was trained with {name}={stored}, and this model has {own}, with which it would "
+                        f"compute something else. Set {name} to the former."
+                    )
         self._check_recurrences(hparams)
         stored = hparams.get("pattern")
         with contextlib.suppress(TypeError, ValueError):  # a subclass may store something else under this name
