@@ -389,7 +389,7 @@ class DilatedModule(Pretrained, LearningRate):
         if any(bases) and isinstance(stored_base, (int, float, list, tuple)):
             trained = stored_bases(layer_bases(stored_base, hparams.get("max_seq_len"), len(bases)))
             options: Any = self.options
-            dense = hparams.get("global_rotary", True), options.global_rotary
+            dense = hparams.get("global_rotary") is not False, options.global_rotary
             for name, stored, own in (("rotary_base", trained, stored_bases(bases)), ("global_rotary", *dense)):
                 if stored != own:
                     raise ValueError(
