@@ -390,10 +390,10 @@ class DilatedModule(Pretrained, LearningRate):
             trained = stored_bases(layer_bases(stored_base, hparams.get("max_seq_len"), len(bases)))
             options: Any = self.options
             dense = hparams.get("global_rotary") is not False, options.global_rotary
-            for name, stored, own in (("rotary_base", trained, stored_bases(bases)), ("global_rotary", *dense)):
-                if stored != own:
+            for name, former, own in (("rotary_base", trained, stored_bases(bases)), ("global_rotary", *dense)):
+                if former != own:
                     raise ValueError(
-                        f"the checkpoint was trained with {name}={stored}, and this model has {own}, with which it would "
+                        f"the checkpoint was trained with {name}={former}, and this model has {own}, with which it would "
                         f"compute something else. Set {name} to the former."
                     )
         self._check_recurrences(hparams)
