@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from lightning_dilated._extensions import hook
-from lightning_dilated._validation import integer, real
+from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.backends import Choice, Request, check_name, choose
 from lightning_dilated.attention.context import LayerContext, LayerPlace
 from lightning_dilated.attention.executors import HeadWindow
@@ -25,6 +25,7 @@ from lightning_dilated.attention.resolve import has_varying_length
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.spans import spans
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.rows import dense_kv_heads
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
@@ -221,6 +222,8 @@ class MultiheadDilatedAttention(nn.Module):
         position_encoding: "none", "rotary" or "xpos", from global positions.
         rotary_base: `base` of `Rotary`.
         xpos_scale_base: `xpos_scale_base` of `Rotary`, for "xpos" only.
+        global_rotary: whether dense heads have positions. A dense head is served by `Branch(None, 1)` and by no other
+            branch. All other heads have positions.
         kv_conv: taps of a short convolution on v, and on k before its rotation (see `ext/convolution`), causal if the
             layer is; None means no convolution.
         recurrence: a memory of constant size besides the pattern: a `Recurrence`, or a mapping for its `from_dict`;
@@ -235,6 +238,8 @@ class MultiheadDilatedAttention(nn.Module):
     # nn.TransformerEncoderLayer reads both. _qkv_same_embed_dim = False disables its fused path with dense attention
     batch_first = True
     _qkv_same_embed_dim = False
+    #: kv heads without positions; their query heads have none either
+    unrotated: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -250,6 +255,7 @@ class MultiheadDilatedAttention(nn.Module):
         position_encoding: Literal["none", "rotary", "xpos"] = "none",
         rotary_base: float = 10000.0,
         xpos_scale_base: float = 512.0,
+        global_rotary: bool = True,
         kv_conv: int | None = None,
         recurrence: Recurrence | Mapping[str, Any] | None = None,
         scale: float | None = None,
@@ -270,6 +276,8 @@ class MultiheadDilatedAttention(nn.Module):
         self.head_dim = embed_dim // num_heads
         self.attention = DilatedAttention(pattern, causal=causal, dropout=dropout, scale=scale, engine=engine)
         _, self.num_kv_heads = self.attention.pattern.check_heads(num_heads, num_kv_heads)
+        if not flag(global_rotary, "global_rotary"):
+            self.unrotated = dense_kv_heads(self.attention.pattern, num_heads, self.num_kv_heads)
         self.rotary = self._positions(position_encoding, rotary_base, xpos_scale_base)
         factory = {"device": device, "dtype": dtype}
         rows = (num_heads + 2 * self.num_kv_heads) * self.head_dim
@@ -291,7 +299,9 @@ class MultiheadDilatedAttention(nn.Module):
     def _positions(self, kind: str, base: float, scale_base: float) -> Rotary | None:
         if kind not in ("none", "rotary", "xpos"):
             raise ValueError(f"position_encoding must be none, rotary or xpos; got {kind!r}.")
-        return None if kind == "none" else Rotary(self.head_dim, base, scale_base if kind == "xpos" else None)
+        if kind == "none" or len(self.unrotated) == self.num_kv_heads:
+            return None
+        return Rotary(self.head_dim, base, scale_base if kind == "xpos" else None)
 
     def reset_parameters(self) -> None:
         """Initialise the projections as nn.MultiheadAttention does."""
@@ -440,9 +450,10 @@ class MultiheadDilatedAttention(nn.Module):
         """Return the rotary table for x (B, N, E), see `Rotary.table`; None without rotary positions."""
         if self.rotary is None:
             return None
-        if isinstance(positions, RotaryTable):
-            return positions
-        return self.rotary.table(x, autocast(x[:0])[0].dtype, positions, start, furthest)
+        table = positions
+        if not isinstance(table, RotaryTable):
+            table = self.rotary.table(x, autocast(x[:0])[0].dtype, table, start, furthest)
+        return table if table.unrotated == self.unrotated else replace(table, unrotated=self.unrotated)
 
     def new_cache(self, max_length: int | None = None, clock: Any = None) -> Any:
         """Make an empty cache for this layer's `forward`; the arguments are as in `KVCache`."""

@@ -20,46 +20,56 @@ from lightning_dilated._device import ASSUMED, send
 from lightning_dilated.sequence.group import active_sequence
 
 
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, unrotated: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
     """Rotate q (B, N, H, D) and k (B, N, K, D) by a table (N, D/2) or (B, N, D/2), and keep their dtype.
 
-    xPos's `scale` multiplies q and divides k.
+    xPos's `scale` multiplies q and divides k. The kv heads `unrotated` and their query heads stay as they are.
     """
-    if scale is None:
-        return _rotate(q, cos, sin), _rotate(k, cos, sin)
-    return _rotate(q, cos * scale, sin * scale), _rotate(k, cos / scale, sin / scale)
+    tables = ((cos, sin), (cos, sin)) if scale is None else ((cos * scale, sin * scale), (cos / scale, sin / scale))
+    queries = [head for head in range(q.shape[2]) if head * k.shape[2] // q.shape[2] in unrotated]
+    return _rotate(q, *tables[0], queries), _rotate(k, *tables[1], unrotated)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, unrotated: Sequence[int]) -> Tensor:
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     wide = torch.promote_types(x.dtype, torch.float32)
     a, b = x.to(wide).chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    if not unrotated:
+        return rotated
+    same = torch.tensor([head in unrotated for head in range(x.shape[2])], device=x.device)
+    return torch.where(same[:, None], x, rotated)
 
 
 @torch.library.custom_op("lightning_dilated::turn", mutates_args=())
-def turn(joint: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
+def turn(
+    joint: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, heads: int, unrotated: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """Return q (B, N, heads, D) and k (B, N, K, D), rotated, from joint (B, N, heads + K, D)."""
     if not _serves(joint, cos):
-        return rotate(joint[:, :, :heads], joint[:, :, heads:], cos, sin, scale)
+        return rotate(joint[:, :, :heads], joint[:, :, heads:], cos, sin, scale, unrotated)
     from lightning_dilated.kernels.rows import rotary
 
     q, k = _halves(joint, heads)
     joint = joint if joint.stride(-1) == 1 else joint.contiguous()
-    rotary(joint, q, k, *_tables(joint, cos, sin, scale), back=False)
+    rotary(joint, q, k, *_tables(joint, cos, sin, scale), back=False, copied=unrotated)
     return q, k
 
 
 @torch.library.custom_op("lightning_dilated::turn_backward", mutates_args=())
-def turn_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None) -> Tensor:
+def turn_backward(
+    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, unrotated: Sequence[int]
+) -> Tensor:
     """Return the gradient of joint (B, N, H + K, D) from the gradients of the rotated q and k."""
     if not _serves(dq, cos):
-        return torch.cat(rotate(dq, dk, cos, -sin, scale), 2)
+        return torch.cat(rotate(dq, dk, cos, -sin, scale, unrotated), 2)
     from lightning_dilated.kernels.rows import rotary
 
     joint = dq.new_empty(*dq.shape[:2], dq.shape[2] + dk.shape[2], dq.shape[3])
     dq, dk = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk))
-    rotary(joint, dq, dk, *_tables(joint, cos, sin, scale), back=True)
+    rotary(joint, dq, dk, *_tables(joint, cos, sin, scale), back=True, copied=unrotated)
     return joint
 
 
@@ -85,22 +95,22 @@ def _halves(joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 
 @turn.register_fake
-def _(joint, cos, sin, scale, heads):
+def _(joint, cos, sin, scale, heads, unrotated):
     return _halves(joint, heads)
 
 
 @turn_backward.register_fake
-def _(dq, dk, cos, sin, scale):
+def _(dq, dk, cos, sin, scale, unrotated):
     return dq.new_empty(*dq.shape[:2], dq.shape[2] + dk.shape[2], dq.shape[3])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, cos, sin, scale, _ = inputs
+    _, cos, sin, scale, _, ctx.unrotated = inputs
     ctx.save_for_backward(cos, sin, scale)
 
 
 def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
-    return turn_backward(dq, dk, *ctx.saved_tensors), None, None, None, None
+    return turn_backward(dq, dk, *ctx.saved_tensors, ctx.unrotated), None, None, None, None, None
 
 
 turn.register_autograd(_backward, setup_context=_setup_context)
@@ -117,15 +127,17 @@ class RotaryTable:
     Attributes:
         cos, sin: (N, D/2), or (B, N, D/2) for positions that differ between samples; fp32 (fp64 for float64 inputs).
         scale: xPos's scale, with the same shape and dtype; None without xPos.
+        unrotated: kv heads without positions; their query heads have none either.
     """
 
     cos: Tensor
     sin: Tensor
     scale: Tensor | None = None
+    unrotated: tuple[int, ...] = ()
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate q (B, N, H, D) and k (B, N, K, D), and keep their dtype."""
-        return rotate(q, k, *self.on(q.device))
+        return rotate(q, k, *self.on(q.device), self.unrotated)
 
     def on(self, device: torch.device) -> list[Tensor | None]:
         """Return [cos, sin, scale] on a device."""
@@ -137,19 +149,19 @@ class RotaryTable:
         return tuple(x if x.ndim == 3 else x[None] for x in tensors)
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Tensor]) -> RotaryTable:
+    def of_rows(cls, rows: Sequence[Tensor], unrotated: tuple[int, ...] = ()) -> RotaryTable:
         """Make a table from the tensors of `rows`, or from a part of their tokens."""
-        return cls(*((x[0] if len(x) == 1 else x).contiguous() for x in rows))
+        return cls(*((x[0] if len(x) == 1 else x).contiguous() for x in rows), unrotated=unrotated)
 
     def split(self, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         """Return q (B, N, heads, D) and k (B, N, K, D), rotated, from one projection (B, N, heads + K, D)."""
         if joint.device.type == "cuda" or ASSUMED:
-            return turn(joint, *self.on(joint.device), heads)
+            return turn(joint, *self.on(joint.device), heads, self.unrotated)
         return self.rotate(joint[:, :, :heads], joint[:, :, heads:])
 
     def split_backward(self, dq: Tensor, dk: Tensor) -> Tensor:
         """Return the gradient of `split`'s projection (B, N, H + K, D) from the gradients of q and k."""
-        return turn_backward(dq, dk, *self.on(dq.device))
+        return turn_backward(dq, dk, *self.on(dq.device), self.unrotated)
 
 
 class Rotary(nn.Module):

@@ -7,6 +7,7 @@ Shape letters: B batch, L or N tokens, J heads, D head dim, H query heads, K kv 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -155,9 +156,13 @@ ROTARY_ELEMENTS, ROTARY_WARPS = 512, 4
 
 
 @triton.jit
-def _turn(source, s_sh, target, t_sh, heads, c, s, mask, HALF: tl.constexpr):
-    """Write (a c - b s, b c + a s) for the halves a and b of every head."""
-    for _ in range(heads):
+def _turn(source, s_sh, target, t_sh, heads, cos, sin, mask, copied, group, COPIES: tl.constexpr, HALF: tl.constexpr):
+    """Write (a c - b s, b c + a s) for the halves a and b of every head; a and b for heads of a copied kv head."""
+    c, s = cos, sin
+    for head in range(heads):
+        if COPIES:
+            copy = tl.load(copied + head // group) != 0
+            c, s = tl.where(copy, 1.0, cos), tl.where(copy, 0.0, sin)
         a = tl.load(source, mask=mask, other=0.0).to(c.dtype)
         b = tl.load(source + HALF, mask=mask, other=0.0).to(c.dtype)
         tl.store(target, (a * c - b * s).to(target.dtype.element_ty), mask=mask)
@@ -169,8 +174,9 @@ def _turn(source, s_sh, target, t_sh, heads, c, s, mask, HALF: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "heads", "kv_heads"])
 def _rotary(
     joint, j_sb, j_sn, j_sh, q, q_sb, q_sn, q_sh, k, k_sb, k_sn, k_sh, cos, sin, scale, table_sb, table_sn,
-    tokens, heads, kv_heads,
+    tokens, heads, kv_heads, copied,
     HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, SCALED: tl.constexpr, BACK: tl.constexpr,
+    COPIES: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(1).to(tl.int64)
     n, column = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK)
@@ -189,12 +195,13 @@ def _rotary(
         c, s = c * growth, s * growth
     else:
         k_cos, k_sin = c, s
+    group = heads // kv_heads
     if BACK:
-        _turn(q, q_sh, joint, j_sh, heads, c, s, mask, HALF)
-        _turn(k, k_sh, joint_k, j_sh, kv_heads, k_cos, k_sin, mask, HALF)
+        _turn(q, q_sh, joint, j_sh, heads, c, s, mask, copied, group, COPIES, HALF)
+        _turn(k, k_sh, joint_k, j_sh, kv_heads, k_cos, k_sin, mask, copied, 1, COPIES, HALF)
     else:
-        _turn(joint, j_sh, q, q_sh, heads, c, s, mask, HALF)
-        _turn(joint_k, j_sh, k, k_sh, kv_heads, k_cos, k_sin, mask, HALF)
+        _turn(joint, j_sh, q, q_sh, heads, c, s, mask, copied, group, COPIES, HALF)
+        _turn(joint_k, j_sh, k, k_sh, kv_heads, k_cos, k_sin, mask, copied, 1, COPIES, HALF)
 
 
 def rotary_serves(x: Tensor, table: Tensor) -> bool:
@@ -203,13 +210,23 @@ def rotary_serves(x: Tensor, table: Tensor) -> bool:
     return floats and x.shape[0] < 65536 and kernels.available(x.device)
 
 
-def rotary(joint: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, back: bool) -> None:
+@functools.cache
+def flags(heads: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+    """Return (count,) int32 on the device, 1 for these heads; it is never freed, because captured graphs read it."""
+    return torch.tensor([head in heads for head in range(count)], dtype=torch.int32, device=device)
+
+
+def rotary(
+    joint: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, back: bool,
+    copied: Sequence[int] = (),
+) -> None:  # fmt: skip
     """Rotate joint (B, N, H + K, D) into q (B, N, H, D) and k (B, N, K, D), or gradients of q and k `back` into joint.
 
     Args:
         joint, q, k: tensors with stride 1 along D and any other strides.
         cos, sin: the table, (N, D/2) or (B, N, D/2), contiguous.
         scale: None, or xPos's scale, with the table's shape: it multiplies q and divides k.
+        copied: kv heads that are copied, together with their query heads.
     """
     batch, tokens, heads, dim = q.shape
     block = max(2, triton.next_power_of_2(dim // 2))
@@ -220,5 +237,7 @@ def rotary(joint: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale:
             _rotary[(triton.cdiv(tokens, size), batch)](
                 joint, *joint.stride()[:3], q, *q.stride()[:3], k, *k.stride()[:3], cos, sin,
                 cos if scale is None else scale, per_sample, cos.shape[-1], tokens, heads, k.shape[2],
-                HALF=dim // 2, BLOCK=block, TOKENS=size, SCALED=scale is not None, BACK=back, num_warps=ROTARY_WARPS,
+                flags(tuple(copied), k.shape[2], q.device) if copied else cos,
+                HALF=dim // 2, BLOCK=block, TOKENS=size, SCALED=scale is not None, BACK=back, COPIES=bool(copied),
+                num_warps=ROTARY_WARPS,
             )  # fmt: skip

@@ -66,7 +66,7 @@ class BlockMemory(nn.Module):
     def memory(self, settings: MemorySettings) -> None:
         """Check the settings against the sizes of the layers, and compile the parts that the settings need."""
         a = self.attention_layer
-        chunks = HeadChunks(a.num_heads, a.num_kv_heads, a.head_dim, settings.head_chunks)
+        chunks = HeadChunks(a.num_heads, a.num_kv_heads, a.head_dim, settings.head_chunks, a.unrotated)
         if settings.head_chunks > 1:
             self._check_bare(settings)
         self._chunks, self._memory = chunks, settings

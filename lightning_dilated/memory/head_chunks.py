@@ -40,6 +40,7 @@ class HeadChunks:
     Args:
         heads, kv_heads, head_dim: H, K, D.
         chunks: number of chunks; query heads that share a kv head are in the same chunk.
+        unrotated: kv heads without positions.
 
     Raises:
         ValueError: for more chunks than kv heads.
@@ -49,6 +50,7 @@ class HeadChunks:
     kv_heads: int
     head_dim: int
     chunks: int
+    unrotated: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if integer(self.chunks, "head_chunks", 1) > self.kv_heads:
@@ -60,6 +62,11 @@ class HeadChunks:
     def windows(self) -> list[tuple[int, int]]:
         """The query heads (first, stop) of each chunk."""
         return windows(self.heads, self.kv_heads, self.chunks)
+
+    def table(self, window: tuple[int, int], tables: Sequence[Tensor]) -> RotaryTable:
+        """Return the rotary table of a chunk."""
+        first, stop = (head * self.kv_heads // self.heads for head in window)
+        return RotaryTable.of_rows(tables, tuple(head - first for head in self.unrotated if first <= head < stop))
 
     def rows(self, window: tuple[int, int]) -> list[slice]:
         """Return the rows of the joint projection's weight for a chunk's q, k and v."""
@@ -180,7 +187,7 @@ class _Projection:
         heads = [y.unflatten(-1, (-1, self.chunks.head_dim)) for y in flat]
         if not tables:
             return tuple(heads)
-        return *RotaryTable.of_rows(tables).split(heads[0], window[1] - window[0]), heads[1]
+        return *self.chunks.table(window, tables).split(heads[0], window[1] - window[0]), heads[1]
 
     def backward(
         self,
@@ -202,7 +209,7 @@ class _Projection:
         groups = self._groups(window, bool(tables))
         if tables:
             dq, dk = grads[0], grads.pop(1)
-            grads[0] = RotaryTable.of_rows(tables).split_backward(dq, dk)
+            grads[0] = self.chunks.table(window, tables).split_backward(dq, dk)
             del dq, dk
         flat = [y.flatten(2) for y in grads]
         grads.clear()

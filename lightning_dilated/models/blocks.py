@@ -70,6 +70,8 @@ class BlockOptions:
         residual_dtype: dtype of the hidden states between blocks. Under mixed precision the default is float32;
             "bfloat16" halves the memory that recomputation saves.
         rotary_base: base of the layer's rotary positions.
+        global_rotary: whether dense heads have positions. False helps to look up keys in sequences longer than those in
+            training (docs/patterns.md).
 
     Raises:
         ValueError, TypeError: naming the option.
@@ -88,6 +90,7 @@ class BlockOptions:
     kv_conv: int | None = None
     drop_path: float = 0.0
     residual_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    global_rotary: bool = True
 
     def __post_init__(self) -> None:
         for name, allowed in (("norm", ("rmsnorm", "layernorm")), ("ffn", ("swiglu", "gelu"))):
@@ -166,6 +169,7 @@ class TransformerBlock(BlockMemory):
             position_encoding=options.position_encoding,
             rotary_base=options.rotary_base,
             xpos_scale_base=options.xpos_scale_base,
+            global_rotary=options.global_rotary,
             kv_conv=options.kv_conv,
             recurrence=recurrence,
             engine=options.engine,

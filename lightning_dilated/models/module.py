@@ -380,19 +380,22 @@ class DilatedModule(Pretrained, LearningRate):
         Warn if the pattern differs.
 
         Raises:
-            ValueError: in a Trainer's run, if rotary bases or recurrences differ.
+            ValueError: in a Trainer's run, if rotary positions or recurrences differ.
         """
         hparams = checkpoint.get("hyper_parameters") or {}
         bases, stored_base = getattr(self, "rotary_bases", ()), hparams.get("rotary_base")
         if attached_trainer(self) is None or not bases:  # without a Trainer the caller chose the bases
             return
         if any(bases) and isinstance(stored_base, (int, float, list, tuple)):
-            trained = layer_bases(stored_base, hparams.get("max_seq_len"), len(bases))
-            if trained != tuple(bases):
-                raise ValueError(
-                    f"the checkpoint was trained with rotary_base={stored_bases(trained)}, and this model has "
-                    f"{stored_bases(bases)}, which gives other results. Set rotary_base to the checkpoint's value."
-                )
+            trained = stored_bases(layer_bases(stored_base, hparams.get("max_seq_len"), len(bases)))
+            options: Any = self.options
+            dense = hparams.get("global_rotary") is not False, options.global_rotary
+            for name, former, own in (("rotary_base", trained, stored_bases(bases)), ("global_rotary", *dense)):
+                if former != own:
+                    raise ValueError(
+                        f"the checkpoint was trained with {name}={former}, and this model has {own}, which gives "
+                        f"other results. Set {name} to the checkpoint's value."
+                    )
         self._check_recurrences(hparams)
         stored = hparams.get("pattern")
         with contextlib.suppress(TypeError, ValueError):  # a subclass may store something else under this name

@@ -29,7 +29,7 @@ from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, defa
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.stack_sizes import BlockAttention, BlockSizes
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import cycle_to, pairs, pairs_of_part, shortest_cycle, window_reach
+from lightning_dilated.pattern.rows import cycle_to, dense_branches, pairs, pairs_of_part, shortest_cycle, window_reach
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.sequence import SequenceSpec
 
@@ -112,20 +112,22 @@ def rotary_hint(
     patterns: Sequence[DilatedPattern],
     seq_len: int | None,
     max_seq_len: int | None = None,
+    global_rotary: bool = True,
 ) -> str | None:
     """Return advice if a layer attends over longer distances than its rotary base serves, else None.
 
     Args:
         bases, patterns: one for each layer.
         seq_len: N; None: the model's `max_seq_len`, or any length without it.
-        max_seq_len: the model's.
+        max_seq_len, global_rotary: the model's.
     """
     longest = seq_len or max_seq_len or math.inf
     for layer, (base, pattern) in enumerate(zip(bases, patterns, strict=True)):
         if base is None:
             continue
-        reach = (b.segment_length or window_reach(b) or math.inf for b in pattern.branches)
-        width = min(max(reach), longest)
+        unrotated = () if global_rotary else dense_branches(pattern)
+        reach = (b.segment_length or window_reach(b) or math.inf for b in pattern.branches if b not in unrotated)
+        width = min(max(reach, default=0), longest)
         if width > TOLERANCE * served_length(base):
             wide = "the whole sequence" if width == math.inf else f"{width:,} tokens"
             if longest <= (max_seq_len or 0):
@@ -445,9 +447,10 @@ def init_weights(model: nn.Module, depth: int, dim: int) -> None:
 def position_advice(module: Any, seq_len: int) -> str | None:
     """Return advice about the rotary bases for sequences of N tokens; None if the bases serve them."""
     bases, made_for = getattr(module, "rotary_bases", ()), getattr(module, "max_seq_len", None)
-    if getattr(getattr(module, "options", None), "position_encoding", "none") != "rotary":
+    options = getattr(module, "options", None)
+    if getattr(options, "position_encoding", "none") != "rotary":
         return None
-    hint = rotary_hint(bases, module.patterns, seq_len, made_for)
+    hint = rotary_hint(bases, module.patterns, seq_len, made_for, getattr(options, "global_rotary", True))
     return f"{type(module).__name__} at {seq_len} tokens: {hint}" if hint else None
 
 

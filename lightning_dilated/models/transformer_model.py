@@ -28,6 +28,7 @@ from lightning_dilated.models.transformer import DilatedTransformer, layer_bases
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.layers import layer_patterns, plain_patterns, read_patterns
 from lightning_dilated.pattern.pattern import LAYERS
+from lightning_dilated.pattern.rows import dense_kv_heads
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import layer_recurrences, plain_recurrences
 
@@ -192,6 +193,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
         self.pattern = read_patterns(pattern, depth, num_heads, num_kv_heads)
         self._patterns = layer_patterns(self.pattern, depth, shift_layers, shift_below)
         _, self.num_kv_heads = self._patterns[0].check_heads(num_heads, num_kv_heads)
+        self._check_dense_heads()
         self.recurrences = layer_recurrences(recurrence, depth, self.causal)
         self.max_seq_len = max_seq_len
         self.rotary_bases = layer_bases(rotary_base, max_seq_len, depth, encoding)
@@ -217,11 +219,22 @@ class TransformerModel(_NamedArguments, DilatedModule):
                 "one of them only."
             )
         rotary = encoding == "rotary"
-        if hint := rotary and rotary_hint(self.rotary_bases, self.patterns, None, max_seq_len):
+        positions = self.rotary_bases, self.patterns, None, max_seq_len, self.options.global_rotary
+        if hint := rotary and rotary_hint(*positions):
             rank_zero_warn(f"{type(self).__name__}: {hint}")
         with torch.device("meta"):  # make one layer without storage, to raise errors for wrong sizes and options here
             self._transformer(depth=1)
         self._save_arguments()
+
+    def _check_dense_heads(self) -> None:
+        """Raise ValueError if dense heads cannot be without positions, or if there are none."""
+        heads = self.num_heads, self.num_kv_heads
+        if self.options.global_rotary or any([dense_kv_heads(x, *heads) for x in dict.fromkeys(self._patterns)]):
+            return
+        raise ValueError(
+            "global_rotary=False leaves dense heads without positions, and no layer has a dense head. Take "
+            'a hybrid pattern, or global_rotary=True; rotary_base="none" leaves all heads without positions.'
+        )
 
     def _save_arguments(self) -> None:
         arguments = _defaults(type(self)) | self.__dict__.pop("_arguments", {}) | given_hyperparameters()

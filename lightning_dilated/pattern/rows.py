@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -73,6 +74,32 @@ def without_global(pattern: DilatedPattern) -> DilatedPattern | None:
     """Return the pattern without branches of global tokens; None if it has no other branches."""
     branches = tuple(b for b in pattern.branches if b.tokens is None)
     return None if not branches else pattern if branches == pattern.branches else replace(pattern, branches=branches)
+
+
+def dense_branches(pattern: DilatedPattern) -> list[AnyBranch]:
+    """Return the undilated branches over the whole sequence if no other branch serves their heads."""
+    uses = Counter(head for b in pattern.branches for head in b.heads or ())
+    if len(pattern.branches) > 1 and any(b.heads is None for b in pattern.branches):
+        return []
+    whole = [b for b in pattern.branches if not (b.segment_length or b.width or b.tokens or b.dilation_rate > 1)]
+    return [b for b in whole if all(uses[head] == 1 for head in b.heads or ())]
+
+
+def dense_kv_heads(pattern: DilatedPattern, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
+    """Return the kv heads of the query heads that `dense_branches` serve.
+
+    Raises:
+        ValueError: if other query heads share these kv heads.
+    """
+    dense = {head for b in dense_branches(pattern) for head in (range(num_heads) if b.heads is None else b.heads)}
+    group = num_heads // num_kv_heads
+    kv_heads = sorted({head // group for head in dense})
+    if len(dense) < group * len(kv_heads):
+        raise ValueError(
+            f"global_rotary=False needs whole groups of dense heads: query heads {sorted(dense)} are dense, and some share "
+            f"their kv head ({group} query heads each) with other heads. Name whole groups, or set global_rotary=True."
+        )
+    return tuple(kv_heads)
 
 
 def segment_at(branch: AnyBranch, seq_len: int, position: int) -> Segment:

@@ -1,14 +1,22 @@
-"""Rotary and xPos against their formulas in complex float64, at positions near and far."""
+"""Rotary and xPos against their formulas in complex float64, at positions near and far; dense heads without positions."""
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_dilated.attention import MultiheadDilatedAttention
+from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.attention.rotary import GAMMA, Rotary
 from lightning_dilated.pattern import Branch, DilatedPattern
+
+from ..examples import examples
+from ..pattern.strategies import documents, head_counts, patterns
+from .reference import close
 
 D, BASE, SCALE_BASE = 8, 10000.0, 512.0
 KINDS = {"rotary": None, "xpos": SCALE_BASE}
@@ -122,6 +130,63 @@ def test_positions_of_each_sample():
     for i in range(2):
         torch.testing.assert_close(got[i : i + 1], module(x[i : i + 1], positions=positions[i])[0])
     assert not torch.allclose(got[1], module(x)[0][1])
+
+
+# -- dense heads without positions -------------------------------------------------------------------------------------
+@st.composite
+def with_dense_heads(draw):
+    """Draw (heads, kv heads, pattern): some kv heads are dense, and random branches serve the others."""
+    heads, kv_heads = draw(head_counts(8))
+    group = heads // kv_heads
+    dense = draw(st.sets(st.integers(0, kv_heads - 1), min_size=1))
+    whole, others = ([h for h in range(heads) if (h // group in dense) is x] for x in (True, False))
+    random = draw(patterns(heads, kv_heads)) if others else None
+    branches = random.branches if random else ()
+    limited = [replace(b, heads=tuple(others)) for b in branches if b.heads is None or set(b.heads) & set(others)]
+    order = draw(st.permutations([Branch(None, 1, heads=whole), *limited]))
+    return heads, kv_heads, replace(random, branches=tuple(order)) if random else DilatedPattern(order)
+
+
+def by_definition(module, x, **options):
+    """Return the output of a layer: dense heads by their only branch, and rotary positions in all other heads."""
+    heads, kv_heads = module.num_heads, module.num_kv_heads
+    pattern, sizes = module.attention.pattern, (heads, kv_heads, kv_heads)
+    q, k, v = (x @ module.in_proj_weight.T + module.in_proj_bias).unflatten(-1, (-1, D)).split(sizes, 2)
+    turned = Rotary(D)(torch.arange(x.shape[1]), x.dtype).rotate(q, k)
+    branches = [[b.to_dict() for b in pattern.branches if b.serves(h)] for h in range(heads)]
+    undilated = {"segment_length": None, "dilation_rate": 1}
+    dense = [[{n: v for n, v in b.items() if n != "heads"} for b in served] == [undilated] for served in branches]
+    same = torch.tensor(dense)[:, None]
+    q, k = (torch.where(y, *z) for y, z in ((same, (q, turned[0])), (same[:: heads // kv_heads], (k, turned[1]))))
+    return module.out_proj(oracle(q, k, v, pattern, **options)[0].flatten(2))
+
+
+@given(st.data())
+@settings(max_examples=examples(40))
+def test_dense_heads_without_positions(data):
+    """The output and every gradient are those of the definition."""
+    heads, kv_heads, pattern = data.draw(with_dense_heads())
+    n, causal = data.draw(st.integers(1, 24)), data.draw(st.booleans())
+    bounds = torch.tensor(data.draw(documents(n)), dtype=torch.int32) if data.draw(st.booleans()) else None
+    module = layer(pattern, heads, num_kv_heads=kv_heads, causal=causal, global_rotary=False)
+    torch.nn.init.normal_(module.in_proj_weight, std=0.3)
+    x = rand(1, n, heads * D).requires_grad_()
+    outputs = module(x, cu_seqlens=bounds)[0], by_definition(module, x, causal=causal, cu_seqlens=bounds)
+    grad, inputs = rand(*x.shape), (x, *module.parameters())
+    results = [(y, *torch.autograd.grad(y, inputs, grad)) for y in outputs]
+    for got, want in zip(*results, strict=True):
+        close(f"{pattern}, {heads} heads, {kv_heads} kv heads, {bounds}", got, want, 1e-9)
+
+
+def test_a_shared_table_rotates_the_layer_s_own_heads():
+    pattern = DilatedPattern([Branch(4, 1, heads=[0]), Branch(None, 1, heads=[1])])
+    plain, module = layer(pattern), layer(pattern, global_rotary=False)
+    module.load_state_dict(plain.state_dict())
+    x = rand(1, 20, 2 * D)
+    table = plain.table(x)
+    assert torch.equal(module(x, positions=table)[0], module(x)[0])
+    assert torch.equal(plain(x, positions=module.table(x))[0], plain(x)[0])
+    assert not torch.allclose(module(x)[0], plain(x)[0])
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

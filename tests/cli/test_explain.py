@@ -40,6 +40,14 @@ def test_of_a_recipe(cli):
     )
 
 
+def test_dense_heads_without_positions(cli, tmp_path):
+    options = {"pattern": {"hybrid": {"local": 8}}, "dim": 16, "num_heads": 2, "global_rotary": False}
+    recipe = {"model": {"class_path": "LongNetLM", "init_args": options}}
+    (tmp_path / "dense.yaml").write_text(yaml.safe_dump(recipe))
+    result = cli("explain", "--config", "dense.yaml", "--seq_len", "4096")
+    assert "no positions (dense heads)" in result.out and "no problems" in result.out, result.err
+
+
 def complete(path):
     """Return whether a recipe sets a pattern and a length."""
     config = yaml.safe_load(path.read_text())

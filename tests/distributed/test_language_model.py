@@ -30,6 +30,7 @@ MODELS = {
     },
     "hybrid, gqa, kv_conv": {
         "pattern": {"hybrid": {"local": 5, "global_every": 2}}, "depth": 2, "num_kv_heads": 2, "kv_conv": 4,
+        "global_rotary": False,
     },
     "recurrence": {"recurrence": [{}, {"kind": "delta", "segment": 5}], "num_kv_heads": 2},
     "recurrence, linear": {"recurrence": {"kind": "linear", "segment": 4, "conv": 0}, "kv_conv": 3},

@@ -20,13 +20,17 @@ PATTERN = DilatedPattern([Branch(6, 1, heads=[0, 1, 3]), Branch(12, 3, shift=5),
 N, WIDTH = 21, 16
 
 
+#: kv head 0 is dense
+HYBRID = DilatedPattern([Branch(None, 1, heads=[0, 1]), Branch(6, 1, shift=2, heads=[2, 3])])
+
+
 def layer(encoding: str) -> MultiheadDilatedAttention:
-    """Build a layer with the same weights on every rank."""
+    """Build a layer with the same weights on every rank; "dense without": dense heads have no positions."""
     torch.manual_seed(2)
-    built = MultiheadDilatedAttention(
-        WIDTH, 4, PATTERN, num_kv_heads=2, causal=True, sub_layernorm=True, position_encoding=encoding
-    )
-    return built.double()
+    options = {"position_encoding": encoding, "pattern": PATTERN}
+    if encoding == "dense without":
+        options = {"position_encoding": "rotary", "pattern": HYBRID, "global_rotary": False}
+    return MultiheadDilatedAttention(WIDTH, 4, num_kv_heads=2, causal=True, sub_layernorm=True, **options).double()
 
 
 def tokens() -> torch.Tensor:
@@ -40,8 +44,8 @@ def run_layer(module, x, **options):
     return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, *module.parameters()))]
 
 
-def part_of_layer(rank, group, layout, encoding, options):
-    with sequence(group, layout=layout) as ours, ours.active():
+def part_of_layer(rank, group, settings, encoding, options):
+    with sequence(group, **settings) as ours, ours.active():
         x = tokens()[:, positions(ours, N)]
         return positions(ours, N), run_layer(layer(encoding), x, **options)
 
@@ -50,9 +54,21 @@ def part_of_layer(rank, group, layout, encoding, options):
 @pytest.mark.parametrize("encoding", ["none", "rotary", "xpos"])
 def test_layer(pool, layout, encoding):
     """Rotary angles come from global positions, and every parameter's gradient is the sum over ranks."""
+    check_layer(pool, 3, {"layout": layout}, encoding)
+
+
+EXCHANGES = [(1, "gather", 1), (2, "ring", 1), (3, "switch", 1), (4, "gather", 1), (4, "ring", 2), (2, "gather", 2)]
+
+
+@pytest.mark.parametrize("ranks, exchange, head_size", EXCHANGES)
+def test_dense_heads_without_positions(pool, ranks, exchange, head_size):
+    check_layer(pool, ranks, {"exchange": exchange, "head_size": head_size}, "dense without")
+
+
+def check_layer(pool, ranks, settings, encoding):
     options = {"lengths": torch.tensor([N, 13])}
     want = run_layer(layer(encoding), tokens(), **options)
-    parts = pool.run(3, part_of_layer, layout, encoding, options)
+    parts = pool.run(ranks, part_of_layer, settings, encoding, options)
     at = torch.tensor([p for held, _ in parts for p in held])
     for i in range(2):
         got = torch.cat([tensors[i] for _, tensors in parts], 1)[:, at.argsort()]

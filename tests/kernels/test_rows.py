@@ -20,7 +20,8 @@ def rotated(rank, group, number, examples, device="cpu"):
     chosen, generator = random.Random(number), torch.Generator(device).manual_seed(number)
     for _ in range(examples):
         rows.ROTARY_ELEMENTS = chosen.choice([8, 64])
-        batch, n, heads, kv_heads = (chosen.randint(1, 3) for _ in range(4))
+        batch, n, group, kv_heads = (chosen.randint(1, 3) for _ in range(4))
+        heads, unrotated = group * kv_heads, chosen.choice([[], [0], [kv_heads - 1], list(range(kv_heads))])
         n, dim = chosen.choice([1, n * 7]), 2 * chosen.choice([1, 3, 8, 9])
         positions = torch.randint(
             0, 500, (batch, n) if chosen.random() < 0.5 else (n,), generator=generator, device=device
@@ -29,8 +30,8 @@ def rotated(rank, group, number, examples, device="cpu"):
         flat = torch.randn(batch, n, (heads + kv_heads) * dim + 3, generator=generator, device=device)
         joint = flat[..., : (heads + kv_heads) * dim].unflatten(-1, (-1, dim)).requires_grad_()
         tensors = table.cos, table.sin, table.scale
-        got = turn(joint, *tensors, heads)
-        want = rotate(joint[:, :, :heads], joint[:, :, heads:], *tensors)
+        got = turn(joint, *tensors, heads, unrotated)
+        want = rotate(joint[:, :, :heads], joint[:, :, heads:], *tensors, unrotated)
         grads = [
             torch.randn(x.shape, generator=generator, device=device).transpose(1, 2).contiguous().transpose(1, 2)
             for x in got
@@ -46,17 +47,19 @@ def broadcast(rank, group):
     joint = torch.randn(3, 16, 4, 8)
     for positions in (torch.arange(16)[None], torch.arange(1), torch.arange(16).expand(3, 16)):
         table = Rotary(8)(positions)
-        for a, b in zip(turn(joint, table.cos, table.sin, None, 3), table.rotate(*joint.split((3, 1), 2)), strict=True):
+        for a, b in zip(
+            turn(joint, table.cos, table.sin, None, 3, []), table.rotate(*joint.split((3, 1), 2)), strict=True
+        ):
             close(str(tuple(positions.shape)), a, b, 1e-6, 1.0)
     table, turned_over = Rotary(8)(torch.arange(16)), torch.randn(3, 16, 8, 4).transpose(2, 3)
     for a, b in zip(
-        turn(turned_over, table.cos, table.sin, None, 3), table.rotate(*turned_over.split((3, 1), 2)), strict=True
+        turn(turned_over, table.cos, table.sin, None, 3, []), table.rotate(*turned_over.split((3, 1), 2)), strict=True
     ):
         close("columns apart", a, b, 1e-6, 1.0)
     for wrong in (32, 15):
         table = Rotary(8)(torch.arange(wrong))
         with pytest.raises(RuntimeError, match="expanded size"):
-            turn(joint, table.cos, table.sin, None, 3)
+            turn(joint, table.cos, table.sin, None, 3, [])
 
 
 def test_tables_of_other_shapes(interpreter):

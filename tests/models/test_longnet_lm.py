@@ -178,8 +178,13 @@ def test_compiled_blocks_train_as_eager_ones():
 
 @pytest.mark.parametrize(
     "options, backend",
-    [({"depth": 1}, None), ({}, "aot_eager"), ({"position_encoding": "xpos"}, "aot_eager")],
-    ids=["Inductor", "rotary", "xpos"],
+    [
+        ({"depth": 1}, None),
+        ({}, "aot_eager"),
+        ({"position_encoding": "xpos"}, "aot_eager"),
+        ({"pattern": {"hybrid": {"local": 5, "global_every": 2}}, "global_rotary": False}, "aot_eager"),
+    ],
+    ids=["Inductor", "rotary", "xpos", "dense heads without positions"],
 )
 @pytest.mark.full
 def test_compile_blocks(options, backend):

@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_dilated import DilatedPattern, LongNetLM
+from lightning_dilated import Branch, DilatedPattern, LongNetLM
 
 from . import PATTERN, SIZES, batch, loader, tiny, trainer
 
@@ -48,6 +48,17 @@ REFUSED = {
     "odd head dim": (make(dim=12), ValueError, "head_dim must be even"),
     "rotary_base": (make(rotary_base=0.5), ValueError, "rotary base must be above 1"),
     "xpos_scale_base": (make(position_encoding="xpos", xpos_scale_base=0), ValueError, "xpos_scale_base must be"),
+    "no dense heads": (make(global_rotary=False), ValueError, "no layer has a dense head.*Take a hybrid pattern"),
+    "half a group": (
+        make(
+            pattern=DilatedPattern([Branch(4, 1, heads=[0]), Branch(None, 1, heads=[1, 2, 3])]),
+            num_kv_heads=2,
+            global_rotary=False,
+        ),
+        ValueError,
+        r"whole groups of dense heads: query heads \[1, 2, 3\]",
+    ),
+    "global_rotary": (make(global_rotary="no"), TypeError, "global_rotary must be"),
     "engine": (make(engine="fast"), ValueError, "engine must be one of"),
     "shapes": (
         lambda: tiny().loss_terms({**batch(2, 9), "tokens": torch.ones(2, 8).long()}),

@@ -53,6 +53,10 @@ MODELS = {
     "layernorm": {"norm": "layernorm", "ffn": "gelu", "bias": True, "sub_layernorm": True, "depth": 3},
     "xpos, untied": {"position_encoding": "xpos", "tie_embeddings": False, "depth": 2},
     "no positions, shifted": {"position_encoding": "none", "shift_layers": "odd", "depth": 2},
+    "dense heads without positions": {
+        "pattern": DilatedPattern([Branch(7, 1, heads=[1, 3]), Branch(None, 1, heads=[0, 2])]),
+        "global_rotary": False,
+    },
 }
 
 
@@ -60,7 +64,7 @@ MODELS = {
 @pytest.mark.parametrize("chosen", SETTINGS.values(), ids=SETTINGS)
 def test_gradients_are_the_plain_ones(chosen, options):
     pattern = DilatedPattern.longnet([5, 12], [1, 3]) if "shift_layers" in options else PATTERN
-    model, data = tiny(pattern, **options), batch(2, 23)
+    model, data = tiny(**{"pattern": pattern, **options}), batch(2, 23)
     data["labels"][0, 3:9] = -100
     data["lengths"] = torch.tensor([23, 17])
     same(gradients(model, chosen, data), gradients(model, MemorySettings(), data))

@@ -1,6 +1,9 @@
-"""The rotary base of each layer: by length, by layer, none; the warning about a base for too few tokens."""
+"""The rotary base of each layer: by length, by layer, none; the warning about a base for too few tokens; dense heads
+without positions.
+"""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from lightning_dilated.models.transformer import base_of_length, layer_bases, ro
 
 from . import SIZES, batch, loader, trainer
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "stored_positions" / "hybrid.ckpt"
+HYBRID = {"hybrid": {"local": 4, "global_every": 2}}
 WIDE, NARROW = DilatedPattern.dense(), DilatedPattern.dense(16)
 
 
@@ -105,6 +110,8 @@ def test_a_model_warns_as_it_is_made():
     assert not said(lambda: LongNetLM(NARROW, **SIZES))
     assert not said(lambda: LongNetLM(WIDE, **SIZES, position_encoding="none"))
     assert not said(lambda: LongNetLM(WIDE, **SIZES, position_encoding="xpos"))
+    assert len(said(lambda: LongNetLM(HYBRID, **SIZES))) == 1
+    assert not said(lambda: LongNetLM(HYBRID, **SIZES, global_rotary=False))
 
 
 def test_a_fit_on_longer_sequences_warns():
@@ -162,3 +169,50 @@ def test_a_run_refuses_other_bases_than_were_trained(tmp_path, folder):
     with pytest.warns(UserWarning, match="the checkpoint was trained with .*16.* attends by .*8"):
         narrower = LongNetLM(DilatedPattern.dense(8), **SIZES)
         trainer(**strategy).validate(narrower, loader(batch(1, 20)), ckpt_path=str(path), verbose=False)
+
+
+# -- dense heads without positions -------------------------------------------------------------------------------------
+def test_a_model_without_the_key_keeps_its_positions():
+    """A checkpoint of a version without `global_rotary` computes the recorded logits."""
+    stored = torch.load(GOLDEN, weights_only=True)
+    assert "global_rotary" not in stored["hyper_parameters"]
+    model = LongNetLM.load_from_checkpoint(GOLDEN).double().eval()
+    assert model.hparams.global_rotary is True
+    with torch.no_grad():
+        torch.testing.assert_close(model(stored["tokens"]), stored["logits64"], rtol=1e-9, atol=1e-9)
+        other = LongNetLM.load_from_checkpoint(GOLDEN, global_rotary=False).double().eval()
+        assert (other(stored["tokens"]) - stored["logits64"]).abs().max() > 0.1
+    other = LongNetLM(**{**stored["hyper_parameters"], "global_rotary": False})
+    with pytest.raises(ValueError, match="trained with global_rotary=True, and this model has False"):
+        trainer().validate(other, loader(batch(1, 20, vocab_size=7)), ckpt_path=str(GOLDEN), verbose=False)
+
+
+def test_checkpoints_keep_dense_heads_without_positions(tmp_path):
+    model = LongNetLM(HYBRID, **SIZES, max_seq_len=64, global_rotary=False)
+    run = trainer(max_steps=1)
+    run.fit(model, loader(batch(1, 20)))
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    model.eval()
+    twins = (
+        LongNetLM.load_from_checkpoint(tmp_path / "x.ckpt"),
+        LongNetLM.from_pretrained(model.save_pretrained(tmp_path)),
+    )
+    tokens = batch(1, 20)["tokens"]
+    for twin in twins:
+        assert twin.hparams.global_rotary is False
+        assert torch.equal(twin.eval()(tokens), model(tokens))
+    other = LongNetLM(HYBRID, **SIZES, max_seq_len=64)
+    with pytest.raises(ValueError, match="trained with global_rotary=False, and this model has True"):
+        trainer().validate(other, loader(batch(1, 20)), ckpt_path=str(tmp_path / "x.ckpt"), verbose=False)
+
+
+def test_all_heads_of_a_layer_without_positions():
+    """A layer with dense heads only equals one with `rotary_base="none"`."""
+    patterns, options = [NARROW, WIDE], {**SIZES, "max_seq_len": 64}
+    model = LongNetLM(patterns, **options, global_rotary=False)
+    other = LongNetLM(patterns, **options, rotary_base=["length", "none"])
+    for x in (model, other):
+        x.configure_model()
+    other.load_state_dict(model.state_dict())
+    tokens = batch(1, 40)["tokens"]
+    assert torch.equal(model.eval()(tokens), other.eval()(tokens))

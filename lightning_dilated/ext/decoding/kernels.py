@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_dilated.kernels.rows import flags
 from lightning_dilated.kernels.tiles import LOG2E, block_dim, precision
 
 #: most rows that a program reads in one step, most bytes of their keys, and entries that the merge reads in one step
@@ -191,8 +192,8 @@ def _rotated(x, head_stride, heads, column, cos, sin, ROTARY: tl.constexpr, DIM:
 def _attend(
     part, part_lse, parts,
     q, q_sb, q_sh, k, k_sb, k_sh, v, v_sb, v_sh, rows_k, rows_v, rows_sb,
-    positions, cos, sin, factor, table_sb, programs, branches, lookup, slots, users, scale,
-    ROTARY: tl.constexpr, XPOS: tl.constexpr, PRECISION: tl.constexpr,
+    positions, cos, sin, factor, table_sb, unrotated, programs, branches, lookup, slots, users, scale,
+    ROTARY: tl.constexpr, XPOS: tl.constexpr, UNROTATED: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     sample, program = tl.program_id(1).to(tl.int64), programs + 3 * tl.program_id(0)
@@ -217,6 +218,7 @@ def _attend(
     inside = column < DIM
     to = sample * parts + tl.load(slot + 5, mask=used, other=0) + share * size + g
     if used & (begin < end):
+        kv = tl.load(slot + 3)
         cosine = tl.zeros([BLOCK], tl.float32)
         sine = tl.zeros([BLOCK], tl.float32)
         grown = tl.full([BLOCK], 1.0, tl.float32)
@@ -227,11 +229,14 @@ def _attend(
             sine = tl.load(sin + angle, mask=inside, other=0.0)
             if XPOS:
                 grown = tl.load(factor + angle, mask=inside, other=1.0)
+            if UNROTATED:
+                same = tl.load(unrotated + kv) != 0
+                cosine, sine = tl.where(same, 1.0, cosine), tl.where(same, 0.0, sine)
+                grown = tl.where(same, 1.0, grown)
         # rows of the block without a query head have the index -1
         heads = tl.load(users + tl.load(slot + 6) + g, mask=g < size, other=-1)
         query = _rotated(q + sample * q_sb, q_sh, heads, column, cosine * grown, sine * grown, ROTARY, DIM)
         query = query.to(rows_k.dtype.element_ty)
-        kv = tl.load(slot + 3)
         one = tl.full([1], 0, tl.int32) + kv.to(tl.int32)
         new_key = _rotated(k + sample * k_sb, k_sh, one, column, cosine / grown, sine / grown, ROTARY, DIM)
         new_key = new_key.to(rows_k.dtype.element_ty)
@@ -319,6 +324,7 @@ def decode(
     tables: Launch,
     scale: float,
     table: tuple[Tensor, Tensor, Tensor | None] | None = None,
+    unrotated: tuple[int, ...] = (),
 ) -> Tensor:
     """Store the new token of each sample in the cache; return its attention (B, H, D).
 
@@ -330,6 +336,7 @@ def decode(
         tables: the tables of the cache.
         scale: scale of the scores.
         table: rotary table for q and k: (cosines, sines, xPos scale or None), (B or 1, D/2) fp32; None: no rotation.
+        unrotated: kv heads that keep their keys as they are, and their queries.
     """
     batch, heads, dim = q.shape
     block, group = block_dim(dim), 1 if tables.group == 1 else max(16, triton.next_power_of_2(tables.group))
@@ -342,10 +349,11 @@ def decode(
     if tables.parts:
         _attend[(len(tables.programs), batch)](
             part, part_lse, tables.parts, q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], *rows,
-            rows[0].stride(0), positions, cos, sin, cos if factor is None else factor, stride, tables.programs,
-            tables.branches, tables.lookup, tables.slots, tables.users, scale * LOG2E.value, ROTARY=table is not None,
-            XPOS=factor is not None, PRECISION=precision(q), GROUP=group, KEYS=keys, STAGES=3 if tables.deep else 1,
-            DIM=dim, BLOCK=block, num_warps=4,
+            rows[0].stride(0), positions, cos, sin, cos if factor is None else factor, stride,
+            flags(unrotated, k.shape[1], k.device) if unrotated else cos, tables.programs, tables.branches,
+            tables.lookup, tables.slots, tables.users, scale * LOG2E.value, ROTARY=table is not None,
+            XPOS=factor is not None, UNROTATED=bool(unrotated), PRECISION=precision(q), GROUP=group, KEYS=keys,
+            STAGES=3 if tables.deep else 1, DIM=dim, BLOCK=block, num_warps=4,
         )  # fmt: skip
     _merge[(heads, batch)](
         out, *out.stride()[:2], part, part_lse, tables.parts, positions, tables.entries, tables.starts, ENTRIES=ENTRIES,

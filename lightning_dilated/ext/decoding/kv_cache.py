@@ -265,7 +265,8 @@ class KVCache:
         rotation = None if table is None else tuple(None if x is None else x.flatten(0, -2) for x in table.on(q.device))
         q, k, v = (x[:, 0] if x.stride(-1) == 1 else x[:, 0].contiguous() for x in (q, k, v))
         with kernels.on(q.device):
-            out = decode(q, k, v, (self._k, self._v), positions, self._launch[1], scale, rotation)
+            buffers, unrotated = (self._k, self._v), () if table is None else table.unrotated
+            out = decode(q, k, v, buffers, positions, self._launch[1], scale, rotation, unrotated)
         self.length += 1
         return out[:, None]
 

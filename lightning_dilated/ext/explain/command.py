@@ -34,6 +34,7 @@ class Sizes:
     causal: bool = False
     rotary_bases: tuple[float | None, ...] = ()
     recurrences: tuple[Recurrence | None, ...] = ()
+    global_rotary: bool = True
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,11 +69,12 @@ def sizes_of_recipe(path: Path) -> Sizes:
     if not getattr(model, "patterns", None):
         raise ValueError(f"--config {path}: the model, {type(model).__name__}, has no pattern to explain.")
     heads, dim = getattr(model, "num_heads", None), getattr(model, "dim", None)
-    rotary = getattr(getattr(model, "options", None), "position_encoding", "none") == "rotary"
+    options = getattr(model, "options", None)
+    rotary = getattr(options, "position_encoding", "none") == "rotary"
     return Sizes(
         model.patterns, seq_len_of(path, config.get("data")), heads, model.num_kv_heads, model.depth,
         dim // heads if dim and heads else 64, getattr(model, "causal", False), model.rotary_bases if rotary else (),
-        tuple(getattr(model, "recurrences", ())),
+        tuple(getattr(model, "recurrences", ())), getattr(options, "global_rotary", True),
     )  # fmt: skip
 
 
@@ -87,7 +89,7 @@ def resolve_sizes(args: argparse.Namespace) -> Sizes:
         raise ValueError("--segments and --dilations belong together: one rate for every segment length.")
     if args.segments:
         pattern = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
-        sizes = replace(sizes, patterns=(pattern,), rotary_bases=(), recurrences=())
+        sizes = replace(sizes, patterns=(pattern,), rotary_bases=(), recurrences=(), global_rotary=True)
     options = {"seq_len": args.seq_len, "num_heads": args.heads, "num_kv_heads": args.kv_heads, "depth": args.depth}
     options |= {"head_dim": args.head_dim, "causal": args.causal}
     if args.heads and not args.kv_heads:
@@ -129,7 +131,8 @@ def table(sizes: Sizes, result: Explanation) -> list[str]:
     recurrences = cycle_to(sizes.recurrences, result.depth) if sizes.recurrences else ()
     if beyond := reach_in_words(recurrences, sizes.head_dim):
         lines.append(f"  {'beyond the pattern':<22}{beyond}")
-    return lines + [f"  {'rotary range':<22}{line}" for line in rotary_table(sizes.rotary_bases)]
+    ranges = rotary_table(sizes.rotary_bases) + ["no positions (dense heads)"] * (not sizes.global_rotary)
+    return lines + [f"  {'rotary range':<22}{line}" for line in ranges]
 
 
 def rotary_table(bases: tuple[float | None, ...]) -> list[str]:
@@ -152,5 +155,6 @@ def run(argv: list[str]) -> None:
     hints = list(result.hints)
     if sizes.rotary_bases:
         layers = cycle_to(sizes.patterns, len(sizes.rotary_bases))
-        hints += filter(None, [rotary_hint(sizes.rotary_bases, layers, sizes.seq_len)])
+        hint = rotary_hint(sizes.rotary_bases, layers, sizes.seq_len, global_rotary=sizes.global_rotary)
+        hints += [hint] if hint else []
     print("\n".join(f"  problem: {hint}" for hint in hints) or "  no problems")

@@ -166,8 +166,8 @@ def decompositions(longest: int) -> dict[Any, Any]:
         out, lse = decomposed(q, k, v, decode(spec), longest, known)
         return out, lse, q.new_empty(0), q.new_empty(0)
 
-    def turn(joint, cos, sin, scale, heads):
-        return rotate(joint[:, :, :heads], joint[:, :, heads:], cos, sin, scale)
+    def turn(joint, cos, sin, scale, heads, unrotated):
+        return rotate(joint[:, :, :heads], joint[:, :, heads:], cos, sin, scale, unrotated)
 
     def cells(coords, counted, tile_size, grid):
         return cells_of(coords, counted, tile_size)

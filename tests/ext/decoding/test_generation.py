@@ -26,6 +26,11 @@ MODELS = {
         "depth": 4,
         "rotary_base": [1e4, "none", 1e5],
     },
+    "hybrid, dense heads without positions": {
+        "pattern": {"hybrid": {"local": 5, "global_every": 2}},
+        "num_kv_heads": 2,
+        "global_rotary": False,
+    },
     "head groups, blocked": {"pattern": DilatedPattern.head_groups([4, 16], [1, 3], 4, offsets="blocked")},
     "gqa, kv offsets": {"pattern": DilatedPattern.longnet([4, 16], [1, 2], offset_heads="kv"), "num_kv_heads": 2},
     "whole sequence": {"pattern": DilatedPattern([(4, 1), (None, 3)])},

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated import DilatedPattern, MultiheadDilatedAttention
+from lightning_dilated import Branch, DilatedPattern, MultiheadDilatedAttention
 from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.ext.decoding import token_step
 from lightning_dilated.ext.decoding.cache_slots import Clock
@@ -88,6 +88,7 @@ LAYERS = {
     "rotary": {"position_encoding": "rotary"},
     "xpos, gqa": {"position_encoding": "xpos", "xpos_scale_base": 16.0, "num_kv_heads": 2},
     "kv_conv, scale, kv offsets": {"kv_conv": 3, "scale": 0.3, "num_kv_heads": 2, "position_encoding": "rotary"},
+    "dense heads without positions": {"position_encoding": "xpos", "xpos_scale_base": 16.0, "global_rotary": False},
 }
 
 
@@ -98,6 +99,8 @@ def layer_steps(rank, group, options):
     torch.manual_seed(0)
     offsets = "kv" if options.get("kv_conv") else "query"
     pattern = DilatedPattern([(16, 2), (None, 3)], offset_heads=offsets).shifted(0.25)
+    if not options.get("global_rotary", True):
+        pattern = DilatedPattern([Branch(5, 1, heads=[1, 2, 3]), Branch(None, 1, heads=[0])])
     layer = MultiheadDilatedAttention(32, 4, pattern, causal=True, **options)
     for p in layer.parameters():
         p.normal_(std=0.3)
@@ -157,12 +160,12 @@ def test_compiles_without_a_gpu(group, stages):
     from lightning_dilated.ext.decoding.kernels import _attend
 
     ints = {"positions": "*i64", "slots": "*i64", "branches": "*i64", "scale": "fp32"}
-    ints |= dict.fromkeys(("programs", "lookup", "users"), "*i32")
+    ints |= dict.fromkeys(("programs", "lookup", "users", "unrotated"), "*i32")
     floats = dict.fromkeys(("part", "part_lse", "cos", "sin", "factor"), "*fp32")
     halves = dict.fromkeys(("q", "k", "v", "rows_k", "rows_v"), "*bf16")
     options = {
-        "ROTARY": True, "XPOS": True, "PRECISION": "tf32", "GROUP": group, "KEYS": 64, "STAGES": stages, "DIM": 48,
-        "BLOCK": 64,
+        "ROTARY": True, "XPOS": True, "UNROTATED": True, "PRECISION": "tf32", "GROUP": group, "KEYS": 64,
+        "STAGES": stages, "DIM": 48, "BLOCK": 64,
     }  # fmt: skip
     kinds = {**ints, **floats, **halves, **dict.fromkeys(options, "constexpr")}
     signature = {name: kinds.get(name, "i32") for name in _attend.arg_names}

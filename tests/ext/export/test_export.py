@@ -18,7 +18,9 @@ PATTERN = {"segment_lengths": [8, 64], "dilation_rates": [1, 4]}
 SIZES = {"dim": 16, "depth": 1, "num_heads": 4}
 MODELS = {
     "causal, gqa, kv_conv": lambda: ld.LongNetLM(PATTERN, num_kv_heads=2, kv_conv=4, **SIZES),
-    "hybrid": lambda: ld.LongNetLM({"hybrid": {"local": 16}}, **{**SIZES, "depth": 4}, max_seq_len=MAX_LEN),
+    "hybrid": lambda: ld.LongNetLM(
+        {"hybrid": {"local": 16}}, **{**SIZES, "depth": 4}, max_seq_len=MAX_LEN, global_rotary=False
+    ),
     "masked, kv_conv": lambda: ld.LongNetMLM(PATTERN, kv_conv=3, **SIZES),
     "tokens": lambda: ld.LongNetClassifier(PATTERN, vocab_size=20, num_classes=3, **SIZES),
     "features": lambda: ld.LongNetClassifier(

@@ -62,6 +62,12 @@ CASES = {
     "longer than the text": ({}, {}, text(), 100),
     "shifted layers": ({"pattern": [GEOMETRIC, GEOMETRIC.shifted()]}, {}, text(61), 13),
     "dense heads": ({"pattern": HYBRID}, {}, text(), 10),
+    "dense heads without positions": (
+        {"pattern": HYBRID, "global_rotary": False},
+        {"policy": "block", "head_chunks": 2},
+        text(61),
+        13,
+    ),
     "grouped heads, padded": ({"num_kv_heads": 2}, {}, text(batch=2, **PADDED), 16),
     "packed": ({}, {}, text(**PACKED), 10),
     "attention dropout": ({"attention_dropout": 0.2}, {}, text(), 16),
