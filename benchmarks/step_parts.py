@@ -244,8 +244,8 @@ class Bench:
             dq, grads = torch.zeros_like(out), torch.zeros_like(rows, dtype=torch.float32)
             queries = torch.arange(heads * n, device=self.device).view(heads, n)
             batch = Batch(0, False, 0, queries, head // group * m + torch.arange(m, device=self.device), [])
-            in_triton = triton_up_to(self.args.engine, Request.of(q, 0.0, self.head_dim**-0.5))
-            call = replace(self.call(self.pattern(self.args.first), self.engine(q)), in_triton=in_triton)
+            max_triton_pairs = triton_up_to(self.args.engine, Request.of(q, 0.0, self.head_dim**-0.5))
+            call = replace(self.call(self.pattern(self.args.first), self.engine(q)), max_triton_pairs=max_triton_pairs)
             runs = (
                 functools.partial(merge_batch, call, batch, q, rows, out, lse),
                 functools.partial(add_batch, call, batch, (grad, q, values), rows, lse, dq, grads),

@@ -19,8 +19,8 @@ class Mixer(nn.Module):
         add_new(query, rows, cache): return this for new tokens that are not yet in the cache.
 
     `place` is the layer's place in a stream, or None. A mixer that does not support streams raises ValueError unless
-    `place` is None. `sequence_halo` fetches neighbouring tokens from other ranks. A cache's `kept` stores the mixer's
-    state for the next token.
+    `place` is None. `sequence_halo` fetches neighbouring tokens from other ranks. A cache stores the mixer's state for the
+    next token in `mixer_states`.
 
     Attributes:
         option: the layer's option, for messages.

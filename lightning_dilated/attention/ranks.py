@@ -84,7 +84,7 @@ def compare(
     """Return the ranks' agreement on a call (`chunk`: its tokens in a stream), and the name of an engine for it."""
     request = Request.of(q, spec.dropout, spec.scale)
     # fail early if no engine serves the call; the engine itself is chosen later, when block sizes are known
-    engine = group.guard(functools.partial(choose, say=False), spec.engine, request).engine
+    engine = group.guard(functools.partial(choose, log=False), spec.engine, request).engine
     facts = _facts(spec, q, k, documents, backward)
     later = spec.needs_grad or chunk is not None
     return group.agree(facts, q.shape[1], seed, call_id, later=later, chunk=chunk), engine.name

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning_dilated.sequence.requirements import Document
 
 #: the length of a sequence is expected to change from call to call unless it is a multiple of this number
-WHOLE = 64
+LENGTH_GRAIN = 64
 
 
 @dataclass(frozen=True)
@@ -203,23 +203,23 @@ def head_window(spec: CallSpec, heads: int, kv_heads: int) -> HeadWindow:
 
 def local_executor(
     spec: CallSpec, request: Request, window: HeadWindow, parts: Sequence[Span], shape: Sequence[int],
-    in_triton: tuple[float, float] = (0.0, 0.0),
+    max_triton_pairs: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[Call, Executor]:  # fmt: skip
     """Return the `Call` and the executor for a rank's parts of documents in tensors of `shape` (B, N, H, D)."""
     if spec.engine == "auto" and request.device.type == "cuda":
         request = replace(request, block_flops=block_flops(window, spec.causal, parts, shape))
     engine = choose(spec.engine, request).engine
-    call = Call(engine, window, spec.causal, spec.scale, in_triton=in_triton)
+    call = Call(engine, window, spec.causal, spec.scale, max_triton_pairs=max_triton_pairs)
     return call, executors.choose(call, parts, Layout(shape, request.dtype, request.device, spec.dropout > 0))
 
 
 def has_varying_length(documents: Sequence[Span], seq_len: int) -> bool:
     """Return whether documents of a sequence of N tokens probably have other lengths in the next call.
 
-    A length that is not a multiple of `WHOLE` suggests sequences with natural lengths, such as slides, because users
+    A length that is not a multiple of `LENGTH_GRAIN` suggests sequences with natural lengths, such as slides, because users
     who cut all sequences to one length usually choose a round number.
     """
-    return bool(seq_len % WHOLE) or any(document.length != seq_len for document in documents)
+    return bool(seq_len % LENGTH_GRAIN) or any(document.length != seq_len for document in documents)
 
 
 def local_spans(documents: Sequence[Document], pieces: Sequence[range]) -> tuple[Span, ...]:

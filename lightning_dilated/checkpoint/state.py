@@ -209,11 +209,11 @@ def bits(x: Tensor) -> Tensor:
     if x.is_contiguous() and x.nbytes % 8 == 0 and x.data_ptr() % 8 == 0:
         return x.view(-1).view(torch.int64).sum()
     x = torch.view_as_real(x) if x.is_complex() else x
-    return x.view(WHOLE[x.element_size()]).sum(dtype=torch.int64)
+    return x.view(INTEGER_DTYPES[x.element_size()]).sum(dtype=torch.int64)
 
 
 #: {number of bytes: integer dtype}
-WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def plain_tensors(named: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:

@@ -342,7 +342,7 @@ class DilatedTransformer(StackMemory):
         if reason is None and inputs.positions is not None and any(r and r.xpos_scale_base for r in self.rotaries):
             reason = "xPos checks the range of the positions that it is called with on the host"
         if reason:
-            self.graphs.say(reason)
+            self.graphs.log_reason(reason)
         return reason is None
 
     def _compute(

@@ -211,7 +211,7 @@ class Consensus:
         self._agreed: OrderedDict[tuple, tuple[int, ...]] = OrderedDict()
 
     def agree(
-        self, facts: dict[str, Any], length: int, seed: int, turn: Any, later: bool, check: Callable[[Agreement], None]
+        self, facts: dict[str, Any], length: int, seed: int, call: Any, later: bool, check: Callable[[Agreement], None]
     ) -> Agreement:
         """Return the agreement, or the expected one if its check is deferred; `check` raises for impossible lengths."""
         if self.control.ranks == 1:
@@ -219,8 +219,8 @@ class Consensus:
             check(agreed)
             return agreed
         key = (repr(facts), length)
-        digest = int.from_bytes(hashlib.blake2b(repr((key[0], turn)).encode(), digest_size=8).digest(), "big") >> 1
-        facts = facts if turn is None else {**facts, "turn": turn}
+        digest = int.from_bytes(hashlib.blake2b(repr((key[0], call)).encode(), digest_size=8).digest(), "big") >> 1
+        facts = facts if call is None else {**facts, "call": call}
         if later and self.may_defer and not seed and self._agreed.get(key) == self._latest:
             expected = Agreement(self._latest, 0, self._next_number())
             self.deferred.append(DeferredCheck(facts, self._send(digest, length, seed), expected))

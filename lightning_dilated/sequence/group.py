@@ -188,7 +188,7 @@ class SequenceGroup:
         what: Mapping[str, Any],
         length: int | None = None,
         seed: int = 0,
-        turn: Any = None,
+        call_id: Any = None,
         later: bool = False,
         chunk: int | None = None,
     ) -> Agreement:
@@ -198,8 +198,8 @@ class SequenceGroup:
             what: facts of the call by name; they must be equal on all ranks.
             length: this rank's tokens; None for a call without tokens.
             seed: this rank's dropout seed; the agreement has rank 0's.
-            turn: another fact that must be equal on all ranks, but changes with every call.
-            later: inside `trusting`, defer the check to `settle` if an equal call (except for `turn`) was agreed on.
+            call_id: another fact that must be equal on all ranks, but changes with every call.
+            later: inside `trusting`, defer the check to `settle` if an equal call (except for `call_id`) was agreed on.
             chunk: tokens of a chunk on all ranks together, if the call is on one chunk; `agreed` is then not updated.
 
         Raises:
@@ -218,7 +218,7 @@ class SequenceGroup:
         if chunk is not None:  # a short last chunk may give some ranks the same number of tokens as a full one
             facts["tokens of the chunk"] = chunk
         check = functools.partial(self._checked, length is not None)
-        agreed = self._open().agree(facts, length or 0, seed, turn, later and self._trusted, check)
+        agreed = self._open().agree(facts, length or 0, seed, call_id, later and self._trusted, check)
         if length is not None and chunk is None:
             self.agreed = agreed
         if self.forward_traffic.log is not None:

@@ -36,7 +36,7 @@ ROUNDS = 3, 5
 
 
 @dataclass(frozen=True)
-class Traded:
+class TradeBytes:
     """Bytes that one rank receives from the other ranks of its group in each pass."""
 
     forward: int
@@ -54,7 +54,7 @@ def in_groups(problem: Problem, size: int, member: int = 0) -> Problem:
     return replace(problem, shard=shard, documents=documents, heads=(first + low, first + high))
 
 
-def traded(problem: Problem, size: int, rank: int, samples: int, head_dim: int, element_size: int) -> Traded:
+def trade_bytes(problem: Problem, size: int, rank: int, samples: int, head_dim: int, element_size: int) -> TradeBytes:
     """Return the exact bytes that a rank receives in a trade (as in `Wire.traffic`); `problem` is without groups."""
     first, stop = problem.heads
     cuts = windows(stop - first, (stop - first) * problem.num_kv_heads // problem.num_heads, size)
@@ -70,7 +70,7 @@ def traded(problem: Problem, size: int, rank: int, samples: int, head_dim: int, 
     forward = other_tokens * (own + 2 * own_kv) * unit + tokens[me] * elsewhere * (unit + wide)
     # outputs, their gradients and log-sum-exp arrive; gradients of q, k and v return in fp32
     backward = other_tokens * own * (2 * unit + wide) + tokens[me] * (elsewhere + 2 * kv_elsewhere) * head_dim * wide
-    return Traded(samples * forward, samples * backward)
+    return TradeBytes(samples * forward, samples * backward)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -147,7 +147,7 @@ def trade_price(
     ranks = problem.shard.ranks  # `problem` has no head-parallel groups
     # the first group and the last two; one of the last two may be short or empty
     priced = [rank for rank in range(ranks) if rank < size or rank >= ranks - 2 * size]
-    trades = [traded(problem, size, rank, samples, head_dim, element_size) for rank in priced]
+    trades = [trade_bytes(problem, size, rank, samples, head_dim, element_size) for rank in priced]
     most = max(x.forward + x.backward for x in trades)
     numbers = samples * problem.shard.longest * head_dim
     copied = numbers * (problem.num_heads * TRADED_Q + 2 * problem.num_kv_heads * TRADED_KV) / MEMORY

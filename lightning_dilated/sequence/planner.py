@@ -19,7 +19,7 @@ from lightning_dilated.sequence import strided
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.all_to_all import AllToAllProgram, tasks_by_owner, windows
 from lightning_dilated.sequence.exchange.program import count
-from lightning_dilated.sequence.exchange.row_ops import FEW
+from lightning_dilated.sequence.exchange.row_ops import MAX_SELECTED_SHARE
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.ranges import clip, intersect
 from lightning_dilated.sequence.requirements import (
@@ -354,12 +354,12 @@ def _seconds(x: Price) -> float:
 
 
 def _few_rows(problem: Problem) -> bool:
-    """Return True if at most the share `FEW` of a rank's rows belongs to wide segments (of all branches together)."""
+    """Return True if at most `MAX_SELECTED_SHARE` of a rank's rows belong to wide segments of any branch."""
     length = problem.shard.longest
     branches = enumerate(problem.pattern.branches)
     wide = [i for i, b in branches if b.segment_length is None or b.segment_length > length or b.shift]
     rows = sum(len(served(problem, i)) / problem.pattern.branches[i].dilation_rate for i in wide)
-    return rows <= FEW * len(range(*problem.heads))
+    return rows <= MAX_SELECTED_SHARE * len(range(*problem.heads))
 
 
 def members_of(problem: Problem) -> list[Problem]:

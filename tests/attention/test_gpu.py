@@ -264,7 +264,7 @@ def test_long_calls(engine):
         pattern, unit = DilatedPattern.geometric(512, 8192), batch * 4 * 64 * 4096
         for sizes in ((unit, unit, 2 * unit, unit), (2 * unit, unit, unit, unit), (fused.FORWARD,) * 4):
             with pytest.MonkeyPatch.context() as patch:
-                for name, size in zip(("FORWARD", "DENSE", "THIN", "WHOLE"), sizes, strict=True):
+                for name, size in zip(("FORWARD", "DENSE", "THIN", "ONE_PIECE"), sizes, strict=True):
                     patch.setattr(fused, name, size)
                 patch.setattr(grouped, "LIMIT", 2 * unit)
                 resolve.forget()

@@ -7,7 +7,7 @@ from lightning_dilated.attention import dilated_attention
 from lightning_dilated.ext.profiling.planned import moved
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import Links
-from lightning_dilated.sequence.head_size import traded
+from lightning_dilated.sequence.head_size import trade_bytes
 from lightning_dilated.sequence.planner import make_problem
 
 from .calls import sequence
@@ -62,7 +62,7 @@ def test_equals_one_rank_and_the_plan(pool, ranks, settings, pattern, heads, wan
             torch.testing.assert_close(part, whole[:, at], rtol=1e-12, atol=1e-12)
         planned = [0, 0]
         if size > 1:
-            x = traded(problem, size, rank, 2, DIM, 8)
+            x = trade_bytes(problem, size, rank, 2, DIM, 8)
             planned = [x.forward, x.backward]
         if exchange is not None:
             options = {"ranks": ranks, "layout": layout, "causal": True, "batch": 2}

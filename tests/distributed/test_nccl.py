@@ -80,10 +80,10 @@ def settings_of(ranks, nested):
 def every_comparison(rank, ranks):
     comparisons = []
     for causal in (False, True):
-        rows.MANY = 1 if causal else 2**17  # by this package's kernels, and by torch's
+        rows.MIN_KERNEL_ROWS = 1 if causal else 2**17  # by this package's kernels, and by torch's
         comparisons += compare(rank, NESTED, H, causal, N, settings_of(ranks, True))
         comparisons += compare(rank, RAGGED, 2, causal, N - 37, settings_of(ranks, False))
-    rows.MANY = 2**17
+    rows.MIN_KERNEL_ROWS = 2**17
     return comparisons
 
 

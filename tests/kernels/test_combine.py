@@ -56,7 +56,7 @@ def sizes_put_back():
     from lightning_dilated.kernels import combine, dense
 
     sizes = {combine: ("MERGE", "SUM", "CONFIG"), dense: ("WIDE", "WIDE_BACKWARD")}
-    sizes[fused] = ("FORWARD", "DENSE", "THIN", "WHOLE", "OVERLAP", "layout", "_result")
+    sizes[fused] = ("FORWARD", "DENSE", "THIN", "ONE_PIECE", "OVERLAP", "layout", "_result")
     with pytest.MonkeyPatch.context() as patch:
         for module, names in sizes.items():
             for name in names:
@@ -66,7 +66,7 @@ def sizes_put_back():
 
 def hold(*sizes):
     """Set the limits of stretches: for the forward, the backward of dense and of thin branches, and undivided calls."""
-    fused.FORWARD, fused.DENSE, fused.THIN, fused.WHOLE = sizes
+    fused.FORWARD, fused.DENSE, fused.THIN, fused.ONE_PIECE = sizes
 
 
 def leaves(stretch):

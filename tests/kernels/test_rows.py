@@ -115,11 +115,11 @@ def moved(rank, group, number, examples, device="cpu"):
     """Gather rows with any strides, split them, add them at repeated and unique indices, and merge them."""
     from lightning_dilated.kernels import rows as kernel
 
-    before, exchanged.MANY = (exchanged.MANY, kernel.ELEMENTS), 1
+    before, exchanged.MIN_KERNEL_ROWS = (exchanged.MIN_KERNEL_ROWS, kernel.ELEMENTS), 1
     try:
         move(number, examples, device)
     finally:
-        exchanged.MANY, kernel.ELEMENTS = before
+        exchanged.MIN_KERNEL_ROWS, kernel.ELEMENTS = before
 
 
 def move(number, examples, device):

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.sequence.head_size import head_prices, in_groups, plan_in_groups, traded
+from lightning_dilated.sequence.head_size import head_prices, in_groups, plan_in_groups, trade_bytes
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import make_problem, plan
 
@@ -98,7 +98,7 @@ def test_every_rank_chooses_alike(case, per_node, exchange):
 def test_traded_bytes_of_an_even_trade():
     """Ulysses: each of 4 ranks receives 3/4 of its share of q, k, v and outputs."""
     problem = make_problem(DENSE, 64, 8, ranks=4)
-    x = traded(problem, 4, 0, samples=2, head_dim=16, element_size=2)
+    x = trade_bytes(problem, 4, 0, samples=2, head_dim=16, element_size=2)
     tokens, heads = 2 * 48, 2
     assert x.forward == tokens * heads * 3 * 16 * 2 + 2 * 16 * 6 * (16 * 2 + 4)
     assert x.backward == tokens * heads * (2 * 16 * 2 + 4) + 2 * 16 * 3 * 6 * 16 * 4

@@ -164,10 +164,10 @@ def _log_choice(choice: Choice, request: Request) -> Choice:
     return choice
 
 
-def choose(name: str, request: Request, say: bool = True) -> Choice:
+def choose(name: str, request: Request, log: bool = True) -> Choice:
     """Return the first engine of `name` that serves the request.
 
-    With `say`, log the choice of "auto" at level INFO, once for each kind of call.
+    With `log`, log the choice of "auto" at level INFO, once for each kind of call.
 
     Raises:
         ValueError: if no engine of `name` does. The message lists reasons and the engines that serve the request.
@@ -179,7 +179,7 @@ def choose(name: str, request: Request, say: bool = True) -> Choice:
         reason = ENGINES[candidate].why_not(request)
         if reason is None:
             choice = Choice(ENGINES[candidate], rejected)
-            return _log_choice(choice, request) if say and name == "auto" else choice
+            return _log_choice(choice, request) if log and name == "auto" else choice
         rejected[candidate] = reason
     able = [e.name for e in ENGINES.values() if e.why_not(request) is None]
     reasons = "; ".join(f"{n} {r}" for n, r in rejected.items())

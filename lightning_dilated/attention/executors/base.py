@@ -41,8 +41,8 @@ class HeadWindow(NamedTuple):
 class Call:
     """Settings that all blocks of one call share.
 
-    If `branches` is set, only the branches with these indices are computed. `in_triton` is (forward, backward): triton
-    computes batches of keys from other ranks or chunks that have up to this number of pairs in a head.
+    If `branches` is set, only the branches with these indices are computed. `max_triton_pairs`, for forward and backward:
+    triton computes batches of keys from other ranks or chunks that have up to this number of pairs in a head.
     """
 
     engine: Engine
@@ -50,7 +50,7 @@ class Call:
     causal: bool
     scale: float
     mask: Dropout | None = None
-    in_triton: tuple[float, float] = (0.0, 0.0)
+    max_triton_pairs: tuple[float, float] = (0.0, 0.0)
     branches: frozenset[int] | None = None
 
     def blocks(self, span: Span) -> tuple[Block, ...]:

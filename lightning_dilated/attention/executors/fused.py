@@ -128,13 +128,13 @@ def every_block(chunk: Chunk) -> list[Block]:
 
 
 #: limits of chunks are multiples of this number of (position, head, feature) triples (131,072 tokens, 12 heads of 64)
-HELD = 131072 * 12 * 64
+UNIT = 131072 * 12 * 64
 #: limit in the forward, which has one tensor in memory; the backward has three and the engine's workspace
-FORWARD = 4 * HELD
+FORWARD = 4 * UNIT
 #: limits in the backward: branches with most rows, and all others (small calls are faster with more segments)
-DENSE, THIN = HELD, 2 * HELD
+DENSE, THIN = UNIT, 2 * UNIT
 #: a call up to this size is one chunk in the backward
-WHOLE = 2 * HELD
+ONE_PIECE = 2 * UNIT
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: most rows of parts for each row of q; patterns with more overlap are merged block by block, with one part in memory
 OVERLAP = 2.5
@@ -165,8 +165,8 @@ def forward_pieces(call: Call, spans: Sequence[Span], inputs: Sequence[Tensor], 
 
 def backward_pieces(call: Call, spans: Sequence[Span], tensors: Sequence[Tensor], add: bool) -> Pieces:
     """Return the pieces of the backward, which may `add` to gradients; `tensors` are grad, q, k, v and out."""
-    if tensors[1].numel() <= WHOLE:
-        return _pieces(call, spans, tensors, (WHOLE, WHOLE), not add)
+    if tensors[1].numel() <= ONE_PIECE:
+        return _pieces(call, spans, tensors, (ONE_PIECE, ONE_PIECE), not add)
     pieces, _ = _pieces(call, spans, tensors, (DENSE, THIN), False)
     branch = None if add or len(pieces) > 1 else _result_branch(call, spans, tensors)
     # do not join a branch that chunks cut: the engine's workspace for all rows would take more memory than this saves

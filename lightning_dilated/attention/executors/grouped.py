@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_dilated.kernels.grouped import GroupedDrop, Work
 
 #: most (position, head, feature) triples of a launch's spans: 262,144 tokens of 12 heads of 64
-LIMIT = 2 * fused.HELD
+LIMIT = 2 * fused.UNIT
 #: tables that CUDA graphs read; they are never freed, because a graph may be replayed at any time
 _recorded: dict[int, Work] = {}
 

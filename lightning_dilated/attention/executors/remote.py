@@ -30,12 +30,12 @@ from lightning_dilated.sequence.exchange.run import BackwardRun, Compiled, Run
 from lightning_dilated.sequence.exchange.transport import Wire
 
 
-def _engine_of(call: Call, batch: Batch, q: Tensor, in_triton: float) -> tuple[Engine, Terms]:
-    """Return the engine for a batch, and its terms. Triton computes batches of up to `in_triton` pairs in a head."""
+def _engine_of(call: Call, batch: Batch, q: Tensor, max_triton_pairs: float) -> tuple[Engine, Terms]:
+    """Return the engine for a batch, and its terms. Triton computes batches of up to `max_triton_pairs` pairs in a head."""
     keep = call.mask and BatchDropout(call.mask, batch.branch, *batch.positions())
     n, m = batch.queries.shape[1], batch.keys.shape[1]
     terms = Terms(batch.causal, call.scale, keep, None if batch.band is None else Band(*batch.band))
-    if n * m <= in_triton:
+    if n * m <= max_triton_pairs:
         return ENGINES["triton"], terms
     if terms.band is not None:
         return for_band(call.engine, Request.of(q, call.mask is not None, call.scale)), terms
@@ -56,7 +56,7 @@ def _lse_index(lse: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def merge_batch(call: Call, batch: Batch, q: Tensor, rows: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge a batch into the running out (B, L, H, D), contiguous, and lse (B, H, L)."""
-    engine, terms = _engine_of(call, batch, q, call.in_triton[0])
+    engine, terms = _engine_of(call, batch, q, call.max_triton_pairs[0])
     arguments = take(q, batch.queries)[:, None], *_keys(rows, batch), terms
     if engine.forward_into is not None:
         engine.forward_into(*arguments, (out, lse, batch.queries[:, None], batch.pads))
@@ -75,7 +75,7 @@ def _merges(out: Tensor, lse: Tensor, part: Tensor) -> bool:
 
 def merge_rows(rows: Tensor, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge parts (..., D) and their log-sum-exp (...) into flat rows (...) of out and lse; no row may occur twice."""
-    if rows.numel() >= row_ops.MANY and _merges(out, lse, part):
+    if rows.numel() >= row_ops.MIN_KERNEL_ROWS and _merges(out, lse, part):
         from lightning_dilated.kernels.rows import merge
 
         part, part_lse = (x if rows.dim() > 1 else x[None] for x in (part, part_lse))
@@ -89,7 +89,7 @@ def add_batch(
     call: Call, batch: Batch, tensors: tuple[Tensor, ...], rows: Tensor, lse: Tensor, dq: Tensor, grads: Tensor
 ) -> None:
     """Add a batch's gradients to dq (B, L, H, D), contiguous, and to the store's; `tensors` are grad, q and out."""
-    engine, terms = _engine_of(call, batch, tensors[1], call.in_triton[1])
+    engine, terms = _engine_of(call, batch, tensors[1], call.max_triton_pairs[1])
     k, v = _keys(rows, batch)
     grad, q, out = (take(x, batch.queries)[:, None] for x in tensors)
     rows_lse = (lse[0, 0, batch.queries] if lse.shape[:2] == (1, 1) else lse[_lse_index(lse, batch.queries)])[:, None]

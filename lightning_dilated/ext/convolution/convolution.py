@@ -138,7 +138,7 @@ class ShortConvolution(Mixer):
         """See `Mixer.mix_new`; the cache stores the rows that the next tokens need."""
 
         def continued(x: Tensor) -> Tensor:
-            y, rows = self.continued(x, cache.kept.get(self.option))
+            y, rows = self.continued(x, cache.mixer_states.get(self.option))
             cache.remember(self.option, rows, x.shape[1])
             return y
 

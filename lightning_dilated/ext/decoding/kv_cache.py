@@ -75,7 +75,7 @@ class KVCache:
         self.length = 0
         #: data of the mixers for the next token, by name: the last rows before a convolution (B, W - 1, C), which
         #: `reset` sets to 0, or a state object with `select` and `nbytes`
-        self.kept: dict[str, Any] = {}
+        self.mixer_states: dict[str, Any] = {}
         self._shape: tuple[int, int, int] | None = None
         self._slots_key = pattern, self.num_heads, self.num_kv_heads
         self._branches = layer_slots(*self._slots_key)
@@ -167,10 +167,10 @@ class KVCache:
             added = torch.tensor(self.clock.added(self.length, new, len(rows)))
             at = send(added[:, None] + torch.arange(rows.shape[1] - new), rows.device)
             last = rows.gather(1, at[:, :, None].expand(-1, -1, rows.shape[2]))
-        if name in self.kept:
-            self.kept[name].copy_(last)
+        if name in self.mixer_states:
+            self.mixer_states[name].copy_(last)
         else:
-            self.kept[name] = last.clone()
+            self.mixer_states[name] = last.clone()
 
     # -- attending -----------------------------------------------------------------------------------------------------
     def attend(
@@ -299,8 +299,9 @@ class KVCache:
         if self._k is None or self._v is None or self._shape is None:
             return
         self._k, self._v = (x.index_select(0, indices.to(x.device)) for x in (self._k, self._v))
-        for name, x in self.kept.items():
-            self.kept[name] = x.index_select(0, indices.to(x.device)) if isinstance(x, Tensor) else x.select(indices)
+        for name, x in self.mixer_states.items():
+            rows = x.index_select(0, indices.to(x.device)) if isinstance(x, Tensor) else x.select(indices)
+            self.mixer_states[name] = rows
         self._shape, self._launch = (len(indices), *self._shape[1:]), None
         self._views = [(self._rows_of(self._k, i), self._rows_of(self._v, i)) for i in range(len(self._branches))]
 
@@ -375,7 +376,7 @@ class KVCache:
     def reset(self) -> None:
         """Remove all tokens; the buffers keep their addresses."""
         self.length = 0
-        self.kept = {name: x.zero_() for name, x in self.kept.items() if isinstance(x, Tensor)}
+        self.mixer_states = {name: x.zero_() for name, x in self.mixer_states.items() if isinstance(x, Tensor)}
 
     def rows(self) -> list[dict[int, int]]:
         """For each branch, return {kv head: rows in the cache}, summed over residues, of the longest sample."""
@@ -391,7 +392,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        buffers = (self._k, self._v, *self.kept.values())
+        buffers = (self._k, self._v, *self.mixer_states.values())
         return sum(x.nbytes for x in buffers if x is not None)
 
 

@@ -75,7 +75,7 @@ def decode_attention(
         if (pattern := _continued(cache.pattern, start)) is not None:
             part, part_lse = dilated_attention(q, k, v, pattern, return_lse=True, **options)
             merged, lse = part.to(wide), part_lse.transpose(1, 2).contiguous()
-        chosen = choose(engine, Request.of(q, scale=scale), say=False).engine
+        chosen = choose(engine, Request.of(q, scale=scale), log=False).engine
         cache.attend(q, merged, lse, start, scale, None if chosen is MATH else chosen)
         out = merged.to(q.dtype)
     cache.append(k, v)

@@ -211,7 +211,7 @@ class TokenStep:
         The trials write cache rows at the next token's position, which the next token overwrites.
         """
         changed = [self.token, self.ended, self.done, self._positions()]
-        changed += [x for cache in self.caches for x in cache.kept.values() if isinstance(x, Tensor)]
+        changed += [x for cache in self.caches for x in cache.mixer_states.values() if isinstance(x, Tensor)]
         before, state = [x.clone() for x in changed], None if self.generator is None else self.generator.get_state()
         device = self.token.device
 

@@ -226,7 +226,7 @@ class CudaGraphs:
             return "another CUDA graph records it"
         return None if x.device.type == "cuda" else f"it runs on {x.device.type}"
 
-    def say(self, reason: str) -> None:
+    def log_reason(self, reason: str) -> None:
         """Log why a stack is not replayed; each reason is logged once."""
         if reason and reason not in self._said:
             self._said.add(reason)
@@ -255,7 +255,7 @@ class CudaGraphs:
                 recorded = self._record(compute, blocks, parameters, padded, length)
             except ValueError as error:  # the kernels that serve the call cannot be recorded
                 self._refused.add(key)
-                self.say(f"{size} cannot be recorded: {error}")
+                self.log_reason(f"{size} cannot be recorded: {error}")
                 return compute(inputs)
             self._records[key] = recorded
             if len(self._records) > MAX_GRAPHS:

@@ -66,7 +66,7 @@ class Decay(nn.Module):
         return super()._apply(wide, recurse)
 
 
-#: keys in `KVCache.kept`: the state of the recurrence, and the last rows before its convolution
+#: keys in `KVCache.mixer_states`: the state of the recurrence, and the last rows before its convolution
 STATE, ROWS = "recurrence", "recurrence, rows"
 
 
@@ -153,7 +153,7 @@ class RecurrentBranch(Mixer):
         (q, k, v), new = rows, x.shape[1]
         if self.conv is not None:
             parts = [y.flatten(2) for y in rows]
-            joint, rows = self.conv.continued(torch.cat(parts, -1), cache.kept.get(ROWS))
+            joint, rows = self.conv.continued(torch.cat(parts, -1), cache.mixer_states.get(ROWS))
             cache.remember(ROWS, rows, new)
             q, k, v = self._by_heads(joint.split([y.shape[-1] for y in parts], -1))
         kind, segment = self.description.kind, self.description.segment
@@ -162,8 +162,8 @@ class RecurrentBranch(Mixer):
         counts = cache.clock.added(cache.length, new, len(x))
         limits = {} if min(counts) == new else {"lengths": counts}
         with no_sequence():
-            memory, state = recurrent_attention(*rows, **options, **limits, state=cache.kept.get(STATE))
-        cache.kept[STATE] = state
+            memory, state = recurrent_attention(*rows, **options, **limits, state=cache.mixer_states.get(STATE))
+        cache.mixer_states[STATE] = state
         return self._gated(memory, x)
 
     # -- parts ---------------------------------------------------------------------------------------------------------

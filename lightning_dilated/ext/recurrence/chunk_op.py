@@ -82,11 +82,11 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, log_decay and beta; store the state's gradient for the previous chunk."""
     tensors, chunk = args[:5], _Chunk(len(grad), *args[5:])
     exact, before = chunk.stream.exact, chunk.before(tensors)
-    later = chunk.states.take_grad(chunk.number) if exact else None
+    later = chunk.states.pop_grad(chunk.number) if exact else None
     with no_sequence():
         results, earlier = part_backward(chunk.part, tensors, before, chunk.settings, grad, later)
     if exact:
-        chunk.states.leave_grad(chunk.number, [x.clone() for x in earlier])
+        chunk.states.store_grad(chunk.number, [x.clone() for x in earlier])
     return results
 
 

@@ -141,10 +141,10 @@ def resolve_chunk(stream: Stream, call: OpCall) -> tuple[Resolved, int]:
     (layer, chunk), agreed, key, spec = call.place.tolist(), None, call.key, call.spec
     group = find_sequence(spec.sequence) if spec.sequence else None
     if group is not None:
-        turn = f"layer {layer}, chunk {chunk}"
-        turn += "" if call.number is None else f", backward of call {int(call.number)}"
+        call_id = f"layer {layer}, chunk {chunk}"
+        call_id += "" if call.number is None else f", backward of call {int(call.number)}"
         tokens = len(stream.shard.positions(chunk))
-        agreed, engine = compare(group, spec, call.q, call.k, call.documents, call.seed, turn, call.backward, tokens)
+        agreed, engine = compare(group, spec, call.q, call.k, call.documents, call.seed, call_id, call.backward, tokens)
         key = *key, engine
     make = functools.partial(_chunk_call, stream, call, layer, chunk, group)
     # layers with equal patterns share a route, unless earlier calls carried rows to them
@@ -165,9 +165,9 @@ def _chunk_call(
     part = chunk_part(stream, spec, q.shape, k.shape[2], call.documents, chunk)
     problem, request = part.problem, Request.of(q, spec.dropout, spec.scale)
     request = replace(request, changing=has_varying_length(part.local, q.shape[1]))
-    in_triton = triton_up_to(spec.engine, replace(request, changing=True))  # the number of carried rows varies
+    max_triton_pairs = triton_up_to(spec.engine, replace(request, changing=True))  # the number of carried rows varies
     window = head_window(spec, q.shape[2], k.shape[2])
-    blocks, local = local_executor(spec, request, window, part.local, q.shape, in_triton)
+    blocks, local = local_executor(spec, request, window, part.local, q.shape, max_triton_pairs)
     route = chunk_route(stream.plan_of(problem, layer), chunk, q.device)
     if group is None or not route.exchange.rounds:
         return RowExchange(blocks, local, route.exchange, (None, None)), route, None

@@ -62,9 +62,9 @@ class ChunkNeighbours:
         self.stream = stream
         self.tails, self.documents, self.route = self.stream.tails_of(layer), documents, None
         if (group := self.stream.group) is not None:
-            shard, turn = self.stream.shard, f"layer {layer}, chunk {self.chunk}"
+            shard, call_id = self.stream.shard, f"layer {layer}, chunk {self.chunk}"
             tokens = len(shard.positions(self.chunk))
-            group.agree(call_facts(x, weight, backward), x.shape[1], turn=turn, later=True, chunk=tokens)
+            group.agree(call_facts(x, weight, backward), x.shape[1], call_id=call_id, later=True, chunk=tokens)
             self.route = chunk_halo_route(shard, self.stream.number(self.chunk), self.left)
 
     def _wire(self, traffic: str) -> Any:
@@ -111,7 +111,7 @@ class ChunkNeighbours:
             self.route.give_back(flat(d_before), total, self._wire("backward_traffic"))
             d_rows = unflat(total, x).movedim(0, 1)
         if self.stream.exact:
-            if (later := self.tails.take_grad(self.chunk)) is not None:
+            if (later := self.tails.pop_grad(self.chunk)) is not None:
                 d_rows[:, x.shape[1] :] += later
-            self.tails.leave_grad(self.chunk, d_rows[:, : self.left].clone())
+            self.tails.store_grad(self.chunk, d_rows[:, : self.left].clone())
         return d_rows[:, self.left :]

@@ -217,11 +217,11 @@ class LayerCarry(Generic[T]):
         if not keeps:
             self._after.pop(chunk - 2, None)
 
-    def take_grad(self, chunk: int) -> Any:
+    def pop_grad(self, chunk: int) -> Any:
         """Remove and return the gradient that the next chunk left for this chunk's value, or None."""
         return self._grads.pop(chunk, None)
 
-    def leave_grad(self, chunk: int, grad: Any) -> None:
+    def store_grad(self, chunk: int, grad: Any) -> None:
         """Store the gradient of the value that the chunk read, for the previous chunk."""
         if chunk:
             self._grads[chunk - 1] = grad
@@ -268,7 +268,7 @@ class Stream(Context):
         self.shard = ChunkShard(0, integer(seq_len, "seq_len", 1), integer(chunk, "stream", 1), each)
         self._store, self.rising = Store() if store else None, True
 
-    def go_on(self, state: StreamState, starts: Sequence[Sequence[int]], seq_len: int, chunk: int) -> None:
+    def resume(self, state: StreamState, starts: Sequence[Sequence[int]], seq_len: int, chunk: int) -> None:
         """Continue a sequence after `state` with N tokens in chunks of C.
 
         Args:
@@ -296,7 +296,7 @@ class Stream(Context):
         self._before = self.documents = self.group = None
 
     def state(self) -> StreamState:
-        """Return the state after the last chunk; `go_on` continues from it."""
+        """Return the state after the last chunk; `resume` continues from it."""
         carried = {
             (layer, head): (self._layers[layer, head].after(), tuple(plan.live(plan.chunks)))
             for (_, layer, head), plan in self._plans.items()
@@ -311,7 +311,7 @@ class Stream(Context):
         )
 
     def take_left(self) -> StreamState:
-        """Return and remove the state that the last sequence left; `go_on` continues from it."""
+        """Return and remove the state that the last sequence left; `resume` continues from it."""
         left, self.left = self.left, None
         assert left is not None, "no sequence has gone on from a state"
         return left

@@ -41,7 +41,7 @@ class Chunks(NamedTuple):
         dropout: whether attention weights are dropped; the masks are the same as in one pass.
         truncate: whether gradients end at the bounds of chunks.
         before: the state of earlier calls, without gradients; the stream's `left` is set then. None: a new sequence.
-        starts: with `before`: for each sample, the positions at which documents begin; see `Stream.go_on`.
+        starts: with `before`: for each sample, the positions at which documents begin; see `Stream.resume`.
         group: the ranks that share each chunk; None: this rank computes whole chunks.
     """
 
@@ -60,7 +60,7 @@ class Chunks(NamedTuple):
         if self.before is None:
             stream.begin(self.seq_len, self.chunk, store, self.group)
         else:
-            stream.go_on(self.before, self.starts, self.seq_len, self.chunk)
+            stream.resume(self.before, self.starts, self.seq_len, self.chunk)
         try:
             yield
             if self.before is not None:

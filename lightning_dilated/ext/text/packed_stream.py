@@ -36,7 +36,7 @@ Encode = Callable[[Any, str], tuple[np.ndarray, np.ndarray] | None]
 class Position(NamedTuple):
     """The position of a reader: its pass, the document in that pass, and the number of used tokens of that document."""
 
-    turn: int = 0
+    epoch_pass: int = 0
     number: int = 0
     offset: int = 0
 
@@ -115,13 +115,13 @@ class PackedReaders:
         return self.pack(self._documents(reader, start, endless), self.size, start.offset)
 
     def _documents(self, reader: int, start: Position, endless: bool) -> Iterator[Document]:
-        turn, first = start.turn, start.number
+        epoch_pass, first = start.epoch_pass, start.number
         while True:
             count = 0
             for number, (row, where) in enumerate(self.readers.rows(reader, first), first):
                 if (encoded := self.encode(row, where)) is not None:
                     count += 1
-                    yield Document(Position(turn, number), *next_tokens(*encoded, len(encoded[0])))
+                    yield Document(Position(epoch_pass, number), *next_tokens(*encoded, len(encoded[0])))
             if count == 0 and first == 0:
                 raise ValueError(
                     f"reader {reader} of {self.readers.count} has no document that can be used: pass more data, lower "
@@ -129,7 +129,7 @@ class PackedReaders:
                 )
             if not endless:
                 return
-            turn, first = turn + 1, 0
+            epoch_pass, first = epoch_pass + 1, 0
 
 
 class StreamedRows(Dataset):

@@ -358,13 +358,13 @@ class Rows:
 
     Attributes:
         at: sample, token and head of each row.
-        flat, turned: row numbers in memory order (B, L, J), and in order (B, J, L). Indexing by one tensor launches
+        flat, transposed: row numbers in memory order (B, L, J), and in order (B, J, L). Indexing by one tensor launches
             faster than indexing by three.
     """
 
     at: tuple[Tensor, Tensor, Tensor]
     flat: Tensor
-    turned: Tensor
+    transposed: Tensor
 
     @classmethod
     def of(cls, flat: Tensor, length: int, heads: int) -> Rows:
@@ -373,7 +373,7 @@ class Rows:
 
     def to(self, device: torch.device) -> Rows:
         sample, token, head = (send(x, device) for x in self.at)
-        return Rows((sample, token, head), send(self.flat, device), send(self.turned, device))
+        return Rows((sample, token, head), send(self.flat, device), send(self.transposed, device))
 
     def take(self, x: Tensor) -> Tensor:
         """Return the rows (n, ...) of a (B, L, J, ...) tensor of any strides."""
@@ -392,8 +392,8 @@ class Rows:
         """Return (x with its rows in one dimension, row numbers in it), or None if strides do not allow this view."""
         if x.is_contiguous():
             return x.flatten(0, 2), self.flat
-        turned = x.transpose(1, 2)
-        return (turned.flatten(0, 2), self.turned) if turned.is_contiguous() else None
+        transposed = x.transpose(1, 2)
+        return (transposed.flatten(0, 2), self.transposed) if transposed.is_contiguous() else None
 
 
 def add_rows(rows: Rows | None, x: Tensor, values: Tensor) -> None:
@@ -405,18 +405,18 @@ def add_rows(rows: Rows | None, x: Tensor, values: Tensor) -> None:
 
 
 #: if a selection is larger than this share of a tensor's rows, all rows are used
-FEW = 0.25
+MAX_SELECTED_SHARE = 0.25
 
 
 def select_rows(numbers: Sequence[Tensor], total: int, length: int, heads: int) -> tuple[Rows | None, list[Tensor]]:
-    """Return (selection of the rows with these flat numbers, numbers in it), or (None, `numbers`) if it exceeds `FEW`.
+    """Return (selection of the rows with these flat numbers, numbers in it), or (None, `numbers`) for too many rows.
 
-    With a selection, only these rows need an fp32 copy, not the whole tensor.
+    The limit is `MAX_SELECTED_SHARE`. With a selection, only these rows need an fp32 copy, not the whole tensor.
     """
     flat, inverse = torch.unique(
         torch.cat([x.flatten() for x in numbers] or [torch.empty(0, dtype=torch.int64)]), return_inverse=True
     )
-    if len(flat) > FEW * total:
+    if len(flat) > MAX_SELECTED_SHARE * total:
         return None, list(numbers)
     parts = inverse.split([x.numel() for x in numbers]) if numbers else []
     return Rows.of(flat, length, heads), [part.view(x.shape) for part, x in zip(parts, numbers, strict=True)]
@@ -480,11 +480,11 @@ def add_at(total: Tensor, rows: Tensor, parts: Sequence[Tensor], distinct: bool 
 
 
 #: fewest rows that our kernels move; for fewer rows torch's kernels take less host time to launch
-MANY = 2**17
+MIN_KERNEL_ROWS = 2**17
 
 
 def _use_kernel(x: Tensor, rows: Tensor) -> bool:
-    return rows.numel() >= MANY and _kernel_takes(x)
+    return rows.numel() >= MIN_KERNEL_ROWS and _kernel_takes(x)
 
 
 def _kernel_takes(x: Tensor) -> bool:

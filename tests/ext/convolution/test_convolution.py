@@ -105,7 +105,7 @@ def test_decoding_equals_the_whole(prompt):
         cuts = ([prompt] if prompt else []) + [1] * 3 + [2] + [1] * (20 - prompt - 5)
         parts = [module(part, cache=cache)[0] for part in x.split(cuts, 1)]
     torch.testing.assert_close(torch.cat(parts, 1), want)
-    assert cache.kept["kv_conv"].shape == (2, 3, 32) and cache.nbytes > cache.kept["kv_conv"].nbytes
+    assert cache.mixer_states["kv_conv"].shape == (2, 3, 32) and cache.nbytes > cache.mixer_states["kv_conv"].nbytes
 
 
 def test_a_refused_call_leaves_the_cache():
@@ -113,7 +113,7 @@ def test_a_refused_call_leaves_the_cache():
     cache = module.new_cache()
     with torch.no_grad(), pytest.raises(ValueError, match="a cache serves causal attention"):
         module(torch.randn(1, 4, 32, dtype=torch.float64), cache=cache, lengths=torch.tensor([4]))
-    assert not cache.kept and cache.length == 0
+    assert not cache.mixer_states and cache.length == 0
 
 
 @pytest.mark.parametrize("policy", ["none", "attention-kept", "block"])

@@ -71,8 +71,8 @@ def test_global_tokens(engine):
 
 def test_stretches_bound_it(monkeypatch):
     """Beyond the limits the workspace of the dense branch stops growing."""
-    monkeypatch.setattr(fused, "HELD", 1)  # only the limits named below take effect
-    for name, times in (("FORWARD", 4), ("DENSE", 1), ("THIN", 2), ("WHOLE", 2)):
+    monkeypatch.setattr(fused, "UNIT", 1)  # only the limits named below take effect
+    for name, times in (("FORWARD", 4), ("DENSE", 1), ("THIN", 2), ("ONE_PIECE", 2)):
         monkeypatch.setattr(fused, name, times * 4096 * 2 * 64)
     workspace.cache_clear()
     try:

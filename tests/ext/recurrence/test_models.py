@@ -345,8 +345,8 @@ def test_the_state_does_not_grow(name):
         for part in torch.randint(11, (2, 120)).split(40, 1):
             model(part, caches=caches)
             cache = caches[0]
-            rows = cache.kept.get("recurrence, rows")
-            sizes.append(cache.kept["recurrence"].nbytes + (0 if rows is None else rows.nbytes))
+            rows = cache.mixer_states.get("recurrence, rows")
+            sizes.append(cache.mixer_states["recurrence"].nbytes + (0 if rows is None else rows.nbytes))
             assert rows is None or rows.untyped_storage().nbytes() == rows.nbytes  # no view of the prompt's rows
     assert len(set(sizes)) == 1
     assert caches[0].nbytes > sizes[0]
@@ -364,7 +364,7 @@ def test_beams_hold_the_samples_that_they_select():
         torch.testing.assert_close(continued, model(order)[:, 9:], rtol=1e-10, atol=1e-10)
         for cache in caches:
             cache.reset()
-            assert "recurrence" not in cache.kept
+            assert "recurrence" not in cache.mixer_states
         torch.testing.assert_close(model(tokens, caches=caches), model(tokens), rtol=1e-10, atol=1e-10)
 
 

@@ -29,7 +29,7 @@ from lightning_dilated.pattern.rows import cycle_to, segment_width
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.all_to_all import AllToAllProgram
 from lightning_dilated.sequence.exchange.program import Round, count
-from lightning_dilated.sequence.exchange.row_ops import FEW
+from lightning_dilated.sequence.exchange.row_ops import MAX_SELECTED_SHARE
 from lightning_dilated.sequence.planner import Links, Plan, make_problem, price
 
 #: tokens of the steps that are counted
@@ -389,5 +389,5 @@ def sharded(call: OpCall, tokens: int, ranks: int, rows: Exchanged) -> OpCall:
         return replace(call, tokens=tokens)
     rank = ranks // 2
     tokens_here = min(tokens_here, tokens - rank * tokens_here) if tokens > rank * tokens_here else tokens_here
-    final = rows.most("queries") <= FEW * tokens_here * call.heads
+    final = rows.most("queries") <= MAX_SELECTED_SHARE * tokens_here * call.heads
     return replace(call, tokens=tokens_here, whole=tokens, offset=rank * tokens_here, final=final)

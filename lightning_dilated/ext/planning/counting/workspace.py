@@ -150,7 +150,7 @@ def engine_of(x: OpCall) -> Engine:
     flops = x.block_flops if x.engine == "auto" else math.inf
     scale, changing = x.head_dim**-0.5, has_varying_length((), x.tokens if x.whole is None else x.whole)
     request = Request(torch.device("cuda"), x.dtype, x.head_dim, x.dropout, scale, flops, x.capability, changing)
-    return choose(x.engine, request, say=False).engine
+    return choose(x.engine, request, log=False).engine
 
 
 @functools.lru_cache(maxsize=4096)
