@@ -1,6 +1,6 @@
-"""Two gloo ranks for the callbacks that need them, and a run with its checkpoints.
+"""Fixtures: two gloo ranks for callbacks that need them, and a run with its checkpoints.
 
-The pool lives for the whole session, because xdist mixes files of this folder with others.
+The pool exists for the whole session, because xdist mixes files of this folder with others.
 """
 
 import shutil
@@ -16,7 +16,7 @@ from .checkpoint_runs import STEPS, run, write_text
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Two ranks; a Trainer uses both."""
+    """Two ranks; a Trainer in them uses both."""
     workers = Pool(2)
     yield workers
     workers.close()
@@ -30,13 +30,13 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(text):
-    """A run that is never interrupted."""
+    """An uninterrupted run."""
     return run(text, STEPS)
 
 
 @pytest.fixture(scope="session")
 def saved(text, tmp_path_factory):
-    """Three checkpoints, at steps 2, 3 and 4 of the same run. Read only: tests copy it."""
+    """A folder with checkpoints of steps 2, 3 and 4 of `whole`. It is read-only: tests use a copy."""
     folder = tmp_path_factory.mktemp("saved")
     run(text, 4, ShardedCheckpoint(str(folder), every_n_train_steps=1, keep=3))
     return folder
@@ -44,5 +44,5 @@ def saved(text, tmp_path_factory):
 
 @pytest.fixture
 def copied(saved, tmp_path):
-    """A copy that a test may damage."""
+    """A copy of `saved` that a test may damage."""
     return shutil.copytree(saved, tmp_path / "c")
