@@ -18,7 +18,7 @@ from .strategies import Case, cases
 
 
 class Forgetful:
-    """Its backward, like torch's for cuDNN, reads grad and out by the strides of the first call with equal q, k, v."""
+    """Imitates torch's cuDNN backward, which uses the strides of grad and out in the first call with equal q, k, v."""
 
     def __init__(self, monkeypatch, mended: bool):
         self.first, self.copies, self.handed_on, self.mended = {}, 0, 0, mended

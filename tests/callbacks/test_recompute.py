@@ -42,7 +42,7 @@ def test_names_of_the_state_stay(compiled):
     calls = []
     for callbacks in ([], [ActivationRecompute("block", every=2, offload=1, tile=9, head_chunks=2)]):
         model = tiny(compile_blocks=compiled)
-        with torch.compiler.set_stance("default", force_backend="aot_eager"):  # Inductor is slow, and changes no names
+        with torch.compiler.set_stance("default", force_backend="aot_eager"):  # Inductor is slow; it keeps names, too
             trainer(max_steps=1, callbacks=[*callbacks, names := Names()]).fit(model, loader(batch(2, 24)))
         calls.append(names.seen)
     assert calls[0] == calls[1] and len(calls[0][0]) > 10
