@@ -144,7 +144,7 @@ YAML = {
     x["text"]: page.name
     for page in PAGES
     for x in (BLOCK.finditer(page.read_text()) if page.suffix == ".md" else ())
-    if x["language"] == "yaml" and not x["title"] and page.name != "loggers.md"  # tests/callbacks/test_loggers.py
+    if x["language"] == "yaml" and not x["title"] and page.name != "loggers.md"  # see tests/callbacks/test_loggers.py
 }
 
 

@@ -94,7 +94,7 @@ def test_fit_on_tile_numbers(cli, here):
 
 
 def test_an_external_cohort_of_one_class_and_a_table_of_intervals(cli, here):
-    """The cohort takes the checkpoint's classes; `test` writes metrics with intervals, which `folds` averages."""
+    """An external cohort uses the checkpoint's classes. `folds` averages metrics and intervals written by `test`."""
     task = ["--model.task", "classification", "--model.num_classes", "2", "--model.class_weights", "balanced"]
     words = {i: ("tumor", "normal")[i % 2] for i in range(5)}
     for name, chosen in (("all", words), ("ext", dict.fromkeys(words, "tumor"))):
