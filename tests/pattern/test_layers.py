@@ -90,7 +90,7 @@ def test_refused(name):
 @pytest.mark.parametrize("global_every, global_first", [(1, None), (3, None), (4, None), (4, 0), (2, 3), (9, 5)])
 @pytest.mark.parametrize("shifted", [True, False])
 def test_hybrid(num_heads, num_kv_heads, global_heads, global_every, global_first, shifted):
-    """Layer i has dense last kv groups if (i + 1) % global_every == 0 or i >= global_first. Other heads are local."""
+    """Layers global_first (default global_every - 1) + k * global_every have dense last kv groups; others are local."""
     kv_heads = num_kv_heads or num_heads
     far = DilatedPattern([(16, 2)], offsets="blocked")
     layers = DilatedPattern.hybrid(
