@@ -109,7 +109,7 @@ def test_maps_of_a_recurrence_are_as_many_bytes_as_said(pool, kind, ranks):
     recurrence = Recurrence(kind, None if kind == "gated_delta" else 4, conv=0)
     want = recurrence.exchanged_bytes(ranks, 2, 4)
     results = pool.run(ranks, exchanged, recurrence)
-    assert max(forward for forward, _ in results) == 2 * want  # in the forward, and again in the backward
+    assert max(forward for forward, _ in results) == 2 * want  # in the forward, and again in the backward's second one
     assert max(backward for _, backward in results) == want
 
 

@@ -1,4 +1,4 @@
-"""A tiny language model, bytes to train it on, and a Trainer that writes nothing, for all tests of models."""
+"""A tiny language model, bytes to train it on, and a Trainer that writes no files, for all tests of models."""
 
 from pathlib import Path
 from typing import Any
