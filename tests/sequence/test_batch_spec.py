@@ -28,7 +28,7 @@ def test_parts_make_the_whole(n, ranks, layout, stream):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_part_is_a_copy(ranks):
-    """A loader may reuse its memory, and a step may change its batch, on one rank as on many."""
+    """A part is a copy on any number of ranks: loaders may reuse their memory, and a step may change its batch."""
     signs = torch.view_as_complex(torch.ones(2, 4, 2)).conj()
     entries = [torch.ones(2, 4), torch.ones(4, 2).t(), torch.arange(4.0)[:2, None].expand(2, 4), signs, signs.imag]
     for x in entries:

@@ -1,4 +1,4 @@
-"""Links: refused values, the file and where it is searched, and their effect on the choice of "auto"."""
+"""Links: refused values, the locations of the file, and the effect of links on the choice of "auto"."""
 
 import json
 
