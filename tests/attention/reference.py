@@ -47,7 +47,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, n_pad: Tensor, scale:
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
     s = (q * scale) @ k.transpose(-1, -2) + counts.log().to(q.dtype)
-    s = torch.cat([s, n_pad.log().to(q.dtype)[..., None]], -1)  # one column with score 0 stands for all pads
+    s = torch.cat([s, n_pad.log().to(q.dtype)[..., None]], -1)  # one column with score 0 for all pads together
     bare = (counts.sum(-1) == 0)[..., None]
     p = torch.softmax(s.masked_fill(bare, 0.0), -1).masked_fill(bare, 0.0)
     return (p[..., :-1] @ v).transpose(1, 2)

@@ -88,7 +88,7 @@ def test_random_attended(engine, share):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_random_low_precision(engine, dtype, share):
-    """The error is at most twice that of a plain softmax in the same dtype, plus the rounding of the result.
+    """The error is at most twice a plain softmax's in the same dtype, plus the rounding of the result.
 
     For gradients the rounding of the result is allowed as well: an engine's backward reads the rounded output, and the
     backward of a softmax does not.

@@ -197,4 +197,4 @@ def test_who_sends_to_whom(ranks, per_node):
             assert rank not in peers and len(set(peers)) == len(peers)
             assert same is None or all((p // per_node == rank // per_node) == same for p in peers)
             for step, peer in enumerate(peers, 1):
-                assert rings[peer][kind][1](-step) == rank  # receivers count as many bytes as senders
+                assert rings[peer][kind][1](-step) == rank  # receivers and senders count equal bytes

@@ -58,7 +58,7 @@ def test_predictions_of_texts(cli, tmp_path):
 
 
 def test_other_data_keep_their_own_defaults(cli, tmp_path):
-    """A class_path without settings gets the defaults of its class, not those of the default data class."""
+    """A class_path without settings gets the defaults of its own class, not of the default data class."""
     (tmp_path / "x.yaml").write_text(yaml.safe_dump({"data": {"class_path": "FarRecallDataModule"}}))
     for words in (["--data", "FarRecallDataModule"], ["--config", "x.yaml"], ["--data=FarRecallDataModule"]):
         config = yaml.safe_load(cli("fit", *words, "--model", "LongNetLM", "--print_config").out)["data"]["init_args"]

@@ -122,7 +122,7 @@ def test_refused(options):
 # -- slides ------------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Twelve slides, three of which are positive."""
+    """Twelve slides, three of them positive."""
     path = tmp_path_factory.mktemp("balanced")
     for i in range(12):
         write(path / f"s{i:02}.h5", np.full((6, 3), i, np.float32), grid(6), patch_size_level0=256)

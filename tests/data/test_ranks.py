@@ -34,7 +34,7 @@ def test_two_ranks_share_the_order_of_one(file: str, tmp_path: Path) -> None:
     # two ranks were stopped; one rank with the same global batch size continues
     resumed, _ = run(data(file), tmp_path / "step=7.ckpt", max_steps=10)
     assert resumed.seen == whole.seen[7:]
-    # one rank with batches of 1 needs twice as many batches for the rest of the epoch
+    # one rank with batches of 1 needs twice the number of batches for the rest of the epoch
     finer, _ = run(data(file, batch_size=1), tmp_path / "step=7.ckpt", max_epochs=2)
     assert [number for number, _ in finer.seen] == list(range(4, 11))
     assert finer.samples()[:6] == whole.samples()[14:]

@@ -146,7 +146,7 @@ def close_rounded(name: str, many: Tensor, one: Tensor, want: Tensor) -> None:
 
 
 def compare_bytes(case: Sharded, results: list[Result]) -> None:
-    """Assert that all ranks together sent as many bytes as they received."""
+    """Assert that the bytes sent and the bytes received are equal, summed over ranks."""
     sent, received = (
         torch.tensor([getattr(r, name) for r in results]).sum(0).tolist() for name in ("sent", "received")
     )

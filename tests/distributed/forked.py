@@ -1,4 +1,4 @@
-"""Run scripts in forked processes, whose parent has already imported the package, to save the time of imports."""
+"""Run scripts in processes that are forked from one that has imported the package, to save the time of imports."""
 
 from __future__ import annotations
 

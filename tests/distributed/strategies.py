@@ -109,7 +109,7 @@ class Sharded:
 
 @st.composite
 def powers(draw) -> Branch:
-    """Draw a branch whose width and rate are powers of two."""
+    """Draw a branch with a width and a rate that are powers of two."""
     w = 1 << draw(st.integers(0, 6))
     shift = draw(st.sampled_from([0, 0, w // 2]))
     return Branch(w, 1 << draw(st.integers(0, 3)), shift=shift if shift < w else 0)

@@ -155,7 +155,7 @@ def test_no_cuda_graph(pool):
 
 
 def other_lengths(rank, group):
-    """Return counts of deferred checks for sequences of 32 and 31 tokens, of which rank 0 has equal parts."""
+    """Return counts of deferred checks for sequences of 32 and 31 tokens. Rank 0 has equal parts of both."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         counts = []

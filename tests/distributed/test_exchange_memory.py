@@ -109,7 +109,7 @@ def test_every_rank_keeps_to_it(pool):
 
 
 def different(rank, group):
-    """Return the error of a call whose limit differs between the ranks."""
+    """Return the error of a call in which the ranks have different limits."""
     with sequence(group, exchange_memory_gib=1.0 + rank) as ours:
         x = torch.ones(1, ours.shard(N).length(rank), HEADS, DIM)
         with pytest.raises(ValueError, match="exchange_memory"):

@@ -85,7 +85,7 @@ def two_lengths(rank, group):
 
 
 def test_each_call_has_its_own(pool):
-    """The time of short calls is in rounds, of which head groups have most. The time of long calls is in bytes."""
+    """Rounds dominate the time of short calls, and head groups have the most rounds. Bytes dominate long calls."""
     assert pool.run(4, two_lengths) == [[1, 4]] * 4
 
 

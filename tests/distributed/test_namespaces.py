@@ -31,7 +31,7 @@ def far_sent(problem, exchange: str, rank: int) -> int:
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
-    """{exchange: counts of the four ranks}. Every rank has compared its results with those of one rank."""
+    """{exchange: counts of the four ranks}. Every rank has compared its results with a run on one rank."""
     folder, counts = tmp_path_factory.mktemp("nodes"), {}
     with namespaces.Nodes(SPEED) as nodes:
         for exchange in ("gather", "hierarchical_gather", "hierarchical_butterfly"):

@@ -27,7 +27,7 @@ def weights() -> tuple[Tensor, Tensor]:
 
 
 def block(x: Tensor, weight: Tensor, **options) -> Tensor:
-    """Apply a projection, attention, and a function whose backward needs its input."""
+    """Apply a projection, attention, and a function that needs its input in the backward."""
     q, k, v = (x @ weight).unflatten(-1, (3, 4, 4)).unbind(2)
     return dilated_attention(q, k, v, PATTERN, causal=True, dropout=0.2, **options).flatten(2).sin()
 

@@ -126,7 +126,7 @@ def test_chunked_layout(pool, kind):
 
 
 def test_bytes(pool):
-    """Each rank has whole segments, so only maps are sent. The backward sends as many bytes in return."""
+    """Each rank has whole segments, so only maps are sent. The backward sends the same number of bytes in return."""
     case = Case("gated_delta", (64,), kv_heads=3, dim=4, values=2)
     size = 3 * 4 * (4 + 2) * 8
     moved = check(pool, 4, case, program="all")

@@ -113,7 +113,7 @@ def test_active_groups_nest(pool):
 
 
 def with_nccl(rank, group):
-    """Open, use, refuse and close five groups over NCCL, whose control messages use gloo."""
+    """Open, use, refuse and close five groups over NCCL. Their control messages use gloo."""
     errors = []
     with mock.patch.object(dist, "get_backend", return_value="nccl"):
         for timeout in (None, timedelta(seconds=20), None, None, None):

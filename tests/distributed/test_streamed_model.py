@@ -46,7 +46,7 @@ def compare(pool, ranks, name, want, grads):
 RANKS = {"convolution, short chunks": 3, "chunks of one token": 3, "packed": 4, "dense heads": 4, "not a multiple": 3}
 
 
-#: slow tests, whose features the other cases cover in less time
+#: slow tests; the other cases cover their features in less time
 SLOW = ("heads, dropout", "block", "chunks of one token", "plain", "convolution", "recurrence", "recurrence, padded")
 
 
@@ -111,7 +111,7 @@ def deferring(rank, group, options, batch, chunk):
 
 @pytest.mark.parametrize(("ranks", "tokens", "chunk"), [(2, 47, 16), pytest.param(3, 28, 10, marks=pytest.mark.slow)])
 def test_a_short_last_chunk_with_deferred_checks(pool, ranks, tokens, chunk):
-    """The length of one rank's part may be the same as in a full chunk; it must not assume that of the other ranks."""
+    """A short last chunk may give a rank the same length as a full chunk, but it changes the other ranks' lengths."""
     options, batch = {"kv_conv": 3}, text(tokens)
     parts = pool.run(ranks, deferring, options, batch, chunk)
     want, _ = lm(**options).loss_terms(batch)

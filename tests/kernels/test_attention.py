@@ -123,7 +123,7 @@ def test_dtypes(interpreter, dtype, causal):
 
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_dropout(interpreter, causal):
-    """The mask equals that of every other engine: it is a hash of branch, head and global positions."""
+    """The mask is the same as in every other engine: a hash of branch, head and global positions."""
     interpreter.run(1, one_call, LONGER.but(causal=causal, batch=2, seq_len=110, lengths=(110, 50)), torch.float32, 0.4)
 
 

@@ -116,7 +116,7 @@ def test_random(interpreter, number, examples):
 
 @sizes_put_back()
 def attended(rank, group, n):
-    """Compare calls whose zero pads take softmax mass, in stretches."""
+    """Compare calls in which zero pads take softmax mass, in stretches."""
     hold(*[8 * 4 * 8] * 4)
     pattern = DilatedPattern([(8, 1), (16, 4), (64, 8)], offsets="blocked", padding="attended")
     case = Case(pattern, 1, n, 4, 4, 8)
@@ -172,7 +172,7 @@ def test_samples_apart(interpreter):
 
 
 def odd_widths(rank, group):
-    """Check segments longer than a program whose width is no multiple of the rate, so the residues vary by segment."""
+    """Check segments longer than a program, with a width that is no multiple of the rate: residues vary by segment."""
     torch.use_deterministic_algorithms(True)
     for width, tokens in ((205, 620), (401, 802)):
         check(Case(DilatedPattern([(width, 3)]), 1, tokens, 1, 1, 8), "math", torch.float32, 1e-5)

@@ -334,7 +334,7 @@ def test_lengths_beyond_the_tokens_count_as_all(interpreter):
 
 @sizes_put_back()
 def attended(rank, group, causal):
-    """Compare calls whose zero pads take softmax mass."""
+    """Compare calls in which zero pads take softmax mass."""
     torch.use_deterministic_algorithms(True)
     small_tiles(random.Random(0))
     pattern = DilatedPattern([(8, 1), (16, 4), (64, 8)], offsets="blocked", padding="attended")
@@ -354,7 +354,7 @@ def test_attended_pads(interpreter, causal):
 
 @sizes_put_back()
 def dropped(rank, group, case, on_the_device):
-    """Compare a call with dropout with the math engine, whose mask has its own tests."""
+    """Compare a call with dropout with the math engine. The math engine's mask has its own tests."""
     torch.use_deterministic_algorithms(True)
     small_tiles(random.Random(1))
     q, k, v, grad = case.tensors(torch.float32)

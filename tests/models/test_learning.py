@@ -1,4 +1,4 @@
-"""What patterns learn (slow): copies over varying distances and far recall, with and without a global head.
+"""Learning by pattern (slow): copies over varying distances and far recall, with and without a global head.
 
 The limits come from a study of the same tasks with another implementation. Copies, after 600 of 1,000 scheduled steps:
 one dense head below 1 bit, dense attention below 0.2, a dilated pattern above 4.5 of 5 bits. Recall, after 1,000 steps:

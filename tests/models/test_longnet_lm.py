@@ -207,7 +207,7 @@ def check_compiled(options, new_tokens):
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 class Wide(LongNetLM):
-    """A user's subclass whose constructor has its own argument names."""
+    """A user's subclass with its own argument names in the constructor."""
 
     def __init__(self, width: int = 4, segments: tuple = (4, 16)) -> None:
         pattern = DilatedPattern.longnet(list(segments), [1, 2])
@@ -223,7 +223,7 @@ class Fixed(LongNetLM):
 
 
 class Renamed(LongNetLM):
-    """A subclass whose constructor has another name for the pattern."""
+    """A subclass with another name for the pattern in its constructor."""
 
     def __init__(self, attention_pattern: DilatedPattern, dim: int = 16) -> None:
         super().__init__(attention_pattern, **{**SIZES, "dim": dim})

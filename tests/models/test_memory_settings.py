@@ -140,7 +140,7 @@ def test_mixed_precision(dtype):
 
 @pytest.mark.parametrize("tile, chunks", [(5, 1), (None, 2), (5, 2)])
 def test_casts_of_autocast_are_not_taken_without_gradients(tile, chunks):
-    """Two lengths and the backward share one autocast, whose cache must not return casts that have no graph."""
+    """Two lengths and the backward share one autocast. Its cache must not return casts that have no graph."""
     results = []
     for chosen in (MemorySettings(), MemorySettings(tile=tile, head_chunks=chunks)):
         torch.manual_seed(0)
@@ -216,7 +216,7 @@ def test_the_feed_forward_runs_once_forward_and_once_backward(monkeypatch):
     assert ran == [8, 8, 5] * 2
 
 
-#: settings whose features the other cases cover, too
+#: settings with features that the other cases cover, too
 TWICE = [SETTINGS[name] for name in ("tile 1", "heads", "kept, heads")]
 PIECES = [pytest.param(s, marks=[pytest.mark.slow] * (s in TWICE)) for s in SETTINGS.values() if s.in_pieces]
 

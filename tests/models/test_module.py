@@ -90,7 +90,7 @@ def test_parameter_groups(tied, frozen):
 
 
 class Look(Callback):
-    """Compares the parameters of the optimizer with those of the model once training has begun."""
+    """Compares the parameters of the optimizer with the model's once training has begun."""
 
     held, there, moved = None, None, None
 

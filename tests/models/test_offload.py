@@ -202,7 +202,7 @@ def test_what_is_on_the_gpu_beside(offload_part, monkeypatch):
 
 
 def test_closed_with_forwards_that_wait():
-    """Close while two forwards wait, after one whose graph was freed in mid-copy and one without gradients."""
+    """Close while two forwards wait, after one that lost its graph in mid-copy and one without gradients."""
     stack = DilatedTransformer(16, [PATTERN] * 3, 4, causal=True)
     stack.memory = MemorySettings("block", offload=1)
     x = torch.randn(1, 10, 16, requires_grad=True)

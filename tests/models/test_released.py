@@ -156,7 +156,7 @@ def test_names_of_the_hub(name):
 
 
 def test_state_dicts_in_memory():
-    """A state dict in memory has no file whose size could be compared."""
+    """A state dict in memory is not compared with the size of a file."""
     state = decoder_state()
     state["layers.1.ffn.fc1.bias"] = torch.ones(1).expand(16)
     sizes, _ = torchscale.convert(state, num_heads=2)

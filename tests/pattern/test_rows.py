@@ -131,12 +131,12 @@ def test_pairs_of_a_part_are_the_counts(data):
 
 
 def ladder(first: int, branches: int):
-    """Return segment lengths and rates, both of which double from branch to branch."""
+    """Return segment lengths and rates that double from branch to branch."""
     return [first << i for i in range(branches)], [1 << i for i in range(branches)]
 
 
 # A block is one kernel call, and strided views are fast only in few calls. If r divides H, a branch needs min(r, H / r)
-# calls, because one view holds heads whose offsets are equal or rise by one.
+# calls, because one view serves heads with offsets that are equal or rise by one.
 CALLS = {
     "one branch": (DilatedPattern.dense(2048), 12, 1),
     "12 heads": (DilatedPattern.longnet(*ladder(2048, 5)), 12, 9),
@@ -155,7 +155,7 @@ def test_number_of_calls(name):
 
 
 def test_kv_offsets_take_few_calls():
-    # 12 query heads over 4 kv heads need as many calls as the three query heads of one group
+    # 12 query heads over 4 kv heads need no more calls than the three query heads of one group
     pattern = DilatedPattern.longnet(*ladder(2048, 5), offset_heads="kv")
     assert len(blocks(pattern, 1 << 20, 12, 4)) <= 3 * len(blocks(pattern, 1 << 20, 4, 4))
 

@@ -125,7 +125,7 @@ def check_enters_once(problem: Problem, programs: list[Program], per_node: int, 
 def geometric(
     keys: int, local: int, ranks: int, heads: int, causal: bool = False, kv_heads: int | None = None
 ) -> Problem:
-    """Return a problem whose segments have `keys` rows and grow up to the sequence, with shards of `local` tokens."""
+    """Return a problem with segments of `keys` rows, up to the whole sequence, over shards of `local` tokens."""
     n = ranks * local
     pattern = DilatedPattern.geometric(keys, n)
     return Problem(pattern, heads, kv_heads or heads, causal, Shard(n, ranks), (Document(0, 1, 0, n),), (0, heads))

@@ -112,7 +112,7 @@ BILLION_CASES = {
 )
 @pytest.mark.full
 def test_a_billion_tokens_on_4096_ranks(tmp_path, name, causal):
-    """Plan, and build a rank's program, in a new process, within CPU seconds and GiB (0.4 of which are torch's)."""
+    """Plan, and build a rank's program, in a new process, within CPU seconds and GiB (torch itself takes 0.4)."""
     pattern, want = BILLION_CASES[name]
     script = tmp_path / "billion.py"
     script.write_text(BILLION.format(pattern=pattern, causal=causal))
@@ -132,7 +132,7 @@ UNLIKE = {
 
 
 SPLITS = [(4, 2), (8, 2), (12, 2), (16, 4), (64, 2), (12, 3)]
-#: (name, ranks, head size): a head-parallel group has at most as many ranks as heads
+#: (name, ranks, head size): a head-parallel group has no more ranks than heads
 WINDOWED = [(name, ranks, size) for name, (_, heads, _) in UNLIKE.items() for ranks, size in SPLITS if size <= heads]
 
 

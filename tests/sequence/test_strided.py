@@ -97,7 +97,7 @@ LATER = [pytest.param(*x, marks=pytest.mark.slow) for x in ((6, False), (8, True
 @pytest.mark.parametrize("ranks, causal", [(6, True), (8, False), *LATER])
 @pytest.mark.parametrize("pattern", ODD, ids=str)
 def test_long_sequences_of_any_pattern(pattern, ranks, causal):
-    """Rows and pairs of a sequence with many segments equal those of its requests, added one by one."""
+    """Rows and pairs of a sequence with many segments equal the sums over its requests."""
     problem = make_problem(pattern, 12_345, 3, ranks=ranks, layout="strided", causal=causal)
     for rank in (0, ranks - 1):
         want: Counter = Counter()

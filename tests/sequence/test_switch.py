@@ -43,7 +43,7 @@ def wide(case: Case, problem: Problem) -> set[tuple]:
 
 
 def owned(problem: Problem, rank: int) -> list:
-    """Return the tasks whose owner is this rank."""
+    """Return the tasks that this rank owns."""
     return all_to_all.program(problem, rank, 1).tasks
 
 

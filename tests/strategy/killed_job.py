@@ -1,4 +1,4 @@
-"""A training script whose ranks are killed at planned moments: killed_job.py.
+"""A training script with ranks that are killed at planned moments: killed_job.py.
 
 It reads `kills.json` in its folder: a list of {"moment", "step", "rank", "node", "delay"}. Each kill happens once:
 `delay` seconds after the moment in this step, the rank sends itself SIGKILL. With "node" it also kills its agent.

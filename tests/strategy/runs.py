@@ -93,7 +93,7 @@ class Collate:
 
 
 class Data(pl.LightningDataModule):
-    """Loaders whose samplers get the data ranks from the strategy."""
+    """Loaders with samplers that get the data ranks from the strategy."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()

@@ -81,7 +81,7 @@ def test_other_data_on_a_rank(pools, name):
 
 
 class Broken(Numbers):
-    """Data whose fingerprint fails on rank 1, or with fewer samples on rank 3."""
+    """Data with a fingerprint that fails on rank 1, or with fewer samples on rank 3."""
 
     def __init__(self, rank, how):
         self.rank, self.how = rank, how
@@ -150,7 +150,7 @@ class Switch(enum.Flag):
 
 @dataclass
 class Settings:
-    """A class whose repr contains a memory address, which differs between processes."""
+    """A class with a memory address in its repr, which differs between processes."""
 
     size: object = 1
     inner: object = field(default_factory=Odd)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.full
 
 
 class Compiled(ld.LongNetLM):
-    """A model whose blocks are compiled by a backend that records graphs instead of generating code."""
+    """A model with blocks compiled by a backend that records graphs instead of generating code."""
 
     def __init__(self, graphs):
         super().__init__(ld.DilatedPattern.dense(), dim=256, depth=2, num_heads=4, compile_blocks=False)

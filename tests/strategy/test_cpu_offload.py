@@ -77,7 +77,7 @@ WAYS = {
 }
 
 
-#: slow tests, whose features the other cases cover, too
+#: slow tests; the other cases cover their features, too
 SLOW = ("plain", "clipped", "data 2", "attention kept, tiles", "32-true")
 
 
@@ -102,7 +102,7 @@ def reductions(rank, group, run):
 
 
 def test_accumulation_keeps_no_whole_gradients(pools):
-    """Each micro-batch reduces its gradients, whose sum is equal up to rounding."""
+    """Each micro-batch reduces its gradients. Their sum is equal up to rounding."""
     run = RUN.but(accumulate=2, clip=0.05)
     once, want = pools(2).run(2, reductions, run)[0]
     twice, got = pools(2).run(2, reductions, run.but(strategy=HOST))[0]
@@ -159,7 +159,7 @@ def test_goes_on_with_whole_parameters(pools, tmp_path):
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 class Lists(LongNetLM):
-    """A model whose optimizer is not supported with offloading."""
+    """A model with an optimizer that offloading does not support."""
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), capturable=True)

@@ -36,7 +36,7 @@ def start(
 
 
 def alive(folder: Path) -> bool:
-    """Return whether a process whose working folder is `folder` still runs."""
+    """Return whether a process with the working folder `folder` still runs."""
     for link in Path("/proc").glob("[0-9]*/cwd"):
         try:
             if link.resolve() == folder and "State:\tZ" not in (link.parent / "status").read_text():

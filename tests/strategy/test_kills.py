@@ -1,4 +1,4 @@
-"""A job on three nodes (agents of torchrun on one machine), whose workers and nodes are killed ten times at random."""
+"""A job on three nodes (agents of torchrun on one machine) with workers and nodes killed at ten random moments."""
 
 import json
 import os

@@ -26,7 +26,7 @@ def simulated(run, regions, outer, data_ranks):
 
     Args:
         run: its batch size is the sum over all data ranks.
-        outer: OuterSteps, whose numbers are used, but not its code.
+        outer: OuterSteps; only its numbers are used, not its code.
         data_ranks: number of sequences that a region trains at a time.
 
     Returns:
@@ -150,7 +150,7 @@ WAYS = {"sequences of two": {}, "data parallel": {"sequence_size": 1}}
 
 
 CASES = [(name, way) for name in SETTINGS for way in WAYS]
-#: slow tests, whose features the other cases cover, too
+#: slow tests; the other cases cover their features, too
 SLOW = ("plain", "mix", "many fragments")
 CI = {(name, "sequences of two") for name in SETTINGS if name not in SLOW} | {("streaming", "data parallel")}
 
@@ -289,7 +289,7 @@ def begun(pools, text):
 @pytest.mark.parametrize("how", ["file", "folder", pytest.param("validation", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stop", [6, pytest.param(8, marks=pytest.mark.slow)])
 def test_goes_on_exactly(pools, text, undisturbed, begun, how, stop):
-    """Resume with fragments in flight: after step 6 that of steps 6 to 9, after step 8 also that of steps 8 to 11."""
+    """Resume with fragments in flight: after step 6 the one of steps 6 to 9, after step 8 also the one of 8 to 11."""
     first = begun(how, stop)
     resumed = pools(4).run(4, part_of_run, text, STREAMING, 11, first[0]["saved"], None)
     for one, two, whole in zip(first, resumed, undisturbed, strict=True):

@@ -43,7 +43,7 @@ def padded(samples):
 
 
 class Data(pl.LightningDataModule):
-    """Data whose batches have two slides in total over all data ranks."""
+    """Data with batches of two slides in total over all data ranks."""
 
     def _loader(self, count, shuffle):
         who = self.trainer.distributed_sampler_kwargs

@@ -77,7 +77,7 @@ def read(rank, group, strategy, options, direct):
     ],
 )
 def test_one_data_rank_reads_as_one_device_does(pools, options, direct):
-    """With a sequence on two ranks, the samples are those of one device without a strategy."""
+    """A sequence on two ranks has the same samples as one device without a strategy."""
     (alone,) = pools(1).run(1, read, None, options, direct)
     assert pools(2).run(2, read, RingDilatedStrategy(), options, direct) == [alone] * 2
     assert sorted(x for batch in alone for x in batch) == sorted([*range(12), *range(12)])

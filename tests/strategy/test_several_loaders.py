@@ -130,7 +130,7 @@ def dropping():
 
 
 class Module(pl.LightningDataModule):
-    """Data whose loaders are created in a hook. Lightning records their arguments there, to rebuild them."""
+    """Creates its loaders in a hook. Lightning records their arguments there, to rebuild them."""
 
     def train_dataloader(self):
         return in_order()
