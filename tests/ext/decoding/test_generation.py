@@ -504,7 +504,7 @@ def test_refused(options, error, text):
 
 @pytest.mark.full
 def test_compiled_blocks(captured):
-    """Modules after attention are compiled for a token, for the first length of a prompt and others; hooks still run."""
+    """Modules after attention are compiled: for one token, a prompt's first length and other lengths. Hooks run."""
     torch._dynamo.reset()
     model, want = lively(kv_conv=3), []
     counter = CompileCounterWithBackend("aot_eager")

@@ -178,7 +178,7 @@ def test_bounds_are_checked_before_a_replay(replayed):
 
 
 def test_what_the_device_holds_counts_up_to_the_tokens():
-    """A record is longer: lengths beyond N, or below 0, read what eager kernels read."""
+    """A record has more tokens than the sequence: lengths beyond N or below 0 are clipped as eager kernels do."""
     x, beyond = torch.ones(1, 20, 4), 2**32 + 3
     assert padded_to(Inputs(x, torch.tensor([beyond])), 64).lengths.tolist() == [20]
     assert padded_to(Inputs(x, torch.tensor([-beyond])), 64).lengths.tolist() == [0]
@@ -373,7 +373,7 @@ def test_lengths_are_checked(replayed):
 
 
 def test_within_a_checkpoint(replayed, caplog):
-    """Hooks that pack saved tensors would be recorded, so nothing is, forward or recomputed."""
+    """A checkpoint's forward is not recorded, because the record would contain the checkpoint's hooks on tensors."""
     model, x = stack(), torch.randn(1, 20, 16, dtype=torch.float64, requires_grad=True)
     checkpoint(model, x, use_reentrant=False).sum().backward()
     want = [p.grad.clone() for p in model.parameters()]
@@ -632,7 +632,7 @@ def packings(tokens, most, number):
     ],
 )
 def test_the_op_is_captured_with_documents(pattern, causal):
-    """One recorded forward and backward of the op, replayed with twenty packings, against oracle and host's bounds."""
+    """A forward and backward, recorded once and replayed with twenty packings, against the oracle and host bounds."""
     from lightning_dilated.attention.oracle import oracle
 
     tokens, heads = 500, (6, 2)
