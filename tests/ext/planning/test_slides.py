@@ -266,7 +266,7 @@ def test_settings_cost_of_both_stacks():
         for x in (SETTINGS["none"], SETTINGS["attention-kept"], SETTINGS["block"], SETTINGS["groups"])
     ]
     assert sorted(seconds) == seconds
-    again = seconds[2] - seconds[0]  # all blocks once; with groups of two, half of them once more, as a whole forward
+    again = seconds[2] - seconds[0]  # all blocks again; with groups of two, half of them again, with a whole forward
     whole = 0.0
     for machine in (scaled(x, GPUS["H200"]) for x in model.stacks):
         whole += (1 - machine.again) * machine.at(1 << 18).rest_forward * machine.depth / 2
