@@ -47,7 +47,7 @@ class Allocator:
 
 
 def played(monkeypatch, exchange="gather"):
-    """A step of two blocks: 512 bytes of weights and of momenta, 128 of the batch, 7000 of others, starting at 8152."""
+    """Simulate a step of two blocks: weights and momenta of 512 bytes each, batch 128, others 7000, start at 8152."""
     module, allocator, x = Stack(2), Allocator(monkeypatch, 8152), torch.ones(4, 8)
     optimizer = module.configure_optimizers()
     optimizer.state = {p: {"momentum_buffer": torch.zeros_like(p)} for p in module.parameters()}

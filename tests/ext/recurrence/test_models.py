@@ -347,7 +347,7 @@ def test_the_state_does_not_grow(name):
             cache = caches[0]
             rows = cache.kept.get("recurrence, rows")
             sizes.append(cache.kept["recurrence"].nbytes + (0 if rows is None else rows.nbytes))
-            assert rows is None or rows.untyped_storage().nbytes() == rows.nbytes  # no view of the prompt's rows
+            assert rows is None or rows.untyped_storage().nbytes() == rows.nbytes  # not a view of the prompt's rows
     assert len(set(sizes)) == 1
     assert caches[0].nbytes > sizes[0]
 
@@ -418,7 +418,7 @@ def test_resuming_with_another_recurrence_is_refused(positions):
     for other in ([None, KINDS["linear"]], [KINDS["linear"]] * 3, None):
         with pytest.raises(ValueError, match="trained with recurrence="):
             model.on_load_checkpoint({"hyper_parameters": {**stored, "recurrence": other}})
-    for same in ({"gate_init": 0.5, **KINDS["linear"]}, [KINDS["linear"]] * 2):  # trained gates are among the weights
+    for same in ({"gate_init": 0.5, **KINDS["linear"]}, [KINDS["linear"]] * 2):  # `gate_init` may differ: gates train
         model.on_load_checkpoint({"hyper_parameters": {**stored, "recurrence": same}})
 
 

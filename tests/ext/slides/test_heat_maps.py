@@ -142,7 +142,7 @@ def colour(share: float) -> np.ndarray:
 
 
 def test_a_picture_without_a_thumbnail(tmp_path):
-    """A square a tile, coloured by the share of tiles below it, and white elsewhere; equal weights have one colour."""
+    """Each tile is a square, coloured by the share of tiles with lower weights (ties equal). Other cells are white."""
     weights = np.array([0.0, 9, 1, 1, 100])
     write_heat_map(tmp_path / "a.png", weights, grid(5) * 2)
     picture = np.array(Image.open(tmp_path / "a.png"))
