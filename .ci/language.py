@@ -1,6 +1,6 @@
 """Checks the English of docstrings, comments and documentation: first words, chains of pronouns, long lines.
 
-`python .ci/language.py [--list]` prints what is above a budget and then exits with 1; `--list` prints every finding.
+`python .ci/language.py [--list]` prints numbers of findings, and exits with 1 above a budget. `--list` prints them all.
 """
 
 import ast
@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-#: no docstring, comment or paragraph begins with one of these
+#: first words that no docstring, comment or paragraph may have
 FIRST = re.compile(r"(Of|What|Where|Whether|Within|Those|That)\b")
-#: limited together to `RATE` a thousand words
+#: words that together may occur `RATE` times per thousand words
 CHAINS = re.compile(
     r"\b(that of|those of|of which|whose|so many|as many|lies?|stands?|stood|go on|goes on)\b", re.IGNORECASE
 )
 RATE = 1.5
-#: most characters of a line of prose in the documentation, and of a row of a table, without addresses
+#: largest number of characters in a documentation line, and in a table row, without addresses
 PROSE, ROW = 140, 200
 ADDRESS = re.compile(r"\]\([^)]*\)|`[^`]*`|https?://\S+")
-#: remaining findings of each kind in each area; a budget only falls
+#: number of findings that each area may still have; a budget is only lowered
 LEFT = {
     "package": {"first": 0, "chain": 0},
     "tests": {"first": 0, "chain": 0},
@@ -51,7 +51,7 @@ class Finding(NamedTuple):
 
 
 def of_code(path: Path) -> Iterator[Text]:
-    """Yield docstrings and comments of a file; consecutive lines of comments are one text."""
+    """Yield docstrings and comments in a file. Consecutive comment lines are one text."""
     source = path.read_text()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -67,7 +67,7 @@ def of_code(path: Path) -> Iterator[Text]:
 
 
 def of_page(path: Path) -> Iterator[Text]:
-    """Yield lines of prose and rows of tables of a page, without its code."""
+    """Yield prose lines and table rows of a page, without code."""
     begins, code = True, False
     for number, line in enumerate(path.read_text().splitlines(), 1):
         code ^= line.startswith("```")
@@ -79,7 +79,7 @@ def of_page(path: Path) -> Iterator[Text]:
 
 
 def of_recipe(path: Path) -> Iterator[Text]:
-    """Comments of a recipe, without the commands in them."""
+    """Yield comments of a recipe, without the commands in them."""
     begins = True
     for number, line in enumerate(path.read_text().splitlines(), 1):
         words = line.partition("# ")[2]
@@ -89,7 +89,7 @@ def of_recipe(path: Path) -> Iterator[Text]:
 
 
 def areas() -> Iterator[tuple[str, list[Text]]]:
-    """Yield (area, its texts)."""
+    """Yield (area, texts of the area)."""
     for name, folders in CODE.items():
         yield name, [x for folder in folders for path in sorted((ROOT / folder).rglob("*.py")) for x in of_code(path)]
     pages = sorted({path for pattern in PAGES for path in ROOT.glob(pattern)})
@@ -98,7 +98,7 @@ def areas() -> Iterator[tuple[str, list[Text]]]:
 
 
 def findings(area: str, texts: list[Text]) -> Iterator[Finding]:
-    """Yield everything in an area that breaks a rule."""
+    """Yield all texts in an area that break a rule."""
     for text in texts:
         bare = re.sub(r"`[^`]*`", "", text.words)
         if text.begins and FIRST.match(text.words):

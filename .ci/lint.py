@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-#: a folder of the core (or a file of the top folder) imports only from those before it; "" is the package itself, and
-#: `integrations` and `planning` are faces of extensions
+#: a folder of the core (or file of the top folder) may import only folders before it; "" is the package itself, and
+#: `integrations` and `planning` only re-export extensions
 ORDER = (
     *("_removed", "_extensions", "_compat", "_device", "_ops", "_validation", "pattern", "kernels", "sequence"),
     *(
@@ -34,18 +34,18 @@ ORDER = (
 )
 EXT = "ext"
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent / "lightning_dilated"
-#: most lines of the core and of the package, and most imports of the package within functions of the core. A budget
-#: that is more than `SLACK` above the current number has to fall, and is raised only by taking something out
+#: upper limits: lines of the core and of the package, and imports of the package inside functions of the core. A budget
+#: more than `SLACK` above its number must be lowered, and is raised only by taking something out
 CORE, PACKAGE, INNER = 28_792, 64_711, 26
 SLACK = 150
-#: most files in a folder
+#: largest number of files in a folder
 FOLDER = 20
-#: names that begin with an underscore, and are documented as public
+#: names that start with an underscore but are documented as public
 DOCUMENTED = ("_asdict", "_exit", "_fields", "_make", "_replace")
 
 
 class Finding(NamedTuple):
-    """A file, a line and the problem."""
+    """A problem, with its file and line."""
 
     path: Path
     line: int
@@ -53,7 +53,7 @@ class Finding(NamedTuple):
 
 
 class Module(NamedTuple):
-    """One file of the package, parsed."""
+    """A parsed file of the package."""
 
     name: str
     path: Path
@@ -62,7 +62,7 @@ class Module(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """The folder, or file of the top folder, that the module belongs to; "" is the package itself."""
+        """The folder, or file of the top folder, to which the module belongs; "" is the package itself."""
         return folder_of(self.name)
 
 
@@ -72,7 +72,7 @@ def folder_of(name: str) -> str:
 
 
 def read(root: Path) -> dict[str, Module]:
-    """Return every module of the package by its dotted name."""
+    """Return {dotted name: module} for all modules of the package."""
     modules = {}
     for path in sorted(root.rglob("*.py")):
         parts = (root.name, *path.relative_to(root).with_suffix("").parts)
@@ -85,12 +85,12 @@ def read(root: Path) -> dict[str, Module]:
 
 
 def is_for_hints(node: ast.AST) -> bool:
-    """Return whether a node is `if TYPE_CHECKING:`, which no run executes."""
+    """Return whether a node is `if TYPE_CHECKING:`, which is not executed."""
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
 
 
 def imports(module: Module, modules: dict[str, Module]) -> Iterator[tuple[str, int]]:
-    """Yield (name, line) of each of the package's modules that a file imports; `from a import b` may do so."""
+    """Yield (name, line) of each module of the package that a file imports. `from a import b` may do this, too."""
     root = module.name.split(".")[0]
     for node in module.imports:
         names: set[str] = set()
@@ -105,7 +105,7 @@ def imports(module: Module, modules: dict[str, Module]) -> Iterator[tuple[str, i
 def wrong_imports(
     module: Module, modules: dict[str, Module], may_import: dict[str, tuple[str, ...]]
 ) -> Iterator[Finding]:
-    """Yield imports of a folder that is not below, of `ext/` in the core, and relative ones."""
+    """Yield imports of folders that are not below, imports of `ext/` in the core, and relative imports."""
     for node in module.imports:
         if isinstance(node, ast.ImportFrom) and node.level:
             yield Finding(module.path, node.lineno, "relative import; write the full name")
@@ -140,7 +140,7 @@ def _wrong_in_ext(
 
 
 def allowed(modules: dict[str, Module]) -> dict[str, tuple[str, ...]]:
-    """Return `MAY_IMPORT` of `ext/__init__.py`; empty without one."""
+    """Return `MAY_IMPORT` from `ext/__init__.py`, or nothing if the file does not exist."""
     for name, module in modules.items():
         if name.count(".") == 1 and folder_of(name) == EXT:
             for node in module.tree.body:
@@ -150,11 +150,11 @@ def allowed(modules: dict[str, Module]) -> dict[str, tuple[str, ...]]:
 
 
 def circles(modules: dict[str, Module]) -> Iterator[Finding]:
-    """Yield the first circle of imports, including those inside of functions."""
+    """Yield the first import cycle, which may include imports inside functions."""
     graph = {}
     for name, module in modules.items():
         below = {other for other, _ in imports(module, modules)} - {name}
-        # `import a.b` runs a, and a's own imports of b are its face
+        # `import a.b` executes a, and a's imports of b are re-exports
         graph[name] = {other for other in below if not name.startswith(f"{other}.")}
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -164,12 +164,12 @@ def circles(modules: dict[str, Module]) -> Iterator[Finding]:
 
 
 def is_private(name: str) -> bool:
-    """Return whether a name begins with one underscore, and has more characters."""
+    """Return whether a name starts with exactly one underscore and has more characters."""
     return name.startswith("_") and not name.startswith("__") and name.strip("_") != "" and name not in DOCUMENTED
 
 
 def own_names(modules: dict[str, Module]) -> set[str]:
-    """Return private names that the package defines: functions, classes, assignments in modules, classes, on `self`."""
+    """Return private names that the package defines: functions, classes, names in modules, classes and on `self`."""
     names: set[str] = set()
     for node in (node for module in modules.values() for node in ast.walk(module.tree)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -182,7 +182,7 @@ def own_names(modules: dict[str, Module]) -> set[str]:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return `a.b.c` of nested attributes, calls and subscripts, without arguments; "" for other expressions."""
+    """Return nested attributes, calls and subscripts as `a.b.c`, without arguments, or "" for other expressions."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -193,7 +193,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def imported_from(module: Module) -> dict[str, str]:
-    """Return {name in the file: the package from which it is imported}, anywhere in the file."""
+    """Return {name in the file: package from which it is imported}, for imports anywhere in the file."""
     packages = {}
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
@@ -206,9 +206,9 @@ def imported_from(module: Module) -> dict[str, str]:
 def private_names(module: Module, own: set[str]) -> Iterator[Finding]:
     """Yield lines that import or use a private name of another package.
 
-    An attribute of an imported name belongs to its package. An attribute of another object, such as an argument,
-    belongs to its class, which is known by the name only: it is the package's own if the package defines it, unless the
-    object is reached from a trainer and is no strategy.
+    An attribute of an imported name belongs to the name's package. For an attribute of another object, such as an
+    argument, only its own name is known: it belongs to this package if the package defines the name, unless the object
+    is reached from a trainer and is not a strategy.
     """
     root, packages, lines = module.name.split(".")[0], imported_from(module), {}
     for node in ast.walk(module.tree):
@@ -231,7 +231,7 @@ def private_names(module: Module, own: set[str]) -> Iterator[Finding]:
 
 
 def attribute(node: ast.AST) -> tuple[str, str | None]:
-    """Return (the object, the name) of `object.name` and `getattr(object, "name")`; None for other nodes' names."""
+    """Return (object, name) for `object.name` and `getattr(object, "name")`, or None."""
     if isinstance(node, ast.Attribute):
         return dotted(node.value), node.attr
     if isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "setattr", "hasattr") and len(node.args) > 1:
@@ -241,7 +241,7 @@ def attribute(node: ast.AST) -> tuple[str, str | None]:
 
 
 def too_many_files(modules: dict[str, Module]) -> Iterator[Finding]:
-    """Yield folders with too many files to be looked over."""
+    """Yield folders that have more files than allowed."""
     folders = Counter(module.path.parent for module in modules.values())
     for folder, number in folders.items():
         if number > FOLDER:
@@ -249,14 +249,14 @@ def too_many_files(modules: dict[str, Module]) -> Iterator[Finding]:
 
 
 def reached(modules: dict[str, Module]) -> dict[str, int]:
-    """Return the current number for each budget."""
+    """Return the current number of each budget."""
     core = [module for module in modules.values() if module.folder != EXT]
     lines = lambda files: sum(len(module.path.read_text().splitlines()) for module in files)  # noqa: E731
     return {"CORE": lines(core), "PACKAGE": lines(modules.values()), "INNER": sum(map(inner_imports, core))}
 
 
 def inner_imports(module: Module) -> int:
-    """Count imports of the package within functions."""
+    """Count the package's imports of itself inside functions."""
     root, functions = module.name.split(".")[0], (ast.FunctionDef, ast.AsyncFunctionDef)
     inside = {
         node for function in ast.walk(module.tree) if isinstance(function, functions) for node in ast.walk(function)
@@ -268,7 +268,7 @@ def inner_imports(module: Module) -> int:
 
 
 def over_budget(modules: dict[str, Module], root: Path) -> Iterator[Finding]:
-    """Yield budgets that are exceeded, and those that have to fall."""
+    """Yield budgets that are exceeded, and budgets that must be lowered."""
     for name, there in reached(modules).items():
         budget, slack = globals()[name], 0 if name == "INNER" else SLACK
         if there > budget:
@@ -278,7 +278,7 @@ def over_budget(modules: dict[str, Module], root: Path) -> Iterator[Finding]:
 
 
 def findings(root: Path) -> list[Finding]:
-    """Return everything that is wrong in a package, by file and line."""
+    """Return all findings in a package, by file and line."""
     modules = read(root)
     faults, own, may_import = [*circles(modules), *too_many_files(modules)], own_names(modules), allowed(modules)
     if root == PACKAGE_FOLDER:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 LIST = TESTS / "longest.txt"
-#: seconds from which a file is listed
+#: a file is listed from this number of seconds on
 LONG = 10
 LINE = re.compile(r"\s*([\d.]+)s (?:call|setup|teardown)\s+tests/([^:]+)::")
 
 
 def longest(log: str) -> list[str]:
-    """Return the files that take more than `LONG` seconds, the longest first."""
+    """Return the files that take more than `LONG` seconds, in descending order."""
     seconds: Counter[str] = Counter()
     for line in log.splitlines():
         if match := LINE.match(line):
