@@ -69,7 +69,7 @@ def content(folder):
 
 # -- on this host ------------------------------------------------------------------------------------------------------
 def test_the_second_is_told_and_touches_nothing(text, saved, copied, tmp_path, quick, start_holder):
-    """A second run, fresh or resumed, changes no file. When the first process is dead, it gets the folder directly."""
+    """A second run, fresh or resumed, changes no file. If the first process is dead, the second run gets the folder."""
     process = start_holder(copied)
     (copied / ".step-00000005.partial").mkdir()
     (copied / ".step-00000005.partial" / "x").write_text("being written")

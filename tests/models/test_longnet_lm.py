@@ -183,7 +183,7 @@ def test_compiled_blocks_train_as_eager_ones():
 )
 @pytest.mark.full
 def test_compile_blocks(options, backend):
-    """A compiled model trains and generates as without the option, which changes no name and is not saved."""
+    """A compiled model trains and generates like a plain one. The option changes no name and is not saved."""
     with torch.compiler.set_stance("default", force_backend=backend):
         check_compiled(options, 6 if backend else 2)  # Inductor takes seconds to compile each new shape
 

@@ -150,7 +150,7 @@ def lives(settings):
     [(1.0, 1), (0.6, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((0.2, 1), (0.4, 2), (1.0, 2)))],
 )
 def test_the_decoders_inputs_are_where_training_has_them(offload, every):
-    """Compare their places with a real step, block by block. If all encoder inputs are sent, the last is on both."""
+    """Decoder inputs are on the GPU or host as in a real step. If all encoder inputs are sent, the last is on both."""
     settings = MemorySettings("block", every, offload)
     here, away = lives(MemorySettings("block", every)), lives(settings)
     plan = counted(settings=MemorySettings("block", every), decoder_depth=5)

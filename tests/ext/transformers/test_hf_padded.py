@@ -59,7 +59,7 @@ def test_generated_rows_are_those_alone(family, name, lengths):
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_logits_of_steps_are_those_alone(name):
-    """Logits of single forwards are equal up to rounding."""
+    """In single forwards, each row gets the logits it gets alone, up to rounding."""
     model = decoder("qwen3", pattern=PATTERNS[name]).eval()
     ids, mask, rows = padded("left")
     new, cache = tokens(len(rows), NEW), dilated_cache(model.config)
