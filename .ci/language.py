@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-#: no docstring, comment or paragraph begins with one of these
+#: first words that no docstring, comment or paragraph may have
 FIRST = re.compile(r"(Of|What|Where|Whether|Within|Those|That)\b")
 #: at most `RATE` of these words in a thousand words
 CHAINS = re.compile(
@@ -89,7 +89,7 @@ def of_recipe(path: Path) -> Iterator[Text]:
 
 
 def areas() -> Iterator[tuple[str, list[Text]]]:
-    """Yield (area, its texts)."""
+    """Yield (area, texts of the area)."""
     for name, folders in CODE.items():
         yield name, [x for folder in folders for path in sorted((ROOT / folder).rglob("*.py")) for x in of_code(path)]
     pages = sorted({path for pattern in PAGES for path in ROOT.glob(pattern)})

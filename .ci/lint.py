@@ -38,7 +38,7 @@ PACKAGE_FOLDER = Path(__file__).resolve().parent.parent / "lightning_dilated"
 #: budget that is more than `SLACK` above the current number; increase one only with a feature that needs the lines
 CORE, PACKAGE, INNER = 26_999, 64_826, 26
 SLACK = 150
-#: most files in a folder
+#: largest number of files in a folder
 FOLDER = 20
 #: names that begin with an underscore, but are documented as public
 DOCUMENTED = ("_asdict", "_exit", "_fields", "_make", "_replace")
@@ -53,7 +53,7 @@ class Finding(NamedTuple):
 
 
 class Module(NamedTuple):
-    """One file of the package, parsed."""
+    """A parsed file of the package."""
 
     name: str
     path: Path
@@ -62,7 +62,7 @@ class Module(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """The folder, or file of the top folder, that the module belongs to; "" is the package itself."""
+        """The folder, or file of the top folder, to which the module belongs; "" is the package itself."""
         return folder_of(self.name)
 
 
@@ -72,7 +72,7 @@ def folder_of(name: str) -> str:
 
 
 def read(root: Path) -> dict[str, Module]:
-    """Return every module of the package by its dotted name."""
+    """Return {dotted name: module} for all modules of the package."""
     modules = {}
     for path in sorted(root.rglob("*.py")):
         parts = (root.name, *path.relative_to(root).with_suffix("").parts)
@@ -85,7 +85,7 @@ def read(root: Path) -> dict[str, Module]:
 
 
 def is_for_hints(node: ast.AST) -> bool:
-    """Return whether a node is `if TYPE_CHECKING:`, which no run executes."""
+    """Return whether a node is `if TYPE_CHECKING:`, which is not executed."""
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
 
 
@@ -182,7 +182,7 @@ def own_names(modules: dict[str, Module]) -> set[str]:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return `a.b.c` of nested attributes, calls and subscripts, without arguments; "" for other expressions."""
+    """Return nested attributes, calls and subscripts as `a.b.c`, without arguments, or "" for other expressions."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -193,7 +193,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def imported_from(module: Module) -> dict[str, str]:
-    """Return {name in the file: the package from which it is imported}, anywhere in the file."""
+    """Return {name in the file: package from which it is imported}, for imports anywhere in the file."""
     packages = {}
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
@@ -249,14 +249,14 @@ def too_many_files(modules: dict[str, Module]) -> Iterator[Finding]:
 
 
 def reached(modules: dict[str, Module]) -> dict[str, int]:
-    """Return the current number for each budget."""
+    """Return the current number of each budget."""
     core = [module for module in modules.values() if module.folder != EXT]
     lines = lambda files: sum(len(module.path.read_text().splitlines()) for module in files)  # noqa: E731
     return {"CORE": lines(core), "PACKAGE": lines(modules.values()), "INNER": sum(map(inner_imports, core))}
 
 
 def inner_imports(module: Module) -> int:
-    """Count imports of the package within functions."""
+    """Count the package's imports of itself inside functions."""
     root, functions = module.name.split(".")[0], (ast.FunctionDef, ast.AsyncFunctionDef)
     inside = {
         node for function in ast.walk(module.tree) if isinstance(function, functions) for node in ast.walk(function)

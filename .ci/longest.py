@@ -19,7 +19,7 @@ LINE = re.compile(r"\s*([\d.]+)s (?:call|setup|teardown)\s+tests/([^:]+)::")
 
 
 def longest(log: str) -> list[str]:
-    """Return the files that take more than `LONG` seconds, the longest first."""
+    """Return the files that take more than `LONG` seconds, in descending order."""
     seconds: Counter[str] = Counter()
     for line in log.splitlines():
         if match := LINE.match(line):

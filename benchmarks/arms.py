@@ -1,7 +1,7 @@
-"""The arms of the learning experiments (a pattern for each layer) and their common training.
+"""Arms of the learning experiments (patterns by layer), and the training that all of them share.
 
-AdamW(betas=(0.9, 0.95), weight_decay=0.1), gradients clipped at 1, 100 steps of warm-up, then constant, then linear to
-0 over the last fifth of the steps (or of the minutes, if these end the run); bf16 autocast.
+AdamW(betas=(0.9, 0.95), weight_decay=0.1), gradients clipped at 1. The learning rate rises over 100 steps, is constant,
+and falls linearly to 0 over the last fifth of the steps (or of the minutes, if they end the run). bf16 autocast.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Batch = dict[str, Tensor]
 
 
 def pattern_of(arm: str, depth: int, heads: int, local: int = 2048) -> list[ld.DilatedPattern]:
-    """Return the patterns of the layers, which alternate.
+    """Return the patterns of alternating layers.
 
     Args:
-        local: segment length of the local heads of window, heads and the hybrids.
+        local: segment length of the local heads in the arms window, heads and the hybrids.
     """
     near, hybrid = ld.DilatedPattern.dense(local), ld.DilatedPattern.hybrid
     if arm == "heads":
@@ -60,11 +60,11 @@ def pattern_of(arm: str, depth: int, heads: int, local: int = 2048) -> list[ld.D
         "hybrid-all": lambda: hybrid(depth, heads, local=local, global_heads="all"),
         "hybrid-lite": lambda: hybrid(depth, heads, local=local, far=far),
         "hybrid-first": lambda: hybrid(depth, heads, local=local, global_first=0),
-        # dense heads in layer 0, where recall learns them, and in every fourth layer, where copying does
+        # layer 0, where recall learns dense heads, and every fourth layer, where copying does
         "hybrid-ends": lambda: (
             hybrid(depth, heads, local=local, global_first=0)[:1] + hybrid(depth, heads, local=local)[1:]
         ),
-        # windows of half a segment: on average an equal number of keys for a query
+        # windows of half a segment, because a query then has on average the same number of keys
         "hybrid-window": lambda: hybrid(depth, heads, local=local // 2, window=True),
         "hybrid-half": lambda: hybrid(depth, heads, local=local, global_every=2),
     }[arm]()
@@ -86,7 +86,7 @@ def add_options(p: argparse.ArgumentParser, lr: float = 1e-3) -> None:
 def model_of(
     a: argparse.Namespace, vocabulary: int, dim: int, depth: int, heads: int, longest: int, **options: Any
 ) -> ld.LongNetLM:
-    """Build the arm's model on its device."""
+    """Build the model of the arm on its device."""
     torch.manual_seed(a.seed)
     positions = {"rotary_base": a.rotary_base} if a.rotary_base else {"max_seq_len": longest}
     pattern = pattern_of(a.arm, depth, heads, a.local)
@@ -98,13 +98,13 @@ def model_of(
 
 
 def batches(data: ld.data.RuleDataModule, split: str, size: int, workers: int = 2) -> Iterator[Batch]:
-    """Yield batches of a split of rule-made data, in order."""
+    """Yield batches of a split of a generated task, in order."""
     return iter(DataLoader(data.dataset(split), batch_size=size, num_workers=workers))
 
 
 @dataclass
 class Stage:
-    """Batches of one length of sequence."""
+    """Batches of one sequence length."""
 
     seq_len: int
     steps: int
@@ -113,7 +113,7 @@ class Stage:
 
 @dataclass
 class Trained:
-    """Mean training bits of each tenth of the run, milliseconds a step of each length, steps and seconds in all."""
+    """Training bits averaged over each tenth of the run, milliseconds per step by length, total steps and seconds."""
 
     curve: list[float]
     ms: dict[int, float]
@@ -122,7 +122,7 @@ class Trained:
 
 
 def train(model: ld.LongNetLM, stages: list[Stage], a: argparse.Namespace) -> Trained:
-    """Train on the stages in order, for their steps or, in the last one, until `a.minutes` are over."""
+    """Train on the stages in order, each for its steps. In the last stage, `a.minutes` may end the run instead."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=a.device == "cuda"
     )
@@ -144,9 +144,9 @@ def train(model: ld.LongNetLM, stages: list[Stage], a: argparse.Namespace) -> Tr
             sums[tenth] += loss
             counts[tenth] += 1
             step += 1
-            if counts[tenth] == 1:  # the first of a tenth: all before it are complete
+            if counts[tenth] == 1:  # the first step of a tenth: earlier tenths are complete
                 print(f"{sys.argv[1:]} {step}: {float(loss):.3f} bits", file=sys.stderr, flush=True)
-            if step - first == stage.steps // 5 + 1:  # compilation is over
+            if step - first == stage.steps // 5 + 1:  # the measured time starts after compilation
                 synchronise(a.device)
                 started = time.monotonic()
         synchronise(a.device)
@@ -171,7 +171,7 @@ def synchronise(device: str) -> None:
 
 
 def options_of(a: argparse.Namespace, model: ld.LongNetLM, trained: Trained) -> dict[str, Any]:
-    """Return a row's fields about its arm and its training."""
+    """Return the fields of a row that describe its arm and training."""
     memory = torch.cuda.max_memory_allocated() / 2**30 if a.device == "cuda" else 0.0
     return {
         "arm": a.arm, "local": a.local, "base": model.rotary_bases[0], "kv_conv": a.kv_conv, "lr": a.lr, "seed": a.seed,

@@ -1,4 +1,4 @@
-"""The op, forward and backward, next to dense attention of the same FLOPs.
+"""Time the op, forward and backward, next to dense attention with the same FLOPs.
 
     python benchmarks/attention.py                                          # this machine
     python benchmarks/attention.py --device cuda --dtype bfloat16 --seq-len 1048576 --heads 12 --head-dim 64 \
@@ -36,7 +36,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Row:
-    """One measured case; `engine` is "dense" for the reference, which has no separate forward and no memory."""
+    """One measured case. `engine` is "dense" for the reference, which has neither a separate forward nor memory."""
 
     seq_len: int
     causal: bool
@@ -71,7 +71,7 @@ def attention_options(p: argparse.ArgumentParser) -> None:
 
 
 def checked(args: argparse.Namespace) -> argparse.Namespace:
-    """Return the options with their defaults; raise ValueError for impossible ones before any measurement."""
+    """Return the options with defaults filled in. Raise ValueError for impossible options before any measurement."""
     check_device(args.device)
     on_gpu = torch.device(args.device).type == "cuda"
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
@@ -92,7 +92,7 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, pattern: DilatedPattern, seq_len: int) -> list[Row]:
-    """Return the rows of one sequence length."""
+    """Measure all cases of one sequence length."""
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     make = lambda heads: torch.randn(1, seq_len, heads, args.head_dim, device=device, dtype=dtype)  # noqa: E731
     q, k, v = make(args.heads).requires_grad_(), *(make(args.kv_heads).requires_grad_() for _ in range(2))
@@ -142,7 +142,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def plot(rows: list[Row], path: Path, title: str) -> None:
-    """Plot TFLOP/s of every case as bars, one colour an engine."""
+    """Plot TFLOP/s of all cases as bars, with a colour per engine."""
     cases = list(dict.fromkeys((r.seq_len, r.causal) for r in rows))
     engines = list(dict.fromkeys(r.engine for r in rows))
     figure = matplotlib.figure.Figure(figsize=(1.5 + 1.4 * len(cases), 3.5), layout="constrained")
@@ -160,7 +160,7 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
 
 
 def measure_attention(args: argparse.Namespace, command: str) -> None:
-    """Measure, print the table, and draw and record it if requested."""
+    """Measure, print the table, and write the plot and the record if requested."""
     args = checked(args)
     if args.windows:
         pattern = DilatedPattern([Window(width) for width in args.windows])

@@ -1,4 +1,4 @@
-"""Prototypes of three branches that the package does not have: summaries of blocks, selected blocks, undilated queries.
+"""Prototypes of three branches that the package lacks: summaries of blocks, selected blocks, undilated queries.
 
     python benchmarks/branch_prototypes.py check
     # on a core of a CPU, 3 to 8 minutes each
@@ -8,22 +8,22 @@
     python benchmarks/branch_prototypes.py text --arm window --branch summary --block 16
     python benchmarks/branch_prototypes.py compare window.npy summary.npy
 
-Each branch adds keys to the softmax of the local segments of `--arm window` (a key of both counts twice, as with other
-branches):
+Each branch adds keys to the softmax over the local segments of `--arm window`. As with other branches, a key that is in
+both counts twice:
 
-- summary: blocks of `--block` tokens that are wholly before the query's own. Its key is the mean of the keys before
-  their rotation, rotated at the block's centre; its value the mean of the values; the score gets the log of the block's
-  tokens. With `--levels` above 1, larger blocks, each `--ratio` times the one before, replace more distant ones: the
-  largest aligned blocks that do not hold the query.
-- selected: of the blocks wholly before its own, each query and head takes the `--top-k` with the largest q . mean(k)
-  and attends to their keys (MoBA, arXiv 2502.13189). The choice has no gradient; ties go to the earlier block.
-- residue: every query of head h attends to the keys at positions o_h mod `--rate` of the whole past. o_h is h mod rate,
-  or with `--offsets spread` h * rate / heads, so that the heads of a layer are evenly spread.
+- summary: blocks of `--block` tokens that end before the query's own block. The key of a block is the mean of its
+  unrotated keys, rotated at the block's centre. Its value is the mean of the values. The log of the block's number of
+  tokens is added to the score. With `--levels` above 1, distant blocks are larger, by the factor `--ratio` per level:
+  the largest aligned blocks that do not contain the query.
+- selected: each query and head chooses the `--top-k` earlier blocks with the largest q . mean(k), and attends to their
+  keys (MoBA, arXiv 2502.13189). The choice has no gradient. With equal scores, the earlier block is chosen.
+- residue: every query of head h attends to the earlier keys at positions o_h mod `--rate`. o_h is h mod rate, or with
+  `--offsets spread` h * rate / heads, so that the heads of a layer are spread evenly.
 
-Scores are matrices of a chunk of queries, in fp32. `pairs` counts the keys of a query (and, selected, the blocks that
-it scores), in heads of dense attention; seconds say little. `recall` is the task of `recall_distance.py`, with accuracy
-at lengths that training need not have had. `text` is the bytes of Python's standard library in sequences of 1,024, with
-bits a byte of the second half. `arms.py` trains. `check` compares with loops over the definitions in
+Scores are fp32 matrices for a chunk of queries. `pairs` is the number of keys of a query (for selected, also of scored
+blocks), in units of dense heads; seconds mean little. `recall` is the task of `recall_distance.py`, and its accuracy
+may be tested at lengths without training. `text` is the bytes of Python's standard library in sequences of 1,024, and
+bits per byte of the second half. `arms.py` trains the models. `check` compares with loops over the definitions in
 float64. Prints one line of JSON.
 
 Shape letters: B batch, N tokens, H heads, D head dim, C queries of a chunk, M keys of a branch.
@@ -54,12 +54,12 @@ from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.attention.rotary import Rotary
 
-#: most scores of a chunk of queries (B, H, C, keys), and the tokens from which the backward recomputes chunks
+#: maximum of scores in a chunk of queries (B, H, C, keys); number of tokens from which the backward recomputes chunks
 SCORES, RECOMPUTED = 2**27, 2048
 
 
 class Inputs(NamedTuple):
-    """A layer's rotated q and k, v, and k before the rotation, all (B, H, N, D), and the rotation."""
+    """Rotated q and k, v, and k before its rotation, all (B, H, N, D), and the rotation of a layer."""
 
     q: Tensor
     k: Tensor
@@ -70,13 +70,13 @@ class Inputs(NamedTuple):
 
 @dataclass
 class Keys:
-    """The keys that a branch adds to a layer.
+    """Keys that a branch adds to a layer.
 
     Attributes:
         k, v: (B, H, M, D).
-        bias: (M,), added to their scores.
-        visible: from queries (B, H, C, D) and their positions (C,) to a mask that broadcasts to (B, H, C, M).
-        before: how many of the first keys queries before a position may see; the others are left out of the product.
+        bias: (M,), added to the scores of the keys.
+        visible: function of queries (B, H, C, D) and positions (C,) that returns a mask to broadcast to (B, H, C, M).
+        before: function of a position: how many of the first keys earlier queries may see; others are left out.
     """
 
     k: Tensor
@@ -88,7 +88,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Summary:
-    """Means of blocks of `block`, `block * ratio`, ... tokens, `levels` sizes."""
+    """Means of blocks of `block`, `block * ratio`, ... tokens; `levels` is the number of block sizes."""
 
     block: int
     levels: int = 1
@@ -96,11 +96,11 @@ class Summary:
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens of a block of each level."""
+        """Number of tokens in a block of each level."""
         return [self.block * self.ratio**level for level in range(self.levels)]
 
     def keys(self, x: Inputs) -> Keys:
-        """Return pooled keys and values, level after level."""
+        """Return pooled keys and values, one level after the other."""
         tokens, pooled = x.k.shape[2], []
         numbers, sizes = [], []
         for size in self.sizes:
@@ -125,7 +125,7 @@ class Summary:
         return Keys(k, v, size.to(k.dtype).log(), visible, lambda stop: k.shape[2])
 
     def pairs(self, seq_len: int, heads: int) -> float:
-        """Return the keys of a query, on average over all heads."""
+        """Return the mean number of keys of a query, over all heads."""
         own = [torch.arange(seq_len) // size for size in self.sizes]
         each = sum((y % self.ratio for y in own[:-1]), own[-1])
         return heads * float(each.double().mean())
@@ -133,13 +133,13 @@ class Summary:
 
 @dataclass(frozen=True)
 class Selected:
-    """The `top_k` blocks of `block` tokens with the largest q . mean(k), for each query and head."""
+    """For each query and head, the `top_k` blocks of `block` tokens with the largest q . mean(k)."""
 
     block: int
     top_k: int
 
     def keys(self, x: Inputs) -> Keys:
-        """Return all keys; keys of other blocks are masked."""
+        """Return all keys. A mask excludes keys of blocks that are not selected."""
         whole = x.k.shape[2] // self.block
         with torch.no_grad():
             centres = means(x.k, self.block)
@@ -157,24 +157,24 @@ class Selected:
         return Keys(k, v, bias, visible, lambda stop: stop // self.block * self.block)
 
     def pairs(self, seq_len: int, heads: int) -> float:
-        """Return the keys of a query and the blocks that it scores, on average over all heads."""
+        """Return the mean number of keys and of scored blocks of a query, over all heads."""
         past = (torch.arange(seq_len) // self.block).double()
         return heads * float((past.clamp(max=self.top_k) * self.block + past).mean())
 
 
 @dataclass(frozen=True)
 class Residue:
-    """Keys at positions o_h mod `rate`, for every query of head h."""
+    """For all queries of head h, the keys at positions o_h mod `rate`."""
 
     rate: int
     spread: bool = False
 
     def offset(self, head: int, heads: int) -> int:
-        """Return o_h."""
+        """Return the offset o_h of head h."""
         return head * self.rate // heads % self.rate if self.spread and self.rate > heads else head % self.rate
 
     def keys(self, x: Inputs) -> Keys:
-        """Return every `rate`-th key of each head."""
+        """Return every `rate`-th key, from the offset of each head."""
         heads, tokens = x.k.shape[1:3]
         offsets = torch.tensor([self.offset(h, heads) for h in range(heads)], device=x.k.device)
         at = offsets[:, None] + torch.arange(0, tokens, self.rate, device=x.k.device)  # (H, M)
@@ -183,7 +183,7 @@ class Residue:
         return Keys(k, v, k.new_zeros(k.shape[2]), visible, lambda stop: (stop - 1) // self.rate + 1)
 
     def pairs(self, seq_len: int, heads: int) -> float:
-        """Return the keys of a query, on average over all heads."""
+        """Return the mean number of keys of a query, over all heads."""
         p = torch.arange(seq_len)
         each = (torch.div(p - self.offset(h, heads), self.rate, rounding_mode="floor") + 1 for h in range(heads))
         return sum(float(y.double().mean()) for y in each)
@@ -193,7 +193,7 @@ Branch = Summary | Selected | Residue
 
 
 def means(x: Tensor, size: int) -> Tensor:
-    """Return (B, H, N // size, D) means of whole blocks of (B, H, N, D)."""
+    """Return means (B, H, N // size, D) over complete blocks of x (B, H, N, D)."""
     whole = x.shape[2] // size
     return x[:, :, : whole * size].unflatten(2, (whole, size)).mean(3)
 
@@ -201,12 +201,12 @@ def means(x: Tensor, size: int) -> Tensor:
 def attend(
     x: Inputs, segment: int, shift: int, branch: Branch | None, chunk: int | None = None, recompute: bool | None = None
 ) -> Tensor:
-    """Return (B, H, N, D): one causal softmax over the local segment's keys and the branch's.
+    """Return (B, H, N, D): one causal softmax over the keys of the local segment and of the branch.
 
     Args:
-        segment, shift: of the local branch.
-        chunk: C; None: a segment, at least 128, if `SCORES` allows.
-        recompute: whether the backward computes the scores again; None: from `RECOMPUTED` tokens on.
+        segment, shift: segment length and shift of the local branch.
+        chunk: C; by default a segment, at least 128, if `SCORES` allows.
+        recompute: whether the backward recomputes scores; by default from `RECOMPUTED` tokens on.
     """
     batch, heads, tokens, _ = x.q.shape
     keys = None if branch is None else branch.keys(x)
@@ -222,7 +222,7 @@ def attend(
 
 
 def _chunk(x: Inputs, keys: Keys | None, segment: int, shift: int, start: int, stop: int) -> Tensor:
-    """Return (B, H, C, D) for the queries start..stop."""
+    """Return (B, H, C, D) for queries start..stop."""
     first = max(0, (start + shift) // segment * segment - shift)
     p, j = (torch.arange(begin, stop, device=x.q.device) for begin in (start, first))
     q = x.q[:, :, start:stop] * x.q.shape[-1] ** -0.5
@@ -239,12 +239,12 @@ def _chunk(x: Inputs, keys: Keys | None, segment: int, shift: int, start: int, s
 
 
 class PrototypeAttention(MultiheadDilatedAttention):
-    """A block's attention with one local branch and `self.branch` in one softmax."""
+    """The attention of a block, with a softmax over one local branch and `self.branch`."""
 
     branch: Branch | None
 
     def forward(self, query: Tensor, *, positions: Any = None, **documents: Any) -> tuple[Tensor, None]:
-        """Map (B, N, E) to (B, N, E), whole sequences only."""
+        """Map complete sequences (B, N, E) to (B, N, E)."""
         if any(x is not None for x in documents.values()):
             raise ValueError(f"a prototype takes whole sequences, got {documents}.")
         mix = self._mix(query, None, None, None)
@@ -258,7 +258,7 @@ class PrototypeAttention(MultiheadDilatedAttention):
 
 
 def give_branch(model: ld.LongNetLM, branch: Branch | None, layers: list[int] | None) -> None:
-    """Give layers (None: all) of a model with local segments the branch; the others get the same code without it."""
+    """Add the branch to these layers (None: all) of a model with local segments. Others get this code without it."""
     for i, block in enumerate(model.transformer.blocks):
         block.attention_layer.__class__ = PrototypeAttention
         block.attention_layer.branch = branch if layers is None or i in layers else None
@@ -321,7 +321,7 @@ def branch_of(a: Namespace) -> Branch | None:
 
 
 def prepared(a: Namespace, *sizes: int) -> tuple[ld.LongNetLM, dict[str, object]]:
-    """Return the model, and a row's fields about its branch; `pairs` in heads of dense attention, at full length."""
+    """Return the model, and a row's fields about the branch. `pairs` is in units of dense heads at full length."""
     model, branch, longest = model_of(a, *sizes), branch_of(a), sizes[-1]
     if branch is None:
         return model, {}
@@ -332,7 +332,7 @@ def prepared(a: Namespace, *sizes: int) -> tuple[ld.LongNetLM, dict[str, object]
 
 
 def recall(a: Namespace) -> dict[str, object]:
-    """Train an arm on recall. Return its accuracy at each test length."""
+    """Train an arm on recall. Return the accuracy at each test length."""
     tests = a.test_lengths or [max(a.lengths)]
     model, row = prepared(a, 1 + 2 * a.vocabulary, a.dim, DEPTH, HEADS, max([*a.lengths, *tests]))
     steps = a.steps * len(a.lengths) if len(a.steps) == 1 else a.steps
@@ -346,7 +346,7 @@ def recall(a: Namespace) -> dict[str, object]:
 
 
 def text(a: Namespace) -> dict[str, object]:
-    """Train an arm on bytes. Return bits a byte of both halves."""
+    """Train an arm on bytes. Return bits per byte of both halves."""
     model, row = prepared(a, 256, 128, DEPTH, HEADS, a.seq_len)
     trained = train(model, [Stage(a.seq_len, a.steps, _sequences(a, "train", a.steps))], a)
     bits = token_bits(model, _sequences(a, "val", a.samples), a.device)
@@ -362,9 +362,9 @@ def text(a: Namespace) -> dict[str, object]:
 
 
 def _sequences(a: Namespace, split: str, steps: int) -> Iterator[Batch]:
-    """Yield batches of the quickstart's bytes: training in an order drawn by the seed; validation evenly spread.
+    """Yield batches of the quickstart's bytes: training in an order drawn by the seed, validation evenly spaced.
 
-    Training reads epoch after epoch; validation ends with the last sequence, if there are fewer than `steps`.
+    Training repeats epochs. Validation ends after the last sequence if there are fewer than `steps`.
     """
     source = ld.data.ByteDataModule(seq_len=a.seq_len, val_fraction=0.02, test_fraction=0.02).dataset(split)
     if split == "train":
@@ -379,14 +379,14 @@ def _sequences(a: Namespace, split: str, steps: int) -> Iterator[Batch]:
 
 
 def compare(a: Namespace) -> dict[str, object]:
-    """Return how many bits less the second costs than the first, paired by sample, and its standard error."""
+    """Return by how many bits the second costs less than the first, paired by sample, and the standard error."""
     gain = np.load(a.first) - np.load(a.second)
     return {"gain": round(float(gain.mean()), 4), "error": round(float(gain.std(ddof=1) / len(gain) ** 0.5), 4)}
 
 
 # -- against the definitions -------------------------------------------------------------------------------------------
 def check(a: Namespace) -> dict[str, object]:
-    """Compare with loops in float64, outputs and gradients; raise if they differ by more than 1e-12."""
+    """Compare outputs and gradients with loops in float64. Raise if they differ by more than 1e-12."""
     branches = [
         None, Summary(4), Summary(3), Summary(2, 3, 2), Summary(2, 2, 4), Selected(4, 2), Selected(3, 1), Selected(4, 99),
         Residue(1), Residue(3), Residue(4), Residue(8), Residue(8, spread=True),
@@ -415,7 +415,7 @@ def _inputs(tokens: int, heads: int = 4, rotary: Rotary | None = None) -> Inputs
 
 
 def _difference(branch: Branch | None, tokens: int, shift: int) -> float:
-    """Return the largest difference of outputs and gradients between `attend`, in several chunks, and the loops."""
+    """Return the largest difference of outputs and gradients between the loops and `attend` in several chunks."""
     results = []
     for run in (_loops, *(partial(attend, chunk=c, recompute=c == 5) for c in (5, 8, 64))):
         x = _inputs(tokens, rotary=Rotary(8))
@@ -426,7 +426,7 @@ def _difference(branch: Branch | None, tokens: int, shift: int) -> float:
 
 
 def _loops(x: Inputs, segment: int, shift: int, branch: Branch | None) -> Tensor:
-    """Return (B, H, N, D), query by query."""
+    """Compute (B, H, N, D) query by query."""
     batch, heads, tokens, dim = x.q.shape
     out = []
     for b in range(batch):
@@ -441,7 +441,7 @@ def _loops(x: Inputs, segment: int, shift: int, branch: Branch | None) -> Tensor
 
 
 def _rows(x: Inputs, b: int, h: int, p: int, branch: Branch | None) -> list[tuple[Tensor, Tensor, float]]:
-    """Return (key, value, bias) of each key that a branch adds to query p of head h."""
+    """Return (key, value, bias) of every key that a branch adds to query p of head h."""
     k, v = x.k[b, h], x.v[b, h]
     if isinstance(branch, Residue):
         return [(k[j], v[j], 0.0) for j in range(p + 1) if j % branch.rate == branch.offset(h, x.k.shape[1])]
@@ -452,7 +452,7 @@ def _rows(x: Inputs, b: int, h: int, p: int, branch: Branch | None) -> list[tupl
         return [(k[j], v[j], 0.0) for block in chosen for j in block]
     rows, at = [], 0
     while branch is not None and at < p // branch.block * branch.block:
-        # the largest aligned block from here on that does not hold the query
+        # the largest aligned block from here on without the query
         size = max(s for s in branch.sizes if at % s == 0 and at // s < p // s)
         key = torch.stack([x.plain_k[b, h, j] for j in range(at, at + size)]).mean(0)
         if x.rotary is not None:
@@ -464,7 +464,7 @@ def _rows(x: Inputs, b: int, h: int, p: int, branch: Branch | None) -> list[tupl
 
 
 def _check_pairs(branch: Branch, tokens: int) -> None:
-    """Compare `pairs` with a count of the loops' keys."""
+    """Compare `pairs` with the number of keys in the loops."""
     x = _inputs(tokens)
     heads = x.q.shape[1]
     keys = sum(len(_rows(x, 0, h, p, branch)) for h in range(heads) for p in range(tokens))
@@ -476,7 +476,7 @@ def _check_pairs(branch: Branch, tokens: int) -> None:
 
 
 def _summary_of_equal_keys(branch: Summary) -> float:
-    """Return the difference from dense causal attention if keys of a block are equal, where a summary is exact."""
+    """Return the difference from dense causal attention with equal keys in each block, where summaries are exact."""
     tokens, largest = 37, branch.sizes[-1]
     x = _inputs(tokens)
     k = x.k.detach()[:, :, torch.arange(tokens) // largest * largest]
@@ -486,7 +486,7 @@ def _summary_of_equal_keys(branch: Summary) -> float:
 
 
 def _layer_difference() -> float:
-    """Return the difference of a layer without a branch from the package's layer, with kv_conv and shift."""
+    """Return the difference between a layer without a branch and the package's layer, with kv_conv and shift."""
     torch.manual_seed(0)
     pattern = ld.DilatedPattern.dense(8).shifted()
     layer = MultiheadDilatedAttention(32, 4, pattern, causal=True, position_encoding="rotary", kv_conv=4, engine="math")

@@ -1,14 +1,14 @@
-"""The choice of `auto` next to every exchange by name, forward and backward of the op, in alternation.
+"""Time the exchange that `auto` chooses and every exchange by name, forward and backward of the op, in alternation.
 
     python benchmarks/choice.py --local 8192 65536 262144 1048576 --record benchmarks/results/....md       # all GPUs
     python benchmarks/choice.py --device cpu --ranks 2 --local 4096 --heads 2 --head-dim 16 --dtype float32
 
-Hosts determine the time of short calls, and their speed drifts by more than exchanges differ. So in each of many rounds
-every exchange is timed once, in four consecutive calls like layers, each round in another order. Times are the slowest
-rank's. "of the best" is the median over rounds of the ratio to the named exchange with the shortest median. After the
-rounds, in separate calls: "exposed" is the time in which computation waits for rows, the most of any rank; "received"
-counts both passes on the rank that receives most.
-Shape letters: R ranks, N = R L tokens, L of a rank.
+The host limits short calls, and its speed drifts by more than exchanges differ. Therefore each of many rounds times
+every exchange once, in four consecutive calls (as in layers), and each round has another order. Times are the slowest
+rank's. "of the best" is the median over rounds of the ratio to the named exchange with the shortest median. Two columns
+come from separate calls after the rounds: "exposed" is the time in which computation waits for rows, on the rank with
+the most; "received" is the bytes of both passes, on the rank with the most.
+Shape letters: R ranks, N = R L tokens, L tokens of a rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_dilated.sequence import SequenceGroup
 from lightning_dilated.sequence.exchange import EXCHANGES
 
 CALLS = 4
-#: "exposed" is the median of these calls
+#: number of calls in the median "exposed"
 WATCHED = 5
 COLUMNS = (
     *("tokens a rank", "causal", "exchange", "head_size", "ms", "quarter below", "quarter above", "of the best"),
@@ -59,7 +59,7 @@ def options() -> argparse.Namespace:
 
 
 def groups(tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tuple[str, int], SequenceGroup]:
-    """Return the groups that serve, by exchange and head_size, `auto` first."""
+    """Return groups by exchange and head_size, for settings that support the call, `auto` first."""
     serving = {}
     for size, name in itertools.product(args.head_sizes, ["auto", *args.exchanges]):
         group = SequenceGroup(exchange=name, head_size=size)
@@ -74,7 +74,7 @@ def groups(tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tup
 
 
 def timed(run, group: SequenceGroup, device: torch.device) -> float:
-    """Return the seconds of one of CALLS calls, on the slowest rank."""
+    """Return the seconds per call of CALLS calls, on the slowest rank."""
     meet(device)
     begin = time.perf_counter()
     for _ in range(CALLS):
@@ -86,18 +86,18 @@ def timed(run, group: SequenceGroup, device: torch.device) -> float:
 
 
 def rounds(ways: dict, tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tuple[str, int], list[float]]:
-    """Return seconds by exchange, one number a round."""
+    """Return seconds by exchange, a number per round."""
     device, times = tensors[0].device, {key: [] for key in ways}
     runs = {key: step(tensors, pattern, causal, group)[1] for key, group in ways.items()}
-    for number in range(args.rounds + 2):  # two to warm up
-        for key in random.Random(number).sample(list(ways), len(ways)):  # equal on all ranks
+    for number in range(args.rounds + 2):  # two warm-up rounds
+        for key in random.Random(number).sample(list(ways), len(ways)):  # the same order on all ranks
             seconds = timed(runs[key], ways[key], device)
             times[key] += [seconds] if number > 1 else []
     return times
 
 
 def lines(args: argparse.Namespace, device: torch.device):
-    """Yield the lines of the table, equal on all ranks."""
+    """Yield the lines of the table, which are equal on all ranks."""
     for local, causal in itertools.product(args.local, map(bool, args.causal)):
         pattern = DilatedPattern.geometric(args.first, local * dist.get_world_size())
         shape = (1, local, args.heads, args.head_dim)
@@ -110,7 +110,7 @@ def lines(args: argparse.Namespace, device: torch.device):
             low, middle, high = statistics.quantiles(times[name, size], n=4)
             against = statistics.median(
                 a / b for a, b in zip(times[name, size], times[best], strict=True)
-            )  # of the same rounds
+            )  # ratios within the same rounds
             chosen = f"auto ({group.plan.exchange or 'nothing'})" if name == "auto" else name
             cells = [local, causal, chosen, size, *(f"{x * 1e3:.2f}" for x in (middle, low, high)), f"{against:.3f}"]
             cells += awaited(step(tensors, pattern, causal, group)[1], group, device, WATCHED)

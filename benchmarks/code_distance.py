@@ -1,16 +1,16 @@
-"""Ordinary source code: how many bits less a byte costs if more of the text before it can be read.
+"""Ordinary source code: how many bits less does a byte cost if more of the earlier text can be read?
 
     python benchmarks/code_distance.py make linux-source-6.12 code.bin --limit 310
     python benchmarks/code_distance.py train code.bin --arm hybrid --windows hybrid.npy
     python benchmarks/code_distance.py compare hybrid.npy window.npy
 
-`make`: C files and headers in the order of the tree, one after another. One folder in 16, by a hash of its path, goes
-to OUT.val.bin instead; generated tables (drivers/gpu/drm/amd/include) are left out.
-`train`: one epoch of windows of 65,536 bytes in an order drawn by the seed, a window a step, trained by `arms.py`; a
-model of 8 layers of width 512 and 8 heads. Prints one line of JSON: bits a byte by octave of the position over the
-windows of validation; --windows stores (windows, octaves) of them.
-`compare`: by octave, by how many percent the first costs less than the second, paired by window, and in standard
-errors.
+`make`: write C files and headers in the order of the tree, one after another. One folder in 16, by a hash of its path,
+goes to OUT.val.bin instead. Generated tables (drivers/gpu/drm/amd/include) are omitted.
+`train`: train one epoch of windows of 65,536 bytes, in an order drawn by the seed, with one window per step (`arms.py`)
+and a model of 8 layers of width 512 with 8 heads. Print one line of JSON: bits per byte by octave of the position, over
+the validation windows. --windows stores them as (windows, octaves).
+`compare`: for each octave, print by how many percent the first arm's bits are below the second's, paired by window, and
+the difference in standard errors.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def make(a: argparse.Namespace) -> dict[str, object]:
 
 
 def run(a: argparse.Namespace) -> dict[str, object]:
-    """Train an arm. Return its bits by octave."""
+    """Train an arm. Return bits by octave."""
     steps = a.steps or a.data.stat().st_size // SEQ_LEN
     model = model_of(a, *SIZES, SEQ_LEN)
     trained = train(model, [Stage(SEQ_LEN, steps, versions(a, SEQ_LEN, "train", steps))], a)
@@ -90,7 +90,7 @@ def run(a: argparse.Namespace) -> dict[str, object]:
 
 
 def compare(a: argparse.Namespace) -> dict[str, object]:
-    """Return, by octave, by how many percent the first arm costs less, and standard errors; joins the last two."""
+    """Return by octave by how many percent the first arm's bits are lower, and standard errors. Join the last two."""
     first, second = np.load(a.first), np.load(a.second)
     far = slice(OCTAVES.index(16384), None)
     weights = np.array([16384.0, 32767.0])

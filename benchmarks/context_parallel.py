@@ -1,13 +1,13 @@
-"""Attention alone on several GPUs, next to torch's context parallel (ring, cuDNN), forward and backward, in one run.
+"""Time attention alone on several GPUs, next to torch's context parallel (ring, cuDNN): both passes, in one run.
 
     torchrun --nproc-per-node 4 benchmarks/context_parallel.py --dense 131072 524288 --dilated 1048576
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --dense 4096 --dilated --cpu --heads 4 --dtype float32
 
-N tokens over all ranks, causal. "dense" is every key for every query: torch's context parallel, and our op with each
-exchange and layout. "dilated" is geometric(first, N), next to torch's dense attention over the same tokens. Times are
-medians on the slowest rank. Measured in separate calls of our op: "received" in both passes, on the rank that receives
-most, and "exposed", the time in which computation waits for rows, the most of any rank.
-Shape letters: N tokens, L = N / R of a rank, H heads, D head dim.
+N tokens over all ranks, causal. "dense": each query attends to all earlier keys, with torch's context parallel, and
+with our op for each exchange and layout. "dilated": our op with geometric(first, N), next to torch's dense attention on
+the same tokens. Times are medians on the slowest rank. Separate calls of our op measure "received", the bytes of both
+passes on the rank that receives most, and "exposed", the longest time on any rank in which computation waits for rows.
+Shape letters: N tokens, L = N / R tokens of a rank, R ranks, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def options() -> argparse.Namespace:
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return median wall seconds on the slowest rank, after a warm-up."""
+    """Return the median wall seconds on the slowest rank, after a warm-up."""
     times = []
     for i in range(repeats + 1):
         meet(device)
@@ -67,7 +67,7 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> fl
 
 
 def of_torch(args: argparse.Namespace, n: int, device: torch.device, rotate: str) -> float:
-    """Time torch's context parallel over N tokens; its load balance gives each rank an early and a late part."""
+    """Time torch's context parallel over N tokens. Its load balancing gives each rank an early and a late part."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -76,7 +76,7 @@ def of_torch(args: argparse.Namespace, n: int, device: torch.device, rotate: str
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cuda", (ranks,))
     shape, dtype = (1, args.heads, n // ranks, args.head_dim), getattr(torch, args.dtype)
-    # torch needs the whole sequence on every rank; the contents do not change the time, so parts come from a small one
+    # torch needs the whole sequence on every rank; contents do not affect the time, so a small tensor is repeated
     whole = torch.zeros(1, ranks * 2, device=device)
     q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype).requires_grad_(i < 3) for i in range(4))
 
@@ -91,10 +91,10 @@ def of_torch(args: argparse.Namespace, n: int, device: torch.device, rotate: str
 def ours(
     args: argparse.Namespace, n: int, device: torch.device, pattern: ld.DilatedPattern, way: tuple
 ) -> tuple[str, float, str, str]:
-    """Return (the exchange, seconds, cells "exposed ms" and "received MB")."""
+    """Return (exchange, seconds, cells of "exposed ms" and "received MB")."""
     exchange, head_size, layout = way
     group = ld.sequence.SequenceGroup(exchange=exchange, head_size=head_size, layout=layout)
-    with contextlib.closing(group):  # also after running out of memory, to free its buffers
+    with contextlib.closing(group):  # also after running out of memory, to free the buffers
         shape = 1, group.shard(n).length(group.rank), args.heads, args.head_dim
         make = lambda: torch.randn(shape, device=device, dtype=getattr(torch, args.dtype))  # noqa: E731
         call = step([make().requires_grad_(i < 3) for i in range(4)], pattern, True, group)[1]
@@ -109,7 +109,7 @@ def ours(
 
 
 def lines(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
-    """Yield the lines of the table, equal on all ranks."""
+    """Yield the lines of the table, which are equal on all ranks."""
     cases = [(n, ld.DilatedPattern.dense(), "dense", WAYS) for n in args.dense]
     about = f"geometric({args.first}, N)"
     cases += [(n, ld.DilatedPattern.geometric(args.first, n), about, WAYS[:1]) for n in args.dilated]
@@ -128,7 +128,7 @@ def lines(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
 
 
 def line(n: int, pattern: str, way: str, took: float, ring: float | None, received: str = "", exposed: str = "") -> str:
-    """Return a row; `ring` are the seconds of torch's ring, None if it did not run."""
+    """Return a row. `ring` is the seconds of torch's ring, or None if it did not run."""
     times = "" if ring is None else f"{ring / took:.2f}"
     return f"| {n:,} | {pattern} | {way} | {took * 1000:.2f} | {times} | {received} | {exposed} |\n"
 

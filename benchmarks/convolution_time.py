@@ -1,11 +1,11 @@
-"""The time of a short convolution on a GPU: our kernels, and torch.compile of torch's operations.
+"""Time a short convolution on a GPU: our kernels, and torch.compile of torch's operations.
 
     python benchmarks/convolution_time.py
     python benchmarks/convolution_time.py --tiles
 
-bf16 rows of q, k and v as in layers (q and k slices of one tensor, v a separate one), weights in fp32. Milliseconds of
-a forward and of its backward, and of the memory traffic of each at 3 TB/s: two tensors forward, three backward.
-`--tiles` has a row for each size of the kernels' tiles instead, of the kernels alone.
+Rows of q, k and v are bf16, as in layers (q and k are slices of one tensor, v is separate), and weights are fp32. The
+table has milliseconds of the forward and the backward, and of the memory traffic of each at 3 TB/s: two tensors in the
+forward, three in the backward. With `--tiles`, rows are tile sizes of the kernels instead.
 Shape letters: N tokens, C channels, W taps.
 """
 
@@ -23,9 +23,9 @@ from lightning_dilated.ext.convolution.convolution import ShortConvolution
 from lightning_dilated.planning import seconds_of
 
 CUDA = torch.device("cuda")
-#: bytes a second that the traffic assumes
+#: bytes per second that the traffic column assumes
 BANDWIDTH = 3e12
-#: (elements, channels, warps) of the forward's tiles; (elements, channels, warps, stages, tokens of a program) backward
+#: tiles: (elements, channels, warps) in the forward; (elements, channels, warps, stages, tokens of a program) backward
 FORWARD = [(n, c, w) for n in (2048, 4096, 8192) for c in (64, 128, 256) for w in (4, 8)]
 BACKWARD = [
     (n, c, w, stages, tokens)
@@ -36,7 +36,7 @@ BACKWARD = [
 
 
 def inputs(tokens: int, channels: int, documents: int) -> tuple[list[Tensor], Tensor | None]:
-    """Return q, k and v, and bounds of documents of equal lengths."""
+    """Return q, k and v, and the bounds of documents with equal lengths."""
     torch.manual_seed(0)
     each = channels // 3
     joint, v = (torch.randn(1, tokens, n, device=CUDA, dtype=torch.bfloat16) for n in (2 * each, each))
@@ -45,9 +45,9 @@ def inputs(tokens: int, channels: int, documents: int) -> tuple[list[Tensor], Te
 
 
 def measured(run: Callable[..., tuple[Tensor, ...]], parts: list[Tensor], weight: Tensor) -> tuple[float, float]:
-    """Return (milliseconds forward, backward)."""
+    """Return (milliseconds of the forward, of the backward)."""
     grads = [torch.randn_like(x) for x in parts]
-    leaves = [x.detach().requires_grad_() for x in parts]  # of the same strides
+    leaves = [x.detach().requires_grad_() for x in parts]  # gradients with the same strides
 
     def forward() -> None:
         with torch.no_grad():
@@ -76,7 +76,7 @@ def rows_of(a: argparse.Namespace, channels: int) -> Iterator[str]:
 
 
 def tiles_of(a: argparse.Namespace, channels: int) -> Iterator[str]:
-    """Yield a row for each tile."""
+    """Yield a row for each tile size."""
     from lightning_dilated.ext.convolution import kernels as kernel
 
     parts, bounds = inputs(a.tokens, channels, a.documents)

@@ -1,13 +1,13 @@
-"""Copying by distance and pattern: a small LongNetLM, and sequences with a second half that repeats the first.
+"""Copying over a distance, by pattern: a small LongNetLM on sequences in which the second half repeats the first.
 
     python benchmarks/copy_task.py --arm paper --steps 10000
     python benchmarks/copy_task.py --arm paper --steps 10000 --distance 48
     python benchmarks/copy_task.py --arm heads
 
-128 tokens of 32 symbols; token p of the second half is token p - d, with d drawn for each sequence from 33 to 64, or
-fixed. The loss counts the second half, without its first 8 tokens; guessing takes 5 bits. A model of 3 layers of width
-64 and 4 heads. Prints one line of JSON: bits of 512 new sequences, also by (d - 1) mod 4, and of training each tenth of
-the steps.
+A sequence has 128 tokens of 32 symbols. Token p of the second half is token p - d, where d is drawn for each sequence
+from 33 to 64, or is fixed. The loss counts the second half without its first 8 tokens; a guess costs 5 bits. The model
+has 3 layers of width 64 with 4 heads. Prints one line of JSON: bits on 512 new sequences, also by (d - 1) mod 4, and
+training bits of each tenth of the steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import lightning_dilated as ld
 
 TOKENS, SYMBOLS, RATE = 128, 32, 4
 HALF = TOKENS // 2
-#: pattern, and how layers shift it
+#: pattern, and how its layers are shifted
 ARMS = {
     "paper": (ld.DilatedPattern.longnet([16, TOKENS], [1, RATE]), "odd"),
     "local": (ld.DilatedPattern.longnet([16], [1]), "odd"),
@@ -37,12 +37,12 @@ ARMS = {
 
 
 def batch(size: int, distance: int | None, device: str, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (tokens (B, N), labels (B, N) with -100 where nothing is asked, distances (B,))."""
+    """Return (tokens (B, N), labels (B, N) with -100 where no prediction counts, distances (B,))."""
     d = torch.randint(HALF // 2 + 1, HALF + 1, (size,), generator=generator)
     if distance is not None:
         d.fill_(distance)
     first = torch.randint(SYMBOLS, (size, HALF), generator=generator)
-    # token p of the second half equals the token d before it or, if that is in the second half too, 2 d before it
+    # a token of the second half equals the token d before it, or 2 d before it if that is also in the second half
     source = torch.arange(HALF, TOKENS + 1) - d[:, None]
     source = torch.where(source < HALF, source, source - d[:, None])
     tokens = torch.cat([first, first.gather(1, source)], 1)
@@ -112,7 +112,7 @@ def run(a: argparse.Namespace) -> dict[str, object]:
 
 @torch.no_grad()
 def validate(model: ld.LongNetLM, a: argparse.Namespace) -> dict[str, object]:
-    """Return bits a symbol of 512 sequences that no seed trains on, all and by the distance modulo the rate."""
+    """Return bits per symbol on 512 sequences that no seed trains on, overall and by distance modulo the rate."""
     tokens, labels, d = batch(512, a.distance, a.device, torch.Generator().manual_seed(99))
     losses = cross_entropy(model(tokens).transpose(1, 2).float(), labels, ignore_index=-100, reduction="none")
     each = (losses.sum(1) / (labels != -100).sum(1) / math.log(2)).tolist()

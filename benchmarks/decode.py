@@ -1,4 +1,4 @@
-"""Reading a prompt and drawing tokens with a LongNetLM of random weights, in bf16 on one GPU.
+"""Time a LongNetLM with random weights reading a prompt and drawing tokens, in bf16 on one GPU.
 
     python benchmarks/decode.py --context 4096 65536 1048576
     python benchmarks/decode.py --context 65536 --batch 16
@@ -8,9 +8,9 @@
     python benchmarks/decode.py --context 65536 --profile    # and the kernels of a token, by time
     python benchmarks/decode.py --device cpu --context 256 --dim 64 --depth 2 --heads 2 --tokens 8
 
-Prints a row for each context: milliseconds a token (the median of `--rounds` calls, minus a call that draws one token),
-tokens a second of all samples, and prompt tokens a second in the first call, in the second, and in a forward pass over
-the prompt without a cache (the median of `--rounds` passes after one more).
+Prints a row per context: milliseconds per token (median of `--rounds` calls, minus a call that draws one token), tokens
+per second over all samples, and prompt tokens per second in the first call, in the second call, and in a forward pass
+over the prompt without a cache (median of `--rounds` passes after a first one).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def options() -> argparse.Namespace:
 
 
 def ours(o: argparse.Namespace) -> tuple[torch.nn.Module, str]:
-    """Return (the model, its pattern in words)."""
+    """Return (model, description of the pattern)."""
     if o.hybrid:
         pattern: Any = {"hybrid": {"local": 2048, "global_every": o.hybrid}}
         name = f"hybrid, a dense head in one layer of {o.hybrid}"
@@ -74,7 +74,7 @@ def ours(o: argparse.Namespace) -> tuple[torch.nn.Module, str]:
 
 
 def llama(o: argparse.Namespace) -> torch.nn.Module:
-    """Build a Llama of transformers with the sizes of our model."""
+    """Build a Llama of transformers with the sizes of this script's model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -87,7 +87,7 @@ def llama(o: argparse.Namespace) -> torch.nn.Module:
 
 
 def seconds(device: str, call: Callable[[], Any]) -> float:
-    """Return the seconds of a call, until the device is done."""
+    """Return the seconds of a call until the device has finished."""
     wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     wait()
     start = time.perf_counter()
@@ -98,8 +98,8 @@ def seconds(device: str, call: Callable[[], Any]) -> float:
 
 @torch.no_grad()
 def forward_seconds(o: argparse.Namespace, forward: Callable[[torch.Tensor], Any], prompt: torch.Tensor) -> float:
-    """Return the seconds of a pass over the prompt, after a first one."""
-    forward(prompt)  # compiles
+    """Return the seconds of a pass over the prompt, after a first pass."""
+    forward(prompt)  # the first pass compiles
     return statistics.median(seconds(o.device, lambda: forward(prompt)) for _ in range(o.rounds))
 
 
@@ -109,10 +109,10 @@ def measure(
     forward: Callable[[torch.Tensor], Any],
     context: int,
 ) -> list[str]:
-    """Return [ms a token, tokens/s, prompt tokens/s in the first call, in the second, in a forward pass]."""
+    """Return [ms per token, tokens/s, prompt tokens/s in the first call, in the second, in a forward pass]."""
     prompt = torch.randint(o.vocabulary, (o.batch, context), device=o.device)
     first, second = (seconds(o.device, lambda: generate(prompt, 1)) for _ in range(2))
-    generate(prompt, 1 + o.tokens)  # captures, or compiles
+    generate(prompt, 1 + o.tokens)  # this call captures or compiles
     times = [[seconds(o.device, lambda n=n: generate(prompt, n)) for n in (1, 1 + o.tokens)] for _ in range(o.rounds)]
     each = statistics.median((many - one) / o.tokens for one, many in times)
     speeds = (o.batch * context / s for s in (first, second, forward_seconds(o, forward, prompt)))
@@ -127,7 +127,7 @@ def row(
 
 
 def show_profile(o: argparse.Namespace, generate: Callable[[torch.Tensor, int], Any], context: int) -> None:
-    """Print kernels of the drawn tokens, by time: a call's, minus a call's that draws one token."""
+    """Print kernels by time for the drawn tokens: the kernels of a call, minus a call that draws one token."""
     from torch.profiler import ProfilerActivity, profile
 
     prompt = torch.randint(o.vocabulary, (o.batch, context), device=o.device)

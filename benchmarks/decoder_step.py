@@ -1,16 +1,16 @@
-"""A step of a Llama-shaped decoder of transformers as an `HFCausalLM`, and of the same decoder in transformers alone.
+"""Time a step of a Llama-shaped transformers decoder as `HFCausalLM`, and of the same decoder in transformers alone.
 
     python benchmarks/decoder_step.py --size 1.3B --seq-len 32768 131072
     python benchmarks/decoder_step.py --size 8B --lora 16 --seq-len 32768
     python benchmarks/decoder_step.py --size 8B --lora 16 --seq-len 131072 --layer-tile 8192
 
 Ways: `dense` is the decoder's own attention in "ring_dilated"; `hybrid` has a dense head in one layer of 4 and local
-segments of 2,048; `sdpa-cudnn` and `sdpa-flash` are transformers' decoder with torch's attention by that backend. All
-have random weights, recompute layers in the backward, and use AdamW (fused) and a loss by tiles of tokens. `--compile`
-compiles the first two ways, and `--layer-tile` lets them compute feed-forwards by tiles of tokens. The allocator has
-expandable segments, because lengths that nearly fill the GPU would run out of memory in fragments, and leaves 1 GiB to
-libraries. Columns: milliseconds of the median step, peak memory, and both by `plan` for the first two ways. A row that
-runs out of memory has the most that torch's allocator had in use and reserved, and the size of the failed request.
+segments of 2,048; `sdpa-cudnn` and `sdpa-flash` are transformers' decoder with a backend of torch's attention. All have
+random weights, recompute layers in the backward, and use fused AdamW and a loss in tiles of tokens. For the first two
+ways, `--compile` compiles layers, and `--layer-tile` computes feed-forwards in tiles. The allocator uses expandable
+segments, because otherwise fragments would exhaust the memory for lengths that nearly fill the GPU, and it leaves 1 GiB
+to libraries. Columns are milliseconds of the median step and peak memory, and for the first two ways both by `plan`. A
+row that runs out of memory has the peaks in use and reserved, and the failed request.
 """
 
 from __future__ import annotations
@@ -75,25 +75,25 @@ def config_of(a: argparse.Namespace) -> Any:
 
 
 def lora_of(a: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of peft."""
+    """Return options for peft."""
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     return {"r": a.lora, "lora_alpha": 2 * a.lora, "target_modules": names}
 
 
 def settings(a: argparse.Namespace) -> MemorySettings:
-    """Return the memory settings of dense and hybrid."""
+    """Return memory settings for dense and hybrid."""
     return MemorySettings("block", tile=a.layer_tile)
 
 
 def ours(a: argparse.Namespace, way: str) -> HFCausalLM:
-    """Return the HFCausalLM of a way, not built."""
+    """Return the HFCausalLM of a way, before it is built."""
     pattern = {"hybrid": {"local": 2048, "global_every": 4}} if way == "hybrid" else None
     options = {"tile": TILE, "gradient_checkpointing": True, "compile_blocks": a.compile}
     return HFCausalLM(config_of(a), pattern, lora=lora_of(a) if a.lora else None, **options)
 
 
 def of_transformers(a: argparse.Namespace) -> torch.nn.Module:
-    """Build the decoder alone, with adapters of peft."""
+    """Build the decoder of transformers alone, with peft's adapters."""
     from transformers import AutoModelForCausalLM
 
     decoder = AutoModelForCausalLM.from_config(
@@ -109,7 +109,7 @@ def of_transformers(a: argparse.Namespace) -> torch.nn.Module:
 
 
 def peer_loss(decoder: Any, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss, with the logits of `TILE` tokens at a time."""
+    """Return the mean loss, with logits for `TILE` tokens at a time."""
     hidden = decoder.model(input_ids=tokens)[0][0]
     nats = lambda x, y: cross_entropy(decoder.lm_head(x).float(), y, reduction="sum")  # noqa: E731
     parts = zip(hidden.split(TILE), labels[0].split(TILE), strict=True)
@@ -117,7 +117,7 @@ def peer_loss(decoder: Any, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def planned(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
-    """Return [GiB, ms] of a step by `plan`, or why there are none."""
+    """Return [GiB, ms] of a step by `plan`, or the reason why there is no plan."""
     try:
         model, gpu = ours(a, way), find_gpu(a.gpu)
         subject = counted_model_of(
@@ -131,7 +131,7 @@ def planned(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
 
 
 def train_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, autocast: torch.autocast) -> None:
-    """Step in the Trainer's order: the last gradients are freed after the forward; no autocast in the backward."""
+    """Step in the Trainer's order: the last gradients are freed after the forward. No autocast in the backward."""
     with autocast:
         value = loss()
     optimizer.zero_grad()
@@ -140,7 +140,7 @@ def train_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, aut
 
 
 def measured(a: argparse.Namespace, loss: Callable[[], Tensor], parameters: list[Tensor]) -> list[str]:
-    """Return [ms, tokens a second without the number, GiB] of a step."""
+    """Return [ms, tokens per second, GiB] of a step."""
     cuda = a.device == "cuda"
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=cuda)
     seconds = []
@@ -193,14 +193,14 @@ def name_of(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
 
 
 def held(error: torch.OutOfMemoryError) -> list[str]:
-    """Return cells of a row without a result: the reason, and torch's GiB in use, reserved and requested."""
+    """Return cells of a row that has no result: the reason, and torch's GiB in use, reserved and requested."""
     used, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
     request = re.search(r"Tried to allocate (\d[\d.]* \w+)", str(error))
     return ["out of memory", "", f"{used:.1f} of {reserved:.1f}" + (f", asked for {request[1]}" if request else "")]
 
 
 def main() -> None:
-    """Print the table, also with rows that run out of memory."""
+    """Print the table, including rows that run out of memory."""
     a = options()
     expandable_segments(os.environ)
     if a.device == "cuda":

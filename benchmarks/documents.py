@@ -1,4 +1,4 @@
-"""Packed documents: each engine's time for one row of tokens cut into a growing number of documents.
+"""Packed documents: time each engine on one row of tokens that is split into a growing number of documents.
 
     python benchmarks/documents.py                       # 131,072 tokens as 1, 16, 128 and 1,024 documents, causal
     python benchmarks/documents.py --documents 1 16 --seq-len 32768 --causal 0
@@ -19,14 +19,14 @@ from lightning_dilated.planning import peak_memory, seconds_of
 
 
 def cut(tokens: int, documents: int) -> torch.Tensor:
-    """Return cu_seqlens of `documents` documents of random lengths."""
+    """Return cu_seqlens with random lengths for this number of documents."""
     return torch.tensor(
         [0, *sorted(random.Random(0).sample(range(1, tokens), documents - 1)), tokens], dtype=torch.int32
     )
 
 
 def main() -> None:
-    """Print a table: milliseconds of forward, of both passes, and GiB beyond q, k, v, dO."""
+    """Print a table with milliseconds of the forward and of both passes, and GiB besides q, k, v, dO."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seq-len", type=int, default=131072)
     p.add_argument("--documents", type=int, nargs="+", default=[1, 16, 128, 1024])

@@ -1,10 +1,10 @@
-"""Draw docs/learning.png: what each pattern learned of distant tokens.
+"""Draw docs/learning.png: how each pattern learned to use distant tokens.
 
     python benchmarks/draw_learning.py benchmarks/results/*_learning.jsonl docs/learning.png
 
-The files hold the lines that `recall_distance.py` and `pairs_distance.py` print. First the share of right answers by
-octave of the distance, at 65,536 tokens. Then bits by eighth of the position: the second half is another strain of the
-first, or a new version of it, with a fixed or a drawn beginning. A line for each seed.
+The files contain lines printed by `recall_distance.py` and `pairs_distance.py`. The first panel has the share of right
+answers by octave of the distance, at 65,536 tokens. The others have bits by eighth of the position, where the second
+half is another strain of the first or a new version of it, with a fixed or drawn start. Each seed is a line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-#: (arm, segment length of its local heads) to its label and colour; other arms are left out
+#: (arm, segment length of its local heads): (label, colour); other arms are omitted
 LABELS = {
     ("dense", None): ("dense attention", "0.3"),
     ("dense", 2048): ("dense attention", "0.3"),
@@ -34,7 +34,7 @@ LABELS = {
 }
 
 
-#: arms with another label for 8 layers than for recall's 4
+#: arms with another label for 8 layers than for recall's 4 layers
 OF_PAIRS = {
     "hybrid-first": ("hybrid: a dense head in layers 0 and 4", "C5"),
     "hybrid-ends": ("hybrid: a dense head in layers 0, 3 and 7", "C9"),
@@ -52,10 +52,10 @@ def main() -> None:
 
 
 def belongs(row: dict) -> bool:
-    """Return whether the row is drawn: an arm with a label, the length's own rotary base, no longer sequences."""
+    """Return whether a row is drawn: the arm has a label, the rotary base is the length's, no sequence is longer."""
     if (row["arm"], row.get("local")) not in LABELS or row["base"] != 1e7:
         return False
-    # for two versions hybrid-first has a convolution, and the others have none
+    # for two versions, hybrid-first has a convolution, and other arms have none
     return row.get("kind") != "versions" or row["arm"] != "hybrid-first"
 
 
@@ -87,18 +87,18 @@ def draw(rows: list[dict], picture: Path) -> None:
 
 
 def draw_recall(axes: plt.Axes, row: dict) -> None:
-    """Draw shares of right answers by octave, for octaves with at least 20 queries."""
+    """Draw shares of right answers by octave, if an octave has 20 queries or more."""
     label, colour = LABELS[row["arm"], row.get("local")]
     octaves = {int(o): share for o, (share, count) in row["by_octave"].items() if count >= 20}
-    dashed = (0, (4, 3)) if row["arm"] in ("dense", "hybrid") else "-"  # they overlap other lines
+    dashed = (0, (4, 3)) if row["arm"] in ("dense", "hybrid") else "-"  # other octaves overlap other lines
     axes.plot(list(octaves), [100 * x for x in octaves.values()], ls=dashed, marker="o", ms=4, label=label, c=colour)
 
 
 def draw_eighths(axes: plt.Axes, row: dict, unit: int) -> None:
-    """Draw bits by eighth of the position, given in `unit` tokens."""
+    """Draw bits by eighth of the position, in units of `unit` tokens."""
     label, colour = OF_PAIRS.get(row["arm"], LABELS[row["arm"], row.get("local")])
     edges = [i / 8 * LENGTH / unit for i in range(9)]
-    style = {"ls": (0, (4, 3)), "zorder": 3} if row["arm"] == "hybrid-ends" else {}  # one seed overlaps others
+    style = {"ls": (0, (4, 3)), "zorder": 3} if row["arm"] == "hybrid-ends" else {}  # one seed, because lines overlap
     axes.stairs(row["eighths"], edges, label=label, color=colour, lw=2, baseline=None, **style)
 
 

@@ -16,15 +16,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 ROWS = Path(__file__).parent / "results" / "2026-11-28_plan_settings.md"
-#: GiB of an H100
+#: memory of an H100 in GiB
 MEMORY = 79.1
-#: what a setting has in its name: (legend, color)
+#: part of a setting's name: (legend, color)
 KINDS = {
     "stream": ("stream: one chunk at a time", "C0"),
     "offload": ("offload: block inputs on the host", "C1"),
     "": ("one pass on the GPU", "0.35"),
 }
-#: settings, by the letter beside their dots
+#: settings by the letter next to their dots
 LETTERS = "abcdef"
 SETTINGS = [
     "all kept",
@@ -34,19 +34,19 @@ SETTINGS = [
     "block, tile=16384, head_chunks=6",
     "block, every=2, tile=16384, head_chunks=6",
 ]
-#: what the picture says of them
+#: text for them in the picture
 WORDS = ["all kept", "attention-kept", "block", "block, tile=16384", "as d, head_chunks=6", "as e, every=2"]
 
 
 def rows() -> list[tuple[str, float, float]]:
-    """(setting, GiB, seconds a step) of each row of the first table."""
+    """Return (setting, GiB, seconds per step) for each row of the first table."""
     first = ROWS.read_text().split("\n## ")[0]
     cells = [line.strip("| ").split(" | ") for line in first.splitlines() if line.startswith("| ")]
     return [(row[0], float(row[2].split(",")[0]), float(row[4])) for row in cells[2:]]
 
 
 def draw(picture: Path) -> None:
-    """Write a PNG with a dot and a letter for each setting."""
+    """Write a PNG with a dot and a letter per setting."""
     figure, axis = plt.subplots(figsize=(7, 5), layout="constrained")
     for kind, (legend, color) in KINDS.items():
         dots = [row for row in rows() if kind in row[0] and (kind or not any(x and x in row[0] for x in KINDS))]
@@ -70,7 +70,7 @@ def draw(picture: Path) -> None:
 
 
 def main() -> None:
-    """Draw it."""
+    """Draw the picture."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("picture", type=Path)
     draw(p.parse_args().picture)

@@ -2,7 +2,7 @@
 
     python benchmarks/draw_peers.py docs/peers.png
 
-The numbers are rows of `benchmarks/results/`; each panel names its file.
+The numbers are rows of `benchmarks/results/`. Each panel contains the name of its file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def draw(picture: Path) -> None:
-    """Write a PNG with a bar chart for each panel, one below the other, so that a phone shows words that can be read."""
+    """Write a PNG with a bar chart per panel, one below the other, so that words are readable on a phone."""
     heights = [sum(1 + 0.3 * label.count("\n") for label in panel[3]) for panel in PANELS]
     figure, axes = plt.subplots(
         len(PANELS), 1, figsize=(7, 3.9), layout="constrained", gridspec_kw={"height_ratios": heights}

@@ -1,4 +1,4 @@
-"""Draw docs/step.png: the way of one training step over ranks that share a sequence.
+"""Draw docs/step.png: the stages of a training step on ranks that share a sequence.
 
 python benchmarks/draw_step.py docs/step.png
 """
@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 RANKS = 3
-#: (what happens, what a rank holds then, whether ranks exchange data)
+#: (what happens, what a rank has afterwards, whether ranks exchange data)
 STAGES = [
     ("read", "its slice\nof the file", False),
     ("embed", "hidden states\nof its tokens", False),
@@ -29,9 +29,9 @@ STAGES = [
 
 
 def draw(picture: Path) -> None:
-    """Write a PNG: a row for each stage, a column for each rank, bars where ranks exchange data.
+    """Write a PNG with a row per stage, a column per rank, and bars where ranks exchange data.
 
-    It is higher than wide, so that its words can be read on a phone.
+    It is higher than wide, so that words are readable on a phone.
     """
     figure, axis = plt.subplots(figsize=(7, 7), layout="constrained")
     for row, (name, holds, exchanges) in enumerate(STAGES):
@@ -56,7 +56,7 @@ def draw(picture: Path) -> None:
 
 
 def main() -> None:
-    """Draw it."""
+    """Draw the picture."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("picture", type=Path)
     draw(p.parse_args().picture)

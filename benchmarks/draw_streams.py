@@ -1,10 +1,10 @@
-"""Draw docs/streams.png: memory and speed of exact streamed steps, by tokens of the sequence.
+"""Draw docs/streams.png: memory and speed of exact streamed steps against the length of the sequence.
 
     python benchmarks/draw_streams.py benchmarks/results/*_streams.jsonl docs/streams.png
 
-The files hold a JSON object a line: `model` and `gpu`, which label it, and `tokens`, `planned_gib`, `gib` and `seconds`
-of a row of `stream_step.py`. First the measured and the planned peak memory; then tokens a second. A line for each
-model and GPU.
+The files contain one JSON object per line, from a row of `stream_step.py`: `model` and `gpu`, which label it, `tokens`,
+`planned_gib`, `gib` and `seconds`. The first panel has the measured and the planned peak memory, the second has tokens
+per second. Each model and GPU is a line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-#: marks of the axis of tokens
+#: ticks of the axis of tokens
 TICKS = [1e6, 4e6, 16e6, 64e6, 256e6, 1e9]
 
 

@@ -1,10 +1,10 @@
-"""Errors of out, dq, dk, dv against float64, next to the errors of plain torch in the same dtype.
+"""Errors of out, dq, dk, dv relative to float64, next to the errors of plain torch in the same dtype.
 
     python benchmarks/errors.py                                  # on a GPU: bf16, every engine that serves
     python benchmarks/errors.py --dtype float16 --head-dim 128
 
-The plain reference is attention by torch's matmul and softmax over the whole matrix of scores, with the logarithm of the
-counts added, all in the dtype.
+The plain reference is attention by torch's matmul and softmax over the full score matrix, to which the logarithm of the
+counts is added. All operations are in the dtype.
 Shape letters: N tokens, H heads, D head dim.
 """
 
@@ -20,19 +20,19 @@ from lightning_dilated.attention.backends import ENGINES, Request
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
-    """Return (1, N, H, D) by the definition, in the inputs' dtype; counts (H, N, N)."""
+    """Return attention (1, N, H, D) by the definition, in the dtype of the inputs. counts: (H, N, N)."""
     scores = torch.einsum("bnhd,bmhd->bhnm", q, k) * q.shape[-1] ** -0.5 + counts.to(q.dtype).log()
     return torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), v)
 
 
 def errors(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor, exact: list[Tensor]) -> list[float]:
-    """Return the largest absolute error of out and each gradient."""
+    """Return the largest absolute error of out and of each gradient."""
     got = [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
     return [float((a.detach().double() - b).abs().max()) for a, b in zip(got, exact, strict=True)]
 
 
 def main() -> None:
-    """Print a table: errors, and in brackets their ratio to plain torch's."""
+    """Print a table of errors, with their ratio to plain torch's in brackets."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", default="bfloat16")

@@ -1,16 +1,15 @@
-"""Time and bytes of each exchange on the GPUs (or gloo ranks) of this machine, forward and backward of the op.
+"""Time and bytes of each exchange on this machine's GPUs (or gloo ranks), in the forward and backward of the op.
 
     python benchmarks/exchange.py --local 262144 --record benchmarks/results/....md     # on a machine with GPUs: all of them
     python benchmarks/exchange.py --device cpu --ranks 2 --local 4096 --heads 2 --head-dim 16 --dtype float32
 
-"alone" is the op on one rank over its own tokens only, with the branches that fit a shard: the work that needs no
-exchange. "added" is the additional time of the widest branches and their exchange. "exposed" is the time in which
-computation waits for rows (forward and backward, by the exchange's own clock, in separate calls). "moving" is the part
-of a call's time that disappears without any transfer (--still), which leaves buffers unchanged. All are the most of any
-rank, calls are trusted as in training (`SequenceGroup.trusting`), and "forward" also saves for the backward. Bytes are
-received ones, counted by the exchange itself; "planned" are the plan's bytes of both passes, without the trade of
-tokens for heads.
-Shape letters: L tokens a rank, N = R L, H heads, D head dim.
+"alone" is the op on one rank over its own tokens, with the branches that fit a shard, which needs no exchange. "added"
+is the additional time of the widest branches and their exchange. "exposed" is the time in which computation waits for
+rows, in both passes, measured by the exchange in separate calls. "moving" is the time saved in calls without transfers
+(--still), which leave buffers unchanged. Each column has the rank with the largest number. Calls are trusted as in
+training (`SequenceGroup.trusting`), and "forward" also saves tensors for the backward. Bytes are received bytes,
+counted by the exchange itself. "planned" is the plan's bytes of both passes, without the trade of tokens for heads.
+Shape letters: L tokens of a rank, N = R L tokens, R ranks, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def options() -> argparse.Namespace:
 
 
 def seconds(run, device: torch.device, repeats: int, settle=lambda: None) -> float:
-    """Return median wall seconds of `run` on the slowest rank, of four consecutive calls, after two warm-ups."""
+    """Return median wall seconds of `run` on the slowest rank, over four consecutive calls after two warm-ups."""
     times = []
     for i in range(repeats + 2):
         meet(device)
@@ -98,14 +97,14 @@ def meet(device: torch.device) -> None:
 
 
 def most(device: torch.device, *numbers: float) -> list[float]:
-    """Return the largest numbers of any rank."""
+    """Return, for each number, the largest of all ranks."""
     largest = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.tolist()
 
 
 def step(tensors, pattern, causal: bool, group: SequenceGroup | None):
-    """Return (forward, forward and backward) of the op as functions without arguments."""
+    """Return functions without arguments: the op's forward, and its forward and backward."""
     q, k, v, grad = tensors
     trusting = contextlib.nullcontext if group is None else group.trusting
 
@@ -119,7 +118,7 @@ def step(tensors, pattern, causal: bool, group: SequenceGroup | None):
 
 
 def watched(run, group: SequenceGroup, device: torch.device, repeats: int) -> tuple[float, float, float]:
-    """Return (exposed seconds, bytes received by the plan, whether the count differs), most of any rank in a pass."""
+    """Return (exposed seconds, bytes received by the plan, whether counts differ) of a pass, on the rank with most."""
     exposed = []
     for _ in range(repeats):
         meet(device)
@@ -139,7 +138,7 @@ def watched(run, group: SequenceGroup, device: torch.device, repeats: int) -> tu
 
 
 def counted(run, group: SequenceGroup) -> tuple[int, int]:
-    """Return the bytes that this rank receives in one call, (forward, backward)."""
+    """Return the (forward, backward) bytes that this rank receives in a call."""
     group.forward_traffic.clear(), group.backward_traffic.clear()
     run()
     group.settle()
@@ -147,14 +146,14 @@ def counted(run, group: SequenceGroup) -> tuple[int, int]:
 
 
 def awaited(run, group: SequenceGroup, device: torch.device, repeats: int) -> tuple[str, str]:
-    """Return cells "exposed ms" and "received MB" (both passes, the rank that receives most), from untimed calls."""
+    """Return cells "exposed ms" and "received MB" (both passes, the rank with the most), from calls without timing."""
     exposed, _, unlike = watched(run, group, device, repeats)
     (received,) = most(device, sum(counted(run, group)))
     return f"{exposed * 1e3:.2f}", f"{received / 1e6:.2f}{' (NOT as planned)' if unlike else ''}"
 
 
 def still():
-    """Let exchanges pack, compute and add up their buffers without moving anything."""
+    """Make exchanges pack, compute and sum as usual, but send nothing."""
 
     def post(self, rows, sends, receives, into=None, what="rows"):
         out = rows.new_empty(sum(receives.values()), *rows.shape[1:]) if into is None else into
@@ -165,7 +164,7 @@ def still():
 
 @dataclass
 class Line:
-    """A row of the table, equal on all ranks: seconds and bytes."""
+    """Seconds and bytes in a row of the table, which are equal on all ranks."""
 
     local: int
     causal: bool
@@ -191,7 +190,7 @@ class Line:
 def measure(
     group: SequenceGroup, tensors, pattern, causal: bool, alone: float, args: argparse.Namespace
 ) -> Line | ValueError:
-    """Measure one exchange, or return the reason why it cannot serve."""
+    """Measure an exchange, or return the reason why it does not support the call."""
     device, local = tensors[0].device, tensors[0].shape[1]
     forward, both_passes = step(tensors, pattern, causal, group)
     try:
@@ -216,7 +215,7 @@ def measure(
 
 
 def lines(rank: int, args: argparse.Namespace, device: torch.device):
-    """Yield the lines of the table, equal on all ranks."""
+    """Yield the lines of the table, which are equal on all ranks."""
     ranks = dist.get_world_size()
     for local in args.local:
         pattern = DilatedPattern.geometric(args.first, local * ranks)
@@ -238,7 +237,7 @@ def lines(rank: int, args: argparse.Namespace, device: torch.device):
 
 
 def joined(rank: int, ranks: int, port: int, args: argparse.Namespace) -> torch.device:
-    """Join the other ranks. Return the device."""
+    """Join the process group. Return the device."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     device = torch.device(args.device, rank) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda":
@@ -248,7 +247,7 @@ def joined(rank: int, ranks: int, port: int, args: argparse.Namespace) -> torch.
 
 
 def report_lines(rank: int, head: str, rows: Iterable[object], record: Path | None) -> None:
-    """Let rank 0 print the lines one by one, and append them to the file."""
+    """On rank 0, print the lines one by one and append them to the file."""
     written = [head]
     print(head, end="", flush=True) if rank == 0 else None
     for line in rows:

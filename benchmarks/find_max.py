@@ -1,10 +1,10 @@
-"""The longest sequence that trains on the devices of this machine, by real steps.
+"""Find the longest sequence that trains on the devices of this machine, with real steps.
 
     python benchmarks/find_max.py --config recipes/longest.yaml --gpus 4
 
-`longest` doubles and bisects. Each trial (`Trials`) starts a process for every rank, so that a rank out of memory
-leaves no others waiting and frees its memory for the next trial. A process runs `python benchmarks/find_max.py JSON
---config RECIPE ...`: the recipe's model, strategy and memory settings for two steps on the model's `example_batch`.
+`longest` doubles and bisects the length. Each trial (`Trials`) starts a process per rank, so that a rank without memory
+leaves no rank waiting and frees its memory for the next trial. A process runs `python benchmarks/find_max.py JSON
+--config RECIPE ...`: two steps of the recipe's model, strategy and memory settings on its `example_batch`.
 
 Shape letters: N tokens.
 """
@@ -40,20 +40,20 @@ from lightning_dilated.ext.planning.host import host_memory
 from lightning_dilated.models import DilatedModule
 
 GIB = 2**30
-#: last lines of a failed rank's output that an error shows
+#: number of last lines in the output of a failed rank that an error contains
 SHOWN = 15
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A trial's result.
+    """The result of a trial.
 
     Attributes:
         fits: whether no rank ran out of memory.
-        allocated, reserved: the most bytes of a GPU on any rank, 0 if unknown.
-        seconds: of the second step.
+        allocated, reserved: largest bytes on a GPU of any rank, 0 if unknown.
+        seconds: time of the second step.
         message: the rank that ran out of memory, and its error.
-        host, pinned: the most bytes of a rank's process resident on the host, libraries included, and pinned at the
+        host, pinned: largest bytes of a rank's process on the host: resident, libraries included; and pinned at the
             end.
     """
 
@@ -83,10 +83,10 @@ class Trials:
     """Trials of a recipe.
 
     Args:
-        arguments: of `fit`, --config and options.
-        ranks: processes, each with its own device.
+        arguments: arguments of `fit`: --config and options.
+        ranks: number of processes, each with its own device.
         timeout: seconds that a trial may take.
-        limit: GiB of host memory that each process may use, to try on a CPU; None: no limit.
+        limit: GiB of host memory for each process, to test on a CPU; None: no limit.
     """
 
     arguments: Sequence[str]
@@ -98,14 +98,14 @@ class Trials:
         """Train two steps.
 
         Raises:
-            RuntimeError: if a rank fails for another reason than memory, with its last lines.
+            RuntimeError: with a rank's last lines of output, if it fails for a reason other than memory.
             TimeoutError: if the ranks take too long.
         """
         with tempfile.TemporaryDirectory() as folder:
             ranks: list[subprocess.Popen] = []
             try:
                 port = _free_port()
-                for rank in range(self.ranks):  # one may fail to start after others have
+                for rank in range(self.ranks):  # a process may fail to start after others have started
                     ranks.append(self._start(Path(folder), tokens, rank, port))
                 return self._watch(Path(folder), tokens, ranks)
             finally:
@@ -124,7 +124,7 @@ class Trials:
         }
         env = dict(os.environ)
         expandable_segments(env)
-        if self.ranks > 1:  # as torchrun sets them, so that Lightning starts no further processes
+        if self.ranks > 1:  # as torchrun sets them, so that Lightning does not start processes
             variables = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": self.ranks}
             variables |= {"LOCAL_WORLD_SIZE": self.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             env |= {name: str(value) for name, value in variables.items()} | {"TORCHELASTIC_RUN_ID": "find-max"}
@@ -143,7 +143,7 @@ class Trials:
                 names = ("allocated", "reserved", "seconds", "host", "pinned")
                 most = {name: max(report[name] for report in reports) for name in names}
                 return Outcome(tokens, True, **most)
-            # a killed rank breaks the others' connections, so killed ranks are looked for before their errors
+            # a killed rank breaks the connections of other ranks, so look for killed ranks before errors
             codes = [process.poll() for process in ranks]
             silent = [
                 rank for rank, code in enumerate(codes) if code is not None and not _read(folder / f"{rank}.json")
@@ -167,7 +167,7 @@ class Trials:
 
 
 def _read(path: Path) -> dict | None:
-    """Return a rank's report, None before it wrote one."""
+    """Return the report of a rank, or None before the rank has written one."""
     return json.loads(path.read_text()) if path.is_file() else None
 
 
@@ -179,7 +179,7 @@ def _free_port() -> int:
 
 @dataclass(frozen=True)
 class Tried:
-    """A search's result: the most tokens that fit, the fewest that do not (None: none failed), the number of trials."""
+    """Result of a search: the most tokens that fit, the fewest that do not (None: all fit), the number of trials."""
 
     fits: int
     fails: int | None
@@ -197,11 +197,11 @@ def longest(
     bisect.
 
     Args:
-        fits: whether a number of tokens fits; monotone.
+        fits: function that returns whether a number of tokens fits. It must be monotone.
         start: the first number, rounded up to a multiple.
-        multiple: divides every number that is tried.
-        within: the largest remaining gap, as a fraction of the result; 0: exact.
-        most: the upper bound of the search.
+        multiple: divisor of all numbers that are tried.
+        within: the largest remaining gap as a fraction of the result; 0 means exact.
+        most: upper bound of the search.
 
     Raises:
         ValueError: for numbers that are not positive, or if even `multiple` tokens do not fit.
@@ -237,7 +237,7 @@ def longest(
 
 
 class Samples(Dataset):
-    """Two batches of one random sequence of N tokens, made by the model's `example_batch`, alike on all ranks."""
+    """Two batches of one random sequence of N tokens from the model's `example_batch`, equal on all ranks."""
 
     def __init__(self, model: DilatedModule, tokens: int) -> None:
         self.model, self.tokens = model, tokens
@@ -249,12 +249,12 @@ class Samples(Dataset):
         return example_of(self.model, self.tokens, index)
 
 
-#: first number of tokens of a rank, and the multiples that are tried
+#: first number of tokens per rank; divisor of numbers that are tried
 START, MULTIPLE = 65536, 1024
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return a parser of the search's options; all others belong to fit."""
+    """Return a parser for the options of the search. All other options are passed to fit."""
     p = argparse.ArgumentParser(
         "find_max.py",
         description="Trains two steps of ever longer random sequences (of the recipe's model) on the GPUs of this "
@@ -289,10 +289,10 @@ def _number(text: str) -> int:
 
 
 def checked(args: argparse.Namespace) -> argparse.Namespace:
-    """Return the options with their defaults.
+    """Return the options with defaults filled in.
 
     Raises:
-        ValueError: without a GPU or a limit of memory, or for more GPUs than exist.
+        ValueError: if there is neither a GPU nor a memory limit, or fewer GPUs than requested.
     """
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not here and args.limit is None:
@@ -336,7 +336,7 @@ def _printed(trials: Trials, best: list[Outcome]) -> Callable[[int], bool]:
     return fits
 
 
-#: errors of torch, CUDA, NCCL and cuBLAS about lack of memory, other than torch.OutOfMemoryError
+#: messages of torch, CUDA, NCCL and cuBLAS about lack of memory, in errors other than torch.OutOfMemoryError
 WORDS = (
     "can't allocate memory",
     "cannot allocate memory",
@@ -344,16 +344,16 @@ WORDS = (
     "out of memory",
     "alloc_failed",
 )
-#: of a trial: the first has no optimizer states yet
+#: steps of a trial: two, since optimizer states exist from the second on
 STEPS = 2
 
 
 class _Steps(pl.Callback):
-    """Time each step, waiting for the GPU. After the second step, or an error of memory, the process exits without
+    """Times each step, waiting for the GPU. After the second step or an out-of-memory error, the process exits without
     Lightning's teardown, which moves model, gradients and optimizer states to the host.
 
     Args:
-        leave: called with the result.
+        leave: function that is called with the result.
     """
 
     def __init__(self, leave: Callable[[dict[str, Any]], None]) -> None:
@@ -373,7 +373,7 @@ class _Steps(pl.Callback):
         result = {"seconds": seconds, "host": host["host_peak"], "pinned": host["pinned"] or 0}
         result |= {"allocated": torch.cuda.max_memory_allocated() if on_gpu else 0}
         result |= {"reserved": torch.cuda.max_memory_reserved() if on_gpu else 0}
-        trainer.strategy.barrier()  # an exit would break the connections of ranks that still compute
+        trainer.strategy.barrier()  # an exit would break the connections of ranks that are still computing
         self.leave(result)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -382,7 +382,7 @@ class _Steps(pl.Callback):
 
 
 def train(job: dict[str, Any], arguments: list[str]) -> None:
-    """Train two steps, and write the result to a file."""
+    """Train two steps and write the result to a file."""
     from lightning_dilated.cli.lightning_cli import DilatedCLI
 
     options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -398,7 +398,7 @@ def train(job: dict[str, Any], arguments: list[str]) -> None:
     }
 
     class Attempt(DilatedCLI):
-        """The recipe's model and Trainer, with these options and only the callbacks of memory."""
+        """A CLI for the recipe's model and Trainer with these options, and only with callbacks that affect memory."""
 
         def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
             callbacks = self._get(self.config_init, "trainer", default={}).get("callbacks") or []
@@ -406,7 +406,7 @@ def train(job: dict[str, Any], arguments: list[str]) -> None:
             return super().instantiate_trainer(**{**kwargs, **options, "callbacks": [steps, *of_memory]})
 
         def check_data(self) -> None:
-            """Skip the check: the recipe's data are not read, and may be too short."""
+            """Skip the check of the data, which are not read and may be too short."""
 
     steps = _Steps(lambda result: _leave(job, result))
     cli = Attempt(run=False, args=arguments, save_config_callback=None)
@@ -415,16 +415,16 @@ def train(job: dict[str, Any], arguments: list[str]) -> None:
 
 
 def _leave(job: dict[str, Any], result: dict[str, Any]) -> None:
-    """Write the result and exit."""
+    """Write the result, then exit."""
     place = Path(job["folder"]) / f"{os.environ.get('RANK', 0)}.json"
     place.with_suffix(".part").write_text(json.dumps(result))
     place.with_suffix(".part").rename(place)
     sys.stdout.flush()
-    os._exit(0)  # without destructors, which would wait for ranks that have exited
+    os._exit(0)  # skip destructors, which would wait for ranks that have exited
 
 
 def _missing(error: BaseException) -> str | None:
-    """Return the message of an error of memory; None for other errors."""
+    """Return the message of an out-of-memory error, or None for other errors."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS):
@@ -433,25 +433,25 @@ def _missing(error: BaseException) -> str | None:
 
 
 def _where(error: BaseException) -> str:
-    """Return the last line of this package in the traceback, since torch's message does not name the operation."""
+    """Return this package's last line in the traceback, because torch's message does not name the operation."""
     frames = traceback.extract_tb(error.__traceback__)
     package = [f for f in frames if "lightning_dilated" in Path(f.filename).parts] or frames
     return f"{Path(package[-1].filename).name}:{package[-1].lineno}, {package[-1].name}"
 
 
 def _free() -> str:
-    """Return the free memory of the GPU, which only torch's allocator names in its errors."""
+    """Return the free memory of the GPU, because only errors of torch's allocator contain it."""
     if not torch.cuda.is_initialized():
         return ""
     try:
         free, held = torch.cuda.mem_get_info()[0] / 2**30, torch.cuda.memory_reserved() / 2**30
-    except RuntimeError:  # after some errors every CUDA call fails
+    except RuntimeError:  # after some errors, every CUDA call fails
         return ""
     return f"; {free:.2f} GiB of the GPU were free, {held:.2f} GiB were with torch's allocator"
 
 
 def _end_with(parent: int) -> None:
-    """Exit when the parent process has exited, so that the GPU is freed."""
+    """Exit when the parent process has exited, so that the GPU is free."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -472,7 +472,7 @@ def main(job: dict[str, Any], arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    argv, sys.argv = sys.argv, sys.argv[:1]  # LightningCLI gets its arguments by name, and warns of any others
+    argv, sys.argv = sys.argv, sys.argv[:1]  # LightningCLI gets its own arguments by name, and warns about others
     if argv[1:] and argv[1].startswith("{"):
         job = json.loads(argv[1])
         threading.Thread(target=_end_with, args=(job["parent"],), daemon=True).start()

@@ -1,11 +1,11 @@
-"""Test if embeddings of a small genome model tell coding from non-coding windows, next to counts of k-mers.
+"""Test whether embeddings of a small genome model separate coding from non-coding windows better than k-mer counts do.
 
     python benchmarks/genome_probe.py --fasta genome.fa.gz
 
-A rule labels the bases. A stretch without a stop codon in one of the six frames is open. Windows inside of an open
-stretch of at least 900 bases are coding; windows that meet none of 300 or more are not. A LongNetMLM is trained on the
-first 70 % of each record. A linear probe on frozen embeddings, and on frequencies of k-mers, is fitted to windows of
-that part and tested on windows of the other 30 %. Takes under two minutes on a CPU.
+Labels come from a rule. A stretch without a stop codon in one of the six frames is open. Windows inside an open stretch
+of at least 900 bases are coding. Windows that overlap no open stretch of 300 bases or more are non-coding. A LongNetMLM
+is trained on the first 70 % of each record. Linear probes, on frozen embeddings and on k-mer frequencies, are fitted to
+windows of this part and tested on windows of the other 30 %. Takes under two minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torchmetrics.functional.classification import binary_auroc
 import lightning_dilated as ld
 from lightning_dilated.ext.genomes.bases import COMPLEMENTS
 
-#: TAA, TAG and TGA as numbers of base 4
+#: TAA, TAG and TGA as numbers in base 4
 STOPS = (48, 50, 56)
 LONG, OPEN, SHARE = 900, 300, 0.7
 
 
 def open_stretches(codes: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of every stretch of at least OPEN bases without a stop codon, in six frames."""
+    """Yield (start, stop) of every stretch of at least OPEN bases that has no stop codon in one of the six frames."""
     for strand in (codes, np.take(COMPLEMENTS, codes[::-1])):
         triplets = 16 * strand[:-2].astype(int) + 4 * strand[1:-1] + strand[2:]
         for frame in range(3):
@@ -41,7 +41,7 @@ def open_stretches(codes: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def labelled(codes: np.ndarray, size: int) -> tuple[list[int], list[int]]:
-    """Return the starts of coding windows, and of non-coding ones."""
+    """Return the starts of coding windows and of non-coding windows."""
     any_open = np.zeros(len(codes) + 1, int)
     coding: list[int] = []
     for start, stop in open_stretches(codes):
@@ -56,7 +56,7 @@ def labelled(codes: np.ndarray, size: int) -> tuple[list[int], list[int]]:
 
 
 def kmers(tokens: Tensor, k: int) -> Tensor:
-    """Return (B, 4^k) shares of the k-mers of both strands in windows (B, N)."""
+    """Return the shares (B, 4^k) of k-mers on both strands of windows (B, N)."""
     strands = [tokens, ld.data.reverse_complement(tokens)]
     total = torch.zeros(len(tokens), 4**k)
     for x in strands:
@@ -66,7 +66,7 @@ def kmers(tokens: Tensor, k: int) -> Tensor:
 
 
 def probe(train: Tensor, y: Tensor, test: Tensor, truth: Tensor) -> tuple[float, float]:
-    """Return (AUROC, accuracy) on the test windows of logistic regression on standardised features."""
+    """Return (AUROC, accuracy) of logistic regression on standardized features, for the test windows."""
     mean, std = train.mean(0), train.std(0) + 1e-8
     train, test = (train - mean) / std, (test - mean) / std
     layer = nn.Linear(train.shape[1], 1)
@@ -142,7 +142,7 @@ def main() -> None:
         least = min(len(windows[part, 0]), len(windows[part, 1]), args.most)
         picked = [windows[part, y][i] for y in (0, 1) for i in chosen.permutation(len(windows[part, y]))[:least]]
         tokens[part], labels[part] = torch.stack(picked), torch.arange(2).repeat_interleave(least)
-        # a random strand, so that the strand of the file reveals nothing
+        # a random strand, because the strand in the file could reveal the class
         turn = torch.from_numpy(chosen.random(2 * least) < 0.5)
         tokens[part][turn] = ld.data.reverse_complement(tokens[part][turn])
     print(

@@ -1,12 +1,12 @@
-"""The host's time of one small call of the op: microseconds of a forward, and of a forward and backward.
+"""Time the host in one small call of the op: microseconds of a forward, and of a forward and backward.
 
     python benchmarks/host_time.py                  # on a CPU
     python benchmarks/host_time.py --device cuda    # the part that GPU kernels, which overlap with it, do not hide
     python benchmarks/host_time.py --device cuda --profile
 
-A call of 64 tokens, 4 heads of 8 (64 in bfloat16 on a GPU), two branches: the least of nine means, on one thread.
-`--profile` prints the most expensive functions. To compare two versions run them alternately on one machine, with
-PYTHONPATH set to each.
+A call has 64 tokens, 4 heads of 8 (on a GPU 64, in bfloat16) and two branches. The time is the smallest of nine means,
+on one thread. `--profile` prints the most expensive functions. To compare two versions, run them alternately on one
+machine with PYTHONPATH set to each of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import lightning_dilated as ld
 
 
 def least(function: Callable[[], object], calls: int, repeats: int = 9) -> float:
-    """Return the microseconds of a call: the least mean of several series."""
+    """Return the microseconds of a call: the smallest mean of several series."""
     means = []
     for _ in range(repeats):
         begin = time.perf_counter()

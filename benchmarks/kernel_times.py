@@ -1,4 +1,4 @@
-"""The op's time on a GPU by kernel: milliseconds of each, forward and backward, and the wall time.
+"""Time the op on a GPU by kernel: milliseconds of each kernel, in both passes, and the wall time.
 
     python benchmarks/kernel_times.py --seq-len 1048576 --heads 12 --head-dim 64 \
         --segments 2048 4096 8192 16384 32768 --dilations 1 2 4 8 16 --causal 0 1
@@ -32,7 +32,7 @@ def options() -> argparse.Namespace:
 
 
 def kernel_times(run: Callable[[], None]) -> tuple[dict[str, tuple[float, int]], float]:
-    """Return ({kernel: (ms, calls)}, wall ms) of one run after two warm-ups."""
+    """Return ({kernel: (ms, calls)}, wall ms) for one run after two warm-ups."""
     run()
     run()
     torch.cuda.synchronize()

@@ -1,11 +1,11 @@
-"""Planned against measured: peak memory and seconds of a step over models, lengths and memory settings.
+"""Planned against measured peak memory and seconds of a step, for several models, lengths and memory settings.
 
     python benchmarks/memory_points.py --output points.md
     python benchmarks/memory_points.py --only 125M --gpus 4
     python benchmarks/memory_points.py --search             # and the longest sequence of each row, by true steps
 
-Each point is two steps of random bytes in new processes (`find_max`), with AdamW and compiled blocks; the peak is the
-allocator's. Planned numbers come from `planning`, before the run.
+A point is two steps on random bytes in new processes (`find_max`), with AdamW and compiled blocks. The measured peak is
+the allocator's. The planned numbers are computed by `planning` before the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 
 FIVE = {"segment_lengths": [2048, 4096, 8192, 16384, 32768], "dilation_rates": [1, 2, 4, 8, 16]}
-#: with shifted layers, no wall remains
+#: a segment that with shifted layers leaves no wall
 SIX = {
     "segment_lengths": [2048, 8192, 32768, 131072, 524288, 2097152],
     "dilation_rates": [1, 4, 16, 64, 256, 1024],
@@ -48,7 +48,7 @@ WORDS = {"vocab_size": 128256, "tie_embeddings": False}
 
 @dataclass(frozen=True)
 class Point:
-    """A model, its memory settings, and tokens of each GPU."""
+    """A model, its memory settings, and the number of tokens per GPU."""
 
     name: str
     sizes: dict[str, Any]
@@ -57,8 +57,8 @@ class Point:
     strategy: str | None = None
     precision: str = "bf16-mixed"
     optimizer: str = "adamw"
-    shifted: bool = False  # six branches, every other layer shifted
-    hybrid: int | None = None  # a dense head in one layer of `hybrid`, and local segments
+    shifted: bool = False  # six branches, and every other layer is shifted
+    hybrid: int | None = None  # if set, a dense head in one of `hybrid` layers, and local segments
 
     @property
     def pattern(self) -> dict[str, Any]:
@@ -69,12 +69,12 @@ class Point:
 
     @property
     def shift(self) -> str:
-        """Return shift_layers of the model."""
+        """Return the model's shift_layers."""
         return "odd" if self.shifted else "none"
 
 
 def block(tile: int | None = 32 * K, **settings: Any) -> MemorySettings:
-    """Return settings that recompute blocks."""
+    """Return memory settings that recompute blocks."""
     return MemorySettings("block", tile=tile, **settings)
 
 
@@ -92,7 +92,7 @@ POINTS = [
     Point("350M", MIDDLE | HALF, block(head_chunks=4), 2 * M),
     Point("1.3B", LARGE | HALF, block(16 * K, head_chunks=4), 800 * K),
     Point("1.3B", LARGE | HALF, block(16 * K, offload=1, head_chunks=8), M),
-    # the longest
+    # the longest sequences
     Point("125M", SMALL | HALF, block(head_chunks=4), 4864 * K),
     Point("125M", SMALL | HALF, block(every=2, head_chunks=12), 7424 * K),
     Point("125M", SMALL | HALF, block(every=2, offload=1, head_chunks=12), 11 * M),
@@ -101,14 +101,14 @@ POINTS = [
     Point("1.3B", LARGE | HALF, block(16 * K, every=2, head_chunks=8), 1664 * K),
     Point("8B", LLAMA | HALF, block(8 * K, every=2, offload=1, head_chunks=8), 400 * K, None, "bf16-true", "adamw8bit"),
     Point("8B", LLAMA | HALF, block(8 * K, every=2, offload=1, head_chunks=8), 800 * K, None, "bf16-true", "adamw8bit"),
-    # several GPUs: --gpus
+    # on several GPUs: --gpus
     Point("1.3B", LARGE | HALF, block(16 * K, head_chunks=4), M, "ring_dilated_fsdp"),
     Point("1.3B", LARGE | HALF, block(16 * K, every=2, offload=1, head_chunks=8), 2 * M, "ring_dilated_fsdp"),
     Point("125M", SMALL | HALF, block(every=2, offload=1, head_chunks=12), 6 * M, "ring_dilated", shifted=True),
     Point("125M", SMALL | HALF, block(every=2, offload=1, head_chunks=12), 12 * M, "ring_dilated"),
     # the cost of offloading
     Point("125M", SMALL | HALF, block(None, offload=1), M),
-    # words instead of bytes: 8.03 billion parameters
+    # a word vocabulary instead of bytes: 8.03 billion parameters
     Point("8B, words", LLAMA | HALF | WORDS, block(8 * K, every=2, offload=1, head_chunks=8), 800 * K, None, "bf16-true",
           "adamw8bit"),
     Point("125M hybrid", SMALL, MemorySettings(), 256 * K, hybrid=4),
@@ -133,12 +133,12 @@ def options() -> argparse.Namespace:
 
 
 def strategy_of(point: Point, args: argparse.Namespace) -> str:
-    """Return the strategy of a point on the given GPUs."""
+    """Return the strategy for a point on this number of GPUs."""
     return point.strategy or ("ring_dilated" if args.gpus > 1 else "single")
 
 
 def case_of(point: Point, args: argparse.Namespace) -> Case:
-    """Return the planned case of the point's model."""
+    """Return the case of a point's model for planning."""
     gpu = find_gpu(args.gpu)
     pattern: Any = point.pattern
     if point.hybrid is None:
@@ -154,7 +154,7 @@ def case_of(point: Point, args: argparse.Namespace) -> Case:
 
 @dataclass(frozen=True)
 class Planned:
-    """A point's planned bytes at the peak and on the host, seconds of a step, and the most tokens that would fit."""
+    """Planned bytes at the peak and on the host, seconds of a step, and the largest number of tokens that would fit."""
 
     peak: int
     host: int
@@ -163,7 +163,7 @@ class Planned:
 
 
 def planned_of(point: Point, args: argparse.Namespace) -> Planned:
-    """Plan the case like `lightning-dilated plan`."""
+    """Plan the case as `lightning-dilated plan` does."""
     torch.set_num_threads(1)
     case, tokens = case_of(point, args), tokens_of(point, args)
     memory, longest = case.memory(point.settings, tokens), case.longest(point.settings)
@@ -171,12 +171,12 @@ def planned_of(point: Point, args: argparse.Namespace) -> Planned:
 
 
 def tokens_of(point: Point, args: argparse.Namespace) -> int:
-    """Return the tokens of all GPUs together."""
+    """Return the number of tokens on all GPUs together."""
     return (args.tokens or point.tokens) * args.gpus
 
 
 def trials_of(point: Point, args: argparse.Namespace) -> Trials:
-    """Return the trials of the point's model."""
+    """Return `Trials` for the model of a point."""
     callback = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": vars(point.settings)}
     words = ["--config", str(Path(__file__).parent.parent / "recipes" / "longest.yaml")]
     words += ["--trainer.precision", point.precision, "--trainer.callbacks", json.dumps([callback])]
@@ -228,7 +228,7 @@ def main() -> None:
         if (not args.only or args.only in point.name) and (not args.numbers or number in args.numbers)
         and (args.gpus > 1 or point.strategy is None)
     ]  # fmt: skip
-    with ProcessPoolExecutor(4, get_context("spawn")) as pool:  # while the GPUs run earlier points
+    with ProcessPoolExecutor(4, get_context("spawn")) as pool:  # computed while the GPUs run earlier points
         planned = [pool.submit(planned_of, point, args) for _, point in chosen]
         for (number, point), plan in zip(chosen, planned, strict=True):
             try:

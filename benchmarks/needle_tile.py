@@ -1,9 +1,9 @@
-"""One tile of a slide decides: does the class token find it, with and without `global_class_token`?
+"""One tile determines the class of a slide: does the class token find it, with and without `global_class_token`?
 
     python benchmarks/needle_tile.py --tiles 512 --segment 32 --depth 2
 
-Tiles are noise; one, anywhere, has one of four directions added, which is the slide's class (guessing: 25 %). Trained
-by AdamW (1e-3), 8 new slides a step. Prints a row for each arm: the share of 512 new slides that are classified right.
+Tiles are noise. One tile, anywhere in the slide, has one of four directions added, which is the slide's class (guesses:
+25 %). AdamW (1e-3), 8 new slides per step. Prints the accuracy on 512 new slides for each arm.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def slides(count: int, tiles: int, generator: torch.Generator) -> tuple[Tensor, 
 
 
 def train(pool: str, is_global: bool, a: argparse.Namespace) -> tuple[float, float]:
-    """Return (share of new slides classified right, seconds)."""
+    """Return (share of new slides that are classified right, seconds)."""
     torch.manual_seed(a.seed)
     model = ld.SlideEncoder(
         FEATURES, a.dim, a.depth, 4, pool=pool, task="classification", num_classes=CLASSES, dropout=0.0, drop_path=0.0,

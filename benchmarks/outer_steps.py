@@ -1,10 +1,10 @@
-"""The quickstart's loss with two regions that train apart between outer steps, next to data parallel training.
+"""The quickstart's loss if two regions train separately between outer steps, next to data-parallel training.
 
     python benchmarks/outer_steps.py --out runs/outer_steps
 
-Two ranks on a CPU, each with its own sequences; the same order of samples, seeds and inner optimizer in all rows. The
-threshold, set before the first run: with outer steps after every 20 inner ones, and defaults otherwise, the validation
-loss after 300 steps is at most 1 % above the loss of data parallel training.
+Two ranks on a CPU have their own sequences. All rows have the same order of samples, seeds and inner optimizer. The
+threshold was set before the first run: with an outer step after every 20 inner steps, and other defaults, the
+validation loss after 300 steps must be at most 1 % above that loss in data-parallel training.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ THRESHOLD = 1.01
 
 
 def validated(strategy: dict[str, Any], out: Path, steps: int) -> tuple[list[float], float]:
-    """Return (bits per byte at each validation, seconds) of a run."""
+    """Return (bits per byte in each validation, seconds) of a run."""
     options = {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": {"sequence_size": 1, **strategy}}
     command = [sys.executable, "-m", "lightning_dilated", "fit", "--config", str(RECIPE), "--trainer.devices", "2"]
     command += ["--trainer.strategy", json.dumps(options), "--trainer.max_steps", str(steps)]

@@ -1,11 +1,11 @@
-"""Output projection and loss over long sequences: in tiles, at once, and by torch's own and liger-kernel's functions.
+"""Time output projection and loss over long sequences: in tiles, at once, and by functions of torch and liger-kernel.
 
     python benchmarks/output_loss.py
     python benchmarks/output_loss.py --seq-len 4096 --dim 64 --vocab 512 --tile 1024 --steps 1     # on a CPU
 
-Each way takes hidden states (N, E) in bf16 and labels, and returns the mean loss and the gradients of the states and of
-the weights (fp32, cast to bf16 on the way, as under autocast). Errors compare the gradients (the larger error) with
-fp32. Ways that are not installed are left out.
+Each way takes hidden states (N, E) in bf16 and labels. It returns the mean loss and the gradients of the states and of
+the weights (fp32, cast to bf16 in between, as under autocast). The error is the larger one of both gradients, relative
+to fp32. Ways that are not installed are omitted.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ def options() -> argparse.Namespace:
 
 
 def nats(head: nn.Linear, x: Tensor, labels: Tensor, compiled: bool = True) -> Tensor:
-    """Return (1, N) losses."""
+    """Return losses (1, N)."""
     return token_nats(head(x)[0], labels[0], compiled).view(labels.shape)
 
 
 def plain(head: nn.Linear, x: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean by torch's cross-entropy in fp32."""
+    """Return the mean loss by torch's cross-entropy in fp32."""
     return nn.functional.cross_entropy(head(x)[0].float(), labels[0])
 
 
 def ours(tile: int, compiled: bool = True) -> Way:
-    """Return LongNetLM's way: gradients are computed with the sum."""
+    """Compute the loss as LongNetLM does, with gradients in the same pass as the sum."""
     run = partial(nats, compiled=compiled)
     return lambda head, x, labels: tiled_sum(partial(run, head), (head,), tile, x, labels) / labels.numel()
 
 
 def again(tile: int) -> Way:
-    """Return the way that recomputes each tile's logits in the backward, as for losses of tokens with own gradients."""
+    """Compute the loss with logits of each tile recomputed in the backward, as for losses by token."""
     return lambda head, x, labels: tiled(partial(nats, head), (head,), tile, x, labels).mean()
 
 
 def of_torch(head: nn.Linear, x: Tensor, labels: Tensor) -> Tensor:
-    """Compute torch's loss, in chunks of its own choice."""
+    """Compute the loss by torch's function, which chooses its chunks."""
     weight = head.weight.to(x.dtype)
     return nn.functional.linear_cross_entropy(x[0], weight, labels[0], options=nn.LinearCrossEntropyOptions())
 
 
 def of_liger() -> Way:
-    """Return liger-kernel's way."""
+    """Compute the loss by liger-kernel."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss()
@@ -80,23 +80,23 @@ def ways(args: argparse.Namespace, vocab: int, device: str) -> dict[str, Way]:
         available[f"{name}, not compiled"] = ours(tile, False)
     if args.seq_len * vocab * 4 <= args.most * 2**30:
         available |= {"at once": lambda head, x, labels: nats(head, x, labels).mean(), "torch, at once": plain}
-    if hasattr(nn, "LinearCrossEntropyOptions"):  # torch 2.13
+    if hasattr(nn, "LinearCrossEntropyOptions"):  # from torch 2.13 on
         available["torch, chunked"] = of_torch
-    if device == "cuda":  # its kernels are Triton's
+    if device == "cuda":  # its kernels are written in Triton
         with contextlib.suppress(ImportError):
             available["liger-kernel"] = of_liger()
     return available
 
 
 def once(way: Way, head: nn.Linear, x: Tensor, labels: Tensor) -> list[Tensor]:
-    """Return gradients of the states and the weights."""
+    """Return the gradients of the states and the weights."""
     with torch.autocast(x.device.type, torch.bfloat16):
         loss = way(head, x, labels)
     return list(torch.autograd.grad(loss, [x, head.weight]))
 
 
 def exact(head: nn.Linear, x: Tensor, labels: Tensor, step: int) -> list[Tensor]:
-    """Return the same in fp32, by torch's cross-entropy, `step` tokens at a time."""
+    """Return the same gradients in fp32, by torch's cross-entropy over `step` tokens at a time."""
     wide, total = x.detach().float(), 0.0
     grad = torch.empty_like(wide)
     for cut in (slice(at, at + step) for at in range(0, x.shape[1], step)):

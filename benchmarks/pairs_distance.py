@@ -1,15 +1,15 @@
-"""Loss against position with a second half that repeats the first: two strains of a species, two versions of a source.
+"""Loss by position if the second half resembles the first: two strains of a species, or two versions of a source tree.
 
     python benchmarks/pairs_distance.py strains genomes --arm hybrid --kv-conv 4
     python benchmarks/pairs_distance.py versions pairs.bin --arm paper --minutes 7.8
 
-`strains` FOLDER: a folder of FASTA files for each species, pylori for validation (`StrainPairsDataModule`: the boundary
-moves by up to a tenth of N/2, up to 63 bases are left out). A model of 8 layers of width 256 and 4 heads; samples of
-4,096, 16,384 and 65,536 bases one after another.
-`versions` FILE: samples of 65,536 bytes that `version_pairs.py` wrote, with FILE.val.bin for validation. A model of 8
-layers of width 512 and 8 heads.
-65,536 tokens a step, trained by `arms.py`. Prints one line of JSON: bits a token of the first and of the second half,
-the latter with its standard error over samples; by eighth of the position; training bits; seconds, GiB.
+`strains` FOLDER: the folder has a folder of FASTA files per species, and pylori is for validation
+(`StrainPairsDataModule`; the boundary varies by up to a tenth of N/2, and up to 63 bases are dropped). A model of 8
+layers of width 256 with 4 heads, on samples of 4,096, then 16,384, then 65,536 bytes.
+`versions` FILE: samples of 65,536 bytes from `version_pairs.py`; FILE.val.bin is for validation. A model of 8 layers of
+width 512 with 8 heads.
+A step has 65,536 tokens (`arms.py`). Prints one line of JSON: bits per token of the first and the second half, the
+latter with a standard error over samples; bits by eighth of the position; training bits; seconds, GiB.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.nn.functional import cross_entropy
 import lightning_dilated as ld
 
 TOKENS = 65536
-#: (length of sequence, steps)
+#: (sequence length, steps)
 STAGES = {"strains": ((4096, 1000), (16384, 700), (65536, 1500)), "versions": ((65536, 1200),)}
 SIZES = {"strains": (4, 256, 8, 4), "versions": (256, 512, 8, 8)}  # vocabulary, width, layers, heads
 
@@ -52,7 +52,7 @@ def run(a: argparse.Namespace) -> dict[str, object]:
     longest = max(lengths)
     model = model_of(a, *SIZES[a.kind], longest)
     make = strains if a.kind == "strains" else versions
-    # with a limit of minutes, the last length takes what is left of them
+    # if minutes are limited, the last length gets the time that is left
     stages = [
         Stage(n, k, make(a, n, "train", k * (20 if a.minutes else 1))) for n, k in zip(lengths, steps, strict=True)
     ]
@@ -62,7 +62,7 @@ def run(a: argparse.Namespace) -> dict[str, object]:
 
 
 def strains(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Iterator[Batch]:
-    """Yield batches of strain pairs of N bases; one sample a batch for validation."""
+    """Yield batches of strain pairs with N bases. In validation, a batch is one sample."""
     species = {f.name: str(f) for f in sorted(a.data.iterdir()) if f.is_dir()}
     size = max(1, TOKENS // seq_len) if split == "train" else 1
     data = StrainPairsDataModule(
@@ -73,7 +73,7 @@ def strains(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Iter
 
 
 def versions(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Iterator[Batch]:
-    """Yield samples of a file of bytes, one a batch, in an order drawn by the seed."""
+    """Yield samples of a file of bytes, each as a batch, in an order drawn by the seed."""
     path = a.data if split == "train" else a.data.with_suffix(".val.bin")
     flat = np.memmap(path, np.uint8, "r")
     rows = flat[: len(flat) // seq_len * seq_len].reshape(-1, seq_len)
@@ -89,7 +89,7 @@ def versions(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Ite
 
 @torch.no_grad()
 def token_bits(model: ld.LongNetLM, samples: Iterator[Batch], device: str) -> torch.Tensor:
-    """Return (samples, N - 1) float64: bits of each predicted token."""
+    """Return the bits of each predicted token, (samples, N - 1) float64."""
     model.eval()
     rows = []
     for batch in samples:
@@ -103,7 +103,7 @@ def token_bits(model: ld.LongNetLM, samples: Iterator[Batch], device: str) -> to
 
 
 def validate(model: ld.LongNetLM, samples: Iterator[Batch], device: str) -> dict[str, object]:
-    """Return bits of both halves and of eighths; the second half's begin a sixteenth behind the middle."""
+    """Return bits of both halves and of eighths. The second half starts N/16 after the middle."""
     bits = token_bits(model, samples, device)
     half = bits.shape[1] // 2
     second = bits[:, half + half // 8 :].mean(1)

@@ -1,10 +1,10 @@
-"""Other attention over the same q, k, v as ours: torchscale's own code from a local checkout, and dense cuDNN.
+"""Time other attention over the same q, k, v: torchscale's own code from a local checkout, and dense cuDNN.
 
     python benchmarks/peers.py --torchscale path/to/torchscale --seq-len 1048576      # ours and torchscale's op
     python benchmarks/peers.py --dense --seq-len 131072 --causal 0                    # ours and dense attention
 
-This package contains nothing of torchscale: the checkout is imported, and the dense kernel of our op replaces its
-flash-attn.
+This package contains no code of torchscale. The script imports the checkout, and replaces its flash-attn by the dense
+kernel of our op.
 Shape letters: B batch, N tokens, H heads, D head dim.
 """
 
@@ -25,17 +25,17 @@ from lightning_dilated.planning import peak_memory, seconds_of
 
 
 class Dense(nn.Module):
-    """Attention of every pair, by cuDNN on a GPU."""
+    """Dense attention, by cuDNN on a GPU."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **unused: Any) -> Tensor:
-        """Return (B, N, H, D) of three such tensors."""
+        """Compute attention of q, k, v, all (B, N, H, D)."""
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
 def _with_lse(q: Tensor, k: Tensor, v: Tensor, dropout: float, bias: Any, scale: Any, causal: bool) -> tuple:
-    """Return the results of flash-attn's function, by cuDNN: (out (B, N, H, D), lse (B, H, N))."""
+    """Return what flash-attn's function returns, computed by cuDNN: (out (B, N, H, D), lse (B, H, N))."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.device.type == "cuda":
         results = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
@@ -45,11 +45,11 @@ def _with_lse(q: Tensor, k: Tensor, v: Tensor, dropout: float, bias: Any, scale:
 
 
 class Torchscale(nn.Module):
-    """The op of torchscale's DilatedAttention: its code, without the projections.
+    """The op of torchscale's DilatedAttention: torchscale's code without the projections.
 
     Args:
         checkout: folder of https://github.com/microsoft/torchscale, commit 4d1e0e8.
-        pattern: every head in every branch, no shift.
+        pattern: pattern in which every branch has all heads and no shift.
         heads, head_dim: H, D.
     """
 
@@ -70,7 +70,7 @@ class Torchscale(nn.Module):
 
     @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **unused: Any) -> Tensor:
-        """Return (B, N, H, D) of three such tensors."""
+        """Compute attention of q, k, v, all (B, N, H, D)."""
         out, _ = self.op(q.flatten(2), k.flatten(2), v.flatten(2), is_causal=causal)
         return out.unflatten(-1, q.shape[2:])
 
@@ -91,7 +91,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print a row a case: milliseconds of forward and backward, GiB beyond q, k, v, dO, and the ratio to our op."""
+    """Print a row per case: milliseconds of forward and backward, GiB besides q, k, v, dO, and the ratio to our op."""
     args = options()
     device = torch.device(args.device)
     pattern = DilatedPattern.longnet(args.segments, args.dilations)

@@ -1,4 +1,4 @@
-"""Recall against distance: patterns that learn to look up a token up to 65,536 tokens back.
+"""Recall by distance: patterns that learn to look up a token up to 65,536 tokens back.
 
     python benchmarks/recall_distance.py --arm hybrid --kv-conv 4 --lr 2e-3 --queries 8 --steps 400
     python benchmarks/recall_distance.py --arm paper --rotary-base 1e4 --seed 1
@@ -6,10 +6,10 @@
     python benchmarks/recall_distance.py --arm hybrid-first --local 64 --kv-conv 4 --lr 3e-3 --queries 4 --steps 300 \
         --dim 64 --vocabulary 64 --lengths 64 128 512 --tokens 4096 --tokens-per-pair 16
 
-`FarRecallDataModule` with one pair for 64 tokens, at most 1,024, out of 2,048 keys and values: guessing takes 11 bits.
-Sequences of 1,024, 4,096, 16,384 and 65,536 tokens one after another, `--steps` steps of 65,536 tokens (at least one
-sequence) of each; `--lengths 1024 .. 1048576 --steps 400 .. 40 --recompute` continues to a million. A model of 4 layers
-of width 256 and 4 heads of 64, trained by `arms.py`. Prints one line of JSON: the share of right answers in 32 new
+The task is `FarRecallDataModule` with one pair per 64 tokens, at most 1,024, from 2,048 keys and values: a guess costs
+11 bits. Sequences have 1,024, then 4,096, 16,384 and 65,536 tokens, for `--steps` steps each of 65,536 tokens (at least
+one sequence); `--lengths 1024 .. 1048576 --steps 400 .. 40 --recompute` continues to a million. The model has 4 layers
+of width 256 with 4 heads of 64, trained by `arms.py`. Prints one line of JSON: the share of right answers in 32 new
 sequences of the longest length, and their bits, also by octave of the distance between query and pair; training bits of
 each tenth of the steps; seconds, GiB.
 """
@@ -31,7 +31,7 @@ LENGTHS = (1024, 4096, 16384, 65536)
 
 
 def data(seq_len: int, steps: int, a: argparse.Namespace) -> ld.data.FarRecallDataModule:
-    """Return the task with N tokens."""
+    """Return the task for sequences of N tokens."""
     pairs, batch = min(seq_len // a.tokens_per_pair, 1024, a.vocabulary), max(1, a.tokens // seq_len)
     return ld.data.FarRecallDataModule(
         seq_len,
@@ -78,7 +78,7 @@ def run(a: argparse.Namespace) -> dict[str, object]:
 
 @torch.no_grad()
 def validate(model: ld.LongNetLM, a: argparse.Namespace) -> dict[str, object]:
-    """Return accuracy and bits of the longest length, all and by octave of the distance."""
+    """Return accuracy and bits at the longest length, overall and by octave of the distance."""
     task = data(max(a.lengths), 1, a)
     model.eval()
     right, nats, far = [], [], []

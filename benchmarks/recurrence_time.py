@@ -1,12 +1,12 @@
-"""The time of recurrent attention by the gated delta rule on a GPU: our kernels, torch, and fla-core's kernels.
+"""Time recurrent attention by the gated delta rule on a GPU: our kernels, torch, and fla-core's kernels.
 
     python benchmarks/recurrence_time.py --seq-len 65536 262144
     python benchmarks/recurrence_time.py --seq-len 65536 --parts
 
-bf16 rows, fp32 states. Milliseconds of a forward, and of a forward, its repetition and a backward, relative to the op
-of five branches over the same tokens; the largest differences of the output and of the gradients of q, k, v, log_decay
-and beta from the first row. Ways that are not installed are left out, with the reason. `--parts` has a row for each
-kernel instead, in a call that is not cut into windows.
+Rows are bf16, states fp32. The table has milliseconds of a forward, and of a forward, its repetition and a backward,
+relative to the op with five branches over the same tokens. It also has the largest differences of the output and of the
+gradients of q, k, v, log_decay and beta from the first row. Ways that are not installed are omitted, with the reason.
+With `--parts`, rows are kernels, in a call that is not split into windows.
 Shape letters: B batch, N tokens, H heads, D head dim.
 """
 
@@ -29,12 +29,12 @@ FIVE = ld.DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    """Compute like layers: the op, by kernels if they serve the call, window by window."""
+    """Compute as layers do: by the op, with kernels if they support the call, window by window."""
     return op.RECURRENCE(q, k, v, log_decay, beta, None, None, op.encode("gated_delta", None, True))
 
 
 def in_torch(*tensors: Tensor) -> Tensor:
-    """Compute the op by torch operations; `measured` keeps the kernels out."""
+    """Compute the op by torch operations, because `measured` disables the kernels."""
     return ours(*tensors)
 
 
@@ -49,7 +49,7 @@ def dilated(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) ->
 
 
 def inputs(a: argparse.Namespace, seq_len: int) -> tuple[Rows, Tensor]:
-    """Return q, k, v, log_decay and beta, and a gradient of the output."""
+    """Return q, k, v, log_decay and beta, and the gradient of the output."""
     torch.manual_seed(0)
     rows = [torch.randn(1, seq_len, a.heads, a.head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     gates = [torch.rand(1, seq_len, a.heads, device="cuda") for _ in range(2)]
@@ -58,7 +58,7 @@ def inputs(a: argparse.Namespace, seq_len: int) -> tuple[Rows, Tensor]:
 
 
 def measured(way: Callable[..., Tensor], tensors: Rows, grad: Tensor) -> tuple[float, float, Rows]:
-    """Return (milliseconds forward, forward and backward, the output and the gradients)."""
+    """Return (milliseconds of the forward, of both passes, output, gradients)."""
 
     def forward() -> None:
         with torch.no_grad():
@@ -95,7 +95,7 @@ def rows_of(a: argparse.Namespace, seq_len: int) -> Iterator[str]:
 
 
 def parts_of(a: argparse.Namespace, seq_len: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield (name, launch) of each kernel of a call, forward and then backward."""
+    """Yield (name, launch) for each kernel of a call, first in the forward, then in the backward."""
     from lightning_dilated.ext.recurrence import gated_delta as forward
     from lightning_dilated.ext.recurrence import gated_delta_backward as back
 

@@ -3,7 +3,7 @@ sequence.
 
 Shape letters: N tokens, L tokens of a rank, R ranks.
 
-A picture: tokens/s a GPU over the number of GPUs.
+The picture shows tokens/s per GPU against the number of GPUs.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ FORMS = ("gather", "butterfly", "hierarchical_gather", "hierarchical_butterfly")
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings that the rows of a table share.
+    """Settings that all rows of a table share.
 
     Attributes:
         machine: measurements of one device.
-        ranks_per_node: ranks that share fast links.
+        ranks_per_node: number of ranks with fast links between them.
         links: speeds and latencies.
         recompute: one of `models.recompute.POLICIES`.
-        overheads: (tokens of a rank, seconds of a step outside of its parts), rising; linear in between, proportional
-            to
-            tokens beyond.
+        overheads: (tokens of a rank, seconds of a step outside of its parts) in ascending order; linear in between,
+            proportional to the tokens beyond the last.
     """
 
     machine: Machine
@@ -69,7 +68,7 @@ class Setting:
         return step_on_ranks(self.machine, [pattern], tokens, setup, recompute=self.recompute, overhead=over)
 
     def assumptions(self) -> str:
-        """Return the assumptions behind the numbers, in words."""
+        """Describe the assumptions behind the numbers."""
         m, x = self.machine, self.links
         over = ", ".join(f"{seconds * 1e3:.1f} ms with {tokens:,} tokens" for tokens, seconds in self.overheads)
         host = f"; what a step of one device took beyond its parts is in every step: {over}" if over else ""
@@ -88,10 +87,10 @@ class Setting:
 def sweep(
     setting: Setting, tokens: Sequence[int], ranks: Sequence[int], exchanges: Sequence[str] = FORMS
 ) -> list[Step]:
-    """Return steps of every L, R and exchange that serves them; one step for one rank.
+    """Return the steps for every L, R and exchange that supports them. One rank has a single step.
 
     Raises:
-        ValueError: for a name that is no exchange, or if L is not the shortest segment times a power of 2.
+        ValueError: for an unknown exchange, or if L is not the shortest segment times a power of 2.
     """
     unknown = [x for x in exchanges if x not in EXCHANGES]
     if unknown:
@@ -113,9 +112,9 @@ def _serving(setting: Setting, tokens: int, ranks: int, exchanges: Sequence[str]
 
 
 def table(setting: Setting, steps: Sequence[Step]) -> list[str]:
-    """Return the steps in Markdown, each relative to one rank with the tokens of one rank.
+    """Return a Markdown table of the steps, each relative to one rank with the same number of tokens.
 
-    Bytes are a rank's average in a layer, all received ones and those from other nodes.
+    Bytes are the mean over ranks in a layer: all received bytes, and those from other nodes.
     """
     lines = [
         "| tokens a GPU | GPUs | tokens | exchange | forward MB a layer (far) | backward MB a layer (far) | exposed ms "
@@ -137,11 +136,11 @@ def table(setting: Setting, steps: Sequence[Step]) -> list[str]:
 
 
 def _speed(step: Step) -> float:
-    """Return thousand tokens/s of a rank."""
+    """Return thousand tokens/s per rank."""
     return step.tokens / step.ranks / step.seconds / 1e3
 
 
-#: a colour and a marker for every exchange; flat forms have broken lines, so that equal ones stay visible
+#: a colour and a marker per exchange; flat forms have broken lines, so that lines of equal numbers are visible
 STYLES = {
     "gather": ("tab:blue", "o", "--"),
     "butterfly": ("tab:orange", "s", "--"),
@@ -153,11 +152,11 @@ STYLES = {
 
 
 def scale_plot(steps: Sequence[Step], path: str | Path, caption: str) -> None:
-    """Write a PNG: above, tokens/s a GPU over GPUs; below, the exposed share of a step; a column for each L.
+    """Write a PNG with a column per L: above, tokens/s per GPU by GPUs; below, the exposed share of a step.
 
     Args:
-        steps: from `scale.sweep`; steps of one rank begin every line.
-        caption: the assumptions, printed below.
+        steps: result of `sweep`; every line begins at the steps of one rank.
+        caption: the assumptions, which are printed below.
     """
     sizes = sorted({s.tokens // s.ranks for s in steps})
     figure = Figure(figsize=(1.0 + 5.0 * len(sizes), 7.6))
@@ -186,7 +185,7 @@ def scale_plot(steps: Sequence[Step], path: str | Path, caption: str) -> None:
 
 
 def _lines(axes: Axes, steps: Sequence[Step], value: Callable[[Step], float]) -> None:
-    """Draw a line for each exchange, from the single rank that exchanges nothing."""
+    """Draw a line per exchange, starting at the single rank, which exchanges nothing."""
     ranks = sorted({s.ranks for s in steps})
     for name, (colour, marker, dashes) in STYLES.items():
         selected = [s for s in steps if s.exchange == name]

@@ -1,4 +1,4 @@
-"""Training steps on short sequences: slides from features on the device to the optimizer's step, and text; milliseconds.
+"""Time training steps on short sequences: text, and slides from features on the device to the optimizer step (ms).
 
     python benchmarks/short_sequences.py                          # GigaPath's encoder (12 x 768) and a 125M language model
     python benchmarks/short_sequences.py --tiles 2000 --tokens --ways plain graphs
@@ -7,10 +7,10 @@
     python benchmarks/short_sequences.py --host                   # the host's part of a step, on a CPU: replays do nothing
 
 Ways: plain, compiled (blocks by torch.compile), graphs (`cuda_graphs=True`), both. bf16 autocast, fused AdamW. A time
-is the mean of ten steps: the least of sixty such series after warming up, and in brackets their median. `through fit`:
-the same in `Trainer.fit`, with strategy ring_dilated and with auto, alternating; batches wait in page-locked memory.
-Prints rows of a table, and at the end the kernels' own time of a step by the profiler, which would slow later steps
-down.
+is a mean of ten steps: the smallest of sixty such means after a warm-up, and in brackets their median. `through fit`
+times `Trainer.fit` in the same way, with strategy ring_dilated and with auto, in alternation; batches wait in pinned
+memory. Prints rows of a table, and at the end the time of a step's kernels by the profiler, which would slow down later
+steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import lightning_dilated as ld
 from lightning_dilated.ext.graphs import cuda_graphs
 from lightning_dilated.ext.graphs.cuda_graphs import CudaGraphs, Inputs, Recorded
 
-#: Lightning's names of this package's strategy and of its own for one device
+#: names of strategies in Lightning: this package's, and Lightning's own for one device
 STRATEGIES = "ring_dilated", "auto"
 FIVE = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 WAYS = {
@@ -47,7 +47,7 @@ WAYS = {
 
 
 def slide(tiles: int) -> dict[str, Any]:
-    """Return a slide of random features, its blank row in front."""
+    """Return a slide of random features, with the blank row in front."""
     features, coords, cells = torch.zeros(1, tiles + 1, 1536), torch.full((1, tiles + 1, 2), -1), torch.arange(tiles)
     features[:, 1:].normal_()
     coords[0, 1:] = 256 * torch.stack([cells % 500, cells // 500], 1)
@@ -60,7 +60,7 @@ def text(tokens: int) -> dict[str, Any]:
 
 
 def encoder(torchscale: str | None = None, **options: Any) -> ld.SlideEncoder:
-    """Build an encoder of GigaPath's sizes and pattern; with the op of the checkout `torchscale` in each block."""
+    """Build an encoder of GigaPath's sizes and pattern. With a `torchscale` checkout, blocks use torchscale's op."""
     model = ld.SlideEncoder(task="classification", num_classes=2, dropout=0.0, drop_path=0.0, **options)
     model.configure_model()
     for block in model.transformer.blocks if torchscale else ():
@@ -72,7 +72,7 @@ def encoder(torchscale: str | None = None, **options: Any) -> ld.SlideEncoder:
 
 
 def language(hybrid: bool = False, **options: Any) -> ld.LongNetLM:
-    """Build a model of 125M parameters: five branches, or one dense head in one layer of 4 and local segments."""
+    """Build a model of 125M parameters: five branches, or one dense head in one of 4 layers, and local segments."""
     pattern = ld.DilatedPattern.hybrid(12, 12) if hybrid else ld.DilatedPattern.longnet(*FIVE)
     model = ld.LongNetLM(pattern, 256, 768, 12, 12, max_seq_len=8192, residual_dtype="bfloat16", **options)
     model.configure_model()
@@ -80,7 +80,7 @@ def language(hybrid: bool = False, **options: Any) -> ld.LongNetLM:
 
 
 def cases(a: argparse.Namespace) -> Iterator[tuple[str, str, Callable[..., pl.LightningModule], list[dict[str, Any]]]]:
-    """Yield (name, way, a function that builds the model, its batches) of the rows."""
+    """Yield (name, way, function that builds the model, batches) for the rows."""
     slides, texts = [slide(n) for n in a.tiles], [text(n) for n in a.tokens]
     for way in a.ways:
         yield "encoder", way, encoder, slides
@@ -98,18 +98,18 @@ def step(model: pl.LightningModule, optimizer: torch.optim.Optimizer, batch: Map
 
 
 def shown(means: Sequence[float]) -> str:
-    """Format the least of the series, and their median."""
+    """Format the smallest and the median of the series."""
     return f"{min(means):.2f} ({statistics.median(means):.2f})"
 
 
 def wait() -> None:
-    """Wait for the GPU, if there is one."""
+    """Wait for the GPU, if there is a GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def timed(run: Callable[[], None], series: int = 20) -> list[float]:
-    """Return milliseconds of a step, by series."""
+    """Return milliseconds per step, by series."""
     means = []
     for _ in range(series + 2):
         wait()
@@ -122,7 +122,7 @@ def timed(run: Callable[[], None], series: int = 20) -> list[float]:
 
 
 def kernels(run: Callable[[], None]) -> tuple[float, int]:
-    """Return (milliseconds of a step's kernels, their number)."""
+    """Return (milliseconds of the kernels of a step, number of kernels)."""
     run()
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         run()
@@ -132,7 +132,7 @@ def kernels(run: Callable[[], None]) -> tuple[float, int]:
 
 
 class Clock(pl.Callback):
-    """Records the time at the end of each tenth step, in seconds."""
+    """Records when each tenth step ends, in seconds."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -140,14 +140,14 @@ class Clock(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, out: Any, batch: Any, idx: int
     ) -> None:
-        """Wait for the GPU and look at the clock."""
+        """Wait for the GPU, then read the clock."""
         if idx % 10 == 9:
             wait()
             self.times.append(time.perf_counter())
 
 
 def fitted(model: pl.LightningModule, batch: Mapping[str, Any], strategy: str, steps: int = 220) -> list[float]:
-    """Return milliseconds of a step through `Trainer.fit`, by series."""
+    """Return milliseconds per step in `Trainer.fit`, by series."""
     clock, on_gpu = Clock(), torch.cuda.is_available()
     trainer = pl.Trainer(
         strategy=strategy, devices=1, accelerator="gpu" if on_gpu else "cpu", precision="bf16-mixed", max_steps=steps,
@@ -155,21 +155,21 @@ def fitted(model: pl.LightningModule, batch: Mapping[str, Any], strategy: str, s
     )  # fmt: skip
     waiting = {name: x.pin_memory() for name, x in batch.items()} if on_gpu else dict(batch)
     trainer.fit(model, DataLoader([waiting] * steps, batch_size=None))
-    model.to("cuda" if on_gpu else "cpu")  # Lightning leaves it on the host
+    model.to("cuda" if on_gpu else "cpu")  # Lightning leaves the model on the host
     return [(end - begin) * 100 for begin, end in itertools.pairwise(clock.times[1:])]
 
 
 def idle(compute: Any, inputs: Inputs, parameters: Sequence[torch.Tensor], shared: Any) -> Recorded:
-    """Return a record with replays that do nothing."""
+    """Return a record in which replays do nothing."""
     x = inputs.x
     zeros = [torch.zeros_like(x) for _ in range(3)]
     return Recorded(inputs, *zeros, (True,) * len(parameters), lambda: None, lambda: None)
 
 
 def host() -> None:
-    """Print the host's time of a step of the encoder with narrow layers, without its blocks, and in `Trainer.fit`."""
+    """Print the host's time of a step: the encoder with narrow layers, without its blocks, and in `Trainer.fit`."""
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"  # otherwise Lightning uses more threads for strategies of several processes
+    os.environ["OMP_NUM_THREADS"] = "1"  # Lightning would use more threads for strategies with several processes
     why_not = CudaGraphs.why_not
     able = lambda *call: None if (why := why_not(*call)) == "it runs on cpu" else why  # noqa: E731
     with mock.patch.object(cuda_graphs, "record", idle), mock.patch.object(CudaGraphs, "why_not", able):
@@ -207,7 +207,7 @@ def main() -> None:
         model.cuda().train()
         optimizer = model.configure_optimizers()
         for batch in batches:
-            on_gpu = model.transfer_batch_to_device(batch, torch.device("cuda"), 0)  # labels are checked before
+            on_gpu = model.transfer_batch_to_device(batch, torch.device("cuda"), 0)  # labels are checked before this
             run = partial(step, model, optimizer, on_gpu)
             times: dict[str, list[float]] = {"": [], **{strategy: [] for strategy in STRATEGIES if a.fit}}
             for _ in range(3):

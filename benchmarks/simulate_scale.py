@@ -1,14 +1,14 @@
-"""Training steps on 1 to 4,096 GPUs, planned from measurements of one GPU; compared with measured steps, in percent.
+"""Plan training steps on 1 to 4,096 GPUs from measurements of one GPU, and compare with measured steps, in percent.
 
     python benchmarks/simulate_scale.py --machine h200.json --plot scale.png
     python benchmarks/simulate_scale.py --machine h200.json --ranks 1 2 4 --tokens 1048576 --recompute block
       --measured 1:1048576:2529.7 4:1048576:2600 2:262144:530:gather
     python benchmarks/simulate_scale.py --machine h200.json --measured 1:65536:140 4:65536:150 --calibrate
 
-The pattern is geometric(first, N), with the whole sequence as its last segment. --measured is ranks:tokens a
-rank:milliseconds, and the exchange, if it was not auto's. --calibrate takes the overhead of a step from the measured
-steps of one GPU: the time beyond the step's parts (the host, and clocks that fall under full load). Links: measure them
-with `lightning-dilated bench links`.
+The pattern is geometric(first, N), with the whole sequence as the last segment. --measured is ranks:tokens of a
+rank:milliseconds, and then the exchange if `auto` did not choose it. --calibrate adds the overhead of one GPU's
+measured steps: the time beyond the parts of a step (the host, and lower clocks under full load). Measure links with
+`lightning-dilated bench links`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def options() -> argparse.Namespace:
 
 
 def calibrated(setting: Setting, measurements: list[tuple[int, int, float, str]]) -> Setting:
-    """Add the overheads of measured steps of one GPU, 0 if a step's parts take longer than it."""
+    """Add the overhead of measured steps on one GPU, or 0 if the parts of a step take longer than the step."""
     alone = sorted((tokens, ms) for ranks, tokens, ms, _ in measurements if ranks == 1)
     if not alone:
         raise SystemExit("--calibrate needs a step of one GPU: --measured 1:TOKENS:MS.")
@@ -64,7 +64,7 @@ def calibrated(setting: Setting, measurements: list[tuple[int, int, float, str]]
 
 
 def compared(setting: Setting, measurements: list[tuple[int, int, float, str]]) -> list[str]:
-    """Compare planned steps with measured ones."""
+    """Compare planned with measured steps."""
     lines = [
         "| GPUs | tokens a GPU | exchange | measured ms | planned ms | deviation | exposed ms |",
         "|---|---|---|---|---|---|---|",

@@ -1,12 +1,12 @@
-"""A GigaPath-sized slide encoder (12 layers of 768, 16 heads, random weights) trained on one slide of many tiles.
+"""Train a GigaPath-sized slide encoder (12 layers of 768, 16 heads, random weights) on one slide with many tiles.
 
     python benchmarks/slide_step.py --tiles 70000                    # one GPU
     python benchmarks/slide_step.py --tiles 70000 --devices 2        # the slide on two: the same losses
     python benchmarks/slide_step.py --tiles 10000 --accelerator cpu --precision 32-true
     python benchmarks/slide_step.py --tiles 70000 --vary 111 --steps 8 [--engine triton]      # each slide of another size
 
-Random features on a grid of tiles. Prints the loss of every step, the seconds of the fastest and the median step after
-the first, and peak memory of each rank.
+Features are random, on a grid of tiles. Prints the loss of each step, seconds of the fastest and of the median step
+after the first, and the peak memory of each rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import lightning_dilated as ld
 
 
 class OneSlide(Dataset):
-    """The same slide again and again, or `vary` tiles less each time: a blank row for the class token, then tiles."""
+    """A blank row for the class token, then tiles: the same slide in each step, or each time `vary` tiles fewer."""
 
     def __init__(self, tiles: int, width: int, steps: int, vary: int = 0) -> None:
         self.rows, self.steps, self.vary = tiles + 1, steps, vary
@@ -44,20 +44,20 @@ class OneSlide(Dataset):
 
 
 class Watch(pl.Callback):
-    """Records loss and seconds of every step."""
+    """Records the loss and the seconds of each step."""
 
     def __init__(self) -> None:
         self.rows, self.last = [], 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *unused: Any) -> None:
-        """Wait for the device and look at the clock."""
+        """Wait for the device, then read the clock."""
         loss = float(trainer.callback_metrics["train_loss"])
         now, self.last = time.perf_counter() - self.last, time.perf_counter()
         self.rows.append((loss, now))
 
 
 def peak(device: torch.device) -> float:
-    """Return GiB: of the GPU's tensors, or of the whole process on a CPU."""
+    """Return GiB of the GPU's tensors, or on a CPU of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

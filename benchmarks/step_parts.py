@@ -1,13 +1,13 @@
-"""Measure the parts of a training step on one device, and write the JSON that `planning.Machine` reads.
+"""Measure the parts of a training step on one device, and write the JSON file that `planning.Machine` reads.
 
     python benchmarks/step_parts.py --output h200.json
     python benchmarks/step_parts.py --output cpu.json --device cpu --precision 32-true --no-compile --tokens 1024 2048
       --dim 64 --depth 2 --heads 4 --first 256 --long 4096 --repeats 1
 
-Every part is this package's own code: a rank's own attention, alone and with branches wider than the rank; a compiled
+All parts are this package's own code: a rank's own attention, alone and with branches wider than the rank; a compiled
 TransformerBlock without it; embedding, head and loss of a LongNetLM; dense attention; AdamW (fused on a GPU); batches
-of arriving rows, with cuDNN or the first engine that serves; packing rows, summing returned gradients, and work on the
-few rows with contributions from others. Each length is compiled separately, and memory is freed in between.
+of received rows, with cuDNN or the first engine for them; packing rows, summing returned gradients, and work on the few
+rows with parts of other ranks. Each length is compiled separately, and memory is freed in between.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from lightning_dilated.ext.planning.machine import Line, Machine, Parts
 from lightning_dilated.models.blocks import default_hidden
 from lightning_dilated.sequence.exchange.row_ops import Batch, Rows, add_rows, pack_rows
 
-#: wide branches of the invented longer sequence
+#: number of wide branches in the assumed longer sequence
 WIDE = 4
-#: seconds of dense attention before it is measured: a step of it lasts seconds, in which a GPU lowers its clock
+#: seconds of dense attention before it is measured, because a GPU lowers its clock during steps that last seconds
 SUSTAINED = 3.0
 
 
 def device_seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Like `seconds_of`, but on a GPU the kernels' time alone: they begin after all launches."""
+    """Measure like `seconds_of`, but on a GPU only the kernels' time: they start after all launches."""
     if device.type != "cuda":
         return seconds_of(run, device, repeats)
     run()
     with torch.cuda.device(device):
         each = on_gpu(run, 1)
-        times = min(16, max(1, round(0.01 / each)))  # few enough launches for a stream's queue
+        times = min(16, max(1, round(0.01 / each)))  # no more launches than a stream's queue holds
         return statistics.median(on_gpu(run, times, min(2 * times * each, 0.05)) for _ in range(repeats))
 
 
 def fit_line(points: Iterable[tuple[float, float]]) -> Line:
-    """Fit a line with the least squared relative errors through (size, seconds), with both parts at least 0.
+    """Fit a line to (size, seconds) by least squared relative errors, with intercept and slope at least 0.
 
     Raises:
-        ValueError: with fewer than two different sizes.
+        ValueError: for fewer than two different sizes.
     """
     points = [(float(x), float(y)) for x, y in points]
     if len({x for x, _ in points}) < 2:
@@ -98,7 +98,7 @@ def options() -> argparse.Namespace:
 
 
 class Bench:
-    """The measurements of one command line."""
+    """All measurements for one command line."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, torch.device(args.device)
@@ -107,16 +107,16 @@ class Bench:
         self.head_dim = args.dim // args.heads
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """Return the Trainer's precision."""
+        """Return the autocast context of the Trainer's precision."""
         mixed = self.args.precision == "bf16-mixed"
         return torch.autocast(self.device.type, torch.bfloat16) if mixed else contextlib.nullcontext()
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return median seconds of a call, on a GPU without the host's."""
+        """Return median seconds of a call; on a GPU, without the host's time."""
         return device_seconds_of(run, self.device, self.args.repeats)
 
     def passes(self, run: Callable[[], Tensor], inputs: list[Tensor]) -> tuple[float, float]:
-        """Return seconds of forward and of backward; each call begins an autocast, to cast weights as a step does."""
+        """Return seconds of the forward and of the backward. Each call enters autocast to cast weights as steps do."""
 
         def forward() -> Tensor:
             with self.autocast():
@@ -128,7 +128,7 @@ class Bench:
         return first, max(0.0, both_passes - first)
 
     def free(self) -> None:
-        """Forget compiled code, so that the next length is compiled separately, and free memory."""
+        """Discard compiled code, so that the next length is compiled separately, and free memory."""
         torch._dynamo.reset()
         gc.collect()
         if self.device.type == "cuda":
@@ -139,7 +139,7 @@ class Bench:
         return DilatedPattern.geometric(self.args.first, last)
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Draw a tensor of the dtype of q, k and v."""
+        """Draw a tensor in the dtype of q, k and v."""
         return torch.randn(shape, device=self.device, dtype=dtype or self.dtype)
 
     def qkv(self, tokens: int) -> list[Tensor]:
@@ -147,13 +147,13 @@ class Bench:
         return [self.random(1, tokens, h, self.head_dim) for h in (self.args.heads, self.kv_heads, self.kv_heads)]
 
     def call(self, pattern: DilatedPattern, engine: Engine) -> Call:
-        """Return the call that `attention.resolve` makes."""
+        """Return the call as `attention.resolve` creates it."""
         args = self.args
         window = HeadWindow(pattern, args.heads, self.kv_heads, (0, args.heads))
         return Call(engine, window, args.causal, self.head_dim**-0.5)
 
     def engine(self, q: Tensor, pattern: DilatedPattern | None = None) -> Engine:
-        """Return the engine of a rank of a sequence; with the pattern of q's own tokens, of one rank alone."""
+        """Return the engine of a rank that shares a sequence, or if the pattern is for q's own tokens, of one rank."""
         flops = math.inf
         if pattern is not None and self.device.type == "cuda":
             window = HeadWindow(pattern, self.args.heads, self.kv_heads, (0, self.args.heads))
@@ -161,7 +161,7 @@ class Bench:
         return choose(self.args.engine, Request.of(q, 0.0, self.head_dim**-0.5, flops)).engine
 
     def own(self, tokens: int, ranks: int) -> tuple[float, float]:
-        """Time the attention of a rank's own rows, in the middle of a sequence of `ranks` times its tokens."""
+        """Time attention among the own rows of a rank, in the middle of a sequence of `ranks` times its tokens."""
         q, k, v = self.qkv(tokens)
         engine, wide = self.engine(q, self.pattern(tokens)), self.engine(q)
         if ranks == 1 and engine is not wide:
@@ -175,7 +175,7 @@ class Bench:
         return self.seconds(forward), self.seconds(lambda: executor.backward(tensors, lse, None))
 
     def long(self, tokens: int) -> tuple[float, float]:
-        """Return the seconds of a pair of dense attention."""
+        """Return the seconds per pair in dense attention."""
         args, pattern = self.args, DilatedPattern([Branch(tokens, 1)])
         rows = [x.requires_grad_() for x in self.qkv(tokens)]
         call = lambda: dilated_attention(*rows, pattern, causal=args.causal, engine=args.engine)  # noqa: E731
@@ -187,7 +187,7 @@ class Bench:
         return forward / pairs, backward / pairs
 
     def model(self, tokens: int) -> LongNetLM:
-        """Build a LongNetLM of one block."""
+        """Build a LongNetLM with one block."""
         args = self.args
         sizes = (args.vocab, args.dim, 1, args.heads)
         options = {"num_kv_heads": args.kv_heads, "ffn_dim": args.ffn_dim, "ffn": args.ffn, "engine": args.engine}
@@ -197,7 +197,7 @@ class Bench:
         return model.to(self.device)
 
     def block(self, tokens: int, recompute: str) -> tuple[float, float]:
-        """Time one block with its attention."""
+        """Time a block, including its attention."""
         self.free()
         transformer = self.model(tokens).transformer
         block = transformer.blocks[0]
@@ -210,14 +210,14 @@ class Bench:
         return self.passes(lambda: block(x, positions=table), [x, *block.parameters()])
 
     def edge(self, tokens: int) -> tuple[float, float]:
-        """Time embedding, last norm, output projection and loss: a LongNetLM without its blocks."""
+        """Time embedding, last norm, output projection and loss, which are a LongNetLM without its blocks."""
         model = self.model(tokens)
         model.transformer.blocks = nn.ModuleList()
         batch = {name: torch.randint(self.args.vocab, (1, tokens), device=self.device) for name in ("tokens", "labels")}
         return self.passes(lambda: model.loss_terms(batch)[0], list(model.parameters()))
 
     def parts(self, tokens: int) -> Parts:
-        """Measure everything that grows with the tokens."""
+        """Measure all parts that depend on the number of tokens."""
         alone, wider = self.own(tokens, 1), self.own(tokens, 1 << WIDE)
         wide = [max(0.0, b - a) / WIDE for a, b in zip(alone, wider, strict=True)]
         other_layers = [max(0.0, b - a) for a, b in zip(alone, self.block(tokens, "none"), strict=True)]
@@ -225,14 +225,14 @@ class Bench:
         return Parts(tokens, *alone, *wide, *other_layers, *self.edge(tokens))
 
     def again(self, parts: Parts) -> float:
-        """Return a recomputed block's forward without the op, relative to the first one."""
+        """Return the time of a recomputed block's forward without the op, relative to its first forward."""
         _, backward = self.block(parts.tokens, "block")
         usual = parts.rest_backward + parts.attention_backward
         twice = backward - usual - parts.attention_forward
         return max(0.0, twice) / parts.rest_forward if parts.rest_forward else 1.0
 
     def arrivals(self) -> tuple[Line, Line]:
-        """Time batches of wide branches: first/2^j queries and the other keys of their segment, each head."""
+        """Time batches of wide branches: in each head, first/2^j queries and the other keys of their segment."""
         heads, group, points = self.args.heads, self.args.heads // self.kv_heads, ([], [])
         head = torch.arange(heads, device=self.device)[:, None]
         for j in range(1, min(7, self.args.first.bit_length() - 1)):
@@ -255,12 +255,12 @@ class Bench:
         return fit_line(points[0]), fit_line(points[1])
 
     def some(self, tokens: int, heads: int) -> list[Tensor]:
-        """Return indices of few and of many rows of a (1, L, heads, D) tensor, from all over it."""
+        """Return few and many row indices of a (1, L, heads, D) tensor, spread over the tensor."""
         counts = (self.args.first * heads // 64, self.args.first * heads // 8, self.args.first * heads)
         return [torch.randperm(tokens * heads, device=self.device)[:n].sort().values for n in counts]
 
     def moves(self, tokens: int) -> tuple[Line, Line]:
-        """Time packing rows of K and V into a buffer, and summing returned gradients, by bytes."""
+        """Time packing rows of K and V into a buffer and summing returned gradients, by number of bytes."""
         _, k, v = self.qkv(tokens)
         points: tuple[list, list] = ([], [])
         for rows in self.some(tokens, self.kv_heads):
@@ -276,7 +276,7 @@ class Bench:
         return fit_line(points[0]), fit_line(points[1])
 
     def few(self, tokens: int) -> tuple[Line, Line]:
-        """Time picking the rows with contributions from others and adding to them, by query rows: forward, backward."""
+        """Time selecting rows with parts of other ranks and adding the parts, by number of rows: forward, backward."""
         q, k, v = self.qkv(tokens)
         out, grad, lse = torch.randn_like(q), torch.randn_like(q), self.random(1, self.args.heads, tokens).float()
         lse, points = lse.transpose(1, 2), ([], [])
@@ -301,7 +301,7 @@ class Bench:
         return fit_line(points[0]), fit_line(points[1])
 
     def optimizer(self, sizes: Iterable[torch.Size]) -> float:
-        """Time AdamW over parameters of these sizes."""
+        """Time AdamW on parameters of these sizes."""
         parameters = [torch.zeros(size, device=self.device, requires_grad=True) for size in sizes]
         for x in parameters:
             x.grad = torch.zeros_like(x)
@@ -338,7 +338,7 @@ class Bench:
 def main() -> None:
     args = options()
     for tokens in args.tokens:
-        DilatedPattern.geometric(args.first, tokens)  # an impossible length is an error before anything is measured
+        DilatedPattern.geometric(args.first, tokens)  # raise for an impossible length before anything is measured
     args.output.parent.mkdir(parents=True, exist_ok=True)
     machine = Bench(args).machine()
     machine.save(args.output)

@@ -1,9 +1,9 @@
-"""StrainPairsDataModule, the data of pairs_distance.py: two strains of a species, the second half like the first.
+"""StrainPairsDataModule for pairs_distance.py: two strains of a species, the second half similar to the first.
 
-The strains correspond where a 32-mer occurs once in each. A 32-mer and its reverse complement count as one: its number
-is the smaller one of both, read as digits of base 4. One of SAMPLED numbers is kept, chosen by a hash of the number
-alone. So two strains keep the same ones of their common 32-mers, and a kept 32-mer occurs in the genome exactly as
-often as among the kept ones. An index takes about 23 bytes for SAMPLED bases.
+Two strains correspond where a 32-mer occurs once in each of them. A 32-mer and its reverse complement count as one: its
+number is the smaller of the two, read in base 4. One in SAMPLED numbers is kept, by a hash of the number alone.
+Therefore two strains keep the same ones of their common 32-mers, and a kept 32-mer occurs equally often in the genome
+and among the kept ones. An index takes about 23 bytes per SAMPLED bases.
 
 Shape letters: K 32-mers of an index, M of a query, B batch, N bases of a sample (`seq_len`).
 """
@@ -31,7 +31,7 @@ from lightning_dilated.ext.genomes.fasta import SUFFIXES
 from lightning_dilated.ext.genomes.files import Genome
 
 LENGTH = 32
-#: one 32-mer of this number is kept; a power of two
+#: one in this number of 32-mers is kept; a power of two
 SAMPLED = 64
 _CHUNK = 1 << 20
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -41,9 +41,9 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 class Anchors:
     """The kept 32-mers that occur once in a genome, sorted by number.
 
-    `kmers` (K,) uint64; `record` (K,) int32 and `place` (K,) int64: the record's number and the first base there;
-    `flipped` (K,) bool: whether the number is the other strand's; `room` (K, 2) bool: whether there is room for a
-    window from here on in the direction of the file, and on the other strand.
+    `kmers` (K,) uint64; `record` (K,) int32 and `place` (K,) int64: number of the record, and first base in it;
+    `flipped` (K,) bool: whether the number is from the other strand; `room` (K, 2) bool: whether a window fits from
+    here on, in the direction of the file and on the other strand.
     """
 
     kmers: np.ndarray
@@ -56,29 +56,29 @@ class Anchors:
         return len(self.kmers)
 
     def find(self, kmers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (M,) int64 indices of these numbers (M,), and (M,) bool whether each exists here."""
+        """Return the indices of these numbers, (M,) int64, and whether each exists in the index, (M,) bool."""
         indices = np.minimum(np.searchsorted(self.kmers, kmers), max(len(self) - 1, 0))
         return indices, self.kmers[indices] == kmers if len(self) else np.zeros(len(kmers), dtype=bool)
 
 
 def anchors(genome: Genome, lead: int, span: int) -> Anchors:
-    """Index a genome, a chunk at a time.
+    """Index a genome in chunks.
 
     Args:
         genome: the records of one strain.
-        lead, span: there is room where the record has `lead` bases before the 32-mer and `span` from its first base on,
-            all of them known, in the direction of reading.
+        lead, span: a window fits if the record has `lead` bases before the 32-mer and `span` bases from its first base
+            on, all of them known, in the direction of reading.
     """
     records = [_of_record(genome, number) for number in range(len(genome.records))]
     kmers, record, place, flipped = (np.concatenate(x) for x in zip(*records, strict=True))
     _, first, counts = np.unique(kmers, return_index=True, return_counts=True)
-    once = first[counts == 1]  # sorted by number, like the result of `unique`
+    once = first[counts == 1]  # sorted by number, as `unique` returns them
     record, place = record[once], place[once]
     return Anchors(kmers[once], record, place, flipped[once], _room(genome, record, place, lead, span))
 
 
 def _of_record(genome: Genome, number: int) -> tuple[np.ndarray, ...]:
-    """Return the kept 32-mers of a record: numbers, the record's number, places, and whether on the other strand."""
+    """Return the kept 32-mers of a record: numbers, record number, places, and whether they are on the other strand."""
     parts = [(np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, bool))]
     length = genome.records[number].length
     for begin in range(0, length - LENGTH + 1, _CHUNK):
@@ -86,7 +86,7 @@ def _of_record(genome: Genome, number: int) -> tuple[np.ndarray, ...]:
         forward, backward = numbers(codes)
         kmers = np.minimum(forward, backward)
         unknown = np.concatenate([[0], np.cumsum(codes == N_CODE)])
-        # a 32-mer that equals its reverse complement has no direction
+        # a 32-mer equal to its reverse complement has no direction
         good = (unknown[LENGTH:] == unknown[:-LENGTH]) & (forward != backward) & _kept(kmers)
         indices = np.flatnonzero(good)
         parts.append((kmers[indices], indices + begin, (backward < forward)[indices]))
@@ -95,10 +95,10 @@ def _of_record(genome: Genome, number: int) -> tuple[np.ndarray, ...]:
 
 
 def numbers(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of the 32-mer from each base on, and of its reverse complement: twice (bases - 31,) uint64.
+    """Return the numbers of the 32-mer at each base and of its reverse complement, both (bases - 31,) uint64.
 
     Args:
-        codes: (bases,) of A 0, C 1, G 2, T 3, at least 32; only the last two bits of others count.
+        codes: (bases,) with A 0, C 1, G 2, T 3, at least 32 bases; of other values only the last two bits count.
     """
     forward = (codes & 3).astype(np.uint64)
     backward = np.uint64(3) - forward
@@ -127,15 +127,15 @@ def _room(genome: Genome, record: np.ndarray, place: np.ndarray, lead: int, span
     return room
 
 
-#: most bases of a window before its 32-mer, so that it may begin anywhere
+#: largest number of bases in a window before its 32-mer, so that the window may begin anywhere
 LEAD = 255
-#: 32-mers that are drawn at once, and number of draws, before all are tried
+#: number of 32-mers in a draw, and number of draws before all 32-mers are tried
 _DRAWN, _TRIES = 64, 16
 
 
 @dataclass(frozen=True)
 class Strain:
-    """One FASTA file: its records, and the 32-mers by which it is compared."""
+    """A FASTA file: its records, and the 32-mers for comparisons."""
 
     file: str
     genome: Genome
@@ -146,11 +146,11 @@ class Strain:
         return sum(record.length for record in self.genome.records)
 
     def identity(self) -> list[tuple[int, int]]:
-        """Return (length, checksum) of each record, sorted: alike for the same bases under other names."""
+        """Return the sorted (length, checksum) of its records, which are equal for the same bases under other names."""
         return sorted((record.length, record.checksum) for record in self.genome.records)
 
     def read(self, anchor: int, reverse: bool, start: int, stop: int) -> np.ndarray:
-        """Return bases [start, stop), counted from a 32-mer at position 0, on the file's strand or the other one."""
+        """Return bases [start, stop), relative to a 32-mer, on the strand of the file or on the other strand."""
         number, place = int(self.anchors.record[anchor]), int(self.anchors.place[anchor])
         if not reverse:
             return self.genome.read(number, place + start, place + stop)
@@ -235,19 +235,19 @@ class StrainPairsDataModule(RuleDataModule):
     # -- what a sample takes -----------------------------------------------------------------------------------------
     @property
     def boundaries(self) -> tuple[int, int]:
-        """Return the first and the last position at which the second strain may begin."""
+        """Return the first and the last position where the second strain may begin."""
         half = self.seq_len // 2
         move = int(half * self.boundary_range)
         return half - move, half + move
 
     @property
     def lead(self) -> int:
-        """Return the most bases of a window before the 32-mer by which it was found."""
+        """Return the largest number of bases in a window before its 32-mer."""
         return min(LEAD, self.seq_len // 4)
 
     @property
     def span(self) -> int:
-        """Return the most bases that a sample reads of a strain from its 32-mer on, with the last label."""
+        """Return the largest number of bases that a sample reads from its 32-mer on, with the last label."""
         low, high = self.boundaries
         return max(high, self.seq_len - low + 1 + self.max_dropped)
 
@@ -274,7 +274,7 @@ class StrainPairsDataModule(RuleDataModule):
     def _strain(self, name: str, file: str) -> Strain:
         try:
             genome = Genome([file], self.cache_dir, self.opener)
-        except (OSError, ValueError) as error:  # these name the option of another DataModule
+        except (OSError, ValueError) as error:  # the messages would contain the option of another DataModule
             kind = ValueError if isinstance(error, ValueError) else type(error)
             raise kind(str(error).replace("data.paths", f"data.species.{name}")) from error
         needed, longest = self.lead + self.span, max(record.length for record in genome.records)
@@ -288,7 +288,7 @@ class StrainPairsDataModule(RuleDataModule):
         return Strain(file, genome, anchors(genome, self.lead, self.span))
 
     def _compared(self, first: Strain, second: Strain) -> tuple[float, str, str]:
-        """Return (share of the shorter index that both have, the two files). Raises: ValueError without any sample."""
+        """Return (share of the shorter index that both have, both files). Raises: ValueError without any sample."""
         known = len(second.anchors.find(first.anchors.kmers)[1].nonzero()[0])
         pair = f"{first.file} and {second.file}"
         if not known:
@@ -310,7 +310,7 @@ class StrainPairsDataModule(RuleDataModule):
         return super().dataset(split)
 
     def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
-        """Return one sample: {"tokens": (N,), "labels": (N,)} int64."""
+        """Return a sample: {"tokens": (N,), "labels": (N,)} int64."""
         boundary = self._boundary(rng)
         first, second = self._pair(rng, split)
         dropped = int(rng.integers(0, self.max_dropped + 1))
@@ -329,7 +329,7 @@ class StrainPairsDataModule(RuleDataModule):
         return {"tokens": tokens[:-1].clone(), "labels": tokens[1:].clone()}
 
     def boundary(self, split: str, index: int) -> int:
-        """Return the position in a sample at which the second strain begins."""
+        """Return the position in a sample where the second strain begins."""
         return self._boundary(sample_generator(self.seed, split, index))
 
     def _boundary(self, rng: np.random.Generator) -> int:
@@ -337,7 +337,7 @@ class StrainPairsDataModule(RuleDataModule):
         return int(rng.integers(low, high + 1))
 
     def _pair(self, rng: np.random.Generator, split: str) -> tuple[Strain, Strain]:
-        """Draw a strain, in proportion to its bases, and another one of its species."""
+        """Draw a strain with probability proportional to its bases, and another strain of its species."""
         assert self._strains is not None
         species = [self._strains[name] for name in self.names[split]]
         all_strains = [(strains, number) for strains in species for number in range(len(strains))]
@@ -347,7 +347,7 @@ class StrainPairsDataModule(RuleDataModule):
         return strains[number], strains[other]
 
     def _anchor(self, rng: np.random.Generator, first: Strain, second: Strain) -> tuple[int, int, bool]:
-        """Draw (32-mer of the first strain, the same of the second, whether the first is read on the other strand)."""
+        """Draw (32-mer of the first strain, the same in the second, whether the first is read on the other strand)."""
         for _ in range(_TRIES):
             candidates = rng.integers(0, len(first.anchors), _DRAWN)
             at_first, at_second, reverse = self._usable(
@@ -362,10 +362,10 @@ class StrainPairsDataModule(RuleDataModule):
     def _usable(
         self, first: Strain, second: Strain, kmers: np.ndarray, reverse: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Select 32-mers (M,) that both have with room. Return places here, places there, and strands.
+        """Select 32-mers (M,) for which both strains have room. Return places here, places there, and strands.
 
         Args:
-            reverse: (M,) bool, the strand on which to read each; None tries each one that `reverse_complement` allows.
+            reverse: (M,) bool, the strand to read each 32-mer on; None tries all that `reverse_complement` allows.
         """
         if reverse is None:
             strands = [
@@ -385,7 +385,7 @@ class StrainPairsDataModule(RuleDataModule):
 
     # -- text --------------------------------------------------------------------------------------------------------
     def rule(self) -> str:
-        """Name everything on which the samples depend."""
+        """Return a text of all settings that determine the samples."""
         self.check()
         assert self._strains is not None
         genomes = {
@@ -398,7 +398,7 @@ class StrainPairsDataModule(RuleDataModule):
         )
 
     def describe(self) -> str:
-        """Return one line: strains, bases and samples of each split, and the share of common 32-mers."""
+        """Return one line with strains, bases and samples of each split, and the share of common 32-mers."""
         self.check()
         assert self._strains is not None
         strains = [strain for group in self._strains.values() for strain in group]
@@ -452,7 +452,7 @@ def _names(known: list[str], settings: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _refuse_shared(files: dict[str, list[str]]) -> None:
-    """Check that each species has two strains, and each file serves one species."""
+    """Check that a species has at least two strains, and that no file is in two species."""
     species_of: dict[str, str] = {}
     for name, strains in files.items():
         if len(strains) < 2:
@@ -467,7 +467,7 @@ def _refuse_shared(files: dict[str, list[str]]) -> None:
 
 
 def _refuse_equal(strains: dict[str, list[Strain]], split_of: dict[str, str]) -> None:
-    """Check that no strain occurs twice, and no record in two splits."""
+    """Check that no strain is there twice, and that no record is in two splits."""
     for name, group in strains.items():
         for first, second in itertools.combinations(group, 2):
             if first.identity() == second.identity():
@@ -488,6 +488,6 @@ def _refuse_equal(strains: dict[str, list[Strain]], split_of: dict[str, str]) ->
 
 
 def _shorter(longest: int, boundary_range: float, max_dropped: int) -> str:
-    """Suggest a `seq_len` that would fit, if there is one."""
+    """Suggest a `seq_len` that would fit, if any."""
     fits = int(2 * (longest - LEAD - max_dropped - 2) / (1 + boundary_range)) - 2
     return f"lower data.seq_len to at most {fits}, or " if fits >= 2 * LENGTH else "lower data.seq_len, or "

@@ -1,4 +1,4 @@
-"""One exact training step over a sequence chunk by chunk: tokens a second and memory, measured and by `plan`.
+"""Time one exact training step over a sequence in chunks: tokens per second and memory, measured and by `plan`.
 
     python benchmarks/stream_step.py --tokens 67108864                       # 125M parameters, chunks of 1M
     python benchmarks/stream_step.py --tokens 1000000000 --dim 384 --depth 6 --heads 6 \
@@ -10,10 +10,10 @@
         --text bytes.bin --losses streamed.json                              # and with --chunk 0: one pass
     torchrun --nproc-per-node 2 benchmarks/stream_step.py --tokens 67108864 --chunk 2097152     # ranks share every chunk
 
-Random bytes, generated on the host as uint8 and widened chunk by chunk, or consecutive parts of a file; AdamW. The last
-step is timed. The first one, or one of `--warm` tokens with a last chunk as long as the timed one's, compiles. Prints
-one row of a table. The pattern is geometric(2048, N), or a hybrid. Under torchrun the ranks share each chunk
-(layout="chunked"), and the row has the average bytes that a rank received, and the plan's.
+The text is random bytes, generated on the host as uint8 and widened chunk by chunk, or consecutive parts of a file.
+AdamW. The last step is timed. The first step, or a step of `--warm` tokens with an equally long last chunk, compiles.
+Prints one row of a table. The pattern is geometric(2048, N) or a hybrid. Under torchrun, ranks share each chunk
+(layout="chunked"), and the row has the bytes that a rank receives on average, and the plan's.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from lightning_dilated.ext.streams.training import streamed_sum
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.sequence import SequenceGroup
 
-#: of the table
+#: columns of the table
 HEAD = ("model", "tokens", "settings", "pattern", "planned GiB", "measured", "off", "planned s", "measured", "off")
 HEAD += ("tokens/s", "nats a token")
-#: columns for ranks that share chunks
+#: more columns if ranks share chunks
 SHARED = ("GPUs", "MB received", "planned")
 RANKS = int(os.environ.get("WORLD_SIZE", 1))
 
@@ -80,7 +80,7 @@ def options() -> argparse.Namespace:
 
 
 def model_of(a: argparse.Namespace) -> ld.LongNetLM:
-    """Return the model, not built."""
+    """Return the model before it is built."""
     widest = max(2048, 1 << (a.tokens - 1).bit_length())
     pattern = ld.DilatedPattern.geometric(2048, widest)
     if a.hybrid:
@@ -91,7 +91,7 @@ def model_of(a: argparse.Namespace) -> ld.LongNetLM:
 
 
 def planned(a: argparse.Namespace, settings: MemorySettings) -> tuple[float, float, float]:
-    """Return (GiB, seconds, bytes that a rank receives) of a step, by `plan`."""
+    """Return (GiB, seconds, bytes that a rank receives) of a step by `plan`."""
     model, gpu = model_of(a), find_gpu(a.gpu)
     subject = counted_model_of(model, a.precision, None, True, gpu.capability)
     optimizer = "adamw8bit" if a.eightbit else "adamw"
@@ -103,7 +103,7 @@ def planned(a: argparse.Namespace, settings: MemorySettings) -> tuple[float, flo
 
 
 def optimizer_of(a: argparse.Namespace, model: ld.LongNetLM) -> torch.optim.Optimizer:
-    """Return AdamW, fused on a GPU, or with 8-bit states."""
+    """Return AdamW: fused on a GPU, or with 8-bit states."""
     if a.eightbit:
         from torchao.optim import AdamW8bit
 
@@ -112,7 +112,7 @@ def optimizer_of(a: argparse.Namespace, model: ld.LongNetLM) -> torch.optim.Opti
 
 
 class Bytes:
-    """uint8 tokens with int64 slices, as batches need them."""
+    """Holds uint8 tokens. Slices are int64, as batches need."""
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.shape, self.ndim, self.device = values, values.shape, values.ndim, values.device
@@ -122,7 +122,7 @@ class Bytes:
 
 
 def texts(a: argparse.Namespace) -> Iterator[Tensor]:
-    """Yield (1, N + 1) uint8 tokens of each step."""
+    """Yield uint8 tokens (1, N + 1) for each step."""
     if a.warm:
         warm = a.warm + (a.tokens % a.chunk if a.chunk else 0)
         yield torch.randint(0, 256, (1, warm + 1), dtype=torch.uint8)
@@ -137,7 +137,7 @@ def texts(a: argparse.Namespace) -> Iterator[Tensor]:
 
 
 def step(model: ld.LongNetLM, text: Tensor, group: SequenceGroup | None) -> Tensor:
-    """Return the sum of nats of this rank's tokens, with its gradients."""
+    """Return the sum of this rank's nats, with gradients."""
     if not model.transformer.memory.stream:
         text = text.to(model.head.weight.device).long()
         return model.loss_terms({"tokens": text[:, :-1], "labels": text[:, 1:]})[0]
@@ -181,7 +181,7 @@ def main() -> None:
             begin = time.perf_counter()
             with torch.autocast(device, torch.bfloat16, enabled=a.precision == "bf16-mixed"):
                 loss = step(model, text, group) / a.tokens
-            optimizer.zero_grad()  # as the Trainer does: gradients of the step before exist until then
+            optimizer.zero_grad()  # as in the Trainer, gradients of the previous step exist until here
             loss.backward()
             if group is not None:
                 group.settle()
@@ -212,13 +212,13 @@ def main() -> None:
 
 
 def _report(name: str, done: int, chunks: int) -> None:
-    """Print the progress of a pass, at intervals, on stderr."""
+    """Print the progress of a pass to stderr at intervals."""
     if done % max(1, chunks // 20) == 0:
         print(f"{time.strftime('%H:%M:%S')} {name} {done}/{chunks}", file=sys.stderr, flush=True)
 
 
 class Profile:
-    """Prints the work of kernels and host in a chunk at the begin, and one in the middle, of each pass."""
+    """Prints the work of kernels and host in two chunks of each pass, one at the beginning and one in the middle."""
 
     def __init__(self) -> None:
         self._running: torch.profiler.profile | None = None
@@ -243,7 +243,7 @@ class Profile:
 
 
 def _received(group: SequenceGroup | None) -> int:
-    """Return the bytes that this rank has received from others."""
+    """Return the number of bytes that this rank has received."""
     return 0 if group is None else group.forward_traffic.received + group.backward_traffic.received
 
 

@@ -1,4 +1,4 @@
-"""The whole training step of a LongNetLM on one device, through the Trainer: tokens a second, memory, time by kernels.
+"""Time a full training step of a LongNetLM on one device in a Trainer: tokens per second, memory, time by kernel.
 
     python benchmarks/training_step.py --seq-len 262144
     python benchmarks/training_step.py --seq-len 1048576 --recompute block
@@ -8,8 +8,8 @@
     python benchmarks/training_step.py --seq-len 262144 --recurrence 4
     python benchmarks/training_step.py --seq-len 262144 --profile
 
-Random bytes; AdamW (fused on a GPU). A step is forward, backward and optimizer as the Trainer runs them, without
-pauses: the host prepares the next step while the GPU computes, as in training.
+Random bytes, AdamW (fused on a GPU). A step is forward, backward and optimizer as the Trainer runs them. As in
+training, the host does not wait: it prepares the next step while the GPU computes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_dilated.ext.profiling.throughput import PEAKS
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import step_flops
 
-#: kinds of kernels, by parts of their names; the first that matches
+#: kinds of kernels by parts of their names; the first match counts
 KINDS = {
     "elementwise": ("triton_",),
     "recurrence": ("_invert", "_pass", "pass_groups", "_read", "_sums", "_queries", "_gradients"),
@@ -79,7 +79,7 @@ def options() -> argparse.Namespace:
 
 
 class Clock(pl.Callback):
-    """Records seconds of a step, over all but the first two, without waiting between; then, on request, a profile."""
+    """Records seconds per step over all but the first two steps, without waits in between; on request, a profile."""
 
     def __init__(self, steps: int, profiled: bool) -> None:
         self.begin, self.seconds, self.steps, self.profiled = 0.0, 0.0, steps, profiled
@@ -87,7 +87,7 @@ class Clock(pl.Callback):
         self.peak = self.wall = 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *unused: Any) -> None:
-        """Wait for the device before the first measured step and after the last one, and look at the clock."""
+        """Wait for the device before the first measured step and after the last one, then read the clock."""
         at = trainer.global_step - 2
         if at not in (0, self.steps) and self.seen is None:
             return
@@ -109,7 +109,7 @@ class Clock(pl.Callback):
 
 
 def offloaded_by_torch(transformer: ld.models.transformer.DilatedTransformer) -> None:
-    """Let block inputs wait in pinned memory by torch's own hooks: each copy is waited for, none is prefetched."""
+    """Store block inputs in pinned memory with torch's own hooks, which wait for each copy and prefetch none."""
     transformer._host.offloading = lambda *unused: torch.autograd.graph.save_on_cpu(pin_memory=True)
 
 
@@ -118,7 +118,7 @@ def settings_of(args: argparse.Namespace) -> MemorySettings:
 
 
 def model_of(args: argparse.Namespace) -> ld.LongNetLM:
-    """Build the model, with the requested attention in every block."""
+    """Build the model, with the requested attention in all blocks."""
     pattern: Any = ld.DilatedPattern.longnet(args.segments, args.dilations)
     if args.hybrid:
         pattern = ld.DilatedPattern.hybrid(args.depth, args.heads, args.kv_heads, global_every=args.hybrid)
@@ -151,10 +151,10 @@ def model_of(args: argparse.Namespace) -> ld.LongNetLM:
 
 
 def table(clock: Clock, rows: int = 30) -> None:
-    """Print the profiled step's kernels by kind, and the longest of them."""
+    """Print the kernels of the profiled step by kind, and the longest kernels."""
     times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for event in clock.seen.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and "#" not in event.name:  # ranges have one
+        if event.device_type == torch.autograd.DeviceType.CUDA and "#" not in event.name:  # ranges have a device type
             times[event.name][0] += event.device_time / 1000
             times[event.name][1] += 1
     kinds: dict[str, float] = defaultdict(float)
@@ -172,7 +172,7 @@ def table(clock: Clock, rows: int = 30) -> None:
 
 
 def gaps_table(clock: Clock, rows: int = 12) -> None:
-    """Print the longest times in which no kernel ran, and the kernels before and after them."""
+    """Print the longest times without a kernel, and the kernels before and after each."""
     ran = [e for e in clock.seen.events() if e.device_type == torch.autograd.DeviceType.CUDA and "#" not in e.name]
     ran.sort(key=lambda e: e.time_range.start)
     gaps, last = [], next(iter(ran), None)
@@ -185,7 +185,7 @@ def gaps_table(clock: Clock, rows: int = 12) -> None:
 
 
 def rate_of(args: argparse.Namespace, model: ld.LongNetLM, seconds: float) -> list[str]:
-    """Return [TFLOP/s of the step's own FLOPs, their share of the GPU's peak] of our attention, which counts pairs."""
+    """Return [TFLOP/s by the step's own FLOPs, share of the GPU's peak] for our attention, which counts its pairs."""
     if args.attention != "ours":
         return ["", ""]
     rate = step_flops(model, args.seq_len, [args.seq_len]) / seconds

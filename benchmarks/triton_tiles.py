@@ -1,4 +1,4 @@
-"""The triton engine's kernels against cuDNN's on one branch of 2,048-token segments, with several tile sizes.
+"""Time the triton engine's kernels against cuDNN's on one branch of 2,048-token segments, with several tile sizes.
 
     python benchmarks/triton_tiles.py
 
@@ -26,16 +26,16 @@ OVER_ROWS = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 128, 8, 2), (128, 64, 4, 2),
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """Time one run; NaN if the tiles do not fit the GPU."""
+    """Time a run. Return NaN if the tiles do not fit the GPU."""
     try:
         return 1000 * seconds_of(run, torch.device("cuda"), 3)
-    except Exception as error:  # out of shared memory, mostly
+    except Exception as error:  # usually out of shared memory
         print(f"    {type(error).__name__}: {str(error)[:80]}")
         return float("nan")
 
 
 def tried(table: dict[Any, tuple[int, ...]], dim: Any, tiles: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Set each of the tiles in a kernel's table, one after the other; restore the table afterwards."""
+    """Set the tiles in a kernel's table one after the other, and restore the table at the end."""
     before = table[dim]
     for tile in tiles:
         table[dim] = tile
@@ -44,7 +44,7 @@ def tried(table: dict[Any, tuple[int, ...]], dim: Any, tiles: list[tuple[int, ..
 
 
 def case(dim: int, heads: int, causal: bool, rate: int) -> None:
-    """Time all tiles of one case."""
+    """Time all tiles for one case."""
     shape = SEGMENTS, ROWS * rate, heads, dim
     make = lambda: torch.randn(shape, device="cuda", dtype=torch.bfloat16)[:, ::rate].transpose(1, 2)  # noqa: E731
     q, k, v, grad = make(), make(), make(), make()

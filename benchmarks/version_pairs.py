@@ -24,17 +24,17 @@ from lightning_dilated._validation import flag, integer, one_of
 from lightning_dilated.ext.files.files import file_suffixes
 from lightning_dilated.ext.text.tokenize import fit_arguments
 
-#: parts of N between which a boundary is drawn
+#: range of the boundary, in parts of N
 DRAWN = (7 / 16, 9 / 16)
 _SPLITS = ("train", "val")
 
 
 @dataclass(frozen=True)
 class VersionPairs:
-    """The results of `write_version_pairs`.
+    """Results of `write_version_pairs`.
 
-    `paths` and `samples` (number) of "train" and, with `hold_out`, of "val"; `json_path`; N in `seq_len`; `files` of
-    both trees that the options leave, and the number of them that differ in `changed` (None if all are taken).
+    `paths` and `samples` (numbers) of "train" and, with `hold_out`, of "val"; `json_path`; N in `seq_len`; `files`:
+    number of files in both trees that the options leave; `changed`: how many of them differ (None if all are taken).
     """
 
     paths: dict[str, str]
@@ -47,7 +47,7 @@ class VersionPairs:
 
 @dataclass(frozen=True)
 class _Options:
-    """The options of `write_version_pairs`, checked; the JSON file contains them."""
+    """Checked options of `write_version_pairs`. The JSON file contains them."""
 
     seq_len: int
     boundary: str
@@ -83,7 +83,7 @@ class _Options:
 
 @dataclass(frozen=True)
 class _File:
-    """A file of both trees: its name below them, and its bytes in each."""
+    """A file in both trees: its name below the trees, and its size in bytes in each of them."""
 
     name: str
     old: int
@@ -92,7 +92,7 @@ class _File:
 
 @dataclass(frozen=True)
 class _Sample:
-    """Files that fill one sample, and the number of its bytes from the old tree."""
+    """The files that fill a sample, and the sample's number of bytes from the old tree."""
 
     files: list[_File]
     boundary: int
@@ -171,7 +171,7 @@ def write_version_pairs(
 
 # -- which files -------------------------------------------------------------------------------------------------------
 def _taken(roots: tuple[str, str], options: _Options) -> list[_File]:
-    """Return the files of both trees that the options leave, folder by folder."""
+    """Return the files of both trees that the options leave, one folder after the other."""
     old, new = (dict(_plain_files(root)) for root in roots)
     common = sorted(old.keys() & new.keys(), key=lambda name: name.split("/"))
     if not common:
@@ -201,7 +201,7 @@ def _taken(roots: tuple[str, str], options: _Options) -> list[_File]:
 
 
 def _plain_files(root: str) -> Iterator[tuple[str, int]]:
-    """Yield (name below the root with "/", bytes) of each regular file; links and hidden names are left out."""
+    """Yield (name below the root with "/", bytes) of regular files, without links and hidden names."""
     folders = [""]
     while folders:
         prefix = folders.pop()
@@ -226,7 +226,7 @@ def _equal(roots: tuple[str, str], file: _File) -> bool:
 
 # -- which samples -----------------------------------------------------------------------------------------------------
 def _planned(files: list[_File], split: str, options: _Options) -> list[_Sample]:
-    """Return the samples of a split in the order of writing. Raises: ValueError if there are none."""
+    """Return the samples of a split in the order in which they are written. Raises: ValueError if there are none."""
     chosen = [file for file in files if _below(file.name, options.hold_out) == (split == "val")]
     rng = np.random.default_rng([options.seed, _SPLITS.index(split)])
     samples = list(_filled(chosen, rng, options))
@@ -243,7 +243,7 @@ def _planned(files: list[_File], split: str, options: _Options) -> list[_Sample]
 
 
 def _filled(files: list[_File], rng: np.random.Generator, options: _Options) -> Iterator[_Sample]:
-    """Yield samples of consecutive files that fill both parts; the last files may fill none."""
+    """Yield samples of consecutive files that fill both parts. The last files may not fill a sample."""
     low, high = (int(options.seq_len * part) for part in DRAWN)
     fixed = options.boundary == "fixed"
     group: list[_File] = []
@@ -266,7 +266,7 @@ def _write(
     seq_len: int,
     about: dict[str, object],
 ) -> None:
-    """Write samples and JSON under temporary names, then move all."""
+    """Write samples and JSON under temporary names, then rename all files."""
     parts = {kind: path.with_name(f"{path.name}.part") for kind, path in targets.items()}
     try:
         for split, samples in plan.items():
@@ -284,7 +284,7 @@ def _write(
 
 
 def _part(root: str, files: list[_File], count: int) -> bytes:
-    """Read the first `count` bytes of the files, and no more. Raises: ValueError if they became shorter."""
+    """Read the first `count` bytes of the files, and no more. Raises: ValueError if the files became shorter."""
     data = bytearray()
     for file in files:
         if len(data) < count:
@@ -317,7 +317,7 @@ def _about(
 
 # -- options -----------------------------------------------------------------------------------------------------------
 def _folders(value: object, option: str) -> list[str]:
-    """Return names below the trees, without a slash at the end. Raises: TypeError or ValueError, naming the option."""
+    """Return names below the trees without a trailing slash. Raises: TypeError or ValueError with the option's name."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(x, str) for x in value):
         raise TypeError(f"{option} must be a list of folders below the trees, such as ['fs', 'net']; got {value!r}.")
     names = [os.path.normpath(x).replace(os.sep, "/") for x in value]
@@ -336,7 +336,7 @@ def _root(folder: str | Path, option: str) -> str:
 
 
 def _targets(out: Path, options: _Options) -> dict[str, Path]:
-    """Return the files to write: "train", "val" if something is held out, and "json"."""
+    """Return the files to write: "train", "json", and "val" if files are held out."""
     if out.suffix != ".bin":
         raise ValueError(f"out is {out}; samples are written as raw bytes, so let its name end in .bin")
     if not out.parent.is_dir():
@@ -351,7 +351,7 @@ def _targets(out: Path, options: _Options) -> dict[str, Path]:
 
 
 def main() -> None:
-    """Write two versions of a source tree as samples of bytes, and print a report."""
+    """Run the command: write two versions of a source tree as samples of bytes, and print a report."""
     args = vars(parser().parse_args())
     print(report(write_version_pairs(args.pop("old"), args.pop("new"), args.pop("out"), **args)))
 
@@ -386,7 +386,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def report(written: VersionPairs) -> str:
-    """Return a summary of the files, and the settings that go with them."""
+    """Return a summary of the files, and the settings to read them with."""
     changed = "" if written.changed is None else f", of which {written.changed:,} differ"
     lines = [f"{written.files:,} files in both trees{changed}"]
     for split, path in written.paths.items():

@@ -1,4 +1,4 @@
-"""Training steps of a LongNetLM under `Trainer(strategy="ring_dilated")` with a fixed number of tokens on each rank.
+"""Time steps of a LongNetLM in `Trainer(strategy="ring_dilated")` with a fixed number of tokens on each rank.
 
     torchrun --nproc-per-node 4 benchmarks/weak_scaling.py --tokens 65536 262144
     torchrun --nproc-per-node 4 benchmarks/weak_scaling.py --tokens 1048576 --recompute attention-kept
@@ -6,13 +6,13 @@
     torchrun --nproc-per-node 2 benchmarks/weak_scaling.py --tokens 512 --accelerator cpu --dim 32 --depth 2 --heads 4 \
         --precision 32-true --no-compile --first 64 --warm 2
 
-The pattern is geometric(first, N) with N the whole sequence, so that its widest segment spans all ranks. `--of 4` gives
-one rank the pattern of four ranks with equal tokens: an equal number of branches, the widest cut at its own N. Random
-bytes, fused AdamW; a step is forward, backward and optimizer as the Trainer runs them: the median time between the ends
-of steps on the GPU of the slowest rank. The host does not wait for the GPU between steps, as in training. `--wait`
-makes it wait, which adds the host's time until a step's first kernels (used for rows before 2026-11-23, and on several
-ranks on that day, too). "exposed" is the time in which a further step's kernels, on an idle GPU, wait for rows, the
-most of any rank.
+The pattern is geometric(first, N), where N is the whole sequence, so the widest segment spans all ranks. `--of 4` gives
+one rank the pattern of four ranks with equal tokens: the same number of branches, with the widest one cut at the rank's
+N. Random bytes, fused AdamW. A step is forward, backward and optimizer as the Trainer runs them; its time is the median
+between the ends of steps on the GPU of the slowest rank. As in training, the host does not wait for the GPU between
+steps. `--wait` makes it wait, which adds the host's time until the first kernels of a step (used for rows before
+2026-11-23, and for rows of several ranks on that day). "exposed" is the time in which the kernels of a further step, on
+an idle GPU, wait for rows, on the rank that waits most.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_dilated as ld
 from lightning_dilated.sequence.exchange.transport import TrafficLog, mark, seconds
 
-#: tokens of a rank that are trained before the clock starts
+#: number of tokens that a rank trains before the clock starts
 WARM = 2**22
 
 
@@ -63,7 +63,7 @@ def options() -> argparse.Namespace:
 
 
 class RandomBytes(Dataset):
-    """The same sequence of N bytes again and again; a rank reads its part only."""
+    """The same sequence of N bytes in every step. A rank reads only its part."""
 
     def __init__(self, seq_len: int, steps: int) -> None:
         self.seq_len, self.steps = seq_len, steps
@@ -76,27 +76,27 @@ class RandomBytes(Dataset):
         return self.read_ranges(index, [range(self.seq_len)])
 
     def read_ranges(self, index: int, ranges: list[range]) -> dict[str, torch.Tensor]:
-        """Return tokens and labels of runs of positions."""
+        """Return tokens and labels at these ranges of positions."""
         shifted = lambda shift: torch.cat([self.text[r.start + shift : r.stop + shift] for r in ranges])  # noqa: E731
         return {"tokens": shifted(0), "labels": shifted(1)}
 
 
 class Watch(pl.Callback):
-    """Records seconds of every step after the first `warm`; of one more, the bytes received and the time of waiting."""
+    """Records seconds of the steps after the first `warm`, then a step's received bytes and waiting time."""
 
     def __init__(self, warm: int, steps: int, wait: bool) -> None:
         self.ends, self.loss, self.received, self.exposed = [], torch.tensor(float("nan")), (0, 0), 0.0
         self.warm, self.steps, self.wait, self.clock = warm, steps, wait, TrafficLog()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *unused: Any) -> None:
-        """Count this step's bytes only."""
+        """Reset the counts, so that they have the bytes of this step only."""
         group = trainer.strategy.sequence
         group.forward_traffic.clear(), group.backward_traffic.clear()
         if trainer.global_step == self.warm + self.steps:
             group.watch(self.clock)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *unused: Any) -> None:
-        """Look at the clock; the host waits for the device only before and after the steps that are measured."""
+        """Read the clock. The host waits for the device only before and after the measured steps."""
         device, done = trainer.strategy.root_device, trainer.global_step - self.warm
         if device.type == "cuda" and (self.wait or done in (0, self.steps, self.steps + 1)):
             torch.cuda.synchronize()
@@ -122,7 +122,7 @@ def model_of(args: argparse.Namespace, tokens: int, ranks: int, on_gpu: bool) ->
 def measure(args: argparse.Namespace, tokens: int) -> None:
     torch._dynamo.reset()
     pl.seed_everything(0, verbose=False)
-    # compilation has left a process for each core; they take seconds to start, and take them from the ranks
+    # compilation started a process per core, which take seconds to start and slow down the ranks
     warm = max(2, WARM // tokens) if args.warm is None else args.warm
     clock, steps = Watch(warm, args.steps, args.wait), warm + args.steps + 1
     kind = ld.RingDilatedStrategy if args.strategy == "ring_dilated" else ld.RingDilatedFSDPStrategy
@@ -144,7 +144,7 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
     )
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     took, peak, forward, backward, exposed = slowest.tolist()
-    loss = clock.loss.clone()  # the ranks' shares sum to it
+    loss = clock.loss.clone()  # the shares of the ranks sum to the loss
     dist.all_reduce(loss)
     if trainer.global_rank == 0:
         plan = trainer.strategy.sequence.plan
@@ -158,12 +158,12 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
 
 
 def dist_ranks() -> int:
-    """Return the processes that torchrun started on this node."""
+    """Return the number of processes that torchrun started on this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def main() -> None:
-    """Print one row for each number of tokens."""
+    """Print a row for each number of tokens."""
     args = options()
     if int(os.environ.get("RANK", 0)) == 0:
         print(
@@ -172,7 +172,7 @@ def main() -> None:
         )
     for tokens in args.tokens:
         measure(args, tokens)
-    # DDP keeps gloo's threads beyond the group's end: a thread that then still frees the last call aborts the process
+    # gloo's threads outlive the group in DDP; if such a thread still frees the last call at exit, the process aborts
     time.sleep(0.2)
     dist.destroy_process_group()
 

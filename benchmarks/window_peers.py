@@ -1,10 +1,10 @@
-"""Other sliding windows over the same q, k, v: cuDNN's own (nvidia-cudnn-frontend) and torch's FlexAttention.
+"""Time other sliding windows over the same q, k, v: cuDNN's (nvidia-cudnn-frontend) and torch's FlexAttention.
 
     python benchmarks/window_peers.py --width 2048 --seq-len 131072 1048576
 
-Causal, bf16. Milliseconds of forward, and of forward and backward, and their ratio to dense attention of equal FLOPs.
-The largest difference from our result is printed, to reveal windows that are counted differently. Ways that are not
-installed are left out, with the reason.
+Causal, bf16. The table has milliseconds of a forward, and of a forward and backward, and the ratio to dense attention
+with equal FLOPs. It also has the largest difference from our result, which would reveal a window of another width. Ways
+that are not installed are omitted, with the reason.
 Shape letters: B batch, N tokens, H heads, D head dim.
 """
 
@@ -21,17 +21,17 @@ import lightning_dilated as ld
 from lightning_dilated.planning import dense_yardstick, seconds_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-#: runs the forward, and the backward with a gradient of out
+#: runs a forward, then a backward with a given gradient of out
 Pass = Callable[[], tuple[Tensor, ...]]
 
 
 class CudnnWindow(torch.autograd.Function):
-    """cuDNN's attention with a band, by graphs of its frontend; q, k, v (B, N, H, D)."""
+    """cuDNN's attention with a band, by graphs of the frontend. q, k, v are (B, N, H, D)."""
 
     @staticmethod
     @functools.cache
     def graphs(shape: tuple[int, ...], width: int) -> tuple:
-        """Return (forward graph, its tensors, backward graph, its tensors, bytes of workspace of each)."""
+        """Return (forward graph, its tensors, backward graph, its tensors, bytes of their workspaces)."""
         import cudnn
 
         kinds = cudnn.data_type
@@ -93,7 +93,7 @@ class CudnnWindow(torch.autograd.Function):
 
 
 def ways(width: int, seq_len: int) -> Iterator[tuple[str, Attend]]:
-    """Yield the name and function of each way."""
+    """Yield (name, function) for each way."""
     pattern = ld.DilatedPattern([ld.Window(width)])
     yield "ours", lambda q, k, v: ld.dilated_attention(q, k, v, pattern, causal=True)
     yield "cudnn frontend", lambda q, k, v: CudnnWindow.apply(q, k, v, width)
@@ -115,7 +115,7 @@ def flex(width: int, seq_len: int) -> Attend:
 
 
 def passes(attend: Attend, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Pass, Pass]:
-    """Return (forward, forward and backward)."""
+    """Return functions: the forward, and the forward and backward."""
 
     def forward_and_backward() -> tuple[Tensor, ...]:
         out = attend(*inputs)
@@ -152,7 +152,7 @@ def main() -> None:
                 first = results if first is None else first
                 apart = " ".join(f"{(x - y).abs().max().item():.1e}" for x, y in zip(results, first, strict=True))
                 times = seconds(forward), seconds(both_passes)
-            except Exception as error:  # whatever a peer cannot do is part of the table
+            except Exception as error:  # failures of other packages are part of the table
                 print(
                     f"| {n:,} | {name} | {type(error).__name__}: {str(error).splitlines()[0][:160]} | | | |", flush=True
                 )

@@ -1,4 +1,4 @@
-"""Settings of the whole suite: reproducible random cases, one thread, and GPU tests that skip without a GPU."""
+"""Settings of all tests: reproducible random cases, one thread, and GPU tests that are skipped without a GPU."""
 
 import gc
 import os
@@ -6,38 +6,38 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: CI shares its cores between workers
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; workers share the cores of CI
 
-os.environ["LIGHTNING_DILATED_LINKS"] = "defaults"  # not a file of this machine's measurements
+os.environ["LIGHTNING_DILATED_LINKS"] = "defaults"  # ignore a file of links measured on this machine
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from .examples import examples
 
-gc.disable()  # until tests run: a collection visits all objects that torch and the test files make at their import
-# A fork has none of its parent's threads for process groups: collecting such a group there aborts. So collect before.
+gc.disable()  # until tests run, because a collection visits every object that imports of torch and of test files create
+# A forked process lacks the threads of its parent's process groups, and collecting such a group there aborts.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=gc.collect)
 # functions below import torch and the package, because xdist's controller needs neither
-# a background job of a shell ignores SIGINT, and so do the processes that it starts
+# background jobs of a shell ignore SIGINT, and their child processes inherit that
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-#: files that take longest, by .ci/longest.py: xdist starts them first, or one would run alone at the end
+#: the slowest files, by .ci/longest.py: xdist starts them first, so that none of them runs alone at the end
 LONGEST = (Path(__file__).parent / "longest.txt").read_text().split()
 #: fixtures that start worker processes
 STARTS_PROCESSES = {"pool", "pools", "interpreter"}
-#: variables that a launcher sets for its processes
+#: environment variables that a launcher sets for its processes
 LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """`-m fast` tries a tenth of the random examples, unless LIGHTNING_DILATED_EXAMPLES sets another share.
+    """Set the share of random examples: with `-m fast` a tenth, unless LIGHTNING_DILATED_EXAMPLES is set.
 
-    CI runs the same examples every time; HYPOTHESIS_PROFILE=explore looks for new ones.
+    CI runs the same examples every time. HYPOTHESIS_PROFILE=explore draws new ones.
     """
-    if hasattr(config.option, "loadscopereorder"):  # files with the most tests are not the slowest
+    if hasattr(config.option, "loadscopereorder"):  # xdist's own order: the number of tests
         config.option.loadscopereorder = False
     if config.option.markexpr == "fast":
         os.environ.setdefault("LIGHTNING_DILATED_EXAMPLES", "0.1")
@@ -50,9 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests with worker processes `full`, other cheap ones `fast`, before -m selects; skip `gpu` without a GPU.
+    """Mark tests with worker processes `full`, other cheap tests `fast`, before -m selects; skip `gpu` without a GPU.
 
-    Under xdist the longest files come first.
+    Under xdist, the slowest files come first.
     """
     import torch
 
@@ -74,14 +74,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported objects from every later garbage collection, where they took a tenth of the processor's time."""
+    """Exclude imported objects from later garbage collections, which spent a tenth of the CPU time on them."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """After each file, exclude the objects still in use from later collections: they are compiled code and caches."""
+    """After each file, exclude objects that are still in use (compiled code, caches) from later collections."""
     yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
@@ -89,10 +89,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter end without a frozen heap: extensions report remaining objects as leaks."""
+    """Unfreeze the heap before the interpreter ends, because extensions report frozen objects as leaks."""
     gc.unfreeze()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        gc.disable()  # an interrupt during a long collection at the end would be reported
+        gc.disable()  # a long collection at exit could be interrupted, which would be reported
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def no_process_group_left():
-    """Lightning leaves its process group, and MASTER_PORT and the like, to later tests and their processes."""
+    """Destroy the process group and remove MASTER_PORT etc., which Lightning leaves for later tests and processes."""
     import torch
 
     before = {name: os.environ.get(name) for name in LAUNCHED}

@@ -1,4 +1,4 @@
-"""leave_room: the share of a GPU that torch's allocator may take, simulated by hand, and on a real one."""
+"""leave_room limits the share of a GPU that torch's allocator may use: simulated cases, and a real GPU."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ GIB = 2**30
 
 
 class Gpu:
-    """A GPU of 100 GiB as torch reports it."""
+    """A GPU with 100 GiB, as torch reports it."""
 
     def __init__(self, monkeypatch, free, held, fraction=1.0):
         self.free, self.held, self.fraction = free, held, fraction
@@ -28,9 +28,9 @@ class Gpu:
     [
         (97, 1, 1.0, 0.97),  # 2 GiB are CUDA's and NCCL's, 1 GiB is left
         (0, 96, 1.0, 0.95),  # all is taken: cached memory is released when more is needed
-        (97, 1, 0.5, 0.5),  # the user's own limit is lower
+        (97, 1, 0.5, 0.5),  # the user has set a lower limit
         (97, 1, 0.99, 0.97),
-        (50, 10, 1.0, 1.0),  # other processes hold 40 GiB
+        (50, 10, 1.0, 1.0),  # other processes use 40 GiB
         (0.2, 0.1, 1.0, 1.0),
     ],
 )
@@ -56,7 +56,7 @@ def test_a_cpu_has_no_limit(monkeypatch):
 
 @pytest.mark.gpu
 def test_on_a_gpu():
-    """Take all that the allocator gives: a GiB is left for others, and released memory can be used again."""
+    """Allocate as much as possible: a GiB is left for others, and freed memory can be allocated again."""
     device = torch.device("cuda", 0)
     (free, total), held = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
     if total - free - held > allocator.LIBRARIES:

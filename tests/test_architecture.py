@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md's walks: each file exists, defines the name to read, and is visited once; and no walk is long."""
+"""The walks in ARCHITECTURE.md: each file exists, defines the named object, and occurs once. No walk is long."""
 
 import importlib
 import re
@@ -11,7 +11,7 @@ import lightning_dilated
 ROOT = Path(lightning_dilated.__file__).parent
 TEXT = (ROOT.parent / "ARCHITECTURE.md").read_text()
 STEP = re.compile(r"^\d+\. `([\w/]+\.py)`: `(\w+)`", re.M)
-#: the title of each section with a walk, and its (file, name) pairs
+#: {title of a section with a walk: its (file, name) pairs}
 WALKS = {
     section.partition("\n")[0]: STEP.findall(section)
     for section in TEXT.split("\n## ")
@@ -24,7 +24,7 @@ def test_every_walk_is_written():
     assert {"The way of a batch", *LIMITS} < set(WALKS)
     assert sum("checkpoint" in title for title in WALKS) == 2
     numbered = len(re.findall(r"^\d+\. ", TEXT, re.M))
-    assert sum(map(len, WALKS.values())) == numbered  # no step is written in another form
+    assert sum(map(len, WALKS.values())) == numbered  # all numbered steps have this form
 
 
 @pytest.mark.parametrize("title", WALKS)

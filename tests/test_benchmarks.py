@@ -1,4 +1,4 @@
-"""Every measuring script starts: `--help` prints its options."""
+"""Every benchmark script starts: `--help` prints its options."""
 
 import runpy
 import sys
@@ -19,7 +19,7 @@ def test_help(path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(path), run_name="__main__")
     finally:
-        for name in set(sys.modules) - before:  # two folders have modules of one name
+        for name in set(sys.modules) - before:  # modules in different folders have the same name
             if str(ROOT) in str(getattr(sys.modules[name], "__file__", "")):
                 del sys.modules[name]
     assert ended.value.code == 0 and "usage:" in capsys.readouterr().out

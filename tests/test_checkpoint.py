@@ -1,4 +1,4 @@
-"""The models that fit a tokenizer."""
+"""Which models a tokenizer can be used with."""
 
 import json
 import warnings
@@ -12,7 +12,7 @@ from lightning_dilated import DilatedPattern, LongNetLM, LongNetMLM
 from lightning_dilated.cli.load_model import load_module
 from lightning_dilated.ext.decoding.load import load_language_model
 
-#: vocab_size and bytes_per_token of the model, size of the tokenizer (None without), words of the error
+#: (vocab_size and bytes_per_token of the model, size of the tokenizer or None, part of the error)
 CASES = {
     "bytes": (256, 1.0, None, None),
     "bytes, three words": (256, 1.0, 3, "so it is over bytes, but the tokenizer has 3 tokens. Leave --tokenizer out"),
@@ -56,7 +56,7 @@ def test_a_model_of_masked_tokens_does_not_continue_texts(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_a_class_that_stood_elsewhere(tmp_path: Path, kind: str) -> None:
-    """Files written before the models moved name the modules of that time."""
+    """Files from before the models moved refer to the modules of that time."""
     model = LongNetLM(DilatedPattern.longnet([16], [1]), dim=8, depth=1, num_heads=1)
     before = "lightning_dilated.models.longnet_lm.LongNetLM"
     if kind == "folder":

@@ -1,6 +1,6 @@
-"""Private names of torch and Lightning that `_compat` uses: each exists, accepts our arguments, and works.
+"""Private names of torch and Lightning in `_compat`: each exists, accepts our arguments, and works.
 
-A failing test names the function of `_compat` that broke, and so the feature that the package loses.
+A failing test names the function of `_compat` that broke, and the feature that would be lost.
 """
 
 import copy
@@ -44,18 +44,18 @@ def parameters(function):
 
 
 def has(owner, name, broken):
-    """Fail with a sentence that names the broken feature."""
+    """Fail with a sentence that names the broken feature, if `owner` lacks `name`."""
     assert hasattr(owner, name), f"{getattr(owner, '__name__', owner)} has no {name} any more: {broken}."
 
 
 @pytest.fixture(scope="module")
 def trainer():
-    """A Trainer that has not run."""
+    """A Trainer that has not run yet."""
     return pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
 
 
 def test_autograd_within_op():
-    """Without it the backward of a recurrence, which differentiates its forward, would find no graph."""
+    """The backward of a recurrence differentiates its forward. Without this function it would find no graph."""
     library = torch.library.Library("lightning_dilated_test", "DEF")
     library.define("slope(Tensor x) -> Tensor")
 
@@ -86,7 +86,7 @@ OVERRIDDEN = {
         *("_lengths", "_samples", "_batches"),
     ),
 }
-#: attributes of objects, not of classes
+#: attributes that exist on objects, not on classes
 MADE = {
     *("_ddp_kwargs", "_device_mesh", "_save_distributed_checkpoint"),
     *("_throughputs", "_t0s", "_lengths", "_samples", "_batches"),
@@ -217,7 +217,7 @@ def test_checkpoints_of_a_trainer(trainer):
 
 
 def test_order_of_training_samples(trainer):
-    """`_data_connector._resolve_sampler` accepts our arguments, and is replaced once."""
+    """`_data_connector._resolve_sampler` accepts our arguments and is replaced only once."""
     connector, calls = trainer._data_connector, []
     has(connector, "_resolve_sampler", "training data of a loader with shuffle=False are shuffled")
     names = parameters(connector._resolve_sampler)
@@ -242,7 +242,7 @@ def test_steps_of_a_trainer(trainer):
 
 
 def test_checkpoints_between_micro_batches(trainer):
-    """It would lack gradients; the callback can still be copied and sent, and is replaced once."""
+    """A checkpoint there would lack gradients. The callback can still be copied and pickled, and is replaced once."""
     saver, calls = pl.callbacks.ModelCheckpoint(), []
     trainer.callbacks, trainer.fit_loop._combined_loader = [saver], SimpleNamespace()
     trainer.accumulate_grad_batches, trainer.fit_loop.epoch_loop.max_batches = 2, 10
@@ -369,7 +369,7 @@ def test_tensors_of_a_module():
 def test_dataset_of_a_loader():
     loader = DataLoader([1, 2])
     with pytest.raises(ValueError):
-        loader.dataset = [3, 4]  # the reason for `set_dataset`
+        loader.dataset = [3, 4]  # why `set_dataset` is needed
     torchs.set_dataset(loader, [3, 4])
     assert [int(x) for x in loader] == [3, 4], "DataLoader does not read its dataset from the attribute"
 
@@ -443,7 +443,7 @@ def test_what_selective_checkpointing_saves():
 
 
 def test_modules_and_tensors_without_names():
-    """A shared one comes once, a missing one not at all."""
+    """A shared module or tensor is visited once, a missing one is skipped."""
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ModuleList([nn.Linear(2, 2), nn.BatchNorm1d(2)]))
     module[1].append(module[0])
     module[1][0].weight = module[0].weight
@@ -501,7 +501,7 @@ ATTENTIONS = {
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_dense_attention(name):
-    """Shapes on the meta device; tests/attention compares numbers on a CPU and a GPU."""
+    """Check shapes on the meta device. tests/attention compares numbers on a CPU and on a GPU."""
     assert torchs.missing_op(name) is None, f"no aten::{name}: its engine serves nothing"
     assert "no aten::_no_op" in torchs.missing_op("_no_op")
     (forward, backward), x = ATTENTIONS[name], torch.empty(2, 3, 16, 8, dtype=torch.bfloat16, device="meta")
@@ -659,7 +659,7 @@ def test_graphs_and_traced_tensors():
 
 # -- what was added with the checks of files and ranks -----------------------------------------------------------------
 class Takes(pl.LightningModule):
-    """A module with arguments of two kinds."""
+    """A module with an int and a list as arguments."""
 
     def __init__(self, size: int = 2, rows: list[int] | None = None):
         super().__init__()
@@ -754,7 +754,7 @@ os._exit(0)  # threads of autograd are still there
 
 
 def test_stacks_of_threads():
-    """A thread of autograd, as for a GPU (here for a deep backward), sees the values of the calling thread."""
+    """A thread of autograd (used for GPUs, and here for a deep backward) sees the values of the calling thread."""
     stack, values = torchs.ThreadStack("values"), []
     with stack.with_top("a"):
         thread = threading.Thread(target=lambda: values.append(stack.of_backward()))

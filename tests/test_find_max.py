@@ -1,4 +1,4 @@
-"""The longest sequence: the search against every possible answer, and real trials on the CPU with little memory."""
+"""The longest sequence: the search against all possible answers, and real trials on a CPU with a memory limit."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_search(most, start, multiple, within, limit):
 
 @pytest.fixture
 def recipe(tmp_path):
-    """A small model with logits of 256 kinds that take most of its memory."""
+    """A recipe of a small model in which logits (256 per token) take most of the memory."""
     pattern = {"segment_lengths": [64], "dilation_rates": [1]}
     settings = {
         "trainer": {"accelerator": "cpu", "callbacks": [{"class_path": "lightning_dilated.callbacks.RunReport"}]},
@@ -55,7 +55,7 @@ def recipe(tmp_path):
 
 
 def test_trials(recipe):
-    """1M tokens need 1 GiB for each of several copies of the logits; 2,048 need 2 MiB."""
+    """With 1M tokens, each of several copies of the logits has 1 GiB; with 2,048 tokens, 2 MiB."""
     trials = Trials(recipe, ranks=1, timeout=120, limit=1.5)
     few, many = trials(2048), trials(1048576)
     assert few.fits and few.seconds > 0 and few.host > 10**8 and "2,048 tokens: fits" in str(few)
@@ -75,7 +75,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_samples(name):
-    """The training samples of each model, alike on all ranks, of the requested length."""
+    """Samples have the requested length and the entries that the model needs, and are equal on all ranks."""
     model = getattr(ld, name)(**MODELS[name])
     samples = Samples(model, 96)
     batch, again, other = samples[0], Samples(model, 96)[0], samples[1]
@@ -89,7 +89,7 @@ def test_samples(name):
 
 
 def test_command(recipe, capsys, monkeypatch):
-    """The whole search, with trials that fit up to a length."""
+    """Run the whole search, with trials that succeed up to a certain length."""
     tried = []
 
     def trial(self, tokens):

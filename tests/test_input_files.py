@@ -1,4 +1,4 @@
-"""Fifos, devices and folders in place of a file: every reader refuses at once."""
+"""Every reader refuses a fifo, a device or a folder in place of a file, without blocking."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ READERS: dict[str, Callable[[str], Any]] = {
 
 @pytest.fixture(autouse=True)
 def ends() -> Iterator[None]:
-    """Let a test that waits for a fifo end in an error."""
+    """Make a test fail if it blocks on a fifo."""
 
     def late(*args: Any) -> None:
         raise AssertionError("it waits")

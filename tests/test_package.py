@@ -1,4 +1,4 @@
-"""The package as a whole: public names, signatures, the lint of CI, and imports without a GPU."""
+"""The package as a whole: public names, signatures, CI's lint, and imports without a GPU."""
 
 import importlib
 import inspect
@@ -97,7 +97,7 @@ def test_lint_finds_planted_faults(tmp_path):
 
 
 def test_the_layer_imports_few_files():
-    """Imports inside of functions count; names in `_extensions.py` do not."""
+    """Imports inside functions count, names in `_extensions.py` do not."""
     path = ROOT.parent / ".ci" / "lint.py"
     if not path.exists():
         pytest.skip("no checkout: a source archive has no .ci")
@@ -113,7 +113,7 @@ def test_the_layer_imports_few_files():
 
 
 def test_lint_holds_budgets():
-    """Exceeding a budget is a fault, and so is a budget far above the current number."""
+    """A number above its budget is a finding, and so is a budget far above its number."""
     path = ROOT.parent / ".ci" / "lint.py"
     if not path.exists():
         pytest.skip("no checkout: a source archive has no .ci")
@@ -136,7 +136,7 @@ PINNED = dict(line.split() for line in (Path(__file__).parent / "public_names.tx
 
 
 def test_public_names_are_what_they_were():
-    """Recipes, checkpoints and programs of users contain these names."""
+    """Recipes, checkpoints and users' programs contain these names."""
     for name, where in PINNED.items():
         module, _, attribute = name.rpartition(".")
         face = importlib.import_module(module)
@@ -186,13 +186,13 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature(name):
-    """The order is fixed too: people pass these by position."""
+    """The order of parameters must not change either, because users pass them by position."""
     call, want = SIGNATURES[name]
     assert " ".join(inspect.signature(call).parameters).startswith(want)
 
 
 def test_type_checkers_read_the_package():
-    assert (ROOT / "py.typed").is_file()  # without it type checkers take every name for Any
+    assert (ROOT / "py.typed").is_file()  # without this file, type checkers treat every name as Any
 
 
 # -- in a process of its own -------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""README and docs are true: their Python runs, links exist, commands parse, and tables name real things."""
+"""README and docs are correct: Python runs, links exist, commands parse, and tables contain real names."""
 
 import ast
 import re
@@ -23,25 +23,25 @@ PAGES |= {Path(name): (ROOT / name).read_text() for name in ("ARCHITECTURE.md", 
 TEXT = "\n".join(PAGES.values())
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 FENCES = re.compile(r'^ *```(\w*)(?: title="([^"]+)")?\n(.*?)^ *```$', re.M | re.S)
-#: a line of a block without a language: a command, its continuation, or a loop's word
+#: a line in a block without a language: a command, its continuation, or a word of a loop
 COMMAND = re.compile(r"(  |lightning-dilated |python |pip |mkdocs |git |sbatch |lm_eval |for |done$|\.ci/)")
-#: words of the blocks that have their own tests
+#: parts of blocks that have their own tests
 OF_THEIR_OWN = {"class Tagger", "torchrun"}
 
 
 def block(words: str) -> str:
-    """Return the one Python block that contains these words."""
+    """Return the only Python block that contains these words."""
     (text,) = {b for b in BLOCKS if words in b}
     return text
 
 
 def test_every_block_is_run_or_parsed() -> None:
-    """`python` runs below, `bash` and files in test_tutorials.py; commands and `yaml` are parsed in tests/cli."""
+    """`python` blocks run below, `bash` and files in test_tutorials.py. Commands and `yaml` parse in tests/cli."""
     pages = [*PAGES, *(path.relative_to(ROOT) for path in ROOT.glob("docs/*/*.md")), Path("recipes/README.md")]
     for page in [*pages, Path("SECURITY.md")]:
         tutorial = page.parent.name == "tutorials"
         for language, _, text in FENCES.findall((ROOT / page).read_text()):
-            if language == "py":  # needs files or hardware that are not here
+            if language == "py":  # needs files or hardware that tests lack
                 compile(text, str(page), "exec")
             elif language == "":
                 assert not [line for line in text.splitlines() if not COMMAND.match(line)], (page, text)
@@ -156,7 +156,7 @@ def test_commands_exist(command: str) -> None:
 
 
 def texts_of_the_package() -> list[str]:
-    """Return every string of the package's source, with … in place of values."""
+    """Return all strings in the package's source, with … in place of formatted values."""
     nodes = (x for path in Path(ld.__file__).parent.rglob("*.py") for x in ast.walk(ast.parse(path.read_text())))
     texts = []
     for node in nodes:

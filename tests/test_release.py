@@ -1,4 +1,4 @@
-"""A release: one version everywhere, a changelog, and archives that install and build the site without the checkout."""
+"""A release: equal versions, a changelog, and archives that install and build the site outside of the checkout."""
 
 import os
 import re
@@ -18,12 +18,12 @@ from .test_site import HOOKS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-#: the kinds of Keep a Changelog
+#: kinds of changes in Keep a Changelog
 KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
 def versions() -> dict[str, list[str]]:
-    """Return {heading: kinds of changes} of each version in the changelog, the newest first."""
+    """Return {heading of a version: kinds of its changes} from the changelog, the newest version first."""
     parts = re.split(r"^## (.+)\n", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
     return {title: re.findall(r"^### (.+)$", text, re.M) for title, text in zip(parts[1::2], parts[2::2], strict=True)}
 
@@ -46,13 +46,13 @@ def test_changelog_names_each_kind_once_a_version() -> None:
 def test_source_archive_has_what_the_site_and_tests_need() -> None:
     included = set(PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"])
     needed = {"mkdocs.yml", "constraints.txt", "docs", "tests", "pyproject.toml", *HOOKS.linked_files(ROOT)}
-    # hatchling adds pyproject.toml itself
+    # hatchling itself adds pyproject.toml
     assert {path.split("/")[0] for path in needed} - included == {"pyproject.toml"}
 
 
 # -- the archives themselves -------------------------------------------------------------------------------------------
 def run(*argv: str | Path, cwd: Path) -> str:
-    """Return a program's output in `cwd`, without this checkout on its path."""
+    """Return the output of a program that runs in `cwd` and does not find this checkout."""
     names = {"PYTHONPATH", "VIRTUAL_ENV"}
     environment = {k: v for k, v in os.environ.items() if k not in names} | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True)
@@ -62,7 +62,7 @@ def run(*argv: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """{"wheel" or "sdist": its file}, built from this checkout."""
+    """Return {"wheel" or "sdist": file}, built from this checkout."""
     pytest.importorskip("build", reason="needs the extra dev")
     pytest.importorskip("twine", reason="needs the extra dev")
     folder = tmp_path_factory.mktemp("dist")

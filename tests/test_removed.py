@@ -1,4 +1,4 @@
-"""Removed names raise an error with the replacement: in Python, on the command line, and in files."""
+"""A removed name raises an error that contains its replacement: in Python, on the command line, and in files."""
 
 import importlib
 import json
@@ -11,7 +11,7 @@ from lightning_dilated import LongNetLM, _removed
 from lightning_dilated.cli import main
 from lightning_dilated.cli.load_model import load_module
 
-#: models and DataModules among the names
+#: removed names of models and DataModules
 CLASSES = {"model": ["LongViT"], "data": ["ListOpsDataModule", "StrainPairsDataModule"]}
 SECTION = [(section, name) for section, names in CLASSES.items() for name in names]
 
@@ -28,7 +28,7 @@ def test_names(name, folder):
 
 
 def refused(capsys, *argv):
-    """Return the command line's error about the arguments, on one line."""
+    """Return the error of the command line with these arguments, as one line."""
     with pytest.raises(SystemExit) as ended:
         main([str(x) for x in argv])
     assert ended.value.code == 2

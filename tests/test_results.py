@@ -1,4 +1,4 @@
-"""The rows of each figure are on a page of benchmarks/results, and the figure exists."""
+"""Each figure exists, and a page of benchmarks/results has its rows."""
 
 import json
 import runpy

@@ -1,4 +1,4 @@
-"""The documentation site: every public name has one reference entry, every page one place, and no link is dead."""
+"""The documentation site: every public name has one entry, every page is in the navigation once, every link works."""
 
 import ast
 import importlib
@@ -15,7 +15,7 @@ import yaml
 import lightning_dilated as ld
 
 ROOT = Path(__file__).resolve().parents[1]
-#: folders of the package with an `__all__` for the package itself
+#: folders with an `__all__` for use within the package only
 INTERNAL = {"cli", "kernels"}
 
 
@@ -34,7 +34,7 @@ CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 # -- reference ---------------------------------------------------------------------------------------------------------
 def exported(folder: Path) -> list[str]:
-    """Return `__all__` of a folder's `__init__.py`, read without importing it."""
+    """Return `__all__` of a folder's `__init__.py` without importing it."""
     for node in ast.parse((folder / "__init__.py").read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if isinstance(targets[0], ast.Name) and targets[0].id == "__all__":
@@ -43,7 +43,7 @@ def exported(folder: Path) -> list[str]:
 
 
 def public_names() -> dict[str, object]:
-    """Return {dotted name: object} of public names of the package, its folders, and the modules that they export."""
+    """Return {dotted name: object} for the public names of the package, its folders, and the modules they export."""
     package = Path(ld.__file__).parent
     folders = {path.parent for path in package.glob("[a-z]*/__init__.py")}
     todo = ["lightning_dilated"]
@@ -66,7 +66,7 @@ def public_names() -> dict[str, object]:
 
 
 def entries() -> list[str]:
-    """Return the names with entries on pages of docs/api."""
+    """Return the names that have entries on pages of docs/api."""
     return [
         name
         for page in sorted((ROOT / "docs" / "api").glob("*.md"))
@@ -75,7 +75,7 @@ def entries() -> list[str]:
 
 
 def problems(public: dict[str, object], listed: list[str]) -> list[str]:
-    """Return public objects with no entry or several, and entries that are not public."""
+    """Return public objects without an entry or with several, and entries that are not public."""
     counts = Counter(id(public[name]) for name in listed if name in public)
     wrong = [f"{name} is not public" for name in listed if name not in public]
     return wrong + [f"{name} has {counts[id(x)]} entries" for name, x in public.items() if counts[id(x)] != 1]
@@ -94,7 +94,7 @@ def test_every_public_name_has_one_entry() -> None:
 def test_missing_repeated_and_unknown_entries_are_seen() -> None:
     public, listed = public_names(), entries()
     assert problems(public, listed[1:])
-    assert problems(public, [*listed, "lightning_dilated.models.LongNetLM"])  # the same class by another name
+    assert problems(public, [*listed, "lightning_dilated.models.LongNetLM"])  # another name of the same class
     assert problems(public, [*listed, "lightning_dilated.attention.oracle"])
 
 
@@ -108,14 +108,14 @@ KINDS = ("Tutorials", "How-to", "Reference", "Explanation")
 
 
 def pages_of(nav: Any) -> list[str]:
-    """Return the pages of a part of the navigation."""
+    """Return the pages in a part of the navigation."""
     if isinstance(nav, str):
         return [nav]
     return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in pages_of(part)]
 
 
 def sections() -> dict[str, list[str]]:
-    """Return {title: pages} of the navigation's tabs."""
+    """Return {title of a tab: its pages} from the navigation."""
     return {title: pages_of(part) for entry in CONFIG["nav"] for title, part in entry.items()}
 
 

@@ -1,4 +1,4 @@
-"""Tutorials run as written: every block, in the order of the page, in one folder, with the output of the page."""
+"""Tutorials run as written: all blocks of a page in order, in one folder, with the output that the page shows."""
 
 import importlib.util
 import json
@@ -27,7 +27,7 @@ def load_hook() -> ModuleType:
 
 
 NOTEBOOKS = load_hook()
-#: runs the cells of a page in one Python session, like the reader; prints a JSON list of the outputs
+#: a script that runs the cells of a page in one Python session, like a reader, and prints a JSON list of outputs
 SESSION = """
 import contextlib, io, json, subprocess, sys
 from pathlib import Path
@@ -52,12 +52,12 @@ NUMBER = r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?"
 
 
 def run_page(name: str, tmp_path: Path) -> list[str]:
-    """Run a page in its own folder, check the output, and return it, a text for each block that runs."""
+    """Run a page in its own folder and check its output. Return a text for each block that runs."""
     parts = [x for x in NOTEBOOKS.cells((FOLDER / name).read_text()) if x.kind in ("file", "bash", "python")]
     programs, folder = tmp_path / "programs", tmp_path / "folder"
     programs.mkdir()
     folder.mkdir()
-    command = programs / "lightning-dilated"  # of this checkout, installed or not
+    command = programs / "lightning-dilated"  # from this checkout, even if another version is installed
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m lightning_dilated "$@"\n')
     command.chmod(0o755)
     path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -78,14 +78,14 @@ def run_page(name: str, tmp_path: Path) -> list[str]:
 
 
 def pattern_of(part: str) -> str:
-    """Return the regular expression of a page's word, number, space or … in the output."""
+    """Return the regular expression for a word, number, space or … in a page's output."""
     if re.fullmatch(NUMBER, part):
         return f"({NUMBER})"
     return ".*" if part == "…" else r"\s+" if part.isspace() else re.escape(part)
 
 
 def not_printed(shown: str, printed: str) -> list[str]:
-    """Return lines of a page that were not printed in this order. Numbers may differ a little, … matches anything."""
+    """Return the page's lines that were not printed in this order. Numbers may differ slightly; … matches anything."""
     missing, end = [], 0
     for line in filter(None, map(str.strip, shown.splitlines())):
         parts = [part for part in re.split(rf"(…|{NUMBER}|\s+)", line) if part]
@@ -102,12 +102,12 @@ def not_printed(shown: str, printed: str) -> list[str]:
 
 
 def numbers(pattern: str, texts: list[str]) -> list[float]:
-    """Return the numbers that a pattern's group finds in all output."""
+    """Return the numbers that the group of `pattern` matches in all outputs."""
     return [float(x.replace(",", "")) for x in re.findall(pattern.replace("#", f"({NUMBER})"), "\n".join(texts))]
 
 
 def check_first_model(texts: list[str]) -> None:
-    """It beats the bigram model, on two ranks as on one, and expects Python."""
+    """The model beats the bigram model, equally on one and two ranks, and finds Python most likely."""
     bits, bigram = numbers(r"LongNetLM +│ +#", texts), numbers(r"bigram of the training bytes +│ +#", texts)
     assert bits[-1] < bigram[-1]
     assert bits[-1] == pytest.approx(bits[-2], abs=2e-3)
@@ -116,39 +116,39 @@ def check_first_model(texts: list[str]) -> None:
 
 
 def check_slides(texts: list[str]) -> None:
-    """It finds the class, and looks at some tiles more than at others."""
+    """The model predicts the class, and attends to some tiles more than to others."""
     assert numbers(r"│ auroc +│ +#", texts)[-1] > 0.9
     assert numbers(r"has # times the mean", texts)[-1] > 1.5
 
 
 def check_genomes(texts: list[str]) -> None:
-    """Variants in sites score lower than those between them."""
+    """Variants inside of sites score lower than variants between sites."""
     site, between = numbers(r"variants, mean score #", texts)
     assert site < between - 1
     assert abs(between) < 0.3
 
 
 def check_own_module(texts: list[str]) -> None:
-    """Two ranks train like one."""
+    """Two ranks have the losses of one rank."""
     one, two = numbers(r"val_accuracy +│ +#", texts)
     assert one == pytest.approx(two, abs=1e-3) and one > 0.6
     assert numbers(r"difference of a weight: #", texts)[-1] < 1e-2
 
 
 def check_transformers(texts: list[str]) -> None:
-    """Two ranks train like one."""
+    """Two ranks have the losses of one rank."""
     one, two = numbers(r"val_bits_per_byte +│ +#", texts)
     assert one == pytest.approx(two, abs=0.02) and one < 5
 
 
 def check_billion(texts: list[str]) -> None:
-    """Chunks change no number, and need less memory."""
+    """Streaming in chunks changes no number, and uses less memory."""
     assert numbers(r"loss #,", texts)[0] == numbers(r"loss #,", texts)[1]
     whole, chunks = numbers(r"# MiB", texts)
     assert chunks < whole / 2
 
 
-#: {page: check of its numbers}; pages without `slow` run in CI
+#: {page: function that checks its numbers}; pages without `slow` run in CI
 TUTORIALS: dict[str, Callable[[list[str]], None]] = {
     "first_model.md": check_first_model,
     "slides.md": check_slides,
@@ -177,7 +177,7 @@ def test_what_a_page_shows_has_to_be_printed() -> None:
     assert not_printed("loss 1.3, of 999\nname │ 1e-3 │", printed) == []
     assert not_printed("loss 2.5, of 1,000", printed) == ["loss 2.5, of 1,000"]
     assert not_printed("lo…, of 1,000\nlast", printed) == []
-    assert not_printed("last\nloss 1.25, of 1,000", printed) == ["loss 1.25, of 1,000"]  # in another order
+    assert not_printed("last\nloss 1.25, of 1,000", printed) == ["loss 1.25, of 1,000"]  # in the wrong order
     assert not_printed("loss one", printed) == ["loss one"]
 
 

@@ -33,12 +33,12 @@ for engine in ("auto", "math"):
 
 
 def printed(code: str) -> list[int]:
-    """Return the integers that `code` prints, run after the prelude above in a new process."""
+    """Run `code` after the prelude above in a new process, and return the integers that it prints."""
     try:
         Path("/proc/self/clear_refs").open("w").close()
     except OSError:
         pytest.skip("needs /proc/self/clear_refs to reset the peak of resident memory")
-    # without this, freed tensors stay resident in the heap and its fragments count as a peak
+    # without this, freed tensors stay resident in the heap, and heap fragments count toward the peak
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", _PRELUDE + textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)

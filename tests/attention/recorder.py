@@ -1,4 +1,4 @@
-"""Engines registered for one test: recorders of the op's tensors, and triton's kernels block by block."""
+"""Engines that tests register: one records the tensors of each call, one runs triton's kernels block by block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_dilated.attention.backends import ENGINES, Engine
 
 @dataclass
 class Calls:
-    """The tensors of every call, in order: forward (q, k, v), backward (grad, q, k, v, out, lse)."""
+    """Tensors of every call, in order: forward (q, k, v), backward (grad, q, k, v, out, lse)."""
 
     forward: list[tuple[Tensor, ...]] = field(default_factory=list)
     backward: list[tuple[Tensor, ...]] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Calls:
 
 
 def record(monkeypatch: pytest.MonkeyPatch, name: str, base: Engine | None = None, **statements: Any) -> Calls:
-    """Record the calls of engine `name`, which runs like `base` (itself if None) with other `statements`."""
+    """Record the calls of engine `name`. It computes as `base` (default: itself) with the given `statements`."""
     calls, base = Calls(), base or ENGINES[name]
 
     def forward(q, k, v, *args):
@@ -42,16 +42,16 @@ def record(monkeypatch: pytest.MonkeyPatch, name: str, base: Engine | None = Non
         calls.backward.append((grad, q, k, v, out, lse))
         return base.backward(grad, q, k, v, out, lse, *call_args)
 
-    resolve.forget()  # earlier calls chose the engine
+    resolve.forget()  # the cache of resolved calls names the engines of earlier tests
     monkeypatch.setitem(ENGINES, name, replace(base, name=name, forward=forward, backward=backward, **statements))
     return calls
 
 
 @contextlib.contextmanager
 def block_by_block() -> Iterator[list[tuple[int, ...]]]:
-    """The engine "blocks": `kernels.dense` for each block, even if a grouped launch or `kernels.pipelined` would serve.
+    """Register the engine "blocks", which calls `kernels.dense` for every block, never a grouped or pipelined kernel.
 
-    Yields the shape of q in each forward so far.
+    Yields a list with the shape of q in each forward so far.
     """
     from lightning_dilated.kernels import pipelined
 

@@ -1,4 +1,4 @@
-"""Random calls of dilated_attention: shapes, strides, documents and options around a random pattern."""
+"""Random calls of dilated_attention: a random pattern with random shapes, strides, documents and options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYOUTS = ("contiguous", "fused", "transposed", "expanded kv", "D strided")
 
 @dataclass(frozen=True)
 class Case:
-    """One call, without its numbers; a failing test prints its repr."""
+    """All arguments of one call except the tensors' values. A failing test prints the repr."""
 
     pattern: DilatedPattern
     batch: int
@@ -51,7 +51,7 @@ class Case:
             q, k, v = (random(b, n, d, heads).transpose(2, 3) for heads in (h, kv, kv))
         else:
             q, k, v = (random(b, n, heads, d) for heads in (h, kv, kv))
-        # gradients come expanded from sums and transposed from projections
+        # in models, the gradient is an expanded tensor after a sum, and a transposed one after a projection
         grad = random(b, n, 1, 1).expand(b, n, h, d) if self.layout == "fused" else random(b, h, n, d).transpose(1, 2)
         return *(x.detach().requires_grad_() for x in (q, k, v)), grad
 
@@ -68,7 +68,7 @@ class Case:
         return dilated_attention(q, k, v, self.pattern, **{**self.options(), **options})
 
     def oracle(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) by definition."""
+        """Return (out, lse) as the oracle computes them."""
         return oracle(q, k, v, self.pattern, **self.options())
 
     def spans(self) -> list[tuple[int, int, int]]:
@@ -78,7 +78,7 @@ class Case:
         return [(i, 0, n) for i, n in enumerate(self.lengths or [self.seq_len] * self.batch)]
 
     def counts(self) -> tuple[Tensor, Tensor]:
-        """Return c (B, H, N, N) and n_pad (B, H, N), float64."""
+        """Return the pair counts c (B, H, N, N) and the numbers of pads n_pad (B, H, N), in float64."""
         c = torch.zeros(self.batch, self.heads, self.seq_len, self.seq_len, dtype=torch.float64)
         n_pad = torch.zeros(self.batch, self.heads, self.seq_len, dtype=torch.float64)
         for i, a, b in self.spans():
@@ -96,13 +96,13 @@ class Case:
         )
 
     def but(self, **changes: Any) -> Case:
-        """Return the case with other fields."""
+        """Return a copy of the case with some fields replaced."""
         return replace(self, **changes)
 
 
 @st.composite
 def cases(draw, padding: str = "masked", longest: int = 64):
-    """Draw any call that is allowed, or with padding="attended" one that `Case.refused` rejects."""
+    """Draw any allowed call. With padding="attended", the call may also be one for which `Case.refused` is true."""
     heads, kv = draw(head_counts())
     n = draw(st.integers(0, longest))
     kind = draw(st.sampled_from(["whole", "lengths", "documents"]))

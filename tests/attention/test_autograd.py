@@ -1,4 +1,4 @@
-"""Gradients: equal finite differences, for any subset of inputs, also recomputed; second order is refused."""
+"""Gradients equal finite differences, for any subset of inputs and when recomputed. Second order is refused."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ CHECKED = {
 }
 
 
-#: few cases for cpu_flash in CI: test_equals_oracle.py compares the gradients of all engines
+#: cpu_flash gets few cases in CI: test_equals_oracle.py compares the gradients of all engines
 FLASH = ("causal", "gqa", "attended, lengths")
 
 
@@ -52,7 +52,7 @@ def test_gradcheck_dropout(name):
     q, k, v, _ = CHECKED[name].tensors()
 
     def run(*x):
-        torch.manual_seed(5)  # the same mask at every evaluation
+        torch.manual_seed(5)  # every evaluation has to draw the same mask
         return CHECKED[name].run(*x, dropout=0.4)
 
     assert torch.autograd.gradcheck(run, (q, k, v), nondet_tol=0.0)
@@ -118,7 +118,7 @@ def test_backward_twice():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_checkpoint(dropout):
-    """Activation recomputation draws the same mask again."""
+    """Activation recomputation draws the same dropout mask again."""
     q, k, v, grad = TINY.tensors()
     run = lambda *x: TINY.run(*x, dropout=dropout)  # noqa: E731
     torch.manual_seed(3)
@@ -136,7 +136,7 @@ def test_checkpoint(dropout):
     ids=["float32", "float16", "float64"],
 )
 def test_autocast(given, want):
-    """Like torch's own attention: floating inputs are cast, except float64."""
+    """Autocast treats the op like torch's own attention: it casts floating-point inputs, except float64."""
     q, k, v, grad = TINY.tensors(given)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, lse = TINY.run(q, k, v, return_lse=True)
@@ -153,7 +153,7 @@ def test_autocast(given, want):
 
 
 def test_autocast_mixes_dtypes():
-    # a fp32 norm before q and a bf16 projection for k, v: autocast makes them one
+    # q comes from an fp32 norm, k and v from a bf16 projection: autocast casts them to one dtype
     q, k, v, _ = TINY.tensors(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert TINY.run(q, k.bfloat16(), v.bfloat16()).dtype == torch.bfloat16

@@ -61,7 +61,7 @@ def test_inductor():
 
 
 def test_lengths_as_an_input():
-    # lengths come with every batch: other values must neither be baked in nor recompile
+    # each batch has other lengths: their values must not be constants of the graph, and must not cause recompilation
     case = CASE.but(lengths=(21, 5))
     q, k, v, _ = case.tensors(torch.float32)
     counter = torch._dynamo.testing.CompileCounter()
@@ -85,14 +85,14 @@ def test_any_length_in_one_graph():
             assert torch.equal(a, b)
 
 
-# backend="eager" with checkpoint is left out: torch's own dropout draws another mask there
+# no case of backend="eager" with checkpoint: torch's own dropout, too, draws another mask there
 @pytest.mark.parametrize(
     "backend, recompute",
     [("eager", False), ("aot_eager", False), ("aot_eager", True), ("inductor", True)],
     ids=["eager", "aot_eager", "aot_eager, checkpoint", "inductor, checkpoint"],
 )
 def test_dropout(backend, recompute):
-    """For one mask the output is linear in v, so (dv * v).sum() == (out * grad).sum() if the backward has that mask."""
+    """The output is linear in v for a fixed mask, so (dv * v).sum() == (out * grad).sum() if the backward has it."""
     q, k, v, grad = CASE.tensors()
 
     def block(q, k, v):
@@ -106,7 +106,7 @@ def test_dropout(backend, recompute):
         _, _, dv = gradients(out, (q, k, v), grad)
         torch.testing.assert_close((dv * v).sum(), (out * grad).sum(), rtol=1e-10, atol=1e-10)
         outs.append(out)
-    assert not torch.equal(*outs)  # the seed is drawn at every call, not once at compilation
+    assert not torch.equal(*outs)  # the seed is drawn in every call, not once at compilation
 
 
 def test_autocast():
@@ -139,7 +139,7 @@ def test_opcheck_dropout():
 
 @pytest.mark.parametrize("engine", engine_names())
 def test_meta(engine):
-    """Shapes alone need no device, not even the engine's own."""
+    """Any engine accepts meta tensors, even if its own device is missing."""
     q, k = torch.empty(2, 21, 4, 8, device="meta", dtype=torch.bfloat16), torch.empty(2, 21, 2, 8, device="meta")
     k = k.bfloat16().requires_grad_()
     out, lse = dilated_attention(q, k, k, CASE.pattern, return_lse=True, engine=engine)

@@ -1,4 +1,4 @@
-"""Dropout: the formula with explicit masks, its statistics, and the quantities on which a mask depends."""
+"""Dropout against the formula with explicit masks, its statistics, and the quantities that determine a mask."""
 
 import math
 
@@ -29,7 +29,7 @@ def drawn_seed() -> int:
 
 
 def by_masks(case, q, k, v, dropout):
-    """sum over branches of keep * c * exp(s) / (1-p) v, over the denominator without dropout, in (N, N) masks."""
+    """Sum keep * c * exp(s) v / (1-p) over branches by (N, N) masks, then divide by the sum without dropout."""
     group = case.heads // case.kv_heads
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     s = torch.einsum("bphd,bjhd->bhpj", q, k.repeat_interleave(group, 2)) * scale
@@ -64,7 +64,7 @@ def test_formula(p, padding):
         want, want_lse = by_masks(case, *again, Dropout(p, drawn_seed()))
         out, lse = case.run(q, k, v, dropout=p, return_lse=True)
         close(f"out of {case}", out, want, 1e-10)
-        close_lse(f"lse of {case}", lse, want_lse, 1e-10)  # the denominator is without dropout
+        close_lse(f"lse of {case}", lse, want_lse, 1e-10)  # dropout does not change the denominator
         got = gradients(out, (q, k, v), grad)
         for name, a, b in zip(GRADIENTS, got, gradients(want, again, grad), strict=True):
             close(f"{name} of {case}", a, b, 1e-10)
@@ -98,7 +98,7 @@ def test_no_dropout_draws_nothing():
 @pytest.mark.parametrize("budget", [1, 7, 64, 300])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_tiles(budget, dropout, monkeypatch):
-    """Neither the result nor the mask depends on how the math engine cuts its scores."""
+    """The result and the mask do not depend on the tiles into which the math engine splits the scores."""
     case = CASE.but(layout="fused")
     q, k, v, grad = case.tensors()
 
@@ -115,7 +115,7 @@ def test_tiles(budget, dropout, monkeypatch):
     whole = len(sizes)
     monkeypatch.setattr(math_engine, "SCORE_BUDGET", budget)
     got = run()
-    assert len(sizes) - whole > whole  # the scores were cut
+    assert len(sizes) - whole > whole  # the smaller budget did split the scores
     for name, a, b in zip(("out", "lse", *GRADIENTS), got, want, strict=True):
         close(name, a.masked_fill(a == -torch.inf, 0), b.masked_fill(b == -torch.inf, 0), 1e-13)
 
@@ -139,7 +139,7 @@ def test_mask_is_keyed_by_global_positions():
 
 
 def test_mask_differs_by_sample_head_and_branch():
-    # equal inputs in every sample and head, so only the masks can make outputs differ
+    # every sample and head has equal inputs, so only the masks can make outputs differ
     q, k, v = torch.randn(3, 1, 16, 1, 8, dtype=torch.float64).expand(3, 2, 16, 3, 8)
     pattern = DilatedPattern([Branch(None, 1)])
     torch.manual_seed(0)
@@ -161,7 +161,7 @@ def keeps(p=0.3, seed=1234, branches=2, samples=2, heads=4, n=128):
 @pytest.mark.parametrize("p", [0.02, 0.3, 0.5, 0.97])
 @pytest.mark.parametrize("axis", range(5), ids=["branch", "sample", "head", "query", "key"])
 def test_keep_rate(axis, p):
-    """A chi-square over the entries of an axis has mean 1, up to 5 standard deviations."""
+    """For each axis, the mean chi-square over the axis' entries is 1, within 5 standard deviations."""
     mask = keeps(p).double()
     counts = mask.sum([i for i in range(5) if i != axis])
     n = mask.numel() / len(counts)
@@ -189,7 +189,7 @@ def test_branches_samples_and_heads_are_independent(axis):
     "other", [1235, 1234 + 2**32, 1234 + 2**40, 1234 ^ 2**61], ids=["low", "bit 32", "high", "top"]
 )
 def test_seeds_are_independent(other):
-    # all 62 bits of the drawn seed must matter
+    # every one of the 62 bits of a drawn seed must change the mask
     a, b = keeps().double() - 0.7, keeps(seed=other).double() - 0.7
     assert abs((a * b).mean() / 0.21) < 5 / math.sqrt(a.numel())
 
@@ -202,7 +202,7 @@ def test_positions_beyond_32_bits(p, j):
 
 
 def test_expectation():
-    """The mean over masks is the output without dropout."""
+    """The mean output over many masks approaches the output without dropout."""
     case = Case(PATTERN, 64, 20, 2, 2, 4, causal=True)
     q, k, v = (x.detach()[:1].expand(64, -1, -1, -1) for x in case.tensors()[:3])
     want = case.run(q, k, v)[0]

@@ -1,4 +1,4 @@
-"""Every statement of an engine about itself, and how `choose` uses it."""
+"""The statements of engines about themselves, and how `choose` uses them."""
 
 import random
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_the_table():
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("engine", CPU_ENGINES)
 def test_dtype_and_head_dim(engine, dtype, head_dim):
-    """Each engine computes every dtype and head dim that it accepts, as exactly as the dtype allows."""
+    """On each dtype and head dim that it accepts, an engine is as exact as the dtype allows."""
     assert ENGINES[engine].why_not(Request(CPU, dtype, head_dim)) is None
     case = Case(PATTERN, 2, 27, 4, 2, head_dim, causal=True, layout="fused")
     q, k, v, grad = case.tensors(dtype)
@@ -50,11 +50,11 @@ def test_dtype_and_head_dim(engine, dtype, head_dim):
     close("out", out, want, tol)
     close_lse("lse", lse, want_lse, tol)
     grads = zip(GRADIENTS, gradients(out, (q, k, v), grad), gradients(want, exact, grad.double()), strict=True)
-    for name, a, b in grads:  # inputs have unit size, and so has what is rounded, even if a sum cancels
+    for name, a, b in grads:  # inputs are of size 1, so rounding errors are absolute, even where a sum cancels
         close(name, a, b, tol, floor=1.0)
 
 
-# (engine, unsupported request, words of the reason)
+# (engine, unsupported request, part of the reason)
 REFUSALS = [
     ("cudnn", Request(CPU, torch.bfloat16, 64), "runs on cuda, not on cpu"),
     ("flash", Request(CPU, torch.bfloat16, 64), "runs on cuda, not on cpu"),
@@ -77,7 +77,7 @@ REFUSALS = [
 def test_refusal(engine, request_, reason):
     assert reason in ENGINES[engine].why_not(request_)
     if request_.device == CUDA:
-        return  # `choose` would look for that device
+        return  # on this machine, `choose` would stop at the missing device
     with pytest.raises(ValueError, match=f"engine='{engine}' cannot serve this call: {engine} {reason}.*'math'"):
         choose(engine, request_)
 
@@ -132,7 +132,7 @@ def test_auto_follows_the_request(monkeypatch):
 
 
 def test_another_flash_attention_goes_first(monkeypatch):
-    """Only if the user has activated one in torch, and only for names of several engines."""
+    """Flash attention is preferred to cuDNN if the user has activated another implementation of it in torch."""
     request = Request(CUDA, torch.bfloat16, 64)
     for name in ("cudnn", "flash"):
         monkeypatch.setitem(ENGINES, name, replace(ENGINES[name], available=lambda device: None))
@@ -152,7 +152,7 @@ def test_another_flash_attention_goes_first(monkeypatch):
     (float("inf"), True, "cudnn"),
 ])  # fmt: skip
 def test_small_blocks_are_launched_at_once(flops, changing, want, monkeypatch):
-    """Below the measured limit; the choice names the reasons against the other engines."""
+    """Blocks below the measured limit run in grouped launches. The choice gives the reasons against other engines."""
     for name in ("cudnn", "triton"):
         monkeypatch.setitem(ENGINES, name, replace(ENGINES[name], available=lambda device: None))
     monkeypatch.setattr(engines, "TRITON", ENGINES["triton"])
@@ -162,7 +162,7 @@ def test_small_blocks_are_launched_at_once(flops, changing, want, monkeypatch):
     assert choice.name == want and ("joins blocks below" in str(choice)) == (want == "triton")
     assert choose("sdpa", request).name == "cudnn"
     monkeypatch.setattr(kernels, "capability", lambda device: (8, 0))
-    assert choose("auto", request).name == "cudnn"  # nothing was measured there
+    assert choose("auto", request).name == "cudnn"  # no limit was measured on this device
 
 
 @pytest.mark.parametrize("seq_len, documents, changing", [
@@ -183,7 +183,7 @@ def test_any_length_changes_the_shapes_of_blocks(seq_len, documents, changing, m
 
 @pytest.mark.parametrize("table", [engines.GROUPED_BELOW, engines.CHANGING_BELOW], ids=["grouped", "changing"])
 def test_other_limits_hold_at_once(table, monkeypatch):
-    """Calls that were resolved before a limit was changed are resolved again."""
+    """If a limit changes, calls that were resolved before are resolved again."""
     monkeypatch.setattr(kernels, "capability", lambda device: (9, 0))
     before = engines.environment(CPU)
     monkeypatch.setitem(table, (9, 0), 1.0)
@@ -192,7 +192,7 @@ def test_other_limits_hold_at_once(table, monkeypatch):
 
 @pytest.mark.parametrize("seq_len", [64, 65])
 def test_the_module_names_the_engine_of_the_op(seq_len, monkeypatch):
-    """It uses the same conditions as the op."""
+    """`engine_choice` asks `choose` with the same request as the op."""
     requests, x = [], torch.randn(1, seq_len, 2, 8)
     resolve.forget()
     for module in (resolve, modules):
@@ -219,7 +219,7 @@ def test_unknown_engine():
 
 
 def test_no_dropout_reaches_an_engine_without_it():
-    # if `choose` were wrong, the engine itself would refuse, not ignore the dropout
+    # if `choose` failed, the engine itself would raise instead of ignoring the dropout
     q = torch.randn(1, 1, 4, 8)
     for engine in (CPU_FLASH, CUDNN, FLASH):
         with pytest.raises(ValueError, match="no exact attention dropout; use engine='math'"):
@@ -246,7 +246,7 @@ def test_math_leaves_out_what_causality_hides(monkeypatch):
 
 
 def test_the_op_never_asks_for_no_rows(monkeypatch):
-    """Engines with `empty=False` crash or return nothing there, so the op must not call them."""
+    """Engines with `empty=False` crash or return nothing on tensors without rows, so the op must not call them."""
     assert not CPU_FLASH.empty and not CUDNN.empty and not FLASH.empty
     calls = record(monkeypatch, "math")
     without = []
@@ -259,7 +259,7 @@ def test_the_op_never_asks_for_no_rows(monkeypatch):
         out = case.run(q, k, v, engine="math")
         gradients(out, (q, k, v), grad)
         assert all(x.numel() for x in calls.tensors)
-        # samples of a gradient may not fold into one axis although samples of q do; then they are computed one by one
+        # if only the gradient's samples do not fold into one axis, the backward computes samples one by one
         assert len(calls.forward) <= len(calls.backward) <= max(1, case.batch) * len(calls.forward)
         without.append(not calls.forward)
 
@@ -277,13 +277,13 @@ def test_takes_strides():
     assert not CUDNN.takes_strides(narrow) and CPU_FLASH.takes_strides(narrow)
     wide = torch.empty(2, 16, 4, 16, dtype=x.dtype)
     assert CUDNN.takes_strides(wide[..., :8]) and CUDNN.takes_strides(wide[..., 8:])
-    # the stride of an axis of one entry is never used
+    # an axis of length 1 never uses its stride
     assert CUDNN.takes_strides(torch.empty(100, dtype=x.dtype).as_strided((1, 4, 1, 8), (3, 8, 5, 1)))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "fused", "transposed", "D strided", "sliced", "unaligned"])
 def test_alignment(layout, monkeypatch):
-    """An engine that states an alignment gets only aligned rows, in both passes, with the same result."""
+    """An engine that states an alignment gets only aligned rows in both passes, and the result does not change."""
     calls = record(monkeypatch, "cpu_flash", alignment=16, head_dim_multiple=8)
     case = Case(DilatedPattern.longnet([8, 12], [1, 3]), 2, 30, 3, 3, 8, layout=layout)
     q, k, v, grad = case.tensors(torch.float32)
@@ -305,9 +305,9 @@ def test_alignment(layout, monkeypatch):
 
 
 def test_min_rows(monkeypatch):
-    """Blocks with fewer rows than an engine supports go to the math engine, in both passes."""
+    """Blocks with fewer rows than an engine supports run on the math engine, in both passes."""
     calls = record(monkeypatch, "cpu_flash", min_rows=4)
-    case = Case(DilatedPattern([(8, 1), (6, 2), (4, 3)]), 2, 27, 3, 3, 8, causal=True)  # 8 and 3, 3 and 2 or 1, 2 or 1
+    case = Case(DilatedPattern([(8, 1), (6, 2), (4, 3)]), 2, 27, 3, 3, 8, causal=True)  # rows: 8, 3; 3, 2 or 1; 2 or 1
     q, k, v, grad = case.tensors()
     out, lse = case.run(q, k, v, engine="cpu_flash", return_lse=True)
     got = gradients(out, (q, k, v), grad)
@@ -332,7 +332,7 @@ def test_a_new_engine_needs_only_a_statement(monkeypatch):
 @pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_windows_by_blocks(causal, dtype, tol, monkeypatch):
-    """An engine without bands computes windows of any width and rows, with a remainder or not, like the math engine."""
+    """An engine without bands agrees with the math engine for any window width and row count, divisible or not."""
     monkeypatch.setattr(windows, "NARROW", 1)
     engine, math, chosen = windows.with_windows(CPU_FLASH), ENGINES["math"], random.Random(int(causal))
     for _ in range(60):
@@ -357,7 +357,7 @@ def test_windows_by_blocks(causal, dtype, tol, monkeypatch):
 
 @pytest.mark.parametrize("rows", [64, 77])
 def test_windows_reach_the_cpu_kernel(rows, monkeypatch):
-    """On a CPU "auto" computes the blocks of a window with torch's kernel, and remaining rows with the math engine."""
+    """On a CPU, "auto" computes blocks of a window with torch's kernel, and leftover rows with the math engine."""
     calls = record(monkeypatch, "cpu_flash")
     q = torch.randn(1, rows, 2, 8, requires_grad=True)
     dilated_attention(q, q, q, DilatedPattern([Window(16)]), causal=True).sum().backward()

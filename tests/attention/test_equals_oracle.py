@@ -1,4 +1,4 @@
-"""dilated_attention against the oracle on random calls: every CPU engine, forward and gradients, every dtype."""
+"""Random calls of dilated_attention against the oracle: every CPU engine and dtype, forward and gradients."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def check(case: Case, engine: str, dtype: torch.dtype, tol: float) -> torch.Tens
     close(f"out of {case}", out, want_out, tol)
     close_lse(f"lse of {case}", lse, want_lse, tol)
     for name, a, b in zip(GRADIENTS, got, want, strict=True):
-        # dq of few keys is a difference of products of this size, and rounds like them
+        # dq with few keys is a difference of products of size 1, and has the rounding errors of these products
         close(f"{name} of {case}", a, b, tol, floor=1e-2 if dtype == torch.float64 else 1.0)
 
     bare = lse == -torch.inf
@@ -49,7 +49,7 @@ def check(case: Case, engine: str, dtype: torch.dtype, tol: float) -> torch.Tens
 def test_random(engine, dtype, tol, number, share):
     bare_rows, covered_rows = [], []
 
-    @seed(ENGINES.index(engine))  # other examples for every engine
+    @seed(ENGINES.index(engine))  # each engine draws its own examples
     @settings(max_examples=examples(share * number))
     @given(cases())
     def random(case):
@@ -68,7 +68,7 @@ def test_random_attended(engine, share):
     refused, with_pads = [], []
 
     @seed(ENGINES.index(engine))
-    @settings(max_examples=max(60, examples(share * 150)))  # a smaller sample may have no pads
+    @settings(max_examples=max(60, examples(share * 150)))  # fewer examples could contain no pads
     @given(cases(padding="attended"))
     def random(case):
         refused.append(case.refused())
@@ -90,16 +90,15 @@ def test_random_attended(engine, share):
 def test_random_low_precision(engine, dtype, share):
     """The error is at most twice a plain softmax's in the same dtype, plus the rounding of the result.
 
-    Gradients get the result's rounding, too: an engine's backward reads it in the call's dtype, and a softmax's does
-    not.
+    For gradients the rounding of the result is allowed as well: an engine's backward reads the rounded output, and the
+    backward of a softmax does not.
     """
 
     @seed(ENGINES.index(engine))
     @settings(max_examples=examples(share * 80))
     @given(cases())
     def random(case):
-        # with a single key q and k have no gradient, and the plain softmax, with a weight of 1, has no rounding to
-        # compare
+        # with a single key, q and k have no gradient, and the plain softmax has the exact weight 1, so its error is 0
         assume(all(b.width != 1 for b in case.pattern.branches))
         q, k, v, grad = case.tensors(dtype)
         out = case.run(q, k, v, engine=engine)
@@ -132,7 +131,7 @@ def test_random_low_precision(engine, dtype, share):
     ids=["plain", "causal gqa", "fold", "lengths", "documents"],
 )
 def test_layout(layout, changes, engine):
-    # every layout with every kind of call, which random cases only meet by chance
+    # combine every layout with every kind of call; random cases cover the combinations only by chance
     case = Case(DilatedPattern.longnet([8, 24, 48], [1, 2, 3]), 1, 50, 6, 6, 8, layout=layout).but(**changes)
     check(case, engine, torch.float64, 1e-10)
 
@@ -141,7 +140,7 @@ def test_layout(layout, changes, engine):
 @pytest.mark.parametrize("scale", [0, -0.7, 1e-30, 30.0], ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_any_finite_scale(engine, scale, causal):
-    """Kernels that mask before they scale turn -inf into NaN or +inf if scale <= 0: they must refuse."""
+    """With scale <= 0, kernels that mask before they scale turn -inf into NaN or +inf, so they must refuse."""
     case = Case(DilatedPattern.longnet([8, 32], [1, 2]), 1, 32, 2, 2, 8, causal=causal, scale=scale)
     if scale <= 0 and engine != "auto" and not registry[engine].any_scale:
         with pytest.raises(ValueError, match=f"{engine} takes a scale above 0, not {scale}.*Use engine='math'"):
@@ -154,12 +153,12 @@ def test_any_finite_scale(engine, scale, causal):
 def test_scores_far_beyond_exp(engine):
     """Scores in the thousands overflow exp in every dtype, so each merge must subtract its maximum first."""
     case = Case(DilatedPattern.longnet([8, 32], [1, 2]), 1, 32, 2, 2, 8, scale=1000.0)
-    check(case, engine, torch.float64, 1e-7)  # weights round like the scores, and the gradient is scaled, too
+    check(case, engine, torch.float64, 1e-7)  # large scores make weights imprecise; gradients scale up
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_branches_are_summed_in_fp32(dtype):
-    """Twelve branches and one rounding: sums over branches are never rounded to the inputs' dtype."""
+    """With twelve branches the result is rounded once: sums over branches are never rounded to the inputs' dtype."""
     pattern = DilatedPattern([(w, 1) for w in range(20, 32)])
     q, k, v, grad = Case(pattern, 1, 64, 2, 1, 16).tensors(dtype)
     exact = leaves(q, k, v, dtype=torch.float64)

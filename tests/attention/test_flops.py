@@ -1,4 +1,4 @@
-"""FLOPs in torch's counter: 4 D a (query, key) pair forward and 10 D backward, for the pattern's pairs."""
+"""FLOPs in torch's counter: 4 D per (query, key) pair in the forward and 10 D in the backward."""
 
 import pytest
 import torch
@@ -52,15 +52,15 @@ def test_dense_is_what_torch_counts_for_two_matmuls():
     matmuls = lambda: (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)) @ v.transpose(1, 2)  # noqa: E731
     ours = lambda: dilated_attention(q, k, v, DilatedPattern.dense())  # noqa: E731
     assert count(ours) == count(matmuls) > 0
-    # torch's two matmuls take four in the backward; flash attention recomputes the scores: five
+    # the backward of torch's two matmuls is four matmuls; flash attention recomputes the scores, a fifth
     assert count(lambda: ours().sum().backward()) == count(matmuls) * 7 // 2
 
 
 def test_without_any_memory():
-    """A million tokens under FakeTensorMode: planning a run needs no memory."""
+    """FLOPs of a million tokens are counted under FakeTensorMode, so planning a run needs no memory."""
     pattern = DilatedPattern.geometric(2048, 32768)
     with FakeTensorMode():
         q, k, v = (torch.empty(1, 1 << 20, 12, 64, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
         got = count(lambda: dilated_attention(q, k, v, pattern).sum().backward())
-    # every branch has 2048 keys a row, and a head uses one row in r
+    # in every branch a row has 2048 keys, and a head computes one row in r
     assert got == sum(14 * 64 * 12 * (1 << 20) // r * 2048 for r in (1, 2, 4, 8, 16))

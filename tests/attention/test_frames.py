@@ -1,4 +1,4 @@
-"""avoid_frame_chunk_edge: a call in a loop allocates no stack chunk at any depth of the caller."""
+"""avoid_frame_chunk_edge: calls in a loop allocate no new chunk of Python's stack, at any depth of the caller."""
 
 import resource
 import sys
@@ -19,7 +19,7 @@ def leaf(x):
 
 
 def faults(_=None):
-    """Count page faults while a function is called repeatedly: at least one for each new chunk."""
+    """Count the page faults of repeated calls of a function. Each new stack chunk is at least one fault."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for i in range(CALLS):
         leaf(i)
@@ -31,7 +31,7 @@ def at(depth, function):
 
 
 def most(function):
-    """Return the most page faults over depths that span several chunks of 16 KiB."""
+    """Return the maximum of page faults over call depths that span several stack chunks of 16 KiB."""
     return max(at(depth, function) for depth in range(350))
 
 
@@ -52,5 +52,5 @@ def test_results_and_errors_pass():
 
 @pytest.mark.parametrize("executor", [Blockwise, Fused, RowExchange, AllToAll, HeadParallel, Chunked])
 def test_executors_with_loops_have_room(executor):
-    """In both passes; the stack of an ordinary function has a few entries."""
+    """Forward and backward reserve a large stack frame; an ordinary function's frame has a few entries."""
     assert min(f.__code__.co_stacksize for f in (executor.forward, executor.backward)) > 2048

@@ -1,4 +1,4 @@
-"""Recorded results of released implementations: this definition is the one with which models were trained."""
+"""Recorded results of released implementations: models were trained with the definition that this package computes."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_longnet_exact(path, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("path", LONGNET, ids=name_of)
 def test_longnet_release(path, engine):
-    """padding="attended" equals the release's output; "masked" does if the release attended to no pads."""
+    """padding="attended" equals the release's output; padding="masked" does unless the release attended to pads."""
     data, q, k, v, _ = load(path)
     options = {"causal": data["causal"], "scale": data["scale"], "engine": engine}
     close("attended", dilated_attention(q, k, v, longnet(data, "attended"), **options), data["peer64_out"], 1e-12)
@@ -54,7 +54,7 @@ def test_head_groups(path, engine):
     data, q, k, v, grad = load(path)
     pattern = DilatedPattern.head_groups(data["segment_lengths"], data["dilation_rates"], data["num_heads"])
     out = dilated_attention(q, k, v, pattern, causal=data["causal"], scale=data["scale"], engine=engine)
-    out = out / len(pattern.branches)  # the release's own normalisation
+    out = out / len(pattern.branches)  # the release divides by the number of branches
     for name, got in zip(("out", "dq", "dk", "dv"), (out, *gradients(out, (q, k, v), grad)), strict=True):
         close(f"{name} of {pattern}", got, data[f"peer64_{name}"], 1e-12)
 

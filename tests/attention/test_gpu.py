@@ -1,4 +1,4 @@
-"""Every engine on CUDA against the oracle, and properties of CUDA alone."""
+"""Every engine on CUDA against the oracle, and properties that only CUDA has."""
 
 import contextlib
 from itertools import product
@@ -54,7 +54,7 @@ CASES = {
 
 
 def check(case: Case, engine: str, dtype: torch.dtype) -> None:
-    """At most twice the error of a plain softmax in the dtype plus the result's rounding; 1e-5 and 1e-10 if wide."""
+    """Allow twice the error of a plain softmax plus the rounding of the result; 1e-5 for fp32, 1e-10 for fp64."""
     q, k, v, grad = case.tensors(dtype, device="cuda")
     out, lse = case.run(q, k, v, engine=engine, return_lse=True)
     exact, rough = leaves(q, k, v, dtype=torch.float64), leaves(q, k, v)
@@ -118,7 +118,7 @@ def test_oracle_wide(name, engine, dtype):
 def test_auto(dtype, dropout, want, monkeypatch):
     monkeypatch.setattr(backends, "GROUPED_BELOW", {})
     resolve.forget()
-    monkeypatch.setattr(grouped, "plan", lambda *args: None)  # blocks go to their engine one by one
+    monkeypatch.setattr(grouped, "plan", lambda *args: None)  # without a grouped launch, the engine gets block by block
     q = torch.randn(1, 64, 2, 64, device="cuda", dtype=dtype, requires_grad=True)
     assert choose("auto", Request.of(q, dropout)).name == want
     calls = {name: record(monkeypatch, name) for name in ENGINES}
@@ -134,13 +134,13 @@ def test_auto_launches_small_blocks_at_once(tokens, want, monkeypatch):
     q = torch.randn(1, tokens, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     assert DilatedAttention(pattern, causal=True).engine_choice(q).name == want
     dilated_attention(q, q, q, pattern, causal=True).sum().backward()
-    assert [p is not None for p in plans] == [want == "triton"]  # for both passes
+    assert [p is not None for p in plans] == [want == "triton"]  # one plan serves both passes
 
 
 @pytest.mark.parametrize("engine", ["cudnn", "flash", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_fp32_reaches_no_half_precision_engine(engine, dtype):
-    # cuDNN returns NaN for fp32, without an error
+    # cuDNN itself returns NaN for fp32 and raises no error
     q = torch.randn(1, 64, 2, 64, device="cuda", dtype=dtype)
     with pytest.raises(ValueError, match=rf"takes bfloat16, float16, not {str(dtype)[6:]}.*Use engine=.*'math'"):
         dilated_attention(q, q, q, PATTERN, engine=engine)
@@ -148,7 +148,7 @@ def test_fp32_reaches_no_half_precision_engine(engine, dtype):
 
 @pytest.mark.parametrize("scale", [0, -0.3])
 def test_scale(scale):
-    # both fused engines are silently wrong there
+    # with such a scale, both fused engines return wrong results without an error
     case = BASE.but(scale=scale, causal=True)
     for engine in ("math", "auto"):
         check(case, engine, torch.bfloat16)
@@ -162,7 +162,7 @@ def test_head_dim_refused(engine, head_dim):
     q = torch.randn(1, 16, 2, head_dim, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=f"engine='{engine}' cannot serve.*head dim.*not {head_dim}.*'math'"):
         dilated_attention(q, q, q, PATTERN, engine=engine)
-    dilated_attention(q, q, q, PATTERN)  # auto finds an engine that supports it
+    dilated_attention(q, q, q, PATTERN)  # "auto" finds an engine that supports the head dim
 
 
 @pytest.mark.parametrize("engine, head_dim", list(product(["cudnn", "flash", "triton"], [8, 16, 32, 72, 96, 120, 128])))
@@ -210,7 +210,7 @@ def test_head_dims_of_triton(head_dim, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["plain", "gqa", "lengths", "documents"])
 def test_dropout_of_triton(name, dtype):
-    """Its mask is the math engine's."""
+    """The triton engine draws the same mask as the math engine."""
     case, results = CASES[name], []
     q, k, v, grad = case.tensors(dtype, device="cuda")
     for engine, wide in (("triton", dtype), ("math", torch.float64)):
@@ -223,7 +223,7 @@ def test_dropout_of_triton(name, dtype):
 
 
 def test_deterministic():
-    """The same bits twice; nondeterministic engines are skipped, and refused by name."""
+    """Two runs return the same bits. Nondeterministic engines are skipped by "auto" and refused by name."""
     q, k, v = (torch.randn(1, 5000, 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
     grad, pattern, runs = torch.randn_like(q), DilatedPattern.geometric(256, 4096), []
     torch.use_deterministic_algorithms(True)
@@ -241,7 +241,7 @@ def test_deterministic():
 
 @pytest.mark.parametrize("engine", ["triton", "cudnn"])
 def test_cuda_graph(engine):
-    """A recorded forward is replayed with other numbers."""
+    """A recorded forward is replayed with other input values."""
     q = torch.randn(1, 4096, 4, 64, device="cuda", dtype=torch.bfloat16)
     pattern, side, graph = DilatedPattern.geometric(512, 2048), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     call = lambda: dilated_attention(q, q, q, pattern, causal=True, engine=engine)  # noqa: E731
@@ -258,7 +258,7 @@ def test_cuda_graph(engine):
 
 @pytest.mark.parametrize("engine", ["triton", "blocks", "cudnn"])
 def test_long_calls(engine):
-    """Stretches on two streams, results in place, and several launches equal one call of torch."""
+    """Calls split into stretches on two streams, in-place results and several launches equal one call of torch."""
     for batch, tokens in ((1, 9 * 4096), (2, 5 * 4096)):
         q, k, v, grad = (torch.randn(batch, tokens, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
         pattern, unit = DilatedPattern.geometric(512, 8192), batch * 4 * 64 * 4096
@@ -284,7 +284,7 @@ def test_long_calls(engine):
 
 
 def test_dropout_mask_is_the_cpus():
-    # the mask is counted, not drawn, so it does not depend on the device
+    # the mask is a function of counters, not drawn from a generator, so it does not depend on the device
     case = CASES["gqa"]
     outs = []
     for device in ("cpu", "cuda"):
@@ -299,7 +299,7 @@ def test_dropout_mask_is_the_cpus():
 @pytest.mark.parametrize("engine", ["cudnn", "flash", "math"])
 def test_ten_branches_peak_like_three(engine):
     peaks = {}
-    for branches in (3, 10):  # one or two would be held and combined at once
+    for branches in (3, 10):  # up to two branches would be stored and combined in one step, so compare with three
         q, k, v = (torch.randn(1, 16384, 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
         pattern = DilatedPattern([(512 + i, 1) for i in range(branches)])
         torch.cuda.reset_peak_memory_stats()
@@ -310,7 +310,7 @@ def test_ten_branches_peak_like_three(engine):
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.mem_get_info()[1] < 100e9, reason="needs 100 GB")
 def test_four_million_tokens():
-    """Offsets beyond 2**31: this package's kernels and cuDNN's agree only if both are right."""
+    """Offsets exceed 2**31. This package's kernels and cuDNN's agree only if both compute them right."""
     pattern, rng = DilatedPattern.longnet([2048, 32768], [1, 16]), torch.Generator("cuda").manual_seed(0)
     q, k, v, grad = (
         torch.randn(1, 2**22, 12, 64, device="cuda", dtype=torch.bfloat16, generator=rng) for _ in range(4)

@@ -1,4 +1,4 @@
-"""torch caches cuDNN's graphs without the strides of gradients: results are right after any earlier calls."""
+"""torch caches cuDNN's graphs without the gradient's strides. Results must be right after any earlier calls."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from .strategies import Case, cases
 
 
 class Forgetful:
-    """Its backward, like torch's for cuDNN, reads grad and out by the strides of the first call with equal q, k, v."""
+    """Imitates torch's cuDNN backward, which uses the strides of grad and out in the first call with equal q, k, v."""
 
     def __init__(self, monkeypatch, mended: bool):
         self.first, self.copies, self.handed_on, self.mended = {}, 0, 0, mended
@@ -31,7 +31,7 @@ class Forgetful:
 
     def backward(self, base, grad, q, k, v, out, *args):
         read = sdpa._with_first_strides((q, k, v), grad, out) if self.mended else (grad, out)
-        if read is None:  # flash attention takes over
+        if read is None:  # the caller would use flash attention
             self.handed_on += 1
             return base.backward(grad, q, k, v, out, *args)
         key = tuple((x.shape, x.stride()) for x in (q, k, v))
@@ -46,7 +46,7 @@ class Forgetful:
         return max(map(error, got, gradients(case.oracle(*exact)[0], exact, grad)))
 
 
-GROWS = Case(DilatedPattern([(32, 1), (128, 4)]), 1, 256, 4, 4, 8, causal=True)  # grad's strides grow, q's do not
+GROWS = Case(DilatedPattern([(32, 1), (128, 4)]), 1, 256, 4, 4, 8, causal=True)  # as N grows: strides of grad, not of q
 
 
 @pytest.mark.parametrize("lengths", [(256, 320), (320, 256, 384), (256, 256)])
@@ -76,12 +76,12 @@ def test_an_expanded_gradient_is_not_the_layout_of_others(monkeypatch):
     q, whole = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
     grad, out = sdpa._with_first_strides((q, q, q), torch.ones(1, 1, 1, 8).expand(2, 3, 5, 8), whole)
     assert grad.stride() == whole.stride() and torch.equal(grad, torch.ones_like(q)) and out is whole
-    assert sdpa._with_first_strides((q, q, q), whole, whole) == [whole, whole]  # unchanged
+    assert sdpa._with_first_strides((q, q, q), whole, whole) == [whole, whole]  # equal strides need no copy
 
 
 @pytest.mark.parametrize("flash", [True, False])
 def test_short_calls_after_a_long_one(monkeypatch, flash):
-    """A gradient is not spread over the memory of a much longer one, except without flash attention."""
+    """With flash attention, a gradient is not copied into the layout of a much longer one."""
     monkeypatch.setattr(sdpa, "_flash_available", lambda device: None if flash else "not here")
     engine, long = Forgetful(monkeypatch, mended=True), GROWS.but(pattern=DilatedPattern([(16, 1)]))
     assert (
@@ -101,13 +101,13 @@ def test_copies_are_said_once(monkeypatch, caplog):
 
 
 def dq(model, tokens):
-    """Return the gradients of a model's loss, in `head_chunks` windows or for all heads at once."""
+    """Return the gradients of the model's loss for all its parameters."""
     loss = model.token_losses({"tokens": tokens, "labels": tokens}).sum()
     return torch.autograd.grad(loss, list(model.parameters()))
 
 
 def test_windows_of_heads_after_another_model(monkeypatch):
-    """Windows have a narrower model's strides of q, and their own of the gradients."""
+    """Windows of heads have the same strides of q as a narrower model, but other strides of the gradients."""
     from lightning_dilated import LongNetLM
     from lightning_dilated.callbacks import ActivationRecompute  # noqa: F401 - the settings are its own
     from lightning_dilated.memory.settings import MemorySettings
@@ -128,7 +128,7 @@ def test_windows_of_heads_after_another_model(monkeypatch):
 
 
 def agrees(case, engine="cudnn"):
-    """Compare with float64 on the GPU, which test_oracle_wide compares with the oracle."""
+    """Compare with float64 on the GPU. test_oracle_wide compares that with the oracle."""
     q, k, v, grad = case.tensors(torch.bfloat16, device="cuda")
     out, exact = case.run(q, k, v, engine=engine), leaves(q, k, v, dtype=torch.float64)
     want = case.run(*exact, engine="math")
@@ -144,14 +144,14 @@ def agrees(case, engine="cudnn"):
 
 @pytest.mark.gpu
 def test_gradients_laid_out_otherwise_than_before():
-    """torch caches cuDNN's graphs by the strides of q, k, v, and not of the gradient, also for its own attention."""
+    """torch caches cuDNN's graphs by the strides of q, k, v but not of the gradient, for its own attention as well."""
     case = Case(DilatedPattern([(128, 4)]), 1, 256, 4, 4, 64, causal=True)
     for n in (256, 320, 257, 300, 310):
         agrees(case.but(seq_len=n))
     short = Case(DilatedPattern([(16, 1)]), 1, 32, 4, 4, 64, causal=True)
     agrees(short.but(seq_len=500, documents=(0, 32, 500)))
-    agrees(short)  # by flash attention
-    case = Case(DilatedPattern([(None, 1)]), 1, 320, 4, 4, 64, causal=True)  # torch's own call has the same q, k, v
+    agrees(short)  # falls back to flash attention
+    case = Case(DilatedPattern([(None, 1)]), 1, 320, 4, 4, 64, causal=True)  # torch's call has the same q, k, v
     q, k, v, _ = case.tensors(torch.bfloat16, device="cuda")
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
         theirs = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)

@@ -19,7 +19,7 @@ LENGTHS = torch.tensor([N, 5, 1])
 
 
 def jiggled(module):
-    """Move biases and norms away from their initial zeros and ones."""
+    """Add noise to biases and norms, which are initialized to zeros and ones."""
     with torch.no_grad():
         for p in module.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -43,12 +43,12 @@ def same(got, want, tol=1e-12):
 
 
 def right_padding(floating):
-    """Return (B, N), True or -inf beyond LENGTHS."""
+    """Return a padding mask (B, N): True (or -inf) beyond LENGTHS."""
     pad = torch.arange(N) >= LENGTHS[:, None]
     return torch.zeros(pad.shape, dtype=torch.float64).masked_fill(pad, -torch.inf) if floating else pad
 
 
-# how the module is made, how it is called
+# (arguments of the constructor, arguments of the call)
 CALLS = {
     "plain": ({}, {}),
     "causal": ({"causal": True}, {}),
@@ -83,7 +83,7 @@ def test_engine_choice_says_name_and_reasons():
     choice = module.engine_choice(q)
     assert choice.name == "math" and {"cudnn", "flash", "cpu_flash"} <= set(choice.rejected)
     assert "dropout" in choice.rejected["cpu_flash"] and "runs on cuda, not on cpu" in str(choice)
-    assert module.eval().engine_choice(q).name == "cpu_flash"  # no dropout there
+    assert module.eval().engine_choice(q).name == "cpu_flash"  # in eval mode the layer uses no dropout
     assert DilatedAttention(PATTERN, engine="math").engine_choice(q).rejected == {}
 
 
@@ -113,7 +113,7 @@ def test_padding_equals_torchs(floating, batched):
     mask = mask if batched else mask[1]
     want = theirs(x, x, x, key_padding_mask=mask, need_weights=False)[0]
     got = ours(y, y, y, key_padding_mask=mask)[0]
-    # torch lets padded queries attend to real keys; here they are 0 before the output projection. Neither is of use
+    # padded queries, used by no one: torch lets them attend to real keys, here they are 0 before the output projection
     real = mask == 0
     same(got[real], want[real])
     same(got[~real], ours.out_proj.bias.expand_as(got[~real]))
@@ -143,7 +143,7 @@ def test_is_causal_of_a_call():
 
 
 def by_hand(block, x, lengths=None):
-    """nn.TransformerEncoderLayer (norm last) from its parts, with attention by the op itself."""
+    """nn.TransformerEncoderLayer with norm_first=False, composed from its parts with the op as attention."""
     a = block.self_attn
     q, k, v = nn.functional.linear(x, a.in_proj_weight, a.in_proj_bias).unflatten(-1, (3, H, E // H)).unbind(-3)
     attended = dilated_attention(q, k, v, PATTERN, causal=a.attention.causal, lengths=lengths).flatten(-2)
@@ -163,7 +163,7 @@ def encoder_layer(**options):
 @pytest.mark.parametrize("causal", [False, True], ids=["both directions", "causal"])
 @pytest.mark.parametrize("mode", ["train", "eval", "eval, no_grad"])
 def test_inside_an_encoder_layer(mode, causal, padded):
-    """In eval mode torch has a fused path that would compute dense attention from the layer's parameters."""
+    """In eval mode, torch has a fast path that would compute dense attention from the layer's parameters."""
     block, dense = encoder_layer(causal=causal)
     block.train(mode == "train"), dense.eval()
     x, options = rand(3, N).detach(), {"src_key_padding_mask": right_padding(False)} if padded else {}
@@ -235,7 +235,7 @@ def test_an_encoder_and_one_sample_take_the_causal_mask():
 
 @pytest.mark.parametrize("mask", OTHER_MASKS)
 def test_other_masks_are_refused(mask):
-    """Also with the hint, for which torch trusts the caller."""
+    """Other masks are refused even with is_causal=True, a hint that torch itself would believe."""
     for hint in (True, False):
         with pytest.raises(ValueError, match=r"not exactly the causal mask of .* tokens.*is_causal=True of the call"):
             layer()(rand(3, N), attn_mask=OTHER_MASKS[mask], is_causal=hint)
@@ -270,7 +270,7 @@ def test_sub_layernorm_comes_before_the_projection():
 
 @pytest.mark.parametrize("rotary", [False, True], ids=["none", "rotary"])
 def test_projection_is_not_copied(monkeypatch, rotary):
-    """q, k, v reach the engine as views of one projection; with rotary v is separate, to free unrotated q and k."""
+    """q, k, v reach the engine as views of one projection. With rotary v is separate, which frees unrotated q and k."""
     calls, projected, linear = record(monkeypatch, "math"), [], nn.functional.linear
     monkeypatch.setattr(nn.functional, "linear", lambda *args: projected.append(linear(*args)) or projected[-1])
     layer(num_kv_heads=2, engine="math", position_encoding="rotary" if rotary else "none")(rand(2, 32))
@@ -322,7 +322,7 @@ PAD = right_padding(False)
 HOLE = PAD.clone()
 HOLE[1, 2] = True
 MADE = MultiheadDilatedAttention(E, H, PATTERN)
-# (call, exception, words of its message)
+# (call, exception, part of its message)
 MISUSE = [
     (lambda: layer(num_kv_heads=3), ValueError, "num_kv_heads=3.*divide.*num_heads=4"),
     (lambda: layer(dim=25), ValueError, "num_heads=4.*embed_dim=25"),

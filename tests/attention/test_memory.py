@@ -1,4 +1,4 @@
-"""Memory: saved tensors and peaks grow neither with the number of branches nor with the square of the length."""
+"""Memory: saved tensors and peaks do not grow with the number of branches, and grow linearly with the length."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def saved(pattern: DilatedPattern, dtype: torch.dtype = torch.float32, **options) -> list[tuple[int, int]]:
-    """Return (storage address, bytes) of all that autograd saves for one call, on q, k, v of (2, 64, 4, 8)."""
+    """Return (storage address, bytes) of each tensor that autograd saves in one call on q, k, v (2, 64, 4, 8)."""
     storages = {}
 
     def pack(x):
@@ -40,7 +40,7 @@ def test_saved_is_q_k_v_out_lse(branches, engine, dtype):
 
 
 def test_saved_besides():
-    # the lengths, the bounds and the dropout seed are a few bytes, and no mask is ever saved
+    # lengths, bounds and the dropout seed take a few bytes, and a mask is never saved
     plain = saved(DilatedPattern.dense())
     assert saved(DilatedPattern.dense(), lengths=[3, 64]) == sorted([*plain, 2 * 4])
     assert saved(DilatedPattern.dense(), dropout=0.5) == sorted([*plain, 8])
@@ -48,7 +48,7 @@ def test_saved_besides():
 
 @pytest.mark.parametrize("batch, segment", [(2, None), (1, 16)])
 def test_the_results_of_one_block_are_those_of_the_call(batch, segment):
-    """Only q, k, v, out, its log-sum-exp, and their gradients are held, once each."""
+    """A call with one block stores only q, k, v, out, its log-sum-exp, and their gradients, each of them once."""
     shape, pattern = (batch, 64, 4, 8), DilatedPattern.dense(segment)
     grad, *inputs = torch.randn(4, *shape).bfloat16().unbind()
     q, k, v = (x.clone().requires_grad_() for x in inputs)
@@ -68,7 +68,7 @@ def test_nothing_is_saved_without_gradients():
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("engine", ["auto", "math"])
 def test_long_sequence(engine, causal):
-    """64K tokens, forward and backward in fp32: out and the gradients alone are 128 MiB, one N^2 would be 16 GiB."""
+    """64K tokens, forward and backward in fp32: out and the gradients are 128 MiB; an N x N matrix would be 16 GiB."""
     (got,) = printed(f"""
         q, k, v = (torch.randn(1, 65536, 4, 32).requires_grad_() for _ in "qkv")
         pattern = DilatedPattern.geometric(1024, 8192)
@@ -80,9 +80,9 @@ def test_long_sequence(engine, causal):
 
 @pytest.mark.slow
 def test_ten_branches_peak_like_one():
-    """q, k, v, out of 16 MiB each: ten equal branches hold one branch's parts at a time and the sums, like two."""
+    """q, k, v and out are 16 MiB each. Ten branches peak as two do: one branch's result and the sums are stored."""
     peaks = {}
-    for branches in (2, 10):  # each in a new process: freed memory stays resident and would hide the second peak
+    for branches in (2, 10):  # in new processes: freed memory stays resident and would hide the second peak
         (peaks[branches],) = printed(f"""
             q, k, v = (torch.randn(1, 32768, 4, 32).requires_grad_() for _ in "qkv")
             pattern = DilatedPattern([(256 + i, 1) for i in range({branches})])
@@ -95,7 +95,7 @@ def test_ten_branches_peak_like_one():
     "dropout, limit", [pytest.param(0.0, 160, marks=pytest.mark.slow), pytest.param(0.1, 400, marks=pytest.mark.slow)]
 )
 def test_math_engine_never_holds_all_scores(dropout, limit):
-    """8192 dense tokens of two heads are 512 MiB of fp32 scores; the engine holds a few budgets of 16 MiB at a time."""
+    """The fp32 scores of 8192 dense tokens and two heads are 512 MiB. The engine stores a few tiles of 16 MiB."""
     (got,) = printed(f"""
         q, k, v = (torch.randn(1, 8192, 2, 8).requires_grad_() for _ in "qkv")
         run = lambda: dilated_attention(q, k, v, DilatedPattern.dense(), engine="math", dropout={dropout})

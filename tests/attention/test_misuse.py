@@ -23,12 +23,12 @@ def packed(*bounds, dtype=torch.int32):
 
 
 def on_mps():
-    """Make a call with tensors that claim to be on Apple's GPU; no test machine has one."""
+    """Call the op with tensors that pretend to be on Apple's GPU, because no test machine has one."""
     with FakeTensorMode():
         return dilated_attention(*(torch.empty(1, 16, 4, 8, device="mps") for _ in range(3)), PATTERN)
 
 
-# (call, exception, words of its message)
+# (call, exception, part of its message)
 TENSORS = [
     (call(Q.tolist(), Q), TypeError, "^q must be a torch.Tensor.*got list"),
     (lambda: dilated_attention(Q, Q, None, PATTERN), TypeError, "^v must be a torch.Tensor.*NoneType"),

@@ -1,4 +1,4 @@
-"""The oracle itself against plain Python floats, because it is the reference of everything else."""
+"""The oracle, the reference of all other tests, against plain Python floats."""
 
 import math
 
@@ -15,7 +15,7 @@ from .strategies import cases
 
 
 def by_hand(case, q, k, v):
-    """Return (out, lse) as nested lists, by the words of the definition: exp, sums and a division."""
+    """Compute (out, lse) as nested lists directly from the definition: exp, sums and a division."""
     group, scale = case.heads // case.kv_heads, case.head_dim**-0.5 if case.scale is None else case.scale
     q, k, v = q.tolist(), k.tolist(), v.tolist()
     out = torch.zeros(case.batch, case.seq_len, case.heads, case.head_dim, dtype=torch.float64)
@@ -56,7 +56,7 @@ def test_by_hand(padding):
 
 @pytest.mark.parametrize("padding", ["masked", "attended"])
 def test_gradients(padding):
-    """The oracle's gradient is autograd's; a softmax with log counts, an independent form, has the same one."""
+    """The gradient of the oracle equals autograd through a softmax with log counts, an independent formulation."""
 
     @settings(max_examples=examples(40))
     @given(cases(padding=padding, longest=20))

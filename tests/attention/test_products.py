@@ -1,4 +1,4 @@
-"""Products of normed rows and their gradients, against autograd."""
+"""Products of normalized rows with a weight, and their gradients, against autograd."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def normed(dtype):
 @pytest.mark.parametrize("batch, tokens", [(1, 11), (3, 11), (2, 0), (0, 11)])
 def test_products(batch, tokens, biased, step):
     torch.manual_seed(0)
-    x = torch.randn(batch, 2 * tokens, 8, dtype=torch.float64)[:, ::2]  # rows are not adjacent
+    x = torch.randn(batch, 2 * tokens, 8, dtype=torch.float64)[:, ::2]  # a slice, so rows are not adjacent in memory
     weights = [torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (6, 3)]
     biases = [torch.randn(len(w), dtype=torch.float64) if biased else None for w in weights]
     rows = normed(torch.float64)(x).detach().requires_grad_()
@@ -36,7 +36,7 @@ def test_products(batch, tokens, biased, step):
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 def test_low_precision(kept):
-    """Weights' gradients are summed in fp32; the rows' in the dtype of the hidden states."""
+    """The gradients of weights are summed in fp32. The gradients of rows have the dtype of the hidden states."""
     torch.manual_seed(0)
     x, weight = torch.randn(1, 4096, 8, dtype=kept), torch.randn(6, 8).bfloat16()
     rows, grad = normed(torch.bfloat16)(x), torch.randn(1, 4096, 6).bfloat16()
@@ -44,7 +44,7 @@ def test_low_precision(kept):
     (got_grad,) = products_backward(normed(torch.bfloat16), x, [weight], [grad], into, 16, True)
     want = grad[0].double().t() @ rows[0].double()
     assert got_grad.dtype == torch.float32 and into.dtype == kept
-    assert (got_grad - want).norm() < 5e-3 * want.norm()  # 256 sums in bf16 would be off by far more
+    assert (got_grad - want).norm() < 5e-3 * want.norm()  # summing 256 times in bf16 would have a far larger error
     torch.testing.assert_close(into.double(), grad.double() @ weight.double(), rtol=1e-2, atol=5e-2)
 
 

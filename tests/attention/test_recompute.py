@@ -1,4 +1,4 @@
-"""Activation recomputation: full and selective checkpointing give the plain gradient; the latter runs the op once."""
+"""Activation recomputation: full and selective checkpointing give the plain gradient. Selective runs the op once."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ def test_recomputed_block(keep: bool, runs: int, monkeypatch: pytest.MonkeyPatch
     calls.clear()
     saved = [torch.ops.lightning_dilated.attention.default]
     options = {"context_fn": partial(create_selective_checkpoint_contexts, saved)} if keep else {}
-    torch.manual_seed(3)  # the dropout seed has to be the same one when the block is run again
+    torch.manual_seed(3)  # the recomputation has to use the same dropout seed
     got = torch.autograd.grad(checkpoint(block, x, use_reentrant=False, **options).sum(), x)[0]
     assert torch.equal(got, want)
-    assert len(calls) == runs  # forward, (forward again,) backward
+    assert len(calls) == runs  # forward, then the forward again if it is recomputed, then backward

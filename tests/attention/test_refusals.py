@@ -1,4 +1,4 @@
-"""Refused, because the result would be silently wrong: forward mode, scales beyond float32, caches in training."""
+"""Calls that would be silently wrong are refused: forward-mode gradients, scales beyond float32, caches in training."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A call's spec as a string, and the cache of calls on one rank."""
+"""The string form of a call's spec, and the cache of resolved calls on one rank."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_both_passes_share_one():
 
 
 def test_what_is_resolved_follows_the_values_of_documents():
-    """A loader that reuses its memory passes the same tensor with other bounds."""
+    """A loader that reuses its memory passes the same tensor with other bounds, so the cache must compare values."""
     bounds = torch.tensor([0, 10, 40], dtype=torch.int32)
     case = Case(PATTERN, 1, 40, 4, 4, 8, causal=True)
     q, k, v, _ = case.tensors()
@@ -69,7 +69,7 @@ def test_errors_are_not_remembered():
 
 
 def test_a_setting_of_torch_is_seen():
-    """Deterministic algorithms exclude cuDNN and flash attention."""
+    """Deterministic algorithms exclude cuDNN and flash attention, so changing the setting resolves a call again."""
     q = torch.randn(2, 40, 4, 8)
     one = resolved(q)
     torch.use_deterministic_algorithms(True)
@@ -81,7 +81,7 @@ def test_a_setting_of_torch_is_seen():
 
 
 def test_what_a_graph_records_is_not_remembered(monkeypatch):
-    """Tables of a recorded first call may be missing, so the next recording computes them again."""
+    """A call is not cached while a CUDA graph records, because its tables may be missing from the recording."""
     q = torch.randn(2, 40, 4, 8)
     monkeypatch.setattr(resolve, "captured", lambda device: True)
     assert resolved(q) is not resolved(q)
@@ -90,7 +90,7 @@ def test_what_a_graph_records_is_not_remembered(monkeypatch):
 
 
 def test_a_graph_does_not_record_a_dropout_mask(monkeypatch):
-    """Each replay would drop the same pairs."""
+    """Dropout while a graph is recorded is refused, because each replay would drop the same pairs."""
     q = torch.randn(1, 40, 2, 8, requires_grad=True)
     out = dilated_attention(q, q, q, PATTERN, dropout=0.1)
     monkeypatch.setattr(resolve, "captured", lambda device: True)

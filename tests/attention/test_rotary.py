@@ -64,7 +64,7 @@ def test_only_distances_matter(scale_base, shift):
 @pytest.mark.parametrize("position", [1_000_000, 10_000_000, 2**31 + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_precise_far_away(position, dtype):
-    """A float32 angle is off by whole turns there; a bfloat16 table would be off by 0.4 % everywhere."""
+    """At such positions, angles in float32 are off by whole turns. A bfloat16 table is off by 0.4 % at any position."""
     table = Rotary(64, BASE)(torch.tensor([position, position + 1]), dtype)
     assert table.cos.dtype == torch.promote_types(dtype, torch.float32)
     for row, p in enumerate((position, position + 1)):
@@ -79,7 +79,7 @@ def test_precise_far_away(position, dtype):
 def test_xpos_decays_with_the_distance():
     ones = torch.ones(1, 4096, 1, D, dtype=torch.float64)
     envelope = scores(Rotary(D, 1e12, SCALE_BASE)(torch.arange(4096), torch.float64), ones, ones)[0, 0, -1]
-    # nearest keys last; all but the first channel pair hardly rotate with this base
+    # the nearest keys come last; with this base only the first channel pair rotates noticeably
     means = envelope.unflatten(0, (8, 512)).mean(1)
     assert (means.diff() > 0).all() and means[0] < 0.5 * means[-1]
 
@@ -103,7 +103,7 @@ def layer(pattern, heads=2, kind="rotary", **options):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_of_a_slice(kind):
-    """Every second token of a sequence, at its global positions, attends like a branch of rate 2 over the whole."""
+    """Every second token, at its position in the whole sequence, attends like a branch of rate 2 over the sequence."""
     sparse = layer(DilatedPattern([Branch(None, 2, offset=0)]), kind=kind)
     dense = layer(DilatedPattern.dense(), kind=kind)
     dense.load_state_dict(sparse.state_dict())
@@ -209,16 +209,16 @@ def test_xpos_refuses_overflow_with_a_remedy_that_works(dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_own_positions_are_not_read(kind):
-    """Use a device without values: on a GPU the host would wait for the values in each step."""
+    """The device "meta" has no values. On a GPU, reading positions would make the host wait in each step."""
     module, x = layer(DilatedPattern.dense(8), kind=kind).to("meta"), torch.empty(2, 20, 2 * D, device="meta")
     assert module.table(x).cos.shape == (20, D // 2)
     if kind == "xpos":
-        with pytest.raises(RuntimeError, match="meta"):  # given positions must be read
+        with pytest.raises(RuntimeError, match="meta"):  # positions that the caller gives must be read
             module.table(x, torch.arange(20, device="meta"))
 
 
 def test_given_positions_are_read_before_they_are_sent():
-    """They are read on the CPU, and the device of x has no values."""
+    """Given positions are read on the CPU before they are copied to the device of x ("meta", which has no values)."""
     module, x = layer(DilatedPattern.dense(8), kind="xpos").half().to("meta"), torch.empty(1, 3, 2 * D, device="meta")
     assert module.table(x.half(), torch.tensor([0, 5, 9])).cos.shape == (3, D // 2)
     with pytest.raises(ValueError, match=r"overflows .* reaches 99999"):

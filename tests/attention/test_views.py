@@ -1,4 +1,4 @@
-"""Rows are read in place: views share their tensor's storage, and one view serves several samples if strides allow."""
+"""Rows are views of the tensor's storage, and one view serves several samples if the strides allow it."""
 
 from itertools import product
 
@@ -19,7 +19,7 @@ from .strategies import LAYOUTS, Case, cases
 
 
 def positions(span: Span, block, kv: bool) -> torch.Tensor:
-    """Return (b, S, J, n) positions of queries, or of keys, in the row of a sample."""
+    """Return positions (b, S, J, n) of the queries or of the keys within a sample."""
     first, rows = block.keys if kv and block.keys else (block.first, block.rows)
     b, s, j, i = (torch.arange(n) for n in (span.batches, block.segments, block.heads, rows))
     first += span.start
@@ -28,7 +28,7 @@ def positions(span: Span, block, kv: bool) -> torch.Tensor:
 
 
 def picked(x: torch.Tensor, span: Span, block, kv: bool) -> torch.Tensor:
-    """Return (b, S, J, n, D) by fancy indexing, which copies."""
+    """Copy the rows (b, S, J, n, D) by fancy indexing."""
     head, step = (block.kv_head, block.kv_head_step) if kv else (block.head, block.head_step)
     sample = span.batch + torch.arange(span.batches)[:, None, None, None]
     return x[sample, positions(span, block, kv), (head + torch.arange(block.heads) * step)[:, None]]
@@ -59,7 +59,7 @@ def test_views_are_the_rows(case):
 @settings(max_examples=examples(100))
 @given(cases(longest=24))
 def test_add_rows_adds_every_head(case):
-    # several query heads may read one kv row, and then their parts must be added, not overwrite each other
+    # several query heads may share one kv row, so their contributions must be added, not overwritten
     options = case.options()
     for kv in (False, True):
         heads = case.kv_heads if kv else case.heads
@@ -83,13 +83,13 @@ def test_add_rows_adds_every_head(case):
 
 @pytest.mark.parametrize("n, w, batch", list(product([16, 17, 24, 64], [4, 7, 16, 100], [1, 3])))
 def test_calls(n, w, batch, monkeypatch):
-    """One call serves all samples if B = 1, if w divides N, or if there is one segment; otherwise one call a sample."""
+    """One call serves all samples if B = 1, if w divides N, or if there is one segment; otherwise each is a call."""
     calls = record(monkeypatch, "math")
     q, k, v = torch.randn(3, batch, n, 2, 4)
     dilated_attention(q, k, v, DilatedPattern.dense(w), engine="math")
     whole, tail = n // w, bool(n % w)
     joins = batch == 1 or whole == 1 or not tail
-    want = (whole > 0) * (1 if joins else batch) + tail  # the short last segment is one view in any case
+    want = (whole > 0) * (1 if joins else batch) + tail  # the short last segment is one view for all samples either way
     assert len(calls.forward) == want
     assert sum(call[0].shape[0] for call in calls.forward) == batch * (whole + tail)
     assert all(same_storage(a, b) for call in calls.forward for a, b in zip(call, (q, k, v), strict=True))

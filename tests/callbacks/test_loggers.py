@@ -1,6 +1,6 @@
-"""The loggers of docs/loggers.md: each is made from the page's YAML, and receives a run's logs, without a network.
+"""The loggers in docs/loggers.md: each is built from the page's YAML and receives a run's logs without a network.
 
-Skipped if the logger's package is not installed; it is neither a dependency nor an extra.
+A test is skipped if its logger's package is missing, because loggers are neither dependencies nor extras.
 """
 
 import re
@@ -25,7 +25,7 @@ METRICS = {"train_loss", "val_loss", "memory/peak_mb"}
 
 
 def trained(logger: Any, folder: Path) -> pl.Trainer:
-    """Return a Trainer after four steps on random bytes, with callbacks that log and that write files."""
+    """Return a Trainer after four steps on random bytes, with callbacks that log values and write files."""
     model = ld.LongNetLM(ld.DilatedPattern.dense(), dim=16, depth=1, num_heads=2, max_seq_len=64)
     samples = [{"tokens": x[:-1], "labels": x[1:]} for x in torch.randint(256, (4, 65))]
     trainer = pl.Trainer(
@@ -64,7 +64,7 @@ def test_page_shows_all() -> None:
     ]
 
 
-@pytest.mark.slow  # these packages are slow to import, and so are their databases
+@pytest.mark.slow  # these packages and their databases are slow to import
 @pytest.mark.parametrize("shown, package", list(zip(SHOWN, READERS, strict=True)), ids=list(READERS))
 def test_run_is_logged(shown: dict[str, Any], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(package, exc_type=ImportError)

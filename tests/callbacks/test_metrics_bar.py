@@ -1,4 +1,4 @@
-"""MetricsProgressBar shows the full names of metrics, which Lightning's bar cuts."""
+"""MetricsProgressBar shows full names of metrics; Lightning's bar shortens them."""
 
 import io
 
@@ -13,7 +13,7 @@ import lightning_dilated as ld
 
 
 def shown(kind: type[RichProgressBar], width: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the bar's output of a short fit in a terminal of `width` columns."""
+    """Return the output of the bar in a short fit, in a terminal of `width` columns."""
     screen = io.StringIO()
     monkeypatch.setattr(rich, "_console", rich.console.Console())  # the bar reconfigures the process's console
     bar = kind(console_kwargs={"file": screen, "width": width, "force_terminal": True})

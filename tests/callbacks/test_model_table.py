@@ -1,4 +1,4 @@
-"""ModelTable: layers with parameters, their sums, and no FLOPs unless they were counted."""
+"""ModelTable shows layers with parameters and their sums, and shows FLOPs only if they were counted."""
 
 import pytest
 

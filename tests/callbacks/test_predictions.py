@@ -1,4 +1,4 @@
-"""PredictionWriter: one CSV row a sequence, batch by batch, and a clear error for modules with other outputs."""
+"""PredictionWriter writes one CSV row per sequence, batch by batch, and refuses outputs of other modules clearly."""
 
 import csv
 import logging
@@ -63,7 +63,7 @@ def test_test_split_of_a_datamodule(tmp_path):
 
 @pytest.mark.parametrize("pack_tokens", [None, 64], ids=["sequences", "packed files"])
 def test_a_text_has_file_and_offset(tmp_path, pack_tokens):
-    """Sequences begin anywhere, also in a later file of the split."""
+    """A row of a text has file and offset: a sequence may begin anywhere, also in a later file of the split."""
     sizes = {"a.txt": 40, "b.txt": 100, "c.txt": 70}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(bytes(97 + i % 26 for i in range(size)))
@@ -106,7 +106,7 @@ def test_other_commands_say_that_nothing_is_written(tmp_path, writer, command, c
 
 
 def test_each_rank_has_its_own_file(tmp_path):
-    where = {"num_replicas": 4, "rank": 2}  # ranks that have their own samples
+    where = {"num_replicas": 4, "rank": 2}  # each rank predicts other samples
     run = SimpleNamespace(distributed_sampler_kwargs=where, log_dir=None, default_root_dir=str(tmp_path))
     for path, want in ((None, tmp_path / "predictions.2.csv"), ("x/y.csv", Path("x/y.2.csv"))):
         writer = PredictionWriter(path)
@@ -124,7 +124,7 @@ PLAIN = ["a", "", "s=1", "1'", " b"]
 
 
 def test_no_formulas(tmp_path):
-    """A spreadsheet shows foreign strings and does not run them; read back, they are unchanged."""
+    """A spreadsheet shows foreign strings without running them as formulas. When read back, they are unchanged."""
     words = [*FORMULAS, *PLAIN]
     strategy = SimpleNamespace(is_first_of_sequence=True)
     run = SimpleNamespace(distributed_sampler_kwargs=None, strategy=strategy)
@@ -136,7 +136,7 @@ def test_no_formulas(tmp_path):
     assert header == ["slide_id", "'=score"]
     assert [line[0] for line in lines] == [*(f"'{x}" for x in FORMULAS), *PLAIN]
     assert [line[0].removeprefix("'") for line in lines] == words
-    assert [float(line[1]) for line in lines] == prediction["=score"].tolist()  # numbers stay numbers
+    assert [float(line[1]) for line in lines] == prediction["=score"].tolist()  # numbers are not quoted
     assert lines[0][1] == "-3.5"
 
 
@@ -151,7 +151,7 @@ def test_names_of_files_that_are_no_text(tmp_path):
 # -- slides ------------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Five slides and their labels.csv. Read only."""
+    """A read-only folder with five slides and their labels.csv."""
     path = tmp_path_factory.mktemp("slides")
     write_synthetic_slides(path, slides=5, tiles=(4, 20), features=12, classes=3)
     return str(path)
@@ -170,7 +170,7 @@ TASKS = {
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_row_a_slide(tmp_path, folder, task):
-    """The row has the slide's name, the order of the files, and the model's output for this slide alone."""
+    """A slide's row has its name and the model's output for this slide alone. Rows have the order of the files."""
     options, want = TASKS[task]
     model = encoder(dtype=torch.float32, grid=100, **options)
     labels = {} if task == "unlabelled" else {"labels_csv": f"{folder}/labels.csv"}
@@ -196,7 +196,7 @@ def test_a_row_a_slide(tmp_path, folder, task):
 
 
 def test_any_features(tmp_path):
-    """LongNetClassifier, with custom ids and targets and without."""
+    """LongNetClassifier predicts with and without custom ids and targets."""
     model = LongNetClassifier(PATTERN, feature_dim=3, task=None, dim=16, depth=1)
     x = {"features": torch.randn(2, 9, 3)}
     named = [{**x, "slide_id": ids, "label": torch.randn(2, 2)} for ids in (["a,b", 'c "d"'], ["é", "\n"])]
@@ -240,7 +240,7 @@ def test_other_predictions_are_refused(tmp_path, name):
     ({"e0": torch.arange(2), "embedding": torch.ones(2, 2)}, r"two columns 'e0', one of them made from 'embedding'"),
 ])  # fmt: skip
 def test_batches_of_other_columns_are_refused(tmp_path, second, says):
-    """A value in another column would be a silent error."""
+    """A batch with other columns is refused: its values would be written to wrong columns without an error."""
 
     class Odd(LongNetLM):
         def predict_step(self, batch, batch_idx):

@@ -1,4 +1,4 @@
-"""ActivationRecompute: the same training, settings applied to blocks and removed again, and the models it refuses."""
+"""ActivationRecompute: training is unchanged, blocks get the settings and lose them again, some models are refused."""
 
 import lightning.pytorch as pl
 import pytest
@@ -24,13 +24,13 @@ def test_the_same_weights_come_out(policy, monkeypatch):
         model, batches = tiny().train(), [batch(2, 24) for _ in range(3)]
         trainer(max_epochs=1, callbacks=callbacks).fit(model, loader(*batches))
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        assert {b.recompute for b in model.transformer.blocks} == {"none"}  # as before
+        assert {b.recompute for b in model.transformer.blocks} == {"none"}  # the setting from before the fit
     assert set(calls) == {"none", policy}
     torch.testing.assert_close(*weights)
 
 
 class Names(pl.Callback):
-    """Records the names of the state during training."""
+    """Records names and shapes of the state dict and names of parameters during training."""
 
     def on_train_batch_end(self, trainer, module, *unused):
         self.seen = [(name, x.shape) for name, x in module.state_dict().items()], list(dict(module.named_parameters()))
@@ -38,11 +38,11 @@ class Names(pl.Callback):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_names_of_the_state_stay(compiled):
-    """With every setting at once, compiled or not, a plain model has the same names."""
+    """With all settings together, compiled or not, a model keeps the names of its state and parameters."""
     calls = []
     for callbacks in ([], [ActivationRecompute("block", every=2, offload=1, tile=9, head_chunks=2)]):
         model = tiny(compile_blocks=compiled)
-        with torch.compiler.set_stance("default", force_backend="aot_eager"):  # Inductor is slow, and changes no names
+        with torch.compiler.set_stance("default", force_backend="aot_eager"):  # Inductor is slow; it keeps names, too
             trainer(max_steps=1, callbacks=[*callbacks, names := Names()]).fit(model, loader(batch(2, 24)))
         calls.append(names.seen)
     assert calls[0] == calls[1] and len(calls[0][0]) > 10
@@ -50,7 +50,7 @@ def test_names_of_the_state_stay(compiled):
 
 @pytest.mark.parametrize("options", [{}, {"tile": 9, "head_chunks": 2, "offload": 1}])
 def test_groups_run_again_under_the_dtype_of_the_forward(options, monkeypatch):
-    """bf16-true changes torch's default dtype, but only around the training step."""
+    """The recomputation sees the same default dtype as the forward. bf16-true sets it only around the training step."""
     seen, real, weights = [], TransformerBlock.forward, []
     monkeypatch.setattr(
         TransformerBlock, "forward", lambda self, *a, **k: seen.append(torch.get_default_dtype()) or real(self, *a, **k)
@@ -60,7 +60,7 @@ def test_groups_run_again_under_the_dtype_of_the_forward(options, monkeypatch):
         model, batches = tiny(dtype=torch.bfloat16).train(), [batch(2, 24) for _ in range(3)]
         trainer(max_epochs=1, callbacks=callbacks, precision="bf16-true").fit(model, loader(*batches))
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    # two blocks: forward; with the callback again as a group, where torch stops when it has the second block's input
+    # two blocks: 2 forwards; with the callback 3, because the recomputed group stops at the second block's input
     assert len(seen) >= 3 * (2 + 3) and set(seen) == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
     assert (weights[0] - weights[1]).float().norm() < 1e-2 * weights[0].float().norm()
@@ -88,14 +88,14 @@ def test_policy():
 
 
 class Room(pl.Callback):
-    """Records host memory of block inputs in training, and the rest when Lightning moves the model to the host."""
+    """Records the bytes of block inputs in host memory: in training, and when Lightning moves the model to the host."""
 
     def __init__(self, fail=False):
         self.fail, self.had, self.left = fail, None, None
 
     def on_train_batch_end(self, trainer, module, *unused):
         self.had = module.transformer._host.bytes
-        self.losses = module.token_losses(batch(2, 24))  # its block inputs wait for a backward
+        self.losses = module.token_losses(batch(2, 24))  # this graph keeps its block inputs: no backward follows
         self.waiting = module.transformer._host.bytes
         trainer.strategy.teardown = lambda: setattr(self, "left", module.transformer._host.bytes)
         if self.fail:
@@ -104,7 +104,7 @@ class Room(pl.Callback):
 
 @pytest.mark.parametrize("fail", [False, True])
 def test_host_memory_is_given_back_before_the_model_comes(fail):
-    """Also if a step failed and its graph still exists."""
+    """Host memory is freed before the model moves to the host, even if a step failed and its graph still exists."""
     room, model = Room(fail), tiny().train()
     training = trainer(max_steps=1, callbacks=[ActivationRecompute(offload=1), room])
     if fail:
@@ -115,7 +115,7 @@ def test_host_memory_is_given_back_before_the_model_comes(fail):
     assert room.waiting >= room.had > 0 == room.left
     with pytest.raises(RuntimeError, match="freed at the end of training"):
         room.losses.sum().backward()
-    if fail:  # an error report still shows the settings, and the next fit restores the earlier ones
+    if fail:  # a failed fit leaves the settings for an error report, and the next fit restores the earlier ones
         assert model.transformer.memory.offload == 1
         training = trainer(max_steps=1, callbacks=training.callbacks[:1])
         training.fit(model, loader(batch(2, 24)))

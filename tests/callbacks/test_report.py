@@ -1,4 +1,4 @@
-"""RunReport: two pictures and one table a run, with and without logger, baseline, pattern and bits."""
+"""RunReport: two pictures and a table per run, with and without a logger, a baseline, a pattern and bits per byte."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.full
 
 
 class Plain(DilatedModule):
-    """A module of bytes without a pattern and without bits per byte."""
+    """A module for bytes, without a pattern and without bits per byte."""
 
     def build(self):
         self.layer = nn.Embedding(256, 256)
@@ -29,7 +29,7 @@ class Plain(DilatedModule):
 
 
 class Patterned(Plain):
-    """The same with a pattern, but without heads and depth."""
+    """A module with a pattern, but without `num_heads` and `depth`."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ def words(capsys):
 
 
 def test_a_run_explains_itself(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")  # the folder's name in one line
+    monkeypatch.setenv("COLUMNS", "400")  # the folder's name is on one line
     data = text(tmp_path)
     run = fit(RunReport(), data=data, logger=CSVLogger(tmp_path, "name"))
     folder, out = tmp_path / "name" / "version_0", words(capsys)
@@ -70,7 +70,7 @@ def test_a_run_explains_itself(tmp_path, capsys, monkeypatch):
 
 
 def test_shifted_layers_are_explained_as_they_are(tmp_path, capsys):
-    """The pattern alone has walls at 16 that nothing crosses; the model has none."""
+    """Shifted layers are explained with their shifts: the unshifted pattern has a wall at 16, the model has none."""
     fit(RunReport(), lm(depth=2, shift_layers="odd"), text(tmp_path), tmp_path / "odd")
     out = words(capsys)
     assert "layers 1: DilatedPattern([Branch(4, 1, shift=2), Branch(16, 2, shift=8)])" in out and "wall(s)" not in out
@@ -83,7 +83,7 @@ def test_without_a_datamodule(tmp_path, capsys):
     loaders = {"train_dataloaders": loader(*[batch(2, 20)] * 4), "val_dataloaders": loader(batch(2, 20))}
     fit(RunReport(), data=loaders, folder=tmp_path)
     out = words(capsys)
-    assert pictured(tmp_path / "loss.png") and not (tmp_path / "pattern.png").exists()  # no length to draw it at
+    assert pictured(tmp_path / "loss.png") and not (tmp_path / "pattern.png").exists()  # no sequence length is known
     assert "LongNetLM │" in out and "bigram" not in out
 
 
@@ -100,7 +100,7 @@ def test_curve_holds_every_step(tmp_path):
     assert report.train[-1][1] == run.callback_metrics["train_bits_per_byte"]
     assert all(not x.requires_grad for _, x in report.train)
     fit(report, data=text(tmp_path), folder=tmp_path)
-    assert len(report.train) == 4  # a second run starts its own curve
+    assert len(report.train) == 4  # a second run starts a new curve
 
 
 @pytest.mark.parametrize("pattern, loss", [(True, False), (False, True), (False, False)])

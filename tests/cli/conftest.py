@@ -1,4 +1,4 @@
-"""Runs the command line in this process, in a test's own folder, and trains one tiny checkpoint for all tests."""
+"""Run the command line in this process, in a test's own folder, and train one tiny checkpoint for all tests."""
 
 import contextlib
 import io
@@ -26,20 +26,20 @@ TRAINER = [
     *("--trainer.max_steps", "3", "--trainer.val_check_interval", "3", "--trainer.log_every_n_steps", "1"),
     *("--trainer.logger.save_dir", "runs"),
 ]
-#: the quickstart, small enough for a test
+#: the quickstart at a size for tests
 TINY = ["--config", "quickstart.yaml", *DATA, *MODEL, *TRAINER]
 LOG = Path("runs") / "quickstart" / "version_0"
 
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RunReport's picture of a pattern takes half of a small fit; tests/callbacks/test_report.py covers it."""
+    """Omit RunReport's picture of a pattern: half of a small fit's time. tests/callbacks/test_report.py tests it."""
     monkeypatch.setattr(DilatedPattern, "plot", lambda self, length, heads, causal, path, **options: Path(path).touch())
 
 
 @dataclass
 class Result:
-    """The result of a command: the exit status, its output, and its folder."""
+    """Exit status, output and working folder of a command."""
 
     code: int
     out: str
@@ -48,7 +48,7 @@ class Result:
 
     @property
     def words(self) -> str:
-        """Return standard output without the spaces and line breaks of tables."""
+        """Return standard output without the spaces and line breaks that tables add."""
         return " ".join(self.out.split())
 
     def metric(self, name: str) -> float:
@@ -58,7 +58,7 @@ class Result:
 
 
 def run_in(folder: Path, *argv: str, stdin: str = "") -> Result:
-    """Run `lightning-dilated ARGV` in `folder`; an exception that escapes prints its traceback and exits with 1."""
+    """Run `lightning-dilated ARGV` in `folder`. An uncaught exception gives a traceback on stderr and the status 1."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     before = os.getcwd(), sys.argv, sys.stdin, dict(os.environ)
     os.chdir(folder)
@@ -87,20 +87,20 @@ def write_text(folder: Path) -> None:
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Callable[..., Result]:
-    """The command line in a folder with text.txt."""
+    """Run a command line in a folder that contains text.txt."""
     write_text(tmp_path)
     return lambda *argv, **options: run_in(tmp_path, *map(str, argv), **options)
 
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the ranks of `verify` and `bench links`; `test_two_ranks_agree` also starts interpreters, as users do."""
+    """Fork the ranks of `verify` and `bench links`. `test_two_ranks_agree` also starts interpreters, as users do."""
     monkeypatch.setattr(verify, "mp", SimpleNamespace(get_context=lambda method: forked.context()))
 
 
 @dataclass
 class Fitted:
-    """The run that all tests may read: its result, its log folder, its checkpoint."""
+    """A run that all tests may read: the result of the command, its log folder and its checkpoint."""
 
     result: Result
     log: Path
@@ -109,7 +109,7 @@ class Fitted:
 
 @pytest.fixture(scope="session")
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> Fitted:
-    """Run `fit` on TINY, once."""
+    """Run `fit` with TINY once for the session."""
     folder = tmp_path_factory.mktemp("fitted")
     write_text(folder)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The command line requests growing segments from torch, and respects the user's setting."""
+"""The command line sets torch's allocator to expandable segments, unless the user has set it."""
 
 import importlib
 
@@ -21,7 +21,7 @@ def test_segments_grow():
 
 
 def test_commands_ask_for_them(monkeypatch):
-    """Before anything is built, also for the workers that the commands start."""
+    """The variable is set before a command builds anything, so the workers that it starts inherit the setting."""
     env, module = {}, importlib.import_module("lightning_dilated.cli.main")
     monkeypatch.setattr(module.os, "environ", env)
     monkeypatch.setattr(module, "with_recipes", lambda argv: (_ for _ in ()).throw(KeyError(dict(env))))

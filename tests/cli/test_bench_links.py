@@ -1,4 +1,4 @@
-"""`bench links`: two ranks measure, groups read the file, and its numbers equal the table."""
+"""`bench links`: two ranks measure, other commands read the file, and its numbers equal the printed table."""
 
 import datetime
 import os
@@ -23,7 +23,7 @@ USUAL = Links()
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A machine without GPUs and without measurements."""
+    """The cache folder of a machine without GPUs and without measured links."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(VARIABLE)
@@ -67,7 +67,7 @@ def test_pretended_nodes(cli, home):
 
 @pytest.mark.slow
 def test_under_a_launcher(home):
-    """Two processes with torchrun's variables, a node each: the first prints, and each node's first rank writes."""
+    """Two processes with torchrun's variables are two nodes: rank 0 prints, and a node's first rank writes the file."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -152,7 +152,7 @@ TRUE = Links(near=2e11, far=4e10, round=3e-5, message=5e-6)
 
 
 def sample(kind, peers, size):
-    """Return a sample of a machine that follows the planner's model."""
+    """Return measurements of a machine that follows the planner's model exactly."""
     bandwidth = {"few": float("inf"), "near": TRUE.near, "far": TRUE.far}[kind]
     return Sample(kind, peers, size, TRUE.round + peers * TRUE.message + peers * size / bandwidth)
 
@@ -197,4 +197,4 @@ def test_who_sends_to_whom(ranks, per_node):
             assert rank not in peers and len(set(peers)) == len(peers)
             assert same is None or all((p // per_node == rank // per_node) == same for p in peers)
             for step, peer in enumerate(peers, 1):
-                assert rings[peer][kind][1](-step) == rank  # receivers and senders agree
+                assert rings[peer][kind][1](-step) == rank  # receivers and senders count equal bytes

@@ -1,4 +1,4 @@
-"""Every command on a tiny model: its output and files, with a recipe, from a checkpoint alone, and resumed."""
+"""Every command on a tiny model: its output and files, from a recipe, from a checkpoint alone, and resumed."""
 
 import csv
 import io
@@ -28,7 +28,7 @@ COMMANDS = {*DilatedCLI.subcommands(), *EXTENSIONS}
 
 
 def test_lightnings_own_bar_shows_no_epoch_behind_the_last(cli):
-    """For a recipe that names no bar and a run limited by steps."""
+    """Lightning's bar is used if a recipe has no bar. In a run limited by steps it must not show "Epoch 0/-2"."""
     result = cli("fit", *TINY, "--trainer.callbacks", "null", "--trainer.enable_progress_bar", "true")
     assert result.code == 0 and "Epoch 0" in result.out and "/-2" not in result.out, result.err
 
@@ -46,7 +46,7 @@ def test_help_fits_a_screen(cli, argv):
 
 @pytest.mark.parametrize("line", [x.strip() for x in HELP.splitlines() if x.strip().startswith(f"{PROG} ")])
 def test_commands_of_the_help_parse(cli, line):
-    """They are parsed verbatim, in a folder that is not the checkout."""
+    """Commands in the help parse verbatim, also outside the checkout."""
     argv = shlex.split(line)[1:]
     result = cli(*argv, *(["--print_config"] if "--print_config" not in argv else []))
     assert result.code == 0 and "class_path: lightning_dilated.LongNetLM" in result.out, result.err
@@ -86,7 +86,7 @@ def test_fit_writes_its_run(fitted):
 
 
 def test_fit_resumes(cli, fitted):
-    """Three steps and then two more equal five at once, bit by bit."""
+    """Three steps and two resumed steps equal five steps bit by bit."""
     whole = cli("fit", *TINY, "--trainer.max_steps", 5, "--trainer.val_check_interval", 1)
     assert whole.code == 0
     again = cli("fit", *TINY, "--trainer.max_steps", 5, "--trainer.val_check_interval", 1, "--ckpt_path", fitted.ckpt)
@@ -108,7 +108,7 @@ def test_fits_without_a_recipe(cli, model, spelling):
 
 # -- a checkpoint ------------------------------------------------------------------------------------------------------
 def evaluate(ckpt, folder, stage):
-    """Evaluate in Python, without the command line."""
+    """Evaluate through the Python API, without the command line."""
     model = ld.LongNetLM.load_from_checkpoint(ckpt, weights_only=True)
     data = ld.data.ByteDataModule(str(folder / "text.txt"), seq_len=64, batch_size=2, val_fraction=0.02, val_limit=2)
     data.test_fraction = 0.02
@@ -136,7 +136,7 @@ def test_evaluates(cli, fitted, stage, name, config):
 
 @CONFIGS
 def test_predicts_a_csv(cli, fitted, config):
-    """The help promises bits per byte of every test sequence, as a CSV."""
+    """As the help promises, `predict` writes a CSV with bits per byte of every test sequence."""
     result = cli("predict", *arguments(config), "--ckpt_path", fitted.ckpt)
     assert result.code == 0, result.err
     files = list(result.folder.rglob("predictions.csv"))
@@ -151,7 +151,7 @@ def test_predicts_a_csv(cli, fitted, config):
 
 
 def test_validates_nothing_but_a_checkpoint_as_one(cli):
-    """Without --ckpt_path the weights are random, and the table must not call them a checkpoint's."""
+    """Without --ckpt_path the weights are random, so the table must not say "of the checkpoint"."""
     result = cli("validate", *TINY)
     assert "of the checkpoint" not in result.words
 
@@ -175,7 +175,7 @@ def test_generates_what_python_does(cli, fitted):
 
 
 def test_generates_from_a_folder(cli, fitted, tmp_path):
-    """From a checkpoint of the command line, exported as config.json and model.safetensors."""
+    """`generate` reads config.json and model.safetensors, exported from a checkpoint of the command line."""
     ld.LongNetLM.load_from_checkpoint(fitted.ckpt, weights_only=True).save_pretrained(tmp_path / "saved")
     options = ("--prompt", "ab", "--max_new_bytes", 30, "--seed", 3)
     want = cli("generate", "--ckpt_path", fitted.ckpt, *options)
@@ -192,7 +192,7 @@ def test_generate_draws_by_seed(cli, fitted):
 
 @pytest.mark.parametrize("options", [(), ("--max_new_bytes", 0), ("--top_k", 3)], ids=str)
 def test_generate_streams_the_same_text(cli, fitted, options):
-    """Random bytes are rarely UTF-8: broken characters are printed alike, and so are characters that take two steps."""
+    """Streaming prints the same text, even for invalid UTF-8 (likely in random bytes) and characters of two steps."""
     arguments = ("generate", "--ckpt_path", fitted.ckpt, "--prompt", "the é ", "--max_new_bytes", 60, *options)
     assert cli(*arguments, "--stream").out == cli(*arguments).out
 
@@ -228,7 +228,7 @@ def test_generate_reads_standard_input(cli, fitted):
 # -- checkpoints made in Python ----------------------------------------------------------------------------------------
 @pytest.fixture
 def made(cli, tmp_path):
-    """A checkpoint that was not made by the command line."""
+    """A checkpoint from Python, which has no settings of the command line."""
     model = ld.LongNetLM(ld.DilatedPattern.longnet([4, 8], [1, 2]), dim=16, depth=1, num_heads=4)
     trainer = pl.Trainer(
         max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
@@ -246,7 +246,7 @@ def test_python_checkpoint_alone(cli, made):
 
 
 def test_python_checkpoint_beside_a_recipe(cli, made):
-    """Sizes that do not fit are named."""
+    """The error names sizes that differ between the checkpoint and the recipe."""
     result = cli("validate", *TINY, "--ckpt_path", made)
     assert result.code == 2 and "depth is 1 there and 2 here" in result.err and "Traceback" not in result.err
 
@@ -275,7 +275,7 @@ def test_a_module_of_ones_own(cli, tmp_path, monkeypatch):
 
 
 def test_workers_are_started_with_the_words_of_the_command(cli, fitted, monkeypatch):
-    """A launcher repeats `sys.argv`: the recipe's path, and no settings of the checkpoint, which each worker reads."""
+    """A launcher repeats `sys.argv` with the recipe's full path. Each worker reads the checkpoint's settings itself."""
     words = ["--model.pattern.hybrid.local", "32", "--config", "quickstart.yaml", "--ckpt_path", str(fitted.ckpt)]
     started: list[list[str]] = []
     monkeypatch.setattr(DilatedCLI, "__init__", lambda self: started.append(sys.argv[1:]))
@@ -285,7 +285,7 @@ def test_workers_are_started_with_the_words_of_the_command(cli, fitted, monkeypa
 
 
 def test_a_run_begins_quietly(fitted):
-    """It prints layers and parameters, and neither advertisements nor zero FLOPs."""
+    """A run prints its layers and parameters, but neither Lightning's tips nor a FLOP count of zero."""
     said = fitted.result.out + fitted.result.err
     assert "all of them trained" in said and "DilatedTransformer" in said
     assert "FLOPs: 0" not in said and "Tip:" not in said
@@ -311,7 +311,7 @@ def test_noise_of_others_is_left_out(command):
 
 
 def test_lightnings_summary_where_a_recipe_names_it(cli):
-    """Its own depth is kept."""
+    """If a recipe contains Lightning's ModelSummary, it replaces ours and keeps its depth."""
     said = cli(
         *("fit", *TINY, "--trainer.max_steps", "1", "--trainer.callbacks+=lightning.pytorch.callbacks.ModelSummary"),
         *("--trainer.callbacks.max_depth", "2"),

@@ -1,4 +1,4 @@
-"""`consolidate`: the same weights from every kind of checkpoint, in a labelled file, or one clear error."""
+"""`consolidate` writes the same weights from every kind of checkpoint to a labelled file, or raises one clear error."""
 
 import json
 import pickle
@@ -44,14 +44,14 @@ def fit(folder, model=None, **options):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(folder with parts/ and lightning.ckpt, the tensors in them). Read only."""
+    """(folder with parts/ and lightning.ckpt, the tensors in them). It is read-only."""
     folder = tmp_path_factory.mktemp("made")
     model = fit(folder)
     return folder, {k: v.clone() for k, v in model.state_dict().items()}
 
 
 def fit_on_rank(rank, group, folder):
-    """Like `fit` with sharded parameters. Return the whole tensors."""
+    """Call `fit` with sharded parameters. Return the unsharded tensors."""
     strategy = RingDilatedFSDPStrategy()
     model = fit(Path(folder), devices=launched(rank), strategy=strategy)
     return {k: full(v).detach().clone() for k, v in model.state_dict().items()}
@@ -59,7 +59,7 @@ def fit_on_rank(rank, group, folder):
 
 @pytest.fixture(scope="module")
 def dealt(tmp_path_factory):
-    """`made` with ring_dilated_fsdp on two ranks; lightning.ckpt is Lightning's folder."""
+    """The same as `made`, from ring_dilated_fsdp on two ranks, where Lightning's lightning.ckpt is a folder."""
     folder = tmp_path_factory.mktemp("dealt")
     pool = Pool(2)
     tensors = pool.run(2, fit_on_rank, str(folder))[0]
@@ -70,7 +70,7 @@ def dealt(tmp_path_factory):
 def check_file(path, want):
     tensors = load_file(path)
     assert all(torch.equal(tensors[k], want[k]) for k in tensors)
-    assert set(want) - set(tensors) == {"head.weight"}  # tied to the embedding, and stored once
+    assert set(want) - set(tensors) == {"head.weight"}  # tied to the embedding, so only the embedding is stored
     return tensors
 
 
@@ -96,7 +96,7 @@ def test_a_file(request, cli, tmp_path, kind, source):
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kind", ["made", "dealt"])
 def test_a_folder(request, cli, tmp_path, kind, source):
-    """The output equals save_pretrained's."""
+    """The output folder equals the folder that save_pretrained writes."""
     folder, want = request.getfixturevalue(kind)
     assert cli("consolidate", folder / source, "--out", tmp_path / "out").code == 0
     check_file(tmp_path / "out" / "model.safetensors", want)
@@ -114,7 +114,7 @@ def test_generate_reads_the_folder(made, cli, tmp_path):
 
 
 class Foreign(DilatedModule):
-    """A user's module that the command line has not imported."""
+    """A user's module that is not imported by the command line."""
 
     def __init__(self, width: int = 3, **options):
         super().__init__(**options)
@@ -171,7 +171,7 @@ class Harm:
 
 def test_a_folder_runs_no_code(made, dealt, cli, tmp_path):
     for name in (".metadata", "meta.pt"):
-        shutil.copytree(dealt[0] / "lightning.ckpt", tmp_path / name)  # no manifest that would reveal it
+        shutil.copytree(dealt[0] / "lightning.ckpt", tmp_path / name)  # without a manifest, no checksum reveals it
         (tmp_path / name / name).write_bytes(pickle.dumps({"state_dict_metadata": Harm()}))
         one_line(
             cli("consolidate", tmp_path / name, "--out", "x.safetensors"),

@@ -1,4 +1,4 @@
-"""The recipes of the data modules train two steps at a tiny size, from typed commands."""
+"""The data modules' recipes train two steps at a tiny size, by typed commands."""
 
 import pytest
 

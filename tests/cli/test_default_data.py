@@ -1,4 +1,4 @@
-"""`data` without a class_path is text as bytes: refused before any work if the model needs something else."""
+"""`data` without class_path means text as bytes. If the model needs other data, it is refused before any work."""
 
 import lightning.pytorch as pl
 import pytest
@@ -32,11 +32,11 @@ def test_refused(cli, tmp_path, name, data):
     assert "Set data.class_path to a LightningDataModule" in said and "data names no class_path" in said.replace(
         "`", ""
     )
-    assert "Total params" not in result.out + result.err  # nothing was built
+    assert "Total params" not in result.out + result.err  # the model was not built
 
 
 class Labelled(ld.data.ByteDataModule):
-    """Text as bytes with labels: a user's class, which is accepted although it derives from bytes."""
+    """A user's class for labelled text. It is accepted although it derives from ByteDataModule."""
 
 
 def test_ones_own_data_are_not_refused(cli, tmp_path):
@@ -44,11 +44,11 @@ def test_ones_own_data_are_not_refused(cli, tmp_path):
     (tmp_path / "text.txt").write_bytes(b"abcdefgh" * 512)
     data = {"class_path": f"{__name__}.Labelled", "init_args": {"paths": "text.txt", "seq_len": 32}}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model_config, "trainer": TRAINER, "data": data}))
-    assert "Set data.class_path" not in cli("fit", "--config", "x.yaml").err  # its batches lack the label here
+    assert "Set data.class_path" not in cli("fit", "--config", "x.yaml").err  # it fails later: its batches lack labels
 
 
 def test_predictions_of_texts(cli, tmp_path):
-    """A classifier of tokens needs labels to train, but not to predict."""
+    """A token classifier needs labels for training, but not for prediction."""
     model_config = {"class_path": "LongNetClassifier", "init_args": {**SIZES, **PATTERN, **TASK, "vocab_size": 256}}
     (tmp_path / "text.txt").write_bytes(b"abcdefgh" * 512)
     data = {"paths": "text.txt", "seq_len": 32}
@@ -58,7 +58,7 @@ def test_predictions_of_texts(cli, tmp_path):
 
 
 def test_other_data_keep_their_own_defaults(cli, tmp_path):
-    """Not the defaults of the class that is used without a class_path."""
+    """A class_path without settings gets the defaults of its own class, not of the default data class."""
     (tmp_path / "x.yaml").write_text(yaml.safe_dump({"data": {"class_path": "FarRecallDataModule"}}))
     for words in (["--data", "FarRecallDataModule"], ["--config", "x.yaml"], ["--data=FarRecallDataModule"]):
         config = yaml.safe_load(cli("fit", *words, "--model", "LongNetLM", "--print_config").out)["data"]["init_args"]

@@ -1,7 +1,7 @@
-"""Every `lightning-dilated` command of README, docs and recipes parses: its options and keys exist, its values fit.
+"""Every `lightning-dilated` command in README, docs and recipes parses: its options exist and their values fit.
 
-tests/test_tutorials.py runs the tutorials, and other tests of this folder run commands. Here nothing is run, so
-commands for GPUs are covered, too.
+This file only parses, so it covers commands for GPUs, too. Commands are run by tests/test_tutorials.py and other tests
+of this folder.
 """
 
 import argparse
@@ -29,23 +29,23 @@ PAGES = [
 BLOCK = re.compile(r'^ *```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^ *```$', re.M | re.S)
 INLINE = re.compile(r"`(lightning-dilated \w+ [^`]*--[^`]*)`")
 START = re.compile(r"(?:^\s*|&& )(lightning-dilated (?!COMMAND).+?)(?= &&|;|$)", re.M)
-#: a command with a quoted argument that continues in the next line
+#: a command with a quoted argument that continues on the next line
 OPEN = re.compile(r"^(lightning-dilated [^'\n]*(?:'[^'\n]*'[^'\n]*)*'[^'\n]*)\n", re.M)
-#: tests/cli/test_recipes.py runs these
+#: commands that tests/cli/test_recipes.py runs
 RUN = re.compile(r"lightning-dilated fit --config recipes/\w+\.yaml( *#.*)?")
-#: placeholders for a reader's files, and the replacements here
+#: pattern of a placeholder for a reader's file -> replacement in this test
 PLACES = {
     r"\b(NAME|RECIPE|recipe)\.yaml": "quickstart.yaml",
     r"runs/fold\$k/\S+config\.yaml|RUN/config\.yaml": "slide_finetune.yaml",
-    r"runs/(\w+)/\S+config\.yaml": r"\1.yaml",  # a run has the values of its recipe
+    r"runs/(\w+)/\S+config\.yaml": r"\1.yaml",  # the config of a run has the keys of its recipe
     r"\$k\b": "1",
     r"--devices R\b": "--devices 2",
-    r"^(lightning-dilated predict) --ckpt_path genome.ckpt": r"\1 --model LongNetMLM",  # a checkpoint names its model
+    r"^(lightning-dilated predict) --ckpt_path genome.ckpt": r"\1 --model LongNetMLM",  # a checkpoint selects its class
 }
 
 
 def shown(page: Path) -> list[str]:
-    """Return the parts of a page that may hold commands: shell blocks and inline code, or a recipe's comments."""
+    """Return the text that may contain commands: shell blocks and inline code of a page, or comments of a recipe."""
     text = page.read_text()
     if page.suffix == ".yaml":
         text = "\n".join(re.sub(r"^# *", "", line) for line in text.splitlines() if line.startswith("#"))
@@ -58,7 +58,7 @@ def shown(page: Path) -> list[str]:
 
 
 def commands() -> dict[str, Path]:
-    """{command: the first page that has it}."""
+    """Return {command: the first page that contains it}."""
     listed: dict[str, Path] = {}
     for page in PAGES:
         for text in shown(page):
@@ -72,11 +72,11 @@ COMMANDS = commands()
 
 
 class Parsed(Exception):
-    """The arguments of a command were accepted."""
+    """Raised once the arguments of a command are accepted."""
 
 
 def stop_after_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make parsers of the standard library raise `Parsed` instead of returning."""
+    """Make argparse parsers raise `Parsed` instead of returning the arguments."""
     parse, depth = argparse.ArgumentParser.parse_known_args, 0
 
     def known(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ def stop_after_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
             result = parse(self, *args, **kwargs)
         finally:
             depth -= 1
-        if depth:  # the parser of a subcommand
+        if depth:  # a subcommand's parser, called by the main parser
             return result
         raise Parsed
 
@@ -106,7 +106,7 @@ def stop_after_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parse_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise AssertionError, with the program's message, if it refuses the command."""
+    """Parse a command. Raise AssertionError with the program's message if it is refused."""
     for pattern, value in PLACES.items():
         command = re.sub(pattern, value, command)
     argv = shlex.split(command, comments=True)[1:]
@@ -114,7 +114,7 @@ def parse_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         stop_after_parsing(monkeypatch)
     else:
         for at in reversed([i for i, word in enumerate(argv) if word == "--ckpt_path"]):
-            del argv[at : at + 2]  # the file would be read
+            del argv[at : at + 2]  # parsing would read the file
         argv.append("--print_config")
     monkeypatch.setattr(sys, "argv", ["lightning-dilated", *argv])
     text = io.StringIO()
@@ -132,7 +132,7 @@ def parse_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_documented_command_is_parsed(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    for block in BLOCK.finditer(COMMANDS[command].read_text()):  # files that the page lets the reader write
+    for block in BLOCK.finditer(COMMANDS[command].read_text()):  # files that the page asks the reader to write
         if block["title"]:
             path = tmp_path / block["title"]
             path.parent.mkdir(exist_ok=True)
@@ -144,7 +144,7 @@ YAML = {
     x["text"]: page.name
     for page in PAGES
     for x in (BLOCK.finditer(page.read_text()) if page.suffix == ".md" else ())
-    if x["language"] == "yaml" and not x["title"] and page.name != "loggers.md"  # tests/callbacks/test_loggers.py
+    if x["language"] == "yaml" and not x["title"] and page.name != "loggers.md"  # see tests/callbacks/test_loggers.py
 }
 
 

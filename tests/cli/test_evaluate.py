@@ -1,4 +1,4 @@
-"""`lightning-dilated evaluate`: the callback's rows, several tasks and models, and errors before anything runs."""
+"""`lightning-dilated evaluate`: the rows of the callback, several tasks and models, and errors before any work."""
 
 import csv
 import json
@@ -94,7 +94,7 @@ def test_a_tokenizer(cli, tmp_path):
 
 @pytest.mark.parametrize("vocabulary", [256, 300])
 def test_the_tokenizer_of_a_checkpoint(cli, tmp_path, vocabulary):
-    """Also for a vocabulary of the size of bytes."""
+    """A checkpoint's tokenizer is used even if its vocabulary has 256 tokens, like bytes."""
     tokenizers = pytest.importorskip("tokenizers")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[: vocabulary - 40]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -115,10 +115,10 @@ def test_the_tokenizer_of_a_checkpoint(cli, tmp_path, vocabulary):
         result = cli("evaluate", "--ckpt_path", "x.ckpt", *GRID[:-1], f"out{len(tables)}", *extra)
         assert result.code == 0, result.err
         tables.append(table(tmp_path / f"out{len(tables)}" / "accuracy_by_depth.csv"))
-    assert tables[0] == tables[1] and int(tables[0][0]["tokens"]) < 3 * len(" 12345")  # fewer than bytes
+    assert tables[0] == tables[1] and int(tables[0][0]["tokens"]) < 3 * len(" 12345")  # a token is longer than a byte
 
 
-@pytest.mark.slow  # starts interpreters; tests/strategy/test_accuracy_by_depth.py compares ranks in the suite
+@pytest.mark.slow  # starts interpreters; the fast suite compares ranks in tests/strategy/test_accuracy_by_depth.py
 def test_two_devices_have_the_rows_of_one(tmp_path):
     saved(tmp_path)
     tables = []
@@ -185,7 +185,7 @@ def test_misuse_is_one_line(cli, tmp_path, models, model, options, message):
 
 
 def test_transformers_without_transformers(cli, tmp_path, monkeypatch):
-    """A folder of transformers is recognized by its config.json; without the library the error names the extra."""
+    """A folder of a transformers model is recognized by its config.json. The error names the missing extra."""
     monkeypatch.setitem(sys.modules, "transformers", None)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "llama"}))

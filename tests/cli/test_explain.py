@@ -1,4 +1,4 @@
-"""`explain`: the numbers of a recipe or of given sizes, the fix for each problem, and its errors."""
+"""`explain`: numbers of a recipe or of given sizes, a fix for each problem, and errors."""
 
 from pathlib import Path
 
@@ -49,14 +49,14 @@ def test_dense_heads_without_positions(cli, tmp_path):
 
 
 def complete(path):
-    """Return whether a recipe sets a pattern and a length."""
+    """Return whether a recipe sets both a pattern and a length."""
     config = yaml.safe_load(path.read_text())
     return "pattern" in config["model"].get("init_args", {}) and "seq_len" in config["data"].get("init_args", {})
 
 
 @pytest.mark.parametrize("recipe", filter(complete, RECIPES), ids=lambda path: path.stem)
 def test_of_every_recipe(cli, recipe):
-    """For every class; and no recipe of this package has walls."""
+    """`explain` handles the model class of every recipe, and no recipe of this package has walls."""
     result = cli("explain", "--config", recipe)
     assert result.code == 0 and value(result, "walls").startswith("none"), result.out + result.err
 
@@ -134,7 +134,7 @@ def test_models_whose_base_follows_the_length_are_made_for_the_data(given, expec
 
 class Nested:
     class Model(LongNetLM):
-        """A nested class, which jsonargparse can import, too."""
+        """A nested class: the dotted path of jsonargparse allows it."""
 
 
 def test_class_of():
@@ -146,7 +146,7 @@ def test_class_of():
 
 
 def test_recurrences_of_another_depth():
-    """--depth repeats a recipe's layers, and names none that does not exist."""
+    """With --depth, the layers of a recipe repeat, and the table names existing layers only."""
     pattern, layers = ld.DilatedPattern.dense(8), (ld.Recurrence(), None, ld.Recurrence(), None)
     sizes = explain_command.Sizes((pattern,), 16, 2, None, 2, recurrences=layers)
     lines = explain_command.table(sizes, explain_command.explain((pattern,), 16, 2, 2, True, None))

@@ -1,4 +1,4 @@
-"""`export`: a checkpoint's model as a file with named inputs, and refusals in one line."""
+"""`export` writes a checkpoint's model to a file with named inputs, or refuses with an error of one line."""
 
 import re
 

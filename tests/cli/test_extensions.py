@@ -1,4 +1,4 @@
-"""Classes of `ext/` by their short names, and in saved configs by their public ones."""
+"""Classes of `ext/` can be given by their short names. Saved configs contain their public paths."""
 
 import subprocess
 import sys

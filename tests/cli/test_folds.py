@@ -1,4 +1,4 @@
-"""`folds`: mean and deviation of the results that `test` wrote, and its errors."""
+"""`folds` computes mean and deviation of results that `test` wrote, and raises clear errors."""
 
 import csv
 import os

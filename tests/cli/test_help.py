@@ -1,4 +1,4 @@
-"""--model.help and --data.help alone list the keys of a class, and so does --help if a recipe chooses the class."""
+"""--model.help and --data.help list the keys of one class. --help lists them if a recipe chooses the class."""
 
 import pytest
 import yaml
@@ -28,9 +28,9 @@ def test_keys_of_a_class(cli, argv, keys):
     result = cli("fit", *argv)
     assert result.code == 0, result.err
     assert not [key for key in keys if f"{key} " not in result.out]
-    assert len(result.out.splitlines()) < 300  # and not the Trainer's
+    assert len(result.out.splitlines()) < 300  # the keys of the Trainer are not in the output
     assert "--trainer." not in result.out
-    assert ".help" not in result.out  # helps of nested classes are no options of `fit`
+    assert ".help" not in result.out  # `fit` has no .help options for nested classes
 
 
 def test_help_lists_the_keys_of_the_chosen_classes(cli):
@@ -73,7 +73,7 @@ def test_names_are_those_that_a_user_chooses_from():
 
 
 def test_test_names_the_recipe_of_the_run(cli, fitted):
-    """A checkpoint has no data: the recipe in its run folder has them."""
+    """A checkpoint contains no data settings. The error suggests the recipe in the folder of its run."""
     checkpoint, recipe = fitted.ckpt, fitted.log / "config.yaml"
     assert yaml.safe_load(recipe.read_text())["data"]
     said = cli("fit", "--ckpt_path", str(checkpoint)).err

@@ -1,4 +1,4 @@
-"""Wrong command lines: exit status 2, one message that names the culprit and the remedy, and no traceback."""
+"""A wrong command line exits with status 2, and one message names the cause and the remedy without a traceback."""
 
 import os
 import re
@@ -13,9 +13,9 @@ from .conftest import DATA, TINY
 pytestmark = pytest.mark.full
 
 PATTERN = "--model.pattern"
-# name: (arguments after `fit` and the tiny recipe, words in standard error)
+# name: (arguments after `fit` and the tiny recipe, patterns that standard error must match)
 FIT = {
-    # misspelt
+    # misspelled
     "key of the model": (
         ["--model.dimm", "8"],
         ["dimm", "Did you mean 'dim'", "fit --model.help LongNetLM` lists the keys of LongNetLM, .*fit --help`"],
@@ -48,7 +48,7 @@ FIT = {
     "optimizer class": (["--model.optimizer", "torch.optim.Adan"], ["Adan"]),
     "callback": (["--trainer.callbacks+=RunReprt"], ["RunReprt"]),
     "strategy": (["--trainer.strategy", "ring_dilatedd"], ["ring_dilatedd"]),
-    # of the wrong type or value
+    # wrong type or value
     "dim a word": (["--model.dim", "wide"], ["dim", "int", "wide"]),
     "half a head": (["--model.num_heads", "2.5"], ["num_heads", "int", "2.5"]),
     "norm": (["--model.norm", "batchnorm"], ["norm", "rmsnorm", "layernorm", "batchnorm"]),
@@ -68,7 +68,7 @@ FIT = {
     "bytes_per_token": (["--model.bytes_per_token", "0"], ["bytes_per_token must be a number in"]),
     "val_fraction": (["--data.val_fraction", "2"], ["data.val_fraction must be a number in", "got 2.0"]),
     "batch larger than the data": (["--data.batch_size", "1000"], ["data.batch_size", "lower"]),
-    # values that fail when the model is built or the run begins
+    # values that fail only when the model is built or the run begins
     "engine": (["--model.engine", "fast"], ["engine must be one of", "fast"]),
     "engine of another device": (["--model.engine", "flash"], ["engine='flash'", "not on cpu", "Use engine="]),
     "odd head dim": (["--model.dim", "12"], ["head_dim must be even"]),
@@ -84,7 +84,7 @@ FIT = {
         ["val_check_interval", "1000"],
     ),
     "a GPU that is not there": (["--trainer.accelerator", "cuda"], ["accelerator", "cpu"]),
-    # that belong elsewhere (trap 1: it would hold the parameters from before sharding, and train nothing)
+    # options in the wrong place (an optimizer at the top level would get the parameters from before sharding)
     "optimizer at the top": (["--optimizer", "torch.optim.SGD"], ["--optimizer"]),
     "a word too many": (["stray"], ["stray"]),
     "a glob that the shell expanded": (
@@ -104,7 +104,7 @@ if torch.cuda.is_available():
 
 
 def refused(result, texts):
-    """Assert in words: the pages of a parser's usage would hide what is missing."""
+    """Report only the last line of a failure: a parser's usage would fill pages and hide the missing patterns."""
     last = result.err.strip().splitlines()[-1] if result.err.strip() else "nothing"
     if "Traceback" in result.err:
         pytest.fail(f"a traceback, ending in {last}")
@@ -123,7 +123,7 @@ def test_fit(cli, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["key of the model", "dim a word", "key of the trainer", "a word too many"])
 def test_the_message_fits_a_screen(cli, name):
-    """A misspelt key is the most common mistake: its message must not follow pages of options."""
+    """A misspelled key is the most common mistake, so its message must not come after pages of options."""
     lines = len(cli("fit", *TINY, *FIT[name][0]).err.splitlines())
     assert lines <= 24
 
@@ -151,7 +151,7 @@ def test_config(cli, tmp_path, name):
 
 @pytest.mark.parametrize("command, share", [("validate", "val"), ("test", "test"), ("predict", "test")])
 def test_a_split_that_is_left_out(cli, fitted, command, share):
-    """An empty evaluation must not look like a success."""
+    """An evaluation without data must not look like a success."""
     result = cli(command, *TINY, f"--data.{share}_fraction", 0, "--ckpt_path", fitted.ckpt)
     refused(result, [rf"data\.{share}_fraction"])
 
@@ -206,7 +206,7 @@ def test_checkpoint(cli, fitted, tmp_path, name, command):
 
 
 class Trap:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __reduce__(self):
         return os.mkdir, ("caught",)
@@ -224,7 +224,7 @@ def test_no_code_in_a_checkpoint_is_run(cli, tmp_path, argv):
 
 
 def test_checkpoint_of_a_foreign_module(cli, fitted, tmp_path):
-    """The error names the class that is not imported, and how to load it."""
+    """The error names the class that is not imported, and explains how to load it."""
     stored = torch.load(fitted.ckpt, weights_only=True)
     stored["hyper_parameters"]["_class_path"] = "elsewhere.Model"
     torch.save(stored, tmp_path / "x.ckpt")
@@ -232,7 +232,7 @@ def test_checkpoint_of_a_foreign_module(cli, fitted, tmp_path):
 
 
 def test_checkpoint_of_another_class_than_the_recipe(cli, fitted, tmp_path, monkeypatch):
-    """The error names both classes, not the first keyword that one of them lacks."""
+    """The error names both classes instead of the first keyword that one of them does not accept."""
     (tmp_path / "other_module.py").write_text(
         "import lightning_dilated as ld\n\nclass Other(ld.DilatedModule):\n    pass\n"
     )
@@ -243,7 +243,7 @@ def test_checkpoint_of_another_class_than_the_recipe(cli, fitted, tmp_path, monk
 
 
 def test_resuming_on_other_data(cli, fitted, tmp_path):
-    """It is detected before the first new step, so it is a wrong setting like any other."""
+    """The change of data is detected before the first new step and reported like any other wrong setting."""
     (tmp_path / "text.txt").write_bytes(b"other " * 900)
     refused(cli("fit", *TINY, "--trainer.max_steps", "5", "--ckpt_path", fitted.ckpt), ["num_samples", "the same data"])
 
@@ -287,7 +287,7 @@ def test_generate(cli, fitted, name):
 
 
 def test_traceback_on_demand(cli, monkeypatch):
-    """The variable that the help names shows where a wrong setting was detected."""
+    """With the environment variable that the help names, an error shows its traceback."""
     monkeypatch.setenv("LIGHTNING_DILATED_TRACEBACK", "1")
     result = cli("fit", *TINY, "--model.dim", "30")
     assert result.code == 1 and "Traceback" in result.err and "longnet/lm.py" in result.err
@@ -313,7 +313,7 @@ def test_bench(cli, name):
 
 # -- classes that a checkpoint names -----------------------------------------------------------------------------------
 def evil_checkpoint(folder, fitted, monkeypatch, **hparams):
-    """Write a checkpoint with more hyperparameters, and next to it a module that leaves a mark when imported."""
+    """Write a checkpoint with additional hyperparameters, and next to it a module that leaves a mark when imported."""
     (folder / "evilmod.py").write_text("import pathlib\npathlib.Path(__file__).with_name('mark').touch()\nX = dict\n")
     monkeypatch.syspath_prepend("")
     stored = torch.load(fitted.ckpt, weights_only=True)
@@ -337,7 +337,7 @@ EVIL_WAYS = {
 
 @pytest.mark.parametrize("name", ["validate", "generate", "fit"])
 def test_optimizers_of_a_checkpoint_are_not_read(cli, fitted, tmp_path, monkeypatch, name):
-    """`fit` takes the recipe's; validate and generate need none."""
+    """`fit` uses the optimizer of the recipe; validate and generate need no optimizer."""
     evil = {"class_path": "evilmod.X"}
     ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, optimizer=evil, lr_scheduler=evil)
     result = cli(*EVIL_WAYS[name], "--ckpt_path", ckpt)
@@ -355,7 +355,7 @@ def test_no_command_calls_what_a_checkpoint_names(cli, fitted, tmp_path, monkeyp
         ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, **hparams)
         words = [] if name == "consolidate" else ["--ckpt_path", ckpt]
         result = cli(*EVIL_WAYS[name], *words)
-        if name == "fit" and "pattern" in hparams:  # the recipe has its own
+        if name == "fit" and "pattern" in hparams:  # the recipe's pattern is used
             assert result.code == 0, result.err
         else:
             refused(result, [r"evil\.ckpt", "does not decide which class|not the name of a hyperparameter"])
@@ -373,10 +373,10 @@ def test_other_classes_of_a_checkpoint_are_not_imported(cli, fitted, tmp_path, m
 
 
 def test_texts_of_a_checkpoint_are_no_files(cli, fitted, tmp_path, monkeypatch):
-    """Nor addresses: a parser would read a pattern there, and make its class."""
+    """A parser would open text in place of a pattern as a file or an address, and instantiate the class named there."""
     (tmp_path / "evil.txt").write_text("class_path: evilmod.X\n")
     said = {
-        "evil.txt": r"evil\.ckpt names evilmod\.X \(pattern\)",  # named in the file
+        "evil.txt": r"evil\.ckpt names evilmod\.X \(pattern\)",  # a class that the file names
         "memory://evil": r"evil\.ckpt has pattern='memory://evil'",
         "evilmod.X": r"evil\.ckpt has pattern='evilmod\.X'",
     }
@@ -394,7 +394,7 @@ def test_the_recipes_own_value_takes_the_place_of_a_class(cli, fitted, tmp_path,
 
 
 def test_the_class_of_a_checkpoint_is_not_imported(cli, fitted, tmp_path, monkeypatch):
-    """Unless the command line names it."""
+    """The class of a checkpoint is imported only if the command line names it."""
     ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, _class_path="evilmod.LongNetLM")
     refused(
         cli("validate", *DATA, "--ckpt_path", ckpt), [r"evil\.ckpt names evilmod\.LongNetLM", "import evilmod before"]

@@ -1,4 +1,4 @@
-"""LongNetMLM from the command line: fitted by name, and its checkpoint evaluated with and without a recipe."""
+"""LongNetMLM from the command line: `fit` by its name, and evaluation of its checkpoint with and without a recipe."""
 
 import csv
 
@@ -29,7 +29,7 @@ RUN = [
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """(the folder of a run without a recipe, its checkpoint, its result)."""
+    """(run folder, checkpoint, result) of a run without a recipe."""
     folder = tmp_path_factory.mktemp("mlm")
     write_text(folder)
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def test_fit(fitted):
 
 @pytest.mark.parametrize("made", ["command line", "python"])
 def test_checkpoint_alone(cli, fitted, made, tmp_path):
-    """Also one made in Python, with a class that only the file can name."""
+    """A checkpoint works without a recipe, even if Python wrote it, so that only the file names the class."""
     ckpt = fitted[1]
     model = ld.LongNetMLM.load_from_checkpoint(ckpt, weights_only=True)
     data = ld.data.ByteDataModule(str(tmp_path / "text.txt"), 64, 2, 0.02, 0.02, 2)

@@ -1,4 +1,4 @@
-"""An option sets one part of a mapping or list; the other parts keep their values."""
+"""An option can set one part of a mapping or list. The other parts keep their values."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ data:
 """
 LONGNET = ("--model.pattern", '{"segment_lengths": [64, 128], "dilation_rates": [1, 2], "offsets": "blocked"}')
 BRANCHES = ("--model.pattern", '{"branches": [[64, 1], {"segment_length": 8, "dilation_rate": 1}]}')
-#: name: (arguments, the argument that is set, its value)
+#: name: (arguments, the option that they change, its expected value)
 CASES = {
     "hybrid": (["--model.pattern.hybrid.local", "128"], "pattern", {"hybrid": {"local": 128, "global_every": 2}}),
     "hybrid, with =": (

@@ -1,4 +1,4 @@
-"""`plan`: from sizes and from recipes, with the numbers of `planning`, lines for a recipe, and errors."""
+"""`plan` from sizes or recipes: the numbers of `planning`, lines for a recipe, and errors."""
 
 import argparse
 import json
@@ -30,13 +30,13 @@ LM = {"class_path": "LongNetLM", "init_args": {"pattern": {"segment_lengths": [6
 
 
 def row(result, setting):
-    """Return the cells of a setting's row in the table, as numbers."""
+    """Return the numbers in the table row of a setting."""
     (line,) = (x[2:] for x in result.out.splitlines() if x[2:].startswith(setting + "  "))
     return [float(x.rstrip("%!").replace(",", "")) for x in line[len(setting) :].split() if x not in ("!",)]
 
 
 def kind(result, name):
-    """Return the GiB of a kind in the recommended setting."""
+    """Return the GiB of one kind of memory in the recommended setting."""
     (line,) = (x for x in result.out.splitlines() if x.strip().startswith(name) and x.split()[-1] == "GiB")
     return float(line.split()[-2])
 
@@ -46,7 +46,7 @@ def parsed(*argv):
 
 
 def recipe(folder, model=LM, strategy=None, **parts):
-    """Write a recipe and return its options; `strategy` has the arguments of a RingDilatedStrategy."""
+    """Write a recipe and return its options. `strategy` holds arguments of RingDilatedStrategy."""
     if strategy is not None:
         named = {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": strategy}
         parts["trainer"] = {**parts.get("trainer", {}), "strategy": named}
@@ -71,7 +71,7 @@ def test_numbers_are_those_of_planning(cli):
 
 
 def test_links_are_those_of_the_gpu(cli, tmp_path):
-    """Cards without NVLink are slower, the output marks guesses, and a file of links takes precedence."""
+    """GPUs without NVLink are slower, the output marks guessed bandwidths, and a file of measured links wins."""
     steps = {}
     for gpu in ("H200", "L40S", "RTX4090"):
         result = cli("plan", *SIZES, "--tokens", "64K", *BLOCK, "--gpus", 4, "--gpu", gpu)
@@ -87,7 +87,7 @@ def test_links_are_those_of_the_gpu(cli, tmp_path):
 
 
 def test_compares_settings_and_recommends_the_first_that_fits(cli, tmp_path):
-    few = ["--depth", 1, "--heads", 1]  # nothing to group, and one window of heads
+    few = ["--depth", 1, "--heads", 1]  # neither groups of layers nor chunks of heads are possible
     result = cli("plan", *SIZES, *few, "--tokens", "1M", "--gpu", "A10", "--gpu-memory", 4, "--plot", "plots/plan.png")
     assert result.code == 0, result.err
     all_kept, block = row(result, "all kept"), row(result, "block")
@@ -112,7 +112,7 @@ def test_parameters_on_the_host(cli):
 
 
 def test_names_the_layout_that_balances_ranks(cli, tmp_path):
-    """If the last rank computes clearly longer than the others."""
+    """The output suggests the zigzag layout if the last rank computes clearly longer than the others."""
     dense = ["--dim", 64, "--depth", 2, "--heads", 4, "--segments", "1M", "--dilations", 1, "--no-compile", *BLOCK]
     plan = [*dense, "--tokens", "256K", "--gpus", 4, "--exchange", "gather"]
     hint = "RingDilatedStrategy(layout='zigzag') every rank has an early and a late part, and a step takes"
@@ -125,7 +125,7 @@ def test_names_the_layout_that_balances_ranks(cli, tmp_path):
 
 
 def test_layers_with_a_recurrence(cli, tmp_path):
-    """Some layers: their time has a row, settings that they refuse are not offered, and omissions are named."""
+    """With recurrence in some layers, the table shows its time, skips settings that it refuses, and lists omissions."""
     lines = {}
     for name, recurrence in (("x", [None, {"kind": "gated_delta"}]), ("y", None)):
         sizes = {**LM["init_args"], "dim": 64, "depth": 2, "num_heads": 4, "recurrence": recurrence}
@@ -150,7 +150,7 @@ def test_a_recipes_sequence_size(tmp_path, size, shared_by):
     "devices, gpus, beside", [(1, [], 1), (8, [], 1), (8, ["--gpus", 1], 8), ("auto", ["--gpus", 1], 1)]
 )
 def test_gpus_to_average_gradients_with(tmp_path, devices, gpus, beside):
-    """For one GPU of a recipe with several, DDP's copies of the gradients are counted; for one GPU alone, none."""
+    """Memory for DDP's copies of gradients is counted if other GPUs of the recipe train on other data, else none."""
     written = recipe(tmp_path, trainer={"strategy": "ring_dilated", "devices": devices})
     setup = parsed(*written, *gpus).setup("ring_dilated")
     assert setup.data_ranks == beside and setup.strategy == "ring_dilated"
@@ -182,7 +182,7 @@ def test_a_recipes_settings_give_way(tmp_path):
 
 
 def test_a_recipes_buckets(cli, tmp_path):
-    """Like `RingDilatedStrategy`; other strategies have none."""
+    """Only RingDilatedStrategy has a bucket size, which is read from the recipe."""
     model = {**LM, "init_args": {**LM["init_args"], "dim": 64, "depth": 2, "num_heads": 4}}
     with_buckets = lambda **size: recipe(tmp_path, model, size, trainer={"devices": 2})  # noqa: E731
     plan = [*BLOCK, "--tokens", "64K"]
@@ -214,13 +214,13 @@ def test_lines_of_a_recipe_have_the_settings(settings):
 
 
 def saved(result):
-    """Parse the recipe that a plan prints."""
+    """Parse a recipe printed by `plan`."""
     lines = result.out.split("can be saved and run by `lightning-dilated fit --config FILE`:\n\n")[1].split("\n\n")[0]
     return yaml.safe_load(lines)
 
 
 def test_the_whole_recipe_is_printed_and_runs(cli, tmp_path):
-    """It has the layout, callbacks, data and model of the recipe, and the planned options and settings."""
+    """The printed recipe keeps layout, callbacks, data and model, has the planned options and settings, and runs."""
     config = yaml.safe_load(Path("recipes/quickstart.yaml").read_text())
     strategy = {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": {"layout": "zigzag"}}
     recompute = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": {"tile": 64}}
@@ -252,7 +252,7 @@ def test_a_recipe_of_sizes_runs(cli, tmp_path):
 
 
 def test_a_recipe_for_other_gpus(cli):
-    """The options set devices and nodes, and recomputation that is not recommended is removed."""
+    """The command's options set devices and nodes. Recomputation is removed if `plan` does not recommend it."""
     argv = ["--config", "regions.yaml", "--tokens", "64K", "--gpus", 16, "--policy", "none"]
     result = cli("plan", *argv, "--strategy", "ring_dilated_fsdp", "--head_size", 2)
     assert result.code == 0, result.err
@@ -273,7 +273,7 @@ def test_numbers():
 
 FEW = ["--dim", 64, "--depth", 2, "--heads", 4, "--no-compile", *BLOCK]
 STREAM = [*FEW, "--segments", 64, 4096, "--dilations", 1, 64, "--tokens", "1M", "--stream", "64K", "--gpus"]
-#: name: (arguments, words of the plan, words that it must not have)
+#: name: (arguments, patterns in the output, patterns that must not be in the output)
 SAID = {
     "walls": (
         [*SIZES, *BLOCK, "--tokens", "64K"],
@@ -426,7 +426,7 @@ def test_refused(cli, tmp_path, name):
 @pytest.mark.parametrize("strategy", ["single", "ring_dilated", "ring_dilated_fsdp"])
 @pytest.mark.parametrize("settings", [MemorySettings(), MemorySettings("block"), MemorySettings(tile=4096)], ids=str)
 def test_no_line_is_left_empty(settings, strategy):
-    """`init_args:` without content is no valid recipe."""
+    """The lines contain no `init_args:` without content, which would be an invalid recipe."""
     lines = "\n".join(yaml_lines(settings, Setup(strategy, 1, 1)))
     assert "null" not in json.dumps(yaml.safe_load(lines)) or not lines
 
@@ -443,7 +443,7 @@ def test_stream_alone_is_of_all_settings():
 
 @pytest.mark.slow
 def test_stream_alone_compares_settings(cli):
-    """One pass over a chunk may keep everything; if that does not fit, recomputation is recommended."""
+    """A pass over a chunk may store everything if it fits. Otherwise the table recommends recomputation."""
     sizes = ["--dim", "1024", "--depth", "8", "--heads", "8", "--segments", "2048", "--dilations", "1", "--no-compile"]
     result = cli("plan", *sizes, "--gpu", "H100", "--gpus", "1", "--tokens", "4M", "--stream", "1M")
     assert result.code == 0, result.err
@@ -478,7 +478,7 @@ def test_prints_the_head_size_that_is_chosen(cli, tmp_path):
 
 
 def test_bounds_the_exchange(cli):
-    """The plan takes an exchange within the limit, the longest sequence respects it, and errors name the minimum."""
+    """The plan chooses an exchange within the limit, the longest sequence respects it, and errors name the minimum."""
     sizes = ["--dim", 1024, "--depth", 2, "--heads", 16, "--segments", "1G", "--dilations", 1, "--no-compile", *BLOCK]
     plan_of = lambda *options: cli("plan", *sizes, "--gpus", 8, *options)  # noqa: E731
     problem = make_problem(DilatedPattern.dense(1 << 30), 1 << 20, 16, ranks=8, causal=True)

@@ -1,4 +1,4 @@
-"""`plan` of slides from their recipes: tokens, options, and refusals."""
+"""`plan` for slide models, from recipes: token counts, options, and refusals."""
 
 import pytest
 import yaml
@@ -25,7 +25,7 @@ def parsed(*argv):
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Return a function that writes a recipe of a model and data, and returns its path."""
+    """Return a function that writes a recipe with a model and data, and returns the recipe's path."""
 
     def write(model, data=None):
         path = tmp_path / "recipe.yaml"
@@ -66,7 +66,7 @@ def test_a_recipes_longest_slide(recipe):
     slides["init_args"] = {"paths": "x", "batch_size": 4}
     x = parsed("--config", recipe(SLIDES, slides))
     assert (x.tokens, x.batch) == (None, 4)
-    assert parsed("--config", recipe(LABELLED)).tokens is None  # not the length of a text
+    assert parsed("--config", recipe(LABELLED)).tokens is None  # the default length of text data does not apply
 
 
 def test_sizes_of_options(recipe):

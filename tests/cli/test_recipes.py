@@ -1,4 +1,4 @@
-"""Recipes: each parses and its model can be built; names, paths, several configs and overrides work as documented."""
+"""Every recipe parses and its model builds. Names, paths, several configs and overrides work as documented."""
 
 import csv
 import importlib
@@ -24,9 +24,9 @@ from .conftest import DATA, LOG, TINY
 pytestmark = pytest.mark.full
 
 EVERY = sorted(path for folder in recipe_folders()[-1:] for path in folder.rglob("*.yaml"))
-#: recipes of fit that need the extra transformers; tests/integrations runs them
+#: recipes for `fit` that need the extra transformers: tests/integrations runs them
 OF_TRANSFORMERS = [path for path in EVERY if "integrations.transformers" in path.read_text()]
-#: the other recipes of fit; generate.yaml is of generate
+#: all other recipes for `fit`; generate.yaml is for `generate`
 RECIPES = [x for x in EVERY if "trainer" in yaml.safe_load(x.read_text()) and x not in OF_TRANSFORMERS]
 QUICKSTART = next(path for path in RECIPES if path.name == "quickstart.yaml")
 WRITTEN = yaml.safe_load(QUICKSTART.read_text())
@@ -36,7 +36,7 @@ each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 
 
 def printed(result):
-    """Return the config that --print_config shows."""
+    """Return the config that --print_config prints."""
     assert result.code == 0, result.err
     return yaml.safe_load(result.out)
 
@@ -49,7 +49,7 @@ def test_parses(cli, recipe):
 
 @each
 def test_model_and_data_can_be_made(recipe):
-    """The parser checks only types: a pattern that does not fit its heads fails here."""
+    """Parsing only checks types. A pattern that does not fit the number of heads fails when the model is built."""
     config = yaml.safe_load(recipe.read_text())
     for part in ("model", "data"):
         module, _, name = config[part]["class_path"].rpartition(".")
@@ -64,14 +64,14 @@ def test_model_and_data_can_be_made(recipe):
 
 @each
 def test_says_how_to_run_it(recipe):
-    """The head of the file has the command, for a checkout."""
+    """The comment at the top of a recipe contains its command, for use in a checkout."""
     head = [line for line in recipe.read_text().splitlines() if line.startswith("#")]
     assert any(f"lightning-dilated fit --config recipes/{recipe.name}" in line for line in head)
 
 
 @each
 def test_schedule_ends_with_the_run(recipe):
-    """A cosine over another number of steps would end too early or never; by default it takes the run's."""
+    """A cosine schedule must have the run's number of steps, or it would end too early or never. It does by default."""
     config = yaml.safe_load(recipe.read_text())
     schedule = config["model"]["init_args"].get("lr_scheduler")
     if schedule is not None:
@@ -82,7 +82,7 @@ def test_schedule_ends_with_the_run(recipe):
 
 
 def test_quickstart_shows_what_the_package_is_for():
-    """Different layers, over more tokens than a local segment has, without a warning."""
+    """Layers have different patterns, the sequence is longer than a local segment, and no warning appears."""
     model = LongNetLM(**{k: v for k, v in SIZES.items() if k not in ("optimizer", "lr_scheduler")}, max_seq_len=LENGTH)
     assert len(set(model.patterns)) >= 2 and LENGTH >= 4096
     assert not model.explain(LENGTH).hints and not position_advice(model, LENGTH)
@@ -97,7 +97,7 @@ SMALL = '{"segment_lengths": [16, 64], "dilation_rates": [1, 4]}'
 SIZES_OF = ["--model.pattern", SMALL, "--model.dim", "16", "--model.depth", "2", "--model.num_heads", "4"]
 SLIDES = ["--data.paths", "slides", "--model.dim", "16", "--model.depth", "1", "--model.feature_dim", "8"]
 TEXT = ["--data.paths", "text.txt", "--data.seq_len", "64", "--data.batch_size", "1", "--data.val_limit", "2"]
-#: options that make a recipe tiny; ring_4gpu runs in tests/strategy and the quickstart in most tests here
+#: options that make a recipe tiny; tests/strategy runs ring_4gpu, and most tests of this folder run the quickstart
 CHUNKS = '[{"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": {"stream": 16}}]'
 STREAMED = ["--trainer.callbacks", CHUNKS, "--trainer.limit_val_batches", "1", "--data.val_fraction", "0.2"]
 EVERY_BATCH = ["--trainer.check_val_every_n_epoch", "null"]
@@ -120,7 +120,7 @@ def test_every_recipe_has_a_tiny_run():
 
 @pytest.mark.parametrize("layout", ["auto", "chunked"])
 def test_a_billion_on_several_gpus(cli, layout):
-    """The two lines of options in the head of the recipe are valid."""
+    """The two lines of options in the recipe's top comment are valid."""
     head = (RECIPES[0].parent / "billion.yaml").read_text()
     lines = [line.removeprefix("#").split() for line in head.splitlines() if line.startswith("#   --trainer.devices")]
     assert len(lines) == 2
@@ -134,13 +134,13 @@ def test_a_billion_on_several_gpus(cli, layout):
 
 @pytest.mark.parametrize("name", TINY_RUNS)
 def test_runs_tiny(cli, tmp_path, name):
-    """Two steps and a validation with a finite loss, and no advice to average values that are already averaged."""
+    """A recipe trains two steps, validates with a finite loss, and causes no warning about averaging over ranks."""
     chosen = random.Random(0)
     (tmp_path / "genome.fa").write_text(">one\n" + "".join(chosen.choice("ACGT") for _ in range(4000)) + "\n")
     write_synthetic_slides(tmp_path / "slides", slides=10, tiles=(5, 20), features=8)
     trainer = ["--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--trainer.log_every_n_steps", "1"]
     trainer += ["--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--trainer.devices", "1"]
-    warning_cache.clear()  # Lightning gives each advice once a process
+    warning_cache.clear()  # Lightning gives each advice only once per process
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = cli("fit", "--config", f"{name}.yaml", *TINY_RUNS[name], *trainer)
@@ -199,7 +199,7 @@ def test_the_later_one_wins(cli, second, name):
     argv, want = ORDERS[name]
     config = printed(cli("fit", *argv(second), "--print_config"))
     assert (config["trainer"]["max_steps"], config["model"]["init_args"]["dim"]) == want
-    assert config["model"]["init_args"]["num_heads"] == SIZES["num_heads"]  # what is not named stays
+    assert config["model"]["init_args"]["num_heads"] == SIZES["num_heads"]  # other values stay
 
 
 # -- what a run writes down --------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_package_finds_the_recipes_of_the_checkout():
 
 # -- layers and positions ------------------------------------------------------------------------------------------------
 def fitted(cli, *options):
-    """Return the hyperparameters that a tiny fit saved, and its warnings."""
+    """Run a tiny fit. Return the saved hyperparameters, standard error, and the path of last.ckpt."""
     result = cli("fit", *TINY, *options)
     assert result.code == 0, result.err
     (last,) = result.folder.rglob("last.ckpt")
@@ -242,7 +242,7 @@ def test_a_pattern_for_each_layer(cli):
 
 
 def test_positions_are_made_for_the_data(cli):
-    """The model takes the data's length, unless the recipe sets its own; the checkpoint keeps it."""
+    """max_seq_len is the length of the data unless the recipe sets it. The checkpoint stores it."""
     saved, said, last = fitted(cli)
     assert saved["max_seq_len"] == int(DATA[DATA.index("--data.seq_len") + 1]) and "rotary_base" not in said
     shorter = cli("validate", *TINY, "--data.seq_len", "32", "--ckpt_path", str(last))
@@ -255,7 +255,7 @@ def test_a_length_of_its_own(cli):
 
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
 def test_a_checkpoint_of_the_usual_base_keeps_it(kind, tmp_path):
-    """A model made without a length, evaluated by a recipe with data of some length."""
+    """A model without max_seq_len keeps its rotary base when a recipe with longer data evaluates it."""
     model = kind(DilatedPattern.dense(), dim=16, depth=2, num_heads=4)
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=0)
     trainer.strategy.connect(model)

@@ -1,4 +1,4 @@
-"""The command line and `load_from_checkpoint` can read every file that `fit` writes."""
+"""Every file that `fit` writes can be read by the command line and by `load_from_checkpoint`."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.full
 
 
 class Doubles(ld.LongNetLM):
-    """A user's subclass, imported by the program, with an argument of its own."""
+    """A user's subclass that the program imports, with one more argument."""
 
     def __init__(self, *args, scale: float = 2.0, rows: list[int] | None = None, **options) -> None:
         super().__init__(*args, **options)

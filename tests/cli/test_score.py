@@ -1,4 +1,4 @@
-"""`lightning-dilated score`: rows equal hand-made logits, every kind of variant, and errors before any computation."""
+"""`lightning-dilated score`: rows equal hand-computed logits, every kind of variant, and errors before any work."""
 
 import csv
 import gzip
@@ -23,11 +23,11 @@ def other(base, by=1):
     return LETTERS[(LETTERS.index(base) + by) % 4]
 
 
-#: a record of 200 bases, and one of 20, shorter than a window
+#: a record of 200 bases, and a record of 20 bases that is shorter than the window
 SNV = f"one 101 rs1 {ONE[100]} {other(ONE[100])},{other(ONE[100], 2)}"
 LINES = [
     SNV,
-    f"one 51 . {ONE[50:53]} {other(ONE[50])}{ONE[51]}{other(ONE[52])}",  # two of three bases
+    f"one 51 . {ONE[50:53]} {other(ONE[50])}{ONE[51]}{other(ONE[52])}",  # changes two of three bases
     f"one 61 ins {ONE[60]} {ONE[60]}ACG",
     f"one 71 del {ONE[70:75]} {ONE[70]}",
     f"one 1 =first {ONE[0]} {other(ONE[0])}",
@@ -42,7 +42,7 @@ LINES = [
 
 @pytest.fixture
 def folder(tmp_path):
-    """A genome, variants, and a model of each kind."""
+    """A genome, variants, and a model of every kind."""
     write(tmp_path, one=ONE, two="GGNGA" + "CATG" * 4)
     vcf(tmp_path, *LINES, name="v.vcf.gz")
     for kind in (ld.LongNetLM, ld.LongNetMLM):
@@ -68,7 +68,7 @@ def test_every_kind_of_variant(cli, folder, kind):
     assert result.code == 0, result.err
     rows = table(folder / "out" / "s.csv")
     assert [(r["chrom"], r["pos"], r["id"]) for r in rows[:3]] == [("one", "101", "rs1")] * 2 + [("one", "51", ".")]
-    assert rows[5]["id"] == "'=first"  # no spreadsheet runs it
+    assert rows[5]["id"] == "'=first"  # quoted, so that no spreadsheet runs it as a formula
     notes = {row["id"]: row["note"] for row in rows}
     assert [row["id"] for row in rows if row["note"]] == [
         "sym",
@@ -103,14 +103,14 @@ def test_every_kind_of_variant(cli, folder, kind):
             log = model.eval()(masked)[0, 15].double().log_softmax(-1)
             by_hand = [float(log[x[0, 15]]) for x in (reference, alternative)]
             assert rows[1]["ref_bases"] == "1.0" and rows[2]["ref_bases"] == "2.0"
-            assert rows[3]["ref_bases"] == rows[3]["alt_bases"] == "19.0"  # three bases, and eight on both sides
+            assert rows[3]["ref_bases"] == rows[3]["alt_bases"] == "19.0"  # three bases, and eight on either side
     assert float(rows[1]["ref_log_likelihood"]) == pytest.approx(by_hand[0], rel=1e-5)
     assert float(rows[1]["alt_log_likelihood"]) == pytest.approx(by_hand[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["LongNetLM", "LongNetMLM"])
 def test_strands(cli, folder, kind):
-    """Both strands are averaged; the other strand of a reversed genome with reversed variants equals this one."""
+    """`both` is the mean of the two strands. A variant scores the same on the other strand of a reversed genome."""
     scores = {}
     for strands in ("forward", "reverse", "both"):
         result = cli("score", "--ckpt_path", kind, *ARGUMENTS, "--strands", strands, "--window", 21)

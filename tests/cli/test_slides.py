@@ -1,4 +1,4 @@
-"""predict with a slide encoder: embeddings of a folder in one command, and predictions of a checkpoint, as a CSV."""
+"""Slide encoders in `predict`: embeddings of a folder by one command, and predictions of a checkpoint as a CSV."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ QUIET = ["--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.lo
 
 @pytest.fixture
 def here(tmp_path):
-    """Five slides in the folder of the command line."""
+    """A working folder with five slides."""
     write_synthetic_slides(tmp_path / "slides", slides=5, tiles=(5, 20), features=8)
     return tmp_path
 
@@ -38,7 +38,7 @@ def written(result):
 
 
 def test_embeddings_of_a_folder(cli, here):
-    """From released weights, without labels, checkpoint or Python; one more option adds maps of attention."""
+    """One command embeds slides with released weights, without labels or checkpoint. One option adds attention maps."""
     torch.save({"model": encoder(**SIZES, dtype=torch.float32).released_state_dict()}, here / "slide_encoder.pth")
     maps = ["--trainer.callbacks", "lightning_dilated.callbacks.AttentionWriter"]
     result = cli("predict", *MODEL, *DATA, *QUIET, "--model.pretrained", "slide_encoder.pth", *maps)
@@ -72,7 +72,7 @@ def test_predictions_of_a_checkpoint(cli, here):
         for row in rows:
             scores = float(row["probability_0"]), float(row["probability_1"])
             assert sum(scores) == pytest.approx(1) and int(row["prediction"]) == (scores[1] > scores[0])
-            assert row["prediction_class"] == row["prediction"]  # the csv has 0 and 1
+            assert row["prediction_class"] == row["prediction"]  # labels.csv has the classes 0 and 1
 
 
 def test_fit_without_a_slide_to_train_on(cli, here):
@@ -82,7 +82,7 @@ def test_fit_without_a_slide_to_train_on(cli, here):
 
 
 def test_fit_on_tile_numbers(cli, here):
-    """Files without a unit, such as CLAM's: the model's tile_size reveals the error before a step is made."""
+    """Files may have tile numbers without a unit, as CLAM's do. The model's tile_size reveals it before any step."""
     for path in (here / "slides").glob("*.h5"):
         with h5py.File(path, "r+") as file:
             coords = file["coords"][()] // 256
@@ -94,7 +94,7 @@ def test_fit_on_tile_numbers(cli, here):
 
 
 def test_an_external_cohort_of_one_class_and_a_table_of_intervals(cli, here):
-    """The cohort takes the checkpoint's classes; `test` writes metrics with intervals, which `folds` averages."""
+    """An external cohort uses the checkpoint's classes. `folds` averages metrics and intervals written by `test`."""
     task = ["--model.task", "classification", "--model.num_classes", "2", "--model.class_weights", "balanced"]
     words = {i: ("tumor", "normal")[i % 2] for i in range(5)}
     for name, chosen in (("all", words), ("ext", dict.fromkeys(words, "tumor"))):
@@ -149,7 +149,7 @@ def test_a_missing_h5py_is_one_line(cli, here, monkeypatch):
 
 
 def test_last_ckpt_of_the_recipe_is_the_last_validation(cli, here):
-    """With a rate of 0 no validation improves on the first."""
+    """With a learning rate of 0 the first validation remains the best, so last.ckpt must be another file."""
     write_synthetic_slides(here / "slides", slides=20, tiles=(5, 20), features=64)
     steps = ("--trainer.max_steps", 4, "--trainer.val_check_interval", 2, "--model.optimizer.lr", 0.0)
     result = cli("fit", "--config", "slide_finetune.yaml", "--trainer.accelerator", "cpu", *steps)

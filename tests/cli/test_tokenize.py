@@ -1,4 +1,4 @@
-"""`tokenize`, then `fit` with the options that it printed, then `generate` in text; and their errors."""
+"""`tokenize`, then `fit` with the printed options, then `generate` as text, and the errors of each."""
 
 import io
 import shlex
@@ -49,7 +49,7 @@ def write(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Result]:
-    """`tokenize`, and `fit` with the arguments that it printed, on the quickstart at a tiny size."""
+    """Results of `tokenize`, and of a tiny quickstart `fit` with the arguments that it printed."""
     folder = tmp_path_factory.mktemp("tokens")
     write(folder)
     result = run_in(folder, "tokenize", "--tokenizer", "tokenizer.json", "--out", "train.bin", "a.txt", "b.txt")
@@ -101,7 +101,7 @@ def test_generate_prints_text(made):
 
 
 def test_recipe_generates_tokens(made):
-    """With a tokenizer, the number of bytes in generate.yaml counts tokens."""
+    """With a tokenizer, max_new_bytes in generate.yaml counts tokens."""
     options = ("--config", "generate.yaml", "--ckpt_path", str(CKPT), "--tokenizer", "tokenizer.json")
     result = run_in(made[0].folder, "generate", *options, "--prompt", "fox", "--max_new_tokens", "5")
     assert result.code == 0 and result.out.startswith("fox")
@@ -146,7 +146,7 @@ def test_generate_refuses(made, name):
     assert all(text in result.err for text in texts), result.err
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # of UTF-8 locales, and of LANG=C
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as in a UTF-8 locale, as with LANG=C
 def test_standard_input_is_text(made, monkeypatch, errors):
     piped = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors)
     monkeypatch.setattr(sys, "stdin", piped)
@@ -201,7 +201,7 @@ def test_without_the_library(made, monkeypatch, command):
 @pytest.mark.parametrize("kind", ["bytes", "marked"])
 @pytest.mark.parametrize("prompt", ["The fox", "東", "naps; "])
 def test_text_as_it_comes_is_the_text(kind, prompt):
-    """Characters of several tokens are printed when they are complete, spaces as inside a text."""
+    """A character of several tokens is printed once it is complete. Spaces are printed as in the middle of a text."""
     tokenizer = trained(kind)
     ids = tokenizer.encode(prompt).ids
     tokens = tokenizer.encode(SENTENCE * 2 + END + SENTENCE).ids
@@ -213,7 +213,7 @@ def test_text_as_it_comes_is_the_text(kind, prompt):
 
 
 def test_tokens_that_are_no_text_are_shown_as_such():
-    """Half a character at the end, and tokens beyond the vocabulary, which models pad."""
+    """An incomplete character at the end, and a token beyond the vocabulary (models pad it), print as U+FFFD."""
     tokenizer = trained()
     half = tokenizer.encode("ß").ids[:1]
     assert "".join(decoded(tokenizer, [], half)) == "\ufffd"

@@ -1,4 +1,4 @@
-"""The tokenizer of the data is saved in the checkpoint and in exported folders, where generate reads it."""
+"""Checkpoints and exported folders contain the tokenizer of the data, and `generate` reads it."""
 
 import json
 
@@ -41,7 +41,7 @@ data:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a model trained on conversations."""
+    """A folder with a model that was trained on conversations."""
     path = tmp_path_factory.mktemp("chat")
     write(path / "chats.jsonl", chats(20))
     tokenizer_json(path)

@@ -1,4 +1,4 @@
-"""`verify`: passes on this machine, names a check that differs and exits with 1, and does not wait for a dead rank."""
+"""`verify` passes on this machine, names a check that differs and exits with 1, and does not wait for a dead rank."""
 
 import os
 import time
@@ -47,7 +47,7 @@ def test_four_ranks_agree_on_everything(cli):
 
 
 def test_a_wrong_rank_is_told(cli, monkeypatch):
-    """One gradient of one call differs from what two ranks would have sent."""
+    """In one call, one gradient differs from the correct result of two ranks."""
 
     def two_ranks(ranks, job, checks, **options):
         halves = [list(range(31)), list(range(31, 61))]
@@ -63,7 +63,7 @@ def test_a_wrong_rank_is_told(cli, monkeypatch):
 
 
 def part(check, at):
-    """Return a rank's results, cut from one rank's."""
+    """Return the share of a rank, cut out of the result of one device."""
     want = by_definition(check)
     if check.pattern == "LongNetLM":
         return {"loss": want["loss"].clone(), "gradients": want["gradients"] / 2}
@@ -95,7 +95,7 @@ def test_refused(cli, name):
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
 def add(rank, name, amount):
-    """Return a change of one value of a rank."""
+    """Return a function that adds `amount` to one value of a rank."""
 
     def change(parts):
         parts[rank][1][name].view(-1)[5 if name != "loss" else 0] += amount
@@ -121,7 +121,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_compare(name, capsys):
-    """Compare two ranks' parts after a change."""
+    """Compare the results of two ranks after a change."""
     check, change, agrees = CHANGES[name]
     parts = [(at, part(check, at)) for at in (list(range(31)), list(range(31, 61)))]
     change(parts)
@@ -138,7 +138,7 @@ def test_nothing_compared_is_no_agreement(capsys):
 def test_errors_are_relative_and_by_dtype():
     assert Verdict(CALL, dict.fromkeys(CALL.names, 1e-11)).agrees
     assert not Verdict(CALL, dict.fromkeys(CALL.names, 1e-9)).agrees
-    assert not Verdict(CALL, {"out": 0.0}).agrees  # the others are missing
+    assert not Verdict(CALL, {"out": 0.0}).agrees  # the other tensors are missing
     single = Check("ragged", 61, dtype="float32")
     verdict = compare(single, by_definition(single), [(list(range(61)), alone(single, "cpu"))])
     assert verdict.agrees and max(verdict.errors.values()) > 1e-9
@@ -146,7 +146,7 @@ def test_errors_are_relative_and_by_dtype():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_matrix(ranks):
-    """It has all calls that the command's brief names, and butterflies only where they serve."""
+    """The matrix has every exchange, layout and head size, and no butterfly where it cannot serve the call."""
     checks = matrix(ranks, ["float64"])
     assert {c.exchange for c in checks} == {"gather", "ring", "switch", "butterfly", "auto"}
     assert {c.head_size for c in checks if c.pattern == "one head"} == set(range(1, ranks + 1)) - {3}
@@ -158,7 +158,7 @@ def test_matrix(ranks):
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 def troubled(rank, device, kind):
-    """Rank 1 fails after a result, and the others wait for it."""
+    """On rank 1, raise after one result; the other ranks wait for rank 1."""
     yield rank
     if rank == 1 and kind == "dies":
         os._exit(7)

@@ -1,4 +1,4 @@
-"""Files for the tests: random bytes for the Trainer runs, a real genome, slides; and a record of all reads."""
+"""Files for the tests: random bytes for Trainer runs, a real genome, and slides. One fixture records all reads."""
 
 import gzip
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from .touched import Touched
 def file(tmp_path: Path) -> str:
     size = SAMPLES * SEQ_LEN + 1
     path = tmp_path / "bytes.bin"
-    # 1/8 of all bytes (room for one sequence) goes to validation
+    # 1/8 of the bytes, enough for one sequence, is the validation split
     path.write_bytes(np.random.default_rng(0).integers(0, 256, size * 8 // 7 + 1, dtype=np.uint8).tobytes())
     return str(path)
 
@@ -30,7 +30,7 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> Touched:
 
 @pytest.fixture
 def store() -> Iterator[str]:
-    """memory://, empty."""
+    """An empty memory:// file system."""
     fsspec.filesystem("memory").store.clear()
     fsspec.filesystem("memory").pseudo_dirs[:] = [""]
     yield "memory://"
@@ -39,7 +39,7 @@ def store() -> Iterator[str]:
 
 @pytest.fixture
 def lambda_virus(tmp_path: Path) -> str:
-    """Phage lambda as a plain FASTA file."""
+    """Phage lambda's genome as an uncompressed FASTA file."""
     path = tmp_path / "lambda_virus.fa"
     path.write_bytes(gzip.decompress((Path(__file__).parent / "lambda_virus.fa.gz").read_bytes()))
     return str(path)
@@ -47,7 +47,7 @@ def lambda_virus(tmp_path: Path) -> str:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """12 slides with labels.csv. Read only."""
+    """A read-only folder with 12 slides and labels.csv."""
     path = tmp_path_factory.mktemp("slides")
     write_synthetic_slides(path, slides=12, tiles=(5, 30), features=4, classes=3)
     return str(path)

@@ -1,4 +1,4 @@
-"""A small recording model, and the Trainer runs that the data tests stop and resume."""
+"""A small model that records its batches, and the Trainer runs that the data tests stop and resume."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +11,11 @@ from lightning_dilated.data import ByteDataModule
 
 SEQ_LEN = 4
 SAMPLES = 11
-BATCHES = 5  # of 2 samples; one sample is left out in each epoch
+BATCHES = 5  # batches of 2 samples; each epoch omits one sample
 
 
 class Recorder(pl.LightningModule):
-    """Records its inputs as tuples (batch_idx, sample indices), and how often it validated."""
+    """Records its inputs as tuples (batch_idx, sample indices), and the global steps of its validations."""
 
     def __init__(self, crash_at: int | None = None, ask_for_steps: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Recorder(pl.LightningModule):
             self.validated_after.append(self.global_step)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.ask_for_steps:  # makes Lightning build the train loader before it restores the loops
+        if self.ask_for_steps:  # this property makes Lightning build the train loader before it restores the loops
             assert self.trainer.estimated_stepping_batches > 0
         return torch.optim.SGD(self.parameters(), lr=0.0)
 

@@ -1,4 +1,4 @@
-"""Balanced draws: every class and every sample of a class equally often, on any ranks, from any position."""
+"""Balanced draws use each class, and each sample of a class, equally often, on any ranks and from any position."""
 
 import itertools
 from collections import Counter
@@ -44,7 +44,7 @@ def test_draws_are_equal(classes, count, seed):
 
 
 def test_no_place_tells_its_class():
-    """The order of classes within a round is random, and each round has another order of samples."""
+    """The position does not determine the class: each round orders its classes at random, and reorders the samples."""
     order = epochs(sampler([0] * 30 + [1] * 10), 1)[0]
     first = [int(i >= 30) for i in order[::2]]
     assert 3 < sum(first) < 17

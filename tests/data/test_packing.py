@@ -1,4 +1,4 @@
-"""Packs of samples: their contents, equality on any number of ranks, and runs that stop and resume."""
+"""Packs of samples: their contents, equal packs on any number of ranks, and runs that stop and resume."""
 
 import itertools
 from pathlib import Path
@@ -67,11 +67,11 @@ def test_ranks_share_the_packs_of_one(tmp_path, ranks, consumed_packs):
 
 
 def test_documents_are_whole(tmp_path):
-    """Long documents are cut into pieces of seq_len, each with its next token; no label crosses a document's end."""
+    """Long documents become pieces of seq_len, each with its next token as label. No label crosses a document."""
     module = documents(tmp_path)
     tokens = np.load(tmp_path / "tokens.npy").astype(int)
     data = module.dataset("train")
-    # 17 = 12 + 5; 30 = 12 + 12 + 6; a document of 1 token has no label
+    # lengths: 17 = 12 + 5; 30 = 12 + 12 + 6; a document of 1 token has no label and is omitted
     assert data.lengths.tolist() == [5, 2, 12, 5, 9, 3, 12, 12, 6, 8, 6, 12, 4, 4]
     for i in range(len(data)):
         sample, begin = data[i], int(data.begins[i])
@@ -110,10 +110,10 @@ def test_genomes_have_short_records_and_rests(tmp_path):
     assert [data.length_of(i) for i in range(7)] == data.lengths.tolist()
     flip = dict(zip("ACGT", (3, 2, 1, 0), strict=True))
     assert data[2]["tokens"].tolist() == [flip[x] for x in reversed(records["r0"][20:])]
-    # the next base of that strand is before the window
+    # on the reverse strand, the label of the last base is the base before the window
     assert data[2]["labels"].tolist() == [flip[x] for x in reversed(records["r0"][19:24])]
     assert data[3]["labels"].tolist() == [*(flip[x] for x in reversed(records["r1"][:3])), -100]
-    # the last base of 21 is a label only; the record of 1 base is left out
+    # the last of 21 bases is only a label, and a record of 1 base is omitted
     assert "2 bases lie in no window" in module.describe()
     whole = GenomeDataModule(str(tmp_path / "g.fa"), short="skip", **options)
     assert len(whole.dataset("train")) == 5
@@ -154,7 +154,7 @@ def test_packed_slides_hold_the_padded_ones(folder):
 
 
 class Marked(Dataset):
-    """Samples of 2, 4 and 3 tokens with a mask over them, and a vector each."""
+    """Samples of 2, 4 and 3 tokens, each with a mask over its tokens and a vector."""
 
     lengths = np.array([2, 4, 3])
 
@@ -221,7 +221,7 @@ def test_more_ranks_than_packs(tmp_path):
 
 @pytest.mark.parametrize(("before", "batches", "after"), [(2, 2, 1), (1, 2, 2), (3, 1, 2)])
 def test_a_position_is_taken_over_by_other_ranks(tmp_path, before, batches, after):
-    """The packs that the ranks used up are the first ones of the epoch; the new ranks continue after them."""
+    """The packs that the old ranks used are the first packs of the epoch. The new ranks continue after them."""
 
     def loaders(ranks):
         created = []
@@ -249,7 +249,7 @@ def test_a_position_is_taken_over_by_other_ranks(tmp_path, before, batches, afte
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 def epochs(data, budget=16, seed=3):
-    """Yield the packs of each epoch, without end."""
+    """Yield the packs of one epoch after another, forever."""
     for epoch in itertools.count():
         sampler = PackingSampler(PackedSamples(data, budget), seed=seed)
         sampler.restore(epoch, 0)
@@ -257,7 +257,7 @@ def epochs(data, budget=16, seed=3):
 
 
 def test_each_epoch_has_its_own_number_of_batches(tmp_path):
-    """Lightning reads the length of the loader once; samples would be lost, or validation skipped."""
+    """Lightning reads the loader's length only once. If it stayed fixed, samples or a validation would be skipped."""
     module = documents(tmp_path, val_fraction=0.2)
     data = module.dataset("train")
     want = list(itertools.islice(epochs(data), 6))

@@ -1,4 +1,4 @@
-"""Data-parallel ranks of a real Trainer share one order, and another number of ranks continues it."""
+"""The data-parallel ranks of a real Trainer share one order, and a different number of ranks can continue it."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from .runs import data, every_step, run
 
 
 class Ranks(Callback):
-    """Writes each rank's batches to a file."""
+    """Writes the batches of each rank to a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -31,10 +31,10 @@ def test_two_ranks_share_the_order_of_one(file: str, tmp_path: Path) -> None:
     run(data(file, batch_size=1), callbacks=callbacks, max_steps=8, strategy="ddp_fork", devices=2)
     joined = [left + right for left, right in zip(rank_batches(tmp_path, 0), rank_batches(tmp_path, 1), strict=True)]
     assert joined == [list(batch) for _, batch in whole.seen[:8]]
-    # one rank with the same batch over all ranks continues after two stopped
+    # two ranks were stopped; one rank with the same global batch size continues
     resumed, _ = run(data(file), tmp_path / "step=7.ckpt", max_steps=10)
     assert resumed.seen == whole.seen[7:]
-    # and one rank with batches of 1 needs twice the number for the remaining epoch
+    # one rank with batches of 1 needs twice the number of batches for the rest of the epoch
     finer, _ = run(data(file, batch_size=1), tmp_path / "step=7.ckpt", max_epochs=2)
     assert [number for number, _ in finer.seen] == list(range(4, 11))
     assert finer.samples()[:6] == whole.samples()[14:]

@@ -1,4 +1,4 @@
-"""Runs of a real Trainer that are stopped and resumed see the samples of an uninterrupted run."""
+"""If a run of a real Trainer is stopped and resumed, it gets the samples of an uninterrupted run."""
 
 import re
 from pathlib import Path
@@ -118,13 +118,13 @@ def test_another_batch_size(
     whole, _ = run(data(file), callbacks=[every_step(tmp_path)], max_epochs=2)
     module = data(file, batch_size=batch_size)
     resumed, _ = run(module, tmp_path / f"step={step}.ckpt", ask_for_steps=ask_for_steps, max_epochs=2)
-    # an epoch has 11 // batch_size batches; batch numbers continue so that an epoch's last batch has the last number
+    # an epoch has 11 // batch_size batches; batch numbers start so that the epoch ends with the usual last number
     per_epoch = SAMPLES // batch_size
     first = len(resumed.seen) - per_epoch
     assert first == rest
     assert [number for number, _ in resumed.seen] == [*range(per_epoch - first, per_epoch), *range(per_epoch)]
     used = step * 2
-    known = whole.samples()[used:10]  # the uninterrupted run left out the last sample
+    known = whole.samples()[used:10]  # the uninterrupted run omitted the last sample
     assert resumed.samples()[: first * batch_size][: len(known)] == known[: first * batch_size]
     assert resumed.samples()[first * batch_size :][:9] == whole.samples()[10:19][: per_epoch * batch_size]
     assert len(resumed.validated_after) == (2 if first else 1)
@@ -160,14 +160,14 @@ OTHERS = {
 
 
 def tokens(path: Path, **options: object) -> TokenDataModule:
-    """Return 11 sequences of 4 tokens, valid as uint32 and as int32, in documents."""
+    """Return 11 sequences of 4 tokens in documents. The values are valid as uint32 and as int32."""
     settings = {"vocab_size": 20, "dtype": "uint32", "eos_token": 7, "val_fraction": 0, "test_fraction": 0, "seed": 3}
     return TokenDataModule(str(path), SEQ_LEN, **{**settings, **options})
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_data_of_the_same_size_is_refused_by_both_fingerprints(file: str, tmp_path: Path, name: str) -> None:
-    """Half an epoch is done, and the other half would have other samples."""
+    """A run stops in mid-epoch. With other data of the same size, the rest of the epoch would have wrong samples."""
     numbers, other = tmp_path / "tokens.bin", tmp_path / "other.bin"
     numbers.write_bytes(np.arange(SAMPLES * SEQ_LEN + 1, dtype=np.uint32).__mod__(17).tobytes())
     other.write_bytes(Path(file).read_bytes()[::-1])
@@ -239,7 +239,7 @@ def test_evaluation_of_a_checkpoint_leaves_the_training_position(file: str, tmp_
 
 
 class LateRestore(SingleDeviceStrategy):
-    """Restores all states after the optimizers are made, as the sharding strategies do."""
+    """Restores all states after the optimizers are created, as the sharding strategies do."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

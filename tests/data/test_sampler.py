@@ -1,4 +1,4 @@
-"""The sampler's order and the share of each rank, and the loader's position outside of a Trainer."""
+"""The sampler's order, the samples of each rank, and the loader's position outside of a Trainer."""
 
 import itertools
 
@@ -109,7 +109,7 @@ def test_the_rest_of_the_epoch_and_then_whole_ones(stop: int, workers: int) -> N
     epochs = [epoch(reference) for _ in range(3)]
     source = loader(num_workers=workers)
     list(source)
-    taken = list(itertools.islice(iter(source), stop))  # workers have fetched more than this
+    taken = list(itertools.islice(iter(source), stop))  # by now the workers have fetched more batches than this
     state = source.state_dict()
     expected_place = (2, 0) if stop == 5 else (1, 2 * stop) if stop else (1, 0)
     assert (state["epoch"], state["samples"]) == expected_place
@@ -117,7 +117,7 @@ def test_the_rest_of_the_epoch_and_then_whole_ones(stop: int, workers: int) -> N
 
     resumed = loader(num_workers=workers)
     resumed.load_state_dict(state)
-    resumed.sampler.set_epoch(7)  # a drifted count of the trainer's
+    resumed.sampler.set_epoch(7)  # the Trainer's epoch count may be off
     remaining = epoch(resumed) if stop < 5 else []
     assert remaining == epochs[1][stop:]
     assert len(resumed) == 5
@@ -156,7 +156,7 @@ def test_other_data_is_refused(options: dict, named: str) -> None:
 
 
 def test_the_state_is_plain_values() -> None:
-    """Loading a checkpoint with weights only accepts them."""
+    """The state has plain values only, so a checkpoint loads with weights_only=True."""
     source = loader()
     next(iter(source))
     assert {type(value) for value in source.state_dict().values()} <= {int, bool, type(None)}
@@ -171,7 +171,7 @@ def test_another_sampler_is_served_without_a_position() -> None:
 
 
 def test_lightnings_batch_counters():
-    """`_compat.lightning` reads and sets these counters; if this fails, Lightning counts batches in another way."""
+    """`_compat.lightning` reads and sets these counters. If this test fails, Lightning counts batches differently."""
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     progress = trainer.fit_loop.epoch_loop.batch_progress
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Batches leave workers without a graph; a batch that cannot be sent is an error, where torch would wait forever."""
+"""Workers send batches without a graph. A batch that cannot be sent raises an error, where torch would wait forever."""
 
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from ..ext.slides.test_slides import grid
 pytestmark = pytest.mark.full
 
 Pair = namedtuple("Pair", "x y")
-#: seconds after which torch gives up on a worker; by default it never does
+#: timeout of a worker in seconds; torch's default is none
 PATIENCE = 60
 
 
@@ -31,7 +31,7 @@ class Holder:
 
 
 def grown() -> torch.Tensor:
-    """Return a tensor with a graph, which torch refuses to send."""
+    """Return a tensor with a graph, which torch refuses to send to another process."""
     return torch.ones(4, 2, requires_grad=True) * 2
 
 
@@ -68,11 +68,11 @@ def test_every_tensor_is_detached(name: str) -> None:
     out = detached(batch)
     assert type(out) is type(batch) and len(tensors(out)) == len(tensors(batch)) > 0
     assert not any(x.requires_grad for x in tensors(out)) and all(x.requires_grad for x in tensors(batch))
-    assert detached(out) is out  # nothing is copied without need
+    assert detached(out) is out  # a batch without graphs is not copied
 
 
 class Samples(Dataset):
-    """Eight samples made by a function."""
+    """Eight samples that a function returns."""
 
     def __init__(self, make: Any) -> None:
         self.make = make
@@ -119,12 +119,12 @@ def test_what_cannot_be_sent_is_an_error(name: str) -> None:
     batches = iter(loader)
     with pytest.raises(TypeError, match=f"(?s){message}.*num_workers to 0"):
         next(batches)
-    batches._shutdown_workers()  # the error holds the iterator, and a worker forked later would wait for it
-    next(iter(Module(lambda: 1, make, workers=0).train_dataloader()))  # nothing is sent there
+    batches._shutdown_workers()  # the error refers to the iterator, and a worker forked later would wait for it
+    next(iter(Module(lambda: 1, make, workers=0).train_dataloader()))  # without workers, nothing is sent
 
 
 class Ranges(Samples):
-    """The same for a dataset that reads ranges."""
+    """The same samples from a dataset with `read_ranges`."""
 
     seq_len = 4
 
@@ -134,7 +134,7 @@ class Ranges(Samples):
 
 @pytest.mark.parametrize("kind", [Samples, Ranges])
 def test_sharded_loaders(kind: type) -> None:
-    """The strategy cuts any DataLoader of a user to a rank."""
+    """The strategy replaces a user's DataLoader by one that returns this rank's tokens."""
     loader = DataLoader(kind(lambda: {"x": grown()}), batch_size=2, num_workers=1, timeout=PATIENCE)
     Loaders(Place(2, 0), 0).shard(loader, SequenceSpec({"x": 1}))
     batch = next(iter(loader))

@@ -1,4 +1,4 @@
-"""One sequence on two ranks under the strategy: the losses of one rank, and half of the bytes on each."""
+"""One sequence on two ranks under the strategy: each rank reads half of the bytes, and losses equal one rank's."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,13 +40,13 @@ def pool() -> Iterator[Pool]:
 
 
 def fit(rank: int | None, group: Any, name: str, folder: str) -> tuple[list[float], int]:
-    """Return the losses of a run, and the bytes that this rank read; without a rank, run in this process."""
+    """Return (losses of a run, bytes read by this rank). If `rank` is None, it is a run of one process."""
     world, record, data = 1 if rank is None else launched(rank), Record(), DATA[name](folder)
     pl.seed_everything(1, verbose=False)
     model = LongNetLM(DilatedPattern.longnet([8, 60], [1, 2]), vocab_size=20, dim=8, depth=2, num_heads=2)
     built = trainer(RingDilatedStrategy(), world, max_steps=STEPS, limit_val_batches=0, callbacks=[record])
     built.fit(model, data)
-    if name == "far recall":  # made by rule, without files
+    if name == "far recall":  # generated samples, no files
         return record.losses, 0
     return record.losses, (data.genome if name == "genome" else data.dataset("train").stream).bytes_read
 
@@ -60,17 +60,17 @@ def test_two_ranks_do_as_one(pool: Pool, lambda_virus: str, name: str) -> None:
     assert len(alone) == STEPS and len(set(alone)) == STEPS
     for losses, _ in results:
         np.testing.assert_allclose(losses, alone, rtol=1e-5)
-    if name == "far recall":  # made by rule, without files
+    if name == "far recall":  # generated samples, no files
         return
-    width = 1 if name == "genome" else 2  # bytes of a token
+    width = 1 if name == "genome" else 2  # bytes per token
     for read, tokens in ((whole, N), *((read, N // 2) for _, read in results)):
-        # one token more for the last label; line ends of the genome; Lightning may prefetch a batch
+        # limits: a token more for the last label; line ends in the genome; Lightning may prefetch a batch
         assert STEPS * tokens * width <= read <= (STEPS + 1) * ((tokens + 1) * width + 2 * (name == "genome"))
 
 
 # -- one sample of millions of tokens ----------------------------------------------------------------------------------
 class Weighed(pl.LightningModule):
-    """A loss that needs every token; records this rank's number of tokens."""
+    """Computes a loss from every token, and records the number of tokens on this rank."""
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index"])
 
@@ -87,7 +87,7 @@ class Weighed(pl.LightningModule):
 
 
 def enormous(rank: int, group: Any, path: str, tokens: int) -> tuple[list, int]:
-    """Return (this rank's view of each batch, bytes that its own process read from the file)."""
+    """Return (the batches that this rank got, bytes that its process read from the file)."""
     world = launched(rank)
     data = ByteDataModule(path, seq_len=tokens, val_fraction=0.0, test_fraction=0.0, num_workers=1, seed=3)
     model, built = Weighed(), trainer(RingDilatedStrategy(), world, max_steps=2, limit_val_batches=0)
@@ -98,7 +98,7 @@ def enormous(rank: int, group: Any, path: str, tokens: int) -> tuple[list, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [2_000_000, 24_000_000])
 def test_millions_of_tokens(pool: Pool, tmp_path: Path, tokens: int) -> None:
-    """Each of two ranks gets half of a sample, read from a memory map by a separate process."""
+    """Each of two ranks gets half of a sample, which its worker process reads through a memory map."""
     text = np.random.default_rng(0).integers(0, 256, tokens + 1).astype(np.uint8)
     (tmp_path / "text.bin").write_bytes(text.tobytes())
     results = pool.run(2, enormous, str(tmp_path / "text.bin"), tokens)

@@ -1,4 +1,4 @@
-"""Actual reads: every stretch of a file that a ByteStream copies out of its memory maps."""
+"""Record actual reads: every stretch of a file that a ByteStream copies out of its memory maps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_dilated.ext.files.files import ByteStream
 
 
 class Touched:
-    """Records stretches (file name, first byte, byte behind the last) in the order of reading."""
+    """Stores stretches (file name, first byte, end byte) in the order of the reads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stretches: list[tuple[str, int, int]] = []
@@ -20,12 +20,12 @@ class Touched:
         monkeypatch.setattr(ByteStream, "_map", lambda stream, index: _Map(real(stream, index), stream, index, self))
 
     def take(self) -> list[tuple[str, int, int]]:
-        """Return the stretches since the last call."""
+        """Return the stretches that were read since the last call."""
         stretches, self.stretches = self.stretches, []
         return stretches
 
     def count(self) -> int:
-        """Return the bytes since the last call; bytes read twice count twice."""
+        """Return the number of bytes read since the last call. A byte that is read twice counts twice."""
         return sum(stop - start for _, start, stop in self.take())
 
 

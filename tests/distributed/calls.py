@@ -1,4 +1,4 @@
-"""Calls of attention for workers: a rank's slices and results, all ranks together, and one rank's results to compare.
+"""Attention calls for workers: one rank's slices and results, all ranks' results joined, and a comparison on one rank.
 
 Shape letters: B batch, N tokens of the sequence, L tokens of a rank, H query heads, D head dim.
 """
@@ -24,7 +24,7 @@ NAMES = ("out", "lse", *GRADIENTS)
 
 @dataclass
 class Result:
-    """A call's results by name, their positions, and the bytes that this rank sent, forward and backward."""
+    """Results of a call by name, their positions, and the bytes that this rank sent in the forward and the backward."""
 
     tensors: dict[str, Tensor]
     positions: list[int]
@@ -34,7 +34,7 @@ class Result:
 
 @contextmanager
 def sequence(group: dist.ProcessGroup, **settings: Any) -> Iterator[SequenceGroup]:
-    """Yield a SequenceGroup and close it afterwards."""
+    """Yield a SequenceGroup, and close it afterwards."""
     sequence_group = SequenceGroup(group, **settings)
     try:
         yield sequence_group
@@ -48,7 +48,7 @@ def positions(group: SequenceGroup, seq_len: int) -> list[int]:
 
 
 def restride(strides: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same values with the strides that `Case.layout` names, like a model's shard."""
+    """Return the same values with the strides that `Case.layout` names, which shards in a model may have."""
     if strides == "fused":
         q, k, v = torch.cat([q, k, v], 2).split([q.shape[2], k.shape[2], k.shape[2]], 2)
     elif strides == "expanded kv":
@@ -60,17 +60,17 @@ def restride(strides: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 def slices(case: Sharded, at: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (q, k, v, grad) at some positions; q, k and v are leaves."""
+    """Return (q, k, v, grad) at the given positions; q, k and v are leaves."""
     *inputs, grad = (x.detach()[:, at] for x in case.call.tensors(dtype))
     if case.call.layout == "fused":
-        grad = grad[:, :, :1, :1].expand(grad.shape)  # as the sum of a loss gives it
+        grad = grad[:, :, :1, :1].expand(grad.shape)  # an expanded tensor, as the gradient of a sum is
     return *(x.requires_grad_() for x in restride(case.call.layout, *inputs)), grad
 
 
 def attend(
     rank: int, group: dist.ProcessGroup, case: Sharded, dtype: torch.dtype = torch.float64, dropout: float = 0.0
 ) -> Result:
-    """Run this rank's part of a call, forward and backward. Ranks other than 0 get another random state, on purpose."""
+    """Run this rank's part of a call, forward and backward. Each rank gets another random state on purpose."""
     torch.manual_seed(SEED + 1000 * rank)
     with sequence(group, **case.settings()) as ours:
         at = positions(ours, case.call.seq_len)
@@ -94,7 +94,7 @@ def alone(case: Sharded, dtype: torch.dtype = torch.float64, dropout: float = 0.
 
 
 def by_definition(case: Sharded, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Run the same call with the oracle, on inputs rounded to `dtype`."""
+    """Compute the same call with the oracle, on inputs that are rounded to `dtype`."""
     *inputs, grad = case.call.tensors(dtype)
     inputs = tuple(x.detach().double().requires_grad_() for x in inputs)
     out, lse = case.call.oracle(*inputs)
@@ -102,7 +102,7 @@ def by_definition(case: Sharded, dtype: torch.dtype = torch.float64) -> dict[str
 
 
 def together(results: list[Result], like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Join all ranks' results by global position; every position must come from exactly one rank."""
+    """Join the results of all ranks by global position. Each position must come from exactly one rank."""
     joined = {}
     at = [p for result in results for p in result.positions]
     assert sorted(at) == list(range(len(at))), at
@@ -116,7 +116,7 @@ def together(results: list[Result], like: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def compare(case: Sharded, results: list[Result], want: dict[str, Tensor], tol: float) -> None:
-    """Assert that the joined ranks equal `want`; errors name the case."""
+    """Assert that the joined results of the ranks equal `want`. The error contains the case."""
     got = together(results, want)
     for name in NAMES:
         (close_lse if name == "lse" else close)(f"{name} of {case}", got[name], want[name].detach(), tol)
@@ -124,7 +124,7 @@ def compare(case: Sharded, results: list[Result], want: dict[str, Tensor], tol: 
 
 
 def compare_rounded(case: Sharded, results: list[Result], dtype: torch.dtype) -> None:
-    """Assert that several ranks round no more than one: partial results and gradients are sent in fp32."""
+    """Assert that several ranks are as exact as one rank, because partial results and gradients are sent in fp32."""
     want, one = by_definition(case, dtype), alone(case, dtype)
     many = together(results, want)
     for name in NAMES:
@@ -133,12 +133,12 @@ def compare_rounded(case: Sharded, results: list[Result], dtype: torch.dtype) ->
 
 
 def close_rounded(name: str, many: Tensor, one: Tensor, want: Tensor) -> None:
-    """Assert that several ranks differ from the exact result by little more than one rank does."""
+    """Assert that the error of several ranks is little more than the error of one rank."""
     assert many.dtype == one.dtype, name
     finite = want.isfinite()
     assert torch.equal(many.isfinite(), finite), name
-    # allow twice the error of one rank, one rounding of the result (a small call may err less by luck), and the
-    # rounding of dozens of merges in fp32
+    # allow twice the error of one rank, one rounding of the result (by chance, a small call may have no error), and the
+    # rounding errors of dozens of merges in fp32
     rounding = torch.finfo(many.dtype).eps + 8 * torch.finfo(torch.float32).eps
     allowed = 2 * error(one[finite], want[finite], 1.0) + rounding
     difference = error(many[finite], want[finite], 1.0)
@@ -146,7 +146,7 @@ def close_rounded(name: str, many: Tensor, one: Tensor, want: Tensor) -> None:
 
 
 def compare_bytes(case: Sharded, results: list[Result]) -> None:
-    """Assert that sent and received bytes are equal."""
+    """Assert that the bytes sent and the bytes received are equal, summed over ranks."""
     sent, received = (
         torch.tensor([getattr(r, name) for r in results]).sum(0).tolist() for name in ("sent", "received")
     )

@@ -1,4 +1,4 @@
-"""One pool of four gloo ranks, which lives for the whole session because files of this folder run between others."""
+"""A pool of four gloo ranks for the whole session, because xdist mixes files of this folder with others."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from .pool import Pool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Four ranks; a call uses the first R of them."""
+    """Four ranks; a call on R ranks uses the first R of them."""
     pool = Pool()
     yield pool
     pool.close()

@@ -1,4 +1,4 @@
-"""Runs scripts in processes forked from one that has imported the package, to save the imports."""
+"""Run scripts in processes that are forked from one that has imported the package, to save the time of imports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .pool import PRELOADED
 
 @dataclass(frozen=True)
 class Ended:
-    """The exit codes and outputs of the ranks, in order."""
+    """Exit codes and outputs of the ranks, in the order of ranks."""
 
     codes: list[int | None]
     stdout: str
@@ -27,14 +27,14 @@ class Ended:
 
 
 def context() -> mp.context.BaseContext:
-    """Return a context that forks processes from one that has imported the package."""
+    """Return a context that forks processes from a server that has imported the package."""
     forking = mp.get_context("forkserver")
     forking.set_forkserver_preload(PRELOADED)
     return forking
 
 
 def agent_store() -> dist.TCPStore:
-    """Return the store that an agent of torchrun keeps for the ranks of all attempts."""
+    """Return a store for the ranks of all attempts, as an agent of torchrun keeps it."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -47,11 +47,11 @@ def run_ranks(
     store: dist.TCPStore | None = None,
     restarts: tuple[int, ...] | None = None,
 ) -> Ended:
-    """Run `torchrun --nproc-per-node RANKS SCRIPT ARGS` in a folder, without torchrun; code None means a timeout.
+    """Imitate `torchrun --nproc-per-node RANKS SCRIPT ARGS` in a folder. An exit code of None means a timeout.
 
     Args:
-        store: the store of an earlier attempt, for a restart; by default a new one.
-        restarts: the restart count of each rank's agent; by default 0.
+        store: for a restart, the store of the earlier attempt; by default a new store.
+        restarts: the restart count that each rank's agent reports; by default 0.
     """
     forks = context()
     store = agent_store() if store is None else store
@@ -82,7 +82,7 @@ def run_ranks(
 
 
 def _run(script: Path, args: tuple[str, ...], cwd: Path, environment: dict[str, str], output: Path) -> None:
-    gc.freeze()  # the collector skips imported objects, which would take 0.3 s
+    gc.freeze()  # exclude imported objects from garbage collection, which would take 0.3 s
     for number, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}.{kind}", os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()

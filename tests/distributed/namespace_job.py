@@ -1,4 +1,4 @@
-"""A rank of attention on two nodes: namespace_job.py EXCHANGE CALLS. Compares with one rank, and writes its counts."""
+"""A rank in a call on two nodes: namespace_job.py EXCHANGE CALLS. It checks its results and writes byte counts."""
 
 import json
 import os

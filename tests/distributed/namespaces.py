@@ -1,6 +1,6 @@
-"""Two nodes on this machine: network namespaces with their own addresses, joined by a link of a set speed.
+"""Two nodes on one machine: network namespaces with their own addresses, connected by a link of limited speed.
 
-iproute2's `ip` and `tc` create them, which needs root's rights over networks.
+They are created with iproute2's `ip` and `tc`, which requires root's network privileges.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-#: this interpreter, because torch is installed here
+#: runs this interpreter, in which torch is installed
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
@@ -25,7 +25,7 @@ def _run(*command: str) -> subprocess.CompletedProcess:
 
 @functools.cache
 def why_not() -> str | None:
-    """Return None, or the reason why this machine cannot create namespaces."""
+    """Return the reason why this machine cannot create namespaces, or None."""
     if shutil.which("ip") is None or shutil.which("tc") is None:
         return "no ip and tc: Debian's package iproute2 has them"
     try:
@@ -36,7 +36,7 @@ def why_not() -> str | None:
 
 
 class Nodes:
-    """Two namespaces, each with one end of a link that sends `megabytes` MB/s each way.
+    """Two namespaces, connected by a link that transfers `megabytes` MB/s in each direction.
 
     Raises:
         RuntimeError: if a command fails, with the command and its output.
@@ -81,7 +81,7 @@ class Nodes:
 
     def _remove(self) -> None:
         for name in self.names:
-            _run("ip", "netns", "del", name)  # deletes the link, too
+            _run("ip", "netns", "del", name)  # also deletes the link
 
     def sent(self) -> list[int]:
         """Return the bytes that each node has sent over the link so far, headers included."""
@@ -89,7 +89,7 @@ class Nodes:
         return [int(_run("ip", "netns", "exec", name, "cat", file).stdout) for name in self.names]
 
     def torchrun(self, ranks: int, words: Sequence[str], cwd: Path, timeout: float) -> list[tuple[int, str]]:
-        """Run `torchrun` on each node with `ranks` ranks. Return (status, output) of each."""
+        """Run `torchrun` with `ranks` ranks on each node. Return [(status, output)] by node."""
         env = {**os.environ, "GLOO_SOCKET_IFNAME": self.INTERFACE}
         place = [f"--nnodes={len(self.names)}", f"--nproc-per-node={ranks}", f"--master-addr={self.addresses[0]}"]
         processes, texts = [], [cwd / f"{name}.txt" for name in self.names]

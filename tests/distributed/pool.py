@@ -1,7 +1,7 @@
-"""A pool of worker processes, one a rank, that run named functions together; started once and used by many tests.
+"""A pool of worker processes, one per rank, that run named functions together. It starts once and serves many tests.
 
-The test process sends (function, arguments) to the first R workers through pipes. Each worker calls
-function(rank, group, *args) with the process group of those R ranks, and sends back the result or the error.
+The test process sends (function, arguments) through pipes to the first R workers. Each worker calls function(rank,
+group, *args) with the process group of these R ranks, and sends back the result or the error.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from lightning_dilated.sequence.consensus import _connections as control_connect
 from lightning_dilated.sequence.group import _groups as sequence_groups
 
 SIZES = (1, 2, 3, 4)
-#: modules that the parent of all workers imports once
+#: modules that the fork server imports once, before it forks workers
 PRELOADED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "lightning",
     "lightning_dilated",
-    "hypothesis",  # the modules that hold the functions import it
+    "hypothesis",  # the modules with the workers' functions import it
     "pytest",
     "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks",
 ]
-#: ranks wait for a rank that raised: they have this long to answer before they count as hanging
+#: once a rank has raised, seconds until a rank without an answer counts as hanging
 GRACE = 15.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A function's result on one rank: its value, or the exception's type name, message and traceback."""
+    """The result of a function on one rank: its value, or the exception's type name, message and traceback."""
 
     rank: int
     value: Any = None
@@ -56,22 +56,22 @@ class Answer:
 
 
 class Hang(BaseException):
-    """Some ranks did not answer. Not an Exception, or hypothesis would wait for every smaller case to hang, too."""
+    """Some ranks did not answer. A BaseException, because hypothesis would try smaller cases, which hang, too."""
 
 
 class Failed(AssertionError):
-    """Some ranks raised."""
+    """Some ranks raised an exception."""
 
 
 class Pool:
     """`size` gloo ranks in separate processes. A worker that raises stays alive; workers that hang are replaced.
 
     Args:
-        size: the most ranks a call may have.
+        size: the largest number of ranks in a call.
         timeout: seconds within which every rank must answer a call.
         method: "forkserver" forks workers from a process that has imported the package; "spawn" starts new
-            interpreters, which read settings as they import.
-        environment: additional variables of all workers, including replacements.
+            interpreters, which read environment variables at import.
+        environment: additional environment variables of all workers, including replacements.
         first: a function that a worker calls before anything else.
     """
 
@@ -97,11 +97,11 @@ class Pool:
         return self.values(self.answers(ranks, function, *args), f"{function.__name__}{args}")
 
     def values(self, answers: list[Answer], call: object) -> list[Any]:
-        """Return the values of answers; raise Failed if any rank raised."""
+        """Return the values of the answers. Raise Failed if any rank raised."""
         wrong = [a for a in answers if a.error]
         if wrong:
             if len(wrong) < len(answers):
-                self.close()  # the ranks may be out of step
+                self.close()  # ranks may wait for each other's messages
             traces = "\n".join(f"--- rank {a.rank} of {len(answers)}:\n{a.trace}" for a in wrong)
             raise Failed(f"{call} failed on ranks {[a.rank for a in wrong]}\n{traces}")
         return [a.value for a in answers]
@@ -109,7 +109,7 @@ class Pool:
     def answers(
         self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float | None = None
     ) -> list[Answer]:
-        """Return each rank's result or error."""
+        """Return the result or error of each rank."""
         self._start()
         name = (function.__module__, function.__qualname__)
         for _, pipe in self._workers[:ranks]:
@@ -139,11 +139,11 @@ class Pool:
         if self.method == "forkserver":
             context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
-        store = Path(self._folder.name) / "store"  # a file of this pool: no port that other sessions could take
+        store = Path(self._folder.name) / "store"  # a file of this pool: other sessions could use the same port
         with pytest.MonkeyPatch.context() as patch:
             for name, value in self.environment.items():
-                patch.setenv(name, value)  # a spawned interpreter reads it before it calls `_work`
-            environment = dict(os.environ)  # the fork server has the environment of its own start
+                patch.setenv(name, value)  # a spawned interpreter has it before it calls `_work`
+            environment = dict(os.environ)  # a forked worker has the variables from the start of the fork server
             for rank in range(self.size):
                 here, there = context.Pipe()
                 args = rank, self.size, str(store), there, environment, self.first
@@ -153,7 +153,7 @@ class Pool:
                 self._workers.append((process, here))
 
     def close(self) -> None:
-        """End the workers; the next call starts new ones."""
+        """Terminate the workers. The next call starts new ones."""
         for process, pipe in self._workers:
             process.kill()
             process.join()
@@ -164,7 +164,7 @@ class Pool:
 def _read(pipe: Connection, rank: int) -> Answer:
     try:
         return pickle.loads(pipe.recv_bytes())
-    except EOFError:  # the process is gone
+    except EOFError:  # the process has already ended
         return Answer(rank, error="EOFError", message="the worker died", trace="the worker died")
 
 
@@ -176,8 +176,8 @@ def _work(
     environment: dict[str, str],
     first: Callable[[], None] | None,
 ) -> None:
-    """Run a worker: make the process groups, then answer calls until the pipe closes."""
-    gc.freeze()  # the collector skips imported objects, which would take 0.3 s
+    """Run a worker: create the process groups, then answer calls until the pipe is closed."""
+    gc.freeze()  # exclude imported objects from garbage collection, which would take 0.3 s
     os.environ.clear()
     os.environ.update(environment)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -204,9 +204,9 @@ def _work(
 
 
 def _end_groups(initial: set[dist.ProcessGroup]) -> None:
-    """Destroy the groups that a call made: each has a thread that would wake up a hundred times a second.
+    """Destroy the groups that a call created, because the thread of each wakes up a hundred times per second.
 
-    A strategy leaves its SequenceGroup, which holds process groups, to later backwards.
+    A strategy does not close its SequenceGroup, which has process groups, because later backwards may need it.
     """
     for sequence in list(sequence_groups.values()):
         sequence.close()

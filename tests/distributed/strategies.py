@@ -1,4 +1,4 @@
-"""Random calls on several ranks: any pattern and documents, on any layout, exchange and head-parallel groups.
+"""Random calls on several ranks: any pattern, documents, layout, exchange and head-parallel group.
 
 Shape letters: N tokens of the sequence, R ranks, L tokens of a rank, H query heads, K kv heads.
 """
@@ -20,24 +20,24 @@ from ..attention.strategies import Case
 from ..pattern.strategies import branches, documents
 
 LAYOUTS = ("contiguous", "zigzag", "strided")
-#: exchanges that serve every call, and all exchanges
+#: exchanges that support every call, and all exchanges
 ANY = ("auto", *(x for x in EXCHANGE_NAMES if x not in ("butterfly", "hierarchical_gather", "hierarchical_butterfly")))
 EXCHANGES = ("auto", *EXCHANGE_NAMES)
-#: dtypes of q, k and v; float64 has the closest comparison, and is drawn half of the time
+#: dtypes of q, k and v; half of the draws are float64, which allows the strictest comparison
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = st.sampled_from([torch.float64] * len(ROUNDED) + [*ROUNDED])
 #: (query heads, kv heads)
 HEADS = ((1, 1), (4, 2), (3, 1), (5, 5), (2, 2), (6, 3), (3, 3), (4, 1), (6, 2), (2, 1), (5, 1), (4, 4))
-#: GigaPath's segments divided by 128 and by 256, with its rates
+#: the segments of GigaPath divided by 128 and by 256, with GigaPath's rates
 LADDERS = ((8, 45, 256, 1448, 8192), (4, 22, 128, 724, 4096))
 RATES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """A call and the ranks that share it. A failing test prints its repr, which is enough to repeat it.
+    """A call and the ranks that share it. A failing test prints the repr, which is enough to repeat the call.
 
-    `nested`: a butterfly must not refuse the case.
+    `nested`: the call has a form that a butterfly must accept.
     """
 
     call: Case
@@ -57,11 +57,11 @@ class Sharded:
 
     @property
     def may_refuse(self) -> bool:
-        """Return whether the exchange may refuse the call."""
+        """Return whether the exchange is allowed to refuse the call."""
         return not self.nested and "butterfly" in self.exchange
 
     def features(self) -> set[str]:
-        """Name the features of the case: a sample has to cover every one of them."""
+        """Return the names of the case's features. A sample of cases has to cover every feature."""
         call, pattern = self.call, self.call.pattern
         longest = max((b - a for _, a, b in call.spans()), default=0)
         per_rank = -(-call.seq_len // self.ranks)
@@ -125,7 +125,7 @@ def families(draw, heads: int, rules: dict[str, str]) -> DilatedPattern:
     if kind == "head_groups" and heads > 1:
         n = draw(st.integers(1, min(heads, 3)))
         widths = [draw(st.integers(1, 90)) for _ in range(n)]
-        rules = {**rules, "offset_heads": "query"}  # head groups may cut a kv head's group, which "kv" refuses
+        rules = {**rules, "offset_heads": "query"}  # head groups may split a group of query heads, which "kv" refuses
         return DilatedPattern.head_groups(widths, [draw(st.integers(1, 6)) for _ in widths], heads, **rules)
     if kind == "dense":
         return DilatedPattern.dense(draw(st.one_of(st.none(), st.integers(1, 90))), **rules)
@@ -134,7 +134,7 @@ def families(draw, heads: int, rules: dict[str, str]) -> DilatedPattern:
 
 @st.composite
 def sharded_patterns(draw, heads: int, kv_heads: int) -> DilatedPattern:
-    """Draw any pattern: random branches, named families, and with attended pads."""
+    """Draw a pattern: random branches, a named family, or a pattern with attended pads."""
     rules = {
         "offsets": draw(st.sampled_from(["interleaved", "blocked"])),
         "offset_heads": draw(st.sampled_from(["query", "kv"])),
@@ -151,7 +151,7 @@ def sharded_patterns(draw, heads: int, kv_heads: int) -> DilatedPattern:
 
 @st.composite
 def sharded(draw, ranks: int, exchange: str) -> Sharded:
-    """Draw any call on R ranks. The op may refuse padding="attended" (see `Case.refused`), some exchanges the call."""
+    """Draw any call on R ranks. The op may refuse padding="attended" (`Case.refused`); some exchanges refuse calls."""
     if draw(st.integers(0, 7)) < (7 if "butterfly" in exchange else 1):
         return draw(nested(ranks, exchange))
     heads, kv = draw(st.sampled_from(HEADS))
@@ -180,24 +180,24 @@ def sharded(draw, ranks: int, exchange: str) -> Sharded:
 
 
 def layout_for(pattern: DilatedPattern, layout: str) -> str:
-    """Return the layout, or another one for windows and global tokens, which the strided layout refuses."""
+    """Return `layout`, or "zigzag" if windows or global tokens exclude the strided layout."""
     return "zigzag" if layout == "strided" and (windowed(pattern) or global_tokens(pattern)) else layout
 
 
 @st.composite
 def groups(draw, ranks: int, heads: int, exchange: str) -> dict[str, Any]:
-    """Draw head size, ranks a node, and engine."""
+    """Draw the head size, the ranks per node, and the engine."""
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0 and n <= heads]
     head_size, per_node = draw(st.sampled_from([*reversed(sizes), 1])), draw(st.sampled_from([None, 1, 2, ranks]))
     if exchange.startswith("hierarchical"):
-        head_size, per_node = 1, 2  # the only nodes that four ranks can have
+        head_size, per_node = 1, 2  # four ranks can form no other nodes
     engine = draw(st.sampled_from(["auto", "auto", "math"]))
     return {"head_size": head_size, "ranks_per_node": per_node, "engine": engine}
 
 
 @st.composite
 def larger_groups(draw, ranks: int, exchange: str) -> Sharded:
-    """Draw a call on head groups that may have more ranks than heads, and ranks without a token."""
+    """Draw a call in which head groups may have more ranks than heads, and ranks may have no token."""
     case = draw(sharded(ranks, exchange))
     heads, kv = draw(st.sampled_from([(1, 1), (3, 1), (2, 2), (3, 3)]))
     n = draw(st.integers(0, 3 * ranks))
@@ -219,7 +219,7 @@ def larger_groups(draw, ranks: int, exchange: str) -> Sharded:
 
 @st.composite
 def subsets(draw, heads: int, kv_heads: int, rules: dict[str, str]) -> tuple[int, ...] | None:
-    """Draw the query heads of a branch; whole groups if offsets follow the kv heads."""
+    """Draw the query heads of a branch. If offsets follow kv heads, all query heads of a kv head are drawn together."""
     size = heads // kv_heads if rules["offset_heads"] == "kv" else 1
     lots = draw(st.one_of(st.none(), st.sets(st.integers(0, heads // size - 1), min_size=1)))
     return lots and tuple(lot * size + i for lot in lots for i in range(size))
@@ -227,13 +227,13 @@ def subsets(draw, heads: int, kv_heads: int, rules: dict[str, str]) -> tuple[int
 
 @st.composite
 def nested(draw, ranks: int, exchange: str) -> Sharded:
-    """Draw a call that every exchange serves: equal contiguous shards of 2^i tokens, and branches that double."""
+    """Draw a call that every exchange supports: equal contiguous shards of 2^i tokens, and doubling branches."""
     heads, kv = draw(st.sampled_from(HEADS))
     local = 1 << draw(st.integers(1, 4))
     rules = {"offset_heads": draw(st.sampled_from(["query", "kv"]))}
     first = 1 << draw(st.integers(0, 4))
     pattern = DilatedPattern.geometric(first, first << draw(st.integers(0, 6)), **rules)
-    if draw(st.booleans()):  # wide branches with some left out or for some heads, and any branch inside a shard
+    if draw(st.booleans()):  # some of the wide branches, each for some heads, and any branch within a shard
         inside = Branch(
             draw(st.sampled_from([w for w in range(1, local + 1) if local % w == 0])), draw(st.integers(1, 5))
         )

@@ -1,4 +1,4 @@
-"""Calls of attention chunk by chunk on workers that share every chunk: results of a rank, and bytes that it moves."""
+"""Calls of attention chunk by chunk, where workers share every chunk: results and transferred bytes of a rank."""
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,7 +13,7 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 def attend(rank, group, case, chunk, dropout=0.0, windows=((0, None),), dtype=torch.float64):
-    """Run this rank's pieces of a causal case, both passes. Ranks other than 0 get another random state, on purpose."""
+    """Run this rank's pieces of a causal case in both passes. Each rank gets another random state on purpose."""
     torch.manual_seed(SEED + 1000 * rank)
     with sequence(group, layout="chunked", stream=chunk) as ours, ours.active():
         ours.watch(log := TrafficLog())

@@ -1,4 +1,4 @@
-"""sequence_sum, sequence_mean and sequence_gather equal one rank, with gradients, if the ranks' losses are summed."""
+"""sequence_sum, sequence_mean and sequence_gather equal one rank. So do gradients of the sum of the ranks' losses."""
 
 import pytest
 import torch
@@ -7,11 +7,11 @@ from lightning_dilated.sequence import sequence_gather, sequence_mean, sequence_
 
 from .calls import positions, sequence
 
-N = 9  # on 4 ranks one is empty
+N = 9  # with 4 ranks, one rank has no token
 
 
 def numbers(seed, *shape):
-    """Draw the same numbers on every rank."""
+    """Draw numbers that are equal on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -49,7 +49,7 @@ def test_equal_to_one_rank(pool, ranks, layout):
 
 
 def corners(rank, group, layout):
-    """Run corner cases: whole numbers beyond float32, NaN that does not count, no samples, and wrong dimensions."""
+    """Check corner cases: integers too large for float32, NaN with weight 0, no samples, and wrong dimensions."""
     with sequence(group, layout=layout) as ours:
         messages = []
         for call in (
@@ -78,7 +78,7 @@ def test_corners(pool, layout):
 
 
 def changed(rank, group):
-    """Return a leaf after its sum was changed in place, and the sum."""
+    """Return a leaf after its sum was modified in place, and the sum."""
     with sequence(group) as ours:
         x = torch.tensor([0.0, 2.0], requires_grad=True)
         total = sequence_sum(x, ours).clamp_(min=1)

@@ -1,4 +1,4 @@
-"""Deferred checks of calls: equal results, no waiting, and every rank raises before results are used."""
+"""Deferred checks of calls: results are equal, no call waits, and every rank raises before results are used."""
 
 import weakref
 
@@ -17,7 +17,7 @@ from lightning_dilated.sequence.consensus import ControlGroup
 from .calls import sequence
 
 WIDE = DilatedPattern.geometric(4, 32)
-#: crosses no shard of 16, so ranks that disagree do not wait for each other's rows
+#: crosses no shard of 16 tokens, so ranks that disagree do not wait for each other's rows
 NARROW, OTHER = DilatedPattern([(8, 1)]), DilatedPattern([(4, 1)])
 
 
@@ -29,7 +29,7 @@ def call(ours, pattern, tokens=16, seed=0, causal=False):
 
 
 def as_on_gpus(ours):
-    """Defer checks, over their own connection."""
+    """Defer checks and gather them on a separate connection, as on GPUs."""
     ours._consensus.may_defer, ours._consensus.control = True, ControlGroup(ours.group, ours.timeout, "as on gpus")
 
 
@@ -56,7 +56,7 @@ def test_equal_calls(pool):
 
 
 def calls_without_gradients(rank, group):
-    """Return whether results in inference_mode (validate, test and predict on GPUs) equal a plain call."""
+    """Return whether results in inference_mode (as in validate, test and predict) equal a plain call."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         q = torch.randn(1, 16, 2, 8, generator=torch.Generator().manual_seed(rank))
@@ -72,7 +72,7 @@ def test_inference_mode(pool):
 
 
 def new_calls(rank, group):
-    """Return deferred checks after new calls: another pattern, other tokens, or dropout with rank 0's seed."""
+    """Return counts of deferred checks after new calls: another pattern, other tokens, dropout with rank 0's seed."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         counts = []
@@ -94,16 +94,16 @@ def test_new_calls_wait(pool):
 
 
 def unlike_calls(rank, group, mode):
-    """Return the error on each rank."""
+    """Make different calls on the ranks. Return the error of each rank."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         for pattern in (NARROW, OTHER):
             call(ours, pattern)
         try:
             with ours.trusting():
-                if mode == "known":  # all ranks have seen both calls: all defer the checks
+                if mode == "known":  # all ranks have made both calls before, so all defer the checks
                     call(ours, NARROW if rank else OTHER)
-                elif mode == "new":  # rank 1 makes a call for which it has to wait
+                elif mode == "new":  # rank 1 makes a new call, which waits for its check
                     call(ours, NARROW, causal=bool(rank))
                 elif mode == "refused":
                     q = torch.randn(1, 16, 2, 8, requires_grad=True)
@@ -140,7 +140,7 @@ def test_gloo_never_defers(pool):
 
 
 def recorded(rank, group):
-    """Return the error on a rank that records a CUDA graph."""
+    """Return the error of a rank that makes a call while it records a CUDA graph."""
     with sequence(group) as ours, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -155,7 +155,7 @@ def test_no_cuda_graph(pool):
 
 
 def other_lengths(rank, group):
-    """Return deferred checks for sequences of 32 and 31 tokens; rank 0 holds equal parts of both."""
+    """Return counts of deferred checks for sequences of 32 and 31 tokens. Rank 0 has equal parts of both."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         counts = []
@@ -170,14 +170,14 @@ def other_lengths(rank, group):
 
 
 def test_other_lengths(pool):
-    """The first call of a step is checked at once: a rank's tokens do not show how many the others hold."""
+    """The first call of a step waits for its check, because a rank's tokens do not determine the others' numbers."""
     first_two = [(0, 32), (2, 32), (0, 31), (2, 31)]
-    # rank 1's shards differ in length, so it recognizes the first sequence and its backward
+    # the lengths differ on rank 1, so rank 1 knows the first sequence and its backward
     assert pool.run(2, other_lengths) == [[*first_two, (0, 32), (2, 32)], [*first_two, (1, 32), (3, 32)]]
 
 
 def numbers(rank, group):
-    """Return the number of a call after a caught refusal, with unequal numbers of deferred checks on the ranks."""
+    """Return the number of the next call after a caught error, when ranks had deferred different numbers of checks."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         call(ours, NARROW)
@@ -196,7 +196,7 @@ def test_numbers_after_a_difference(pool):
 
 
 def kept_by_calls(rank, group):
-    """Return (deferred checks, inputs of recomputed pieces that are still allocated) after a step's backward."""
+    """Return (deferred checks, inputs of recomputed pieces that are still allocated) after the backward of a step."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         q = torch.randn(1, 16, 2, 8, requires_grad=True)
@@ -223,8 +223,8 @@ def kept_by_calls(rank, group):
 
 
 def test_deferred_checks_keep_no_memory(pool):
-    """Recomputation runs in autograd's hooks; a pending gather must not hold the hooks and their inputs."""
-    calls = 3 * 2 * 4  # forward, again, backward
+    """Recomputation runs in autograd's hooks. A pending gather must not keep references to hooks and their inputs."""
+    calls = 3 * 2 * 4  # forward, recomputed forward, backward
     for count, alive in pool.run(2, kept_by_calls):
         assert count >= calls and alive == 0, (count, alive)
 
@@ -273,14 +273,14 @@ def ranks_peak(rank, group, settings):
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["tiled", "block", "attention-kept"])
 def test_ranks_hold_what_one_does(pool, settings):
-    """Ranks have equal numbers of tokens, and no segment crosses ranks."""
+    """A rank's peak equals one device's peak for the same tokens, because no segment crosses ranks."""
     alone = peak(model_with(settings))
     for rank_peak in pool.run(2, ranks_peak, settings):
         assert abs(rank_peak - alone) < 0.01 * alone, (rank_peak, alone)
 
 
 def gathers_alone(rank, group):
-    """A group of one rank waits for nobody and opens no connection."""
+    """A group of one rank does not wait, and opens no connection."""
     control = ControlGroup(group, None, "alone")
     pending = control.start_gather(torch.tensor([1, 2]))
     return (
@@ -296,7 +296,7 @@ def test_one_rank_asks_itself(pool):
 
 
 def shared_connection(rank, group):
-    """Return the gathers of two users of a channel, whether they share its connection, and whether others do not."""
+    """Return (gathers of two users of a channel, whether they share a connection, whether another channel does not)."""
     first, second, other = (ControlGroup(group, None, channel) for channel in ("shared", "shared", "other"))
     values = [int(x) for control in (first, second) for x in control.gather(torch.tensor([rank]))]
     return values, first.backend is second.backend, first.backend is not other.backend

@@ -12,11 +12,11 @@ from .calls import alone, attend, by_definition, compare, compare_rounded
 from .pool import Pool
 from .strategies import ANY, DTYPES, EXCHANGES, LAYOUTS, ROUNDED, Sharded, larger_groups, sharded
 
-#: random calls by number of ranks, for each exchange that can serve it
+#: number of random calls per exchange, by the number of ranks
 EXAMPLES = {1: 6, 2: 30, 3: 40, 4: 40}
 SERVING = {1: EXCHANGES, 2: (*ANY, "butterfly"), 3: ANY, 4: EXCHANGES}
 RUNS = [(ranks, exchange) for ranks in EXAMPLES for exchange in SERVING[ranks]]
-#: features that every sample of the butterflies must contain, in calls that move rows; see `Sharded.features`
+#: features that each sample for a butterfly must contain, in calls that transfer rows; see `Sharded.features`
 BUTTERFLIES = {
     "contiguous", "causal", "not causal", "wide", "wide and dilated", "gqa, query offsets", "gqa, kv offsets", "odd heads",
     "batch", "subsets", "strides", "math",
@@ -28,11 +28,11 @@ FEATURES = BUTTERFLIES | {
 
 
 class Enough(BaseException):
-    """No feature is missing any more. Not an Exception: hypothesis would look for a smaller case that raises it."""
+    """All features have occurred. A BaseException, because hypothesis would look for a smaller case that raises."""
 
 
 def check(pool: Pool, case: Sharded, dtype: torch.dtype, counts: Counter) -> None:
-    """Run a case on its ranks; an exchange that does not serve it must refuse on all of them."""
+    """Run a case on its ranks. An exchange that does not support it must refuse on all of them."""
     answers = pool.answers(case.ranks, attend, case, dtype)
     if case.may_refuse and answers[0].message.startswith(f"exchange={case.exchange!r} cannot serve this call: "):
         refusals = {(a.error, a.message) for a in answers}
@@ -50,7 +50,7 @@ def check(pool: Pool, case: Sharded, dtype: torch.dtype, counts: Counter) -> Non
     forward, backward = (sum(r.sent[i] for r in results) > 0 for i in range(2))
     assert forward == backward, case
     counts["cases"] += 1
-    counts["moved"] += forward and case.head_size == 1  # head groups move rows of their own
+    counts["moved"] += forward and case.head_size == 1  # head groups also transfer rows when the exchange does not
     for feature in features(case, dtype):
         counts[feature] += forward or feature == "no tokens"
 
@@ -62,13 +62,13 @@ def features(case: Sharded, dtype: torch.dtype) -> set[str]:
 
 
 def required(ranks: int, exchange: str) -> set[str]:
-    """Return the features that a sample must contain."""
+    """Return the features that a sample of cases must contain."""
     needed = FEATURES
     if "butterfly" not in exchange:
         needed = needed | {"window", "dilated window", "window beyond a shard"}
         needed = needed | {"global tokens", "global tokens on several ranks"}
     if ranks > 2:
-        needed = needed | {"empty rank"}  # two ranks have an empty one only with one token
+        needed = needed | {"empty rank"}  # with two ranks, only a sequence of one token leaves a rank empty
     needed = BUTTERFLIES if "butterfly" in exchange else needed | {"no tokens", "definition"}
     if not exchange.startswith("hierarchical"):
         needed = needed | {"head groups", "kv head on several", "uneven windows"}
@@ -84,7 +84,7 @@ def test_random(pool, ranks, exchange, times):
     needed = required(ranks, exchange) if ranks > 1 else set()
 
     def sample(number: int, only: set[str] | None = None) -> None:
-        """Check random cases; with `only`, cases with one of these features that has not occurred yet."""
+        """Check random cases. With `only`, check just the cases that have a feature in `only` for the first time."""
 
         @seed(number)
         @settings(max_examples=examples(times * EXAMPLES[ranks]), suppress_health_check=list(HealthCheck))
@@ -99,10 +99,10 @@ def test_random(pool, ranks, exchange, times):
         with contextlib.suppress(Enough):
             random()
 
-    first = times * 700 + RUNS.index((ranks, exchange))  # other examples for every run
+    first = times * 700 + RUNS.index((ranks, exchange))  # each run draws its own examples
     sample(first)
     missing = {feature for feature in needed if not counts[feature]}
-    if missing:  # the draws of a seed differ between versions of hypothesis
+    if missing:  # a version of hypothesis may draw other cases from the same seed
         sample(first + 50, missing)
     if ranks == 1:
         assert counts["cases"] and not counts["moved"] and not counts["refused"]
@@ -116,14 +116,14 @@ def test_random(pool, ranks, exchange, times):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("exchange", ANY)
 def test_more_ranks_than_heads(pool, ranks, exchange, count):
-    """Some ranks of a head group hold no head, and some no token."""
+    """In a head group, some ranks have no head, and some have no token."""
     counts = Counter()
-    # two ranks have an empty one only with one token
+    # with two ranks, only a sequence of one token leaves a rank empty
     needed = {"rank without a head", "rank without a head in 16 bits"}
     needed |= {"empty rank of head groups"} if ranks > 2 else set()
 
     def sample(number: int, only: set[str] | None = None) -> None:
-        """Check random cases; with `only`, cases with one of these features."""
+        """Check random cases. With `only`, check just the cases that have one of these features."""
 
         @seed(number)
         @settings(max_examples=examples(count), suppress_health_check=list(HealthCheck))
@@ -137,6 +137,6 @@ def test_more_ranks_than_heads(pool, ranks, exchange, count):
 
     sample(ranks + 10 * ANY.index(exchange))
     missing = {feature for feature in needed if not counts[feature]}
-    if missing:  # the draws of a seed differ between versions of hypothesis
+    if missing:  # a version of hypothesis may draw other cases from the same seed
         sample(ranks + 10 * ANY.index(exchange) + 1000, missing)
     assert counts["cases"] >= count * 3 // 4 and all(counts[feature] for feature in needed), counts

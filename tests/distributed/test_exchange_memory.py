@@ -1,4 +1,4 @@
-"""An exchange holds as much memory as planned, and a limit is the same on all ranks."""
+"""An exchange uses as much memory as planned, and all ranks must have the same limit."""
 
 import weakref
 
@@ -19,7 +19,7 @@ DENSE, GEOMETRIC = DilatedPattern.dense(), DilatedPattern.longnet([8, 24, 64], [
 
 
 class Holdings:
-    """Bytes of live tensors, each counted from `add` until it is freed."""
+    """Counts bytes of live tensors: each tensor from `add` until it is freed."""
 
     def __init__(self):
         self.now = self.peak = 0
@@ -36,7 +36,7 @@ class Holdings:
 
 
 def counted(rank, group, exchange, pattern, layout, causal):
-    """Return the peak bytes of received rows and of gradient sums in the backward of a call."""
+    """Return the peak bytes of received rows, and of gradient sums, in the backward of a call."""
     holdings = Holdings()
 
     def adding(function, when=lambda *_: True):
@@ -87,7 +87,7 @@ def test_holds_what_was_planned(pool, exchange, layout, causal):
 
 
 def bounded(rank, group, gib, exchange):
-    """Return the exchange that a limited call took, or the error."""
+    """Return the exchange that a call with a memory limit used, or its error."""
     with sequence(group, exchange=exchange, exchange_memory_gib=gib) as ours:
         x = torch.ones(1, ours.shard(N).length(rank), HEADS, DIM)
         try:
@@ -109,7 +109,7 @@ def test_every_rank_keeps_to_it(pool):
 
 
 def different(rank, group):
-    """Return the error of a call with different limits on the ranks."""
+    """Return the error of a call in which the ranks have different limits."""
     with sequence(group, exchange_memory_gib=1.0 + rank) as ours:
         x = torch.ones(1, ours.shard(N).length(rank), HEADS, DIM)
         with pytest.raises(ValueError, match="exchange_memory"):

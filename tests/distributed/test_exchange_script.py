@@ -1,6 +1,6 @@
-"""benchmarks/exchange.py: every exchange and the choice of "auto", bytes as planned, and calls that move nothing.
+"""benchmarks/exchange.py: every exchange and the choice of "auto", planned bytes, and calls that transfer nothing.
 
-benchmarks/choice.py: the same exchanges, alternating, and the bytes and waits in its rows.
+benchmarks/choice.py: the same exchanges in alternation, with the bytes and waits in its rows.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ SIZES = (
 
 
 def table(rank, group, options):
-    """Return the rows' cells, and the text of the lines."""
+    """Return the cells of the rows, and the text of the lines."""
     script = runpy.run_path(str(SCRIPT))
     with mock.patch.object(sys, "argv", ["exchange.py", *SIZES.split(), *options]):
         lines = list(script["lines"](rank, script["options"](), torch.device("cpu")))
@@ -40,7 +40,7 @@ def table(rank, group, options):
 def test_every_exchange(pool):
     results = pool.run(4, table, ["--still"])
     alone, auto, *exchanges = results[0][0]
-    assert all(x[0] == results[0][0] for x in results)  # equal on all ranks
+    assert all(x[0] == results[0][0] for x in results)  # all ranks return the same rows
     assert alone["name"] == "alone" and auto["name"].removeprefix("auto (").removesuffix(")") in EXCHANGES
     assert [x["name"] for x in exchanges] == list(EXCHANGES)
     for x in (auto, *exchanges):
@@ -50,7 +50,7 @@ def test_every_exchange(pool):
 
 
 def test_head_groups(pool):
-    """Trading tokens for heads is counted, but is not part of the plan's bytes."""
+    """The rows that head groups trade are counted, but they are not part of the plan's bytes."""
     _, line = pool.run(4, table, ["--head-sizes", "2", "--exchanges", "gather"])[0][0]
     assert (
         line["size"] == 2
@@ -61,8 +61,8 @@ def test_head_groups(pool):
 
 
 def in_turn(rank, group, options, replacement=None):
-    """Return the cells of each line. `replacement`: a function that replaces the summary of counts."""
-    path = mock.patch.object(sys, "path", [str(FOLDER), *sys.path])  # it imports the other script
+    """Run choice.py. Return the cells of each line. `replacement`: replaces the summary of counts."""
+    path = mock.patch.object(sys, "path", [str(FOLDER), *sys.path])  # choice.py imports exchange.py
     with path, mock.patch.object(sys, "argv", ["choice.py", *options.split()]):
         script = runpy.run_path(str(FOLDER / "choice.py"))
         with mock.patch("exchange.summary", partial(replacement, rank)) if replacement else contextlib.nullcontext():
@@ -75,7 +75,7 @@ TURNS = "--device cpu --local 128 --first 128 --heads 4 --head-dim 64 --dtype fl
 
 
 def test_in_turn(pool):
-    """All ranks report the same, the best named exchange is 1.000 of itself, and bytes are as planned."""
+    """All ranks report the same rows, the best exchange has the ratio 1.000, and bytes are as planned."""
     first, *other_ranks = pool.run(4, in_turn, TURNS + "--rounds 2 --causal 0 1")
     assert other_ranks == [first] * 3
     problem = partial(make_problem, DilatedPattern.geometric(128, 512), 512, 4, ranks=4)
@@ -94,7 +94,7 @@ def test_in_turn(pool):
 
 
 def unlike(rank, clock, links):
-    """Report that each rank waits a second longer than the one before, and that rank 1 sends a byte too many."""
+    """Report that rank i waits i + 1 seconds, and that rank 1 sends a byte too many."""
     *rows, total = summary(clock, links)
     return [*(replace(x, sent=x.sent + (rank == 1)) for x in rows), replace(total, exposed=rank + 1.0)]
 

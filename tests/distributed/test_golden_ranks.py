@@ -1,4 +1,4 @@
-"""The recorded cases on 2 and 4 ranks; the release's distributed code is wrong by 14 to 150 % on the causal ones."""
+"""The recorded cases on 2 and 4 ranks. The release's distributed code is wrong by 14 to 150 % on the causal cases."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""sequence_halo, SequenceConv1d and kv_conv on several ranks equal one rank, with gradients, in every layout."""
+"""sequence_halo, SequenceConv1d and kv_conv on several ranks equal one rank, gradients included, in every layout."""
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ PATTERN = DilatedPattern.longnet([4, 16], [1, 2])
 
 
 def numbers(seed, *shape):
-    """Draw the same numbers on every rank."""
+    """Draw numbers that are equal on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def surrounded(rank, group, seq_len, left, right, layout):
-    """Return [(first position, rows) of each chunk], this rank's positions, its gradient, and the bytes that moved."""
+    """Return ([(first position, rows) of each chunk], positions of this rank, its gradient, transferred bytes)."""
     with sequence(group, layout=layout) as ours:
         x = numbers(0, 2, seq_len, 3)[:, positions(ours, seq_len)].requires_grad_()
         chunks = sequence_halo(x, left, right, sequence=ours)
@@ -52,7 +52,7 @@ def test_rows_and_gradients(pool, seq_len, left, right, ranks, layout):
 
 
 def other_axes(rank, group):
-    """Return halos along the last dimension, and of whole numbers."""
+    """Return halos along the last dimension, and halos of integers."""
     with sequence(group) as ours:
         x = numbers(3, 2, 5, 10)[..., positions(ours, 10)]
         last = sequence_halo(x, 2, 1, dim=-1, sequence=ours)
@@ -111,7 +111,7 @@ def convolved(rank, group, name, seq_len, layout):
 
 
 def answer(name, seq_len, at):
-    """Return result and gradients of x and the parameters, for the loss at some positions."""
+    """Return the result, and the gradients of x and the parameters, for a loss at the given positions."""
     torch.manual_seed(2)
     size, options = CONVOLUTIONS[name]
     module = SequenceConv1d(6, 9, size, dtype=torch.float64, **options)
@@ -162,7 +162,7 @@ def layered(rank, group, shape, causal, settings):
 
 
 def attended(shape, causal, at):
-    """Return result and gradients of a layer with kv_conv, for the loss at some positions."""
+    """Return the result and gradients of a layer with kv_conv, for a loss at the given positions."""
     torch.manual_seed(7)
     module = MultiheadDilatedAttention(
         12, 3, PATTERN, causal=causal, position_encoding="rotary", kv_conv=4, dtype=torch.float64

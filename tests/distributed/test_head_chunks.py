@@ -1,4 +1,4 @@
-"""Windows of heads on several ranks equal one rank without windows, for every exchange, and each row is sent once."""
+"""Chunks of heads on several ranks equal one rank without chunks, for every exchange, and no row is sent twice."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def block_of(pattern: DilatedPattern, chunks: int) -> tuple[TransformerBlock, Te
 
 
 def results(block: TransformerBlock, x: Tensor) -> list[Tensor]:
-    """Return out, dx and the parameters' gradients."""
+    """Return the output, dx, and the gradients of the parameters."""
     torch.manual_seed(1)
     x = x.detach().requires_grad_()
     out = block(x)
@@ -43,7 +43,7 @@ def results(block: TransformerBlock, x: Tensor) -> list[Tensor]:
 
 
 def on_ranks(rank, group, pattern, chunks, settings):
-    """Return (results, positions, (bytes sent forward, backward)) of a rank."""
+    """Return (results, positions, (bytes sent in the forward, in the backward)) of a rank."""
     block, x = block_of(pattern, chunks)
     with sequence(group, **settings) as ours, ours.active():
         at = positions(ours, N)
@@ -65,11 +65,11 @@ def test_equal_to_one_rank_at_once(pool, way):
             got = torch.cat(parts, 1)[:, at] if i < 2 else sum(parts)
             torch.testing.assert_close(got, x, rtol=0, atol=1e-10)
     assert sent[0].sum(0).min() > 0
-    assert torch.equal(sent[0].sum(0), sent[1].sum(0)) or "head" in way  # uneven windows of head groups move other rows
+    assert torch.equal(sent[0].sum(0), sent[1].sum(0)) or "head" in way  # head groups split uneven chunks otherwise
 
 
 def on_empty_shards(rank, group, settings):
-    """Return (parameters' gradients, number of tokens) of a rank, for a sequence of 2 tokens."""
+    """Return (gradients of the parameters, number of tokens) of a rank, for a sequence of 2 tokens."""
     block, x = block_of(PATTERN, 2)
     with sequence(group, **settings) as ours, ours.active():
         return results(block, x[:, positions(ours, 2)])[2:], len(positions(ours, 2))

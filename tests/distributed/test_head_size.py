@@ -1,4 +1,4 @@
-"""head_size="auto" on ranks: a size for every call, the numbers of one rank, and the planned bytes."""
+"""head_size="auto" on several ranks: the size is chosen for each call, with one rank's numbers and planned bytes."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from lightning_dilated.sequence.planner import make_problem
 from .calls import sequence
 
 DENSE = DilatedPattern.dense()
-#: rounds and messages cost nothing, and slow links make bytes decide
+#: links on which rounds and messages are free, so that the bytes determine the choice
 BYTES = Links(near=1e6, far=1e6, round=1e-12, message=1e-12)
 DIM = 8
 
@@ -25,7 +25,7 @@ def tensors(seq_len, heads, kv_heads):
 
 
 def results(rank, group, settings, pattern, seq_len, heads):
-    """Return (head size, bytes received forward and backward, out and gradients at the positions) of a causal call."""
+    """Return (head size, bytes received in the forward and in the backward, out and gradients) of a causal call."""
     with sequence(group, links=BYTES, **settings) as ours:
         at = [p for x in ours.shard(seq_len).ranges(rank) for p in x]
         q, k, v = (x[:, at].requires_grad_() for x in tensors(seq_len, *heads))
@@ -73,7 +73,7 @@ def test_equals_one_rank_and_the_plan(pool, ranks, settings, pattern, heads, wan
 
 
 def two_lengths(rank, group):
-    """Return the sizes of a short and of a long call of one group."""
+    """Return the head sizes of a short and of a long call in one group."""
     links = Links(near=1e7, round=1e-3)
     with sequence(group, head_size="auto", exchange="gather", layout="zigzag", links=links) as ours:
         sizes = []
@@ -85,7 +85,7 @@ def two_lengths(rank, group):
 
 
 def test_each_call_has_its_own(pool):
-    """Rounds limit short calls, and a trade has most rounds; bytes limit long ones."""
+    """Rounds dominate the time of short calls, and head groups have the most rounds. Bytes dominate long calls."""
     assert pool.run(4, two_lengths) == [[1, 4]] * 4
 
 

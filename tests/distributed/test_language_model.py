@@ -1,4 +1,4 @@
-"""LongNetLM within an active sequence: joined loss and gradients of all ranks equal one rank, packed or not."""
+"""LongNetLM in an active sequence: loss and gradients, summed over ranks, equal one rank, packed or not."""
 
 from itertools import pairwise
 
@@ -38,17 +38,17 @@ MODELS = {
 
 
 def model(options):
-    """Build a model with the same weights on every rank."""
+    """Build a model that has the same weights on every rank."""
     torch.manual_seed(6)
     net = tiny(**{"pattern": DilatedPattern.longnet([4, 16], [1, 2]), **options})
     for name, parameter in net.named_parameters():
-        if "conv" in name or name.endswith("recurrence.scale"):  # they begin as the identity, and closed
+        if "conv" in name or name.endswith("recurrence.scale"):  # they are initialized so that they change nothing
             torch.nn.init.normal_(parameter, std=0.3)
     return net
 
 
 def data(packed):
-    """Return one row of tokens; the last label of a document has no next token."""
+    """Return one row of tokens. The last token of a document has no label."""
     rng = torch.Generator().manual_seed(8)
     tokens, labels = (torch.randint(11, (1, N), generator=rng) for _ in range(2))
     labels[:, LABELS_END] = -100
@@ -60,7 +60,7 @@ def data(packed):
 
 
 def terms(net, batch):
-    """Return [loss sum, number of labels, and the gradient of every parameter]."""
+    """Return [sum of the loss, number of labels, gradient of each parameter]."""
     total, count = net.loss_terms(batch)
     return [total.detach(), count, *torch.autograd.grad(total, list(net.parameters()))]
 
@@ -78,7 +78,7 @@ def part(rank, group, options, packed, layout):
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_equal_one(pool, name, packed, ranks, layout):
     want = terms(model(MODELS[name]), data(packed))
-    if packed:  # nor does packing change anything
+    if packed:  # one row equals the separate documents
         whole = data(packed)
         apart = [
             terms(model(MODELS[name]), {k: whole[k][:, a:b] for k in ("tokens", "labels")}) for a, b in pairwise(BOUNDS)
@@ -94,7 +94,7 @@ def close(got, want):
 
 
 def exchanged(rank, group, kind):
-    """Return the bytes that one layer with a recurrence received, (forward, backward)."""
+    """Return the bytes that a layer with a recurrence received, (forward, backward)."""
     layer = MultiheadDilatedAttention(
         16, 4, DilatedPattern.dense(4), num_kv_heads=2, causal=True, recurrence=kind, dtype=torch.float32
     )
@@ -106,16 +106,16 @@ def exchanged(rank, group, kind):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", ["gated_delta", "linear", "delta"])
 def test_maps_of_a_recurrence_are_as_many_bytes_as_said(pool, kind, ranks):
-    """Nothing else moves: segments are as long as a rank's tokens, and there is no convolution."""
+    """Only the recurrence sends rows: segments are as long as a rank's tokens, and there is no convolution."""
     recurrence = Recurrence(kind, None if kind == "gated_delta" else 4, conv=0)
     want = recurrence.exchanged_bytes(ranks, 2, 4)
     results = pool.run(ranks, exchanged, recurrence)
-    assert max(forward for forward, _ in results) == 2 * want  # in the forward, and again in the backward
+    assert max(forward for forward, _ in results) == 2 * want  # in the forward, and again in the backward's second one
     assert max(backward for _, backward in results) == want
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
-CUT = 64  # 4 ranks of 16 tokens: only shifted segments cross
+CUT = 64  # 4 ranks of 16 tokens: no unshifted segment crosses ranks
 
 
 TURNS = {
@@ -125,7 +125,7 @@ TURNS = {
 
 
 def received(rank, group, name):
-    """Return the received bytes, (forward, backward), of a step."""
+    """Return the bytes received in a step, (forward, backward)."""
     with sequence(group) as ours, ours.active():
         net, tokens = model(TURNS[name]), torch.zeros(1, 16, dtype=torch.int64)
         terms(net, {"tokens": tokens, "labels": tokens})
@@ -134,7 +134,7 @@ def received(rank, group, name):
 
 @pytest.mark.parametrize("name", TURNS)
 def test_plan_of_layers_that_differ(pool, name):
-    """`plan` predicts the bytes that are moved; it counts fp32, and these ranks use fp64."""
+    """`plan` predicts the transferred bytes. It counts fp32, and these ranks use fp64, so the factor is 2."""
     net = model(TURNS[name])
     facts = Facts.of(net, counted_model_of(net, "32-true"))
     step = estimate(facts, MemorySettings(), CUT, Setup("ring_dilated", 4, 4), GPUS["H200"]).step

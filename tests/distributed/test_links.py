@@ -1,4 +1,4 @@
-"""Links of a group: "auto" uses them on every rank, and ranks with different links refuse together."""
+"""Links of a group: "auto" uses them on every rank, and all ranks refuse links that differ between ranks."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ PATTERN = DilatedPattern.geometric(4, 32)
 
 
 def chosen(rank, group, links, settings=None):
-    """Return (exchange or error, bytes sent, links of the plan) of a call; `links[rank]` are this rank's."""
+    """Return (exchange or error, sent bytes, links of the plan) of a call. `links[rank]` are the links of this rank."""
     with sequence(group, links=links[rank], **(settings or {})) as ours:
         x = torch.ones(1, 8, 4, 2)
         try:
@@ -31,7 +31,7 @@ def chosen(rank, group, links, settings=None):
 def test_auto_reckons_with_the_group_s_links(pool, links, want):
     for exchange, sent, used in pool.run(4, chosen, [links] * 4):
         assert exchange == want and sent > 0
-        assert used == (links or Links())  # the suite's machine has the defaults
+        assert used == (links or Links())  # the tests' environment has the default links
 
 
 def test_a_rank_with_other_links(pool):
@@ -50,7 +50,7 @@ def test_links_that_do_not_matter(pool):
 
 
 def of_a_file(rank, group, path, links):
-    """Return (the group's links, or the error) with the variable set."""
+    """Return the links of the group, or the error, while the environment variable names the file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, path)
         try:
@@ -81,4 +81,4 @@ def formatted(rank, group):
 
 
 def test_agreeing_formats_no_numbers(pool):
-    assert pool.run(2, formatted) == [0, 0]  # it runs in every call
+    assert pool.run(2, formatted) == [0, 0]  # `agree` runs in every call, so it must not format them

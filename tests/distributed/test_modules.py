@@ -1,4 +1,4 @@
-"""Layers, torch.compile, CUDA graphs and FLOP counts within an active sequence equal one rank."""
+"""Layers, torch.compile, CUDA graphs and FLOP counts in an active sequence equal one rank."""
 
 from contextlib import nullcontext
 
@@ -38,7 +38,7 @@ def tokens() -> torch.Tensor:
 
 
 def run_layer(module, x, **options):
-    """Return [out, dx, and the gradients of all parameters] for the sum of squares."""
+    """Return [out, dx, gradients of all parameters] for the sum of squares of the output."""
     x = x.clone().requires_grad_()
     out, _ = module(x, **options)
     return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, *module.parameters()))]
@@ -98,7 +98,7 @@ def test_what_a_layer_refuses(pool):
 
 
 def far_xpos(rank, group, explicit):
-    """xPos in fp16 overflows only at the last positions: the other ranks have to raise, too."""
+    """Return the error of xPos in fp16, which overflows at the last positions only, but must raise on all ranks."""
     with sequence(group) as ours, ours.active():
         built = layer("xpos").half()
         built.rotary.xpos_scale_base = 1.0
@@ -112,7 +112,7 @@ def far_xpos(rank, group, explicit):
 def test_xpos_out_of_range(pool):
     errors = pool.run(3, far_xpos, False)
     assert all(error and "overflows" in error for error in errors), errors
-    assert len(set(errors)) == 1  # all ranks know the sequence's length
+    assert len(set(errors)) == 1  # every rank computes it from the length of the sequence
     errors = pool.run(3, far_xpos, True)
     assert all(error and "overflows" in error for error in errors), errors
     assert "rank 2 of the sequence refused the call" in errors[0]
@@ -127,7 +127,7 @@ CALLS = {
 
 
 def flops_of(case, at, group=None):
-    """Return (forward, backward) FLOPs of the call at some positions."""
+    """Return the (forward, backward) FLOPs of the call at the given positions."""
     q, k, v, grad = slices(case, at, torch.float32)
     counts = []
     with FlopCounterMode(display=False) as counter:
@@ -156,7 +156,7 @@ def test_flops(pool, name, layout, head_size):
 
 
 def compiled_and_plain(rank, group, exchange, backend, explicit):
-    """Return whether a compiled call equals the plain one bit by bit, in both passes; twice, to detect constants."""
+    """Compare a compiled call with a plain call bit by bit, in both passes. Call it twice to detect constants."""
     with sequence(group, exchange=exchange) as ours, ours.active():
         options = {"sequence": ours} if explicit else {}
         pattern = DilatedPattern.geometric(4, 32)
@@ -184,7 +184,7 @@ def test_compile(pool, exchange, given):
 
 
 def compiled_convolution(rank, group, layout):
-    """Return whether a compiled layer with kv_conv equals the plain one, forward and backward."""
+    """Return whether a compiled layer with kv_conv equals the plain layer, forward and backward."""
     with sequence(group, layout=layout) as ours, ours.active():
         torch.manual_seed(0)
         layer = MultiheadDilatedAttention(8, 2, DilatedPattern.geometric(4, 32), causal=True, kv_conv=3).double()
@@ -204,7 +204,7 @@ def test_compile_with_kv_conv(pool, layout):
 
 
 def compiled_once(rank, group):
-    """Return outputs of one compiled function inside a sequence, outside and in another, and of the plain function."""
+    """Return outputs of one compiled function in a sequence, outside, and in another sequence, and of the plain one."""
     pattern = DilatedPattern.geometric(4, 32)
     block = lambda x: dilated_attention(x.sin(), x, x, pattern)  # noqa: E731
     run = torch.compile(block, fullgraph=True, backend="aot_eager")
@@ -226,7 +226,7 @@ def test_a_compiled_function_follows_the_active_sequence(pool):
 
 
 def with_graphs_and_without(rank, group):
-    """Return [out, dx, parameters' gradients] of a model's stack without and with CUDA graphs, and the warnings."""
+    """Return [out, dx, gradients of parameters] of a model without and with CUDA graphs, and the warnings."""
     results, said = [], []
     with sequence(group) as ours, ours.active():
         for graphs in (False, True):
@@ -245,7 +245,7 @@ def with_graphs_and_without(rank, group):
 
 
 def test_cuda_graphs(pool):
-    """Ranks that share a sequence warn once that graphs are not used, and compute without them."""
+    """Ranks that share a sequence warn once that CUDA graphs are not used, and compute without graphs."""
     for (want, got), said in pool.run(2, with_graphs_and_without):
         assert all(map(torch.equal, got, want)) and len(got) == len(want)
         assert len(said) == 1 and "are not used for a stack, since ranks share its sequence" in said[0]

@@ -1,4 +1,4 @@
-"""Every exchange over NCCL in bf16: at most twice the error of one GPU, against float64."""
+"""Every exchange over NCCL in bf16: relative to float64, the error is at most twice the error of one GPU."""
 
 import functools
 import os
@@ -30,7 +30,7 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 def run(tensors, pattern, causal, **options):
-    """Return (out, dq, dk, dv)."""
+    """Run a call. Return (out, dq, dk, dv)."""
     q, k, v, grad = tensors
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = dilated_attention(q, k, v, pattern, causal=causal, **options)
@@ -38,7 +38,7 @@ def run(tensors, pattern, causal, **options):
 
 
 def compare(rank, pattern, kv_heads, causal, length, settings, heads=H, dtype=torch.bfloat16):
-    """Return [(what, error over many ranks, error of one GPU)] for each setting of the group."""
+    """Return [(name, error on several ranks, error of one GPU)] for each setting of the group."""
     g = torch.Generator().manual_seed(1)
     full = [torch.randn(1, length, h, D, generator=g).to(DEVICE, dtype) for h in (heads, kv_heads, kv_heads, heads)]
     exact = run([x.double() for x in full], pattern, causal, engine="math")
@@ -63,7 +63,7 @@ def compare(rank, pattern, kv_heads, causal, length, settings, heads=H, dtype=to
 
 
 def settings_of(ranks, nested):
-    """Yield every exchange, with two layouts if it supports them, and with head groups."""
+    """Yield every exchange, with each of the two layouts that it supports, and with head groups."""
     for name in EXCHANGES:
         if "butterfly" in name and not nested:
             continue
@@ -88,10 +88,10 @@ def every_comparison(rank, ranks):
 
 
 def recomputed(rank, ranks):
-    """Return [plain gradient equals the recomputed one], error of a backward outside of the sequence, bytes of all
+    """Return [whether recomputed gradients equal plain ones], error of a backward outside of the sequence, bytes of all
     modes.
 
-    On GPUs a backward runs in its own thread.
+    On GPUs, the backward runs in another thread.
     """
     torch.manual_seed(rank)
     x = torch.randn(1, 1024, 3, 4, 16, device="cuda", requires_grad=True)
@@ -115,7 +115,7 @@ def recomputed(rank, ranks):
 
 
 def text_model(pattern):
-    """Build a model with the same weights on every rank, large enough for attention to matter."""
+    """Build a model with the same weights on every rank. It is large enough for attention to affect the loss."""
     torch.manual_seed(0)
     model = LongNetLM(pattern, 32, 64, 3, 4, max_seq_len=16384, kv_conv=4)
     model.configure_model()
@@ -126,7 +126,7 @@ def text_model(pattern):
 
 
 def one_step(model, batch, settings, dtype):
-    """Return (sum of losses, gradients)."""
+    """Return (sum of the losses, gradients)."""
     model.transformer.memory = settings
     model.zero_grad()
     with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -136,7 +136,7 @@ def one_step(model, batch, settings, dtype):
 
 
 def streamed(rank, ranks):
-    """Return [(what, error of ranks that share chunks, allowed)], against one GPU that streams in fp32."""
+    """Return [(name, error on ranks that share chunks, allowed error)] relative to one GPU that streams in fp32."""
     torch.backends.cuda.matmul.allow_tf32, errors = False, []
     geometric = DilatedPattern.geometric(64, 16384)
     for name, pattern in {"geometric": geometric, "shifted": [geometric, geometric.shifted()]}.items():
@@ -170,7 +170,7 @@ def streamed(rank, ranks):
 
 
 def work(rank, ranks, port, queue, function, group):
-    """Run one rank; rank 0 sends its answer."""
+    """Run one rank. Rank 0 sends its result."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.cuda.set_device(rank)
     if group:
@@ -183,7 +183,7 @@ def work(rank, ranks, port, queue, function, group):
 
 
 def on_gpus(ranks, function, group=True):
-    """Return rank 0's answer. `group`: whether to make a process group, or only set its address. Skips without GPUs."""
+    """Return the result of rank 0. `group`: create a process group, or only set its address. Skip without GPUs."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
     with socket.socket() as s:
@@ -195,7 +195,7 @@ def on_gpus(ranks, function, group=True):
 
 
 def few_heads(rank, ranks):
-    """Return (number of comparisons, those with an error above twice one GPU's) for ranks without a head or a token."""
+    """Return (number of comparisons, those above twice one GPU's error), on ranks without a head or without a token."""
     settings = [{"exchange": x, "head_size": size} for x in ("gather", "ring", "switch") for size in {2, ranks}]
     pattern, comparisons = DilatedPattern([Branch(64, 3), (8, 1)]), []
     for heads in range(1, ranks + 2):
@@ -203,7 +203,7 @@ def few_heads(rank, ranks):
             for length in (1, 12, 300):
                 for dtype in (torch.bfloat16, torch.float16):
                     comparisons += compare(rank, pattern, kv_heads, True, length, settings, heads, dtype)
-    # numbers are few: if one GPU happens to be exact, the last bit of 16 is allowed
+    # one GPU may be exact by chance, since tensors are small, so an error of the last bit in 16 is allowed, too
     return len(comparisons), [(what, many, one) for what, many, one in comparisons if many > 2 * one + 2**-6]
 
 
@@ -215,7 +215,7 @@ def test_ranks_without_heads_in_16_bits(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_share_the_chunks_of_a_stream(ranks):
-    """Rows of earlier chunks and of the same one, halos of kv_conv, deferred checks: at most twice one GPU's error."""
+    """Rows of this and of earlier chunks, halos of kv_conv, deferred checks: at most twice the error of one GPU."""
     for what, error, allowed in on_gpus(ranks, streamed):
         assert error <= allowed, f"{what}: {error:.2e}, allowed {allowed:.2e}"
 

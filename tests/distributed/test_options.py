@@ -14,13 +14,13 @@ from ..attention.strategies import Case
 from .calls import alone, attend, compare, compare_rounded, positions, sequence
 from .strategies import ANY, EXCHANGES, LAYOUTS, Sharded
 
-#: (ranks, layout, exchange, head size, ranks a node): every exchange on every layout that it supports
+#: (ranks, layout, exchange, head size, ranks per node), for every exchange and each layout that it supports
 WAYS = [(r, layout, x, 1, None) for r in (2, 3, 4) for x in ANY for layout in LAYOUTS]
 WAYS += [(r, layout, x, 2, None) for r in (2, 4) for x in ANY for layout in LAYOUTS]
 WAYS += [(4, layout, "hierarchical_gather", 1, 2) for layout in LAYOUTS]
 WAYS += [(2, "contiguous", "butterfly", 1, None), (4, "contiguous", "butterfly", 1, None)]
 WAYS += [(4, "contiguous", "butterfly", 2, None), (4, "contiguous", "hierarchical_butterfly", 1, 2)]
-#: CI runs every pair of exchange and layout on a rotating number of ranks; slow tests run the full product
+#: for each exchange and layout, CI uses one number of ranks, in rotation; slow tests use all of them
 SERVED = {
     (x, layout, size): ranks[(i + j) % len(ranks)]
     for size, ranks in ((1, (2, 3, 4)), (2, (2, 4)))
@@ -44,27 +44,27 @@ CALLS = {
 
 
 def calls_for(way: tuple) -> list[Sharded]:
-    """Return the calls that an exchange serves."""
+    """Return the calls that an exchange supports."""
     served = {k: v for k, v in CALLS.items() if k.startswith("nested") or "butterfly" not in way[2]}
     return [Sharded(call, *way) for call in served.values()]
 
 
 @every_way
 def test_dropout(pool, way):
-    """The mask is rank 0's, keyed by global samples, heads and positions; `attend` seeds other ranks differently."""
+    """Rank 0's seed determines the mask by global sample, head and position. `attend` seeds other ranks otherwise."""
     cases = calls_for(way)
-    first = WAYS.index(way)  # every exchange has every call in some layout
+    first = WAYS.index(way)  # so that each exchange runs each call in some layout
     count = min(3 if way[2] == "hierarchical_gather" else 2, len(cases))
     for case in [cases[(first + i) % len(cases)] for i in range(count)]:
         results = pool.run(case.ranks, attend, case, torch.float64, 0.4)
         want = alone(case, dropout=0.4)
         compare(case, results, want, 1e-10)
-        assert error(alone(case)["out"], want["out"].detach()) > 0.1  # something was dropped
+        assert error(alone(case)["out"], want["out"].detach()) > 0.1  # dropout did change the result
         assert sum(r.sent[0] for r in results) > 0
 
 
 def masks(rank: int, group: dist.ProcessGroup, seeds: list[int]) -> list[Tensor]:
-    """Return outputs of a call on ranks seeded with seeds[rank], twice in a row."""
+    """Return the outputs of two calls on ranks that are seeded with seeds[rank]."""
     torch.manual_seed(seeds[rank])
     with sequence(group) as ours:
         x = torch.ones(1, 8, 1, 2).cumsum(1)[:, positions(ours, 8)]
@@ -76,15 +76,15 @@ def test_dropout_follows_rank_0(pool):
         [torch.cat(x, 1) for x in zip(*pool.run(2, masks, seeds), strict=True)] for seeds in ([3, 4], [3, 5], [7, 4])
     )
     assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
-    assert not torch.equal(first[0], first[1])  # every call draws anew
+    assert not torch.equal(first[0], first[1])  # each call draws a new mask
     assert not torch.equal(first[0], other[0])
 
 
 @every_way
 def test_low_precision(pool, way):
-    """Several ranks round no more than one: partial results and gradients are sent in fp32."""
+    """Several ranks are as exact as one rank, because partial results and gradients are sent in fp32."""
     cases = calls_for(way)
-    first = WAYS.index(way)  # every way has every dtype, and every call has each dtype in some way
+    first = WAYS.index(way)  # so that each way runs all dtypes, and each call runs in all dtypes
     for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
         case = cases[(first + i) % len(cases)]
         compare_rounded(case, pool.run(case.ranks, attend, case, dtype), dtype)
@@ -93,7 +93,7 @@ def test_low_precision(pool, way):
 @every_way
 def test_strides(pool, way):
     first, kinds = WAYS.index(way), STRIDES[1:]
-    for strides in [kinds[(first + i) % len(kinds)] for i in range(2)]:  # every exchange has each of them in two ways
+    for strides in [kinds[(first + i) % len(kinds)] for i in range(2)]:  # so that each exchange runs all strides twice
         case = Sharded(calls_for(way)[0].call.but(layout=strides), *way)
         compare(case, pool.run(case.ranks, attend, case), alone(case), 1e-10)
 
@@ -101,7 +101,7 @@ def test_strides(pool, way):
 def through_a_projection(
     rank: int, group: dist.ProcessGroup | None, x: Tensor, weight: Tensor, pattern: DilatedPattern, exchange: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out, dx, dweight) for q, k and v that are views of one fused product; without a group, on one rank."""
+    """Return (out, dx, dweight). q, k and v are views of one fused product. Without a group, one rank computes."""
     weight = weight.clone().requires_grad_()
     if group is None:
         return _project(x, weight, pattern, None)
@@ -129,7 +129,7 @@ def test_fused_projection(pool, exchange):
 
 @every_way
 def test_no_samples(pool, way):
-    """B = 0: nothing is computed or moved, and no rank waits."""
+    """With B = 0, no rank computes, sends or waits."""
     case = Sharded(NESTED.but(batch=0), *way)
     results = pool.run(case.ranks, attend, case)
     compare(case, results, alone(case), 0.0)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.full
 
 
 def state(rank, group, name):
-    """Return a variable of this worker, and whether garbage collection skips objects imported before it started."""
+    """Return an environment variable of this worker, and whether garbage collection excludes imported objects."""
     return os.environ.get(name), gc.get_freeze_count() > 100_000
 
 

@@ -1,4 +1,4 @@
-"""Pooled models and slide pretraining on many ranks: loss, gradients and predictions of one rank, in every layout."""
+"""Pooled models and slide pretraining on many ranks, in every layout: loss, gradients, predictions equal one rank."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def unlabelled(*lengths):
     return {name: x for name, x in tokens("tokens", *lengths).items() if name != "label"}
 
 
-#: (model, batch); the ranks do not divide 41 rows evenly, and some ranks get no row of the other batches
+#: functions that return (model, batch); ranks share 41 rows unevenly, and some ranks have no row of the other batches
 CASES = {
     "slides, class token": lambda: (encoder(**SLIDES), slide_batch(40, 23, 1)),
     "slides, mean": lambda: (encoder(**SLIDES, pool="mean"), slide_batch(40, 23, 1)),
@@ -75,11 +75,11 @@ CASES = {
 
 
 def run(model, data, rank=0):
-    """Return (loss, predictions, {name: gradient}). Ranks other than 0 deliberately get another random state."""
+    """Return (loss, predictions, {name: gradient}). Each rank gets another random state on purpose."""
     torch.manual_seed(7 + rank)
     share = loss_share(*model.loss_terms(data))
     named = dict(model.named_parameters())
-    grads = torch.autograd.grad(share, list(named.values()))  # every parameter takes part, on every rank
+    grads = torch.autograd.grad(share, list(named.values()))  # raises if a parameter is unused on a rank
     with torch.no_grad():
         predicted = {} if isinstance(model, SlidePretrainer) else model.eval().predict_step(data, 0)
         return loss_sum(share), predicted, dict(zip(named, grads, strict=True))
@@ -110,7 +110,7 @@ def test_many_ranks_are_one(pool, name, ranks, layout):
 
 
 def refused(rank, group, name):
-    """Return each rank's error for a batch that is wrong only in one rank's part."""
+    """Return the error of this rank for a batch that is wrong only in the part of another rank."""
     model, data = CASES["slides, class token"]()
     if name == "coords":
         data["coords"][0, 35] = 256 * 100

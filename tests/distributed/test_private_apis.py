@@ -1,4 +1,4 @@
-"""Private interfaces of torch that sequence groups use: a failure here names the one that changed."""
+"""Private interfaces of torch that sequence groups use. If one changes, the failing test names it."""
 
 from datetime import timedelta
 
@@ -8,7 +8,7 @@ from lightning_dilated._compat.torch import gloo_backend
 
 
 def gathered(rank, group):
-    """Gather every rank's number over backends of two names."""
+    """Gather the numbers of all ranks, over two backends with different names."""
     out = []
     for name in ("first", "second"):
         tensors = [torch.empty(1) for _ in range(group.size())]
@@ -18,5 +18,5 @@ def gathered(rank, group):
 
 
 def test_a_gloo_backend_of_its_own(pool):
-    """Uses the default store, and the constructor of ProcessGroupGloo, as of torch 2.11 to 2.13."""
+    """This depends on the default store and on the constructor of ProcessGroupGloo, as in torch 2.11 to 2.13."""
     assert pool.run(2, gathered) == [[[1.0, 2.0]] * 2] * 2

@@ -1,4 +1,4 @@
-"""Activation recomputation on several ranks: exact gradients; a kept op sends nothing again; a lost sequence fails."""
+"""Recomputation on several ranks has exact gradients. A saved op sends nothing again; a missing sequence raises."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -27,13 +27,13 @@ def weights() -> tuple[Tensor, Tensor]:
 
 
 def block(x: Tensor, weight: Tensor, **options) -> Tensor:
-    """Apply a projection, attention, and a function that needs its input again in the backward."""
+    """Apply a projection, attention, and a function that needs its input in the backward."""
     q, k, v = (x @ weight).unflatten(-1, (3, 4, 4)).unbind(2)
     return dilated_attention(q, k, v, PATTERN, causal=True, dropout=0.2, **options).flatten(2).sin()
 
 
 def twice(x: Tensor, weight: Tensor, how: str, **options) -> Tensor:
-    """Apply two blocks with checkpoints as `how` names."""
+    """Apply two blocks with the kind of checkpoint that `how` names."""
     run = partial(block, **options)
     for _ in range(2):
         if how == PLAIN:
@@ -49,7 +49,7 @@ def twice(x: Tensor, weight: Tensor, how: str, **options) -> Tensor:
 
 
 def gradients(rank, group, how, settings, explicit=False):
-    """Return ((dx, dweight), (forward bytes, backward bytes)); the group is active, or `explicit` to every call."""
+    """Return ((dx, dweight), (forward bytes, backward bytes)). The group is active or, if `explicit`, an argument."""
     torch.manual_seed(1)
     with sequence(group, **settings) as ours:
         x, weight = weights()
@@ -79,7 +79,7 @@ def test_gradients_and_traffic(pool, exchange):
         sent[how] = torch.tensor([f[1] for f in results])
     assert sent[PLAIN].sum(0).min() > 0
     assert torch.equal(sent[KEEP], sent[PLAIN])
-    for how in (AGAIN, REENTRANT):  # the forward's traffic comes twice
+    for how in (AGAIN, REENTRANT):  # the recomputed forward sends its rows again
         assert torch.equal(sent[how], sent[PLAIN] * torch.tensor([2, 1]))
 
 
@@ -98,7 +98,7 @@ def test_a_given_group_needs_no_active_one(pool, how):
 
 
 def backward_outside(rank, group, how):
-    """Return (error, or the gradient) of a backward after `active()` has ended."""
+    """Return the error, or the gradient, of a backward after `active()` has ended."""
     torch.manual_seed(1)
     with sequence(group) as ours:
         x, weight = weights()
@@ -113,13 +113,13 @@ def backward_outside(rank, group, how):
 
 @pytest.mark.parametrize("how", [KEEP, AGAIN, REENTRANT])
 def test_recomputed_outside(pool, how):
-    # it would run on one rank's tokens alone, and reentrant checkpoints would not notice
+    # the recomputation would run on the tokens of one rank only, which reentrant checkpoints would not notice
     for error in pool.run(2, backward_outside, how):
         assert isinstance(error, str) and "recomputed outside of SequenceGroup.active()" in error, error
 
 
 def test_backward_outside(pool):
-    # no recomputation calls the op: its own backward knows the group
+    # nothing is recomputed, and the backward of the op itself has stored the group
     want = on_one_rank()
     parts = pool.run(2, backward_outside, PLAIN)
     assert all(isinstance(p, Tensor) for p in parts), parts
@@ -127,7 +127,7 @@ def test_backward_outside(pool):
 
 
 def after_closing(rank, group):
-    """Recompute on one rank after a group was closed, which must not refuse it."""
+    """Recompute on one rank after a group was closed. The closed group must not make it raise."""
     with sequence(group) as ours, ours.active():
         assert isinstance(ours, SequenceGroup)
     x, weight = (w.requires_grad_() for w in weights())

@@ -1,4 +1,4 @@
-"""recurrent_attention on several ranks equals one rank: outputs, states, gradients, for any documents and segments."""
+"""recurrent_attention on several ranks equals one rank: output, states and gradients, any documents and segments."""
 
 from dataclasses import replace
 from unittest import mock
@@ -17,14 +17,14 @@ from ..ext.recurrence.cases import NAMES, Case, cases, compare
 from .calls import positions, sequence
 from .strategies import DTYPES
 
-#: allowed difference between several ranks and one, relative to the largest number: sums over ranks are rounded
+#: allowed difference relative to the largest number, because sums over ranks are rounded
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 4e-2, torch.float16: 2e-2}
 PROGRAMS = {"auto": scan.choose, "all": lambda owners: scan.all_to_later(len(owners))}
 PROGRAMS["doubling"] = lambda owners: scan.doubling(len(owners))
 
 
 def attend(rank, group, case, layout, program, options):
-    """Run this rank's part of `Case.run`; gradients of the earlier tokens are its part of a sum."""
+    """Run this rank's part of `Case.run`. The gradients of earlier tokens are this rank's part of a sum."""
     with (
         sequence(group, layout=layout, **options) as ours,
         mock.patch.object(compute, "CHUNK", case.chunk),
@@ -41,7 +41,7 @@ def attend(rank, group, case, layout, program, options):
         else:
             out = recurrent_attention(*tensors, **settings)
         whole = case.weights(case.batch, case.seq_len, *out.shape[2:])
-        loss = (out * whole[:, at]).sum()  # the shares of the loss sum to the loss; rank 0 adds the states' share
+        loss = (out * whole[:, at]).sum()  # losses of the ranks sum to the whole loss; rank 0 adds the states' loss
         for i, x in enumerate(states):
             loss = loss + (x * case.weights(*x.shape, seed=3 + i)).sum() * (rank == 0)
         grads = torch.autograd.grad(loss, (*tensors, *past), allow_unused=True, materialize_grads=True)
@@ -50,7 +50,7 @@ def attend(rank, group, case, layout, program, options):
 
 
 def check(pool, ranks, case, layout="contiguous", program="auto", **options):
-    """Check that all ranks together equal one rank. Return the bytes that each moved."""
+    """Check that the ranks together equal one rank. Return the bytes that each rank transferred."""
     with mock.patch.object(compute, "CHUNK", case.chunk):
         want = case.run()
     answers = pool.run(ranks, attend, case, layout, program, options)
@@ -83,7 +83,7 @@ def test_any_call(pool, ranks, case, layout, program, dtype):
 
 
 SEQUENCES = [
-    ((9,), False, None),  # 3, 3, 3, 0 tokens
+    ((9,), False, None),  # with 4 ranks: 3, 3, 3, 0 tokens
     ((1,), False, (5,)),
     ((0,), False, (5,)),
     ((37, 20), False, (3, 6)),
@@ -126,7 +126,7 @@ def test_chunked_layout(pool, kind):
 
 
 def test_bytes(pool):
-    """Ranks hold whole segments: only the maps move, and equal bytes return."""
+    """Each rank has whole segments, so only maps are sent. The backward sends the same number of bytes in return."""
     case = Case("gated_delta", (64,), kv_heads=3, dim=4, values=2)
     size = 3 * 4 * (4 + 2) * 8
     moved = check(pool, 4, case, program="all")
@@ -134,7 +134,7 @@ def test_bytes(pool):
     assert [backward[:2] for _, backward in moved] == [(r * size, (3 - r) * size) for r in range(4)]
     moved = check(pool, 4, case, program="doubling")
     assert [forward[1] for forward, _ in moved] == [n * size for n in (0, 1, 2, 3)]
-    sums = 3 * 4 * (2 + 1 + 1) * 8  # of linear: the matrix, the normalizer, and whether it continues
+    sums = 3 * 4 * (2 + 1 + 1) * 8  # "linear" sends the matrix, the normalizer, and whether the state continues
     moved = check(pool, 4, Case("linear", (64,), segment=16, kv_heads=3, dim=4, values=2), program="all")
     assert [forward[1] for forward, _ in moved] == [r * sums for r in range(4)]
 
@@ -184,7 +184,7 @@ def test_refusals_reach_every_rank(pool):
 
 
 def reads_nothing(rank, group):
-    """Take a loss of only the first rank's output, and one of only the state: every backward still ends."""
+    """Take a loss on the first rank's output only, then on the state only. The backward must not hang on any rank."""
     with sequence(group) as ours, ours.active():
         case = Case("delta", (5,), segment=4)
         tensors = [x.detach()[:, positions(ours, 5)].requires_grad_() for x in case.tensors()]

@@ -1,4 +1,4 @@
-"""Ranks that disagree, and impossible calls: an error on every rank before any row moves, and later calls work."""
+"""Ranks that disagree, and impossible calls: every rank raises before any row is sent, and later calls work."""
 
 import os
 from datetime import timedelta
@@ -35,7 +35,7 @@ def call(group, length=8, pattern=NESTED, dtype=torch.float64, batch=1, k_heads=
 
 
 def odd_one(rank, group, settings, usual, odd):
-    """Let the last rank make a different call; afterwards let all ranks make a valid one."""
+    """On the last rank make a different call, then a valid call on all ranks. Return both results."""
     with sequence(group, **settings) as ours:
         own_options = {**usual, **(odd if rank == ours.ranks - 1 else {})}
         return call(ours, **own_options), call(ours, **usual) if not settings else None
@@ -64,7 +64,7 @@ def test_a_rank_that_differs(pool, name):
 
 
 def gradients(rank, group, odd):
-    """Return the error of a call with a q that needs a gradient on the last rank only."""
+    """Return the error of a call in which q requires a gradient on the last rank only."""
     with sequence(group) as ours:
         x = torch.ones(1, 8, 4, 2, dtype=torch.float64, requires_grad=(rank == ours.ranks - 1) == odd)
         try:
@@ -74,13 +74,13 @@ def gradients(rank, group, odd):
 
 
 def test_a_rank_without_a_gradient(pool):
-    # the ranks without a gradient would run no backward, and the last would wait for them
+    # other ranks would run no backward, so the last rank would wait forever
     errors = pool.run(3, gradients, True)
     assert all("requires grad: rank 2 has True; the others have False" in error for error in errors), errors
 
 
 def crossed(rank, group, kind):
-    """Return the error of two backwards with equal shapes that rank 0 runs in reverse order."""
+    """Return the error of two backwards with equal shapes, which rank 0 runs in reverse order."""
     with sequence(group) as ours:
         x = torch.randn(2, 1, 8, 4, 2, dtype=torch.float64, requires_grad=True)
         if kind == "attention":
@@ -113,7 +113,7 @@ def test_active_groups_nest(pool):
 
 
 def with_nccl(rank, group):
-    """Open, use, refuse and close five groups over NCCL, which agree over gloo."""
+    """Open, use, refuse and close five groups over NCCL. Their control messages use gloo."""
     errors = []
     with mock.patch.object(dist, "get_backend", return_value="nccl"):
         for timeout in (None, timedelta(seconds=20), None, None, None):
@@ -127,11 +127,11 @@ def test_groups_with_nccl(pool):
     before = pool.run(3, with_nccl)
     for (errors, descriptors), (_, after) in zip(before, pool.run(3, with_nccl), strict=True):
         assert all("causal: rank 1 has True; the others have False" in text for text in errors)
-        assert after == descriptors  # one gloo backend for each process group, however often it is opened
+        assert after == descriptors  # one gloo backend per process group, however often a sequence group is opened
 
 
 def after_close(rank, group):
-    """Return the error of a backward after its group was closed on all ranks."""
+    """Return the error of a backward after all ranks have closed its group."""
     with sequence(group) as ours:
         x = torch.ones(1, 8, 4, 2, requires_grad=True)
         out = dilated_attention(x, x, x, NESTED, sequence=ours)
@@ -146,7 +146,7 @@ def test_closed_before_its_backward(pool):
 
 
 def waiting(rank, group):
-    """Let rank 0 make a call, and the other none."""
+    """Let rank 0 make a call, and no other rank."""
     short = dist.new_group([0, 1], timeout=timedelta(seconds=3))
     if rank == 0:
         with sequence(short) as ours:
@@ -183,7 +183,7 @@ def test_an_exchange_that_cannot_serve(pool, name):
 
 
 def make(rank, group, settings):
-    """Return the error of making a group."""
+    """Return the error of creating a group."""
     try:
         SequenceGroup(group, **settings).close()
     except ValueError as error:
@@ -211,7 +211,7 @@ def test_without_a_process_group():
 
 # -- errors with rows in transit ---------------------------------------------------------------------------------------
 def out_of_memory(rank, group, backward):
-    """Return how often each posted round was waited for, in a call that runs out of memory in its local blocks."""
+    """Run out of memory in the local blocks of a call. Return how often each posted round was waited for."""
     waited = []
 
     def no_memory(*args):
@@ -234,9 +234,9 @@ def out_of_memory(rank, group, backward):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.full
 def test_rows_land_before_their_memory_is_free(backward):
-    """Otherwise a retry with fewer tokens could compute with rows that arrive later."""
+    """If the memory of rows in transit were freed, they could arrive in tensors of a retry with fewer tokens."""
     own = Pool(2)
     try:
-        assert own.run(2, out_of_memory, backward) == [[1], [1]]  # once each, with the round in transit
+        assert own.run(2, out_of_memory, backward) == [[1], [1]]  # the round in transit is waited for once
     finally:
         own.close()

@@ -1,4 +1,4 @@
-"""Ranks that share every chunk of a stream equal one rank in one pass, and move the planned bytes."""
+"""Ranks that share every chunk of a stream equal one pass on one rank, and transfer the planned bytes."""
 
 from collections import Counter
 from dataclasses import replace
@@ -20,7 +20,7 @@ dropouts = st.sampled_from([0.0, 0.0, 0.3])
 
 
 def check(pool, ranks, case, chunk, dropout, windows=((0, None),), dtype=torch.float64):
-    """Assert that the ranks equal one pass of one rank. Return the bytes that all of them sent."""
+    """Assert that the ranks equal one pass on one rank. Return the bytes that all ranks sent."""
     results, planned, flops = zip(*pool.run(ranks, attend, case, chunk, dropout, windows, dtype), strict=True)
     tensors = [x.detach() for x in case.tensors(dtype)]
     expected, one = (at_once(case, [x.to(t) for x in tensors], dropout) for t in (torch.float64, dtype))
@@ -30,7 +30,7 @@ def check(pool, ranks, case, chunk, dropout, windows=((0, None),), dtype=torch.f
             close_rounded(f"{name} of {case}, {chunk} in {dtype}", got[name], one[name], want)
             continue
         torch.testing.assert_close(got[name], want, **TOL, msg=lambda m, name=name: f"{name} of {case}, {chunk}: {m}")
-    last = case.seq_len - (case.seq_len - 1) // chunk * chunk  # tokens of the last chunk, which runs forward once
+    last = case.seq_len - (case.seq_len - 1) // chunk * chunk  # tokens of the last chunk; only its forward runs once
     forward, whole = (4 * case.head_dim * int(x.sum()) for x in (case.counts()[0][:, :, :-last], case.counts()[0]))
     assert sum(flops) == forward + whole + 10 * whole // 4
     for result, plan in zip(results, planned, strict=True):
@@ -39,7 +39,7 @@ def check(pool, ranks, case, chunk, dropout, windows=((0, None),), dtype=torch.f
 
 
 def at_once(case, tensors, dropout):
-    """Return results of one pass of one rank, by name; `tensors` are q, k, v and the gradient of the output."""
+    """Return the results of one pass on one rank by name. `tensors` are q, k, v and the gradient of the output."""
     *inputs, grad = tensors
     inputs = [x.requires_grad_() for x in inputs]
     torch.manual_seed(SEED)
@@ -48,7 +48,7 @@ def at_once(case, tensors, dropout):
 
 
 def random_cases(ranks, number, count):
-    """Draw any pattern, shift, documents, lengths and grouped heads, in chunks below and above every segment."""
+    """Draw any pattern, shift, documents, lengths and grouped heads, with chunks shorter and longer than segments."""
 
     def decorate(function):
         chunks = st.one_of(st.integers(1, 16), st.integers(1, 50))
@@ -86,7 +86,7 @@ def test_equals_one_pass_of_one_rank(pool, ranks, count):
 @pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_windows_of_heads(pool, ranks, count):
-    """Each window of heads carries and exchanges its own rows."""
+    """Each chunk of heads carries and exchanges only its own rows."""
 
     @random_cases(ranks, 1000, count)
     def random(case, chunk, dropout, dtype):
@@ -100,7 +100,7 @@ def test_windows_of_heads(pool, ranks, count):
 
 @pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_whole_call_in_the_layout_of_chunks(pool, count):
-    """Without a stream the pieces are shards, as in any layout."""
+    """Without a stream, the pieces of the chunked layout are shards, as in the other layouts."""
 
     @settings(max_examples=examples(count), suppress_health_check=list(HealthCheck))
     @given(cases(longest=48), st.integers(1, 50), DTYPES)

@@ -1,4 +1,4 @@
-"""LongNetLM with ranks that share every chunk: losses and gradients equal one rank's pass; bytes equal the plan's."""
+"""LongNetLM where ranks share every chunk: losses and gradients equal one rank's pass, and bytes equal the plan."""
 
 import re
 
@@ -17,7 +17,7 @@ TOL = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def step(rank, group, options, settings, batch, chunk):
-    """Return (sum of losses, labels, gradients, (positions, losses of tokens), bytes received by pass) of a rank."""
+    """Return (sum of losses, labels, gradients, (positions, token losses), bytes received by pass) of a rank."""
     model = lm(**options)
     with sequence(group, layout="chunked", stream=chunk) as ours, ours.active():
         part = model.sequence_spec.cut(batch, ours.place)
@@ -33,7 +33,7 @@ def step(rank, group, options, settings, batch, chunk):
 
 
 def compare(pool, ranks, name, want, grads):
-    """Check that all ranks together have the mean loss `want` with the gradients `grads`."""
+    """Check that the mean loss over all ranks is `want`, with the gradients `grads`."""
     parts = pool.run(ranks, step, *CASES[name])
     count = sum(x[1] for x in parts)
     torch.testing.assert_close(sum(x[0] for x in parts) / count, want, rtol=1e-12, atol=1e-12)
@@ -42,11 +42,11 @@ def compare(pool, ranks, name, want, grads):
     return parts
 
 
-#: more ranks for short pieces
+#: number of ranks, more than 2 where pieces are short
 RANKS = {"convolution, short chunks": 3, "chunks of one token": 3, "packed": 4, "dense heads": 4, "not a multiple": 3}
 
 
-#: the others show the same in less time
+#: slow tests; the other cases cover their features in less time
 SLOW = ("heads, dropout", "block", "chunks of one token", "plain", "convolution", "recurrence", "recurrence, padded")
 
 
@@ -64,8 +64,8 @@ def test_equals_one_pass_of_one_rank(pool, name):
     torch.testing.assert_close(losses, want_losses[:, at], rtol=1e-12, atol=1e-12)
 
 
-#: (ranks, tokens, chunk): ranks without a token of the last chunk, of every chunk, and of all but a document's first
-#: token
+#: (ranks, tokens, chunk): some ranks have no token of the last chunk, of any chunk, or of all but the first token of a
+#: document
 EMPTY = ((2, 9, 8), (3, 9, 8), (4, 14, 4), (4, 3, 2), (4, 7, 1))
 
 
@@ -85,7 +85,7 @@ def test_a_convolution_of_documents_on_ranks_without_a_token(pool, shape, recurr
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_truncated_gradients_are_those_of_one_rank(pool, ranks):
-    """They end at the same chunk boundaries."""
+    """Gradients end at the same chunk boundaries as on one rank."""
     options, batch = {"kv_conv": 3}, text(61)
     want, grads = gradients(lm(**options), batch, stream=16, truncate=True, policy="block")
     parts = pool.run(ranks, step, options, {"truncate": True, "policy": "block"}, batch, 16)
@@ -96,7 +96,7 @@ def test_truncated_gradients_are_those_of_one_rank(pool, ranks):
 
 
 def deferring(rank, group, options, batch, chunk):
-    """Return (sum of losses, checks deferred in the second step) of a rank, as if collectives did not block the host."""
+    """Return (sum of losses, checks deferred in the second step). Checks are deferred as if gathers ran on GPUs."""
     model = lm(**options)
     with sequence(group, layout="chunked", stream=chunk) as ours, ours.active(), ours.trusting():
         as_on_gpus(ours)
@@ -111,7 +111,7 @@ def deferring(rank, group, options, batch, chunk):
 
 @pytest.mark.parametrize(("ranks", "tokens", "chunk"), [(2, 47, 16), pytest.param(3, 28, 10, marks=pytest.mark.slow)])
 def test_a_short_last_chunk_with_deferred_checks(pool, ranks, tokens, chunk):
-    """One rank holds as much of it as of a full chunk, and must not assume the same of the other ranks."""
+    """A short last chunk may give a rank the same length as a full chunk, but it changes the other ranks' lengths."""
     options, batch = {"kv_conv": 3}, text(tokens)
     parts = pool.run(ranks, deferring, options, batch, chunk)
     want, _ = lm(**options).loss_terms(batch)
@@ -148,7 +148,7 @@ SHAPES = ((3, 64, 16), (4, 40, 5))
     ("settings", "shape"), [*((x, (2, 61, 13)) for x in SETTINGS), *(({}, x) for x in SHAPES)], ids=str
 )
 def test_bytes_are_planned(pool, settings, shape):
-    """A rank receives on average the bytes of `plan`, over all layers, chunks and passes."""
+    """The mean of the bytes that ranks receive equals `plan`, over all layers, chunks and passes."""
     ranks, tokens, chunk = shape
     patterns = [GEOMETRIC, GEOMETRIC.shifted()]
     parts = pool.run(ranks, step, {"pattern": patterns, "num_kv_heads": 2}, settings, text(tokens), chunk)

@@ -1,4 +1,4 @@
-"""Two threads, each with its own model and active sequence, do not affect each other."""
+"""Two threads do not affect each other, although each has its own model and active sequence."""
 
 import threading
 
@@ -12,7 +12,7 @@ PATTERN = ld.DilatedPattern.longnet([8, 16], [1, 2])
 
 
 def work(seed, layout, group, barrier, results):
-    """Compute logits, gradients with recomputation, generated tokens and the op's rows, in step with the other."""
+    """Compute logits, recomputed gradients, generated tokens and a call of the op, in step with the other thread."""
     model = ld.LongNetLM(PATTERN, vocab_size=11, dim=16, depth=1, num_heads=2).double().eval()
     rng = torch.Generator().manual_seed(seed)
     for p in model.parameters():
@@ -38,7 +38,7 @@ def work(seed, layout, group, barrier, results):
 
 
 def run_both(rank, group):
-    """Return the results of two threads together, and of each alone."""
+    """Return the results of two threads that run together, and of each thread alone."""
     together, alone, errors = {}, {}, []
 
     def guarded(*args):
@@ -69,7 +69,7 @@ def test_each_thread_has_its_own_sequence(pool):
 
 
 def outside(rank, group):
-    """Return the active sequence of another thread, and the one within `no_sequence`."""
+    """Return the active sequence that another thread sees, and the active sequence within `no_sequence`."""
     sequences = []
     ours = SequenceGroup(group)
     with ours.active():

@@ -1,4 +1,4 @@
-"""An exchange counts exactly the bytes of its plan, also between (simulated) nodes."""
+"""An exchange counts exactly the bytes of its plan, including the bytes between (simulated) nodes."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
 def traffic(rank, group, settings, causal, pattern, seq_len):
-    """Return (forward, backward) as (sent, received, messages)."""
+    """Return (forward, backward), each as (sent, received, messages)."""
     with sequence(group, **settings) as ours:
         tokens = ours.shard(seq_len).length(rank)
         q, k, v = (torch.randn(1, tokens, heads, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -48,7 +48,7 @@ def test_bytes_are_those_of_the_plan(pool, exchange, causal):
 
 
 def between_nodes(rank, group, exchange, pattern, seq_len):
-    """Return ((sent, received) forward, (sent, received) backward): bytes between this rank and the other node."""
+    """Return the bytes between this rank and the other node: ((sent, received) forward, (sent, received) backward)."""
     with sequence(group, exchange=exchange, ranks_per_node=2) as ours:
         tokens = ours.shard(seq_len).length(rank)
         q, k, v = (torch.randn(1, tokens, HEADS, DIM, requires_grad=True) for _ in range(3))
@@ -57,19 +57,19 @@ def between_nodes(rank, group, exchange, pattern, seq_len):
         return [(outside(t.sent_to), outside(t.received_from)) for t in (ours.forward_traffic, ours.backward_traffic)]
 
 
-#: rows of a head that enter a node of two ranks in the forward, with S = 4 keys a segment and shards of 8: the other
-#: node's S / 2 rows enter once; flat exchanges send them to both ranks
+#: rows per head that a node of two ranks receives in the forward, with S = 4 keys per segment and shards of 8 tokens: S
+#: / 2 rows of the other node; a flat exchange sends them to both ranks
 ENTERING = {"gather": 4, "butterfly": 4, "hierarchical_gather": 2, "hierarchical_butterfly": 2}
 
 
 @pytest.mark.parametrize("exchange", ENTERING)
 def test_nodes(pool, exchange):
-    counts = torch.tensor(pool.run(4, between_nodes, exchange, NESTED, 32))  # (rank, pass, sent or received)
+    counts = torch.tensor(pool.run(4, between_nodes, exchange, NESTED, 32))  # axes (rank, pass, sent or received)
     row = HEADS * 2 * DIM * 4
     by_node = counts.view(2, 2, 2, 2).sum(1)
-    assert (by_node == ENTERING[exchange] * row).all(), by_node  # gradients are fp32, and so are these rows
+    assert (by_node == ENTERING[exchange] * row).all(), by_node  # fp32, like gradients always
     if exchange == "hierarchical_butterfly":
-        assert (counts == ENTERING[exchange] // 2 * row).all()  # each rank carries its share
+        assert (counts == ENTERING[exchange] // 2 * row).all()  # the ranks share the transfer equally
     problem = make_problem(NESTED, 32, HEADS, ranks=4)
     prices = plan(problem, ranks_per_node=2, head_dim=DIM, element_size=4).prices
     (price,) = (p for p in prices if p.exchange == exchange)
@@ -82,7 +82,7 @@ def test_a_ring_leaves_a_node_at_its_last_rank(pool):
 
 
 def flights(rank, group, exchange):
-    """Return [(pass, what moved, bytes sent)] of every collective of a call, and the sums next to the plan."""
+    """Return ([(pass, content, sent bytes)] of the collectives of a call, and sums next to the plan's)."""
     with sequence(group, exchange=exchange) as ours:
         log = TrafficLog()
         ours.watch(log)
@@ -93,7 +93,7 @@ def flights(rank, group, exchange):
 
 
 def test_a_switch_takes_two_collectives_a_pass(pool):
-    """q, k and v are sent together, and so are their gradients."""
+    """q, k and v are sent in one collective, and their gradients in another."""
     problem = make_problem(BLOCKED, 30, HEADS, KV_HEADS, ranks=4)
     assert price(problem, "switch", 4, DIM, 4, Links()).rounds == 4
     for rank, (moves, sums) in enumerate(pool.run(4, flights, "switch")):

@@ -1,4 +1,4 @@
-"""benchmarks/weak_scaling.py on two ranks that torchrun starts: its row, with the bytes of the plan."""
+"""benchmarks/weak_scaling.py on two ranks of torchrun: its row, with the bytes of the plan."""
 
 import math
 from pathlib import Path
@@ -30,7 +30,7 @@ def cells(line):
 
 
 def planned(exchange):
-    """Return the bytes of a step (forward, backward), each of the rank that receives most in it."""
+    """Return the planned bytes of a step, (forward, backward), each on the rank that receives the most."""
     n = RANKS * TOKENS
     problem = make_problem(DilatedPattern.geometric(FIRST, n), n, HEADS, ranks=RANKS, causal=True)
     passes = [moved(problem, exchange, rank, RANKS, DIM // HEADS, 4) for rank in range(RANKS)]
@@ -53,5 +53,5 @@ def test_two_ranks(tmp_path):
     )
     assert 0 < exposed < 60_000 and 0 < ms < 60_000
     assert abs(of_each - TOKENS / ms) < 0.06 + 0.01 * of_each and abs(of_all - 2 * of_each) < 0.16
-    assert abs(float(said["loss"]) - math.log(256)) < 1  # over both ranks' bytes: one rank's share would be half of it
+    assert abs(float(said["loss"]) - math.log(256)) < 1  # mean over both ranks' bytes; one rank's share is half of it
     assert not list(tmp_path.iterdir())

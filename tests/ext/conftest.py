@@ -1,4 +1,4 @@
-"""Fixtures shared by the tests of extensions and of the core."""
+"""Fixtures that tests of extensions share with tests of the core."""
 
 from collections.abc import Iterator
 

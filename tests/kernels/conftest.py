@@ -1,4 +1,4 @@
-"""Processes in which Triton's interpreter runs the kernels on the CPU; Triton decides this at its import."""
+"""Worker processes in which Triton's interpreter runs kernels on the CPU. Triton chooses it when it is imported."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from ..distributed.pool import Pool
 from .patched_once import interpret
 
 
-@pytest.fixture(scope="session")  # xdist mixes files of this folder with others, and the start takes seconds
+@pytest.fixture(scope="session")  # kept for the session: xdist mixes files of folders, and a start takes seconds
 def interpreter(pytestconfig: pytest.Config) -> Iterator[Pool]:
     """Two ranks under the interpreter; `run(1, ...)` uses one of them.
 
-    A call may take most of the time that `--timeout` allows a test.
+    A call may take most of the time that `--timeout` allows for a test.
     """
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
@@ -26,6 +26,6 @@ def interpreter(pytestconfig: pytest.Config) -> Iterator[Pool]:
 
 @pytest.fixture(autouse=True)
 def free_of_determinism() -> Iterator[None]:
-    """Switch off torch's deterministic algorithms afterwards, which some tests switch on in this process."""
+    """Disable torch's deterministic algorithms after each test, because some tests enable them in this process."""
     yield
     torch.use_deterministic_algorithms(False)

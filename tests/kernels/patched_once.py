@@ -1,12 +1,12 @@
-"""Triton's interpreter in a process that has imported Triton, a third faster without its repeated work."""
+"""Enable Triton's interpreter in a process that already imported Triton, and make it a third faster."""
 
 import sys
 
 
 def interpret() -> None:
-    """Import Triton again, because it reads TRITON_INTERPRET at its import, and patch it.
+    """Import Triton again, because it reads TRITON_INTERPRET when it is imported, and patch it.
 
-    torch imports Triton, so a process forked after that has Triton for GPUs. Its libraries stay.
+    A forked process already has torch's import of Triton for GPUs. Triton's C libraries stay loaded.
     """
     for name in [x for x in sys.modules if x.partition(".")[0] == "triton" and not x.startswith("triton._C")]:
         del sys.modules[name]
@@ -14,9 +14,9 @@ def interpret() -> None:
 
 
 def patch_once() -> None:
-    """Let a launch replace the functions of `triton.language` once, not for each function that a kernel calls.
+    """Replace the functions of `triton.language` once per launch, not for each function that a kernel calls.
 
-    Triton 3.9 visits all names of the module at each call. Versions without the patched functions are left alone.
+    Triton 3.9 visits all names of the module in each call. Versions without these functions are not patched.
     """
     from triton import language
     from triton.runtime import interpreter

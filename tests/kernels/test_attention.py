@@ -1,4 +1,4 @@
-"""The triton engine in Triton's interpreter: against the oracle, and with dropout against the math engine's mask."""
+"""The triton engine in Triton's interpreter, against the oracle, and with dropout against the math engine."""
 
 import itertools
 import random
@@ -17,10 +17,10 @@ from .test_combine import drawn, sizes_put_back
 
 @sizes_put_back()
 def random_calls(rank, group, number, examples):
-    """Check random calls on small tiles, so that loops have several iterations."""
+    """Check random calls with small tiles, so that loops have several iterations."""
     from lightning_dilated.kernels import dense
 
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty allocates with NaN
+    torch.use_deterministic_algorithms(True)  # torch.empty returns NaN
     chosen = random.Random(number)
     with block_by_block() as shapes:
         for _ in range(examples):
@@ -39,7 +39,7 @@ def test_random(interpreter, number, examples):
 
 
 def pipelined_calls(rank, group, number, examples):
-    """Compare the forward for Hopper over random views with a softmax in float64."""
+    """Compare the forward kernel for Hopper on random views with a softmax in float64."""
     from lightning_dilated.kernels import pipelined
 
     torch.use_deterministic_algorithms(True)
@@ -84,11 +84,11 @@ def test_what_is_not_pipelined():
         (q.flatten()[1:-15].view(1, 1, -1, 16), 0.1),
     ):
         assert not pipelined.serves(x, x, x, scale)
-    assert not pipelined.serves(q, q[:, :1].expand(-1, 2, -1, -1), q, 0.1)  # a stride of 0
+    assert not pipelined.serves(q, q[:, :1].expand(-1, 2, -1, -1), q, 0.1)  # the head stride is 0
 
 
 def one_call(rank, group, case, dtype, dropout):
-    """Return {name: (error, allowed)} against the math engine in float32, which has its own tests."""
+    """Return {name: (error, allowed error)} relative to the math engine in float32, which has its own tests."""
     q, k, v, grad = case.tensors(dtype)
     results = []
     with block_by_block() as shapes:
@@ -107,7 +107,7 @@ def one_call(rank, group, case, dtype, dropout):
 LONGER = Case(DilatedPattern([(64, 1), (100, 3)]), 1, 150, 2, 1, 24, causal=True)
 
 
-# tests/attention/test_gpu.py covers bfloat16: the interpreter multiplies its bits as integers
+# bfloat16 is tested in tests/attention/test_gpu.py: the interpreter would multiply its bits as integers
 @pytest.mark.parametrize(
     "dtype, causal",
     [
@@ -138,7 +138,7 @@ def test_head_dims(interpreter, head_dim):
 
 
 def on_two_ranks(rank, group, dropout):
-    """Return the largest difference between this rank's out and gradients and one rank's with the same seed."""
+    """Return the largest difference of out and gradients between this rank and a run on one rank with the same seed."""
     from lightning_dilated.sequence import SequenceGroup
 
     pattern, n = DilatedPattern([(8, 1), (None, 3)]), 18
@@ -165,7 +165,7 @@ def test_on_two_ranks(interpreter, dropout):
 
 
 def in_chunks(rank, group):
-    """Run a stream in which triton attends to the carried rows, in both passes, and another engine does the rest."""
+    """Run a stream in which triton attends to the carried rows, in both passes, and another engine to the rest."""
     from unittest import mock
 
     from lightning_dilated.attention.backends import TRITON
@@ -196,7 +196,7 @@ def test_carried_rows_of_a_stream(interpreter):
 
 
 def chained(rank, group, number, examples, device="cpu"):
-    """Run the forward over keys in several calls, each from the previous call's state, with pads and dropout.
+    """Run the forward over the keys in several calls, each from the state of the previous call, with pads and dropout.
 
     Compare with one call over all keys, scattered to the same rows.
     """
@@ -228,7 +228,7 @@ def chained(rank, group, number, examples, device="cpu"):
         out_rows, lse_rows = whole[0].view(-1, dim), whole[1].transpose(1, 2).flatten()
         torch.testing.assert_close(out_rows[at], out, atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(lse_rows[at], lse, atol=2e-6, rtol=2e-6)
-        assert int(lse_rows.isneginf().sum()) == 4  # the other rows are unchanged
+        assert int(lse_rows.isneginf().sum()) == 4  # rows that were not addressed are unchanged
 
 
 @pytest.mark.parametrize("number, examples", [(0, 6), pytest.param(1, 100, marks=pytest.mark.slow)])

@@ -1,4 +1,4 @@
-"""Triton combines the branches' parts, in its interpreter: the op against the oracle, with every stretch length."""
+"""Triton combines the parts of branches in its interpreter: the op against the oracle, with any stretch length."""
 
 import contextlib
 import random
@@ -25,7 +25,7 @@ from ..pattern.strategies import patterns
 
 
 def drawn(chosen):
-    """Draw a small call with many features: the interpreter takes about a second for one."""
+    """Draw a small call with many features, because the interpreter needs about a second for a call."""
     heads = chosen.choice([1, 2]) * (kv_heads := chosen.choice([1, 2]))
     batch, n = chosen.choice([1, 1, 2]), chosen.randint(3, 70)
     branches = []
@@ -38,9 +38,9 @@ def drawn(chosen):
         some = chosen.choice([None, None, tuple(sorted(chosen.sample(range(heads), chosen.randint(1, heads))))])
         branches.append(Branch(width, chosen.randint(1, 4), shift=shift, heads=some))
     rows = lambda b: 1 if isinstance(b, Window) else len(b.heads or range(heads)) / heads / b.dilation_rate  # noqa: E731
-    while sum(map(rows, branches)) > fused.OVERLAP:  # parts with more rows are not computed at once
+    while sum(map(rows, branches)) > fused.OVERLAP:  # more rows would not be computed in fused calls
         branches.pop()
-    if chosen.random() < 0.2:  # at any index: with dropout it matters whether the other branches come first
+    if chosen.random() < 0.2:  # at any index: with dropout, it changes the masks of later branches
         branches.insert(chosen.randint(0, len(branches)), Global(chosen.choice([1, 3, n // 2 + 1])))
     pattern = DilatedPattern(branches, offsets=chosen.choice(["interleaved", "blocked"]))
     packed, padded = batch == 1 and chosen.random() < 0.4, batch == 2 and chosen.random() < 0.5
@@ -52,7 +52,7 @@ def drawn(chosen):
 
 @contextlib.contextmanager
 def sizes_put_back():
-    """Restore the users' sizes of programs and stretches for the next test of this process."""
+    """Restore the default sizes of programs and stretches for the next test in this process."""
     from lightning_dilated.kernels import combine, dense
 
     sizes = {combine: ("MERGE", "SUM", "CONFIG"), dense: ("WIDE", "WIDE_BACKWARD")}
@@ -70,19 +70,19 @@ def hold(*sizes):
 
 
 def leaves(stretch):
-    """Return the stretches in which parts are combined."""
+    """Return the innermost stretches, in which parts are combined."""
     return [stretch] if not stretch.inner else [leaf for inner in stretch.inner for leaf in leaves(inner)]
 
 
 @sizes_put_back()
 def random_calls(rank, group, number, examples):
-    """Return how many random calls used the kernels, how many results reused a part's memory, and the most stretches.
+    """Return counts over random calls: calls with kernels, results that reuse a part's memory, and the most stretches.
 
-    Memory that nobody wrote is NaN.
+    Uninitialized memory is NaN.
     """
     from lightning_dilated.kernels import combine
 
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty allocates
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
     chosen, taken, cut, real, result, in_place = random.Random(number), [], [], fused.layout, fused._result, []
 
     def layout(*args):
@@ -97,7 +97,7 @@ def random_calls(rank, group, number, examples):
     fused.layout, fused._result = layout, counted
     for i in range(examples):
         case, combine.MERGE, combine.SUM = drawn(chosen), *((chosen.choice([8, 16, 64]), 4) for _ in range(2))
-        if i % 3 == 0:  # a branch with every row
+        if i % 3 == 0:  # one branch has every row
             pattern = replace(case.pattern, branches=(Branch(8, 1), *case.pattern.branches[:2]))
             whole = {"seq_len": (case.seq_len + 7) // 8 * 8, "kv_heads": case.heads, "lengths": None, "documents": None}
             case = replace(case, pattern=pattern, **whole)
@@ -116,7 +116,7 @@ def test_random(interpreter, number, examples):
 
 @sizes_put_back()
 def attended(rank, group, n):
-    """Compare zero pads that take softmax mass, in stretches."""
+    """Compare calls in which zero pads take softmax mass, in stretches."""
     hold(*[8 * 4 * 8] * 4)
     pattern = DilatedPattern([(8, 1), (16, 4), (64, 8)], offsets="blocked", padding="attended")
     case = Case(pattern, 1, n, 4, 4, 8)
@@ -131,7 +131,7 @@ def test_attended_pads(interpreter, n):
 
 @sizes_put_back()
 def on_ranks(rank, group, exchange, causal):
-    """Return the largest errors of out, lse and gradients on this rank: parts are added to what other ranks sent."""
+    """Return the largest errors of out, lse and gradients on this rank, where parts of other ranks are added."""
     torch.use_deterministic_algorithms(True)
     n, pattern = 23, DilatedPattern([(4, 1), (9, 2), (None, 3)])
     rng = torch.Generator().manual_seed(1)
@@ -147,7 +147,7 @@ def on_ranks(rank, group, exchange, causal):
     out = dilated_attention(q, k, v, pattern, causal=causal, engine="math", sequence=sequence)
     got = [out, *torch.autograd.grad(out, (q, k, v), full[3][:, own_positions])]
     sequence.close()
-    assert all(x.isfinite().all() for x in got)  # max() of Python would lose a NaN
+    assert all(x.isfinite().all() for x in got)  # Python's max() could drop a NaN
     return max(float((a.double() - b[:, own_positions]).abs().max()) for a, b in zip(got, expected, strict=True))
 
 
@@ -159,7 +159,7 @@ def test_on_two_ranks(interpreter, exchange, causal):
 
 @sizes_put_back()
 def samples_apart(rank, group):
-    """Samples that one branch's blocks fold into one axis, and another's (with a short last segment) do not."""
+    """Check samples that fold into one axis in one branch, but not in the other, which has a short last segment."""
     torch.use_deterministic_algorithms(True)
     case = Case(DilatedPattern([(8, 1), (16, 2)]), 2, 40, 2, 2, 8)
     check(case, "auto", torch.float32, 1e-5)
@@ -172,7 +172,7 @@ def test_samples_apart(interpreter):
 
 
 def odd_widths(rank, group):
-    """Segments longer than a program's rows, of a width that is no multiple of the rate: their classes move."""
+    """Check segments longer than a program, with a width that is no multiple of the rate: residues vary by segment."""
     torch.use_deterministic_algorithms(True)
     for width, tokens in ((205, 620), (401, 802)):
         check(Case(DilatedPattern([(width, 3)]), 1, tokens, 1, 1, 8), "math", torch.float32, 1e-5)
@@ -184,7 +184,7 @@ def test_odd_widths(interpreter):
 
 @sizes_put_back()
 def with_nan(rank, group):
-    """Return the positions of NaN and of -inf in lse, with the kernels and without."""
+    """Return the positions of NaN and of -inf in lse, with and without the kernels."""
     q, results = torch.randn(1, 20, 2, 8, generator=torch.Generator().manual_seed(0)), []
     q[0, 5] = float("nan")
     for fused.OVERLAP in (0.0, 2.5):
@@ -200,7 +200,7 @@ def test_a_nan_shows(interpreter):
 
 
 def test_segments_wider_than_32_bits():
-    """The only segment of a document's shard is as wide as the document."""
+    """The table clips a segment to its document's shard, because the segment's width exceeds 32 bits."""
     part = blocks(DilatedPattern([(None, 3)]), 2**31, 2, 2, (5, 105))
     table = entries(part, 2, False, torch.device("cpu"), 0, 100).table
     assert (table[:, 4] <= 105).all() and (table[:, 4] >= table[:, 2] + (table[:, 5] - 1) * 3 + 1 - table[:, 2]).all()
@@ -208,7 +208,7 @@ def test_segments_wider_than_32_bits():
 
 @sizes_put_back()
 def narrow_types(rank, group, dtype):
-    """Return (largest difference from the same call merged block by block in torch, largest value) of each result."""
+    """Return, for each result, (largest difference from a merge block by block in torch, largest value)."""
     rng = torch.Generator().manual_seed(2)
     q, k, v, grad = (torch.randn(1, 40, 2, 16, generator=rng).to(dtype) for _ in range(4))
     pattern, results = DilatedPattern.longnet([8, 16, 40], [1, 2, 4]), []
@@ -237,7 +237,7 @@ def test_narrow_types(interpreter, dtype, rounding):
 )
 @settings(max_examples=examples(200))
 def test_layout_has_every_row_once(pattern, seq_len, dense, thin, part, own):
-    """Stretches have the rows of the undivided blocks, each once, and inside their positions."""
+    """Stretches contain each row of the undivided blocks once, within their own positions."""
     bounds = (seq_len // 3, seq_len) if part else (0, seq_len)
     laid_out = stretches.layout(HeadWindow(pattern, 4, 4, (0, 4)), seq_len, bounds, (dense, thin), own)
     ends = leaves(laid_out)
@@ -257,7 +257,7 @@ def test_layout_has_every_row_once(pattern, seq_len, dense, thin, part, own):
 
 
 def test_layout_of_the_paper():
-    """Dense branches in short stretches within longer ones of thin branches; wide segments as a whole."""
+    """Dense branches are in short stretches, thin branches in longer ones around them, wide segments in the whole."""
     pattern = DilatedPattern.geometric(2048, 2**17)
     laid_out = stretches.layout(HeadWindow(pattern, 4, 4, (0, 4)), 2**17, (0, 2**17), (2**12, 2**14))
     assert {b.branch for b in laid_out.blocks} == {4, 5, 6} and [s.stop for s in laid_out.inner] == [
@@ -268,7 +268,7 @@ def test_layout_of_the_paper():
 
 
 def rows_of(b):
-    """Return (branch, head, position) of a block's rows."""
+    """Return the set of (branch, head, position) that a block computes."""
     return [
         (b.branch, b.head + j * b.head_step, b.first + s * b.segment_stride + j * b.position_step + i * b.row_stride)
         for s in range(b.segments)

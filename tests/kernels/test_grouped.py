@@ -1,4 +1,4 @@
-"""The grouped launches in Triton's interpreter: the op against the oracle, and the number of launches of a call."""
+"""Grouped launches in Triton's interpreter: the op against the oracle, and the launches per call."""
 
 import contextlib
 import itertools
@@ -22,7 +22,7 @@ from .test_combine import drawn, sizes_put_back
 
 
 class Launched:
-    """A kernel that records its name at every launch."""
+    """Wraps a kernel and records its name at every launch."""
 
     def __init__(self, kernel, name, launches):
         self.kernel, self.name, self.launches = kernel, name, launches
@@ -34,7 +34,7 @@ class Launched:
 
 @contextlib.contextmanager
 def counted():
-    """Yield (launches by kernel name, whether each pass was grouped), lists that grow with the calls."""
+    """Yield two lists that grow with the calls: kernel names by launch, and whether each pass was grouped."""
     from lightning_dilated.kernels import combine, dense
     from lightning_dilated.kernels import grouped as jobs
 
@@ -68,18 +68,18 @@ def small_tiles(chosen):
 
 @sizes_put_back()
 def random_calls(rank, group, number, examples):
-    """Return how many of the random calls were grouped."""
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty allocates with NaN
+    """Return the number of random calls that were grouped."""
+    torch.use_deterministic_algorithms(True)  # torch.empty returns NaN
     chosen = random.Random(number)
     with counted() as (_, plans):
         for _ in range(examples):
             small_tiles(chosen)
             case = replace(drawn(chosen), layout=chosen.choice(LAYOUTS))
-            if case.batch == 1 and chosen.random() < 0.5:  # many documents, some of them empty
+            if case.batch == 1 and chosen.random() < 0.5:  # several documents, possibly empty
                 cuts = sorted(chosen.randint(0, case.seq_len) for _ in range(5))
                 case = replace(case, documents=(0, *cuts, case.seq_len))
             with pytest.MonkeyPatch.context() as patch:
-                if chosen.random() < 0.3:  # as if rows were 2**31 elements apart
+                if chosen.random() < 0.3:  # pretend that rows are 2**31 elements apart
                     patch.setattr("lightning_dilated.kernels.grouped.Work.far", lambda *args: True)
                 check(case, "triton", torch.float32, 1e-5)
     return sum(plans)
@@ -91,15 +91,15 @@ def test_random(interpreter, number, examples):
 
 
 def without_global_tokens(case):
-    """Remove global tokens, which the kernels that read lengths on the device do not support."""
+    """Remove global tokens, because the kernels that read lengths on the device do not support them."""
     pattern = without_global(case.pattern)
     return replace(case, pattern=DilatedPattern([(8, 1)]) if pattern is None else pattern)
 
 
 def lengths_on_the_device(patch, replacement=None):
-    """Let every call with lengths or documents use the kernels for lengths on the device, which the host does not know.
+    """Run calls with lengths or documents on the kernels that read lengths on the device.
 
-    `replacement`: lengths that the device holds instead.
+    `replacement`: lengths on the device, in place of the call's.
     """
 
     def alone(code, shape, kv_heads, dtype, device, lengths, bounds, environment):
@@ -116,7 +116,7 @@ def lengths_on_the_device(patch, replacement=None):
 
 @sizes_put_back()
 def random_lengths(rank, group, number, examples):
-    """Check samples of random lengths, including 0, in tables of whole samples."""
+    """Check samples of random lengths (0 included) with tables made for whole samples."""
     torch.use_deterministic_algorithms(True)
     chosen, padded = random.Random(number), 0
     for _ in range(examples):
@@ -127,7 +127,7 @@ def random_lengths(rank, group, number, examples):
                 Branch(b.segment_length, b.dilation_rate, heads=b.heads, offset=b.offset) for b in case.pattern.branches
             ]
             pattern = replace(case.pattern, branches=tuple(branches), padding="attended")
-            with contextlib.suppress(ValueError):  # not for every length
+            with contextlib.suppress(ValueError):  # some lengths do not allow it
                 check_padding(pattern, case.seq_len)
                 case, padded = replace(case, pattern=pattern), padded + 1
         lengths = tuple(
@@ -146,7 +146,7 @@ def test_lengths_on_the_device(interpreter, number, examples):
 
 @sizes_put_back()
 def random_documents(rank, group, number, examples):
-    """Check packed documents of random sizes, including 0, in tables of whole rows."""
+    """Check packed documents of random sizes (0 included) with tables made for whole rows."""
     torch.use_deterministic_algorithms(True)
     chosen, padded = random.Random(number), 0
     for _ in range(examples):
@@ -157,7 +157,7 @@ def random_documents(rank, group, number, examples):
                 Branch(b.segment_length, b.dilation_rate, heads=b.heads, offset=b.offset) for b in case.pattern.branches
             ]
             pattern = replace(case.pattern, branches=tuple(branches), padding="attended")
-            with contextlib.suppress(ValueError):  # not for every length
+            with contextlib.suppress(ValueError):  # some lengths do not allow it
                 check_padding(pattern, case.seq_len)
                 case, padded = replace(case, pattern=pattern), padded + 1
         cuts = sorted(chosen.randint(0, case.seq_len) for _ in range(chosen.choice([0, 1, 3, 6])))
@@ -177,7 +177,7 @@ def test_documents_on_the_device(interpreter, number, examples):
 
 @sizes_put_back()
 def beyond_documents(rank, group):
-    """Check a row that continues after its last document, where only 0 may be written, and invalid bounds."""
+    """Check a row that is longer than its documents: the tail must be 0. Also check invalid bounds."""
     torch.use_deterministic_algorithms(True)
     case = Case(DilatedPattern([(8, 1), (None, 3)]), 1, 24, 2, 1, 8, causal=True)
     q, k, v, grad = case.tensors(torch.float32)
@@ -195,7 +195,7 @@ def beyond_documents(rank, group):
             assert torch.equal(a[:, :14], b)
         assert all((x[:, 14:] == 0).all() for x in longer) and (lse[:, 14:] == -torch.inf).all()
         assert all(x.isfinite().all() for x in run((7, 9, 2**31 - 1), 24)[1:])
-        run((20, 3, 24, 5), 24)  # undefined, but only the results' memory is written
+        run((20, 3, 24, 5), 24)  # results are undefined, but no other memory is written
 
 
 def test_rows_beyond_the_last_document(interpreter):
@@ -203,7 +203,7 @@ def test_rows_beyond_the_last_document(interpreter):
 
 
 def test_slots_hold_the_tiles_of_any_documents():
-    """Thousands of random documents have a program for each tile, and never more than the bound of the row."""
+    """In thousands of random packings, every tile has a program, and the number of programs keeps its bound."""
     from lightning_dilated.kernels.grouped import slots
 
     chosen, tight = random.Random(0), 0
@@ -216,7 +216,7 @@ def test_slots_hold_the_tiles_of_any_documents():
         cuts = sorted(chosen.choice([0, tokens, chosen.randint(0, tokens)]) for _ in range(chosen.randint(0, 5)))
         begins = [x // a + x // b + c * d for d, x in enumerate((0, *cuts, tokens))]
         for (low, high), first, after in zip(itertools.pairwise((0, *cuts, tokens)), begins, begins[1:], strict=False):
-            # a program's segment follows from the most rows of any head in it
+            # the head with the most rows determines which segment a program serves
             index = range(t, t + high - low)
             most = [-(-len([i for i in index if i // w == s]) // r) for s in range(-(-(t + high - low) // w))]
             tiles = sum(-(-rows // tile) for rows in most)
@@ -226,7 +226,7 @@ def test_slots_hold_the_tiles_of_any_documents():
 
 
 def rows_of_buffer(rank, group, number, examples):
-    """Every row of random documents has one slot in the buffer, and is computed once."""
+    """In random packings, every row has one slot in the buffer and is computed once."""
     from lightning_dilated.attention.executors.tables import packed_jobs, work_of
     from lightning_dilated.attention.spans import Span
     from lightning_dilated.kernels import grouped as jobs
@@ -267,7 +267,7 @@ def test_rows_of_the_buffer(interpreter, number, examples):
 
 
 def test_compiles_without_a_gpu():
-    """The interpreter does not notice variables that change their type between branches."""
+    """Compile the kernels: the interpreter accepts variables that change their type between branches, GPUs do not."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -306,9 +306,9 @@ def test_compiles_without_a_gpu():
 
 
 def beyond(rank, group):
-    """Compare lengths beyond 0..N on the device, with zero pads and dropout, with the math engine's for 0 and N.
+    """Compare lengths outside 0..N on the device, with pads and dropout, with the math engine at lengths 0 and N.
 
-    A launch takes two of the three samples.
+    A launch processes two of the three samples.
     """
     torch.use_deterministic_algorithms(True)
     case = Case(DilatedPattern([(64, 3)], padding="attended"), 3, 11, 1, 1, 8)
@@ -334,12 +334,12 @@ def test_lengths_beyond_the_tokens_count_as_all(interpreter):
 
 @sizes_put_back()
 def attended(rank, group, causal):
-    """Compare zero pads that take softmax mass."""
+    """Compare calls in which zero pads take softmax mass."""
     torch.use_deterministic_algorithms(True)
     small_tiles(random.Random(0))
     pattern = DilatedPattern([(8, 1), (16, 4), (64, 8)], offsets="blocked", padding="attended")
     with counted() as (_, plans):
-        for scale, lengths in ((None, (45, 27)), (100.0, None)):  # with large scores some rows see pads only
+        for scale, lengths in ((None, (45, 27)), (100.0, None)):  # large scores: some rows attend to pads only
             batch = 1 if lengths is None else 2
             case = Case(pattern, batch, 45, 4, 4, 8, scale=scale, causal=causal, lengths=lengths)
             assert case.counts()[1].any() != causal
@@ -354,7 +354,7 @@ def test_attended_pads(interpreter, causal):
 
 @sizes_put_back()
 def dropped(rank, group, case, on_the_device):
-    """Compare with the math engine's mask, which has its own tests."""
+    """Compare a call with dropout with the math engine. The math engine's mask has its own tests."""
     torch.use_deterministic_algorithms(True)
     small_tiles(random.Random(1))
     q, k, v, grad = case.tensors(torch.float32)
@@ -389,7 +389,7 @@ def test_dropout(interpreter, changes, on_the_device):
 
 
 def on_ranks(rank, group, dropout):
-    """Return the largest errors of out and gradients on this rank: gradients are added to what other ranks sent."""
+    """Return the largest errors of out and gradients on this rank, where gradients of other ranks are added."""
     torch.use_deterministic_algorithms(True)
     n, pattern = 23, DilatedPattern([(4, 1), (9, 2), (None, 3)])
     generator = torch.Generator().manual_seed(1)
@@ -407,7 +407,7 @@ def on_ranks(rank, group, dropout):
         got = call("triton", [x[:, local] for x in full], grad[:, local], sequence=sequence)
     sequence.close()
     assert all(plans) and launches.count("_grouped_sum") == 2
-    assert all(x.isfinite().all() for x in got)  # max() of Python would lose a NaN
+    assert all(x.isfinite().all() for x in got)  # Python's max() could drop a NaN
     return max(float((a - b[:, local]).abs().max()) for a, b in zip(got, call("math", full, grad), strict=True))
 
 
@@ -431,13 +431,13 @@ def test_documents_add_no_launches(interpreter, documents):
             "_grouped_delta",
             "_grouped_keys",
             "_grouped_rows",
-            *["_grouped_sum"] * 2,  # of dk and dv, and of dq
+            *["_grouped_sum"] * 2,  # one for dk and dv, one for dq
         ]
     )
 
 
 def not_grouped(rank, group):
-    """Return the launches of a call above the limit, and of one with much overlap."""
+    """Return the launches of a call above the size limit, and of a call with much overlap."""
     with counted() as (launches, plans):
         check(LONGER.but(seq_len=20, pattern=DilatedPattern([(8, 1)] * 3)), "triton", torch.float32, 1e-5)
         with pytest.MonkeyPatch.context() as patch:
@@ -453,7 +453,7 @@ def test_large_calls_go_block_by_block(interpreter):
 
 
 def narrow(rank, group):
-    """Check float16 with its own tiles; bfloat16 needs a GPU, since the interpreter multiplies its bits as integers."""
+    """Check float16, which has its own tiles. bfloat16 needs a GPU: the interpreter multiplies its bits as integers."""
     q, k, v, grad = LONGER.tensors(torch.float16)
     results = []
     for engine, dtype in (("triton", torch.float16), ("math", torch.float32)):

@@ -1,4 +1,4 @@
-"""Kernels that move or rotate rows, in the interpreter and on a GPU: equal to plain torch, bit by bit or rounded."""
+"""Kernels that move or rotate rows, in the interpreter and on a GPU: bit-equal to torch, or equal up to rounding."""
 
 import random
 
@@ -13,7 +13,7 @@ from ..attention.reference import close
 
 
 def rotated(rank, group, number, examples, device="cpu"):
-    """Compare q, k and the projection's gradient, for tables with and without a batch, with xPos and without."""
+    """Compare q, k and the projection's gradient for tables with and without a batch axis, with and without xPos."""
     torch.use_deterministic_algorithms(True)
     from lightning_dilated.kernels import rows
 
@@ -43,7 +43,7 @@ def rotated(rank, group, number, examples, device="cpu"):
 
 
 def broadcast(rank, group):
-    """Tables of one sample or one token broadcast as in torch; a table of another length is refused; any strides."""
+    """Tables for one sample or one token broadcast as in torch, with any strides. Tables of other lengths raise."""
     joint = torch.randn(3, 16, 4, 8)
     for positions in (torch.arange(16)[None], torch.arange(1), torch.arange(16).expand(3, 16)):
         table = Rotary(8)(positions)
@@ -77,7 +77,7 @@ def test_turn_on_a_gpu():
 
 
 def packed(rank, group, number, examples, device="cpu"):
-    """Copy rows of views of one projection to arbitrary places and one after another."""
+    """Copy rows of views of one projection to arbitrary positions, or one after another."""
     torch.use_deterministic_algorithms(True)
     from lightning_dilated.kernels import rows as kernel
 
@@ -98,7 +98,7 @@ def packed(rank, group, number, examples, device="cpu"):
         )
         exchanged.pack_rows(a, b, rows, at, buffer)
         assert torch.equal(buffer[at], want)
-        assert int(buffer.flatten(1).any(1).sum()) <= len(rows)  # nothing was written elsewhere
+        assert int(buffer.flatten(1).any(1).sum()) <= len(rows)  # no other memory was written
 
 
 @pytest.mark.parametrize("number, examples", [(0, 15), pytest.param(1, 200, marks=pytest.mark.slow)])
@@ -112,7 +112,7 @@ def test_pack_on_a_gpu():
 
 
 def moved(rank, group, number, examples, device="cpu"):
-    """Gather rows with any strides, split them, add them at repeated and unique indices, and merge them."""
+    """Gather rows with any strides, split them, add them at repeated and at unique indices, and merge them."""
     from lightning_dilated.kernels import rows as kernel
 
     before, exchanged.MIN_KERNEL_ROWS = (exchanged.MIN_KERNEL_ROWS, kernel.ELEMENTS), 1
@@ -127,11 +127,11 @@ def move(number, examples, device):
     from lightning_dilated.kernels import rows as kernel
 
     chosen, generator = random.Random(number), torch.Generator(device).manual_seed(number)
-    torch.use_deterministic_algorithms(False)  # deterministic sums over repeated indices are left to torch
+    torch.use_deterministic_algorithms(False)  # else torch, not the kernel, adds at repeated indices
     normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
     for _ in range(examples):
         kernel.ELEMENTS = chosen.choice([16, 64] if device == "cpu" else [64, 2048])
-        large = device != "cpu" and kernel.ELEMENTS == 2048  # the production size
+        large = device != "cpu" and kernel.ELEMENTS == 2048  # the default size
         batch, n, heads = (chosen.randint(1, most) for most in ((3, 50000, 3) if large else (3, 9, 3)))
         dim = chosen.choice([64, 128] if large else [1, 3, 8])
         dtype, total = chosen.choice([torch.float32, torch.bfloat16]), batch * n * heads
@@ -159,12 +159,12 @@ def move(number, examples, device):
 
 
 def merged(merge_rows, rows, normal, shape, dtype):
-    """Compare with the sums written out in fp64, also for rows without a key before."""
+    """Compare with the sums written out in fp64, including rows that had no key before."""
     batch, n, heads, dim = shape
     out, lse = normal(*shape), normal(batch, heads, n) * 3
     out[:, :1], lse[:, :, :1] = 0, -torch.inf
     part, part_lse = normal(*rows.shape, dim + 1)[..., :dim].to(dtype), normal(*rows.shape) * 3
-    part_lse[:, ::3] = -torch.inf  # also if the running result has no key
+    part_lse[:, ::3] = -torch.inf  # some of them where the running result has no key either
     before = lse.transpose(1, 2).reshape(-1).double()
     weights = [before.exp(), torch.zeros_like(before)]
     weights[1][rows.flatten()] = part_lse.flatten().double().exp()

@@ -1,4 +1,4 @@
-"""A tiny language model, bytes to train it on, and a Trainer that writes nothing, for all tests of models."""
+"""A tiny language model, bytes to train it on, and a Trainer that writes no files, for all tests of models."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def tiny(pattern: Any = PATTERN, dtype: torch.dtype = torch.float64, **options: 
 def batch(*shape: int, vocab_size: int = 11) -> dict[str, torch.Tensor]:
     """Draw random tokens (B, N) and their next tokens."""
     tokens = torch.randint(vocab_size, (shape[0], shape[1] + 1))
-    return {"tokens": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone()}  # so that tests may change either
+    return {"tokens": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone()}  # so that tests may change either one
 
 
 def trainer(**options: Any) -> pl.Trainer:

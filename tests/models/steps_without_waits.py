@@ -1,6 +1,6 @@
-"""A fit in which torch forbids the host to wait for the GPU, except in `torch.cuda.synchronize`, in events and to pin
-memory: `python -m torch.distributed.run ... -m tests.models.steps_without_waits STRATEGY MODEL [CHUNK]`. CHUNK:
-tokens to stream at a time. MODEL is a class, or a class, a plus and one of `MODELS`.
+"""Run a fit in which torch raises if the host waits for the GPU, except in `torch.cuda.synchronize`, for events and for
+pinning: `python -m torch.distributed.run ... -m tests.models.steps_without_waits STRATEGY MODEL [CHUNK]`. MODEL is a
+class, or a class, "+" and a key of `MODELS`. CHUNK is the number of tokens to stream at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import lightning_dilated as ld
 WARM, STEPS = 3, 8
 SIZES = {"dim": 64, "depth": 2, "num_heads": 4}
 MODELS = {
-    "LongNetLM": {"vocab_size": 2048, "compile_blocks": True},  # and the loss
+    "LongNetLM": {"vocab_size": 2048, "compile_blocks": True},  # this also compiles the loss
     "LongNetLM+recurrence": {"vocab_size": 2048, "compile_blocks": True, "recurrence": {"kind": "gated_delta"}},
     "LongNetMLM": {"vocab_size": 60, "mask_span": 3},
     "LongNetClassifier": {"vocab_size": 256, "num_classes": 4},
@@ -39,7 +39,7 @@ class Text(Dataset):
 
 
 class Refuse(pl.Callback):
-    """Forbids waits from the end of the warm steps to the end of the last step but one."""
+    """Makes waits raise errors, from the end of the warm-up steps to the end of the last step but one."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *unused) -> None:
         if trainer.global_step == WARM:

@@ -1,4 +1,4 @@
-"""The warning at the start of a fit: once, with the fix, for a pattern with walls or dead residues; else none."""
+"""The warning about walls or dead residues at the start of a fit: once, with a fix, and only if the pattern has any."""
 
 import warnings
 
@@ -17,7 +17,7 @@ DEAD = DilatedPattern.longnet([4, 40], [1, 8])
 
 
 def warned(model, *batches, epochs=1):
-    """Return the warnings of a fit about the pattern."""
+    """Return the warnings about the pattern in a fit."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer(max_epochs=epochs).fit(model, loader(*batches))
@@ -25,7 +25,7 @@ def warned(model, *batches, epochs=1):
 
 
 def shifted(pattern, **sizes):
-    """Build a LongNetLM with shifts in every other layer."""
+    """Build a LongNetLM in which every other layer is shifted."""
     return LongNetLM(pattern, shift_layers="odd", **{**sizes, "depth": 2})
 
 
@@ -77,7 +77,7 @@ def test_a_longer_batch_is_looked_at():
 
 @pytest.mark.parametrize("cls", [LongNetLM, LongNetMLM, LongNetClassifier])
 def test_longer_than_max_seq_len(cls):
-    """Warned once, at the first longer batch, whatever an earlier warning said of a shorter one."""
+    """The first batch longer than max_seq_len warns once, even after a warning about a shorter batch."""
     sizes = {**SIZES, "vocab_size": 11}
     model = cls(
         WALLS, max_seq_len=20, rotary_base=10000, **sizes, **({"num_classes": 2} if cls is LongNetClassifier else {})

@@ -1,4 +1,4 @@
-"""Batches in another form than a model accepts: the error says what came, what is allowed, and what to change."""
+"""A model refuses batches of another form. The error names the form, the forms that it accepts, and the remedy."""
 
 import pytest
 import torch

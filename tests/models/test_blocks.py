@@ -1,4 +1,4 @@
-"""Feed-forward, block and stack: every combination of options trains every parameter, and each equals its formula."""
+"""Feed-forward, block and stack equal their formulas. Every combination of options trains every parameter."""
 
 import itertools
 
@@ -72,11 +72,11 @@ def test_stack_is_its_blocks():
     for block in model.blocks:
         want = block(want, positions=positions)
     torch.testing.assert_close(model(x, positions=positions), model.norm(want))
-    assert not torch.allclose(model(x), model.norm(want))  # positions count from 0 by default
+    assert not torch.allclose(model(x), model.norm(want))  # the default positions are 0, 1, ...
 
 
 def test_layers_attend_by_their_own_pattern():
-    """Each block of a hybrid equals the reference for its pattern."""
+    """Each block of a hybrid equals the reference with the block's pattern."""
     patterns = DilatedPattern.hybrid(4, 4, local=6, global_every=2)
     model = DilatedTransformer(DIM, patterns, 4, causal=True, options=BlockOptions(position_encoding="none")).double()
     x = torch.randn(1, 20, DIM, dtype=torch.float64)
@@ -125,7 +125,7 @@ def test_init_weights():
 
 @pytest.mark.parametrize("options", [{}, {"position_encoding": "xpos", "sub_layernorm": True}], ids=["plain", "xpos"])
 def test_blocks_compile_to_one_graph(options):
-    """Each block is compiled separately, as a recipe does; the rotary table is made outside."""
+    """Each block is compiled separately, as in recipes. The rotary table is computed outside of the graph."""
     model, x = stack(**options), torch.randn(2, 20, DIM, dtype=torch.float64)
     want = model(x)
     grads = torch.autograd.grad(want.square().sum(), list(model.parameters()))
@@ -139,7 +139,7 @@ def test_blocks_compile_to_one_graph(options):
 
 @pytest.mark.parametrize("dtype, refuses", [(torch.float16, True), (torch.bfloat16, False)], ids=str)
 def test_xpos_is_checked_for_the_dtype_under_autocast(dtype, refuses):
-    """Under autocast q and k are float16, with a far smaller range than float32."""
+    """Under autocast, q and k are float16, so xPos overflows at much smaller positions than in float32."""
     model, x, far = (
         stack(1, position_encoding="xpos", dtype=torch.float32),
         torch.randn(1, 4, DIM),
@@ -158,8 +158,8 @@ def test_xpos_is_checked_for_the_dtype_under_autocast(dtype, refuses):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("policy, calls", [("block", 2), ("attention-kept", 1)])
 def test_recomputed_gradients_are_the_plain_ones(policy, calls, compiled, monkeypatch):
-    """Full recomputation runs the op twice, the other policy once; dropout draws the same masks in both passes."""
-    if compiled:  # torch's compiler draws other masks than eager torch
+    """Policy "block" runs the op twice and "attention-kept" once. Both passes draw the same dropout masks."""
+    if compiled:  # torch's compiler draws other masks than eager mode
         options, causal = BlockOptions(), True
         torch._dynamo.reset()
     else:

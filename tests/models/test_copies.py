@@ -1,4 +1,4 @@
-"""Copies of built models: pickled, saved whole, deep copies, and weights loaded after `to_empty`; also after a fit."""
+"""Copies of built models, also after a fit: pickled, saved whole, deep copies, and weights loaded after `to_empty`."""
 
 import copy
 import io
@@ -31,24 +31,24 @@ MODELS = {
 
 @pytest.fixture(params=MODELS)
 def case(request):
-    """(A function that builds a model, a batch)."""
+    """(a function that builds a model, a batch)."""
     return MODELS[request.param]
 
 
 def outputs(model, batch) -> list[torch.Tensor]:
-    """Return the model's predictions for a batch, and its loss."""
+    """Return predictions of the model for a batch, and the loss."""
     with torch.no_grad():
         predicted = model.eval().predict_step(batch, 0)
         return [torch.as_tensor(x) for x in (*(predicted[x] for x in sorted(predicted)), *model.loss_terms(batch))]
 
 
 def equal(a, b) -> bool:
-    """Return whether two models' outputs are equal, NaN included."""
+    """Return whether the outputs of two models are equal, where NaN equals NaN."""
     return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True))
 
 
 def saved(model):
-    """Save with torch.save(model) and load."""
+    """Save a model with torch.save(model), and load it."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -63,13 +63,13 @@ def test_copies_of_a_built_model(case, copied):
     make, batch = case
     model = make()
     model.configure_model()
-    assert equal(outputs(copied(model), batch), outputs(model, batch))  # before and after a forward
+    assert equal(outputs(copied(model), batch), outputs(model, batch))  # copied before its first forward
     twin = copied(model)
     assert equal(outputs(twin, batch), outputs(model, batch))
     assert {id(x) for x in twin.parameters()}.isdisjoint({id(x) for x in model.parameters()})
 
 
-@pytest.mark.slow  # a process that imports torch
+@pytest.mark.slow  # in a new process that imports torch first
 def test_a_process_that_is_spawned_takes_a_built_model(case):
     make, batch = case
     model = make()
@@ -87,7 +87,7 @@ def test_copies_after_a_fit(case):
     for copied in COPIES.values():
         assert equal(outputs(copied(model), batch), want)
     twin = pickle.loads(pickle.dumps(model))
-    trainer(max_steps=1).fit(twin, loader(batch), loader(batch))  # it can be trained
+    trainer(max_steps=1).fit(twin, loader(batch), loader(batch))  # the copy can be trained
     assert not equal(outputs(twin, batch), want)
 
 

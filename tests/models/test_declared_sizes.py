@@ -1,4 +1,4 @@
-"""Sizes that a file declares: compared with its tensors before any layer is made, and limited without tensors."""
+"""Sizes in a file are compared with its tensors before a layer is created. Without tensors, sizes are limited."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def model() -> LongNetLM:
 
 @pytest.fixture(autouse=True)
 def no_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail if more than a megabyte is allocated."""
+    """Raise if a tensor of more than a megabyte is allocated."""
     empty = torch.empty
-    # torch lists the functions that a device context changes once, and must list the unpatched one
+    # torch caches a list of functions that device contexts change, and it must list the original `empty`
     with torch.device("meta"):
         torch.empty(0)
 
@@ -138,7 +138,7 @@ def test_a_part_of_the_tensors_is_loaded(tmp_path: Path) -> None:
 
 
 class ReadsValues(LongNetLM):
-    """Reads values of tensors in build."""
+    """Its `build` reads values of tensors."""
 
     def build(self) -> None:
         super().build()
@@ -147,7 +147,7 @@ class ReadsValues(LongNetLM):
 
 
 class Grows(LongNetLM):
-    """Adds rows to the embedding of a checkpoint."""
+    """Adds rows to the embedding of a checkpoint when it is loaded."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
@@ -158,7 +158,7 @@ class Grows(LongNetLM):
 
 
 class Shares(DilatedModule):
-    """Uses one layer in place of all."""
+    """Uses one layer at every depth."""
 
     def __init__(self, depth: int = 24, dim: int = 4) -> None:
         super().__init__()

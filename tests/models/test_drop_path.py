@@ -1,4 +1,4 @@
-"""Stochastic depth drops whole samples, at the published rates, keeps the mean, and is repeated by the seed."""
+"""Stochastic depth drops whole samples at the published rates, keeps the mean, and is reproducible by seed."""
 
 import pytest
 import torch
@@ -27,13 +27,13 @@ def test_factors():
         assert layer.mean().item() == pytest.approx(1, abs=0.02) and (layer == 0).double().mean() == pytest.approx(
             p, abs=0.02
         )
-    assert not torch.equal(got[2, 0], got[2, 1])  # attention and feed-forward are dropped independently
+    assert not torch.equal(got[2, 0], got[2, 1])  # attention and feed-forward of a sample are dropped independently
     assert drop_path_factors(0.0, 3, x) is None
 
 
 def test_a_dropped_branch_adds_nothing():
     model, x = stack(0.999999999), torch.randn(2, 20, 16, dtype=torch.float64)
-    want = model.blocks[0](x)  # the second layer drops half of its branches, the last all
+    want = model.blocks[0](x)  # the second layer drops half of the branches, the last one all
     drops = drop_path_factors_of(model, x, seed=5)
     torch.manual_seed(5)
     got = model(x)

@@ -1,4 +1,4 @@
-"""torchao's AdamW with 8-bit states learns about as AdamW does, and resumes from a file or a ShardedCheckpoint."""
+"""torchao's AdamW with 8-bit states learns about as well as AdamW, and resumes from a file or a ShardedCheckpoint."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ optim = pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
 
 
 def fit(kind, steps, ckpt=None, **options):
-    """Return (steps done, loss, optimizer) of a run."""
+    """Return (number of steps, loss, optimizer) of a run."""
     torch.manual_seed(0)
     model = tiny(dtype=torch.float32, dim=64, optimizer=partial(kind, lr=3e-3)).train()
     batches = [batch(4, 64)] * 100
@@ -29,7 +29,7 @@ def fit(kind, steps, ckpt=None, **options):
 
 @pytest.fixture(autouse=True)
 def eager():
-    """torchao compiles a step for each shape, which is slow and not under test."""
+    """Disable compilation: torchao compiles a step for each shape, which is slow and not tested here."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -45,7 +45,7 @@ def test_learns_like_adamw(stance):
 
 @pytest.mark.parametrize("made", [optim.AdamW8bit, optim.AdamW4bit, optim.AdamWFp8])
 def test_goes_on(tmp_path, made):
-    """A folder resumes bit by bit, with states of the same width."""
+    """A run resumes from a folder bit by bit, and its states keep their width."""
     want, kinds = fit(made, 6)[1:]
     for steps in (3, 6):
         saved = ShardedCheckpoint(str(tmp_path), every_n_train_steps=3, resume="auto")
@@ -58,7 +58,7 @@ def test_goes_on(tmp_path, made):
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a ShardedCheckpoint"])
 def test_goes_on_from_one_file(tmp_path, beside):
-    """A run resumes bit for bit. If Lightning passed a function as `map_location`, torch could not read such states."""
+    """A run resumes bit by bit. torch could not read such states if Lightning passed a function as `map_location`."""
     _, want, _ = fit(optim.AdamW8bit, 6)
     fit(optim.AdamW8bit, 3, enable_checkpointing=True, callbacks=[ModelCheckpoint(str(tmp_path), save_last=True)])
     extra = {"enable_checkpointing": True, "callbacks": [ShardedCheckpoint(str(tmp_path / "folder"))]} if beside else {}
@@ -68,7 +68,7 @@ def test_goes_on_from_one_file(tmp_path, beside):
 
 
 def test_weights_of_one_file(tmp_path):
-    """A process that only predicts, and has no torchao, reads the weights, too."""
+    """A process without torchao can read the weights to predict."""
     saved = ModelCheckpoint(str(tmp_path), save_last=True)
     fit(optim.AdamW8bit, 1, enable_checkpointing=True, callbacks=[saved])
     script = tmp_path / "reads.py"
@@ -84,12 +84,12 @@ print(type(load_module({str(tmp_path / "last.ckpt")!r})))
 
 
 class Odd(TorchCheckpointIO):
-    """A custom reader."""
+    """A reader that a user defines."""
 
 
 @pytest.mark.parametrize("made", [TorchCheckpointIO, Odd])
 def test_another_reader_is_left_alone(made):
-    """Only Lightning's own reader is told to load to the host."""
+    """Only Lightning's default reader is changed to load to the host."""
     io, passed = made(), {}
     runs = trainer(max_steps=1, plugins=[io])
     runs.fit(tiny(dtype=torch.float32), loader(batch(2, 32)))

@@ -1,4 +1,4 @@
-"""benchmarks/far on the CPU: exact codes equal the definition, chunks equal the whole, a tiny run writes its rows."""
+"""benchmarks/far on the CPU: exact codes equal the definition, chunks equal the whole, and a tiny run writes rows."""
 
 import importlib
 import json
@@ -14,7 +14,7 @@ NAMES = ("codes", "task", "model", "recall", "stream", "pairs", "versions")
 
 @pytest.fixture(scope="module")
 def far():
-    """Import the scripts as they import each other."""
+    """Import the scripts in the way that they import each other."""
     before = {name: sys.modules.pop(name, None) for name in NAMES}
     sys.path.insert(0, str(FOLDER))
     try:
@@ -28,7 +28,7 @@ def far():
 
 
 def by_definition(codes, q, k, v, z_q, z_k, null, latest, probes):
-    """Compute by loops over queries and rows."""
+    """Compute the definition by loops over queries and rows."""
     out = torch.zeros_like(q)
     for b in range(len(q)):
         looked_up, code = codes.probed(z_q[b], probes), codes.numbers(z_k[b])
@@ -57,7 +57,7 @@ def by_sorting(codes, q, k, v, z_q, z_k, null, latest, probes):
     "batch,size,groups,many,latest,probes", [(2, 37, 2, 3, 4, 2), (1, 150, 1, 2, 5, 1), (2, 90, 3, 2, 70, 3)]
 )
 def test_sorting_equals_the_definition(far, batch, size, groups, many, latest, probes):
-    """Outputs and gradients agree to the rounding of the softmax's float32."""
+    """Outputs and gradients are equal up to rounding in the softmax's float32."""
     gen = torch.Generator().manual_seed(size)
     draw = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64, requires_grad=True)  # noqa: E731
     inputs = [draw(batch, size, 8) for _ in range(3)] + [draw(batch, size, groups, many) for _ in range(2)] + [draw(1)]
@@ -69,7 +69,7 @@ def test_sorting_equals_the_definition(far, batch, size, groups, many, latest, p
 
 
 def test_soft_equals_exact_where_all_codes_are_equal(far):
-    """With one code that keeps every row, outputs and training losses agree."""
+    """If all codes are equal and every row is kept, outputs and training losses agree."""
     codes, gen = far["codes"], torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, 30, 8, generator=gen) for _ in range(3))
     z_q, z_k = (
@@ -98,13 +98,13 @@ def test_chunks_equal_the_whole(far, far_layer):
         whole, aux = net(tokens, torch.arange(256)[None], settings)
         carried = [model.Carried() for _ in net.layers]
         parts = [net(tokens[:, i : i + 64], torch.arange(64)[None], settings, i, carried)[0] for i in range(0, 256, 64)]
-    assert aux["rows"].max() == 16  # the limit is reached, so rows are dropped from the carried state
+    assert aux["rows"].max() == 16  # the limit is reached, so the carried state did drop rows
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("haystack", ["filler", "noise", "text"])
 def test_task(far, haystack, tmp_path):
-    """Each asked key precedes its value at the reported distance, and occurs nowhere else in the first half."""
+    """Each key that is asked precedes its value at the reported distance, and occurs nowhere else in the first half."""
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 40)
     task = far["task"].Task(haystack, keys=16, per_pair=16, text=str(text) if haystack == "text" else None)
@@ -119,7 +119,7 @@ def test_task(far, haystack, tmp_path):
 
 @pytest.mark.parametrize("arm", ["codes", "dense", "rotary", "window"])
 def test_tiny_run(far, arm, tmp_path):
-    """Every arm trains and writes its rows and weights; codes can be streamed."""
+    """Every arm trains and writes rows and weights. Codes can be streamed."""
     options = (
         "--device cpu --width 16 --keys 8 --per-pair 16 --queries 2 --lengths 32 64 --steps 3 2 --local 8 16 "
         f"--soft-until 32 --tokens 128 --test 64 256 --test-tokens 256 --out {tmp_path} --name {arm} --far {arm}"
@@ -140,7 +140,7 @@ def test_tiny_run(far, arm, tmp_path):
 
 
 def test_keys_of_two_tokens_in_a_full_haystack(far):
-    """Each pair occurs once in the first half and once in the second, where its value is the answer."""
+    """Each pair of tokens occurs once in each half. The answer in the second half is the value from the first half."""
     task = far["task"].Task("filler", keys=16, key_tokens=2, full=True)
     tokens, positions, answers, distance = task.draw(96, 2, torch.Generator().manual_seed(0))
     assert positions.shape == (2, 16)
@@ -152,7 +152,7 @@ def test_keys_of_two_tokens_in_a_full_haystack(far):
     many = far["task"].Task("filler", keys=256, key_tokens=2, full=True)
     (keys,) = many.keys_of(1, 256, torch.Generator().manual_seed(0))
     assert len(keys.unique(dim=0)) == 256
-    # one token does not name its pair: of 256 tokens that are drawn freely 162 differ
+    # a single token does not identify a pair: 256 random tokens have 162 different values on average
     assert all(140 < len(tokens.unique()) < 185 for tokens in keys.T)
     with pytest.raises(ValueError, match="a stream has keys of one token"):
         far["task"].Stream(task, 96, 48, 0)

@@ -1,4 +1,4 @@
-"""Values of a file are plain: no class that a checkpoint or a config.json names is imported, made or called."""
+"""Values in a file are plain: no class that a checkpoint or config.json names is imported, created or called."""
 
 import builtins
 import contextlib
@@ -35,13 +35,13 @@ MARKS: list[Any] = []
 
 
 class Touched:
-    """Leaves a mark when it is made."""
+    """Leaves a mark when an instance is created."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         MARKS.append((args, kwargs))
 
 
-#: what a file names -> its arguments
+#: callable that a file names -> arguments that would leave a mark
 TARGETS = {
     "os.system": {"command": MARK},
     "subprocess.Popen": {"args": MARK},
@@ -58,7 +58,7 @@ def call(target):
 
 
 def nested(target):
-    """Return a call as the argument of a class that a parser would make."""
+    """Return a call of `target` nested in the arguments of another class, which a parser would create first."""
     return {"class_path": "torch.optim.SGD", "init_args": {"lr": call(target)}}
 
 
@@ -73,7 +73,7 @@ FORMS = {
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The marks that targets left; empty at the end. Targets run nothing else."""
+    """Replace the targets by functions that only leave marks, and yield the marks. At the end there must be none."""
     MARKS.clear()
 
     def recorder(own):
@@ -100,7 +100,7 @@ def saved():
 
 
 def hyperparameters(**extra):
-    """Return the hyperparameters of a LongNetLM as the command line saves them."""
+    """Return the hyperparameters of a LongNetLM in the form that the command line saves."""
     return {**saved(), "pattern": PATTERN.to_dict(), "_instantiator": INSTANTIATOR, **extra}
 
 
@@ -110,7 +110,7 @@ def weights():
 
 
 def checkpoint(folder, _without=(), _empty=False, **extra):
-    """Write a checkpoint like the command line, with further hyperparameters."""
+    """Write a checkpoint like the command line's, with additional hyperparameters."""
     stored = {
         "state_dict": {} if _empty else weights(),
         "pytorch-lightning_version": "2.6.0",
@@ -127,7 +127,7 @@ def from_file(path):
 
 
 def from_hparams(path):
-    """Read the hyperparameters from a YAML next to a good checkpoint."""
+    """Load from a YAML file with the hyperparameters, next to an unmodified checkpoint."""
     hparams = torch.load(path, weights_only=True)["hyper_parameters"]
     path.with_suffix(".yaml").write_text(yaml.safe_dump(hparams))
     good = path.parent / "good"
@@ -138,7 +138,7 @@ def from_hparams(path):
 
 
 def from_folder(path):
-    """Read a folder of save_pretrained with these hyperparameters."""
+    """Load from a folder of save_pretrained with these hyperparameters."""
     hparams = torch.load(path, weights_only=True)["hyper_parameters"]
     if not (path.parent / "m").exists():
         LongNetLM(PATTERN, dim=16, depth=1).save_pretrained(path.parent / "m")
@@ -184,16 +184,16 @@ def refused(reader, path, name, capsys):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_reader_calls_what_a_file_names(calls, tmp_path, capsys, name):
-    """Every reader of every name, by turns with every target and form.
+    """Test every reader and every name, in alternation with the targets and forms.
 
-    The optimizer and the scheduler are dropped, all other hyperparameters refused.
+    The optimizer and the scheduler are ignored. All other hyperparameters are refused.
     """
     dropped, forms, number = name in ("optimizer", "lr_scheduler"), list(FORMS.values()), NAMES.index(name)
     for i, target in enumerate(TARGETS):
         evil = {"_class_path": "lightning_dilated.LongNetLM", name: forms[(i + number) % len(forms)](target)}
         path = checkpoint(tmp_path, ("_instantiator", "_class_path") if i % 2 else (), not dropped, **evil)
         for j, reader in enumerate(READERS):
-            if (i + j + number) % 3 or (reader == "of the base class" and i % 2):  # a file without the class's name
+            if (i + j + number) % 3 or (reader == "of the base class" and i % 2):  # these files do not name the class
                 continue
             if dropped:
                 model = READERS[reader](path)
@@ -218,13 +218,13 @@ def test_score(calls, tmp_path):
         genome_model(str(checkpoint(tmp_path, recurrence=nested("os.system"))))
 
 
-#: hyperparameters that a resumed model compares with its own
+#: hyperparameters that the model compares with its own when a run resumes
 READ_IN_A_RUN = ("pattern", "recurrence", "rotary_base", "max_seq_len")
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_trainer_reads_no_hyperparameters(calls, tmp_path, target):
-    """A Trainer resumes with the model that it has."""
+    """A Trainer that resumes uses its existing model, not the hyperparameters of the file."""
     run, data = trainer(max_steps=1, limit_val_batches=0), text(tmp_path)
     run.fit(LongNetLM(PATTERN, dim=16, depth=1), data)
     run.save_checkpoint(tmp_path / "x.ckpt")
@@ -241,7 +241,7 @@ def test_a_trainer_reads_no_hyperparameters(calls, tmp_path, target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_data_of_a_checkpoint(calls, tmp_path, target):
-    """load_from_checkpoint of data has no parser, either."""
+    """load_from_checkpoint of a data module has no parser that could create classes."""
     hparams = {"_instantiator": INSTANTIATOR, "paths": nested(target), "seq_len": call(target)}
     torch.save({"datamodule_hyper_parameters": hparams, "pytorch-lightning_version": "2.6.0"}, tmp_path / "x.ckpt")
     with contextlib.suppress(ValueError, TypeError):
@@ -297,7 +297,7 @@ def test_endless_values():
 
 
 def test_classes_of_values(tmp_path):
-    """A pattern and a recurrence by class_path, as a command line may save them for a user's own model."""
+    """A pattern and a recurrence given by class_path, as the command line may save them for a user's model."""
     branch = {
         "class_path": "lightning_dilated.pattern.branch.Branch",
         "init_args": {"segment_length": 8, "dilation_rate": 2},
@@ -358,7 +358,7 @@ def test_texts_that_it_takes(arguments):
 # -- the model's own class ---------------------------------------------------------------------------------------------
 @pytest.fixture
 def evil(tmp_path, monkeypatch):
-    """A module next to the file, which leaves a mark when it is imported."""
+    """A module beside the file that leaves a mark when it is imported."""
     source = "import pathlib\npathlib.Path(__file__).with_name('mark').touch()\nX = LongNetLM = dict\n"
     (tmp_path / "evilmod.py").write_text(source)
     monkeypatch.chdir(tmp_path)
@@ -385,7 +385,7 @@ def test_a_subclass_that_is_imported(tmp_path):
     path = own_checkpoint(
         tmp_path, pattern={"class_path": "lightning_dilated.DilatedPattern", "init_args": {"branches": []}}
     )
-    with pytest.raises(ValueError, match="branch"):  # its class refuses it
+    with pytest.raises(ValueError, match="branch"):  # DilatedPattern itself refuses it
         Own.load_from_checkpoint(path)
     for cls in (Own, DilatedModule):
         model = cls.load_from_checkpoint(own_checkpoint(tmp_path))
@@ -398,7 +398,7 @@ def test_a_subclass_that_is_imported(tmp_path):
 
 
 def test_a_class_that_the_caller_gives(tmp_path):
-    """The class in the file is not read, and the keyword is."""
+    """An argument that the caller gives is used; the class that the file names for it is not read."""
     path = own_checkpoint(tmp_path, norm={"class_path": "torch.nn.Identity"}, optimizer=call("os.system"))
     with pytest.raises(
         ValueError, match=r"own\.ckpt names torch\.nn\.Identity \(norm\).* as a keyword of load_from_check"
@@ -425,7 +425,7 @@ def test_other_classes(evil, path):
 
 
 def test_the_file_of_hyperparameters(evil):
-    """Reads YAML of plain values and tuples, and csv of literals."""
+    """A file of hyperparameters may be YAML with plain values and tuples, or a CSV of literals."""
     path, file = checkpoint(evil), evil / "h.yaml"
     hparams = {k: v for k, v in hyperparameters().items() if k != "_instantiator"}
     file.write_text(yaml.dump({**hparams, "dropout": 0.25, "class_weights": (1, 2)}))
@@ -445,7 +445,7 @@ def test_the_file_of_hyperparameters(evil):
 
 
 def test_an_optimizer_of_a_file_is_not_taken(tmp_path):
-    """Even a harmless optimizer is dropped: the caller chooses it."""
+    """Even a harmless optimizer of a file is ignored, because the caller chooses the optimizer."""
     path = checkpoint(tmp_path, optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.125}})
     for model in (LongNetLM.load_from_checkpoint(path), from_file(path), load_module(path)):
         assert type(model.configure_optimizers()) is torch.optim.AdamW
@@ -454,7 +454,7 @@ def test_an_optimizer_of_a_file_is_not_taken(tmp_path):
 
 
 def test_functions_of_a_file_are_not_called(tmp_path):
-    """`hparams_type`, which Lightning calls, and keys of early versions."""
+    """Functions named by `hparams_type`, which Lightning would call, and by keys of early versions are refused."""
     stored = torch.load(checkpoint(tmp_path), weights_only=True)
     stored |= {"hparams_type": torch._utils._rebuild_parameter, "module_arguments": {"own": call("os.system")}}
     torch.save(stored, tmp_path / "x.ckpt")

@@ -1,4 +1,4 @@
-"""linear_dtype="float8": linear layers by torchao, on the CPU with its rounding in float32, on a GPU in float8."""
+"""linear_dtype="float8": torchao's linear layers. A CPU imitates their rounding in float32, a GPU uses float8."""
 
 import sys
 
@@ -13,7 +13,7 @@ PATTERN = ld.DilatedPattern([(16, 1), (64, 4)])
 
 
 def trained(steps=20, width=32, device="cpu", **options):
-    """Train on one text with AdamW. Return (model, losses)."""
+    """Train a model on one text with AdamW. Return (model, losses)."""
     torch.manual_seed(0)
     model = ld.LongNetLM(PATTERN, 64, width, 2, 2, max_seq_len=64, **options)
     model.configure_model()
@@ -37,7 +37,7 @@ def test_it_learns_as_bf16_does():
     assert max(abs(a - b) for a, b in zip(want, losses, strict=True)) < 0.1
     kinds = {type(m).__name__ for m in model.transformer.blocks.modules()}
     assert "Float8Linear" in kinds and "Linear" not in kinds and type(model.head).__name__ == "Linear"
-    plain.load_state_dict(model.state_dict())  # names and weights are the same
+    plain.load_state_dict(model.state_dict())  # names and shapes of the weights do not change
     assert "linear_dtype" not in model.hparams
 
 

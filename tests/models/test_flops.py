@@ -1,4 +1,4 @@
-"""FLOPs of a step equal torch's own counter."""
+"""The FLOPs of a step equal the count of torch's own counter."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_counted(options, training):
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_frozen(trained, tied):
-    """Frozen parameters get no gradient, and layers before all trained ones pass none on."""
+    """Frozen parameters get no gradient, and layers before the first trained one compute no input gradient."""
     model, data = tiny(dtype=torch.float32, tie_embeddings=tied), batch(2, 23)
     model.requires_grad_(False).get_submodule(trained).requires_grad_(True)
     with FlopCounterMode(display=False) as counter:
@@ -44,7 +44,7 @@ def test_frozen(trained, tied):
 
 
 def test_documents_and_windows_of_heads():
-    pattern = DilatedPattern([Branch(4, 1, heads=[0]), (16, 2)])  # windows of heads have unequal numbers of pairs
+    pattern = DilatedPattern([Branch(4, 1, heads=[0]), (16, 2)])  # unequal numbers of pairs in the two chunks of heads
     model, data = tiny(pattern, dtype=torch.float32), batch(1, 23)
     data["cu_seqlens"] = torch.tensor([0, 5, 5, 23], dtype=torch.int32)
     want = step_flops(model, 23, [5, 0, 18])
@@ -54,11 +54,11 @@ def test_documents_and_windows_of_heads():
         with FlopCounterMode(display=False) as counter:
             model.token_losses(data).sum().backward()
         projections = 2 * sum(b.attention.in_proj_weight.numel() for b in model.transformer.blocks) * 23
-        assert counter.get_total_flops() == want + again * projections  # q, k and v are projected twice
+        assert counter.get_total_flops() == want + again * projections  # the recomputation projects q, k and v again
 
 
 def carried_pairs(pattern, heads, documents):
-    """Count (query, key) pairs across the starts of parts, by the pattern's definition."""
+    """Count (query, key) pairs in which the key is in an earlier part of the document, by the pattern's definition."""
     counts = [(part, pattern.counts(part.stop, heads, True)) for part in documents]
     return sum(int(x[:, part.start :, : part.start].sum()) for part, x in counts)
 
@@ -66,14 +66,14 @@ def carried_pairs(pattern, heads, documents):
 @pytest.mark.parametrize("chunk", [None, 6])
 @pytest.mark.parametrize("training", [True, False])
 def test_streams(training, chunk):
-    """Keys of earlier steps count in the forward, and for the query's gradient; their own gradients do not count."""
+    """Keys of earlier steps count in the forward and in the query's gradient, but they get no gradient themselves."""
     pattern = DilatedPattern([(8, 1), (64, 2)])
     model = tiny(pattern, dtype=torch.float32).train(training)
     model.transformer.memory = MemorySettings(stream=chunk)
     starts = torch.zeros(2, 60, dtype=torch.bool)
     starts[:, 0] = starts[1, 25] = True
     text, most = torch.randint(0, 11, (2, 61)), 0
-    want = {  # by step; documents of stream 0, then of stream 1
+    want = {  # one list per step: documents of stream 0, then of stream 1
         None: [[(0, 20), (0, 20)], [(20, 40), (20, 25), (0, 15)], [(40, 60), (15, 35)]],
         6: [
             [(0, 6), (6, 12), (12, 18), (18, 20)] * 2,
@@ -100,7 +100,7 @@ def test_streams(training, chunk):
 
 
 def test_truncated_chunks():
-    """With truncation, gradients end at chunks of documents and of padded samples."""
+    """With truncation, no gradient crosses a chunk boundary, in documents and in padded samples."""
     model = tiny(DilatedPattern([(8, 1), (64, 2)]), dtype=torch.float32)
     packed = {**batch(1, 23), "cu_seqlens": torch.tensor([0, 5, 5, 23], dtype=torch.int32)}
     padded = {**batch(2, 23), "lengths": torch.tensor([4, 20])}

@@ -1,4 +1,4 @@
-"""Frozen parameters cost no products in the backward, also in tiles and windows of heads; other gradients stay."""
+"""Frozen parameters need no products in the backward, in tiles and chunks of heads, too. Other gradients stay equal."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from . import batch, tiny
 from .test_memory_settings import PATTERN
 
 E, HIDDEN, HEADS, KV, TOKENS = 16, 24, 4, 2, 42
-PROJECTED = E + 2 * E // HEADS * KV  # rows of the joint projection of q, k and v
+PROJECTED = E + 2 * E // HEADS * KV  # number of rows in the joint projection of q, k and v
 WAYS = [
     MemorySettings(),
     MemorySettings("block", tile=5),
@@ -19,7 +19,7 @@ WAYS = [
     MemorySettings("block", tile=5, head_chunks=2),
     MemorySettings("attention-kept", tile=5, head_chunks=2),
 ]
-#: frozen parts, and their numbers of weights
+#: frozen parts -> their numbers of weights
 PARTS = {
     "ffn": 3 * E * HIDDEN,
     "attention.in_proj_weight": PROJECTED * E,
@@ -37,14 +37,14 @@ def block(memory):
 
 
 def frozen(module, names):
-    """Freeze the named parts of a module and return it."""
+    """Freeze the named parts of a module, and return the module."""
     for name, p in module.named_parameters():
         p.requires_grad_(not any(name == x or name.startswith(f"{x}.") for x in names))
     return module
 
 
 def backward(module, loss):
-    """Return (FLOPs of a backward, {name: gradient})."""
+    """Run a backward. Return (its FLOPs, {name: gradient})."""
     module.zero_grad()
     with FlopCounterMode(display=False) as counter:
         loss.backward()
@@ -52,7 +52,7 @@ def backward(module, loss):
 
 
 def of_block(memory, names, x):
-    """Return the same for a block and its input."""
+    """Build a block with frozen parts. Return (FLOPs of its backward, {name: gradient}), including the input's."""
     module = frozen(block(memory), names)
     x = x.clone().requires_grad_(x.requires_grad)
     flops, grads = backward(module, module(x).square().sum())
@@ -60,9 +60,9 @@ def of_block(memory, names, x):
 
 
 def cheaper(memory, names, x, products):
-    """Assert that freezing saves products with this number of weights, and leaves the other gradients bit by bit.
+    """Assert that freezing saves the products of this many weights and keeps all other gradients bit by bit.
 
-    With several samples, torch's linear merges the rows of a tile or not, depending on whether its weight is trained.
+    With several samples, torch's linear merges the rows of a tile depending on whether its weight is trained.
     """
     (all_of, want), (some, got) = of_block(memory, [], x), of_block(memory, names, x)
     assert all_of - some == 2 * TOKENS * products
@@ -72,7 +72,7 @@ def cheaper(memory, names, x, products):
         torch.testing.assert_close(grad, want[name], rtol=near, atol=near)
 
 
-#: with two samples torch's linear takes another path; test_what_nothing_before_needs has both numbers in CI
+#: with 2 samples torch's linear takes another path; in CI only test_what_nothing_before_needs runs both numbers
 SAMPLES = [1, pytest.param(2, marks=pytest.mark.slow)]
 
 
@@ -87,11 +87,11 @@ def test_a_part_of_a_block(memory, part, samples):
 @pytest.mark.parametrize("memory", WAYS, ids=str)
 @pytest.mark.parametrize("samples", [1, 2])
 def test_what_nothing_before_needs(memory, samples):
-    """The first block after frozen embeddings: gradients of q, k and v end at their weight, or at the norm's."""
+    """The first block after a frozen embedding: gradients of q, k and v end at their weight or at the norm's weight."""
     x = torch.randn(samples, TOKENS // samples, E, dtype=torch.float64)
     cheaper(memory, ["attention_norm"], x, PROJECTED * E)
     cheaper(memory, ["attention.in_proj_weight"], x, PROJECTED * E)
-    cheaper(memory, ["attention.in_proj_weight", "attention_norm"], x, 2 * PROJECTED * E)  # its bias is trained
+    cheaper(memory, ["attention.in_proj_weight", "attention_norm"], x, 2 * PROJECTED * E)  # the bias is still trained
     cheaper(memory, ["attention.in_proj_bias"], x, 0)
 
 

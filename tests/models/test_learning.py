@@ -1,9 +1,8 @@
-"""Learning by pattern (slow): copies over varying distances, and far recall, with and without a global head.
+"""Learning by pattern (slow): copies over varying distances and far recall, with and without a global head.
 
-The limits are from a study of the same tasks with another implementation. Copying, after 600 steps of a schedule of
-1,000:
-one dense head below 1 bit, dense attention below 0.2, a dilated pattern above 4.5 of 5. Recall, after 1,000 steps: one
-dense head below 0.3, a dilated pattern above 1 of 3.
+The limits come from a study of the same tasks with another implementation. Copies, after 600 of 1,000 scheduled steps:
+one dense head below 1 bit, dense attention below 0.2, a dilated pattern above 4.5 of 5 bits. Recall, after 1,000 steps:
+one dense head below 0.3, a dilated pattern above 1 of 3 bits.
 """
 
 import argparse
@@ -42,7 +41,7 @@ RECALL = {
 
 @pytest.mark.parametrize("name", RECALL)
 def test_recalls_from_the_first_half(tmp_path: Path, name: str) -> None:
-    """Runs the task, model and optimizer of recipes/far_recall.yaml for 1,000 steps."""
+    """Train the task, model and optimizer of recipes/far_recall.yaml for 1,000 steps."""
     pattern, low, high = RECALL[name]
     pl.seed_everything(0)
     model = LongNetLM(

@@ -1,4 +1,4 @@
-"""`model.lr` can be read and set in Python, Lightning's finder finds it, and its suggestion takes effect."""
+"""`model.lr` can be read and set in Python. Lightning's finder uses it, and its suggestion takes effect."""
 
 import lightning.pytorch as pl
 import pytest
@@ -34,7 +34,7 @@ def loader():
 
 
 class Rates(pl.Callback):
-    """Records the rates of all groups at each step."""
+    """Records the learning rates of all groups in each step."""
 
     def __init__(self):
         self.seen = []
@@ -96,5 +96,5 @@ def test_finder_callback_takes_effect_in_its_own_fit(tmp_path, scheduled):
         assert own[0] == pytest.approx([suggestion * x for x in scales]) and own[-1] == pytest.approx(own[0])
         return
     peak = max(own[2])
-    assert peak == pytest.approx(suggestion)  # the group of the head, after the warm-up
+    assert peak == pytest.approx(suggestion)  # the highest rate of the head's group is reached after the warm-up
     assert own[0] == pytest.approx([lr / 3 for lr in own[2]]) and own[5] < own[2]

@@ -1,4 +1,4 @@
-"""LongNetLM: causal, exact with padding and packing, with a correct loss, and complete after loading a checkpoint."""
+"""LongNetLM: causal, exact with padding and packing, a correct loss, and completely restored from a checkpoint."""
 
 import math
 from collections import OrderedDict
@@ -28,7 +28,7 @@ def gradients(model, loss):
 
 
 def same(got, want, tol=1e-6):
-    """Compare within the precision of a loss in fp32."""
+    """Assert equality up to the precision of a loss in fp32."""
     torch.testing.assert_close(got, want, rtol=tol, atol=tol)
 
 
@@ -64,7 +64,7 @@ def test_padded_batch_equals_single_samples(name):
 @pytest.mark.parametrize("position_encoding", ["none", "rotary", "xpos"])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_packed_documents_equal_separate_ones(name, position_encoding, num_kv_heads):
-    """Rotary and xPos depend only on distances, so a document's position in the pack does not matter."""
+    """Rotary and xPos depend only on distances, so a document may be anywhere in a pack."""
     model = tiny(
         PATTERNS[name], position_encoding=position_encoding, num_kv_heads=num_kv_heads, **OPTIONS.get(name, {})
     )
@@ -78,7 +78,7 @@ def test_packed_documents_equal_separate_ones(name, position_encoding, num_kv_he
 
 
 def test_shifted_layers_carry_over_the_wall():
-    """Behind the last segment of 16, tokens 0..15 reach a prediction only if odd layers are shifted."""
+    """Tokens 0..15 affect a prediction beyond the segment end at 16 only if odd layers are shifted."""
     tokens = torch.randint(10, (1, 32))
     changed = tokens.clone()
     changed[0, 15] = 10
@@ -125,13 +125,13 @@ def test_derived_metrics():
 
 
 def test_lightning_leaves_document_bounds_on_the_cpu():
-    """The op reads cu_seqlens on the CPU and refuses it elsewhere, but Lightning moves every tensor of a batch."""
+    """Lightning would move every tensor of a batch, but the op reads cu_seqlens on the CPU only."""
     data = OrderedDict(cu_seqlens=torch.tensor([0, 5, 20], dtype=torch.int32), **batch(1, 20))
     data["lengths"] = mock.Mock(spec=["to"])
     moved = tiny().transfer_batch_to_device(data, torch.device("meta"), 0)
     assert type(moved) is OrderedDict and list(moved) == list(data)
     assert moved["tokens"].device.type == "meta" and moved["cu_seqlens"] is data["cu_seqlens"]
-    assert moved["lengths"] is data["lengths"] and not data["lengths"].to.called  # nor there and back
+    assert moved["lengths"] is data["lengths"] and not data["lengths"].to.called  # not even temporarily
 
 
 def test_predict_step():
@@ -140,7 +140,7 @@ def test_predict_step():
     got = model.predict_step({**data, "index": torch.tensor([4, 9, 2])}, 0)
     assert got["tokens"].tolist() == [20, 5, 0] and got["index"].tolist() == [4, 9, 2]
     alone = [model.loss_terms({k: v[i : i + 1] for k, v in data.items()})[0].item() for i in range(3)]
-    # without predictions the metric is nan, not perfect
+    # a sample without predictions has nan, not 0 bits
     want = [alone[0] / 20 / math.log(4), alone[1] / 5 / math.log(4), math.nan]
     assert got["bits_per_byte"].tolist() == pytest.approx(want, nan_ok=True)
     assert "index" not in model.predict_step(data, 0)
@@ -188,13 +188,13 @@ def test_compiled_blocks_train_as_eager_ones():
 )
 @pytest.mark.full
 def test_compile_blocks(options, backend):
-    """The model trains and generates as without the option, which changes no name and is not saved with the weights."""
+    """A compiled model trains and generates like a plain one. The option changes no name and is not saved."""
     with torch.compiler.set_stance("default", force_backend=backend):
-        check_compiled(options, 6 if backend else 2)  # Inductor compiles each new shape for seconds
+        check_compiled(options, 6 if backend else 2)  # Inductor takes seconds to compile each new shape
 
 
 def check_compiled(options, new_tokens):
-    """Check that gradients, generated tokens and names of a compiled model equal the plain one."""
+    """Check that a compiled model has the gradients, generated tokens and names of the plain model."""
     plain, compiled = tiny(dtype=torch.float32, **options), tiny(dtype=torch.float32, compile_blocks=True, **options)
     compiled.load_state_dict(plain.state_dict())
     data = batch(2, 20)
@@ -212,7 +212,7 @@ def check_compiled(options, new_tokens):
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 class Wide(LongNetLM):
-    """A user's subclass with its own argument names."""
+    """A user's subclass with its own argument names in the constructor."""
 
     def __init__(self, width: int = 4, segments: tuple = (4, 16)) -> None:
         pattern = DilatedPattern.longnet(list(segments), [1, 2])
@@ -220,7 +220,7 @@ class Wide(LongNetLM):
 
 
 class Fixed(LongNetLM):
-    """A subclass that sets the pattern and passes the other arguments on."""
+    """A subclass that sets the pattern and forwards the other arguments."""
 
     def __init__(self, label: str = "", **options) -> None:
         super().__init__(PATTERN, **options)
@@ -228,14 +228,14 @@ class Fixed(LongNetLM):
 
 
 class Renamed(LongNetLM):
-    """A subclass with another name for the pattern."""
+    """A subclass with another name for the pattern in its constructor."""
 
     def __init__(self, attention_pattern: DilatedPattern, dim: int = 16) -> None:
         super().__init__(attention_pattern, **{**SIZES, "dim": dim})
 
 
 class Saver(LongNetLM):
-    """A subclass with the line that Lightning's documentation puts into every module."""
+    """A subclass that calls `save_hyperparameters`, as Lightning's documentation does in every module."""
 
     def __init__(self, pattern: DilatedPattern, extra: int = 1) -> None:
         super().__init__(pattern, **SIZES)

@@ -38,7 +38,7 @@ REFUSED = {
     "dropout nan": (make(dropout=float("nan")), ValueError, "dropout must be a number in"),
     "attention_dropout": (make(attention_dropout=True), TypeError, "attention_dropout must be a number"),
     "bytes_per_token": (make(bytes_per_token=0), ValueError, r"bytes_per_token must be a number in \(0, inf\), got 0"),
-    # the docstring promises these errors from the constructor, too, not only when Lightning builds the model
+    # by its docstring, the constructor raises these errors, not only Lightning's later call that builds the layers
     "ffn_dim": (make(ffn_dim=0), ValueError, "ffn_dim must be at least 1"),
     "position_encoding": (
         make(position_encoding="alibi"),
@@ -94,7 +94,7 @@ class Vocabulary(pl.LightningDataModule):
 
 @pytest.mark.parametrize("tokens, bytes_per_token, told", [(513, 1.0, True), (512, 1.0, False), (513, 3.7, False)])
 def test_bits_of_a_token_are_not_taken_for_those_of_a_byte(recwarn, tokens, bytes_per_token, told):
-    """Tokens of text without `bytes_per_token`: bits per byte would be several times too many."""
+    """If tokens are not bytes and `bytes_per_token` is not set, bits per byte would be several times too high."""
     model = tiny(dtype=torch.float32, vocab_size=1000, bytes_per_token=bytes_per_token)
     trainer(max_steps=1).fit(model, Vocabulary(tokens))
     messages = [str(x.message) for x in recwarn if "bytes_per_token is 1" in str(x.message)]

@@ -1,4 +1,4 @@
-"""LoRA: only updates and head are trained, the updates start at zero, and merging gives plain weights again."""
+"""LoRA trains only the updates and the head. Updates start at zero, and merging returns plain weights."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_without_peft(monkeypatch):
 
 @pytest.fixture
 def start(tmp_path):
-    """A file of weights to begin from."""
+    """A file with initial weights."""
     pytest.importorskip("peft")
     torch.save(encoder(dtype=torch.float32).released_state_dict(), tmp_path / "x.pth")
     return str(tmp_path / "x.pth")
@@ -72,7 +72,7 @@ def test_trains_updates_only(start, tmp_path, recompute):
 
 
 class _Around(nn.Module):
-    """Like peft's wrapper of a layer: only its call changes the weight, and other attributes are not passed on."""
+    """Imitates peft's wrapper: a call of the layer adds to its weight, and other attributes are not forwarded."""
 
     def __init__(self, base_layer: nn.Module, name: str) -> None:
         super().__init__()
@@ -120,6 +120,6 @@ def test_windows_of_heads_would_pass_the_updates_by():
         stack.memory = MemorySettings(head_chunks=2)
     stack = DilatedTransformer(16, [DilatedPattern.longnet([5], [1])], 4, causal=True)
     stack.memory = MemorySettings(head_chunks=2)
-    stack.blocks[0].attention = _Around(stack.blocks[0].attention, "in_proj_weight")  # afterwards
+    stack.blocks[0].attention = _Around(stack.blocks[0].attention, "in_proj_weight")  # LoRA added after `memory`
     with pytest.raises(ValueError, match="head_chunks=2 is not offered with LoRA"):
         stack(torch.randn(1, 9, 16))

@@ -1,4 +1,4 @@
-"""Memory settings under torch.compile: a whole traced stack, and pieces of many lengths."""
+"""Memory settings under torch.compile: a stack that is traced as a whole, and pieces of many lengths."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.full
 
 @pytest.mark.parametrize("offload", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_groups_within_a_compiled_stack(offload):
-    """torch.compile traces the checkpoints, but supports neither their contexts nor hooks on intermediate results."""
+    """torch.compile can trace checkpoints, but neither their contexts nor hooks on intermediate results."""
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -27,7 +27,7 @@ def test_groups_within_a_compiled_stack(offload):
 
 @pytest.mark.slow
 def test_compiled_pieces_of_many_lengths():
-    """Each length has its own last tile, and validation runs without gradients."""
+    """Every length has another last tile, and a validation runs without gradients."""
     torch._dynamo.reset()
     results = []
     for compiled in (False, True):

@@ -1,4 +1,4 @@
-"""Memory settings on a GPU: the same gradients, and less memory, step after step."""
+"""Memory settings on a GPU keep the gradients and use less memory in every step."""
 
 import functools
 import gc
@@ -36,7 +36,7 @@ def distance(got, want):
     return max(float((a - b).norm() / b.norm()) for a, b in zip(got, want, strict=True))
 
 
-#: a tile of one token compiles the same code, called 16,384 times
+#: no compiled run with tiles of one token: it would call the same compiled code 16,384 times
 WAYS = [
     (name, compiled) for name, x in SETTINGS.items() for compiled in (False, True) if not (compiled and x.tile == 1)
 ]
@@ -52,7 +52,7 @@ def test_float32(name, compiled):
         model.transformer.compile_blocks()
     if chosen.tile and chosen.tile > 1:
         chosen = MemorySettings(**{**vars(chosen), "tile": 3000})
-    for _ in range(3):  # later steps reuse memory that earlier ones freed
+    for _ in range(3):  # later steps reuse the memory that earlier steps freed
         assert distance(gradients(model, chosen, data), want) < 1e-4
 
 
@@ -78,7 +78,7 @@ def test_bfloat16(residual):
 
 
 def peak(model, chosen, data):
-    """Return (peak bytes, bytes after the forward) of the second step, beyond the model's own."""
+    """Return (peak bytes, bytes after the forward) of the second step, without the bytes of the model."""
     model.transformer.memory = chosen
     for _ in range(2):
         torch.cuda.synchronize()
@@ -97,7 +97,7 @@ def test_memory():
     length = 262144
     model, data = model_of(residual_dtype="bfloat16"), tokens_of(length)
     model.transformer.compile_blocks()
-    row = length * SIZES["dim"] * 2  # bytes of a block's input
+    row = length * SIZES["dim"] * 2  # bytes of the input of a block
     by_setting = {
         name: peak(model, chosen, data)
         for name, chosen in {
@@ -112,8 +112,8 @@ def test_memory():
     relative = {name: (p / row, k / row) for name, (p, k) in by_setting.items()}
     print(relative)
     assert relative["none"][0] > relative["block"][0] > relative["tile"][0] > relative["heads"][0], relative
-    assert relative["every"][1] < relative["heads"][1] - 3.5, relative  # two of six inputs stay
-    assert relative["offload"][1] < relative["heads"][1] - 3.5, relative  # at most two copies are in flight
+    assert relative["every"][1] < relative["heads"][1] - 3.5, relative  # two of the six inputs are stored
+    assert relative["offload"][1] < relative["heads"][1] - 3.5, relative  # up to two copies are in transit
     assert relative["offload"][0] < relative["heads"][0] - 2.5, relative
 
 
@@ -121,7 +121,7 @@ EVERYTHING = {"policy": "block", "every": 2, "offload": 1, "tile": 3000, "head_c
 
 
 def losses_of_twenty_steps(precision, engine, memory):
-    """Train with the Trainer on real bytes; each step's update affects the next loss."""
+    """Train with the Trainer on real bytes, where the update of a step affects the next loss."""
     pl.seed_everything(0)
     torch._dynamo.reset()
     optimizer = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
@@ -141,7 +141,7 @@ def losses_of_twenty_steps(precision, engine, memory):
 
 @pytest.mark.parametrize(("precision", "engine", "tol"), [("32-true", "triton", 1e-6), ("bf16-mixed", "auto", 1e-2)])
 def test_twenty_steps(precision, engine, tol):
-    """All exact settings together, compared with none."""
+    """A run with all exact settings together has the losses of a run without settings."""
     want = losses_of_twenty_steps(precision, engine, None)
     again = losses_of_twenty_steps(precision, engine, None)
     losses = losses_of_twenty_steps(precision, engine, EVERYTHING)

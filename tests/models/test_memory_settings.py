@@ -1,4 +1,4 @@
-"""Memory settings: each keeps the loss and the gradients, and saves what it promises."""
+"""Memory settings: each keeps loss and gradients, and saves the promised memory."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ SETTINGS = {
 
 
 def gradients(model: torch.nn.Module, settings: MemorySettings, data: dict, seed: int = 0) -> list[Tensor]:
-    """Return [per-token losses, gradients of all parameters]."""
+    """Return [losses by token, gradients of all parameters]."""
     model.transformer.memory = settings
     torch.manual_seed(seed)
     losses = model.token_losses(data)
@@ -96,13 +96,13 @@ def test_any_of_them(policy, every, offload, tile, chunks, tokens, samples, seed
     torch.manual_seed(seed)
     model = tiny(PATTERN, dim=24, num_heads=6, num_kv_heads=3, depth=2, attention_dropout=0.3).train()
     data = batch(samples, tokens)
-    # attention masks are keyed by heads and positions, so the cut does not matter
+    # heads and positions determine the attention masks, so pieces get the same masks
     same(gradients(model, chosen, data, seed), gradients(model, MemorySettings(), data, seed))
 
 
 @pytest.mark.parametrize("chosen", SETTINGS.values(), ids=SETTINGS)
 def test_dropout_is_drawn_again_alike(chosen):
-    """Tiles draw other masks for hidden features, so the gradient is compared with finite differences."""
+    """Tiles draw their own masks for hidden features, so gradients are compared with finite differences."""
     model = tiny(PATTERN, dropout=0.4, num_kv_heads=2, depth=3).train()
     model.transformer.drop_path = 0.3
     model.transformer.memory = chosen
@@ -128,7 +128,7 @@ def test_dropout_is_drawn_again_alike(chosen):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mixed_precision(dtype):
-    """In tiles a gradient is summed in float32, so it is not less exact than without tiles."""
+    """Gradients of tiles are summed in float32, so they are at least as exact as without tiles."""
     model, data = tiny(PATTERN, torch.float32, num_kv_heads=2), batch(2, 40)
     exact = gradients(model.double(), MemorySettings(), data)[1:]
     model.to(dtype)
@@ -144,7 +144,7 @@ def test_mixed_precision(dtype):
 
 @pytest.mark.parametrize("tile, chunks", [(5, 1), (None, 2), (5, 2)])
 def test_casts_of_autocast_are_not_taken_without_gradients(tile, chunks):
-    """A long and a short sequence, and the backward, all within one autocast."""
+    """Two lengths and the backward share one autocast. Its cache must not return casts that have no graph."""
     results = []
     for chosen in (MemorySettings(), MemorySettings(tile=tile, head_chunks=chunks)):
         torch.manual_seed(0)
@@ -161,7 +161,7 @@ def test_casts_of_autocast_are_not_taken_without_gradients(tile, chunks):
 
 
 class Largest(TorchDispatchMode):
-    """Records the most elements of any result, and the shapes that have them."""
+    """Records the largest number of elements in any result, and the shapes with that number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,12 +176,12 @@ class Largest(TorchDispatchMode):
 
 
 def test_nothing_wide_exists():
-    """No tensor of tokens x hidden features, tokens x vocabulary, or q, k and v of all heads."""
+    """No tensor has tokens x hidden features, tokens x vocabulary, or q, k and v of all heads."""
     tokens, dim, options = 256, 16, {"ffn_dim": 96, "vocab_size": 80, "num_heads": 8, "depth": 2}
     model, data = tiny(PATTERN, dim=dim, **options), batch(1, tokens, vocab_size=80)
     for chosen, most in [
         (MemorySettings(), 96 * tokens),
-        (MemorySettings(tile=32), 2 * dim * tokens),  # the joint projection of q and k
+        (MemorySettings(tile=32), 2 * dim * tokens),  # output of the joint projection of q and k
         (MemorySettings("block", tile=32, head_chunks=4), dim * tokens),
     ]:
         with Largest() as largest:
@@ -190,7 +190,7 @@ def test_nothing_wide_exists():
 
 
 class _Kept(torch.autograd.graph.saved_tensors_hooks):
-    """Counts saved tensors of `elements` elements outside of checkpointed pieces."""
+    """Counts the saved tensors with `elements` elements, except in checkpointed pieces."""
 
     def __init__(self, elements: int) -> None:
         self.found: set[int] = set()
@@ -209,7 +209,7 @@ def test_every_so_many_th_input_is_kept(every, inputs):
 
 
 def test_the_feed_forward_runs_once_forward_and_once_backward(monkeypatch):
-    """The recomputation of a block ends with the input of its feed-forward."""
+    """Recomputing a block stops at the input of the feed-forward, which the backward computes itself."""
     ran, real = [], FeedForward.forward
     monkeypatch.setattr(FeedForward, "forward", lambda self, x: ran.append(x.shape[1]) or real(self, x))
     block = TransformerBlock(16, 4, 24, PATTERN, causal=True)
@@ -220,7 +220,7 @@ def test_the_feed_forward_runs_once_forward_and_once_backward(monkeypatch):
     assert ran == [8, 8, 5] * 2
 
 
-#: the others cover these, too
+#: settings with features that the other cases cover, too
 TWICE = [SETTINGS[name] for name in ("tile 1", "heads", "kept, heads")]
 PIECES = [pytest.param(s, marks=[pytest.mark.slow] * (s in TWICE)) for s in SETTINGS.values() if s.in_pieces]
 
@@ -237,7 +237,7 @@ def test_compiled_in_pieces(chosen, monkeypatch):
         block.compile(fullgraph=True, backend="aot_eager")
     same(gradients(model, chosen, data), want)
     assert compiled and not any(b._compiled_call_impl for b in model.transformer.blocks)
-    same(gradients(model, MemorySettings("block"), data), want)  # whole blocks again
+    same(gradients(model, MemorySettings("block"), data), want)  # compiled blocks are used again
     assert all(b._compiled_call_impl for b in model.transformer.blocks)
 
 
@@ -289,7 +289,7 @@ def test_residual_dtype(dtype):
 
 @pytest.mark.parametrize("chosen", [MemorySettings(), SETTINGS["all"]], ids=["plain", "all"])
 def test_residual_dtype_without_autocast(chosen):
-    """Weights and their gradients stay float32; the hidden states in between are rounded."""
+    """Weights and their gradients stay float32. Only the hidden states between blocks are rounded."""
     exact, rounded = (tiny(PATTERN, torch.float32, num_kv_heads=2, residual_dtype=x) for x in (None, "bfloat16"))
     rounded.load_state_dict(exact.state_dict())
     data = batch(2, 23)
@@ -304,7 +304,7 @@ def test_residual_dtype_is_checked():
 
 
 def test_unknown_settings_do_not_slip_through():
-    """Every field of the settings is one of the callback's arguments."""
+    """Every field of MemorySettings is an argument of the callback."""
     from dataclasses import fields
     from inspect import signature
 

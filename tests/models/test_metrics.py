@@ -1,4 +1,4 @@
-"""TokenMean: a mean over tokens with sums that stay in float64, even if the model is cast."""
+"""TokenMean: a mean over tokens, with sums that stay float64 even if the model is cast."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from lightning_dilated.models.metrics import TokenMean
 
 @pytest.mark.parametrize("cast", ["bfloat16", "half", "float", "to", "to twice"])
 def test_sums_stay_wide(cast):
-    """A bf16 sum of losses of 1 would stop growing at 256."""
+    """In bf16, a sum of ones would stop at 256."""
     module = nn.ModuleDict({"linear": nn.Linear(2, 2), "mean": TokenMean()})
     if cast.startswith("to"):
         module.to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""DilatedModule under a real Trainer: exact means, complete optimizers, subclasses of two methods, exact resumption."""
+"""DilatedModule in a real Trainer: exact means, complete optimizers, subclasses with two methods, exact resuming."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ from . import PATTERN, SIZES, batch, loader, text, tiny, trainer
 
 
 class Line(DilatedModule):
-    """A user's module that defines two methods and nothing else."""
+    """A user's module that defines the two required methods only."""
 
     def build(self):
         self.layer = nn.Linear(3, 1)
@@ -43,7 +43,7 @@ def test_two_methods_make_a_module():
 
 
 def test_is_built_once():
-    """Lightning calls configure_model at every fit, validate and test; trained weights must survive that."""
+    """Lightning calls configure_model in every fit, validate and test. Trained weights must not be replaced."""
     model = Line()
     for _ in range(2):
         model.configure_model()
@@ -55,13 +55,13 @@ def test_is_built_once():
 
 
 class NoBuild(DilatedModule):
-    """Lacks one method."""
+    """Lacks the method `build`."""
 
     loss_terms = Line.loss_terms
 
 
 class NoLoss(DilatedModule):
-    """Lacks the other."""
+    """Lacks the method that computes the loss."""
 
     build = Line.build
 
@@ -90,7 +90,7 @@ def test_parameter_groups(tied, frozen):
 
 
 class Look(Callback):
-    """Compares the optimizer's parameters with the model's once training has begun."""
+    """Compares the parameters of the optimizer with the model's once training has begun."""
 
     held, there, moved = None, None, None
 
@@ -106,7 +106,7 @@ class Look(Callback):
 
 
 def test_optimizer_holds_every_parameter():
-    """An optimizer made before configure_model would hold dead or no tensors and train nothing, without an error."""
+    """An optimizer from before configure_model would have old or no parameters, and train nothing without an error."""
     model, look = LongNetLM(PATTERN, **SIZES, optimizer=functools.partial(torch.optim.AdamW, weight_decay=0.3)), Look()
     trainer(max_steps=2, callbacks=[look]).fit(model, loader(batch(2, 20), batch(2, 20)))
     assert look.held == look.there and all(look.moved) and look.decay == {True: 0.3, False: 0.0}
@@ -128,7 +128,7 @@ def test_scheduler_steps_every_batch():
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
 def uneven():
-    """Return two batches with 3 and 37 counted tokens, and one with none."""
+    """Return batches with 3, 37 and 0 counted tokens."""
     batches = [batch(2, 20), batch(2, 20), batch(1, 20)]
     for data, counting in zip(batches, (3, 37, 0), strict=True):
         data["labels"].view(-1)[counting:] = -100
@@ -142,7 +142,7 @@ def test_mean_over_all_tokens_of_the_epoch(stage):
         totals, tokens = zip(*(model.loss_terms(b) for b in batches), strict=True)
     want = (sum(totals) / sum(tokens)).item()
     assert sum(tokens) == 40 and abs(want - sum(t / n for t, n in zip(totals, (3, 37), strict=False)) / 2) > 1e-4
-    for _ in range(2):  # nothing is left over for the next epoch
+    for _ in range(2):  # sums must be reset before the next epoch
         (metrics,) = getattr(trainer(), stage)(model, loader(*batches), verbose=False)
         name = "val" if stage == "validate" else "test"
         assert metrics[f"{name}_loss"] == pytest.approx(want, rel=1e-6)
@@ -158,7 +158,7 @@ def test_batch_without_tokens():
 
 
 def test_a_diverged_batch_shows_in_the_mean():
-    """A mean that skips nan would keep a broken model's checkpoint as the best."""
+    """A mean that skips nan would rank the checkpoint of a diverged model as the best."""
     x, y = torch.randn(32, 3), torch.zeros(32)
     y[20] = torch.nan
     data = DataLoader(list(zip(x, y, strict=True)), batch_size=16)
@@ -188,13 +188,13 @@ def test_half_precision(precision, dtype):
     run = trainer(max_epochs=1, precision=precision)
     run.fit(model, loader(*[data] * 30), loader(data))
     assert {p.dtype for p in model.parameters()} == {dtype}
-    assert run.callback_metrics["train_loss"] < 1.5  # from log(11) = 2.4
+    assert run.callback_metrics["train_loss"] < 1.5  # the initial loss is log(11) = 2.4
     assert run.callback_metrics["val_loss"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("algorithm", [None, "norm", "value"])
 def test_a_fused_optimizer_is_clipped(algorithm):
-    """Lightning refuses to clip for fused optimizers under bf16-mixed, which has no scaler."""
+    """Lightning refuses to clip gradients of fused optimizers under bf16-mixed, although it uses no scaler there."""
     weights = {}
     for fused, clip in ((True, 0.02), (False, 0.02), (False, None)):
         torch.manual_seed(0)
@@ -209,7 +209,7 @@ def test_a_fused_optimizer_is_clipped(algorithm):
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
 class Stop(Callback):
-    """Interrupts a run in the middle of an epoch."""
+    """Interrupts a run in mid-epoch."""
 
     def __init__(self, step):
         self.step = step
@@ -232,7 +232,7 @@ def train(folder, stop=None, resume=None):
 
 
 def test_resumed_run_ends_at_the_same_bits(tmp_path):
-    """Epochs have 41 steps, so the run is interrupted in the second; its last checkpoint is of step 49."""
+    """An epoch has 41 steps. The run is interrupted in the second epoch, and its last checkpoint has step 49."""
     whole, run = train(tmp_path)
     broken, _ = train(tmp_path, stop=52)
     resumed, again = train(tmp_path, resume=tmp_path / "True" / "step=49.ckpt")

@@ -1,4 +1,4 @@
-"""The loss of the progress bar, shown without waiting for it."""
+"""The loss in the progress bar is shown without waiting for it."""
 
 import copy
 import os
@@ -28,13 +28,13 @@ def test_copies_begin_anew():
     newest = DeferredScalar()
     assert newest.last() is None
     newest.of(torch.tensor(1.5))
-    newest._free = [lambda: None]  # like events, it cannot be pickled
+    newest._free = [lambda: None]  # CUDA events cannot be pickled, nor can a function
     for copied in (copy.deepcopy(newest), pickle.loads(pickle.dumps(newest))):
         assert isinstance(copied, DeferredScalar) and copied.last() is None and newest.last() == 1.5
 
 
 class Shown(pl.callbacks.TQDMProgressBar):
-    """Records the bar's value after each batch, and the true loss."""
+    """Records the value in the bar after each batch, and the exact loss."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ def test_on_a_gpu_what_has_arrived():
     newest.of(x)
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
-    assert newest.of(x * 2) == 1.5  # the second value waits behind the sleep
+    assert newest.of(x * 2) == 1.5  # the second value is not ready before the sleep ends
     torch.cuda.synchronize()
     assert newest.of(x * 6) == 3.0
 
@@ -74,7 +74,7 @@ def test_many_under_way():
     newest.of(x[0])
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
-    assert [newest.of(y) for y in x[1:]] == [0.0] * 19  # values without a free slot are not shown
+    assert [newest.of(y) for y in x[1:]] == [0.0] * 19  # a value is skipped if no slot is free
     assert newest.last() == 19.0
     assert newest.of(x[0]) == SLOTS
     torch.cuda.synchronize()

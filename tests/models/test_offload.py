@@ -1,4 +1,4 @@
-"""Saved block inputs in host memory: their number, their bytes, and that the memory is freed."""
+"""Block inputs that are saved in host memory: their number, their bytes, and when the memory is freed."""
 
 import functools
 import gc
@@ -24,7 +24,7 @@ from .test_memory_settings import PATTERN, gradients, same
 
 pytestmark = pytest.mark.full
 
-INPUT = 2 * 21 * 16 * 8  # bytes of a block's input
+INPUT = 2 * 21 * 16 * 8  # bytes of the input of a block
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_host_memory(offload, every, inputs):
     chosen = MemorySettings("block", every=every, offload=offload)
     model.transformer.memory = chosen
     host = model.transformer._host
-    for _ in range(3):  # later steps allocate nothing
+    for _ in range(3):  # steps after the first allocate nothing
         losses = model.token_losses(batch(2, 21))
         assert len([a for a in host._order if a() is not None]) == inputs
         losses.sum().backward()
@@ -50,7 +50,7 @@ def test_a_budget_in_gib(monkeypatch):
     host = model.transformer._host
     assert host.bytes == 3 * INPUT
     torch.autograd.grad(model.token_losses(batch(2, 11)).sum(), list(model.parameters()))
-    assert host.bytes <= 3.5 * INPUT  # memory for other lengths was freed
+    assert host.bytes <= 3.5 * INPUT  # buffers of the other length were freed
 
 
 def test_a_forward_without_backward():
@@ -60,7 +60,7 @@ def test_a_forward_without_backward():
     del losses
     gc.collect()
     host = model.transformer._host
-    assert sum(b.size for b in host._free) >= 2 * INPUT  # the last input sent is held until another is sent
+    assert sum(b.size for b in host._free) >= 2 * INPUT  # the input sent last keeps its buffer until the next is sent
     want = gradients(model, MemorySettings(), data := batch(2, 21))
     same(gradients(model, MemorySettings("block", offload=1), data), want)
 
@@ -77,7 +77,7 @@ def test_two_forwards_before_the_backward():
 
 
 def test_an_empty_shard_sends_nothing():
-    """No bytes can be registered with CUDA."""
+    """A shard without tokens sends nothing, because CUDA cannot register an empty buffer."""
     stack = DilatedTransformer(16, [PATTERN] * 3, 4, causal=True)
     stack.memory = MemorySettings("block", offload=1)
     stack(torch.randn(1, 0, 16, requires_grad=True)).sum().backward()
@@ -85,7 +85,7 @@ def test_an_empty_shard_sends_nothing():
 
 
 def events_of(stack, monkeypatch):
-    """Record events from now on: the number of each block that attends, and each group's input that is fetched."""
+    """Record events from here on: numbers of blocks that attend, and names of groups when their inputs are fetched."""
     events, fetch, attend = [], offload._Offloaded.fetch, TransformerBlock._attend
     names = {block: number for number, block in enumerate(stack.blocks)}
 
@@ -101,7 +101,7 @@ def events_of(stack, monkeypatch):
 
 @pytest.mark.parametrize("offload_part", [1, 0.5])
 def test_the_next_group_comes_beside_a_groups_first_block(offload_part, monkeypatch):
-    """When the group's last block is recomputed and runs backward, all inputs of the group are on the GPU."""
+    """The next group's input is fetched after the backward of a group's last block, the moment with most inputs."""
     model = tiny(PATTERN, depth=6)
     model.transformer.memory = MemorySettings("block", every=2, offload=offload_part)
     events = events_of(model.transformer, monkeypatch)
@@ -109,7 +109,7 @@ def test_the_next_group_comes_beside_a_groups_first_block(offload_part, monkeypa
     assert events == [0, 1, 2, 3, 4, 5]
     events.clear()
     losses.sum().backward()
-    # offload 1: the last input sent is still on the GPU; offload 0.5: the last group's input was never sent
+    # offload 1: the input sent last is still on the GPU; offload 0.5: the input of the last group was never sent
     assert [x for x in events if isinstance(x, str)] == ["group 1", "group 0"]
     assert [x for x in events if not isinstance(x, str)] == [4, 5, 4, 2, 3, 2, 0, 1, 0]
     for group, first in (("group 1", 4), ("group 0", 2)):
@@ -118,7 +118,7 @@ def test_the_next_group_comes_beside_a_groups_first_block(offload_part, monkeypa
 
 
 def test_what_comes_back_in_vain_is_waited_for(monkeypatch):
-    """Its memory must not be reused while the copy still writes it."""
+    """If a fetched input is not used, its memory must not be reused before the copy has finished."""
     waits = []
     monkeypatch.setattr(offload._Offloaded, "_wait", lambda self: waits.append(self.number))
     host = offload.Host(1)
@@ -130,7 +130,7 @@ def test_what_comes_back_in_vain_is_waited_for(monkeypatch):
 
 
 def test_the_first_input_has_no_gradient(monkeypatch):
-    """As after a frozen embedding: the input stays, and each group's first block fetches the group before it."""
+    """After a frozen embedding, the input stays on the GPU, and a group's first block fetches the group before it."""
     stack = DilatedTransformer(16, [PATTERN] * 6, 4, causal=True)
     stack.memory = MemorySettings("block", every=2, offload=1)
     events = events_of(stack, monkeypatch)
@@ -141,7 +141,7 @@ def test_the_first_input_has_no_gradient(monkeypatch):
 
 
 def test_longer_and_longer_sequences():
-    """Buffers of all earlier lengths would fill the host."""
+    """Buffers of earlier lengths must be freed, or growing lengths would fill the host's memory."""
     stack = DilatedTransformer(16, [PATTERN] * 3, 4, causal=True)
     stack.memory = MemorySettings("block", offload=1)
     for tokens in range(10, 60):
@@ -151,7 +151,7 @@ def test_longer_and_longer_sequences():
 
 
 def test_memory_is_given_back_when_copies_are_done(monkeypatch):
-    """A buffer that CUDA may still read must not be freed: the host runs ahead of the GPU."""
+    """CUDA may still read a buffer after the host has moved on, so it is freed only when its copies have finished."""
     host, waits = offload.Host(1), []
     host._send(torch.ones(5), False)
     host._leaving = None
@@ -162,16 +162,15 @@ def test_memory_is_given_back_when_copies_are_done(monkeypatch):
 
 @functools.cache
 def counted(settings):
-    """Return the footprint of both cases; it does not depend on which inputs are offloaded."""
+    """Return the footprint for both cases, because it does not depend on which inputs are offloaded."""
     model = tiny(PATTERN, torch.float32, depth=8, residual_dtype="bfloat16")
     return footprint(counted_model_of(model, "bf16-mixed", settings), (42, 63))
 
 
 @pytest.mark.parametrize("offload_part", [1, 0.5])
 def test_what_is_on_the_gpu_beside(offload_part, monkeypatch):
-    """The plan counts the group inputs that are still on the GPU: the first, which the caller of the blocks holds, and
-    the last
-    one sent, until another is sent or stays. The embedding's wider output is freed.
+    """The plan counts the group inputs that are still on the GPU: the first one, which the caller of the blocks stores,
+    and the one sent last, until another is sent or stays. The wider output of the embedding is freed.
     """
     inputs, counts, init = [], [], offload._Offloaded.__init__
     keep = lambda x: inputs.append(StorageWeakRef(x.untyped_storage()))  # noqa: E731
@@ -189,7 +188,7 @@ def test_what_is_on_the_gpu_beside(offload_part, monkeypatch):
         loss, _ = model.loss_terms(batch(1, 21))
     assert inputs[0].expired()
     windows, in_loss = counts[:-1], counts[-1]
-    groups = [windows[i : i + 4] for i in range(0, 16, 4)]  # two blocks of two windows each
+    groups = [windows[i : i + 4] for i in range(0, 16, 4)]  # two blocks with two chunks of heads each
     plan = counted(MemorySettings("block", every=2, tile=21, head_chunks=2))
     plan = replace(plan, subject=replace(plan.subject, memory=chosen))
     away = round(4 * offload_part)
@@ -203,7 +202,7 @@ def test_what_is_on_the_gpu_beside(offload_part, monkeypatch):
 
 
 def test_closed_with_forwards_that_wait():
-    """Two forwards wait; a third has lost its graph with its last input in flight; one ran without gradients."""
+    """Close while two forwards wait, after one that lost its graph in mid-copy and one without gradients."""
     stack = DilatedTransformer(16, [PATTERN] * 3, 4, causal=True)
     stack.memory = MemorySettings("block", offload=1)
     x = torch.randn(1, 10, 16, requires_grad=True)
@@ -227,7 +226,7 @@ def test_closed_with_forwards_that_wait():
 
 
 def test_closed_where_the_gpu_failed(monkeypatch):
-    """Copies are waited for, which raises the GPU's error."""
+    """Closing waits for the copies, which raises the GPU's error."""
     host, waits = offload.Host(1), []
 
     def synchronize():

@@ -1,4 +1,4 @@
-"""Options that models share: each is on the command line with its help, and refused if a class sets it itself."""
+"""Options that several models share are on the command line with their help. A class that sets one refuses it."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_a_checkpoint_keeps_defaults_and_no_settled_option():
 
 
 def test_private_apis_that_models_use():
-    """A failing one names the function of `_compat` to mend."""
+    """A failure names the function of `_compat` that has to be adapted."""
     layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
     assert ext_torch.compiled_call(layer) is None and not compat_torch.has_hooks(layer)
     compat_torch.set_compiled_call(layer, lambda *unused: "compiled")

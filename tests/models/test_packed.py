@@ -1,4 +1,4 @@
-"""Samples packed into one row: loss, gradients and predictions equal the separate samples, in float64."""
+"""Samples packed into one row have the loss, gradients and predictions of the separate samples, in float64."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def built(cls, *args, **options):
 
 
 def gradients(model, terms):
-    """Return (mean loss, {name: gradient}) of (sum, count) pairs."""
+    """Return (mean loss, {name: gradient}) of a list of (sum, count) pairs."""
     loss = sum(total for total, _ in terms) / sum(int(count) for _, count in terms)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
@@ -118,7 +118,7 @@ def files_of_bytes(folder):
 @pytest.mark.parametrize("cls", [LongNetLM, LongNetMLM])
 @pytest.mark.parametrize("make", [genome, files_of_bytes])
 def test_metrics_of_a_data_modules_packs(tmp_path, make, cls):
-    """Validation by a Trainer: loss and metrics of packed genomes and bytes equal the separate samples."""
+    """In a validation by a Trainer, loss and metrics of packed genomes and bytes equal the separate samples."""
     module = make(tmp_path)
     model, data = built(cls, PATTERN, module.vocab_size), module.dataset("val")
     alone = [
@@ -132,7 +132,7 @@ def test_metrics_of_a_data_modules_packs(tmp_path, make, cls):
         metrics.append({k: float(v) for k, v in validation.callback_metrics.items()})
     assert 1 < len(batches) < len(alone)
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-6) and len(metrics[0]) == 3
-    # an untrained model guesses no byte of 256
+    # an untrained model predicts no byte of 256 correctly
     assert metrics[0]["val_loss"] > 0 and (metrics[0].get("val_accuracy") != 0 or make is files_of_bytes)
 
 
@@ -151,7 +151,7 @@ def test_stochastic_depth_drops_documents_as_samples():
 
 
 def test_what_does_not_count_may_be_nan():
-    """The class token's hidden state is not part of the mean over tiles."""
+    """The mean over tiles ignores the hidden state of the class token, even if it is nan."""
     model, row = encoder(pool="mean"), packed(slides(5, 3))
     documents = model._documents(row)
     x = torch.ones(1, 10, 4)
@@ -160,7 +160,7 @@ def test_what_does_not_count_may_be_nan():
 
 
 def test_documents_of_a_window_stay_one_sample():
-    """A row with one number in `index` is one sample, as windows of a text are."""
+    """A row with one number in `index` is one sample, even if it has several documents, as a window of a text may."""
     row = packed(texts(9, 5))
     model = built(LongNetLM, PATTERN, 11).eval()
     with torch.no_grad():

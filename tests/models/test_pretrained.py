@@ -1,4 +1,4 @@
-"""Folders of config.json and model.safetensors: a saved model loads again, the files are readable, misfits raise."""
+"""Folders with config.json and model.safetensors: a saved model loads again, files are readable, misfits raise."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ TOKENS = torch.randint(11, (2, 20))
 
 
 class Own(DilatedModule):
-    """A user's module that saves its own hyperparameters."""
+    """A user's module that saves its hyperparameters itself."""
 
     def __init__(
         self, width: int = 3, pattern: DilatedPattern | None = None, kinds: tuple = ("a", "b"), **extra
@@ -69,7 +69,7 @@ def test_config_is_readable(tmp_path):
 
 
 def test_any_module(tmp_path):
-    """A custom module with a shared layer, a buffer and a tuple among its arguments."""
+    """A user's module with a shared layer, a buffer, and a tuple as an argument."""
     model = Own(4, pattern=PATTERN)
     model.save_pretrained(tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == {"layer.weight", "layer.bias", "steps"}
@@ -92,7 +92,7 @@ def test_changes(tmp_path):
 
 
 def test_from_a_checkpoint_of_training(tmp_path):
-    """A .ckpt becomes a folder."""
+    """A .ckpt file is converted to a folder."""
     from . import batch, loader, trainer
 
     run, model = trainer(max_steps=1), LongNetLM(PATTERN, **SIZES)
@@ -104,7 +104,7 @@ def test_from_a_checkpoint_of_training(tmp_path):
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
 def edit(**changes):
-    """Return a change of config.json."""
+    """Return a function that changes config.json in a folder."""
 
     def act(folder):
         config = json.loads((folder / "config.json").read_text())
@@ -177,7 +177,7 @@ def test_no_folder(tmp_path):
 
 @pytest.mark.parametrize("value", [nn.GELU(), {1: "a"}, [torch.float32]], ids=str)
 def test_what_json_cannot_hold(value, tmp_path):
-    """A mapping with numbers for keys would come back with strings."""
+    """JSON would turn a mapping's keys from numbers into strings, so such a mapping is refused."""
     with pytest.raises(TypeError, match=r"hyperparameter kinds=.* of Own cannot be written .*ignore=\['kinds'\]"):
         Own(kinds=value).save_pretrained(tmp_path / "x")
     assert not (tmp_path / "x").exists()
@@ -235,7 +235,7 @@ def test_push_to_hub(monkeypatch):
 
 @pytest.mark.parametrize("library", ["safetensors.torch", "huggingface_hub"])
 def test_without_the_extra(library, tmp_path, monkeypatch):
-    """tests/test_package.py shows that `import lightning_dilated` needs neither library."""
+    """The error names the extra. tests/test_package.py tests that `import lightning_dilated` needs neither library."""
     model = tiny()
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ImportError, match=rf"{library} is missing: pip install 'lightning-dilated\[hub\]'"):

@@ -1,4 +1,4 @@
-"""Weight files that are incomplete, damaged or forged: each raises an error that names the file."""
+"""Incomplete, damaged or forged weight files: each raises an error that names the file."""
 
 import json
 
@@ -42,7 +42,7 @@ def from_torchscale(path, **options):
     return LongNetLM.from_torchscale(path, [4, 8], [1, 2], num_heads=2, **options)
 
 
-#: how a file is loaded, its contents, the prefix of its layers' names, one of its matrices
+#: loading function, contents of a valid file, prefix of the layers' names, name of a matrix
 LOADERS = {
     "gigapath": (from_gigapath, slide_state, "encoder.layers", "patch_embed.proj.weight"),
     "torchscale": (from_torchscale, decoder_state, "layers", "embed_tokens.weight"),
@@ -51,7 +51,7 @@ each = pytest.mark.parametrize("name", LOADERS)
 
 
 def loading(folder, name, change, **options):
-    """Load good weights after a change; the change returns None if it works in place."""
+    """Change valid weights, save and load them. `change` returns the new weights, or None if it works in place."""
     load, make, layers, matrix = LOADERS[name]
     state = {k: x.clone() for k, x in make().items()}
     changed = change(state, layers, matrix)
@@ -75,7 +75,7 @@ def only(value):
 
 
 def cut(state, layers, matrix):
-    """Remove the last layer."""
+    """Remove the last layer from the weights."""
     return {k: x for k, x in state.items() if not k.startswith(f"{layers}.1.")}
 
 
@@ -107,7 +107,7 @@ def test_refused(tmp_path, name, what):
 
 @each
 def test_layers_that_were_asked_for(tmp_path, name):
-    """The file does not show that its last layer is missing, but the caller may know the number."""
+    """A file does not show that its last layer is missing, but the caller may give the number of layers."""
     loading(tmp_path, name, cut)
     with pytest.raises(ValueError, match=r"x\.pth has 1 layers, and depth=2 was asked for"):
         loading(tmp_path, name, cut, depth=2)
@@ -116,7 +116,7 @@ def test_layers_that_were_asked_for(tmp_path, name):
 
 
 def test_layers_of_gigapath(tmp_path):
-    """A published width implies the number of layers."""
+    """For a published width, the number of layers is known."""
     model = SlideEncoder(feature_dim=384, dim=384, ffn_dim=8, depth=11)
     torch.save(to_released(model.state_dict()), tmp_path / "x.pth")
     with pytest.raises(ValueError, match=r"x\.pth has 11 layers, and GigaPath's encoder of its width has 12.*depth=11"):
@@ -156,7 +156,7 @@ def test_names_of_the_hub(name):
 
 
 def test_state_dicts_in_memory():
-    """They are not compared with a file."""
+    """A state dict in memory is not compared with the size of a file."""
     state = decoder_state()
     state["layers.1.ffn.fc1.bias"] = torch.ones(1).expand(16)
     sizes, _ = torchscale.convert(state, num_heads=2)
@@ -164,7 +164,7 @@ def test_state_dicts_in_memory():
 
 
 def test_an_archive_that_grows(tmp_path):
-    """torch.save compresses nothing."""
+    """An archive that expands is refused, because torch.save does not compress."""
     import zipfile
 
     with zipfile.ZipFile(tmp_path / "x.pth", "w", zipfile.ZIP_DEFLATED) as archive:

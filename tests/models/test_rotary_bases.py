@@ -23,7 +23,7 @@ WIDE, NARROW = DilatedPattern.dense(), DilatedPattern.dense(16)
     "tokens, base", [(1, 1e4), (1995, 1e4), (2048, 1e5), (16384, 1e6), (65536, 1e7), (262144, 1e8), (1 << 20, 1e9)]
 )
 def test_of_length(tokens, base):
-    """0.0424 N^1.628, at least 1e4, up to a power of ten."""
+    """The base is 0.0424 N^1.628, rounded up to a power of ten, and at least 1e4."""
     assert base_of_length(tokens) == base
     assert served_length(base) >= tokens
 
@@ -124,7 +124,7 @@ def test_a_fit_on_longer_sequences_warns():
 
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetClassifier])
 def test_layers_have_their_own(kind):
-    """Each layer rotates q and k by its base; a layer without positions does not."""
+    """Each layer rotates q and k with its own base; a layer without positions does not rotate."""
     sizes = {"dim": 16, "depth": 4, "num_heads": 2}
     options = {"vocab_size": 11, **({} if kind is LongNetLM else {"num_classes": 2})}
     model = kind(NARROW, **sizes, **options, rotary_base=[1e4, "none", 5e5, "length"], max_seq_len=65536)
@@ -139,13 +139,13 @@ def test_layers_have_their_own(kind):
 
 
 def test_checkpoints_keep_it(tmp_path):
-    """A file keeps its base; one of a version without max_seq_len keeps 10,000."""
+    """A file keeps its base. The base of a file from before max_seq_len is 10,000."""
     model = LongNetLM([NARROW, WIDE], **{**SIZES, "depth": 2}, max_seq_len=65536)
     twin = LongNetLM.from_pretrained(model.save_pretrained(tmp_path))
     assert twin.rotary_bases == (1e7, 1e7) and twin.max_seq_len == 65536 and twin.patterns == (NARROW, WIDE)
-    assert LongNetLM.from_pretrained(tmp_path, max_seq_len=1 << 20).rotary_bases == (1e7, 1e7)  # as it was trained
+    assert LongNetLM.from_pretrained(tmp_path, max_seq_len=1 << 20).rotary_bases == (1e7, 1e7)  # the base from training
     for kind in (LongNetLM, LongNetMLM):
-        assert kind(NARROW, **SIZES).hparams.rotary_base == 1e4  # a fixed number, whatever the later length
+        assert kind(NARROW, **SIZES).hparams.rotary_base == 1e4  # fixed when the model is created
     assert LongNetClassifier(NARROW, vocab_size=11, num_classes=2, dim=16, num_heads=2).hparams.rotary_base == 1e4
     old = {**dict(model.hparams), "rotary_base": 10000.0}
     del old["max_seq_len"]
@@ -154,7 +154,7 @@ def test_checkpoints_keep_it(tmp_path):
 
 @pytest.mark.parametrize("folder", [False, True], ids=["file", "sharded"])
 def test_a_run_refuses_other_bases_than_were_trained(tmp_path, folder):
-    """Weights have the same shapes for every base, so nothing else would reveal it."""
+    """A run raises if the base differs from the checkpoint's, because the shapes of weights would not reveal it."""
     strategy = {"strategy": "ring_dilated"} if folder else {}
     saver = [ShardedCheckpoint(str(tmp_path / "sharded"), every_n_train_steps=1)] if folder else []
     run = trainer(max_steps=1, callbacks=saver, default_root_dir=tmp_path, enable_checkpointing=folder, **strategy)

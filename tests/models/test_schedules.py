@@ -1,4 +1,4 @@
-"""WarmupCosine step by step against its formula, and its errors."""
+"""WarmupCosine against its formula in each step, and its errors."""
 
 import math
 
@@ -13,7 +13,7 @@ def optimizer(*rates):
 
 
 def factors(steps, **options):
-    """Return the learning rate of each step as a share of the peak."""
+    """Return the learning rate of each step relative to the peak."""
     opt = optimizer(2.0)
     schedule, rates = WarmupCosine(opt, **options), []
     for _ in range(steps):
@@ -78,10 +78,10 @@ def test_refused(name):
 
 def test_a_run_without_total_steps_lends_its_own():
     schedule = WarmupCosine(optimizer(1.0), warmup_steps=2, final_fraction=0)
-    assert [schedule.factor(s) for s in (0, 2, 50)] == [1 / 3, 1, 1]  # no end is set yet
+    assert [schedule.factor(s) for s in (0, 2, 50)] == [1 / 3, 1, 1]  # the number of steps is not known yet
     schedule.end_at(4)
     assert [schedule.factor(s) for s in (2, 3, 4, 9)] == pytest.approx([1, 0.5, 0, 0])
-    schedule.end_at(1)  # a trial run shorter than its warm-up
+    schedule.end_at(1)  # a trial run that is shorter than the warm-up
     assert schedule.factor(0) == 1 / 3
     with pytest.raises(ValueError, match="needs total_steps, because the Trainer has no max_steps"):
         schedule.end_at(-1)

@@ -1,4 +1,4 @@
-"""A subclass's own loss is not reported as bits per byte or perplexity, and does not change likelihoods."""
+"""If a subclass has its own loss, the loss is not reported as bits per byte or perplexity; likelihoods stay exact."""
 
 import types
 
@@ -31,14 +31,14 @@ class Mean(LongNetLM):
 
 
 class Named(Weighted):
-    """Defines metrics of its own loss."""
+    """A subclass with its own loss and its own metrics of it."""
 
     def derived_metrics(self, loss):
         return super().derived_metrics(loss / 3)
 
 
 class Same(LongNetLM):
-    """Does not redefine the loss."""
+    """A subclass that overrides training_step but uses the inherited loss."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx)
@@ -54,7 +54,7 @@ def batches():
 
 
 def run(model, tmp_path):
-    """Return the metrics of a step and of a validation."""
+    """Return the metrics of a training step and of a validation."""
     one = trainer(max_steps=1, default_root_dir=tmp_path)
     one.fit(model, batches(), batches())
     trained = dict(one.callback_metrics)

@@ -1,4 +1,4 @@
-"""Layers in tiles: explicit gradients that arrive once, and errors if they would be wrong."""
+"""Layers in tiles compute gradients explicitly and accumulate them once. Cases where this would be wrong raise."""
 
 import warnings
 
@@ -17,7 +17,7 @@ from .test_memory_settings import PATTERN, Largest, same
 
 
 def test_hooks_on_a_parameter_run_once():
-    """DDP and FSDP reduce a gradient when it is accumulated, so that must happen once."""
+    """DDP and FSDP reduce a gradient when it is accumulated, so it must be accumulated once."""
     block, names = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
     block.memory = MemorySettings("block", tile=4, head_chunks=2)
     for name, p in block.named_parameters():
@@ -84,7 +84,7 @@ def test_evaluation_in_tiles():
 
 @pytest.mark.parametrize("part", ["ffn", "ffn.fc1", "attention_norm"])
 def test_layers_that_are_sharded_by_themselves(part, tmp_path):
-    """Their gradients would be lost silently."""
+    """Layers that are sharded individually are refused, because their gradients would be lost without an error."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -100,7 +100,7 @@ def test_layers_that_are_sharded_by_themselves(part, tmp_path):
 
 @pytest.mark.parametrize("chosen", [MemorySettings(tile=5), MemorySettings(head_chunks=2)], ids=str)
 def test_flat_parameters(chosen, tmp_path):
-    """FullyShardedDataParallel's modules hold views of one tensor, and no parameters."""
+    """The modules of FullyShardedDataParallel have views of one tensor instead of parameters."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         block = TransformerBlock(16, 4, 24, PATTERN, causal=True)
@@ -125,7 +125,7 @@ def test_parameters_frozen_between_forward_and_backward(chosen):
 
 @pytest.mark.parametrize("chosen", [MemorySettings(tile=5), MemorySettings("block", tile=5, head_chunks=2)], ids=str)
 def test_as_many_others_trained_in_the_backward(chosen):
-    """A check of their number alone would give one parameter the other's gradient."""
+    """Other parameters, but equally many, are trained in the backward, so a check of the number is not enough."""
     block = TransformerBlock(16, 4, 24, PATTERN, causal=True)
     block.memory = chosen
     block.ffn.gate.requires_grad_(False)
@@ -139,7 +139,7 @@ def test_as_many_others_trained_in_the_backward(chosen):
 @pytest.mark.parametrize("chosen", [MemorySettings(tile=5), MemorySettings(head_chunks=2)], ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_parameters_of_a_functional_call(chosen, frozen):
-    """Gradients are right inside the call; afterwards the modules hold their own parameters again."""
+    """Gradients are right in a functional_call, and the modules have their own parameters afterwards."""
     block, x = TransformerBlock(16, 4, 24, PATTERN, causal=True), torch.randn(1, 21, 16, requires_grad=True)
     replacements = {n: torch.nn.Parameter(torch.randn_like(p) / 4, not frozen) for n, p in block.named_parameters()}
     leaves = [x, *(() if frozen else replacements.values())]
@@ -158,7 +158,7 @@ def test_parameters_of_a_functional_call(chosen, frozen):
 
 @pytest.mark.parametrize("chosen", [MemorySettings(tile=2), MemorySettings(head_chunks=2, tile=2)], ids=str)
 def test_many_tiles_are_summed_in_float32(chosen):
-    """1,024 terms of one sign: a sum in bfloat16 would stop growing early."""
+    """The sum has 1,024 terms of the same sign. In bfloat16 it would stop growing early."""
     block = TransformerBlock(16, 4, 24, DilatedPattern.longnet([8], [1]), causal=True).bfloat16()
     x, results = torch.randn(1, 16, 16).repeat(1, 128, 1).bfloat16(), []
     for settings in (MemorySettings(), chosen):
@@ -170,7 +170,7 @@ def test_many_tiles_are_summed_in_float32(chosen):
 
 @pytest.mark.parametrize("chosen", [MemorySettings("block", tile=8), MemorySettings(head_chunks=2, tile=8)], ids=str)
 def test_the_backward_runs_under_the_autocast_of_the_forward(chosen):
-    """The backward runs after the context has ended, as in a Trainer."""
+    """The backward runs after the autocast context has ended, as in a Trainer, but under the same settings."""
     block, dtypes = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
     block.memory = chosen
     for layer in (block.ffn.fc1, block.attention.out_proj):
@@ -185,7 +185,7 @@ def test_the_backward_runs_under_the_autocast_of_the_forward(chosen):
 
 
 def test_windows_of_heads_are_projected_in_tiles():
-    """Two windows of three tiles run forward, again in the backward, and for the weights; once through the norm."""
+    """Two chunks of heads with three tiles run forward, again in the backward and for weights; the norm runs once."""
     block, row_sizes = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
     block.memory = MemorySettings(tile=1, head_chunks=2)
     assert block.memory.narrow_tile == 8

@@ -1,4 +1,4 @@
-"""The loss of all tokens: summed in tiles, with gradients computed in the same pass."""
+"""The loss of all tokens: summed in tiles, with the gradients computed in the same pass."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_tiles_of_wide_vocabularies_are_shorter(monkeypatch):
 
 
 def sums(model, data, memory):
-    """Return [the mean loss, gradients of all trained parameters]."""
+    """Return [mean loss, gradients of all trained parameters]."""
     model.transformer.memory = memory
     total, count = model.loss_terms(data)
     return [
@@ -77,7 +77,7 @@ def test_each_tile_runs_once_and_a_graph_that_is_kept_gives_the_same_again():
 
 
 def test_a_number_that_gradients_are_multiplied_with_is_not_rounded():
-    """1 / 1001 in bfloat16 is 0.2 % off, in all gradients alike."""
+    """In bfloat16, 1 / 1001 would be off by 0.2 %, and all gradients with it."""
     layer, x = nn.Linear(999, 1, bias=False).bfloat16(), torch.randn(1, 64, 999).bfloat16().requires_grad_()
     total = tiled_sum(lambda x: layer(x)[..., 0].float(), (layer,), 8, x)
     by = torch.tensor(1 / 1001)
@@ -88,7 +88,7 @@ def test_a_number_that_gradients_are_multiplied_with_is_not_rounded():
 
 
 def test_a_double_backward_is_refused():
-    """It would silently leave out all earlier layers."""
+    """A double backward is refused, because it would omit all earlier layers without an error."""
     model, data = tiny(PATTERN), batch(1, 23)
     for tile in (None, 5):
         model.transformer.memory = MemorySettings(tile=tile)
@@ -97,7 +97,7 @@ def test_a_double_backward_is_refused():
 
 
 def test_within_a_checkpoint():
-    """A checkpoint's hooks would keep the logits of each tile, and see them used before the backward."""
+    """The hooks of a checkpoint would store each tile's logits, and raise because they are used before the backward."""
     model, data = tiny(PATTERN), batch(1, 64)
     want = sums(model, data, MemorySettings())
     model.transformer.memory = MemorySettings(tile=8)
@@ -115,7 +115,7 @@ def test_hooks_see_gradients_of_the_loss():
 
 
 def test_logits_are_made_once(monkeypatch):
-    """Unless another loss is put in place."""
+    """The logits are computed once in training, unless another loss is set."""
     model, data = tiny(PATTERN), batch(1, 64)
     model.transformer.memory = MemorySettings(tile=8)
     calls = []

@@ -1,4 +1,4 @@
-"""Cross-entropy of each token and its gradient, by torch's own passes and by the passes that a GPU compiles."""
+"""The cross-entropy of each token and its gradient, by torch's passes and by passes that are compiled for GPUs."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ from .test_token_loss import sums
 
 @contextlib.contextmanager
 def way(fused, compiled=lambda run: run):
-    """Use compiled passes, as on a GPU, or torch's, as elsewhere."""
+    """Use compiled passes, as on a GPU, or torch's passes."""
     with (
         mock.patch.object(chunked_loss, "_fuses", lambda logits, requested: fused and requested),
         mock.patch.object(chunked_loss, "_compiled", compiled),
@@ -35,7 +35,7 @@ def way(fused, compiled=lambda run: run):
 @given(st.integers(0, 9), st.integers(1, 40), st.integers(0, 2**32), st.sampled_from([1.0, 30.0]), st.booleans())
 @settings(max_examples=examples(60), deadline=None)
 def test_nats_are_cross_entropy(tokens, vocab, seed, scale, fused):
-    """With ignored labels, likely tokens, and a weight for each."""
+    """Losses equal cross_entropy with ignored labels, nearly certain tokens, and a weight for each token."""
     nats_grad = torch.Generator().manual_seed(seed)
     logits = (scale * torch.randn(tokens, vocab, dtype=torch.float64, generator=nats_grad)).requires_grad_()
     labels = torch.randint(0, vocab, (tokens,), generator=nats_grad)
@@ -51,23 +51,23 @@ def test_nats_are_cross_entropy(tokens, vocab, seed, scale, fused):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype, tol", [(torch.bfloat16, 2**-7), (torch.float16, 2**-10.5)])
 def test_narrow_logits(dtype, tol, fused):
-    """The loss is fp32; each gradient entry is fp32's, rounded, even 1 - p of a nearly certain token."""
+    """The loss is fp32. Each gradient entry is the fp32 gradient, rounded, even 1 - p of a nearly certain token."""
     logits = (8 * torch.randn(64, 300)).to(dtype).requires_grad_()
     labels = logits.detach().argmax(-1)
     wide = logits.detach().float().requires_grad_()
-    scale = 20000.0  # a loss scale, without which such gradients vanish in fp16
+    scale = 20000.0  # a loss scale, since gradients this small would be 0 in fp16
     with way(fused):
         losses, want = token_nats(logits, labels, True), nn.functional.cross_entropy(wide, labels, reduction="none")
         torch.testing.assert_close(losses, want)
         (a,), (b,) = (torch.autograd.grad(scale * x.sum(), y) for x, y in ((losses, logits), (want, wide)))
     assert a.dtype == dtype
-    last = scale * 2**-22 if fused else 1e-7  # of a sum in fp32, in another order
+    last = scale * 2**-22 if fused else 1e-7  # rounding of fp32 sums in another order
     torch.testing.assert_close(a.float(), b, rtol=tol, atol=last)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_large_logits_keep_their_digits(fused):
-    """Only differences of logits matter."""
+    """The loss depends only on differences of logits, so a large offset must not cost digits."""
     logits, labels = torch.randn(20, 30), torch.randint(0, 30, (20,))
     with way(fused):
         torch.testing.assert_close(
@@ -80,7 +80,7 @@ def test_large_logits_keep_their_digits(fused):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_words_that_are_ruled_out(fused):
-    """Logits of minus infinity: at the beginning, at the end, every other one."""
+    """Logits of minus infinity exclude words: at the beginning, at the end, or every other word."""
     masks = [range(9), range(20, 30), range(0, 30, 2), range(29)]
     logits, labels = torch.randn(4, 30, dtype=torch.float64), torch.tensor([12, 3, 5, 29])
     for row, out in zip(logits, masks, strict=True):
@@ -97,7 +97,7 @@ def test_where_passes_are_compiled():
     gpu = lambda words, on_gpu=True: SimpleNamespace(shape=(8, words), is_cuda=on_gpu)  # noqa: E731
     assert chunked_loss._fuses(gpu(1024), True)
     assert not any(chunked_loss._fuses(*x) for x in ((gpu(1024), False), (gpu(1023), True), (gpu(1024, False), True)))
-    # a user's compiled function can fuse more
+    # compiled code of a user can fuse more operations itself
     with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
         assert not chunked_loss._fuses(gpu(1024), True)
 
@@ -123,7 +123,7 @@ def test_labels_out_of_range(label, fused):
 
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
 def test_models_whose_blocks_are_compiled(kind, monkeypatch):
-    """Their loss is compiled, too, for every tile, under autocast, with equal results."""
+    """If blocks are compiled, so is the loss, for every tile, also under autocast, and the results are equal."""
     torch._dynamo.reset()
     model = kind(PATTERN, **{**SIZES, "vocab_size": 300}, **({"mask_fraction": 0.5} if kind is LongNetMLM else {}))
     model.configure_model()
@@ -149,19 +149,19 @@ def test_models_whose_blocks_are_compiled(kind, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-5), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
 def test_on_a_gpu(dtype, tol):
-    """Rows of many blocks, new lengths, ignored labels."""
+    """Rows of several blocks, new lengths, and ignored labels."""
     rng = torch.Generator("cuda").manual_seed(0)
     for tokens in (1, 64, 517, 4185):
         logits = (8 * torch.randn(tokens, 50304, device="cuda", generator=rng)).to(dtype).requires_grad_()
         labels = logits.detach().float().add(8 * torch.randn(50304, device="cuda", generator=rng)).argmax(-1)
         labels[::5] = -100
-        with torch.no_grad():  # excluded words: at the beginning, at the end, every other one
+        with torch.no_grad():  # excluded words: at the beginning, at the end, or every other word
             for i, out in enumerate((slice(9000), slice(40000, None), slice(None, None, 2))):
                 logits[7 + i :: 11, out] = -torch.inf
             labels = labels.where((labels < 0) | logits.gather(1, labels.clamp(min=0)[:, None])[:, 0].isfinite(), -100)
         wide = logits.detach().float().requires_grad_()
         want = nn.functional.cross_entropy(wide, labels, reduction="none")
-        # compiling allocates memory for its measurements
+        # the first call compiles, and its benchmarks allocate memory
         torch.autograd.grad(token_nats(logits, labels, True).sum(), logits)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -170,9 +170,9 @@ def test_on_a_gpu(dtype, tol):
         (a,) = torch.autograd.grad(20000 * losses.sum(), logits)
         taken = torch.cuda.max_memory_allocated() - before
         (b,) = torch.autograd.grad(20000 * want.sum(), wide)
-        torch.testing.assert_close(a.float(), b, rtol=tol, atol=20000 * 2**-21)  # of sums in fp32, in another order
+        torch.testing.assert_close(a.float(), b, rtol=tol, atol=20000 * 2**-21)  # fp32 sums rounded in another order
         print(f"{dtype}, {tokens} tokens: {taken / logits.nbytes:.3f} of the logits' bytes")
-        assert taken < 1.02 * logits.nbytes + 2**22  # the gradient, and no other tensor of this size
+        assert taken < 1.02 * logits.nbytes + 2**22  # the gradient, but no second tensor of this size
 
 
 @pytest.mark.parametrize("fused", [False, True])

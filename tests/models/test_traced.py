@@ -45,7 +45,7 @@ def test_compiled_batches(pool):
 
 
 def test_compiled_slide_encoder_checks_coordinates():
-    """A check of values is a node of the graph, so a compiled model refuses what the eager model refuses."""
+    """Checks of values are nodes of the graph, so a compiled model refuses the same inputs as the eager model."""
     model = encoder(depth=1).eval()
     call = torch.compile(model, fullgraph=True, backend="eager")
     features, coords, _ = slides(23)
@@ -63,13 +63,13 @@ def test_exported_slide_encoder(dynamic):
     graph = torch.export.export(model, (features, coords), dynamic_shapes=shapes).module()
     for tiles in (23, 2, 40, 64) if dynamic else (23,):
         features, coords, _ = slides(tiles)
-        same(graph(features, coords), model(features, coords))  # the model itself still runs, too
+        same(graph(features, coords), model(features, coords))  # the exported model remains usable
     with pytest.raises(ValueError, match="negative"):
         graph(features, coords - 3000)
 
 
 def test_one_node():
-    """The op is one node of a compiled or exported graph; only `export` takes it apart."""
+    """The op is one node of a compiled or exported graph. Only `export` decomposes it."""
     model = LongNetLM(PATTERN, dim=16, depth=2, num_heads=2).eval()
     model.configure_model()
     graph = torch.export.export(model, (torch.zeros(1, 40, dtype=torch.int64),)).graph

@@ -1,4 +1,4 @@
-"""A model used before any Trainer: the first use builds its layers, which follow earlier calls such as `eval()`."""
+"""A model without a Trainer: the first use builds the layers, and earlier calls such as `eval()` apply to them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Hooks on weights: called once, with the gradient of all tiles and windows of heads."""
+"""Hooks on weights run once, with the sum of the gradients of all tiles and chunks of heads."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from .test_memory_settings import PATTERN, SETTINGS, same
 
 
 def hooked(model, data, chosen, factor):
-    """Return (gradients of the mean loss, calls of each weight's hook) with hooks that multiply by a factor."""
+    """Return (gradients of the mean loss, number of calls of each weight's hook). The hooks multiply by `factor`."""
     model.transformer.memory = chosen
     model.zero_grad()
     calls = dict.fromkeys(dict(model.named_parameters()), 0)
@@ -35,7 +35,7 @@ def hooked(model, data, chosen, factor):
 def test_a_hook_sees_the_whole_gradient_once(chosen, options):
     model, data = tiny(PATTERN, num_kv_heads=2, depth=3, **options), batch(1, 21)
     want, _ = hooked(model, data, MemorySettings(), 1.0)
-    for factor in (3.0, 1.0):  # the first hooks are removed
+    for factor in (3.0, 1.0):  # hooks of the first round are removed for the second
         grads, calls = hooked(model, data, chosen, factor)
         same(grads, [factor * x for x in want])
         assert set(calls.values()) == {1}
@@ -48,7 +48,7 @@ def test_hooks_are_there_after_a_failed_backward():
     weight.register_hook(grads.append)
 
     def fail(module, inputs, out):
-        if out.requires_grad:  # in the backward
+        if out.requires_grad:  # only in the recomputation of the backward
             out.register_hook(lambda grad: 1 / 0)
 
     failing = model.transformer.blocks[0].ffn.register_forward_hook(fail)

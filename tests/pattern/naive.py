@@ -1,4 +1,4 @@
-"""The definition as plain Python loops over integers, sharing no code with the package."""
+"""The definition as plain Python loops over integers. It shares no code with the package."""
 
 from itertools import pairwise
 
@@ -7,7 +7,7 @@ from lightning_dilated.pattern.branch import AnyBranch
 
 
 def offset(pattern: DilatedPattern, branch: Branch, head: int, heads: int, kv_heads: int) -> int:
-    """Return the residue that `head` uses."""
+    """Return the residue of the positions that `head` uses."""
     if branch.offset is not None:
         return branch.offset
     if pattern.offset_heads == "kv":
@@ -37,7 +37,7 @@ def global_pair(branch: AnyBranch, p: int, j: int) -> bool:
 
 
 def counts(pattern: DilatedPattern, bounds: list[int], heads: int, kv_heads: int, causal: bool) -> list:
-    """c[h][p][j] over packed documents."""
+    """Return the pair counts c[h][p][j] of packed documents."""
     n = bounds[-1]
     c = [[[0] * n for _ in range(n)] for _ in range(heads)]
     for start, stop in pairwise(bounds):
@@ -55,7 +55,7 @@ def counts(pattern: DilatedPattern, bounds: list[int], heads: int, kv_heads: int
 
 
 def pads(pattern: DilatedPattern, seq_len: int, heads: int, kv_heads: int, branch_index: int | None = None) -> list:
-    """Return n_pad[h][p] without a causal mask, over all branches or one."""
+    """Return the numbers of pads n_pad[h][p] without a causal mask, over all branches or for one branch."""
     out = [[0] * seq_len for _ in range(heads)]
     for i, branch in enumerate(pattern.branches):
         if branch_index not in (None, i):

@@ -1,4 +1,4 @@
-"""Random branches and patterns with every feature that a pattern can have."""
+"""Random branches and patterns that use every feature of a pattern."""
 
 from hypothesis import strategies as st
 
@@ -7,14 +7,14 @@ from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 
 @st.composite
 def head_counts(draw, largest: int = 13):
-    """Draw (query heads, kv heads): primes too, and every grouping."""
+    """Draw (query heads, kv heads), including primes and every grouping."""
     kv = draw(st.integers(1, largest))
     return draw(st.integers(1, largest // kv)) * kv, kv
 
 
 @st.composite
 def subsets(draw, heads: int, group: int, whole_groups: bool):
-    """Draw the heads of a branch, or None for all."""
+    """Draw the heads of a branch; None means all heads."""
     if not draw(st.booleans()):
         return None
     size = group if whole_groups else 1
@@ -33,7 +33,7 @@ def branches(
     windows: bool = True,
     global_tokens: bool | None = None,
 ):
-    """Draw a branch, a window or global tokens. `whole_groups`: a kv head's query heads stay together."""
+    """Draw a branch, a window or global tokens. With `whole_groups`, a kv head's query heads are all in or all out."""
     kinds = (
         ["segments"] * 3 + ["window"] * 2 * windows + ["global"] * (windows if global_tokens is None else global_tokens)
     )
@@ -62,7 +62,7 @@ def patterns(
     windows: bool = True,
     global_tokens: bool | None = None,
 ):
-    """Draw a pattern for these heads."""
+    """Draw a pattern for these numbers of heads."""
     offset_heads = draw(st.sampled_from(["query", "kv"]))
     masked = padding == "masked"
     kinds = {"windows": masked and windows, "global_tokens": global_tokens if masked else False}
@@ -77,5 +77,5 @@ def patterns(
 
 @st.composite
 def documents(draw, seq_len: int):
-    """Draw bounds of packed documents, some of them empty."""
+    """Draw the bounds of packed documents. Some of the documents are empty."""
     return (0, *sorted(draw(st.lists(st.integers(0, seq_len), max_size=3))), seq_len)

@@ -12,7 +12,7 @@ from ..examples import examples
 from . import naive
 from .strategies import documents, head_counts, patterns
 
-# (pattern, seq_len, heads, kv_heads): corner cases that random patterns rarely meet
+# (pattern, seq_len, heads, kv_heads) of corner cases that random patterns rarely cover
 CORNERS = {
     "no tokens": (DilatedPattern.dense(), 0, 2, 2),
     "one token, rate beyond it": (DilatedPattern([(1, 9)]), 1, 3, 3),
@@ -88,7 +88,7 @@ def test_pads_are_zero_elsewhere(padding, causal):
 
 
 def test_a_query_in_no_branch_has_no_key():
-    # head 1 uses the odd indices only, and no branch serves head 2
+    # head 1 uses only odd indices, and no branch covers head 2
     c = DilatedPattern([Branch(4, 2, heads=[0, 1])]).counts(6, 3, False)
     assert c.sum(-1).tolist() == [[2, 0, 2, 0, 1, 0], [0, 2, 0, 2, 0, 1], [0] * 6]
 

@@ -1,4 +1,4 @@
-"""The patterns of a model's layers: lists that repeat, shifted layers, hybrids, plain values."""
+"""The patterns of a model's layers: repeated lists, shifted layers, hybrids, and plain values."""
 
 import pytest
 from hypothesis import given, settings
@@ -90,7 +90,7 @@ def test_refused(name):
 @pytest.mark.parametrize("global_every, global_first", [(1, None), (3, None), (4, None), (4, 0), (2, 3), (9, 5)])
 @pytest.mark.parametrize("shifted", [True, False])
 def test_hybrid(num_heads, num_kv_heads, global_heads, global_every, global_first, shifted):
-    """Layer i has dense last kv groups if (i + 1) % global_every == 0, or from `global_first` on; others are local."""
+    """Layers global_first (default global_every - 1) + k * global_every have dense last kv groups; others are local."""
     kv_heads = num_kv_heads or num_heads
     far = DilatedPattern([(16, 2)], offsets="blocked")
     layers = DilatedPattern.hybrid(
@@ -117,7 +117,7 @@ def test_hybrid(num_heads, num_kv_heads, global_heads, global_every, global_firs
 
 
 def test_hybrid_with_windows():
-    """Windows replace segments for the same heads of the same layers, without a shift."""
+    """Windows replace the segments of the same heads in the same layers, and are not shifted."""
     segments = DilatedPattern.hybrid(6, 4, 2, 8, far=DilatedPattern([(16, 2)]), shifted=False)
     for with_windows, pattern in zip(
         DilatedPattern.hybrid(6, 4, 2, 8, far=DilatedPattern([(16, 2)]), window=True), segments, strict=True

@@ -8,7 +8,7 @@ from lightning_dilated.pattern import DilatedPattern as Pattern
 PAIR = Pattern.longnet([4, 8], [1, 2])
 SPLIT = Pattern([Branch(8, 2, heads=[0, 1, 2])], offset_heads="kv")
 
-# (call, exception, words of its message)
+# (call, exception, part of its message)
 BRANCH = [
     (lambda: Branch(0, 1), ValueError, "segment_length.*at least 1.*got 0"),
     (lambda: Branch(-8, 1), ValueError, "segment_length.*got -8"),

@@ -1,4 +1,4 @@
-"""Branch and DilatedPattern as values: equality, round trips, and the result of each constructor."""
+"""Branch and DilatedPattern as values: equality, round trips, and the patterns that constructors return."""
 
 import copy
 import dataclasses
@@ -23,7 +23,7 @@ def any_pattern(draw):
 
 
 def plain(value) -> bool:
-    """Return whether YAML and JSON represent the value without tags."""
+    """Return whether YAML and JSON can represent the value without tags."""
     if type(value) is dict:
         return all(type(k) is str and plain(v) for k, v in value.items())
     if type(value) is list:
@@ -152,7 +152,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_not_equal(name):
-    # `code` keys the compiled op, and `repr` the messages: both must distinguish what equality does
+    # unequal patterns must differ in `code`, the key of the compiled op, and in `repr`, which messages contain
     other = DIFFERENT[name]
     assert other != BASE and other.code != BASE.code and repr(other) != repr(BASE)
 
@@ -164,7 +164,7 @@ def test_frozen(value, field):
 
 
 def test_decode_is_cached():
-    # the op decodes at every call
+    # the op decodes the pattern in every call
     assert DilatedPattern.decode(BASE.code) is DilatedPattern.decode(BASE.code)
 
 

@@ -1,4 +1,4 @@
-"""Blocks: every covered position appears in exactly one row of one block, with its segment, residue and kv head."""
+"""Blocks: every covered position is in exactly one row of one block, with its segment, residue and kv head."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ from .strategies import head_counts, patterns
 
 
 def cells(block: Block):
-    """Return (head, kv head, [positions]) of every segment of a block, by its docstring."""
+    """Return (head, kv head, [positions]) of every segment of a block, following the docstring of Block."""
     for s in range(block.segments):
         for j in range(block.heads):
             first = block.first + s * block.segment_stride + j * block.position_step
@@ -36,13 +36,13 @@ def test_blocks_cover_the_definition_once(data):
     cell_counts = Counter()
     for block in blocks(pattern, n, heads, kv):
         branch = pattern.branches[block.branch]
-        if branch.tokens is not None:  # rows of several blocks: see the pairs below
+        if branch.tokens is not None:  # a segment of global tokens spans several blocks, so pairs are compared below
             continue
         assert block.rows > 0 and block.position_step >= 0
         for head, kv_head, positions in cells(block):
             assert kv_head == head // (heads // kv)
             places = {naive.segment_of(pattern, branch, head, p, n, heads, kv) for p in positions}
-            assert len(places) == 1 and None not in places  # one segment, and the head's residue
+            assert len(places) == 1 and None not in places  # in one segment, and with the head's residue
             for p in positions:
                 assert 0 <= p < n
                 cell_counts[block.branch, head, p] += 1
@@ -60,7 +60,7 @@ def test_blocks_cover_the_definition_once(data):
 @given(st.data())
 @settings(max_examples=examples(40))
 def test_a_cell_holds_the_whole_segment(data):
-    # positions of one (branch, head, segment) in two cells would never see each other
+    # if positions of one (branch, head, segment) were in two cells, their pairs would be missing
     heads, kv = data.draw(head_counts(7))
     pattern = data.draw(patterns(heads, kv))
     n = data.draw(st.integers(1, 64))
@@ -131,12 +131,12 @@ def test_pairs_of_a_part_are_the_counts(data):
 
 
 def ladder(first: int, branches: int):
-    """Return segment lengths and rates that both double."""
+    """Return segment lengths and rates that double from branch to branch."""
     return [first << i for i in range(branches)], [1 << i for i in range(branches)]
 
 
-# A block is one kernel call, and strided views are fast only in few calls. A branch needs min(r, H / r) of them if r
-# divides H, since one view holds heads with equal offsets, or with offsets that rise by one.
+# A block is one kernel call, and strided views are fast only in few calls. If r divides H, a branch needs min(r, H / r)
+# calls, because one view serves heads with offsets that are equal or rise by one.
 CALLS = {
     "one branch": (DilatedPattern.dense(2048), 12, 1),
     "12 heads": (DilatedPattern.longnet(*ladder(2048, 5)), 12, 9),

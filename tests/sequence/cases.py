@@ -1,7 +1,7 @@
-"""Random cases of sharded attention, and their pairs and rows by the definition, in plain Python sets.
+"""Random cases of sharded attention, and their pairs and rows computed from the definition in plain Python sets.
 
-A pair is (document, branch, head, query position, key position), a row is (document, kv head, position), and all
-positions are global.
+A pair is (document, branch, head, query position, key position). A row is (document, kv head, position). All positions
+are global.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEADS = [(1, 1), (2, 2), (3, 3), (4, 2), (6, 2), (6, 3), (5, 1)]
 
 @dataclass(frozen=True)
 class Case:
-    """One call on the ranks of a sequence; a failing test prints its repr."""
+    """A call on the ranks of a sequence. A failing test prints the repr."""
 
     pattern: DilatedPattern
     heads: int
@@ -39,7 +39,7 @@ class Case:
     documents: tuple[Document, ...]
 
     def problem(self, window: tuple[int, int] | None = None) -> Problem:
-        """Return the problem of one window of heads; None: of all heads."""
+        """Return the problem for one window of heads, or for all heads if it is None."""
         across = straddling(self.documents, self.shard)
         heads = window or (0, self.heads)
         return Problem(self.pattern, self.heads, self.kv_heads, self.causal, self.shard, across, heads)
@@ -50,7 +50,7 @@ class Case:
 
     @functools.cached_property
     def pairs(self) -> set[tuple]:
-        """Return every pair of the definition."""
+        """Return all pairs of the definition."""
         return {
             (document, branch, head, p, j)
             for document, branch, head, positions in self._together
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def _together(self):
-        """Yield (document, branch, head, positions) that one head uses in one segment."""
+        """Yield (document, branch, head, positions) for each segment and each head in it."""
         for d in self.documents:
             n = d.stop - d.start
             for i, branch in enumerate(self.pattern.branches):
@@ -75,14 +75,14 @@ class Case:
                     yield from ((d, i, head, positions) for positions in segments.values())
 
     def held(self) -> list[set[int]]:
-        """Return the positions of each rank."""
+        """Return the positions that each rank has."""
         out = [set() for _ in range(self.shard.ranks)]
         for position in range(self.shard.seq_len):
             out[member_of(self.shard, position) // self.shard.members].add(position)
         return out
 
     def rows_seen(self, problem: Problem) -> list[set[tuple]]:
-        """Return, for each rank, the rows that its queries see, including its own."""
+        """Return the rows that the queries of each rank see, including the rank's own rows."""
         held = self.held()
         owner = {p: rank for rank, positions in enumerate(held) for p in positions}
         out = [set() for _ in held]
@@ -93,7 +93,7 @@ class Case:
 
 
 def member_of(shard: Shard, position: int) -> int:
-    """Return the member that holds a position, by the docstring of `Shard`."""
+    """Return the member that has the position, by the docstring of `Shard`."""
     total = shard.ranks * shard.members
     if shard.layout == "strided":
         return position % total
@@ -108,7 +108,7 @@ def member_of(shard: Shard, position: int) -> int:
 
 
 def runs_of(shard: Shard) -> list[tuple[int, int]]:
-    """Return (first, last) of the maximal runs of consecutive positions that are consecutive in a rank's tensor."""
+    """Return (first, last) of maximal runs of consecutive positions that are also consecutive in a rank's tensor."""
     owners = [shard.owner(p) for p in range(shard.seq_len)]
     out = []
     for p, (rank, index) in enumerate(owners):
@@ -120,19 +120,19 @@ def runs_of(shard: Shard) -> list[tuple[int, int]]:
 
 
 def interleaved(shard: Shard) -> bool:
-    """Return whether adjacent positions are always on different members, so that local blocks have no pairs."""
+    """Return whether adjacent positions are always on different members, in which case local blocks have no pairs."""
     return shard.layout == "strided" and shard.ranks * shard.members > 1
 
 
 def reach(branch: Branch | Window) -> float:
-    """Return the distance from which on a window sees nothing."""
+    """Return the smallest distance at which a query of the window sees nothing."""
     return math.inf if branch.width is None else branch.width * branch.dilation_rate
 
 
 @st.composite
 def shards(draw, longest: int = 40, ranks: int = 6, members: int = 3, layouts=LAYOUTS, fewest: int = 1):
-    """Draw any shard: empty ranks, short last ones, one rank."""
-    # hypothesis prefers small numbers, and few tokens cross few cuts
+    """Draw any shard, including empty ranks, a short last shard, or one rank."""
+    # hypothesis prefers small numbers, and a short sequence crosses few cuts
     n = draw(st.one_of(st.integers(longest // 2, longest), st.integers(0, longest)))
     r, m = draw(st.integers(fewest, ranks)), draw(st.integers(1, members))
     layout = draw(st.sampled_from(layouts))
@@ -141,7 +141,7 @@ def shards(draw, longest: int = 40, ranks: int = 6, members: int = 3, layouts=LA
 
 @st.composite
 def calls_of(draw, seq_len: int):
-    """Draw the documents of a call: packed, or samples of different lengths; none is empty."""
+    """Draw the documents of a call: packed documents, or samples of different lengths. None of them is empty."""
     if draw(st.booleans()):
         bounds = (0, *sorted(draw(st.lists(st.integers(0, seq_len), max_size=6))), seq_len)
         return tuple(Document(0, 1, a, b) for a, b in pairwise(bounds) if b > a)
@@ -158,10 +158,10 @@ def calls_of(draw, seq_len: int):
 def cases(
     draw, longest: int = 40, ranks: int = 6, members: int = 3, layouts=LAYOUTS, fewest: int = 1, padding: str = "masked"
 ):
-    """Draw any case; with padding="attended" one that the definition allows."""
+    """Draw any case. With padding="attended", the definition allows the case."""
     heads, kv_heads = draw(st.sampled_from(HEADS))
     shard = draw(shards(longest, ranks, members, layouts, fewest))
-    windows = shard.layout != "strided"  # the strided layout refuses them
+    windows = shard.layout != "strided"  # the strided layout refuses windows
     pattern = draw(patterns(heads, kv_heads, padding=padding, widest=longest + longest // 2, windows=windows))
     documents = draw(calls_of(shard.seq_len))
     try:

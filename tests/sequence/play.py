@@ -1,4 +1,4 @@
-"""Programs of all ranks, executed round by round with Python sets: a row is (document, sample, kv head, position)."""
+"""Execute the programs of all ranks round by round with Python sets. A row is (document, sample, kv head, position)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .cases import Case, member_of
 
 
 def rows_of(message: Message) -> list[tuple]:
-    """Return the rows of a message in the order in which they are sent: piece after piece, sample after sample."""
+    """Return the rows of a message in the order of sending: by piece, then by sample."""
     return [(x.document, sample, x.head, p) for x in message for sample in range(x.document.samples) for p in x.rows]
 
 
@@ -26,7 +26,7 @@ def rows_in(messages: Iterable[Message]) -> list[tuple]:
 
 
 def held_rows(problem: Problem, rank: int, heads: tuple[int, int] | None = None) -> set[tuple]:
-    """Return the rows that a rank holds at first, of the kv heads of the problem or of `heads`."""
+    """Return the rows that a rank has at the start, for the kv heads of the problem or for `heads`."""
     return {
         (d, sample, head, p)
         for d in problem.documents
@@ -39,7 +39,7 @@ def held_rows(problem: Problem, rank: int, heads: tuple[int, int] | None = None)
 
 
 def requested_rows(problem: Problem, rank: int) -> set[tuple]:
-    """Return the rows that a rank's requests read."""
+    """Return the rows that the requests of a rank read."""
     return {
         (request.document, sample, request.head // problem.group, p)
         for request in row_requests(problem, rank)
@@ -55,7 +55,7 @@ def all_programs(problem: Problem, program: Callable, per_node: int = 1) -> list
 
 
 def check_agreed(rounds: list[Round]) -> None:
-    """Check one round of all ranks: its receiver expects every message, with the same rows in the same order."""
+    """Check one round of all ranks: the receiver of a message expects it, with the same rows in the same order."""
     for rank, step in enumerate(rounds):
         for peer, message in step.sends.items():
             assert message and rounds[peer].receives.get(rank) == message, (rank, peer)
@@ -64,7 +64,7 @@ def check_agreed(rounds: list[Round]) -> None:
 
 
 def play(problem: Problem, programs: list[Program]) -> list[list[list[tuple]]]:
-    """Return the rows that each rank received, round by round; a message may only have rows that its sender holds."""
+    """Return the rows that each rank receives, by round. Check that a sender has the rows of its messages."""
     assert len({len(program.rounds) for program in programs}) == 1
     own = [held_rows(problem, rank) for rank in range(problem.shard.ranks)]
     arrived: list[list[list[tuple]]] = [[] for _ in programs]
@@ -72,7 +72,7 @@ def play(problem: Problem, programs: list[Program]) -> list[list[list[tuple]]]:
         steps = [program.rounds[number] for program in programs]
         check_agreed(steps)
         for rank, step in enumerate(steps):
-            # without `keep`, only the last round's rows still exist
+            # without `keep`, the rows of earlier rounds are discarded
             remaining = arrived[rank] if programs[rank].keep else arrived[rank][-1:]
             have = own[rank].union(*remaining)
             for message in step.sends.values():
@@ -83,7 +83,7 @@ def play(problem: Problem, programs: list[Program]) -> list[list[list[tuple]]]:
 
 
 def check_kept(problem: Problem, arrived: list[list[list[tuple]]]) -> None:
-    """Check that every rank has received the rows of its requests at the end, and no row twice."""
+    """Check that at the end every rank has received the rows of its requests, and no row twice."""
     for rank, rounds in enumerate(arrived):
         rows = Counter(row for rows in rounds for row in rows)
         assert not rows or max(rows.values()) == 1
@@ -91,12 +91,12 @@ def check_kept(problem: Problem, arrived: list[list[list[tuple]]]) -> None:
 
 
 def from_others(step: Round, rank: int) -> list[tuple]:
-    """Return the rows that a rank receives in a round from other ranks."""
+    """Return the rows that a rank receives from other ranks in a round."""
     return rows_in(message for peer, message in step.receives.items() if peer != rank)
 
 
 def needed_by_definition(case: Case, problem: Problem) -> list[set[tuple]]:
-    """Return, for each rank, the rows on other ranks that its queries see, by the definition."""
+    """Return the remote rows that the queries of each rank see, by the definition."""
     group = problem.shard.members
     return [
         {
@@ -110,7 +110,7 @@ def needed_by_definition(case: Case, problem: Problem) -> list[set[tuple]]:
 
 
 def check_enters_once(problem: Problem, programs: list[Program], per_node: int, needs: list[set]) -> None:
-    """Check that exactly the rows that a node needs and does not hold enter it, each on one rank."""
+    """Check that exactly the remote rows that a node needs are sent to the node, each to one of its ranks."""
     for node in range(len(programs) // per_node):
         mates = range(node * per_node, (node + 1) * per_node)
         entered = Counter()
@@ -125,7 +125,7 @@ def check_enters_once(problem: Problem, programs: list[Program], per_node: int, 
 def geometric(
     keys: int, local: int, ranks: int, heads: int, causal: bool = False, kv_heads: int | None = None
 ) -> Problem:
-    """Segments of `keys` rows, at most as wide as the sequence, over shards of `local` tokens."""
+    """Return a problem with segments of `keys` rows, up to the whole sequence, over shards of `local` tokens."""
     n = ranks * local
     pattern = DilatedPattern.geometric(keys, n)
     return Problem(pattern, heads, kv_heads or heads, causal, Shard(n, ranks), (Document(0, 1, 0, n),), (0, heads))
@@ -133,7 +133,7 @@ def geometric(
 
 @st.composite
 def nested_cases(draw, ranks: tuple[int, ...] = (2, 4, 8, 16)):
-    """Draw cases that the butterfly serves: wide branches at doublings of the shard, rates that divide the next."""
+    """Draw cases for the butterfly: wide branches double the shard's width, each rate divides the next."""
     count, local = draw(st.sampled_from(ranks)), draw(st.sampled_from([2, 3, 4, 6, 8]))
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1), (6, 3)]))
     n, levels = count * local, count.bit_length() - 1

@@ -1,4 +1,4 @@
-"""The pairs and pads that all ranks compute together equal the definition."""
+"""The pairs and pads that the ranks compute, summed over ranks, equal the definition."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Requests = Callable[[Problem, int], Iterable[RowRequest]]
 
 
 def local_cells(case: Case, problem: Problem, rank: int, whole: bool = False):
-    """Yield (document, branch, head, positions, key positions, pads) of every segment that a rank computes alone."""
+    """Yield (document, branch, head, positions, key positions, pads) of every segment within the rank's own tokens."""
     for span in local_spans(list(case.documents), problem.shard.ranges(rank)):
         start = span.origin + span.start - span.offset
         document = Document(span.batch, span.batches, start, start + span.document)
         assert document in case.documents
-        for i in range(span.length):  # the tokens are in the rank's tensor at their positions
+        for i in range(span.length):  # check that these tokens are at these indices of the rank's tensor
             assert problem.shard.owner(start + span.offset + i) == (rank, span.start + i)
         arguments = (case.pattern, span.document, case.heads, case.kv_heads, span.part, problem.heads, whole)
         for block in blocks(*arguments):
@@ -38,8 +38,8 @@ def local_cells(case: Case, problem: Problem, rank: int, whole: bool = False):
 
 
 def triangle(queries: list[int], keys: list[int], causal: bool, band: tuple[int, int] | None = None):
-    """Return (query, key) pairs as the backends define them: causal, query i sees keys up to i; in a band, the keys
-    from i + lower to i + upper.
+    """Return (query, key) pairs as backends define them. Causal: query i sees keys up to i. In a band: keys i + lower
+    to i + upper.
     """
     if band is not None:
         lower, upper = band
@@ -51,7 +51,7 @@ def triangle(queries: list[int], keys: list[int], causal: bool, band: tuple[int,
 
 
 def computed(case: Case, requests: Requests, whole: bool) -> tuple[Counter, Counter]:
-    """Return how often each pair is computed, and the pads of each (document, branch, head, query), over all ranks."""
+    """Return counts over all ranks: of each pair, and of the pads of each (document, branch, head, query)."""
     pairs, pads = Counter(), Counter()
     for problem in case.problems():
         for rank in range(case.shard.ranks):
@@ -72,7 +72,7 @@ def computed(case: Case, requests: Requests, whole: bool) -> tuple[Counter, Coun
 
 
 def check_pairs(case: Case, requests: Requests = row_requests, whole: bool = False) -> Counter:
-    """Check that every pair of the definition is computed once for each branch, and nothing else. Return the pads."""
+    """Check that in each branch, every pair of the definition and no other pair is computed once. Return the pads."""
     pairs, pads = computed(case, requests, whole)
     assert set(pairs) == case.pairs
     assert all(n == 1 for n in pairs.values())
@@ -80,7 +80,7 @@ def check_pairs(case: Case, requests: Requests = row_requests, whole: bool = Fal
 
 
 def check_pads(case: Case, requests: Requests = row_requests, whole: bool = False) -> None:
-    """Run `check_pairs`, and check that the pads of every (branch, head, query) equal the definition, none twice."""
+    """Run `check_pairs`, and check that pads of each (branch, head, query) equal the definition, counted once."""
     pads = check_pairs(case, requests, whole)
     for document in case.documents:
         n = document.stop - document.start

@@ -1,4 +1,4 @@
-"""SequenceSpec: batches cut to ranks and reassembled; an undeclared entry is an error."""
+"""SequenceSpec splits batches among ranks and joins them again. An undeclared entry is an error."""
 
 from collections import namedtuple
 
@@ -22,13 +22,13 @@ def test_parts_make_the_whole(n, ranks, layout, stream):
     for name, dim in (("tokens", 1), ("features", 1)):
         assert torch.equal(torch.cat([p[name] for p in parts], dim)[:, order.argsort()], batch[name])
     assert all(p["index"] == [4, 5] for p in parts)
-    for part in parts:  # a separate storage: otherwise a worker would send the whole sequence
+    for part in parts:  # each part has its own storage: a worker process sends whole storages
         assert part["tokens"].untyped_storage().nbytes() == part["tokens"].numel() * 8
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_part_is_a_copy(ranks):
-    """A loader may reuse its memory, and a step may change its batch, on one rank as on many."""
+    """A part is a copy on any number of ranks: loaders may reuse their memory, and a step may change its batch."""
     signs = torch.view_as_complex(torch.ones(2, 4, 2)).conj()
     entries = [torch.ones(2, 4), torch.ones(4, 2).t(), torch.arange(4.0)[:2, None].expand(2, 4), signs, signs.imag]
     for x in entries:
@@ -40,7 +40,7 @@ def test_a_part_is_a_copy(ranks):
 
 @pytest.mark.gpu
 def test_what_is_page_locked_is_not_copied():
-    """Except parts of a larger storage, and entries that two ranks share."""
+    """Pinned memory is not copied, unless a part belongs to a larger storage, or two ranks share the entry."""
     whole = torch.arange(8).view(2, 4).pin_memory()
     for layout in LAYOUTS:
         place = Place(1, 0, layout, 4 if layout == "chunked" else None)

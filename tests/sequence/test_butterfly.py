@@ -1,4 +1,4 @@
-"""The butterfly, flat and hierarchical: exact in (S/2) log2 R rows of a head on every call that it does not refuse."""
+"""The butterfly, flat and hierarchical, is exact on every accepted call, and sends (S/2) log2 R rows of a head."""
 
 from collections import Counter
 from dataclasses import replace
@@ -28,7 +28,7 @@ from .play import (
 
 
 def check_partners(programs) -> None:
-    """Check that in round j a rank meets only rank XOR 2^(j-1)."""
+    """Check that in round j a rank exchanges rows only with rank XOR 2^(j-1)."""
     for rank, program in enumerate(programs):
         assert len(program.rounds) == len(programs).bit_length() - 1
         for j, step in enumerate(program.rounds):
@@ -47,7 +47,7 @@ def test_exact(case):
 
 @st.composite
 def near_cases(draw):
-    """Draw cases close to the butterfly's own: powers of two mostly, with exceptions."""
+    """Draw cases that are close to the butterfly's: mostly powers of two, with some exceptions."""
     ranks, local = draw(st.sampled_from([2, 4, 8])), draw(st.sampled_from([4, 8, 6]))
     n = ranks * local + draw(st.sampled_from([0, 0, 0, 0, 1]))
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]))
@@ -74,7 +74,7 @@ def test_exact_wherever_it_does_not_refuse(case):
     programs = all_programs(problem, butterfly.program)
     check_kept(problem, play(problem, programs))
     needs = needed_by_definition(case, problem)
-    for rank, program in enumerate(programs):  # rows beyond the definition are only relayed, and none is missing
+    for rank, program in enumerate(programs):  # all needed rows arrive; additional rows are relayed
         assert needs[rank] <= set(rows_in(m for step in program.rounds for m in step.receives.values()))
 
 
@@ -82,7 +82,7 @@ def test_exact_wherever_it_does_not_refuse(case):
 @pytest.mark.parametrize("local", [16, 32, 64])
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 def test_closed_form(ranks, local, kv_heads):
-    # offsets follow the query head: 4 heads over fewer kv heads need up to 4 / kv_heads times the rows of a kv head
+    # if offsets followed the query head, 4 query heads could need 4 / kv_heads times the rows of a kv head
     problem = geometric(16, local, ranks, heads=4, kv_heads=kv_heads)
     problem = replace(problem, pattern=replace(problem.pattern, offset_heads="kv"))
     levels = ranks.bit_length() - 1
@@ -96,7 +96,7 @@ def test_closed_form(ranks, local, kv_heads):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 def test_closed_forms_of_gather(ranks):
-    # not causal: the same (S/2) log2 R rows; causal: (S/2) popcount(rank), up to one boundary row a level
+    # not causal: (S/2) log2 R rows, too; causal: (S/2) popcount(rank), up to one boundary row per level
     levels = ranks.bit_length() - 1
     for causal in (False, True):
         problem = geometric(16, 32, ranks, heads=4, causal=causal)
@@ -129,7 +129,7 @@ def test_hierarchical(data):
                         assert peer % per_node == rank % per_node
                     else:
                         assert peer // per_node == rank // per_node
-        # the butterfly relays: a node receives the rows of its ranks in the flat form, once
+        # a node receives each row that its ranks receive in the flat butterfly, once
         flat = all_programs(problem, butterfly.program)
         everything = [set(rows_in(m for step in x.rounds for m in step.receives.values())) for x in flat]
         check_enters_once(problem, programs, per_node, everything)
@@ -137,7 +137,7 @@ def test_hierarchical(data):
 
 @pytest.mark.parametrize("ranks, per_node", [(8, 2), (8, 4), (16, 4), (16, 8)])
 def test_hierarchical_closed_form(ranks, per_node):
-    # a rank receives (S/2) (log2 R - log2 per_node) / per_node rows of a head from other nodes
+    # per head, a rank receives (S/2) (log2 R - log2 per_node) / per_node rows from other nodes
     problem = geometric(16, 32, ranks, heads=2)
     above = (ranks // per_node).bit_length() - 1
     for rank in range(ranks):
@@ -149,7 +149,7 @@ def test_hierarchical_closed_form(ranks, per_node):
 
 GEOMETRIC = DilatedPattern.geometric(4, 64)
 WHOLE = (Document(0, 1, 0, 64),)
-# name: (pattern, shard, documents, words of the reason)
+# name: (pattern, shard, documents, part of the reason)
 REFUSED = {
     "ranks": (GEOMETRIC, Shard(63, 3), (Document(0, 1, 0, 63),), "power of two of ranks, not 3"),
     "layout": (GEOMETRIC, Shard(64, 4, "zigzag"), WHOLE, "contiguous layout, not zigzag"),

@@ -1,6 +1,6 @@
-"""The cost of planning a new batch of packed documents: integers only, a few milliseconds of one core.
+"""Planning a new batch of packed documents costs integer arithmetic only, a few milliseconds of a core.
 
-Every training step brings new documents, so nothing can be cached.
+Every training step has new documents, so nothing can be cached.
 """
 
 import itertools
@@ -17,24 +17,24 @@ from lightning_dilated.sequence.shard import Shard
 
 N, HEADS = 1 << 20, 12
 PATTERN = DilatedPattern.longnet([2048 << i for i in range(5)], [1 << i for i in range(5)])
-#: calls of Python and C functions: the largest case plus a tenth; 9 ms of a core at 3 GHz
+#: calls of Python and C functions: 10 % above the largest case, which takes 9 ms of a core at 3 GHz
 LIMIT = 66_000
 
 
 def packed(count: int) -> list[Document]:
-    """Return `count` documents that fill N tokens."""
+    """Return `count` documents that together have N tokens."""
     bounds = [0, *sorted(random.Random(0).sample(range(1, N), count - 1)), N]
     return [Document(0, 1, a, b) for a, b in itertools.pairwise(bounds)]
 
 
 def forget() -> None:
-    """Empty every cache of the integers."""
+    """Clear all caches of the planner."""
     for cached in (needed_rows, crosses, requirements._cuts, Shard.ranges, ranges._inverse):
         cached.cache_clear()
 
 
 def calls(call) -> int:
-    """Count the functions that a fresh call enters: unlike time, it is the same on every busy or idle machine."""
+    """Count the functions that a call enters with empty caches. Unlike time, this count does not depend on the load."""
     entered = 0
 
     def count(frame, event, function):
@@ -68,6 +68,6 @@ def test_ten_thousand_documents(ranks, layout, causal):
 
 @pytest.mark.parametrize("ranks", [8, 64, 512])
 def test_only_documents_at_cuts_are_left(ranks):
-    # the work below is proportional to the straddling documents, so there may be at most one a cut
+    # the work grows with the number of documents that straddle a cut, at most one per cut
     assert len(straddling(packed(10_000), Shard(N, ranks))) < ranks
     assert len(straddling(packed(10_000), Shard(N, ranks, "zigzag"))) < 2 * ranks

@@ -1,4 +1,4 @@
-"""exchange_memory: "auto" chooses an exchange that respects it, and errors list the memory of each exchange."""
+"""With exchange_memory, "auto" respects the limit, and errors list the memory of each exchange."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_gather_holds_what_arrives_and_its_gradients():
 
 
 def test_a_ring_holds_two_rounds_of_rows_and_the_gradients_of_one():
-    """For any number of ranks, while a gather holds the whole sequence."""
+    """A ring's memory does not depend on the number of ranks, while a gather stores the whole sequence."""
     for ranks in (4, 8, 16):
         problem = make_problem(DilatedPattern.dense(), 1024 * ranks, 8, ranks=ranks)
         row = 1024 * 8 * 2 * 16
@@ -53,7 +53,7 @@ def test_auto_keeps_to_it():
         if sizes[free.exchange] <= sizes[name] and not over:
             assert bounded.exchange == free.exchange
     assert bounded.exchange == min(sizes, key=sizes.get)
-    assert all(p.held is None for p in free.prices)  # nothing is listed without a limit
+    assert all(p.held is None for p in free.prices)  # without a limit, memory is not listed
 
 
 def test_errors_say_the_least():
@@ -72,7 +72,7 @@ def test_errors_say_the_least():
 
 
 def test_packed_documents():
-    """Their exchange is not priced: it is gather, or the first that respects the limit."""
+    """Exchanges of packed documents are not priced. The choice is gather, or the first exchange within the limit."""
     problem = make_problem(DilatedPattern.dense(), 4096, 8, ranks=4, cu_seqlens=[0, 3000, 4096])
     assert plan(problem, **SIZES, exchange_memory=most("gather", problem)).exchange == "gather"
     below = plan(problem, **SIZES, exchange_memory=most("gather", problem) - 1)
@@ -81,7 +81,7 @@ def test_packed_documents():
 
 
 def test_head_groups_hold_less():
-    """Groups of two hold the rows of half the heads: sizes with a too large exchange are left out."""
+    """Head groups of two store the rows of half the heads. Sizes that exceed the limit are omitted."""
     problem = make_problem(DilatedPattern.dense(), 4096, 8, ranks=4, layout="zigzag")
     bound = most("gather", problem) * 2 // 3
     prices, reasons = head_prices(problem, "gather", **SIZES, exchange_memory=bound)

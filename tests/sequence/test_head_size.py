@@ -1,4 +1,4 @@
-"""head_size="auto": the sizes that are priced, the expected choices, and one choice for all ranks."""
+"""head_size="auto": sizes with prices, expected choices, and the same choice on all ranks."""
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +19,7 @@ def dense(**options):
     return make_problem(DENSE, 1 << 20, 16, ranks=8, **options)
 
 
-#: (problem, ranks of a node, the size)
+#: (problem, ranks per node, expected size)
 CHOICES = {
     "dense, causal, balanced": (dense(causal=True, layout="zigzag"), 8, 8),
     "the same on nodes of 4": (dense(causal=True, layout="zigzag"), 4, 4),
@@ -62,7 +62,7 @@ def test_what_is_not_priced():
 
 def test_a_named_exchange_limits_the_sizes():
     prices, reasons = head_prices(make_problem(DilatedPattern.geometric(96, 768), 768, 6, ranks=6), "butterfly")
-    # 3 groups are no power of two; a single group has nothing to exchange
+    # size 2 leaves 3 ranks, not a power of two; size 6 leaves one rank, which exchanges nothing
     assert [(x.head_size, x.exchange) for x in prices] == [(3, "butterfly"), (6, None)]
     assert "exchange='butterfly' cannot serve this call: needs a power of two of ranks, not 6" in dict(reasons)[1]
     with pytest.raises(ValueError, match="exchange='butterfly' cannot serve this call"):
@@ -72,7 +72,7 @@ def test_a_named_exchange_limits_the_sizes():
 def test_links_decide():
     problem = dense(causal=True, layout="zigzag")
     slow_rounds = Links(round=1.0)
-    assert plan_in_groups(problem, 0, links=slow_rounds).head_size == 1  # a trade has eight collectives
+    assert plan_in_groups(problem, 0, links=slow_rounds).head_size == 1  # trading tokens for heads takes 8 collectives
     assert plan_in_groups(problem, 0).head_size == 8
 
 
@@ -96,7 +96,7 @@ def test_every_rank_chooses_alike(case, per_node, exchange):
 
 
 def test_traded_bytes_of_an_even_trade():
-    """Ulysses: each of 4 ranks receives 3/4 of its share of q, k, v and outputs."""
+    """The bytes equal Ulysses': each of 4 ranks receives 3/4 of its share of q, k, v and outputs."""
     problem = make_problem(DENSE, 64, 8, ranks=4)
     x = trade_bytes(problem, 4, 0, samples=2, head_dim=16, element_size=2)
     tokens, heads = 2 * 48, 2

@@ -1,4 +1,4 @@
-"""From ranges to row numbers: every number, decoded back to (sample, position, head), equals the request."""
+"""Row numbers, computed from ranges: each number, decoded to (sample, position, head), equals the request."""
 
 from dataclasses import replace
 
@@ -21,19 +21,19 @@ CPU = torch.device("cpu")
 
 
 def own_rows(case: Case, rank: int, heads: tuple[int, int]) -> list[tuple]:
-    """Return (sample, position, head) of every row of a rank's contiguous (B, L, heads) tensor."""
+    """Return (sample, position, head) of every row in a rank's contiguous (B, L, heads) tensor."""
     samples = max((d.sample + d.samples for d in case.documents), default=0)
     positions = [p for piece in case.shard.ranges(rank) for p in piece]
     return [(b, p, h) for b in range(samples) for p in positions for h in range(*heads)]
 
 
 def named(rows: list[tuple]) -> list[tuple]:
-    """Return (sample, position, head) of rows (document, sample in the document, head, position)."""
+    """Convert rows (document, sample within the document, head, position) to (sample, position, head)."""
     return [(document.sample + sample, p, head) for document, sample, head, p in rows]
 
 
 def requested_rows(document: Document, sample: int, head: int, rows) -> list[tuple]:
-    """Return (sample, position, head) of requested rows."""
+    """Return (sample, position, head) of the requested rows."""
     return [(document.sample + sample, p, head) for p in rows]
 
 
@@ -45,12 +45,12 @@ def test_expand(runs):
 
 
 def test_expand_large_numbers():
-    # flat numbers of a long sequence times its heads soon exceed 2^31
+    # row numbers exceed 2^31 in long sequences with several heads
     assert expand([(1 << 40, 1 << 35, 3)]).tolist() == [1 << 40, (1 << 40) + (1 << 35), (1 << 40) + (1 << 36)]
 
 
 def check_overlaps(overlaps, rows: range, have: list[tuple], expected: list[tuple]) -> None:
-    """Check that `overlaps` has, for each of `rows` that is in `have`, its indices in both, once."""
+    """Check that `overlaps` lists each of `rows` that is in `have` once, with its index in both."""
     places: dict[int, int] = {}
     for inside, there in overlaps:
         assert inside[2] == there[2] > 0
@@ -62,7 +62,7 @@ def check_overlaps(overlaps, rows: range, have: list[tuple], expected: list[tupl
 
 @st.composite
 def asks(draw, case: Case, heads: tuple[int, int]):
-    """Draw (document, head, rows, sample): any rows of a document."""
+    """Draw (document, head, rows, sample), where `rows` are any rows of the document."""
     document = draw(st.sampled_from(case.documents))
     start = draw(st.integers(document.start, document.stop - 1))
     rows = range(start, draw(st.integers(start, document.stop)), draw(st.integers(1, 5)))
@@ -87,7 +87,7 @@ def test_own(case, data):
 @given(SOME, st.data())
 @settings(max_examples=examples(50))
 def test_store(case, data):
-    # pieces of all documents and heads, without some positions, in two messages
+    # pieces of all documents and heads, without some of the positions, in two messages
     store, message = ReceivedRows(), []
     for document in case.documents:
         for head in range(case.kv_heads):
@@ -101,13 +101,13 @@ def test_store(case, data):
     have = rows_in([message])
     assert store.size == len(have)
     document, head, rows, sample = data.draw(asks(case, (0, case.kv_heads)))
-    there = [row if row[0] == document else None for row in have]  # equal positions of other documents are other rows
+    there = [row if row[0] == document else None for row in have]  # another document's positions are other rows
     expected = [(document, sample, head, p) for p in rows]
     check_overlaps(store.find(document, head, rows, sample), rows, there, expected)
 
 
 def check_packing(packing: Packing, own: list[tuple], store: list[tuple], sent: list[tuple]) -> None:
-    """Check that the buffer filled by `packing` holds the sent rows, in their order."""
+    """Check that the buffer filled by `packing` has the rows of the messages, in their order."""
     own_at = torch.arange(len(packing.own)) if packing.own_at is None else packing.own_at
     assert len(packing.own) == len(own_at) and len(packing.store) == len(packing.store_at)
     buffer: dict[int, tuple] = {}
@@ -119,7 +119,7 @@ def check_packing(packing: Packing, own: list[tuple], store: list[tuple], sent: 
 
 
 def check_packings(case: Case, problem: Problem, exchange: str, per_node: int = 1) -> None:
-    """Check every round's send buffer on every rank, as `run` fills it."""
+    """Check the send buffer of every round on every rank, filled as `run` does."""
     for rank, program in enumerate(all_programs(problem, EXCHANGES[exchange].program, per_node)):
         own, store, arrived = LocalRows(case.shard.ranges(rank), problem.kv_heads), ReceivedRows(), []
         held = own_rows(case, rank, problem.kv_heads)
@@ -162,7 +162,7 @@ def test_packing_of_a_row_that_is_not_there():
 
 
 def check_batches(problem: Problem, joined, requests: list, query_rows: list[tuple], key_rows: list[tuple]) -> None:
-    """Check that each request is in one batch, and that a batch has the numbers and positions of its requests."""
+    """Check that each request is in one batch, and that the batch has the request's row numbers and positions."""
     assert sorted(map(repr, (x for batch in joined for x in batch.requests))) == sorted(map(repr, requests))
     for batch in joined:
         each = [(want, sample) for want in batch.requests for sample in range(want.document.samples)]
@@ -170,7 +170,7 @@ def check_batches(problem: Problem, joined, requests: list, query_rows: list[tup
         assert len({w.slot for w, _ in each}) == 1
         sample, head, queries, keys = batch.positions()
         assert batch.queries.shape == queries.shape and batch.keys.shape == keys.shape
-        assert batch.queries.unique().numel() == batch.queries.numel()  # rows are written in place
+        assert batch.queries.unique().numel() == batch.queries.numel()  # unique, because rows are written in place
         for i, (want, s) in enumerate(each):
             expected = [p for rows in want.keys for p in rows]
             kv_head = want.head // problem.group
@@ -183,7 +183,7 @@ def check_batches(problem: Problem, joined, requests: list, query_rows: list[tup
 
 
 def store_of(messages) -> tuple[ReceivedRows, list[tuple]]:
-    """Return a store with these messages, and its rows."""
+    """Return a store that has these messages, and its rows."""
     store = ReceivedRows()
     for message in messages:
         store.add(message)
@@ -244,5 +244,5 @@ def test_windows(kv_heads, data):
     unit = group if kv_heads >= members else 1
     sizes = [b - a for a, b in cuts]
     assert max(sizes) - min(sizes) <= unit
-    if kv_heads >= members:  # then no kv head is on two ranks
+    if kv_heads >= members:  # in this case no kv head is split between ranks
         assert all(a % group == b % group == 0 for a, b in cuts)

@@ -1,4 +1,4 @@
-"""Links: refused values, their file and its locations, and their effect on the choice of "auto"."""
+"""Links: refused values, the locations of the file, and the effect of links on the choice of "auto"."""
 
 import json
 
@@ -83,7 +83,7 @@ def test_no_file(tmp_path):
 # -- where it is looked for --------------------------------------------------------------------------------------------
 @pytest.fixture
 def home_folder(tmp_path, monkeypatch):
-    """A machine without measurements."""
+    """An environment without measured links."""
     monkeypatch.delenv(VARIABLE)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -122,13 +122,13 @@ PROBLEMS = {
     "64 on nodes of 8": (make_problem(DilatedPattern.geometric(2048, 1 << 21), 1 << 21, 12, ranks=64), 8),
     "GigaPath": (make_problem(GIGAPATH, 1 << 20, 16, ranks=8), 8),
 }
-#: {problem: the choices with the defaults, with slow rounds, with slow messages, with little bandwidth}
+#: {problem: choices with default links, slow rounds, slow messages, low bandwidth}
 TAKEN = {
     "4 GPUs": ("gather", "gather", "butterfly", "switch"),
     "64 on nodes of 8": ("hierarchical_gather", "gather", "butterfly", "switch"),
     "GigaPath": ("gather", "gather", "gather", "switch"),
 }
-#: the expensive quantity, which the choice must minimize
+#: links on which one quantity dominates the time -> that quantity of a price, which the choice must minimize
 DEAR = {
     "rounds": (Links(round=1.0), lambda p: p.rounds),
     "messages": (Links(message=1.0), lambda p: p.messages),
@@ -151,7 +151,7 @@ def test_a_plan_says_its_links():
     problem, per_node = PROBLEMS["4 GPUs"]
     text = "near 1.5 GB/s, far 0.25 GB/s, 3.333e+05 us a round, 10 us a message (measured on two tin cans)"
     assert f"links: {text}" in str(plan(problem, ranks_per_node=per_node, links=OURS)).splitlines()
-    assert "links" not in str(plan(problem, "gather"))  # nothing was estimated
+    assert "links" not in str(plan(problem, "gather"))  # a named exchange is not priced
 
 
 def test_a_file_nested_too_deeply(tmp_path):

@@ -1,4 +1,4 @@
-"""The plan: the published table of bytes, exact counts, the choices of "auto" for ten cases, and scale."""
+"""The plan: the published table of bytes, exact counts, choices of "auto" in ten cases, and large scales."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def geometric(seq_len, ranks, **options):
     return make_problem(DilatedPattern.geometric(2048, seq_len), seq_len, 12, ranks=ranks, **options)
 
 
-# research/sequence_parallel.md 4b, width 768: megabytes received in the forward of a layer, and the part from other
+# research/sequence_parallel.md 4b, width 768: ranks, megabytes received in a layer's forward, and the part from other
 # nodes
 TABLE = [(8, 9.4, 0.0), (64, 18.9, 1.2), (512, 28.3, 2.4), (4096, 37.7, 3.5)]
 
@@ -30,14 +30,14 @@ def test_table_4b(ranks, union, far, local):
     assert round(price(problem, "gather", 8, 64, 2, Links()).forward / 1e6, 1) == union
     if ranks > 8:
         nodes = price(problem, "hierarchical_butterfly", 8, 64, 2, Links())
-        assert round(nodes.far / 3 / 1e6, 1) == far  # a third of both passes: gradients are fp32
+        assert round(nodes.far / 3 / 1e6, 1) == far  # a third of both passes, because gradients are fp32
 
 
 def test_bytes_are_flat_in_n_and_logarithmic_in_r():
     got = [
         [price(geometric(r * n, r), "gather", r, 64, 2, Links()).forward for n in (4096, 65536)] for r in (2, 4, 8, 16)
     ]
-    step = 2048 // 2 * 2 * 768 * 2  # S/2 rows of K and of V
+    step = 2048 // 2 * 2 * 768 * 2  # S/2 rows each of K and V
     assert got == [[step * level] * 2 for level in (1, 2, 3, 4)]
 
 
@@ -112,7 +112,7 @@ BILLION_CASES = {
 )
 @pytest.mark.full
 def test_a_billion_tokens_on_4096_ranks(tmp_path, name, causal):
-    """In a new process: the plan and a rank's program, CPU seconds and GiB, including torch's own 0.4."""
+    """Plan, and build a rank's program, in a new process, within CPU seconds and GiB (torch itself takes 0.4)."""
     pattern, want = BILLION_CASES[name]
     script = tmp_path / "billion.py"
     script.write_text(BILLION.format(pattern=pattern, causal=causal))
@@ -132,13 +132,13 @@ UNLIKE = {
 
 
 SPLITS = [(4, 2), (8, 2), (12, 2), (16, 4), (64, 2), (12, 3)]
-#: (name, ranks, head size); a head-parallel group has no more ranks than heads
+#: (name, ranks, head size): a head-parallel group has no more ranks than heads
 WINDOWED = [(name, ranks, size) for name, (_, heads, _) in UNLIKE.items() for ranks, size in SPLITS if size <= heads]
 
 
 @pytest.mark.parametrize("name, ranks, size", WINDOWED)
 def test_one_choice_for_all_windows(name, ranks, size):
-    # the ranks of a head-parallel group share the collectives of the whole sequence, so they must choose alike
+    # all ranks take part in the same collectives, whatever their heads, so they must choose the same exchange
     pattern, heads, n = UNLIKE[name]
 
     def chosen(exchange, window):
@@ -164,7 +164,7 @@ def test_an_exchange_that_cannot_serve():
 @pytest.mark.parametrize("heads", [5, 12])
 @pytest.mark.parametrize("tokens", [4096, 131072])
 def test_every_window_takes_one_exchange(heads, tokens):
-    """Members of a head-parallel group with unequal windows of heads make the same choice at the same prices."""
+    """The members of a head-parallel group choose the same exchange at equal prices, even if their heads differ."""
     pattern = DilatedPattern([(2048, 1), (None, 8), *([(4096, 2)] if heads == 5 else [])])
     options = {"ranks": 4, "head_size": 2, "causal": True}
     plans = [plan(make_problem(pattern, tokens, heads, head_rank=r, **options)) for r in range(2)]
@@ -181,7 +181,7 @@ def test_names_the_layout_that_balances_a_dense_head():
 
 @pytest.mark.parametrize("ranks", [8, 9, 64, 1024])
 def test_one_rank_that_owns_a_dense_head_is_waited_for(ranks):
-    """Also where that rank is not among the few whose prices stand for all."""
+    """All ranks wait for a rank that owns a dense head, even if the plan prices only some other ranks exactly."""
     problem = make_problem(DilatedPattern([Branch(64, 1, heads=range(11)), Branch(None, 1, heads=[11])]), 1 << 20, 12,
                            ranks=ranks, layout="zigzag", causal=True)  # fmt: skip
     chosen = plan(problem)
@@ -192,7 +192,7 @@ def test_one_rank_that_owns_a_dense_head_is_waited_for(ranks):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("width, rate", [(7, 1), (3, 4), (1, 1), (65, 1)])
 def test_a_window_takes_a_halo(width, rate, causal):
-    """A rank receives the (width - 1) * rate rows before its tokens and, if not causal, the same number after them."""
+    """A rank receives the (width - 1) * rate rows before its tokens, and also those after them if not causal."""
     problem = make_problem(DilatedPattern([Window(width, rate)]), 256, 4, 2, ranks=4, causal=causal)
     halo = (width - 1) * rate
     for rank in range(4):

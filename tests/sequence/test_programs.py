@@ -1,6 +1,6 @@
 """gather (flat and hierarchical) and ring on all ranks of any case, executed with sets.
 
-Every message is expected, no rank sends rows that it does not hold, all needed rows arrive; with every layout, packed
+Every message is expected, a rank sends only rows that it has, and all needed rows arrive, for every layout, packed
 documents, samples, windows of heads and empty ranks.
 """
 
@@ -46,13 +46,13 @@ def test_gather(case):
         for rank, want in enumerate(needed_by_definition(case, problem)):
             (step,) = programs[rank].rounds
             got = Counter(from_others(step, rank))
-            assert got.keys() == want  # not a row more than the definition needs
+            assert got.keys() == want  # exactly the rows of the definition
             assert not got or max(got.values()) == 1
             assert step.receives.get(rank, []) == step.sends.get(rank, [])
 
 
 def check_ring(problem, programs, needs: list[set]) -> None:
-    """Check that round t brings the rows of the rank t back that this rank or a later one needs, and no others."""
+    """Check that round t brings exactly those rows of the rank t behind that this rank or a later rank needs."""
     ranks = problem.shard.ranks
     own = [held_rows(problem, rank) for rank in range(ranks)]
     arrived = play(problem, programs)
@@ -69,11 +69,11 @@ def check_ring(problem, programs, needs: list[set]) -> None:
                 continue
             users = [(source + hops) % ranks for hops in range(t, ranks)]
             assert set(rows) == own[source].intersection(set().union(*(needs[user] for user in users)))
-            assert set(rows) >= needed & own[source]  # the round's rows serve the requests cut down to their source
+            assert set(rows) >= needed & own[source]  # they serve the requests for rows of this source
 
 
 def check_returns(problem, programs) -> None:
-    """Check that the gradient of every used row goes directly to the row's owner, once."""
+    """Check that the gradient of every used row is sent once, directly to the owner of the row."""
     ranks = problem.shard.ranks
     own = [held_rows(problem, rank) for rank in range(ranks)]
     for t in range(ranks):
@@ -85,7 +85,7 @@ def check_returns(problem, programs) -> None:
             there = set(rows_in(program.rounds[t].receives.values()))
             for owner, message in step.sends.items():
                 assert own[owner].issuperset(rows_of(message))
-                assert there.issuperset(rows_of(message))  # only rows of this round have a gradient now
+                assert there.issuperset(rows_of(message))  # only rows of this round have gradients at this time
             sent.update(rows_in(step.sends.values()))
         assert sent == Counter(requested_rows(problem, rank))
 

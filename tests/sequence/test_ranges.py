@@ -1,4 +1,4 @@
-"""Ranges of integers as sets: every function against Python sets, or against residues if sets would be too large."""
+"""Ranges of integers as sets: every function against Python sets, or against residues where sets would be too large."""
 
 import math
 from itertools import combinations, pairwise
@@ -16,26 +16,26 @@ HUGE = 1 << 40
 
 @st.composite
 def ranges(draw, reach: int = 40, step: int = 12):
-    """Draw a range, possibly empty; its stop need not continue its step."""
+    """Draw a range, which may be empty. Its stop need not be a multiple of the step."""
     start = draw(st.integers(-reach, reach))
     return range(start, start + draw(st.integers(-3, 3 * reach)), draw(st.integers(1, step)))
 
 
 @st.composite
 def huge_ranges(draw):
-    """Draw a range around 2^40 with a step near 2^20; some steps are coprime."""
+    """Draw a range around 2^40 with a step near 2^20. Some steps are coprime."""
     start = draw(st.integers(-HUGE, HUGE))
     step = (1 << draw(st.integers(18, 20))) + draw(st.sampled_from([0, 0, 1, -1, 7]))
     return range(start, start + draw(st.integers(0, 2 * HUGE)), step)
 
 
 def elements(pieces) -> list[int]:
-    """Return all elements, in order."""
+    """Return all elements in order."""
     return [x for piece in pieces for x in piece]
 
 
 def disjoint(pieces) -> bool:
-    """Return whether no element occurs twice."""
+    """Return whether all elements are different."""
     return len(set(elements(pieces))) == len(elements(pieces))
 
 
@@ -44,7 +44,7 @@ def disjoint(pieces) -> bool:
 def test_clip(a, start, stop):
     got = clip(a, start, stop)
     assert list(got) == [x for x in a if start <= x < stop]
-    assert got.step == a.step  # slices of it stay progressions of the same step
+    assert got.step == a.step  # the step stays, even if a single element is left
 
 
 @given(ranges(), ranges())
@@ -61,7 +61,7 @@ def test_subtract(a, b):
     pieces = subtract(a, b)
     assert sorted(elements(pieces)) == sorted(set(a) - set(b))
     assert all(pieces)
-    # a billion rows must not become a million pieces
+    # the difference of two ranges of a billion rows must not consist of a million pieces
     shared = intersect(a, b)
     period = shared.step // a.step if shared else 1
     assert len(pieces) <= min(period, len(shared)) + 2
@@ -70,7 +70,7 @@ def test_subtract(a, b):
 @given(st.lists(ranges(), max_size=4), st.lists(ranges(), max_size=4))
 @settings(max_examples=examples(75))
 def test_remove(pieces, taken):
-    whole = union(pieces)  # disjoint, as `remove` requires
+    whole = union(pieces)  # `remove` requires disjoint ranges
     left = remove(whole, taken)
     assert sorted(elements(left)) == sorted(set(elements(pieces)) - set(elements(taken)))
 
@@ -82,14 +82,14 @@ def test_union(pieces):
     assert disjoint(out) and all(out)
     assert set(elements(out)) == set(elements(pieces))
     assert size(out) == len(set(elements(pieces)))
-    # senders and receivers may have the pieces in other orders, and pieces may repeat
+    # the order of pieces may differ between sender and receiver, and a piece may occur twice
     assert union(reversed(pieces + pieces)) == out
 
 
 @given(st.lists(ranges(), max_size=8), st.lists(ranges(), max_size=8))
 @settings(max_examples=200)
 def test_remove_keeps_what_others_take(pieces, taken):
-    """Equals removing one after the other, in any order."""
+    """`remove` equals removing the ranges one after the other, in any order."""
     whole, left = union(pieces), set(elements(pieces)) - set(elements(taken))
     for order in (taken, taken[::-1]):
         got = remove(whole, order)
@@ -111,13 +111,13 @@ def test_holed(parts):
 
 
 def test_union_joins_what_continues():
-    """The segments of a long sequence become one range, and sparse ones vanish in it."""
+    """Adjacent segments of a long sequence are joined to one range, which absorbs sparser ranges."""
     segments = [range(first, first + 64, 2) for first in range(0, 64 << 10, 64)]
     assert union([*segments, *(x[::4] for x in segments)]) == [range(0, (64 << 10) - 1, 2)]
 
 
 def rewritten(a: range, step: int, beyond: int) -> range:
-    """Return the same elements with another stop and, for a single element, another step."""
+    """Return a range of the same elements with another stop and, if there is only one element, another step."""
     if len(a) == 1:
         return range(a.start, a.start + 1 + beyond % step, step)
     return range(a.start, a[-1] + 1 + beyond % a.step, a.step) if a else a
@@ -126,7 +126,7 @@ def rewritten(a: range, step: int, beyond: int) -> range:
 @given(st.lists(ranges(reach=6, step=20), max_size=5), st.data())
 @settings(max_examples=examples(125))
 def test_union_depends_on_elements_only(pieces, data):
-    # a sender has range(5, 6, 3) where the receiver has range(5, 9, 4): the order of rows must be the same
+    # the receiver may have range(5, 9, 4) where the sender has range(5, 6, 3): the order of rows must not change
     other = [rewritten(x, data.draw(st.integers(1, 20)), data.draw(st.integers(0, 20))) for x in pieces]
     assert other == pieces
     assert elements(union(data.draw(st.permutations(other)))) == elements(union(pieces))
@@ -135,7 +135,7 @@ def test_union_depends_on_elements_only(pieces, data):
 @given(st.lists(ranges(reach=6), max_size=8), st.data())
 @settings(max_examples=examples(75))
 def test_join(pieces, data):
-    # cut some ranges into adjacent ones, so that there is something to join
+    # split some ranges into adjacent ones, so that `union` has pieces to join
     cut = []
     for piece in pieces:
         at = data.draw(st.integers(0, len(piece)))
@@ -157,11 +157,11 @@ def test_size(pieces):
 
 
 def crt_count(a: range, b: range) -> int:
-    """Count the elements that two ranges share: if residues agree modulo the gcd, one in lcm numbers in between."""
+    """Count the common elements of two ranges. If residues agree modulo the gcd, they occur once per lcm numbers."""
     if not a or not b or (a.start - b.start) % math.gcd(a.step, b.step):
         return 0
     common = math.lcm(a.step, b.step)
-    # find one number with both residues by stepping through the residues of the larger step
+    # find a number with both residues: step through the residues of the range with the larger step
     big, small = (a, b) if a.step >= b.step else (b, a)
     k = (small.start - big.start) // math.gcd(a.step, b.step)
     n = small.step // math.gcd(a.step, b.step)
@@ -186,7 +186,7 @@ def test_subtract_huge(a, b):
     assert size(pieces) == len(a) - len(shared)
     period = shared.step // a.step if shared else 1
     assert len(pieces) <= min(period, len(shared)) + 2
-    if len(pieces) < 30:  # otherwise this check is quadratic, and the elements were counted already
+    if len(pieces) < 30:  # this check is quadratic, and the elements were counted before
         assert not any(intersect(x, y) for x, y in combinations(pieces, 2))
     for piece in pieces[:20]:
         assert piece[0] in a and piece[-1] in a and not intersect(piece, b)
@@ -203,7 +203,7 @@ def test_union_huge(a, b):
     "a, b, want",
     [
         (range(3, 3 + HUGE, 1 << 20), range(3 + (1 << 19), HUGE, 1 << 20), 0),  # residues differ
-        (range(0, HUGE, 1 << 20), range(0, HUGE, (1 << 20) + 1), 1),  # coprime steps meet again at their product
+        (range(0, HUGE, 1 << 20), range(0, HUGE, (1 << 20) + 1), 1),  # coprime steps meet once per product
         (range(0, 1 << 62, 1 << 20), range(0, 1 << 62, (1 << 20) + 1), -(-(1 << 62) // ((1 << 20) * ((1 << 20) + 1)))),
         (range(-HUGE, HUGE, 1 << 20), range(-HUGE, HUGE, 1 << 10), 1 << 21),
         (range(0, HUGE, 1 << 20), range(HUGE, 2 * HUGE), 0),

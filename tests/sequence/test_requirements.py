@@ -1,4 +1,4 @@
-"""Local blocks and row requests of all ranks together are the pairs and pads of the definition, each once."""
+"""Local blocks and row requests of all ranks contain the pairs and pads of the definition, each of them once."""
 
 from itertools import pairwise
 
@@ -34,7 +34,7 @@ def test_pads(case):
 
 
 def test_pads_of_a_short_last_segment():
-    # 22 tokens in segments of 8 with rate 4: the last segment holds 6 tokens, so some heads see one zero key there
+    # 22 tokens, segments of 8, rate 4: the last segment has 6 tokens, so some heads see one zero key there
     pattern = DilatedPattern([(8, 4), (22, 3)], padding="attended")
     for layout in ("contiguous", "zigzag", "strided"):
         for ranks in (2, 3, 4):
@@ -55,7 +55,7 @@ def test_row_requests(case):
                 assert request.pairs == request.document.samples * len(
                     triangle(list(request.queries), keys, request.causal, request.band)
                 )
-                # a backend call joins all requests of a (branch, slot) with equal sizes, so no row may occur twice
+                # a backend call joins requests of equal sizes by (branch, slot), so a row must not occur twice
                 rows = {(request.branch, request.slot, request.document, request.head, p) for p in request.queries}
                 assert not rows & requested_rows_
                 requested_rows_ |= rows
@@ -69,9 +69,9 @@ def test_needed_rows(case):
         for rank, held in enumerate(case.held()):
             rows = needed_rows(problem, rank)
             got = {(*key, p) for key, pieces in rows.items() for piece in pieces for p in piece}
-            assert sum(size(pieces) for pieces in rows.values()) == len(got)  # none twice
+            assert sum(size(pieces) for pieces in rows.values()) == len(got)  # no row twice
             assert all(problem.kv_heads[0] <= kv_head < problem.kv_heads[1] for _, kv_head in rows)
-            # the rank's own rows may be among them if they interleave with the queries
+            # own rows may be included if they are interleaved with the queries
             remote = {row for row in rows_seen[rank] if row[2] not in held}
             assert {row for row in got if row[2] not in held} == remote
             assert got <= rows_seen[rank]
@@ -133,6 +133,6 @@ def test_corners():
 @given(st.integers(1, 60), st.integers(1, 8), st.sampled_from(["contiguous", "zigzag", "strided"]))
 @settings(max_examples=examples(25))
 def test_one_segment_over_everything(n, ranks, layout):
-    # dense attention: no pair may be lost at any cut
+    # dense attention must not lose a pair at any cut
     for causal in (False, True):
         check_pairs(Case(DilatedPattern.dense(), 1, 1, causal, Shard(n, ranks, layout), (Document(0, 2, 0, n),)))

@@ -1,4 +1,4 @@
-"""Rows of tensors by number, with any strides."""
+"""Operations on rows of tensors, addressed by row number, for any strides."""
 
 import torch
 from hypothesis import given

@@ -1,7 +1,7 @@
-"""Programs of 64, 512 and 4096 ranks (32 of the ring), set-exact with small segments: S = 16 rows, 32 tokens, 4 heads.
+"""Programs of 64, 512 and 4096 ranks (ring: 32), exact as sets, with small segments: S = 16 rows, 32 tokens, 4 heads.
 
-Loops compute the rows that a rank needs, sharing no code with the package. The largest runs are marked slow; samples of
-their ranks, with their peers, are not.
+Loops that share no code with the package compute the rows that a rank needs. The largest runs are marked slow. In other
+runs, only a sample of their ranks is checked, with the ranks' peers.
 """
 
 import random
@@ -20,12 +20,12 @@ KEYS, LOCAL, HEADS, PER_NODE = 16, 32, 4, 8
 
 
 def problem_of(ranks: int, causal: bool) -> Problem:
-    """Branches (16, 1), (32, 2), ... up to the whole sequence."""
+    """Return a problem with branches (16, 1), (32, 2), ... up to the whole sequence."""
     return geometric(KEYS, LOCAL, ranks, HEADS, causal)
 
 
 def needs(problem: Problem, rank: int) -> set[tuple]:
-    """Return the rows on other ranks that the queries of a rank see."""
+    """Return the remote rows that the queries of a rank see."""
     (document,) = problem.documents
     start, stop = rank * LOCAL, (rank + 1) * LOCAL
     out, width = set(), KEYS
@@ -44,7 +44,7 @@ def needs(problem: Problem, rank: int) -> set[tuple]:
 
 
 def check_all(exchange: str, ranks: int, causal: bool) -> None:
-    """Execute every rank's program; gather brings exactly the needed rows, the others at least those."""
+    """Execute the programs of all ranks. Gather must bring exactly the needed rows, other exchanges at least these."""
     problem = problem_of(ranks, causal)
     programs = all_programs(problem, EXCHANGES[exchange].program, PER_NODE)
     arrived = play(problem, programs)
@@ -66,7 +66,7 @@ def test_512_ranks(exchange, causal):
     check_all(exchange, 512, causal)
 
 
-@pytest.mark.slow  # a minute each; gather and switch take ten minutes and more there
+@pytest.mark.slow  # a minute each; gather and switch would take ten minutes or more
 @pytest.mark.parametrize("exchange", ["butterfly", "hierarchical_butterfly"])
 def test_4096_ranks(exchange):
     check_all(exchange, 4096, causal=False)
@@ -79,17 +79,17 @@ def test_512_ranks_full(exchange):
 
 
 def rounds_of(program) -> list[Round]:
-    """Return all rounds of a program or a switch."""
+    """Return all rounds of a program, also of a switch."""
     return program.rounds if isinstance(program, Program) else [program.keys, program.queries]
 
 
 class Sample:
-    """Some ranks of an exchange, and the programs of their peers, built on demand."""
+    """Some ranks of an exchange, with the programs of these ranks and their peers, which are built on demand."""
 
     def __init__(self, exchange: str, ranks: int, causal: bool, seed: int = 0):
         self.problem, self.exchange, self.programs = problem_of(ranks, causal), exchange, {}
         self.random = random.Random(seed)
-        # the first, the last, those at the middle wall, and any others
+        # the first rank, the last rank before the middle, the last rank, and a random rank
         self.ranks = [0, ranks // 2 - 1, ranks - 1, self.random.randrange(ranks)]
 
     def program(self, rank: int):
@@ -98,7 +98,7 @@ class Sample:
         return self.programs[rank]
 
     def check_messages(self, rank: int, peers: int) -> None:
-        """Check that messages with some peers agree on both sides, and hold only rows that their senders have."""
+        """Check that messages with some peers agree on both sides, and that a sender has the rows of its messages."""
         rounds = rounds_of(self.program(rank))
         for number, step in enumerate(rounds):
             for peer in self.random.sample(
@@ -137,12 +137,12 @@ def test_sample_of_switch(ranks):
         program = sample.program(rank)
         got = set(rows_in(program.keys.receives.values()))
         assert got == {(t.document, 0, t.head, p) for t in program.tasks for p in t.queries}
-        for task in program.tasks:  # whole segments, wider than a rank
+        for task in program.tasks:  # a task has a whole segment that is wider than a rank
             width = KEYS << task.branch
             rate, first = width // KEYS, task.queries[0] // width * width
             assert width > LOCAL
             assert task.queries == range(first + task.head % rate, first + width, rate)
-    # ranks that hold parts of one segment name the same owner
+    # all ranks with parts of a segment must name the same owner
     owners: dict = {}
     for rank in sample.ranks:
         for owner, tasks in all_to_all.tasks_by_owner(sample.problem, rank).items():
@@ -178,7 +178,7 @@ def test_ranks_of_the_ring(ranks):
         assert want <= {row for rows in arrived[rank] for row in rows}
 
 
-@pytest.mark.slow  # half a minute for two ranks: each computes every rank's needs of every other
+@pytest.mark.slow  # half a minute for two ranks, because each computes what every rank needs from every other
 def test_512_ranks_of_the_ring():
     problem = problem_of(512, causal=True)
     make = EXCHANGES["ring"].program

@@ -1,4 +1,4 @@
-"""Shards: every layout assigns each position to exactly one rank, by its docstring."""
+"""Shards: every layout assigns each position to exactly one rank, as its docstring says."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ from .cases import member_of, shards
 
 
 def positions(shard: Shard, rank: int) -> list[int]:
-    """Return the positions of a rank in local order, by brute force: member after member, each rising."""
+    """Return the positions of a rank in local order by brute force: member by member, in ascending order."""
     members = range(rank * shard.members, (rank + 1) * shard.members)
     return [p for m in members for p in range(shard.seq_len) if member_of(shard, p) == m]
 
@@ -25,7 +25,7 @@ def test_ranges_are_the_layout(shard):
     covered = []
     for rank in range(shard.ranks):
         held = shard.ranges(rank)
-        assert all(held)  # no empty range
+        assert all(held)  # no range is empty
         assert [p for piece in held for p in piece] == positions(shard, rank)
         assert shard.length(rank) == len(positions(shard, rank))
         covered += positions(shard, rank)
@@ -36,7 +36,7 @@ def test_ranges_are_the_layout(shard):
 @given(shards(longest=60, ranks=9))
 @settings(max_examples=examples(50))
 def test_pieces_are_runs(shard):
-    # adjacent ranges are one piece: contiguous shards have one, the middle of a zigzag too
+    # adjacent ranges are joined: a contiguous shard is one piece, and so is the middle of a zigzag
     for rank in range(shard.ranks):
         held = shard.ranges(rank)
         if shard.layout == "contiguous":
@@ -69,7 +69,7 @@ def test_holders(shard, data):
 @given(st.integers(0, 9), st.integers(1, 40), st.integers(1, 20), st.integers(1, 5))
 @settings(max_examples=examples(100))
 def test_pieces_of_chunks(start, seq_len, stream, ranks):
-    """A rank's pieces are its positions in the chunked layout; a chunk's exchange uses its own pieces."""
+    """A rank's pieces are its positions in the chunked layout, and the exchange of a chunk uses the chunk's pieces."""
     chunks, whole = ChunkShard(start, start + seq_len, stream, ranks), Shard(seq_len, ranks, "chunked", stream=stream)
     held = [positions(whole, rank) for rank in range(ranks)]
     assert chunks.ranks == ranks * chunks.chunks
@@ -116,7 +116,7 @@ def test_the_first_position_is_on_rank_0(layout, want):
 
 
 def test_a_long_sequence_costs_nothing():
-    # ranges, not lists: 10^12 tokens
+    # 10^12 tokens as ranges, because lists would not fit
     shard = Shard(10**12, 4096, "zigzag")
     assert sum(shard.length(rank) for rank in range(4096)) == 10**12
     rank, index = shard.owner(10**12 - 1)

@@ -1,4 +1,4 @@
-"""The closed forms of the strided layout equal the definition and the programs, and cost less than N^2."""
+"""The closed forms of the strided layout equal the definition and the programs, and take less than N^2 operations."""
 
 import sys
 import time
@@ -24,12 +24,12 @@ from .cases import Case, cases
 
 STRIDED = cases(longest=48, ranks=7, members=2, layouts=("strided",), fewest=2)
 FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
-#: r divides neither w nor T, w is no multiple of T, short segments, shifts
+#: r divides neither w nor T, w is not a multiple of T, segments are short or shifted
 ODD = DilatedPattern([(1000, 3), (2047, 1), (37, 2)]), FIVE.shifted(), DilatedPattern([(5792, 2), (30001, 8)])
 
 
 def rows_of(held: strided.RowsByDocumentHead) -> Counter:
-    """Return {(document, head, position): how often}."""
+    """Return {(document, head, position): number of occurrences}."""
     return Counter((*key, p) for key, parts in held.items() for x in parts for piece in x.ranges() for p in piece)
 
 
@@ -97,7 +97,7 @@ LATER = [pytest.param(*x, marks=pytest.mark.slow) for x in ((6, False), (8, True
 @pytest.mark.parametrize("ranks, causal", [(6, True), (8, False), *LATER])
 @pytest.mark.parametrize("pattern", ODD, ids=str)
 def test_long_sequences_of_any_pattern(pattern, ranks, causal):
-    """Rows and pairs of a sequence of many segments equal the requests taken one by one."""
+    """Rows and pairs of a sequence with many segments equal the sums over its requests."""
     problem = make_problem(pattern, 12_345, 3, ranks=ranks, layout="strided", causal=causal)
     for rank in (0, ranks - 1):
         want: Counter = Counter()
@@ -112,7 +112,7 @@ def test_long_sequences_of_any_pattern(pattern, ranks, causal):
 
 
 def forget() -> None:
-    """Clear the caches of earlier tests."""
+    """Clear caches that earlier tests filled."""
     for cached in (
         strided.rows_read,
         strided.rows_owned,
@@ -125,7 +125,7 @@ def forget() -> None:
 
 
 def calls(work) -> int:
-    """Count the Python functions that are called."""
+    """Count the calls of Python functions."""
     forget()
     total = 0
 
@@ -168,21 +168,21 @@ def test_a_route_grows_with_the_tokens_only(exchange, causal):
 def test_seconds_of_a_million_tokens(pattern, ranks, per_node, seconds, causal):
     forget()
     problem = make_problem(pattern, 1 << 20, 12, ranks=ranks, layout="strided", causal=causal)
-    begin = time.process_time()  # excludes the time of other processes
+    begin = time.process_time()  # does not count the time of other processes
     chosen = plan(problem, ranks_per_node=per_node)
     assert time.process_time() - begin < seconds
-    # a rank receives almost all rows: this layout must not look cheap
+    # a rank receives almost all rows, so this layout must have a high price
     gathered = next(x for x in chosen.prices if x.exchange == "gather")
     assert gathered.forward > (1 << 20) * 12 * 2 * 64 * 2 * 0.8
 
 
 def test_a_price_by_hand():
-    """Dense, 64 tokens on 4 ranks, one head: a rank needs the 48 rows of the others; causal, only earlier ones."""
+    """Dense, 64 tokens, 4 ranks, one head: a rank needs the other 48 rows, or if causal, only earlier ones."""
     full, causal = (
         make_problem(DilatedPattern.dense(), 64, 1, ranks=4, layout="strided", causal=x) for x in (False, True)
     )
     assert price(full, "gather", 4, 64, 2, Links()).forward == 48 * 2 * 64 * 2
-    # the last query of rank 0 is 60: it reads none of 61, 62 and 63
+    # the last query of rank 0 is at 60, so it needs none of 61, 62 and 63
     assert origins(causal, [0]).total == 61 and origins(causal, [3]).total == 64
     assert [origins(causal, [0]).held_by([r]) for r in range(4)] == [16, 15, 15, 15]
     assert origins(causal, [0, 1, 2]).total == 63

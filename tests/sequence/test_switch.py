@@ -1,4 +1,4 @@
-"""switch: every segment that crosses a run of one rank has, for each head, one owner, which computes all of it."""
+"""switch: for each head, a segment that crosses ranks has one owner, which computes the whole segment."""
 
 from collections import Counter
 
@@ -21,7 +21,7 @@ ANY = cases(longest=32, ranks=16, members=2)
 
 
 def wide(case: Case, problem: Problem) -> set[tuple]:
-    """Return (document, branch, head, positions) of every wide segment that a head of the window uses."""
+    """Return (document, branch, head, positions) of every wide segment of each head in the window."""
     runs = [set(range(a, b + 1)) for a, b in runs_of(case.shard)]
     out = set()
     for d in case.documents:
@@ -43,7 +43,7 @@ def wide(case: Case, problem: Problem) -> set[tuple]:
 
 
 def owned(problem: Problem, rank: int) -> list:
-    """Return the tasks that a rank owns."""
+    """Return the tasks that this rank owns."""
     return all_to_all.program(problem, rank, 1).tasks
 
 
@@ -63,7 +63,7 @@ def test_one_owner_with_all_rows(case):
 
 
 def owned_rows(problem: Problem, tasks: list) -> list[tuple]:
-    """Return (document, branch, head, rows) of an owner's tasks; global tokens are a task of their own."""
+    """Return (document, branch, head, rows) of each task of an owner. Global tokens are a task of their own."""
     rows, joined = [], {}
     for x in tasks:
         if problem.pattern.branches[x.branch].tokens is None:
@@ -74,7 +74,7 @@ def owned_rows(problem: Problem, tasks: list) -> list[tuple]:
 
 
 def check_rows(problem: Problem, rank: int, program: all_to_all.AllToAllProgram) -> None:
-    """Check that messages hold rows of their senders, and that a rank receives exactly its tasks' rows, none twice."""
+    """Check that senders have the rows of their messages, and that a rank receives each row of its tasks once."""
     for step, heads, group in (
         (program.keys, problem.kv_heads, problem.group),
         (program.queries, problem.heads, 1),
@@ -111,7 +111,7 @@ def test_pads(case):
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("heads, ranks", [(8, 4), (4, 4), (6, 4), (2, 4), (7, 3)])
 def test_owners_take_turns(heads, ranks, causal):
-    # with one segment over everything each rank owns H / R heads, as in Ulysses, but H need not be a multiple of R
+    # with a single segment, each rank owns H / R heads, as in Ulysses, but H need not be a multiple of R
     n = 16 * ranks
     document = (Document(0, 1, 0, n),)
     problem = Problem(DilatedPattern.dense(), heads, heads, causal, Shard(n, ranks), document, (0, heads))
@@ -122,7 +122,7 @@ def test_owners_take_turns(heads, ranks, causal):
 @given(ANY, st.data())
 @settings(max_examples=examples(30))
 def test_owners_hold_positions_of_their_segments(case, data):
-    # a segment stays among the ranks that hold it: its rows cross no unnecessary links
+    # the owner of a segment has some of its positions, so that rows cross no unnecessary links
     for problem in case.problems():
         rank = data.draw(st.integers(0, problem.shard.ranks - 1))
         for task in owned(problem, rank):

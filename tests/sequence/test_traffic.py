@@ -1,4 +1,4 @@
-"""Sums of a log's records: times by hand, and bytes and seconds against the plan."""
+"""Sums over the records of a log: times computed by hand, and bytes and seconds against the plan."""
 
 import pytest
 
@@ -16,12 +16,12 @@ RANKS, PER_NODE, SIZES = 4, 2, (8, 2)
 
 
 def recorded(flights, waits):
-    """Return a log of (pass, what, begin, end); a flight brings 10 bytes and takes 3."""
+    """Return a log of (pass, content, begin, end). Each flight sends 3 bytes and receives 10."""
     return TrafficLog([Flight(run, what, 3, 10, *x) for run, what, *x in flights], [Wait(*x) for x in waits])
 
 
 F, B = ("forward", "rows"), ("backward", "gradients")
-#: flights, waits, {(pass, what): (collectives, received, in flight, exposed, hidden)}
+#: flights, waits, {(pass, content): (collectives, received, in flight, exposed, hidden)}
 CASES = {
     "nothing": ([], [], {}),
     "hidden": ([(*F, 1.0, 3.0)], [], {F: (1, 10, 2, 0, 2)}),
@@ -66,7 +66,7 @@ def test_the_plan(exchange, causal):
             assert sum(y.planned_received for y in planned(call, LINKS)) == x.received
         took.append(total.planned)
     estimated = price(problem, exchange, PER_NODE, *SIZES, LINKS).seconds
-    if causal:  # gradients are sent back: the priced rank receives most rows, and fewest gradients
+    if causal:  # the rank that is priced receives the most rows, but the fewest of the gradients that are sent back
         assert 0.9 * estimated < max(took) <= estimated
     else:
         assert max(took) == pytest.approx(estimated, rel=1e-12)

@@ -1,4 +1,4 @@
-"""The volume of an exchange, counted without listing messages, equals the messages of its programs."""
+"""The volume of an exchange is counted without listing messages, and equals the messages of its programs."""
 
 from collections import Counter
 
@@ -18,7 +18,7 @@ NODES = st.sampled_from([1, 2, 4, 8])
 
 
 def received(rounds: list[Round], rank: int, per_node: int) -> Counter:
-    """Count the rows that a rank receives from others, near and far."""
+    """Count the rows that a rank receives from other ranks, near and far."""
     out = Counter()
     for step in rounds:
         for peer, message in step.receives.items():
@@ -28,22 +28,22 @@ def received(rounds: list[Round], rank: int, per_node: int) -> Counter:
 
 
 def flipped(rounds: list[Round]) -> list[Round]:
-    """Return the rounds in the other direction."""
+    """Return the rounds with senders and receivers swapped."""
     return [Round(step.receives, step.sends) for step in rounds]
 
 
 def units(volume: Volume, run: str, kind: str) -> Counter:
-    """Return one kind of units of a pass, near and far."""
+    """Return the near and far counts of one kind of units in a pass."""
     return +Counter({where: getattr(x, kind) for (name, where), x in volume.units.items() if name == run})
 
 
 def times(factor: int, rows: Counter) -> Counter:
-    """Return units of rows."""
+    """Multiply row counts by a factor."""
     return Counter({key: factor * n for key, n in rows.items()})
 
 
 def check_forward(problem: Problem, exchange: str, per_node: int) -> None:
-    """Check each rank's forward and, over all ranks, the gradients that return to their owners."""
+    """Check each rank's forward, and summed over ranks the gradients that return to their owners."""
     programs = all_programs(problem, EXCHANGES[exchange].program, per_node)
     volumes = [EXCHANGES[exchange].volume(problem, rank, per_node) for rank in range(problem.shard.ranks)]
     returned = Counter()
@@ -55,7 +55,7 @@ def check_forward(problem: Problem, exchange: str, per_node: int) -> None:
         returned += times(2, received(back, rank, per_node))
         assert units(volume, "backward", "own") == (Counter() if program.keep else times(2, rows))
         assert not program.keep or volume.kept == 2 * sum(rows.values())
-    # a rank sends back what it received, so only the sums over all ranks are equal
+    # gradients return from where rows were received, so only the sums over all ranks are equal
     assert sum((units(x, "backward", "wide") for x in volumes), Counter()) == returned
 
 
@@ -78,7 +78,7 @@ def test_butterfly(case, per_node):
 @given(cases(longest=32, ranks=6, fewest=6, members=2), st.sampled_from([2, 3]))
 @settings(max_examples=examples(40))
 def test_hierarchical_gather(case, per_node):
-    # a rank's count is its share of its node's rows, so the sum over the node is exact
+    # a rank reports an equal share of its node's rows, so only the sum over the node is exact
     for problem in case.problems():
         programs = all_programs(problem, EXCHANGES["hierarchical_gather"].program, per_node)
         for node in range(6 // per_node):
@@ -88,7 +88,7 @@ def test_hierarchical_gather(case, per_node):
                 rows += received(programs[rank].rounds, rank, per_node)
                 volume = EXCHANGES["hierarchical_gather"].volume(problem, rank, per_node)
                 reported += units(volume, "forward", "own")
-            # far rows are exact; the number that a rank carried for itself is unknown, and counted as its share
+            # far rows are exact; the rows that a rank carries for itself are unknown and estimated by its share
             assert abs(reported["far"] - 2 * rows["far"]) < 1e-6
 
 

@@ -1,6 +1,6 @@
-"""Pools of one, two and four ranks: a Trainer needs all ranks of its process group.
+"""Pools of one, two and four ranks, because a Trainer uses all ranks of its process group.
 
-The pools live for the whole session, because xdist mixes files of this folder with others.
+The pools exist for the whole session, because xdist mixes files of this folder with others.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from ..distributed.pool import Pool
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], Pool]]:
-    """Return a function: `pools(4)` is a pool of four ranks, started on first use."""
+    """Return a function: `pools(4)` returns a pool of four ranks, which is started on first use."""
     started: dict[int, Pool] = {}
 
     def get(ranks: int) -> Pool:

@@ -1,7 +1,7 @@
-"""A user's training script that fails at its third step: job.py HOW RANK[+RANK...] DEVICES [STRATEGY].
+"""A user's training script that fails in its third step: job.py HOW RANK[+RANK...] DEVICES [STRATEGY].
 
-HOW: kill, node (kill the rank and the agent that started it), term, raise, config, nothing, or notebook (run as in a
-notebook). STRATEGY: a name, "regions" (each node is a region) or "two regions".
+HOW: kill, node (kill the rank and its agent), term, raise, config, nothing, or notebook (run as in a notebook).
+STRATEGY: a name, "regions" (each node is a region) or "two regions".
 """
 
 import os
@@ -28,7 +28,7 @@ def strategy(name=None):
 
 
 class Trouble(pl.Callback):
-    """Fails once on each rank."""
+    """Causes the failure, once on each rank."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         once = Path("once" if trainer.global_rank == WHO[0] else f"once.{trainer.global_rank}")
@@ -65,7 +65,7 @@ def main():
     last = "ckpt/last.ckpt" if Path("ckpt/last.ckpt").exists() else None
     trainer.fit(model, ld.data.ByteDataModule(seq_len=256), ckpt_path=last)
     ranks, restarts = trainer.world_size, os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    # in one write: the ranks share a pipe
+    # a single write, because the ranks share a pipe
     sys.stdout.write(f"ranks {ranks} restarts {restarts}\nloss {float(trainer.callback_metrics['train_loss'])}\n")
     sys.stdout.flush()
 

@@ -1,10 +1,9 @@
-"""A training script with ranks killed at planned moments: killed_job.py.
+"""A training script with ranks that are killed at planned moments: killed_job.py.
 
-Reads `kills.json` in its folder: a list of {"moment", "step", "rank", "node", "delay"}. Each kill happens once: the
-rank
-sends itself SIGKILL `delay` seconds after that moment of that step. With "node" it also kills its agent.
-Moments: step (a batch begins), checkpoint (files are written, the manifest is not), validation (a batch begins).
-Each rank records its progress in `log/`.
+It reads `kills.json` in its folder: a list of {"moment", "step", "rank", "node", "delay"}. Each kill happens once:
+`delay` seconds after the moment in this step, the rank sends itself SIGKILL. With "node" it also kills its agent.
+Moments: step (a batch begins), checkpoint (files are written, the manifest is not), validation (a batch begins). Each
+rank records its progress in `log/`.
 """
 
 import json
@@ -21,12 +20,12 @@ import lightning_dilated as ld
 from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.checkpoint import folder as checkpoint_folder
 
-STEPS, GLOBAL_BATCH, BATCHES = 44, 6, 24  # optimizer steps, sequences a step, sequences an epoch
+STEPS, GLOBAL_BATCH, BATCHES = 44, 6, 24  # number of optimizer steps, sequences per step, sequences per epoch
 SEQ_LEN = 128
 
 
 def end(number: int, node: bool) -> None:
-    """Kill this process; with `node` also its agent."""
+    """Kill this process, and with `node` also its agent."""
     note = Path(f"killed_{number}")
     note.with_suffix(".part").write_text(json.dumps({"time": time.time(), "agent": os.getppid()}))
     note.with_suffix(".part").rename(note)
@@ -36,7 +35,7 @@ def end(number: int, node: bool) -> None:
 
 
 class Log(pl.Callback):
-    """Records progress and carries out the kills of `kills.json`."""
+    """Records the progress, and carries out the kills of `kills.json`."""
 
     def on_fit_start(self, trainer, pl_module):
         Path("log").mkdir(exist_ok=True)
@@ -59,7 +58,7 @@ class Log(pl.Callback):
             file.write(json.dumps({"what": what, "time": time.time(), **place, **details}) + "\n")
 
     def die(self, trainer, moment, now=False):
-        """Carry out the kill that is planned for this moment, if any."""
+        """Carry out the kill planned for this moment, if any."""
         for number, kill in enumerate(self.kills):
             here = kill["rank"] % trainer.world_size == trainer.global_rank
             due = (kill["moment"], kill["step"]) == (moment, trainer.global_step)
@@ -71,7 +70,7 @@ class Log(pl.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.before = trainer.global_step
         if any(Path(f"killed_{number}").exists() for number, kill in enumerate(self.kills) if kill["node"]):
-            time.sleep(0.15)  # so that the node is back before the last step
+            time.sleep(0.15)  # slows down the run, so that the node has rejoined before the last step
         self.die(trainer, "step")
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -83,7 +82,7 @@ class Log(pl.Callback):
 
 
 class Model(ld.LongNetLM):
-    """Records the loss and the samples of every batch."""
+    """Records the loss and the samples of each batch."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

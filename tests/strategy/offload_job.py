@@ -23,7 +23,7 @@ def local(x):
 
 
 def places(tensors):
-    """Return device types, and "pinned" if all memory is page-locked."""
+    """Return device types of the tensors, and "pinned" if all memory on the host is pinned."""
     parts = [local(t) for t in tensors]
     kinds = sorted({t.device.type for t in parts})
     return [
@@ -33,7 +33,7 @@ def places(tensors):
 
 
 class Look(pl.Callback):
-    """Records losses, gradient norms before clipping, and the devices of parameters, gradients and states."""
+    """Records losses, gradient norms before clipping, and the devices of parameters, gradients and optimizer states."""
 
     def __init__(self):
         self.told = {"losses": [], "norms": []}
@@ -43,7 +43,7 @@ class Look(pl.Callback):
         self.told["gradients"] = places(grads)
         self.told["norms"].append(float(torch.nn.utils.get_total_norm(grads).full_tensor()))
         weight = local(next(pl_module.parameters()).detach())
-        pl_module.log("size", weight.norm(), sync_dist=True)  # a mean over ranks of a tensor on the host
+        pl_module.log("size", weight.norm(), sync_dist=True)  # logs the mean over ranks of a tensor on the host
 
     def on_train_batch_end(self, trainer, pl_module, *args):
         self.told["losses"].append(float(trainer.callback_metrics["train_loss"]))

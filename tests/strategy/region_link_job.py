@@ -1,6 +1,6 @@
-"""One rank that trains over a link: region_link_job.py alone|regions|data NAME. Writes its mean seconds a step.
+"""One rank that trains over a link: region_link_job.py alone|regions|data NAME. It writes the mean seconds per step.
 
-"alone" trains without the other rank; "regions" takes an outer step after every EVERY steps; "data" averages gradients.
+"alone" trains without the other rank; "regions" takes an outer step every EVERY steps; "data" averages gradients.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 
 import lightning_dilated as ld
 
-#: steps before the measured ones, and rounds of outer steps that are measured
+#: warm-up steps (also the steps between outer steps), and the number of measured outer steps
 EVERY, ROUNDS = 20, 2
 WAYS = {
     "alone": {},
@@ -24,7 +24,7 @@ WAYS = {
 
 
 class Clock(pl.Callback):
-    """Records the time at the end of each step."""
+    """Records when each step ends."""
 
     def __init__(self):
         self.ends = []
@@ -40,7 +40,7 @@ def main():
         for variable in [x for x in os.environ if x.startswith("TORCHELASTIC_")]:
             del os.environ[variable]
         os.environ.update(RANK="0", WORLD_SIZE="1", NODE_RANK="0", GROUP_RANK="0", LOCAL_RANK="0")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29777")  # the address of its own namespace
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29777")  # an address within its own network namespace
     torch.set_num_threads(1)
     pl.seed_everything(0)
     clock = Clock()

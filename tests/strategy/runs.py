@@ -1,6 +1,6 @@
-"""Training runs for workers, and their results: losses, gradient norms, validation, parameters.
+"""Training runs for workers, and their results: losses, gradient norms, validation loss, parameters.
 
-A `Run` is a complete description, so equal runs must have equal results on any number of ranks.
+A `Run` describes a run completely, so equal runs must have equal results on any number of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VOCAB = 11
 
 @dataclass(frozen=True)
 class Run:
-    """A small LongNet on random tokens. `batch_size` counts all data ranks together."""
+    """A small LongNet on random tokens. `batch_size` is the sum over all data ranks."""
 
     seq_len: int = 40
     batch_size: int = 1
@@ -35,7 +35,7 @@ class Run:
     accumulate: int = 1
     clip: float | None = None
     masked: float = 0.0
-    kind: str = "whole"  # or "documents", "lengths", "unshifted"
+    kind: str = "whole"  # "whole", "documents", "lengths" or "unshifted"
     strategy: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     cls: type = LongNetLM
@@ -43,15 +43,15 @@ class Run:
     workers: int = 0
     fsdp: bool = False
     memory: dict[str, Any] | None = None  # arguments of ActivationRecompute
-    double: bool = False  # float64 without Lightning's plugin, which it refuses for sharded parameters
+    double: bool = False  # cast to float64 without Lightning's plugin, which does not allow sharded parameters
 
     def but(self, **changes: Any) -> Run:
-        """Return a copy with changes."""
+        """Return a copy with changed fields."""
         return replace(self, **changes)
 
 
 class Tokens(Dataset):
-    """Twelve random samples that cannot read ranges, so batches are cut after they are collated."""
+    """Twelve random samples without `read_ranges`, so batches are split among ranks after collation."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -70,7 +70,7 @@ class Tokens(Dataset):
 
 
 def collate(run: Run, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Stack samples, with documents or lengths if the run has them."""
+    """Stack samples, and add documents or lengths as the run requires."""
     batch = torch.utils.data.default_collate(samples)
     n = run.seq_len
     if run.kind == "documents":
@@ -83,7 +83,7 @@ def collate(run: Run, samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Collate:
-    """`collate` of a run, as a class that workers can unpickle."""
+    """`collate` for a run, as a class because worker processes must be able to unpickle it."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -93,7 +93,7 @@ class Collate:
 
 
 class Data(pl.LightningDataModule):
-    """Loaders with samplers that ask the strategy for its data ranks."""
+    """Loaders with samplers that get the data ranks from the strategy."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -115,12 +115,12 @@ class Data(pl.LightningDataModule):
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
-    """Gather a sharded tensor."""
+    """Gather a sharded tensor into a whole tensor."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 class Record(pl.Callback):
-    """Records losses, norms and metrics step by step."""
+    """Records losses, norms and metrics of each step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -130,18 +130,18 @@ class Record(pl.Callback):
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        grads = [full(p.grad).flatten() for p in pl_module.parameters() if p.grad is not None]  # others are frozen
+        grads = [full(p.grad).flatten() for p in pl_module.parameters() if p.grad is not None]  # frozen ones have none
         self.norms.append(float(torch.cat(grads).norm()))
 
 
 def launched(rank: int) -> int:
-    """Let Trainers find this worker's process group, as under torchrun. Return the number of ranks."""
+    """Set a launcher's variables, so that Trainers use this worker's process group. Return the number of ranks."""
     world = dist.get_world_size()
     names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     names |= {"TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     os.environ.update({name: str(value) for name, value in names.items()})
     warnings.filterwarnings("ignore")
-    multiprocessing.current_process()._config["daemon"] = False  # or loaders could not start workers
+    multiprocessing.current_process()._config["daemon"] = False  # otherwise loaders could not start worker processes
     return world
 
 
@@ -152,7 +152,7 @@ def trainer(strategy: Any, world: int, **options: Any) -> pl.Trainer:
 
 
 def make(run: Run, world: int, **options: Any) -> tuple[pl.Trainer, LongNetLM, Data, Record]:
-    """Set seeds, and return (trainer, model, data, record) of a run."""
+    """Set seeds. Return (trainer, model, data, record) for a run."""
     pl.seed_everything(4, verbose=False)
     record = Record()
     recompute = [] if run.memory is None else [ActivationRecompute(**run.memory)]
@@ -173,7 +173,7 @@ def make(run: Run, world: int, **options: Any) -> tuple[pl.Trainer, LongNetLM, D
 
 
 def fit(rank: int, group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
-    """Return this rank's results of a run. It validates three batches, which contain all kinds of samples."""
+    """Return this rank's results of a run. The validation has three batches, with all kinds of samples."""
     built, model, data, record = make(run, launched(rank), limit_val_batches=3)
     built.fit(model, data)
     built.validate(model, data, verbose=False)

@@ -1,4 +1,4 @@
-"""A SLURM of one node on this machine, in a folder: munge, the controller and the node's daemon, run as root."""
+"""A SLURM cluster with one node on this machine, in a folder: munge, the controller and the node's daemon, as root."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PartitionName=high Nodes={host} PriorityTier=10 PreemptMode=OFF State=UP
 
 
 def why_not() -> str | None:
-    """Return None, or the reason why this machine cannot run SLURM."""
+    """Return the reason why this machine cannot run SLURM, or None."""
     missing = [x for x in TOOLS if shutil.which(x) is None]
     if missing:
         return f"no {', '.join(missing)}: Debian's packages munge, slurmctld, slurmd and slurm-client have them"
@@ -59,7 +59,7 @@ def _free_port() -> int:
 
 
 class Slurm:
-    """The daemons, for two CPUs. Jobs of the partition "high" preempt jobs of "low", which have `grace` seconds to end."""
+    """Daemons for two CPUs. Jobs in partition "high" preempt jobs in "low", which then have `grace` seconds to end."""
 
     def __init__(self, folder: Path, grace: int = 120) -> None:
         self.folder, self.env = folder, {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
@@ -85,7 +85,7 @@ class Slurm:
         return subprocess.run(command, env=self.env, capture_output=True, text=True, cwd=cwd).stdout
 
     def submit(self, *arguments: str, cwd: Path) -> str:
-        """Return the number of a new job."""
+        """Submit a job. Return its number."""
         done = subprocess.run(
             ["sbatch", "--parsable", *arguments], env=self.env, capture_output=True, text=True, cwd=cwd
         )
@@ -93,7 +93,7 @@ class Slurm:
         return done.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """Return the fields of `scontrol show job`."""
+        """Return the fields that `scontrol show job` prints."""
         words = self.ask("scontrol", "show", "job", number).split()
         return dict(x.split("=", 1) for x in words if "=" in x)
 
@@ -105,7 +105,7 @@ class Slurm:
             time.sleep(0.5)
 
     def close(self) -> None:
-        """End all jobs and daemons."""
+        """Cancel all jobs and stop the daemons."""
         self.ask("scancel", "--user=root", "--full", "--signal=KILL")
         self.ask("scancel", "--user=root")
         for pid in (self.folder / "slurmd.pid", self.folder / "slurmctld.pid", self.folder / "munge" / "pid"):

@@ -1,4 +1,4 @@
-"""AccuracyByDepth on several ranks has the rows of one rank, even if ranks share the tokens of an answer."""
+"""AccuracyByDepth on several ranks has the rows of one rank, even if an answer's tokens are on several ranks."""
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ pytestmark = pytest.mark.full
 
 
 class Erring(LongNetLM):
-    """Predicts all labels but one: by its number, a sample has an error in its last label, its third last, or none."""
+    """Predicts all labels, except that by its index a sample has an error in its last or third last label, or none."""
 
     def loss_terms(self, batch):
         labels = batch["labels"]
-        positions = token_positions(0, labels.shape[1])  # collective
+        positions = token_positions(0, labels.shape[1])  # a collective operation
         answers = labels.clone()
         for row, index in enumerate(batch["index"].tolist()):
             length = DATA[0] if index < 6 else DATA[1]
@@ -33,7 +33,7 @@ DATA = (34, 29)
 
 
 def rows(rank, group, kind, strategy, batch_size, folder):
-    """Return this rank's rows after a test. Answers have 12 tokens, so shards cut them."""
+    """Return this rank's rows after a test. Answers have 12 tokens, so some are on several ranks."""
     world = launched(rank)
     task = LongContextDataModule(
         "needle", list(DATA), [0, 100], 3, "tokens", vocabulary=3, fillers=1, distractors=0, value_tokens=12,
@@ -42,7 +42,7 @@ def rows(rank, group, kind, strategy, batch_size, folder):
     torch.manual_seed(7)
     pattern = DilatedPattern.longnet([8, 16, 64], [1, 2, 4])
     model = kind(pattern, vocab_size=task.vocab_size, dim=16, depth=2, num_heads=4, tie_embeddings=False)
-    model.configure_model()  # or sharded layers would draw other weights
+    model.configure_model()  # before sharding, so that all strategies draw the same weights
     callback = AccuracyByDepth(folder, table=False, picture=False)
     fsdp = strategy.pop("fsdp", False)
     plugin = (RingDilatedFSDPStrategy if fsdp else RingDilatedStrategy)(**strategy)
@@ -61,7 +61,7 @@ def test_ranks_equal_one(pools, tmp_path, ranks, strategy, kind):
         assert [(r["samples"], r["right"], r["token_accuracy"]) for r in want] == [(3, 1, 34 / 36)] * 4
     else:
         assert 0 < sum(r["token_accuracy"] for r in want) < 4
-    # batches of 4 hold samples of both lengths
+    # a batch of 4 has samples of both lengths
     for size in (1, 4):
         for got in pools(ranks).run(ranks, rows, kind, strategy, size, str(tmp_path / f"many{size}")):
             assert got == want

@@ -1,4 +1,4 @@
-"""The warning about a pattern's walls on many ranks: rank zero prints it, for the length of the whole sequence."""
+"""The warning about walls on many ranks: rank zero prints it once, for the length of the whole sequence."""
 
 import warnings
 
@@ -24,6 +24,6 @@ def warned(rank, group):
 
 
 def test_rank_zero_speaks_of_the_whole_sequence(pools):
-    """A shard of 20 tokens crosses no wall; the sequence of 40 does."""
+    """The whole sequence of 40 tokens crosses a wall, a shard of 20 tokens does not."""
     results = pools(2).run(2, warned)
     assert len(results[0]) == 1 and "at 40 tokens: 1 wall(s)" in results[0][0] and results[1] == []

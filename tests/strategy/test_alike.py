@@ -1,4 +1,4 @@
-"""Ranks that differ in settings, data, numbers of batches or parameters get an error, no wrong number and no hang."""
+"""Ranks that differ in settings, data, numbers of batches or parameters raise; no number is wrong, and none hangs."""
 
 import copy
 import enum
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.full
 
 
 class Other(Numbers):
-    """Samples with a key that every rank holds whole."""
+    """Samples in which every rank gets the whole value of a key."""
 
     def __init__(self, size=8, first=0, fingerprint=None):
         self.size, self.first = size, first
@@ -81,7 +81,7 @@ def test_other_data_on_a_rank(pools, name):
 
 
 class Broken(Numbers):
-    """Data with a failing fingerprint on rank 1, or with fewer samples on rank 3."""
+    """Data with a fingerprint that fails on rank 1, or with fewer samples on rank 3."""
 
     def __init__(self, rank, how):
         self.rank, self.how = rank, how
@@ -112,7 +112,7 @@ def test_ranks_of_other_sequences_do_not_wait(pools, how, words):
 
 
 def two_loaders(rank, group, kind, other):
-    """Train on two loaders, one of them different on rank 1 if `other` is nonzero. Return the steps or the error."""
+    """Train on two loaders; one differs on rank 1 if `other` is nonzero. Return the number of steps or the error."""
     loaders = [DataLoader(Other(first=100)), DataLoader(Other(first=other * rank))]
     model = Whole()
     step = model.training_step
@@ -236,7 +236,7 @@ SETTINGS = {
 
 
 class Configured(LongNetLM):
-    """A model that can change its parameters' dtype, or freeze some, after it built them."""
+    """A model that may change the dtype of its parameters, or freeze some, after building them."""
 
     change = None
 
@@ -249,7 +249,7 @@ class Configured(LongNetLM):
 
 
 def set_up(rank, group, names, fsdp=False):
-    """Fit once for each named setting, with its different value on rank 1. Return the errors, "" for none."""
+    """Fit once per named setting, which has another value on rank 1. Return the errors, or "" if there is none."""
     messages, world = [], launched(rank)
     for name in names:
         own = SETTINGS[name][0] if rank == 1 and name else {}
@@ -298,7 +298,7 @@ class Unreadable:
 
 
 def unreadable(rank, group):
-    """Return the error of both ranks if rank 1's settings raise when they are read."""
+    """Return the errors of both ranks if reading the settings of rank 1 raises."""
     try:
         compare_settings(lambda: {"a": Unreadable().b} if rank else {"a": "1"})
     except ValueError as error:
@@ -323,7 +323,7 @@ def test_settings_that_no_rank_can_read_and_other_orders(monkeypatch):
 
 # -- parameters --------------------------------------------------------------------------------------------------------
 class Drift(pl.Callback):
-    """Changes rank 1 after a step: the last bit of a weight, an optimizer state, or a buffer."""
+    """Changes one thing on rank 1 after a step: the last bit of a weight, an optimizer state, or a buffer."""
 
     def __init__(self, what, step=2):
         self.what, self.step = what, step
@@ -424,7 +424,7 @@ def test_no_checkpoint_is_a_mixture(pools, tmp_path, what):
 
 
 def saved(rank, group, folder):
-    """Return the error of a fit that saves a checkpoint of Lightning."""
+    """Return the error of a fit that writes one of Lightning's own checkpoints."""
     saver = ModelCheckpoint(folder, every_n_train_steps=3)
     built = trainer(
         RingDilatedStrategy(check_replicas=None),
@@ -465,7 +465,7 @@ HYBRID = DilatedPattern.hybrid(2, 4, local=8, global_every=2)
 
 
 def warned(rank, group, pattern, options, kind):
-    """Return the warnings of a fit about layouts, with the step at which each came."""
+    """Return the warnings about layouts in a fit, each with its step."""
     hints, world = [], launched(rank)
     model = (LongNetMLM if kind == "mlm" else LongNetLM)(pattern, vocab_size=VOCAB, dim=16, depth=2, num_heads=4)
     built = trainer(RingDilatedStrategy(**options), world, max_steps=2)
@@ -482,7 +482,7 @@ UNEVEN = "the busiest of 2 ranks with layout='contiguous' computes "
     "pattern, options, kind, times",
     [
         (HYBRID, {}, "whole", "1."),
-        (DilatedPattern.dense(), {}, "whole", "1.49 times"),  # 20 * 21 / 2 + 400 of 40 * 41 / 2 pairs
+        (DilatedPattern.dense(), {}, "whole", "1.49 times"),  # the last rank: 20 * 21 / 2 + 400 of 40 * 41 / 2 pairs
         (DilatedPattern.dense(), {}, "documents", "1.1"),
         (DilatedPattern.dense(), {"layout": "zigzag"}, "whole", None),
         (DilatedPattern.dense(), {"head_size": 2}, "whole", None),
@@ -521,7 +521,7 @@ def validated(rank, group, size, batches):
 
 
 def test_losses_of_unlike_numbers_of_batches(pools):
-    """Without the error, the rank with more batches would wait for the other until the timeout."""
+    """Without this error, a rank with more batches would wait for the other rank until the timeout."""
     for error in pools(2).run(2, validated, 3, None):
         assert "the ranks have [4, 3] batches of the stage 'val'" in error and "torchmetrics" in error
     assert pools(2).run(2, validated, 3, 3) == [True, True]
@@ -529,7 +529,7 @@ def test_losses_of_unlike_numbers_of_batches(pools):
 
 
 def test_a_rank_without_any_validation_batch(pools):
-    """Lightning skips the validation loop of this rank, and the others would wait to average their metric."""
+    """Lightning skips the validation loop on a rank without batches, so others would wait to average their metric."""
     for error in pools(2).run(2, validated, 0, None):
         assert "the ranks have [4, 0] batches of the stage 'val'" in error and "limit_val_batches=0" in error
     assert pools(2).run(2, validated, 0, 0) == [False, False]

@@ -1,4 +1,4 @@
-"""Blocks are compiled whole under DDP, as without it."""
+"""DDP does not split compiled blocks."""
 
 import lightning.pytorch as pl
 import pytest
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.full
 
 
 class Compiled(ld.LongNetLM):
-    """A model with blocks compiled by a backend that records its graphs and generates no code."""
+    """A model with blocks compiled by a backend that records graphs instead of generating code."""
 
     def __init__(self, graphs):
         super().__init__(ld.DilatedPattern.dense(), dim=256, depth=2, num_heads=4, compile_blocks=False)
@@ -43,7 +43,7 @@ def train(strategy, memory):
 
 @pytest.mark.parametrize("settings", [None, {"policy": "block", "tile": 8, "head_chunks": 4}])
 def test_blocks_stay_whole(settings, monkeypatch):
-    """A block has more parameters than DDP's first bucket, at which torch.compile would split it."""
+    """A block has more parameters than DDP's first bucket, where torch.compile would split its graph."""
     calls = []
     monkeypatch.setattr(DDPOptimizer, "compile_fn", lambda self, graph, inputs: calls.append(graph) or graph)
     memory = lambda: [ld.callbacks.ActivationRecompute(**settings)] if settings else []  # noqa: E731

@@ -1,4 +1,4 @@
-"""ring_dilated_fsdp with cpu_offload trains the same numbers as without, and refuses early what it cannot do."""
+"""ring_dilated_fsdp with cpu_offload trains with the same numbers, and refuses unsupported cases before training."""
 
 import functools
 import json
@@ -33,7 +33,7 @@ GPU = torch.device("cuda", 0)
 
 # -- the same numbers --------------------------------------------------------------------------------------------------
 class Gradients(Record):
-    """Also records the gradients of every step."""
+    """A recorder that also stores the gradients of every step."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ class Gradients(Record):
 
 
 def fit(rank, group, run, options=None):
-    """Return (losses, norms, gradients of all steps, validation loss, parameters, offloaded kinds)."""
+    """Return (losses, norms, gradients of all steps, validation loss, parameters, kinds of offloaded tensors)."""
     recorder = Gradients()
     built, model, data, record = make(run, launched(rank), callbacks=[recorder], limit_val_batches=3, **(options or {}))
     built.fit(model, data)
@@ -77,13 +77,13 @@ WAYS = {
 }
 
 
-#: others cover these cases and more
+#: slow tests; the other cases cover their features, too
 SLOW = ("plain", "clipped", "data 2", "attention kept, tiles", "32-true")
 
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in SLOW else w for w in WAYS])
 def test_nothing_changes(pools, way):
-    """Results are equal bit by bit: on a CPU the arithmetic is the same."""
+    """Results are equal bit by bit, because on a CPU the arithmetic is the same."""
     ranks, run, *options = WAYS[way]
     want = pools(ranks).run(ranks, fit, run, *options)[0]
     for got in pools(ranks).run(ranks, fit, run.but(strategy={**run.strategy, **HOST}), *options):
@@ -94,7 +94,7 @@ def test_nothing_changes(pools, way):
 
 
 def reductions(rank, group, run):
-    """Return (reduce-scatters of a run, its results)."""
+    """Return (number of reduce-scatters in a run, results of the run)."""
     real, calls = param_group.foreach_reduce, []
     with mock.patch.object(param_group, "foreach_reduce", lambda *a, **k: calls.append(1) or real(*a, **k)):
         results = fit(rank, group, run)
@@ -102,7 +102,7 @@ def reductions(rank, group, run):
 
 
 def test_accumulation_keeps_no_whole_gradients(pools):
-    """Gradients are reduced after each micro-batch, with the same sum up to rounding."""
+    """Each micro-batch reduces its gradients. Their sum is equal up to rounding."""
     run = RUN.but(accumulate=2, clip=0.05)
     once, want = pools(2).run(2, reductions, run)[0]
     twice, got = pools(2).run(2, reductions, run.but(strategy=HOST))[0]
@@ -113,7 +113,7 @@ def test_accumulation_keeps_no_whole_gradients(pools):
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 def part(rank, group, folder, stop, ckpt, options, how):
-    """Train up to step `stop`, from a checkpoint if there is one. Return parameters, new checkpoint, steps, states."""
+    """Train up to step `stop`, from `ckpt` if given. Return (parameters, new checkpoint, number of steps, states)."""
     sharded, save = how == "sharded", {} if how != "file" or options is None else {"save_distributed_checkpoint": False}
     path = str(Path(folder) / f"{stop}.ckpt")
     saver = {"callbacks": [ShardedCheckpoint(path)], "enable_checkpointing": True} if sharded else {}
@@ -127,14 +127,14 @@ def part(rank, group, folder, stop, ckpt, options, how):
 
 
 def first_half(pools, folder, before, how):
-    """Return the checkpoint of two steps with options `before`."""
+    """Train two steps with the options `before`. Return the checkpoint."""
     _, path, _, states = pools(2).run(2, part, str(folder / "a"), 2, None, before, how)[0]
     assert Path(path).is_file() == (how == "file") and states > 0
     return path
 
 
 def second_half(pools, folder, path, after, how):
-    """Return the parameters after two more steps with options `after`; None means whole parameters."""
+    """Train two more steps with the options `after` (None: unsharded parameters). Return the parameters."""
     parameters, _, steps, _ = pools(2).run(2, part, str(folder / "b"), 4, path, after, how)[0]
     assert steps == 2
     return parameters
@@ -142,7 +142,7 @@ def second_half(pools, folder, path, after, how):
 
 @pytest.mark.parametrize("how", ["folder", *(pytest.param(x, marks=pytest.mark.slow) for x in ("file", "sharded"))])
 def test_checkpoints_are_the_same(pools, tmp_path, how):
-    """A checkpoint saved with offloading loads without it, and vice versa."""
+    """A checkpoint that was saved with offloading loads without it, and vice versa."""
     within, without = (first_half(pools, tmp_path / name, x, how) for name, x in (("in", HOST), ("out", {})))
     want = second_half(pools, tmp_path / "neither", without, {}, how)
     for name, path, after in (("before", within, {}), ("after", without, HOST), ("both", within, HOST)):
@@ -150,7 +150,7 @@ def test_checkpoints_are_the_same(pools, tmp_path, how):
 
 
 def test_goes_on_with_whole_parameters(pools, tmp_path):
-    """ring_dilated and ring_dilated_fsdp share one format of checkpoints."""
+    """The checkpoints of ring_dilated and ring_dilated_fsdp have the same format."""
     path = first_half(pools, tmp_path / "in", HOST, "folder")
     want = second_half(pools, tmp_path / "sharded", path, {}, "folder")
     got = second_half(pools, tmp_path / "whole", path, None, "folder")
@@ -159,7 +159,7 @@ def test_goes_on_with_whole_parameters(pools, tmp_path):
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 class Lists(LongNetLM):
-    """A model that receives its optimizer from the run."""
+    """A model with an optimizer that offloading does not support."""
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), capturable=True)
@@ -187,7 +187,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def job(folder, **settings):
-    """Return the report of offload_job.py on two ranks."""
+    """Return the report of offload_job.py, which runs on two ranks."""
     usual = {
         "precision": "32-true",
         "strategy": {},
@@ -207,17 +207,17 @@ def job(folder, **settings):
 
 @pytest.mark.slow
 def test_as_users_start_it(tmp_path):
-    """Run the script that the GPU tests use."""
+    """Run the script of the GPU tests on a CPU."""
     run = {"accelerator": "cpu", "memory": {"policy": "block", "tile": 512}}
     plain, host = (job(tmp_path, strategy=x, **run) for x in ({}, HOST))
     assert len(host["norms"]) == 4 and len(host["losses"]) == 8
     for name in ("losses", "norms"):
-        assert host[name] == pytest.approx(plain[name], rel=1e-4)  # micro-batches are summed in another order
+        assert host[name] == pytest.approx(plain[name], rel=1e-4)  # micro-batches are summed in a different order
 
 
 # -- what only a GPU shows, taken apart --------------------------------------------------------------------------------
 def test_backends():
-    """NCCL cannot reduce norms on the host."""
+    """gloo is needed because NCCL cannot reduce norms on the host."""
     strategy = RingDilatedFSDPStrategy(**HOST)
     strategy.parallel_devices, strategy.cluster_environment = [GPU], types.SimpleNamespace(local_rank=lambda: 0)
     for _ in range(2):
@@ -256,7 +256,7 @@ def test_memory_is_page_locked_beside_a_gpu():
 
 
 class Elsewhere(torch.nn.Module):
-    """A module with its parameter on a GPU."""
+    """A module that claims to have a parameter on a GPU."""
 
     def named_parameters(self, *args, **kwargs):
         yield "x", types.SimpleNamespace(device=GPU, is_meta=False)
@@ -271,14 +271,14 @@ def test_modules_that_were_sharded_otherwise():
 
 
 def test_parameters_without_memory_get_the_hosts():
-    """Lightning would allocate them on the GPU."""
+    """Parameters on the meta device are allocated on the host. Lightning would allocate them on the GPU."""
     layer = torch.nn.Linear(2, 2, device="meta")
     parallelize.place_parameters(layer, GPU, offload=True)
     assert layer.weight.device.type == "cpu" and layer.weight.abs().max() > 0
 
 
 def moved(rank, group):
-    """Return each tensor's device after the module, except sharded parameters, moved to a fake device."""
+    """Return devices of the tensors after everything but sharded parameters was moved to a fake device."""
     built, model, data, _ = make(RUN.but(strategy=HOST, steps=1), launched(rank))
     model.register_buffer("seen", torch.zeros(3))
     built.fit(model, data)

@@ -1,4 +1,4 @@
-"""Ways to request cpu_offload of both strategies: in Python and in recipes."""
+"""How to request cpu_offload of both strategies in Python and in recipes."""
 
 import pytest
 import yaml
@@ -9,7 +9,7 @@ from lightning_dilated import RingDilatedStrategy
 
 
 def from_yaml(name, value):
-    """Return a strategy with the `cpu_offload` of a recipe."""
+    """Return the strategy of a recipe with `cpu_offload`."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--strategy", type=getattr(lightning_dilated, name))
     config = {"class_path": f"lightning_dilated.{name}", "init_args": {"cpu_offload": yaml.safe_load(value)}}
@@ -23,7 +23,7 @@ def test_from_yaml(given, pinned):
 
 
 def test_whole_parameters_without_asking():
-    """`cpu_offload=False` is allowed, so that a recipe can switch strategies."""
+    """`cpu_offload=False` is allowed for unsharded parameters, so that a recipe can change its strategy."""
     strategy = RingDilatedStrategy(cpu_offload=False)
     assert strategy._ddp_kwargs.keys() == RingDilatedStrategy()._ddp_kwargs.keys()
     assert from_yaml("RingDilatedStrategy", "false")._ddp_kwargs.keys() == strategy._ddp_kwargs.keys()

@@ -1,4 +1,4 @@
-"""torchao's AdamW with 8-bit states on several ranks: offloaded or not, in a second start, and resumed."""
+"""torchao's AdamW with 8-bit states on several ranks: with and without offloading, in a second start, and resumed."""
 
 import functools
 from pathlib import Path
@@ -18,16 +18,16 @@ pytestmark = pytest.mark.full
 
 optim = pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
 
-#: the 11 rows of the token table do not divide evenly; half a table of 512 x 128 still gets 8-bit states
+#: 11 rows of the token table cannot be sharded evenly; half of a 512 x 128 matrix still has 8-bit states
 MODEL = {"dim": 128, "depth": 1, "optimizer": functools.partial(optim.AdamW8bit, lr=3e-3)}
 RUN = Run(fsdp=True, precision="32-true", steps=3, batch_size=2, clip=0.5, model=MODEL)
 
 
 def fit(rank, group, run, cache):
-    """Return (losses, parameters, kinds of states, their devices, whether torch's graph cache was enabled)."""
+    """Return (losses, parameters, kinds of states, devices of states, whether torch's graph cache was enabled)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
-        torch._dynamo.reset()  # as in a new process
+        torch._dynamo.reset()  # as if in a new process
         built, model, data, record = make(run, launched(rank))
         step, caches = model.training_step, []
         model.training_step = lambda *x: caches.append(functorch_config.enable_autograd_cache) or step(*x)
@@ -41,7 +41,7 @@ def fit(rank, group, run, cache):
 
 @pytest.mark.slow
 def test_sharded_parameters(pools, tmp_path):
-    """Equal bit by bit, with cpu_offload and without; the second start loads the first's compiled code."""
+    """Results are equal bit by bit with and without cpu_offload. The second start loads the first's compiled code."""
     losses, want, *_ = pools(2).run(2, fit, RUN, str(tmp_path))[0]
     for run in (RUN, RUN.but(strategy={"cpu_offload": True})):
         for got, parameters, kinds, places, cached in pools(2).run(2, fit, run, str(tmp_path)):
@@ -51,7 +51,7 @@ def test_sharded_parameters(pools, tmp_path):
 
 
 class Telling(optim.AdamW8bit):
-    """Records whether torch's graph cache was enabled."""
+    """Records in each step whether torch's graph cache is enabled."""
 
     def step(self, closure=None):
         self.cached = {functorch_config.enable_autograd_cache, *getattr(self, "cached", ())}
@@ -61,13 +61,13 @@ class Telling(optim.AdamW8bit):
 def part_of_run(rank, group, folder, strategy, stop, ckpt, compiled=False, saved=None):
     """Train up to step `stop` and save. Return (losses, kinds of states, path, whether the graph cache was enabled)."""
     pl.seed_everything(1, verbose=False)
-    torch._dynamo.reset()  # as in a new process
+    torch._dynamo.reset()  # as if in a new process
     world, record = launched(rank), Record()
     data = ByteDataModule(folder, seq_len=40, batch_size=1, val_fraction=0, test_fraction=0)
     model = LongNetLM(PATTERN, dim=128, depth=1, vocab_size=263, optimizer=functools.partial(Telling, lr=3e-3))
     savers = [] if saved is None else [ShardedCheckpoint(saved, resume="auto")]
     built = trainer(strategy, world, max_steps=stop, callbacks=[record, *savers], enable_checkpointing=bool(savers))
-    stance = torch.compiler.set_stance("default" if compiled else "force_eager")  # compiling takes long
+    stance = torch.compiler.set_stance("default" if compiled else "force_eager")  # compilation takes long
     with pytest.MonkeyPatch.context() as patch, functorch_config.patch(enable_autograd_cache=True), stance:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{folder}.cache")
         built.fit(model, data, ckpt_path=ckpt)
@@ -88,7 +88,7 @@ def text(tmp_path):
 
 @pytest.mark.parametrize("made", [RingDilatedStrategy, RingDilatedFSDPStrategy])
 def test_resumed(pools, text, made):
-    """A resumed run equals an uninterrupted one bit by bit, from one file or from a folder with uneven shards."""
+    """A run resumes bit by bit, from one file, or from a folder with uneven shards."""
     want, *_ = pools(2).run(2, part_of_run, text, made(), 4, None)[0]
     first, _, path, _ = pools(2).run(2, part_of_run, text, made(), 2, None)[0]
     assert Path(path).is_file() == (made is RingDilatedStrategy)
@@ -107,7 +107,7 @@ def test_resumed_from_a_sharded_checkpoint(pools, text, made):
 
 
 def validated(rank, group, folder, ckpt):
-    """Return the validation loss of a folder's weights, sharded over ranks."""
+    """Return the validation loss with the weights of a folder, sharded over ranks."""
     data = ByteDataModule(folder, seq_len=40, batch_size=1, val_fraction=0.2, test_fraction=0)
     model = LongNetLM(PATTERN, dim=128, depth=1, vocab_size=263, optimizer=functools.partial(Telling, lr=3e-3))
     built = trainer(RingDilatedFSDPStrategy(), launched(rank), max_steps=1)
@@ -115,7 +115,7 @@ def validated(rank, group, folder, ckpt):
 
 
 def test_whole_states_are_not_sharded(pools, text):
-    """Resuming 8-bit states of whole parameters with sharded ones is refused before training; weights alone load."""
+    """8-bit states of unsharded parameters cannot resume sharded: it raises before training. Weights alone load."""
     saved = f"{text}.saved"
     pools(2).run(2, part_of_run, text, RingDilatedStrategy(), 1, None, False, saved)
     for answer in pools(2).answers(2, part_of_run, text, RingDilatedFSDPStrategy(), 2, None, False, saved):
@@ -126,14 +126,14 @@ def test_whole_states_are_not_sharded(pools, text):
 
 @pytest.mark.slow
 def test_sharded_parameters_resumed_twice(pools, text):
-    """The optimizer compiles before the first step, to have states to load into; the second start reuses that code."""
+    """The optimizer compiles before the first step to create the states to load. The second start reuses the code."""
     _, _, path, _ = pools(2).run(2, part_of_run, text, RingDilatedFSDPStrategy(), 1, None)[0]
     runs = [pools(2).run(2, part_of_run, text, RingDilatedFSDPStrategy(), 2, path, True)[0][0] for _ in range(2)]
     assert len(runs[0]) == 1 and runs[0] == runs[1]
 
 
 def test_sharded_parameters_and_one_file(pools, text):
-    """Refused before training, both to write and to read one file."""
+    """Writing or reading one file is refused before training."""
     _, _, path, _ = pools(2).run(2, part_of_run, text, RingDilatedStrategy(), 1, None)[0]
     whole = RingDilatedFSDPStrategy(save_distributed_checkpoint=False)
     for strategy, ckpt, says in (

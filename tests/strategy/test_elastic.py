@@ -1,4 +1,4 @@
-"""Jobs on several nodes, each an agent of torchrun on this machine: a worker or a node dies, the others continue."""
+"""Jobs on several nodes (agents of torchrun on one machine): if a worker or a node dies, the other nodes continue."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ CONF = "is_host=0,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attem
 
 
 def start_nodes(folder: Path, how: str, who: int, nodes: int, fewest: int, strategy: str = "", **env: str):
-    """Return (exit status, output) of each node's agent. This process holds the agents' store, so any agent may die."""
+    """Return [(exit status, output)] of each node's agent. The agents' store is in this process: any agent may die."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={fewest}:{nodes}", "--nproc-per-node=1"]
     command += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}"]
@@ -40,7 +40,7 @@ def start_nodes(folder: Path, how: str, who: int, nodes: int, fewest: int, strat
     finally:
         for agent in agents:
             if agent.poll() is None:
-                agent.terminate()  # and its worker
+                agent.terminate()  # also ends its worker
                 agent.wait(LIMIT)
     while time.monotonic() < end and alive(folder):
         time.sleep(0.1)
@@ -56,7 +56,7 @@ def undisturbed(tmp_path_factory):
 
 
 def went_on(folder: Path, outcomes, undisturbed: float, ranks: int) -> list[str]:
-    """Check that `ranks` nodes finished with the loss of an undisturbed run. Return the restart counts they report."""
+    """Check that `ranks` nodes finished with the loss of an undisturbed run. Return the restart counts they print."""
     assert (folder / "once").exists(), "nothing happened"
     text = "\n".join(text for _, text in outcomes)
     well = [text for status, text in outcomes if status == 0]
@@ -68,7 +68,7 @@ def went_on(folder: Path, outcomes, undisturbed: float, ranks: int) -> list[str]
 
 
 def test_goes_on_when_ranks_start_anew(tmp_path, undisturbed):
-    """Same store, but only the agent of the dead worker counts a restart, as when a worker of two nodes dies."""
+    """Ranks restart with the same store, and only the agent of the dead worker counts a restart, as on two nodes."""
     store = agent_store()
     died = run_ranks(2, Path(JOB), "kill", "1", "2", cwd=tmp_path, store=store)
     assert died.codes == [1, -signal.SIGKILL], died.stderr[-3000:]
@@ -90,7 +90,7 @@ def test_goes_on_when_ranks_start_anew(tmp_path, undisturbed):
     ],
 )
 def test_a_worker_of_two_nodes_dies(tmp_path, undisturbed, who, env):
-    """The agent of the dead worker counts a restart, the other none, so ranks cannot use torchrun's count as a name."""
+    """Only the agent of the dead worker counts a restart, so torchrun's count cannot be the name of an attempt."""
     outcomes = start_nodes(tmp_path, "kill", who, 2, 2, **env)
     assert went_on(tmp_path, outcomes, undisturbed, 2) == ["0", "1"]
 
@@ -110,7 +110,7 @@ def test_a_worker_of_two_nodes_dies_with_sharded_parameters(tmp_path, undisturbe
         (
             0,
             {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        ),  # without it the agents look for the dead agent's store
+        ),  # otherwise the agents would use the dead agent's store
     ],
 )
 def test_a_node_of_three_dies(tmp_path, undisturbed, who, env):
@@ -127,7 +127,7 @@ def test_a_worker_of_three_nodes_dies(tmp_path, undisturbed):
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_a_region_dies_and_the_others_go_on(tmp_path, nodes):
-    """Each node is a region. The remaining regions load the common checkpoint, and say so."""
+    """Each node is a region. The remaining regions load the common checkpoint and print that they do."""
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     ended = start_nodes(tmp_path, "node", nodes - 1, nodes, 1, "regions", **env)
     text = "\n".join(text for _, text in ended)

@@ -1,4 +1,4 @@
-"""One rank receives SIGTERM: all ranks end after the same batch."""
+"""If one rank receives SIGTERM, all ranks end after the same batch."""
 
 import os
 import signal
@@ -17,12 +17,12 @@ from .test_failures import losses, start
 
 pytestmark = pytest.mark.full
 
-#: validation after every second batch
+#: validates after every second batch
 RUN, CHECKED = Run(steps=6), {"val_check_interval": 2, "limit_val_batches": 2}
 
 
 class Told(pl.Callback):
-    """Sends the signal to ranks `who`: at the third batch, at the last, or in the validation before the third."""
+    """Sends the signal to ranks `who`: in the third batch, in the last batch, or in the validation before the third."""
 
     def __init__(self, who, at):
         self.who, self.at, self.validated = who, at, 0
@@ -49,7 +49,7 @@ class Told(pl.Callback):
 
 
 def ended(rank, group, who, at, options):
-    """Return a fit's error, steps, validation batches and broadcasts, and whether the signal handler is restored."""
+    """Return (error of a fit, steps, validation batches, broadcasts, whether the signal handler is restored)."""
     broadcasts, real, sender = [], torch.distributed.broadcast, Told(who, at)
     built, model, data, _ = make(RUN, launched(rank), callbacks=[sender], **options)
     usual, why = signal.getsignal(signal.SIGTERM), ""
@@ -79,7 +79,7 @@ def test_a_validation_is_finished_or_not_begun(pools, who):
 
 
 def test_told_in_the_last_batch(pools):
-    """The fit is complete, but nothing after it may begin."""
+    """The fit itself is complete, but nothing that would follow may begin."""
     assert pools(2).run(2, ended, [1], "last", {"limit_val_batches": 0}) == [("SIGTERMException", 6, 0, 0, True)] * 2
 
 
@@ -88,14 +88,14 @@ def test_one_rank(pools):
 
 
 def test_nobody_is_told(pools):
-    """And no device tensor is broadcast before a batch."""
+    """Without a signal all batches run, and no tensor on a device is broadcast before a batch."""
     assert pools(2).run(2, ended, [], "begin", {"limit_val_batches": 0}) == [("", 6, 0, 0, True)] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 def test_goes_on_after_it(tmp_path: Path, who):
-    """A job that was told to end continues when it is started again."""
+    """A job that ended by a signal continues when it is started again."""
     (alone := tmp_path / "alone").mkdir()
     status, text = start(alone, "nothing", 0, 1)
     assert status == 0
@@ -109,7 +109,7 @@ def test_goes_on_after_it(tmp_path: Path, who):
 
 # -- interrupted twice -------------------------------------------------------------------------------------------------
 def test_the_second_interrupt_is_seen_while_the_main_thread_waits():
-    """And an interrupt in a forked process does not count."""
+    """The second interrupt acts although the main thread waits. Interrupts in a forked process do not count."""
     acted, handler = threading.Event(), signal.signal(signal.SIGINT, lambda *args: None)
     second = preemption.OnSecondInterrupt(acted.set)
     try:
@@ -145,7 +145,7 @@ def test_workers_leave_signals_to_the_process_that_started_them(signum):
     loader = iter(torch.utils.data.DataLoader(Slowly(), **options))
     assert int(next(loader)) == 0
     (worker,) = loader._workers
-    # sent by another process, as by a scheduler
+    # sent by another process, like a scheduler's signal
     assert os.system(f"kill -{int(signum)} {worker.pid}") == 0
     assert [int(x) for x in loader] == [1, 2, 3]
     worker.join(10)

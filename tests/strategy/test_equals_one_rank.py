@@ -1,4 +1,4 @@
-"""A training run on many ranks equals one rank: losses, gradient norms, validation, every parameter."""
+"""A training run on many ranks equals a run on one rank: losses, gradient norms, validation, and every parameter."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ PLAIN = ("2", "4", "4, data 2")
 
 @pytest.fixture(scope="module")
 def alone(pools):
-    """Results of a run on one rank, cached for equal runs."""
+    """Run on one rank. Results are cached for equal runs."""
     cache = {}
 
     def get(run):
@@ -53,7 +53,7 @@ def alone(pools):
 
 
 def check(results, want, tol, logged=None):
-    """Compare within `tol`; logged values within `logged`, because Lightning logs fp32 by default."""
+    """Compare within `tol`, and logged values within `logged`, because Lightning logs in fp32 by default."""
     for rank, got in enumerate(results):
         for name in ("losses", "norms", "val_loss"):
             within = tol if name == "norms" else logged or tol
@@ -65,12 +65,12 @@ def check(results, want, tol, logged=None):
             )
 
 
-#: four ranks of one sequence for cases that need them, and two pairs of ranks for the rest
+#: a sequence on four ranks for cases that need it, two sequences on two ranks each for the others
 CASES = [("plain", way) for way in (*PLAIN, "4, head 2", "4, head 4", "2, head auto")]
 CASES += [(run, "4, data 2") for run in ("accumulate and clip", "masked labels", "lengths")]
 CASES += [(run, "4") for run in ("ragged", "documents", "fewer tokens than ranks", "hybrid")]
 CASES += [("recurrence", "2, zigzag")]
-#: test_every_exchange_and_layout covers each layout and exchange, too
+#: slow tests; test_every_exchange_and_layout covers these layouts and exchanges, too
 SLOW = [("plain", way) for way in ("2, zigzag", "2, strided", "2, ring", "2, switch", "4, nodes of 2")]
 SLOW += [("workers", "2"), ("compiled", "2")]
 SLOW += [
@@ -79,7 +79,7 @@ SLOW += [
     for way in PLAIN
     if run not in ("workers", "compiled", "recurrence") and (run, way) not in CASES
 ]
-SLOW.remove(("documents", "4, data 2"))  # packed documents are one sample, and one rank would have to hold two
+SLOW.remove(("documents", "4, data 2"))  # packed documents are one sample; one rank would need two samples in a batch
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
@@ -132,11 +132,11 @@ def test_float32(pools, alone, way):
 LAYOUTS = ("contiguous", "zigzag", "strided")
 EXCHANGES = {name: LAYOUTS for name in ("gather", "ring", "switch", "hierarchical_gather")}
 EXCHANGES |= {"butterfly": LAYOUTS[:1], "hierarchical_butterfly": LAYOUTS[:1]}  # the butterflies refuse other layouts
-#: a pattern that the butterflies accept: segments and rates double above a shard of ten tokens
+#: a pattern for the butterflies: segments and rates double from a shard of ten tokens on
 DOUBLING = {"pattern": DilatedPattern.longnet([10, 20, 40], [1, 2, 4]), "num_heads": 4}
 
 
-#: every exchange, and every layout with gather; tests/distributed/test_equals_one_rank.py compares the op in all pairs
+#: all exchanges, and all layouts with gather; tests/distributed/test_equals_one_rank.py tests all pairs in the op
 PAIRS = {("ring", "zigzag"), ("switch", "strided"), ("hierarchical_gather", "zigzag")}
 PAIRS |= {("gather", x) for x in LAYOUTS} | {(x, "contiguous") for x in ("butterfly", "hierarchical_butterfly")}
 
@@ -160,7 +160,7 @@ def test_every_exchange_and_layout(pools, alone, exchange, layout):
     "precision, fsdp", [("bf16-mixed", False), ("bf16-mixed", True), ("bf16-true", False), ("bf16-true", True)]
 )
 def test_bfloat16(pools, alone, precision, fsdp, way):
-    """The difference between ranks is rounding: at most twice the difference between bfloat16 and float32."""
+    """Ranks differ only by rounding: at most twice the difference between bfloat16 and float32."""
     ranks, settings = WAYS[way]
     run = Run(steps=5, precision=precision, batch_size=2, clip=1.0, masked=0.2)
     want = alone(run.but(precision=precision))
@@ -173,7 +173,7 @@ def test_bfloat16(pools, alone, precision, fsdp, way):
 
 
 def draws_alike():
-    """Return whether bfloat16 draws are rounded float32 draws; in torch 2.11 they are not."""
+    """Return whether random bfloat16 numbers are rounded float32 numbers, which they are not in torch 2.11."""
     drawn = [
         torch.empty(64, dtype=d).normal_(generator=torch.Generator().manual_seed(0))
         for d in (torch.bfloat16, torch.float)
@@ -182,7 +182,7 @@ def draws_alike():
 
 
 def distance(a, b):
-    """Return the largest relative difference of losses."""
+    """Return the largest relative difference between the losses."""
     return max(
         abs(x - y) / y for x, y in zip(a["losses"] + [a["val_loss"]], b["losses"] + [b["val_loss"]], strict=True)
     )

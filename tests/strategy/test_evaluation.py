@@ -1,4 +1,4 @@
-"""Test, predict, and callbacks that decide by logged values: the same on many ranks as on one."""
+"""Test, predict, and callbacks that act on logged values give the same results on many ranks as on one."""
 
 import csv
 from pathlib import Path
@@ -19,7 +19,7 @@ RUN = Run(seq_len=37, masked=0.3, model={"depth": 1})
 
 
 class Everything(Data):
-    """Tests and predicts on the validation loader, too."""
+    """Data that also uses the validation loader for test and predict."""
 
     def test_dataloader(self):
         return self._loader(False)
@@ -28,7 +28,7 @@ class Everything(Data):
 
 
 def evaluated(rank, group, settings, samples, folder):
-    """Return (test_loss, whether predictions.csv exists under each name) of an untrained model."""
+    """Return (test_loss, whether predictions.csv exists under each name) for an untrained model."""
     run = RUN.but(strategy=settings, batch_size=4, memory={"stream": 11} if settings == CHUNKS else None)
     writer = PredictionWriter(f"{folder}/predictions.csv")
     built, model, _, _ = make(run, launched(rank), callbacks=[writer])
@@ -40,7 +40,7 @@ def evaluated(rank, group, settings, samples, folder):
 
 
 def predictions(folder):
-    """{index: (tokens, bits per byte)} over all files."""
+    """Return {index: (tokens, bits per byte)} from all files."""
     rows = [row for path in Path(folder).glob("*.csv") for row in csv.DictReader(path.open())]
     assert len({row["index"] for row in rows}) == len(rows)
     return {int(row["index"]): (int(row["tokens"]), float(row["bits_per_byte"])) for row in rows}
@@ -49,7 +49,7 @@ def predictions(folder):
 @pytest.mark.parametrize("samples", [12, 5])
 @pytest.mark.parametrize("way", WAYS)
 def test_and_predict(pools, tmp_path, way, samples):
-    """Trap 18: no sample is repeated to even out data ranks. Trap 17: one rank writes for each sequence."""
+    """Trap 18: no sample is repeated to fill up data ranks. Trap 17: for each sequence, only one rank writes."""
     folders = [tmp_path / "one", tmp_path / "many"]
     want = pools(1).run(1, evaluated, {}, samples, str(folders[0]))
     ranks, settings = WAYS[way]
@@ -62,7 +62,7 @@ def test_and_predict(pools, tmp_path, way, samples):
 
 
 def decided(rank, group, settings, folder):
-    """Return (epochs until EarlyStopping, name of the best checkpoint, its score)."""
+    """Return (number of epochs until EarlyStopping, name of the best checkpoint, its score)."""
     stop = pl.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.002)
     best = pl.callbacks.ModelCheckpoint(f"{folder}", monitor="val_loss", save_top_k=1)
     run = RUN.but(strategy=settings, batch_size=4, steps=60)

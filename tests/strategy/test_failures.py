@@ -1,4 +1,4 @@
-"""Jobs in which a rank dies, raises or differs, started as users start them: they end, name the rank, and resume."""
+"""Jobs in which a rank dies, raises or differs, started in the way of users: they end, name the rank, and resume."""
 
 import shutil
 import signal
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.full
 
 JOB = str(Path(__file__).with_name("job.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-#: seconds: the strategy's timeout, and the start on a busy machine
+#: timeout of the strategy, and the time of a start on a busy machine, in seconds
 LIMIT = 180
 
 
 def start(
     folder: Path, how: str, who: int, ranks: int = 2, launcher: list[str] | None = None, strategy: str | None = None
 ) -> tuple[int, str]:
-    """Return (exit status, all output of the job and its ranks, including ranks that outlive the first)."""
+    """Return (exit status, output of the job and of all ranks, even those that end after the first process)."""
     command = [*(launcher or [sys.executable]), JOB, how, str(who), str(ranks), *([strategy] if strategy else [])]
     out = folder / "out.txt"
     with out.open("w") as file:
@@ -36,7 +36,7 @@ def start(
 
 
 def alive(folder: Path) -> bool:
-    """Return whether a process still runs in a folder."""
+    """Return whether a process with the working folder `folder` still runs."""
     for link in Path("/proc").glob("[0-9]*/cwd"):
         try:
             if link.resolve() == folder and "State:\tZ" not in (link.parent / "status").read_text():
@@ -50,7 +50,7 @@ def losses(text: str) -> list[float]:
     return [float(line.split()[1]) for line in text.splitlines() if line.startswith("loss ")]
 
 
-@pytest.mark.slow  # with forked ranks: test_elastic.py
+@pytest.mark.slow  # test_elastic.py tests this with forked ranks
 @pytest.mark.parametrize(
     "how, who, words",
     [
@@ -63,7 +63,7 @@ def losses(text: str) -> list[float]:
 @pytest.mark.parametrize("launcher", [None, [*TORCHRUN, "--nproc-per-node", "2"]])
 def test_ends_and_says_why(tmp_path, how, who, words, launcher):
     status, text = start(tmp_path, how, who, launcher=launcher)
-    # Lightning's launcher polls for dead children, names them, and may end rank 0 before it has printed
+    # Lightning's launcher reports dead child processes itself, and may end rank 0 before rank 0 has printed
     expected_words = words, *([f"[rank: {who}] Child process"] if launcher is None and who else [])
     assert status != 0 and any(w in text for w in expected_words), text[-3000:]
 

@@ -1,4 +1,4 @@
-"""check_first_batch: silent for modules that are correct on many ranks, an error on every rank for the others."""
+"""check_first_batch is silent if a module is correct on many ranks, and otherwise raises on every rank."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.full
 
 
 class Pooled(Plain):
-    """Adds a mean over tokens to each token: over the whole sequence, or (wrong) over this rank's tokens."""
+    """Adds a mean over tokens to each token: a mean over the whole sequence or, wrongly, over this rank's tokens."""
 
     whole = True
 
@@ -32,7 +32,7 @@ class PooledHere(Pooled):
 
 
 class Placed(Plain):
-    """Positions counted from this rank's first token."""
+    """Wrongly counts positions from this rank's first token."""
 
     def training_step(self, batch, batch_idx):
         at = torch.arange(batch["x"].shape[1], dtype=batch["x"].dtype)[None, :, None]
@@ -43,9 +43,9 @@ CLASSES = {c.__name__: c for c in (Plain, Pooled, PooledHere, Placed)}
 
 
 def checked(rank, group, name, dropout, kind=RingDilatedStrategy, settings=None):
-    """Return the error of one checked step, and whether the model is still in training mode."""
+    """Return (error of one step with the check, whether the model is still in training mode)."""
     model = CLASSES[name](hidden_dropout=dropout, attention_dropout=dropout)
-    sharded = kind is RingDilatedFSDPStrategy  # Lightning refuses 64-true for these
+    sharded = kind is RingDilatedFSDPStrategy  # Lightning refuses 64-true for sharded parameters
     strategy = kind(check_first_batch=True, **(settings or {}))
     built = trainer(strategy, launched(rank), max_steps=1, precision="32-true" if sharded else "64-true")
     try:
@@ -74,14 +74,14 @@ def test_wrong_modules(pools, name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_ranks(pools, kind):
-    """Each sequence is checked separately, and all ranks of the job raise if one is wrong."""
+    """Each sequence is checked separately. If one is wrong, all ranks of the job raise."""
     assert pools(4).run(4, checked, "Pooled", 0.0, kind, {"sequence_size": 2}) == [(None, True)] * 4
     for error, _ in pools(4).run(4, checked, "Placed", 0.0, kind, {"sequence_size": 2}):
         assert error and "Placed" in error
 
 
 def language_model(rank, group, kind, fsdp, accumulate):
-    """Return the losses of a run with and without the check, which must leave no trace."""
+    """Return the losses of a run with and without the check, which must not have side effects."""
     results = []
     for check in (False, True):
         run = Run(kind=kind, steps=2, batch_size=2 if kind == "lengths" else 1, strategy={"check_first_batch": check})
@@ -103,7 +103,7 @@ def test_leaves_no_trace(pools, kind, accumulate, fsdp):
 
 
 class Counted(Plain):
-    """Counts its steps in a metric; its training_step takes no index."""
+    """Counts its steps in a metric. Its training_step has no batch_idx."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -131,7 +131,7 @@ def of_class(rank, group, name):
 
 
 def test_metrics_do_not_count_the_check(pools):
-    """compute() adds up the two ranks."""
+    """Each of two ranks makes a step, which compute() sums to 2; the check's steps do not count."""
     assert pools(2).run(2, of_class, "Counted") == [(2.0, 1)] * 2
 
 
@@ -140,7 +140,7 @@ def test_manual_optimization_is_refused(pools):
 
 
 def heads(rank, group, layout, tokens, first):
-    """Return whether the head equals the beginning of the whole batch, and the extra bytes allocated for it."""
+    """Return (whether the head equals the start of the whole batch, bytes that were allocated for the head)."""
     rng = torch.Generator().manual_seed(0)
     whole = {
         "x": torch.randn(2, tokens, 3, generator=rng),
@@ -170,6 +170,6 @@ def test_head(pools, layout, tokens, first):
 
 
 def test_head_of_a_long_sequence(pools):
-    """The memory for a head does not depend on the sequence's length."""
+    """The memory of a head does not depend on the length of the sequence."""
     for _, extra in pools(4).run(4, heads, "zigzag", 1 << 20, 64):
         assert extra < 1 << 16

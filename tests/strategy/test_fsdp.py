@@ -1,4 +1,4 @@
-"""ring_dilated_fsdp: behaviour that is special to sharded parameters."""
+"""ring_dilated_fsdp: behaviour that only occurs with sharded parameters."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ RUN = Run(fsdp=True, double=True, steps=2)
 
 
 def test_16_mixed_is_refused():
-    """Lightning does not check a strategy given by name, and uses bf16 on a CPU, so the test builds the plugin."""
+    """Lightning does not check strategies given by name, and uses bf16 on a CPU, so the test sets the plugin."""
     strategy = RingDilatedFSDPStrategy()
     strategy.precision_plugin = mock.Mock(precision="16-mixed")
     with pytest.raises(ValueError, match="takes no precision='16-mixed'"):
@@ -30,7 +30,7 @@ def test_16_mixed_is_refused():
 
 
 def reductions(rank, group, accumulate):
-    """Return (reduce-scatters of two optimizer steps, whether every parameter was sharded)."""
+    """Return (number of reduce-scatters in two optimizer steps, whether every parameter was sharded)."""
     built, model, data, _ = make(RUN.but(accumulate=accumulate), launched(rank))
     real, calls = param_group.foreach_reduce, []
     with mock.patch.object(param_group, "foreach_reduce", lambda *a, **k: calls.append(1) or real(*a, **k)):
@@ -39,14 +39,14 @@ def reductions(rank, group, accumulate):
 
 
 def test_accumulation_reduces_once(pools):
-    """Lightning's own strategy reduces after every micro-batch."""
+    """With accumulation, gradients are reduced once per step. Lightning's own strategy reduces every micro-batch."""
     (once, sharded), _ = pools(2).run(2, reductions, 1)
     (twice, _), _ = pools(2).run(2, reductions, 2)
     assert sharded and once == twice > 0
 
 
 class HalfSharded(LongNetLM):
-    """Shards its blocks and forgets the other modules."""
+    """Shards its blocks, but not its other modules."""
 
     def configure_model(self):
         super().configure_model()
@@ -65,13 +65,13 @@ def half_sharded(rank, group):
 
 
 def test_parameters_that_were_forgotten(pools):
-    """Trap 5: the embedding and the head would drift apart between ranks."""
+    """Trap 5: unsharded parameters, here of embedding and head, would diverge between ranks without an error."""
     for error in pools(2).run(2, half_sharded):
         assert error and "not ['embedding.weight'" in error and "every rank would train these on its own" in error
 
 
 def with_decays(rank, group):
-    """Train recurrences in bf16-true. Return dtypes of decays, other dtypes, whether the decays moved, and losses."""
+    """Train recurrences in bf16-true. Return (dtypes of decays, other dtypes, whether the decays changed, losses)."""
     pl.seed_everything(4, verbose=False)
     model = LongNetLM(pattern=PATTERN, vocab_size=11, dim=16, depth=2, recurrence={"gate_init": 1.0})
     record, starts = Record(), {}
@@ -84,14 +84,14 @@ def with_decays(rank, group):
 
 
 def test_decays_of_recurrences_stay_in_fp32(pools):
-    """`fully_shard` needs parameters of one dtype, so decays are sharded separately."""
+    """`fully_shard` requires parameters of one dtype, so fp32 decays are sharded separately."""
     for wide, narrow, moved, losses in pools(2).run(2, with_decays):
         assert wide == {torch.float32} and narrow == {torch.bfloat16} and moved
         assert len(losses) == 3 and all(torch.isfinite(torch.as_tensor(x)).all() for x in losses)
 
 
 def unlike(rank, group):
-    """Validate five samples on two data ranks."""
+    """Validate five samples on two data ranks. Return the error."""
     built, model, data, _ = make(RUN.but(strategy={"sequence_size": 1}, batch_size=2), launched(rank))
     with mock.patch("tests.strategy.runs.Tokens.__len__", lambda self: 5):
         try:
@@ -101,7 +101,7 @@ def unlike(rank, group):
 
 
 def test_unlike_numbers_of_batches(pools):
-    """Trap 17: one data rank would wait for parameters that the other no longer gathers."""
+    """Trap 17: the data rank with more batches would wait for parameters that the other rank does not gather."""
     for error in pools(2).run(2, unlike):
         assert error and "the ranks have [3, 2] batches" in error
 
@@ -110,7 +110,7 @@ FOLDER, WHOLE_FILE = RingDilatedFSDPStrategy(), RingDilatedFSDPStrategy(save_dis
 
 
 def part(rank, group, folder, strategy, stop, ckpt, recurrence=None):
-    """Train up to step `stop`. Return the parameters, the path of the new checkpoint, and the number of steps."""
+    """Train up to step `stop`. Return (parameters, path of the new checkpoint, number of steps)."""
     pl.seed_everything(4, verbose=False)
     world, record = launched(rank), Record()
     built = trainer(strategy, world, max_steps=stop, callbacks=[record])
@@ -131,10 +131,9 @@ def part(rank, group, folder, strategy, stop, ckpt, recurrence=None):
     ],
 )
 def test_resumes_on_other_ranks(pools, tmp_path, after, strategy):
-    """Weights and optimizer states resume, also on one rank (trap 10: Lightning refuses models without sharded
-    parameters).
+    """Weights and optimizer states resume, also on one rank (trap 10: Lightning refuses unsharded parameters there).
 
-    The position in the data is the loader's (see test_resume).
+    The position in the data is restored by the loader (see test_resume).
     """
     _, path, _ = pools(2).run(2, part, str(tmp_path), strategy, 2, None)[0]
     assert Path(path).is_file() == (strategy is WHOLE_FILE)
@@ -150,7 +149,7 @@ def test_resumes_on_other_ranks(pools, tmp_path, after, strategy):
 )
 @pytest.mark.parametrize("before, after", [(RingDilatedStrategy(), FOLDER), (WHOLE_FILE, RingDilatedStrategy())])
 def test_one_file_of_another_strategy(pools, tmp_path, before, after, recurrence):
-    """Optimizer states find their parameters, even if the parameter groups are not in the module's order."""
+    """Each optimizer state is assigned to its parameter, even if the parameter groups have an order of their own."""
     _, path, _ = pools(2).run(2, part, str(tmp_path), before, 2, None, recurrence)[0]
     assert Path(path).is_file()
     want, *_ = pools(2).run(2, part, str(tmp_path), before, 4, path, recurrence)[0]
@@ -160,7 +159,7 @@ def test_one_file_of_another_strategy(pools, tmp_path, before, after, recurrence
 
 
 def replacing(rank, group, path):
-    """Write a file, a folder and a file to `path`. Return the kind after each, and this rank's number of removals."""
+    """Write a file, a folder and a file to `path`. Return (kind after each write, number of removals by this rank)."""
     model = LongNetLM(pattern=PATTERN, vocab_size=11, dim=16, depth=2).double()
     kinds, removed = [], []
     unlink, rmtree = Path.unlink, shutil.rmtree
@@ -179,14 +178,14 @@ def replacing(rank, group, path):
 
 
 def test_one_form_replaces_the_other(pools, tmp_path):
-    """Only one rank removes the old form. Lightning lets each rank remove it, and the later one would fail."""
+    """Only one rank removes the old form. With Lightning, each rank would, and the second removal would fail."""
     (kinds, first), (other_kinds, second) = pools(2).run(2, replacing, str(tmp_path / "last.ckpt"))
     assert kinds == other_kinds == ["file", "folder", "file"]
     assert first == 2 and second == 0
 
 
 def with_frozen_embedding(rank, group, path):
-    """Return the error of a run from one file that was saved with more trained parameters."""
+    """Return the error of resuming from one file that was saved with more trained parameters."""
     model = LongNetLM(pattern=PATTERN, vocab_size=11, dim=16, depth=2).double()
     model.embedding.requires_grad_(False)
     try:

@@ -1,4 +1,4 @@
-"""Generation in `predict_step`: ranks that share sequences gather the prompts, and draw the tokens of one rank."""
+"""Generation in `predict_step`: ranks that share sequences gather the prompts and generate the tokens of one rank."""
 
 import lightning.pytorch as pl
 import pytest
@@ -11,7 +11,7 @@ from .runs import VOCAB, launched, trainer
 
 pytestmark = pytest.mark.full
 
-#: {way: (ranks, strategy, its settings)}
+#: {way: (ranks, strategy, arguments of the strategy)}
 WAYS = {
     "2": (2, RingDilatedStrategy, {}),
     "4, data 2, zigzag": (4, RingDilatedStrategy, {"sequence_size": 2, "layout": "zigzag"}),
@@ -21,7 +21,7 @@ WAYS = {
 
 
 class Continues(LongNetLM):
-    """A model as users would write it."""
+    """A model that generates in `predict_step`, as a user would write it."""
 
     def predict_step(self, batch, batch_idx):
         tokens = sequence_gather(batch["tokens"])
@@ -30,7 +30,7 @@ class Continues(LongNetLM):
 
 
 class Prompts(torch.utils.data.Dataset):
-    """Four prompts of 9 to 21 tokens, padded."""
+    """Four padded prompts of 9 to 21 tokens."""
 
     def __len__(self):
         return 4
@@ -41,7 +41,7 @@ class Prompts(torch.utils.data.Dataset):
 
 
 def predicted(rank, group, strategy, settings):
-    """Return {sample: its prompt and continuation}, as a Trainer's predict gives it on this rank."""
+    """Return {sample: prompt and continuation} from a Trainer's predict on this rank."""
     run = trainer(strategy(**settings), launched(rank))
     pl.seed_everything(4, verbose=False)
     model = Continues({"hybrid": {"local": 5, "global_every": 2}}, vocab_size=VOCAB, dim=16, depth=2, kv_conv=3)
@@ -57,7 +57,7 @@ def test_predict_draws_as_one_rank(pools, way):
     assert want.keys() == set(range(4)) == {i for rows in results for i in rows}
     for rows in results:
         for i, row in rows.items():
-            n = 27 - 4 * i  # padding: the last token again, up to the longest prompt of its batch
+            n = 27 - 4 * i  # the rest pads to the longest prompt of the batch by repeating the last token
             assert torch.equal(row[:n], want[i][:n])
 
 

@@ -1,4 +1,4 @@
-"""The quickstart on two GPUs against one, in every precision, strategy and launcher: equal within 16-bit rounding."""
+"""The quickstart on two GPUs equals one GPU within 16-bit rounding, for every precision, strategy and launcher."""
 
 import csv
 import functools
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 ROOT = Path(__file__).parents[2]
 SIZES = ["--trainer.max_steps=20", "--trainer.val_check_interval=20", "--data.seq_len=16384", "--data.val_limit=4"]
-#: a loss scale without overflow: from 65,536 the first steps are skipped, and how many depends on single sums
+#: a loss scale that never overflows: with 65,536, rounding would determine how many of the first steps are skipped
 SCALED = json.dumps(
     {
         "class_path": "lightning.pytorch.plugins.MixedPrecision",
@@ -75,7 +75,7 @@ def test_two_gpus(tmp_path, alone, way):
     strategy, precision, launcher, options = WAYS[way]
     got, want = fit(tmp_path, 2, strategy, precision, launcher, options), alone(strategy, precision)
     print(f"| {strategy} | {precision} | {way} | {want[0]:.6f} | {got[0]:.6f} | {want[1]:.6f} | {got[1]:.6f} |")
-    # bf16 parameters round away most of an update; the last bit of a sum decides which updates
+    # bf16 parameters round most of an update away; rounding of a sum decides which updates remain
     assert got == pytest.approx(want, rel=5e-3 if precision == "bf16-true" else 5e-4)
 
 
@@ -91,7 +91,7 @@ WITHIN = {"32-true": 1e-4, "bf16-mixed": 1e-3, "bf16-true": 1e-2}
 BIG = {"dim": 512, "depth": 6, "num_heads": 8}
 TILES = {"policy": "block", "tile": 512, "offload": 1, "head_chunks": 2}
 PAGED = {"cpu_offload": {"pin_memory": False}}
-#: (precision, strategy, model, memory settings, cpu_offload)
+#: name: (precision, options of the strategy, model, memory settings, cpu_offload)
 OFFLOADED = {
     "tiles": ("bf16-mixed", {"check_first_batch": True}, BIG, TILES, HOST),
     "32-true": ("32-true", {}, {}, None, HOST),
@@ -103,7 +103,7 @@ OFFLOADED = {
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """Results without offloading, cached for ways that differ only in how they offload."""
+    """Run without offloading. Results are cached, because several cases differ only in the offloading."""
 
     @functools.cache
     def make(run):
@@ -114,7 +114,7 @@ def plain(tmp_path_factory):
 
 @pytest.mark.parametrize("way", OFFLOADED)
 def test_offloaded(tmp_path, plain, way):
-    """Losses and clipped norms equal plain sharding. All trained tensors are on the host, the others on the GPU."""
+    """Losses and clipped norms equal plain sharding. Trained tensors are all on the host, other tensors on the GPU."""
     precision, strategy, model, memory, how = OFFLOADED[way]
     run, within = {"precision": precision, "model": model, "memory": memory, "fused": model == BIG}, WITHIN[precision]
     want = plain(strategy=strategy, **run)
@@ -125,12 +125,12 @@ def test_offloaded(tmp_path, plain, way):
     assert {want[x][0] for x in ("parameters", "gradients", "states")} == {"cuda"} and want["module"] == "cuda"
     assert got["parameters"] == (["cpu"] if how == PAGED else ["cpu", "pinned"])
     assert (got["gradients"][0], got["states"], got["module"]) == ("cpu", ["cpu"], "cuda")
-    if model == BIG:  # 19M parameters: 145 MiB of fp32 parameters, gradients and AdamW states a rank
+    if model == BIG:  # per rank, fp32 parameters, gradients and AdamW states of 19M parameters are 145 MiB
         assert want["peak"] - got["peak"] > 100 * 2**20
 
 
 def test_offloaded_checkpoints(tmp_path):
-    """Checkpoints saved with offloading load without it, and vice versa, as folders and as files."""
+    """Checkpoints that were saved with offloading load without it, and vice versa, as folders and as files."""
     host, folder = {**HOST, "save_distributed_checkpoint": False}, {}
     losses = {}
     for name, before in (("file", host), ("folder", folder)):

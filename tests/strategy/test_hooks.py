@@ -1,4 +1,4 @@
-"""The strategy's hooks prevent the traps of running one sequence on several ranks; a test names each trap."""
+"""Hooks of the strategy prevent traps of one sequence on several ranks. The tests' docstrings name the traps."""
 
 import copy
 import os
@@ -23,7 +23,7 @@ N = 40
 
 
 class Numbers(Dataset):
-    """Samples with noise drawn on access, as augmentation does."""
+    """Samples that draw noise when they are read, like augmentation."""
 
     def __len__(self):
         return 8
@@ -33,7 +33,7 @@ class Numbers(Dataset):
 
 
 class Plain(pl.LightningModule):
-    """A LightningModule that does not use DilatedModule, and records its batches."""
+    """A LightningModule that is not a DilatedModule, and records its batches."""
 
     sequence_spec = SequenceSpec({"x": 1, "noise": 1})
 
@@ -56,7 +56,7 @@ class Plain(pl.LightningModule):
 
 
 def seeded(rank, seed):
-    """Return the number of ranks. Ranks have different random states, or the same one with `seed`."""
+    """Give each rank another random state or, with `seed`, the same one. Return the number of ranks."""
     os.environ.pop("PL_GLOBAL_SEED", None)
     os.environ["PL_SEED_WORKERS"] = "1"
     torch.manual_seed(100 + rank)
@@ -66,7 +66,7 @@ def seeded(rank, seed):
 
 
 def plain(rank, group, options, settings, workers=0, seed=True):
-    """Return the module's records on this rank, and the logged constant."""
+    """Return what the module recorded on this rank, including the logged constant."""
     world = seeded(rank, seed)
     model = Plain(**options)
     built = trainer(RingDilatedStrategy(**settings), world, max_steps=2)
@@ -82,7 +82,7 @@ def whole(parts, name, step=0, dim=1):
     "workers, seed", [(0, True), (0, False), *(pytest.param(1, x, marks=pytest.mark.slow) for x in (True, False))]
 )
 def test_augmentation_is_that_of_the_sample(pools, workers, seed):
-    """Trap 3: the ranks of a sequence augment it alike, in the main process and in workers, even without a seed."""
+    """Trap 3: all ranks of a sequence draw the same augmentation, in the main process and in workers, unseeded too."""
     parts = pools(2).run(2, plain, {}, {"layout": "contiguous"}, workers, seed)
     again = pools(2).run(2, noise_of_whole, workers, seed)
     assert torch.equal(*again[:2])
@@ -91,7 +91,7 @@ def test_augmentation_is_that_of_the_sample(pools, workers, seed):
 
 
 def noise_of_whole(rank, group, workers, seed):
-    """Return the first batch's noise as this rank drew it, for the whole sequence."""
+    """Return the noise of the first batch for the whole sequence, as drawn on this rank."""
     world = seeded(rank, seed)
 
     class Whole(Plain):
@@ -103,7 +103,7 @@ def noise_of_whole(rank, group, workers, seed):
 
 
 def test_hidden_dropout_differs_between_ranks(pools):
-    """Trap 3: equal masks on all ranks would drop the same tokens of every shard."""
+    """Trap 3: with equal masks on all ranks, hidden dropout would drop the same tokens in every shard."""
     parts = pools(2).run(2, plain, {"hidden_dropout": 0.5}, {})
     (a, *_), (b, *_) = parts
     assert not torch.equal(a[0]["mask"], b[0]["mask"]) and not torch.equal(a[0]["mask"], a[1]["mask"])
@@ -121,7 +121,7 @@ def test_attention_dropout_does_not_depend_on_the_ranks(pools):
 
 
 def test_a_logged_constant_stays_itself(pools):
-    """Trap 7: Lightning floors the mean of the ranks' batch sizes, and would log 1.0 as more."""
+    """Trap 7: Lightning rounds down the mean of the ranks' batch sizes, so a logged 1.0 would become larger."""
     assert [one for _, one, _ in pools(2).run(2, plain, {}, {})] == [1.0, 1.0]
 
 
@@ -144,7 +144,7 @@ def test_a_loss_that_is_no_share(pools, ranks):
 
 
 def groups_after(rank, group):
-    """Return process groups before and after validations, whether loaders are unchanged, and the active sequence."""
+    """Return (process groups before and after validations, whether loaders are unchanged, the active sequence)."""
     built, model, data, _ = make(Run(steps=1), launched(rank))
     built.fit(model, data)
     before = len(dist.distributed_c10d._world.pg_map)
@@ -160,9 +160,9 @@ def groups_after(rank, group):
 
 
 def test_groups_are_made_once(pools):
-    """Trap 6: `setup_environment` runs at every fit, validate, test and predict."""
+    """Trap 6: `setup_environment` runs in every fit, validate, test and predict, but groups are created only once."""
     for before, after, same, active in pools(2).run(2, groups_after):
-        assert after - before <= 4  # the groups of the second Trainer
+        assert after - before <= 4  # only the second Trainer has created groups
         assert same and active is None
 
 
@@ -211,7 +211,7 @@ def test_modules_that_may_mix(pools):
 
 
 def bytes_read(rank, group, folder, layout):
-    """Return the bytes that this rank read in a fit of two steps, and its number of tokens."""
+    """Return (bytes that this rank read in a fit of two steps, its number of tokens)."""
     data = ByteDataModule(folder, seq_len=1000, val_fraction=0, test_fraction=0)
     lengths = []
 
@@ -231,7 +231,7 @@ def test_nobody_reads_the_whole_sequence(pools, tmp_path, layout):
     (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
     results = pools(4).run(4, bytes_read, str(tmp_path), layout)
     for rank, (read, tokens) in enumerate(results):
-        # one byte for the label of the last token of each stretch; rank 3's two chunks are adjacent
+        # each stretch reads one more byte, for the last label; the two zigzag chunks of rank 3 are one stretch
         halo = 2 if layout == "zigzag" and rank < 3 else 1
         fetched = read // (250 + halo)  # Lightning may prefetch one batch
         assert tokens == 500 and read == fetched * (250 + halo) and fetched in (2, 3)

@@ -1,4 +1,4 @@
-"""A job of three nodes, agents of torchrun on this machine, with workers and nodes killed at ten random moments."""
+"""A job on three nodes (agents of torchrun on one machine) with workers and nodes killed at ten random moments."""
 
 import json
 import os
@@ -20,19 +20,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 JOB = str(Path(__file__).with_name("killed_job.py"))
 #: a node counts as lost after six seconds without a heartbeat
 CONF = "is_host=0,last_call_timeout=4,keep_alive_interval=2,keep_alive_max_attempt=3"
-#: seconds from a kill to the end of the next optimizer step, on two idle cores
+#: allowed seconds from a kill to the end of the next optimizer step, if two cores are idle
 WORKER, NODE = 15, 20
 EPOCH = BATCHES // GLOBAL_BATCH
 NODES = 3
 
 
 def planned(seed: int, moments: list[str], node: bool) -> list[dict]:
-    """Plan a kill for each moment, in random order, at random steps, at a random time after a batch begins."""
+    """Plan a kill at each of the moments, in random order, in random steps, with a random delay."""
     draw = random.Random(seed)
     draw.shuffle(moments)
     kills = []
     for number, moment in enumerate(moments):
-        first = 4 + 4 * number  # one kill in four steps
+        first = 4 + 4 * number  # one kill every four steps
         step = draw.randrange(first, first + 4) if moment == "step" else first
         place = {"moment": moment, "step": step, "rank": draw.randrange(NODES), "node": node}
         kills.append({**place, "delay": round(draw.uniform(0, 0.3), 3)})
@@ -42,19 +42,19 @@ def planned(seed: int, moments: list[str], node: bool) -> list[dict]:
 def prepare(folder: Path, kills: list[dict]) -> Path:
     folder.mkdir()
     (folder / "kills.json").write_text(json.dumps(kills))
-    # a fifth is for validation: every rank has batches of it
+    # a fifth of the data is for validation, so that every rank has batches
     (folder / "data.bin").write_bytes(random.Random(0).randbytes(BATCHES * SEQ_LEN * 5 // 4 + 10))
     return folder
 
 
 def entries(folder: Path) -> list[dict]:
-    """Return the ranks' records so far, in the order of time."""
+    """Return all records of the ranks so far, in order of time."""
     lines = (line for file in folder.glob("log/*.jsonl") for line in file.read_text().split("\n") if line.endswith("}"))
     return sorted(map(json.loads, lines), key=lambda x: x["time"])
 
 
 class Job:
-    """The agents of a job. This process holds their store, so any agent may die."""
+    """The agents of a job. Their store is in this process, so any agent may die."""
 
     def __init__(self, folder: Path, fewest: int):
         self.folder, self.fewest, self.agents = folder, fewest, []
@@ -79,7 +79,7 @@ class Job:
         return any(x["what"] == "done" and x["step"] == STEPS for x in entries(self.folder))
 
     def run(self, kills: list[dict], limit: float) -> list[dict]:
-        """Start the nodes, restart each lost one after the others continued, and return the ranks' records."""
+        """Start the nodes. Restart a lost node after the others have continued. Return the records of the ranks."""
         for _ in range(NODES):
             self.start()
         end, replaced = time.monotonic() + limit, set()
@@ -100,7 +100,7 @@ class Job:
         return entries(self.folder)
 
     def wait(self, seconds: float = 20) -> None:
-        """Wait until the agents of the finished job ended; an agent that joined last may find no peer."""
+        """Wait until the agents of the finished job end. The agent that joined last may not end, for lack of peers."""
         end = time.monotonic() + seconds
         while any(x.poll() is None for x in self.agents) and time.monotonic() < end:
             time.sleep(0.2)
@@ -108,7 +108,7 @@ class Job:
     def stop(self) -> None:
         for agent in self.agents:
             if agent.poll() is None:
-                agent.send_signal(signal.SIGTERM)  # and its worker
+                agent.send_signal(signal.SIGTERM)  # also ends its worker
         time.sleep(3)
         for agent in self.agents:
             agent.kill()
@@ -119,7 +119,7 @@ class Job:
 
 
 def steps_of(noted: list[dict]) -> dict[str, dict[int, tuple[float, list[int]]]]:
-    """Return {attempt: {step: (loss, sorted samples)}} for the steps that an attempt completed on all ranks."""
+    """Return {attempt: {step: (loss, sorted samples)}} for steps that all ranks completed in the attempt."""
     attempts: dict[str, dict[int, tuple[float, list[int]]]] = {}
     ranks = {x["attempt"]: x["ranks"] for x in noted if x["what"] == "begin"}
     for attempt, count in ranks.items():
@@ -129,7 +129,7 @@ def steps_of(noted: list[dict]) -> dict[str, dict[int, tuple[float, list[int]]]]
             batches = [x for x in attempt_entries if x["what"] == "batch" and x["step"] == step - 1]
             numbers = {x["batch"] for x in batches}
             if len(batches) < count * len(numbers):
-                continue  # a rank died before it recorded the last
+                continue  # a rank was killed before it recorded its last step
             loss = sum(x["share"] for x in batches) / len(numbers)
             dealt = {(x["batch"], x["data_rank"]): x["index"] for x in batches}
             attempts.setdefault(attempt, {})[step] = loss, sorted(i for index in dealt.values() for i in index)
@@ -137,7 +137,7 @@ def steps_of(noted: list[dict]) -> dict[str, dict[int, tuple[float, list[int]]]]
 
 
 def report(kills: list[dict], noted: list[dict], folder: Path) -> list[dict]:
-    """Return each kill with the seconds until the next step ended."""
+    """Return the kills, each with the seconds until the end of the next step."""
     rows = []
     for number, kill in enumerate(kills):
         when = json.loads((folder / f"killed_{number}").read_text())["time"]
@@ -159,12 +159,12 @@ def undisturbed(tmp_path_factory):
     assert sorted(steps) == list(range(1, STEPS + 1))
     for first in range(1, STEPS + 1, EPOCH):
         samples = [i for step in range(first, first + EPOCH) for i in steps[step][1]]
-        assert sorted(samples) == list(range(BATCHES))  # every sample once in an epoch
+        assert sorted(samples) == list(range(BATCHES))  # an epoch has every sample once
     return steps
 
 
 def check(kills: list[dict], fewest: int, folder: Path, undisturbed: dict, capsys) -> list[dict]:
-    """Run the job. Every step that any attempt completed must have the loss and the samples of the undisturbed run."""
+    """Run the job. Each step that any attempt completed must have the loss and samples of the undisturbed run."""
     job = Job(prepare(folder, kills), fewest)
     noted = job.run(kills, 900)
     assert len(list(folder.glob("killed_?"))) == len(kills), job.texts()
@@ -187,7 +187,7 @@ def check(kills: list[dict], fewest: int, folder: Path, undisturbed: dict, capsy
 
 
 def check_seconds(rows: list[dict], limit: float) -> None:
-    """Check that the job continued in time, if the cores are otherwise idle."""
+    """Check that the job continued within the limit, unless other programs use the cores."""
     if os.getloadavg()[1] > 4:
         pytest.skip(f"the machine is busy (load {os.getloadavg()[1]:.1f}): only losses and samples were compared")
     assert all(row["seconds"] <= limit for row in rows), rows
@@ -207,5 +207,5 @@ def test_a_node_is_killed_and_comes_back(tmp_path, undisturbed, capsys, moment):
     rows = check(planned(len(moment), [moment], node=True), NODES - 1, folder, undisturbed, capsys)
     assert [x["ranks"] for x in rows] == [NODES - 1]
     begun = [x["ranks"] for x in entries(folder) if x["what"] == "begin"]
-    assert begun[-1] == NODES  # it came back
+    assert begun[-1] == NODES  # the lost node rejoined
     check_seconds(rows, NODE)

@@ -1,4 +1,4 @@
-"""Errors before training: a launcher's environment that does not fit, and impossible numbers of sequences a step."""
+"""Errors before training: a wrong environment of the launcher, and impossible numbers of sequences per step."""
 
 import lightning.pytorch as pl
 import pytest
@@ -18,7 +18,7 @@ SLURM = {"SLURM_NTASKS": "8", "SLURM_NNODES": "4", "SLURM_JOB_NAME": "train", "S
 
 @pytest.fixture
 def launcher(monkeypatch):
-    """Return a function that sets the variables of a launcher."""
+    """Return a function that sets a launcher's environment variables."""
 
     def set_all(variables):
         for name, value in variables.items():
@@ -55,7 +55,7 @@ class Numbers(IterableDataset):
 
 
 def fit(strategy, batch_size=1, loader=None, kind=LongNetLM, ckpt=None, **options):
-    """Fit one step, unless the options set a length."""
+    """Fit one step, unless the options contain a number of steps or epochs."""
     model = kind(DilatedPattern.longnet([8], [1]), dim=8, depth=1, num_heads=1)
     data = ByteDataModule(seq_len=16, batch_size=batch_size) if loader is None else loader
     long = {} if {"max_epochs", "max_steps"} & {*options} else {"max_steps": 1}
@@ -67,7 +67,7 @@ def fit(strategy, batch_size=1, loader=None, kind=LongNetLM, ckpt=None, **option
 def test_batches_of_a_step():
     run = fit(RingDilatedStrategy(global_batch=6), batch_size=2)
     assert run.accumulate_grad_batches == 3 and run.fit_loop.total_batch_idx == 2
-    run.fit_loop.epoch_loop.max_steps = 2  # the same Trainer continues, with the accumulation of its first fit
+    run.fit_loop.epoch_loop.max_steps = 2  # the Trainer continues, still with the accumulation of its first fit
     run.fit(run.lightning_module, ByteDataModule(seq_len=16, batch_size=3))
     assert run.accumulate_grad_batches == 2
 
@@ -81,7 +81,7 @@ class Manual(LongNetLM):
 
 
 TWO = [DataLoader(samples(4)), DataLoader(samples(4), batch_size=2)]
-#: (global_batch, options of `fit`, words)
+#: (global_batch, options of `fit`, part of the error)
 REFUSED = [
     (6, {"batch_size": 4}, r"1 sequence\(s\) at a time in batches of 4: make batch_size one of \[1, 2, 3, 6\]"),
     (6, {"batch_size": 2, "accumulate_grad_batches": 2}, r"so does Trainer\(accumulate_grad_batches=2\)"),
@@ -104,7 +104,7 @@ def test_steps_that_cannot_be(sequences, options, words):
 
 
 def test_an_epoch_ends_with_a_whole_step():
-    """Five batches, two a step: the fifth would be a step with half a gradient."""
+    """With five batches and two per step, the fifth batch is dropped, because its step would have half a gradient."""
     run = fit(RingDilatedStrategy(global_batch=4), loader=DataLoader(samples(10), batch_size=2), max_epochs=3)
     assert run.global_step == 6 and run.fit_loop.total_batch_idx == 11
     assert run.limit_train_batches == 1.0, "the Trainer has its own limit again"
@@ -120,7 +120,7 @@ def test_a_reloaded_loader_of_another_length():
 
 
 def test_packed_epochs_end_with_a_whole_step(tmp_path):
-    """Epochs of packed data differ in their numbers of packs, known when each epoch begins."""
+    """With packed data, each epoch has another number of packs, which is known only when the epoch begins."""
     for i in range(30):
         (tmp_path / f"{i}.bin").write_bytes(b"a" * (3 + 7 * i % 23))
     data = ByteDataModule(str(tmp_path), seq_len=32, pack_tokens=32, val_fraction=0, test_fraction=0)
@@ -147,7 +147,7 @@ def test_less_than_a_step(tmp_path):
 
 
 def test_a_checkpoint_within_a_step(tmp_path):
-    """With a loader that does not resume, the count of batches continues, over other batches."""
+    """If the loader cannot resume, the count of batches within a step continues, but over other batches."""
     run = fit(RingDilatedStrategy(), loader=DataLoader(samples(8)))
     run.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.warns(UserWarning, match="saved after 1 of the 4 batches of a step with global_batch=4"):

@@ -1,4 +1,4 @@
-"""One script under each launcher, on two ranks, has the loss of one rank; test_failures covers torchrun's restarts."""
+"""The same script under each launcher, on two ranks, has the loss of one rank. Restarts are tested in test_failures."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ def alone(tmp_path_factory):
     return losses(text)[0]
 
 
-@pytest.mark.slow  # tests/test_readme.py runs README's own script on two ranks
+@pytest.mark.slow  # in CI, tests/test_readme.py runs the README's own script on two ranks
 def test_plain_python(tmp_path, alone):
     status, text = start(tmp_path, "nothing", 0, 2)
     assert status == 0 and losses(text) == pytest.approx([alone] * 2, rel=1e-5), text[-3000:]
@@ -31,7 +31,7 @@ def test_by_name_with_sharded_parameters(tmp_path, alone):
 
 @pytest.mark.slow
 def test_slurm(tmp_path, alone):
-    """srun starts two tasks of a job step."""
+    """srun starts the two tasks of a job step."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -51,7 +51,7 @@ def test_slurm(tmp_path, alone):
 
 @pytest.mark.slow
 def test_notebook(tmp_path, alone):
-    """Trap 16: further ranks are forked, because a notebook session cannot be run again; the usual names say so."""
+    """Trap 16: a notebook's session cannot run again, so other ranks are forked, as Lightning's usual names request."""
     status, text = start(tmp_path, "notebook", 0, 2, strategy="ring_dilated_notebook")
     assert status == 0 and losses(text)[0] == pytest.approx(alone, rel=1e-5), text[-3000:]
 

@@ -1,4 +1,4 @@
-"""layout="auto": chosen at each start from patterns and length; losses stay as they are whatever it takes."""
+"""layout="auto" is chosen at each start from the patterns and the length. Losses do not depend on the choice."""
 
 import lightning.pytorch as pl
 import pytest
@@ -37,7 +37,7 @@ def test_layout_for(options, tokens, ranks, exchange, stream, expected):
 
 
 def test_a_limit_of_the_exchanges_memory_keeps_contiguous():
-    """The limit that holds in a call depends on the batch and the heads' features, which nobody knows at set-up."""
+    """A call's limit depends on the batch and the features per head, which are not known during setup."""
     assert layout_for(language_model(), LONG, 4, "auto", None, {**PRICES, "exchange_memory": 1 << 40}) == "contiguous"
 
 
@@ -79,7 +79,7 @@ class DeclaredAnew(OwnForward):
     ("cls", "expected"), [(OwnForward, "contiguous"), (OwnScheduler, "zigzag"), (DeclaredAnew, "zigzag")]
 )
 def test_a_subclass_with_its_own_forward_declares_anew(cls, expected):
-    """Its forward may take positions that are right on contiguous shards only."""
+    """A subclass with its own forward must declare support again, because it may assume contiguous positions."""
     model = cls(pattern=HYBRID, vocab_size=11, dim=16, depth=2, num_heads=4)
     assert layout_for(model, LONG, 4, "auto", None, PRICES) == expected
 
@@ -92,7 +92,7 @@ def test_declared_length(tmp_path):
 
 
 def part_of_run(rank, group, folder, settings, stop, ckpt):
-    """(losses, parameters, layout, path of a checkpoint) of a run up to step `stop`."""
+    """Return (losses, parameters, layout, path of a checkpoint) of a run up to step `stop`."""
     pl.seed_everything(1, verbose=False)
     world, record, strategy = launched(rank), Record(), RingDilatedStrategy(**settings)
     built = trainer(strategy, world, max_steps=stop, callbacks=[record], precision="64-true")
@@ -106,7 +106,7 @@ def part_of_run(rank, group, folder, settings, stop, ckpt):
 
 @pytest.mark.full
 def test_resumes_under_another_layout(pools, tmp_path):
-    """Four ranks with links that cost nothing take zigzag, two with usual links contiguous."""
+    """The choice is zigzag on four ranks with free links, and contiguous on two ranks with default links."""
     folder = tmp_path / "text"
     folder.mkdir()
     generator = torch.Generator().manual_seed(0)

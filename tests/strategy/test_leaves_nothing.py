@@ -1,4 +1,4 @@
-"""Runs leave nothing behind: the numbers of open files, threads, process groups and signal handlers stay the same."""
+"""Runs leave nothing behind: the numbers of open files, threads, process groups and signal handlers do not grow."""
 
 import gc
 import os
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.full
 
 
 def held():
-    """Count this process's resources by kind, and list its signal handlers."""
+    """Count the resources of this process by kind, and list its signal handlers."""
     gc.collect()
     handlers = [signal.getsignal(x) for x in sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})]
     return {
@@ -34,11 +34,11 @@ def held():
 
 
 class Wrong(Exception):
-    """The error of a training step."""
+    """The error that the tests raise in a training step."""
 
 
 def one_fit(run, world, callbacks=(), fails=False):
-    """Fit, and validate, test or predict as the run allows. Return the Trainer, its model and its data."""
+    """Fit, then validate, test or predict as the run allows. Return (Trainer, model, data)."""
     trainer, model, data, _ = make(
         run, world, limit_val_batches=2, limit_test_batches=2, callbacks=[x() for x in callbacks]
     )
@@ -52,7 +52,7 @@ def one_fit(run, world, callbacks=(), fails=False):
 
 
 def fits(rank, group, run, count, callbacks=(), fails=False):
-    """Return this process's resources after a first fit, and after `count` more, with all Trainers still alive."""
+    """Return resources of this process after a first fit, and after `count` more, while all Trainers still exist."""
     world, alive = launched(rank), []
     one_fit(run, world)
     before = held()
@@ -90,7 +90,7 @@ def test_callbacks_that_talk_to_other_ranks(pools, tmp_path):
 
 
 def saving_fits(rank, group, folder):
-    """Like `fits`, with checkpoints."""
+    """Like `fits`, with callbacks that save checkpoints."""
     world = launched(rank)
     one_fit(SMALL, world)
     before, alive = held(), []
@@ -99,7 +99,7 @@ def saving_fits(rank, group, folder):
         trainer, model, data, _ = make(SMALL, world, callbacks=[saving], enable_checkpointing=True)
         trainer.fit(model, data)
         trainer.fit_loop.epoch_loop.max_steps = 2
-        trainer.fit(model, data)  # continues to write to the same folder
+        trainer.fit(model, data)  # continues in the same folder
         alive.append((trainer, len(list((Path(folder) / str(number)).glob("step*")))))
     return before == held(), before, held(), [count for _, count in alive]
 
@@ -117,7 +117,7 @@ def test_fifty_fits(pools):
 
 
 def after_a_fit(rank, group, run, folder):
-    """Do everything that may follow a fit with the same Trainer. Return whether any of it is still alive."""
+    """Run everything that can follow a fit with the same Trainer. Return whether any object is still alive."""
     world = launched(rank)
     trainer, model, data = one_fit(run, world)
     data.test_dataloader = data.predict_dataloader = data.val_dataloader
@@ -147,7 +147,7 @@ def test_a_trainer_runs_again(pools, kind, tmp_path):
 
 
 def one_rank_fails(rank, group):
-    """Fit with one rank that raises while the other waits for it. Return how it ended."""
+    """Fit with a rank that raises while the other rank waits for it. Return the names of the errors."""
     trainer, model, data, _ = make(SMALL.but(steps=2, strategy={"timeout": 5}), launched(rank))
     if rank == 1:
         model.on_train_batch_end = lambda *args: (_ for _ in ()).throw(Wrong("in a hook"))
@@ -159,6 +159,6 @@ def one_rank_fails(rank, group):
 
 
 def test_a_rank_that_fails_alone(pools):
-    """Its groups stay until the process ends: destroying them would wait for the other rank."""
+    """A failed rank's groups stay open until the process ends, because closing them would wait for the other rank."""
     (first, _), (second, _) = pools(2).run(2, one_rank_fails)
     assert (first, second) == ("RuntimeError", "Wrong")

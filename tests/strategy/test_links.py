@@ -1,4 +1,4 @@
-"""links= of the strategies: the file reaches the sequence's group; a missing file is an error before training."""
+"""links= of the strategies: the sequence's group gets the file's links. A missing file raises before training."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_the_machine_s_missing_file(monkeypatch, tmp_path):
 
 
 def links_of(rank, group, run):
-    """Return the group's links, and the plan's text about a step."""
+    """Return (links of the group, text about links in the plan of a step)."""
     built, model, data, _ = make(run, launched(rank))
     built.fit(model, data)
     return built.strategy.sequence.links, built.strategy.sequence.plan.links

@@ -26,7 +26,7 @@ WAYS = {
     "2, chunked": (2, {"layout": "chunked"}),
 }
 KINDS = ("whole", "lengths", "documents")
-#: each way and each kind of batch; the other pairs with `-m slow`
+#: cases in CI, with each way and each kind of batch; other pairs run with `-m slow`
 CI = {("2", "documents"), ("4, data 2", "lengths"), ("2, zigzag", "lengths"), ("2, chunked", "documents")}
 CI |= {("4, data 2", "whole")}
 
@@ -37,7 +37,7 @@ CI |= {("4, data 2", "whole")}
 )
 def test_ranks_equal_one(pools, tmp_path, way, kind):
     ranks, strategy = WAYS[way]
-    if kind == "documents":  # one row a batch, so no data ranks
+    if kind == "documents":  # a batch has one row, so there are no data ranks
         strategy = {k: v for k, v in strategy.items() if k != "sequence_size"}
     run = Run(kind=kind, batch_size=2 if "sequence_size" in strategy else 1, masked=0.3)
     want = pools(1).run(1, rows, run, str(tmp_path / "one"))[0]

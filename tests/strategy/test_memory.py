@@ -20,7 +20,7 @@ WAYS = {
 
 
 STREAM = {**EVERYTHING, "stream": 16}
-#: ranks that compute every chunk together
+#: ranks compute every chunk together
 SHARED = {"layout": "chunked"}
 COMPILED = {"depth": 1, "kv_conv": 3, "compile_blocks": True}
 STREAMS = {
@@ -37,16 +37,16 @@ STREAMS = {
 }
 
 
-#: in CI only cases that tests/distributed/test_streamed_model.py does not cover
+#: cases in CI, which tests/distributed/test_streamed_model.py does not cover
 QUICK = ("one rank", "ddp, documents", "shared, data 2", "shared, one chunk")
 RUNS = [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in STREAMS]
 
 
 @pytest.mark.parametrize("way", RUNS)
 def test_streams(pools, way):
-    """Ranks stream their own sequences, or share chunks, in validation, too; DDP's hooks run once a micro-batch."""
+    """Ranks stream sequences of their own or share chunks, also in validation. DDP's hooks run once per micro-batch."""
     ranks, run = STREAMS[way]
-    # packed documents are one sample, and one rank would have to hold two
+    # packed documents are one sample; one rank would need two samples in a batch
     plain, ranks_alone = run.but(memory=None, strategy={}, workers=0), 1
     if run.kind == "documents" and run.strategy.get("sequence_size") == 1:
         plain, ranks_alone = run.but(memory=None), 2
@@ -56,7 +56,7 @@ def test_streams(pools, way):
 
 
 def refused(rank, group, changes):
-    """Return the message of a refused fit."""
+    """Return the message of the error of a fit."""
     try:
         fit(rank, group, RUN.but(**{"memory": {"stream": 16}, **changes}))
     except ValueError as error:
@@ -83,7 +83,7 @@ def test_streams_are_refused_where_ranks_share(pools):
         assert "not offered with RingDilatedFSDPStrategy" in got
 
 
-SLOW = ("ddp, head 2", "ddp, ring")  # tests/distributed covers their exchanges in windows of heads
+SLOW = ("ddp, head 2", "ddp, ring")  # tests/distributed covers these exchanges with head_chunks
 
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in SLOW else w for w in WAYS])
@@ -119,7 +119,7 @@ def test_twenty_steps(pools, alone, ranks, precision, tol):  # noqa: F811
 
 
 def routes(rank, group):
-    """Return the number of routes that the sequence's group caches during a fit, after it, and after a validation."""
+    """Return the number of routes that the sequence's group caches: during a fit, after it, and after a validation."""
     built, model, data, _ = make(Run(steps=1), launched(rank))
     counts = []
     model.on_train_end = lambda: counts.append(len(built.strategy.sequence._remembered))
@@ -130,6 +130,6 @@ def routes(rank, group):
 
 
 def test_routes_do_not_outlive_a_run(pools):
-    """Routes are on the device, and the group lives as long as the process."""
+    """Routes use memory of the device, and the group exists until the process ends, so a run's routes are removed."""
     for (within, *after), loss in pools(2).run(2, routes):
         assert within > 0 and after == [0, 0] and loss > 0

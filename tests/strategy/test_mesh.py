@@ -1,4 +1,4 @@
-"""Mesh sizes and wrong options of the strategies: errors in Trainer(...) before anything starts."""
+"""Mesh sizes and wrong options of the strategies: errors in Trainer(...), before anything starts."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def test_shape(world, sequence, head, want):
 
 
 OUTER = {"outer": OuterSteps()}
-#: options of RingDilatedStrategy, and words of the error that the constructor or Trainer(...) raises
+#: (options of RingDilatedStrategy, part of the error that the constructor or Trainer(...) raises)
 WRONG = [
     ({"sequence_size": 3}, r"sequence_size=3 must divide the 4 ranks .*\[1, 2, 4\]"),
     ({"head_size": 3}, r"head_size=3 must divide sequence_size=4; allowed: \[1, 2, 4\]"),
@@ -114,7 +114,7 @@ def test_asked_too_early():
 
 
 def test_the_other_lightning_does_not_know_the_name():
-    # `pytorch_lightning` is another copy with its own registry; this package registers nothing there
+    # `pytorch_lightning` is a separate package with its own registry, in which this package registers nothing
     assert pl.strategies.StrategyRegistry["ring_dilated"]["strategy"] is RingDilatedStrategy
 
 
@@ -129,7 +129,7 @@ def test_the_other_lightning_does_not_know_the_name():
     ],
 )
 def test_buckets_of_gradients(monkeypatch, backend, nodes, given, bucket, beside):
-    """GPUs of one node: one bucket, after the backward. Several nodes: buckets during it, and few thread blocks."""
+    """One node: one bucket, after the backward. Several nodes: buckets during the backward, on few thread blocks."""
     runs = []
     monkeypatch.setattr(parallelize, "gradient_group", lambda timeout, overlapped: runs.append(overlapped) or "a group")
     monkeypatch.setattr(RingDilatedStrategy, "sizes", SimpleNamespace(region_size=2))

@@ -1,4 +1,4 @@
-"""Fits over NCCL leave nothing behind, and name ranks that drift."""
+"""Fits over NCCL leave nothing behind. Errors name ranks that drift."""
 
 import os
 from functools import partial
@@ -19,13 +19,13 @@ DEVICE = {"accelerator": "gpu"}
 
 
 def join(rank, ranks):
-    """Set a launcher's variables; Trainers make the process groups."""
+    """Set a launcher's environment variables. Trainers then create the process groups."""
     variables = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(x) for name, x in variables.items()}, TORCHELASTIC_RUN_ID="tests")
 
 
 def many_fits(rank, ranks, fsdp):
-    """Raise if this process holds more resources after the 53rd fit than after the third."""
+    """Raise if this process has more resources after the 53rd fit than after the third."""
     join(rank, ranks)
     counts = []
 
@@ -34,7 +34,7 @@ def many_fits(rank, ranks, fsdp):
         built.fit(model, data)
         counts.append((built, model))
 
-    for _ in range(3):  # the first ones load kernels
+    for _ in range(3):  # the first fits load kernels
         fit()
     before = held()
     for _ in range(50):
@@ -51,7 +51,7 @@ def test_fifty_fits(ranks, fsdp):
 
 
 def drifting(rank, ranks):
-    """Return (error of a fit in which rank 1 drifts, its step) for a weight, a learning rate, and nothing."""
+    """Return (error of a fit in which rank 1 drifts, step of the error) for a weight, a learning rate, and no drift."""
     join(rank, ranks)
     results = []
     for what in ("weight", "learning rate", "nothing"):

@@ -1,4 +1,4 @@
-"""Regions that train apart between outer steps, compared with a simulation of all regions in one process."""
+"""Regions that train separately between outer steps, compared with a simulation of all regions in one process."""
 
 import functools
 import warnings
@@ -22,15 +22,15 @@ pytestmark = pytest.mark.full
 
 
 def simulated(run, regions, outer, data_ranks):
-    """Train all regions one after the other in one process: the oracle.
+    """Train all regions in one process, one after the other, as the oracle.
 
     Args:
-        run: with the batch size of all data ranks together.
-        outer: OuterSteps; only its numbers are used.
-        data_ranks: sequences that a region trains at a time.
+        run: its batch size is the sum over all data ranks.
+        outer: OuterSteps; only its numbers are used, not its code.
+        data_ranks: number of sequences that a region trains at a time.
 
     Returns:
-        Losses of each region's steps, and each region's and the mean's parameters after the last step.
+        The losses of each region's steps, and parameters of each region and of their mean after the last step.
     """
     models = [start(run) for _ in range(regions)]
     optimizers = [model.configure_optimizers() for model in models]
@@ -76,7 +76,7 @@ def simulated(run, regions, outer, data_ranks):
 
 
 def start(run):
-    """Return the run's model as its Trainer makes it: drawn in float64."""
+    """Return the model of a run as the Trainer builds it, with weights drawn in float64."""
     model = make(run, 1)[1]
     pl.seed_everything(4, verbose=False)
     torch.set_default_dtype(torch.float64)
@@ -86,7 +86,7 @@ def start(run):
 
 
 def batches_of(run, region, regions, data_ranks):
-    """Return the batches of a region's steps, joined over its data ranks."""
+    """Return the batches of a region's steps, each joined over the data ranks of the region."""
     data, count = Tokens(run), regions * data_ranks
     loaders = []
     for rank in range(region * data_ranks, (region + 1) * data_ranks):
@@ -103,7 +103,7 @@ def batches_of(run, region, regions, data_ranks):
 
 
 def part_of(names, name, fragments):
-    """Return the fragment of a parameter: blocks are consecutive, and the modules around them alternate."""
+    """Return the fragment of a parameter: units (a block, or a module around the blocks) are assigned in rotation."""
     units = list(dict.fromkeys(unit(x) for x in names))
     return units.index(unit(name)) % fragments
 
@@ -115,7 +115,7 @@ def unit(name):
 
 
 class Own(pl.Callback):
-    """Records a region's own parameters before the first step and after the last."""
+    """Records the parameters of a region itself before the first step and after the last step."""
 
     def on_train_start(self, trainer, pl_module):
         self.before = {name: full(p).detach().clone() for name, p in pl_module.named_parameters()}
@@ -125,7 +125,7 @@ class Own(pl.Callback):
 
 
 def trained(rank, group, run, outer, **options):
-    """Return (losses, own parameters, parameters after the fit) of this rank."""
+    """Return (losses, the region's own parameters, parameters after the fit) of this rank."""
     own = Own()
     settings = {"regions": 2, "outer": outer, **run.strategy}
     built, model, data, record = make(
@@ -150,7 +150,7 @@ WAYS = {"sequences of two": {}, "data parallel": {"sequence_size": 1}}
 
 
 CASES = [(name, way) for name in SETTINGS for way in WAYS]
-#: each part of these is in another case, too
+#: slow tests; the other cases cover their features, too
 SLOW = ("plain", "mix", "many fragments")
 CI = {(name, "sequences of two") for name in SETTINGS if name not in SLOW} | {("streaming", "data parallel")}
 
@@ -166,7 +166,7 @@ def test_equals_a_simulation(pools, name, way):
     apart = max((own[0][n] - own[1][n]).abs().max() for n in mean)
     assert apart > 1e-4 if name not in ("every step", "no momentum") else apart == 0
     for rank, (got_losses, got_own, got_mean) in enumerate(results):
-        same(got_losses, losses[rank // 2], 1e-6)  # logged in fp32
+        same(got_losses, losses[rank // 2], 1e-6)  # Lightning logs in fp32
         same(got_own, own[rank // 2])
         same(got_mean, mean)
 
@@ -216,7 +216,7 @@ BYTES = 4000
 
 
 def part_of_run(rank, group, folder, settings, stop, ckpt, how, validate=None):
-    """Return this rank's results of a run up to step `stop`, and the path of a checkpoint at its end."""
+    """Return this rank's results of a run up to step `stop`, and the path of the checkpoint at its end."""
     pl.seed_everything(1, verbose=False)
     world, record, own = launched(rank), Record(), Own()
     data = ByteDataModule(folder, seq_len=64, batch_size=1, val_fraction=0.2, test_fraction=0)
@@ -277,7 +277,7 @@ def undisturbed(pools, text):
 
 @pytest.fixture(scope="module")
 def begun(pools, text):
-    """`begun(how, stop)` returns the results of the undisturbed run's first steps."""
+    """Return a function: `begun(how, stop)` returns the results of the first steps of the undisturbed run."""
 
     @functools.cache
     def get(how, stop):
@@ -289,7 +289,7 @@ def begun(pools, text):
 @pytest.mark.parametrize("how", ["file", "folder", pytest.param("validation", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stop", [6, pytest.param(8, marks=pytest.mark.slow)])
 def test_goes_on_exactly(pools, text, undisturbed, begun, how, stop):
-    """Fragments are in flight: after step 6 the one of steps 6 to 9, after step 8 also the one of steps 8 to 11."""
+    """Resume with fragments in flight: after step 6 the one of steps 6 to 9, after step 8 also the one of 8 to 11."""
     first = begun(how, stop)
     resumed = pools(4).run(4, part_of_run, text, STREAMING, 11, first[0]["saved"], None)
     for one, two, whole in zip(first, resumed, undisturbed, strict=True):
@@ -338,7 +338,7 @@ def test_goes_on_with_sharded_parameters(pools, text, begun):
 
 
 def test_goes_on_with_another_schedule(pools, text, begun):
-    """Shared parameters and momentum are kept; a fragment in flight is dropped."""
+    """Under another schedule, shared parameters and momentum are kept, and a fragment in flight is discarded."""
     other = {**STREAMING, "outer": OuterSteps(every=4, fragments=2, delay=1, mix=0.5)}
     first = begun("file", 6)
     for one, got in zip(first, pools(4).run(4, part_of_run, text, other, 8, first[0]["saved"], None), strict=True):
@@ -364,7 +364,7 @@ def test_files_and_folders_hold_the_same(begun):
 
 
 def alike(got, want):
-    """Check that nested values are equal."""
+    """Assert that nested values are equal."""
     if isinstance(want, dict):
         assert got.keys() == want.keys()
         for key in want:

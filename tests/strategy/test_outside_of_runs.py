@@ -1,4 +1,4 @@
-"""The Trainer outside of fit, validate, test and predict can be pickled, and its loops raise clear errors."""
+"""A Trainer can be pickled outside of fit, validate, test and predict. Its loops raise clear errors there."""
 
 import pickle
 from functools import partial
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.full
 
 
 class Bigram(pl.LightningModule):
-    """The smallest module that trains with a shared sequence."""
+    """The smallest module that can train a shared sequence."""
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index"])
 
@@ -42,7 +42,7 @@ OWN = [callbacks.ThroughputMonitor, partial(callbacks.MemoryProfiler, timeline=F
 
 
 def pickled(rank, group, classes):
-    """Return the steps of a copy of the Trainer after a fit, its progress bars, and whether it validates equally."""
+    """Return (steps of a Trainer's copy after a fit, its progress bars, whether it validates equally)."""
     options = {
         "max_steps": 2,
         "enable_progress_bar": True,
@@ -66,7 +66,7 @@ def test_the_trainer_can_be_pickled_after_a_fit(pools, classes, tmp_path):
 
 
 def outside(rank, group, run, ran):
-    """Return the errors of calls on a Trainer that never ran, or on one that did."""
+    """Return the errors of calls on a Trainer that has not run yet, or that has run."""
     built, model, data, _ = make(run, launched(rank))
     data.trainer = built
     if ran:
@@ -106,4 +106,4 @@ def test_loops_after_a_run(pools, fsdp):
     (loop_errors,) = pools(1).run(1, outside, Run(steps=2, fsdp=fsdp, double=fsdp), True)
     *steps, batches = loop_errors
     assert all(WITHIN in words and ASK in words for words in steps)
-    assert batches == 2  # the loaders still exist
+    assert batches == 2  # the loaders still exist, so their number can be read

@@ -24,7 +24,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def setup(kind, folder, **packing):
-    """Return (model, data), with equal weights at every call."""
+    """Return (model, data). The weights are the same in every call."""
     pl.seed_everything(4, verbose=False)
     if kind == "slides":
         sizes = {**SIZES, "feature_dim": 4, "grid": 32, "task": "classification", "num_classes": 3, "optimizer": SGD}
@@ -38,7 +38,7 @@ def setup(kind, folder, **packing):
 
 
 def fit(rank, group, kind, folder, packing, sequence_size):
-    """Return (losses, weights, validation metrics) of two epochs."""
+    """Return (losses, weights, validation metrics) of a fit of two epochs."""
     model, data = setup(kind, folder, **packing)
     record, strategy = Record(), RingDilatedStrategy(sequence_size=sequence_size, check_first_batch=True)
     built = trainer(
@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
 def same(results, want):
     losses, weights, metrics = want
     for got in results:
-        torch.testing.assert_close(got[0], losses, rtol=1e-6, atol=1e-6)  # logged in fp32
+        torch.testing.assert_close(got[0], losses, rtol=1e-6, atol=1e-6)  # Lightning logs in fp32
         for name, value in weights.items():
             torch.testing.assert_close(got[1][name], value, rtol=0, atol=1e-10)
         assert got[2] == pytest.approx(metrics, rel=1e-6)
@@ -77,7 +77,7 @@ def test_ranks_that_share_a_row(pools, folder, kind):
 
 
 def test_two_data_ranks_are_one_padded_batch(pools, folder):
-    """Each step is the mean over all slides of both ranks' packs; validation counts each slide once."""
+    """A step is the mean over all slides in the packs of both ranks. A validation counts each slide once."""
     results = pools(2).run(2, fit, "slides", folder, {"pack_tokens": 64}, 1)
     model, data = setup("slides", folder)
     model.double()
@@ -117,7 +117,7 @@ def validated(rank, group, folder, packing):
 
 
 def test_metrics_of_an_epoch(pools, folder):
-    """AUROC and the like, with unequal numbers of packs on the ranks."""
+    """Metrics of an epoch, such as AUROC, are right if ranks have different numbers of packs."""
     (want,) = pools(1).run(1, validated, folder, {"batch_size": 3})
     for metrics in pools(2).run(2, validated, folder, {"pack_tokens": 40}):
         assert metrics == pytest.approx(want, rel=1e-6)

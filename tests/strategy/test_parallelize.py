@@ -1,4 +1,4 @@
-"""`parallelize` lists its hooks in the order in which Lightning calls them."""
+"""`parallelize` lists the hooks in the order in which Lightning calls them."""
 
 from typing import get_args
 from unittest import mock
@@ -16,7 +16,7 @@ from .runs import Run, launched, make
 
 
 def hooks(rank, group, fsdp):
-    """Return the hooks of a fit, in the order of their first calls."""
+    """Return the hooks that a fit calls, in the order of their first calls."""
     calls = []
 
     def record(strategy, hook, *args):
@@ -34,11 +34,11 @@ def test_order_of_hooks(pools, fsdp):
     want = [hook for hook in get_args(parallelize.Hook) if not (fsdp and hook == "configure_ddp")]
     for calls in pools(2).run(2, hooks, fsdp):
         assert list(dict.fromkeys(calls)) == want
-        assert calls.count("training_step") == 1  # before the first step only
+        assert calls.count("training_step") == 1  # all of them run before the first step
 
 
 def moved_to(rank, group):
-    """Return the devices to which DDP moves its inputs if Lightning names one, as it does on GPUs."""
+    """Return the devices to which DDP moves its inputs if `device_ids` is set, as Lightning does on GPUs."""
     devices, configure, forward = [], DDPStrategy.configure_ddp, DistributedDataParallel._pre_forward
 
     def on_gpu(strategy):
@@ -59,31 +59,31 @@ def moved_to(rank, group):
 
 
 def test_ddp_leaves_batches_where_they_are(pools):
-    """A stream's tokens wait on the host: `transfer_batch_to_device` of the module decides."""
+    """The module's `transfer_batch_to_device` decides, because a stream keeps its tokens on the host."""
     for devices in pools(2).run(2, moved_to):
         assert devices == [None]
 
 
 def wrapped(rank, group, strategy):
-    """Return for each step whether DDP wraps the module."""
+    """Return, for each step, whether DDP wraps the module."""
     built, model, data, _ = make(Run(steps=2, batch_size=2, strategy=strategy), launched(rank))
     kinds = []
     model.on_train_batch_start = lambda *_: kinds.append(isinstance(built.strategy.model, DistributedDataParallel))
     built.fit(model, data)
-    assert built.strategy.model is model  # as Lightning leaves it
+    assert built.strategy.model is model  # unwrapped, as Lightning leaves it
     return kinds
 
 
 @pytest.mark.parametrize("ranks, regions, want", [(1, 1, False), (2, 2, False), (2, 1, True)])
 def test_a_rank_that_averages_with_no_other_is_not_wrapped(pools, ranks, regions, want):
-    """DDP would copy each gradient twice and hold all gradients again."""
+    """Without other ranks DDP is not used, because it would copy each gradient twice and store all of them again."""
     strategy = {"regions": regions, "outer": OuterSteps(every=1)} if regions > 1 else {}
     for kinds in pools(ranks).run(ranks, wrapped, strategy):
         assert kinds == [want, want]
 
 
 def alone(rank, group):
-    """Train one rank with all messages to other ranks forbidden."""
+    """Train one rank, where any message to another rank raises."""
     built, model, data, record = make(Run(steps=2), launched(rank))
     refused = mock.Mock(side_effect=AssertionError("a rank alone waits for nobody"))
     model.on_train_start = lambda: [patch.start() for patch in patches]

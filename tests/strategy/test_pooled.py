@@ -1,4 +1,4 @@
-"""Slides under the strategies: training and the epoch's AUROC, accuracy and kappa equal one rank on any ranks."""
+"""Slides under the strategies: training and the AUROC, accuracy and kappa of an epoch equal one rank."""
 
 import functools
 
@@ -15,12 +15,12 @@ from .runs import Record, full, launched, trainer
 
 pytestmark = pytest.mark.full
 
-#: 7 slides for validation: two data ranks get unequal numbers
+#: 7 slides for validation, so that two data ranks have unequal numbers
 TILES = (40, 23, 9, 31, 12, 5, 17)
 
 
 class Slides(Dataset):
-    """Slides of different lengths, with a blank row each."""
+    """Slides of different lengths, each with a blank row."""
 
     def __init__(self, count):
         self.count = count
@@ -34,7 +34,7 @@ class Slides(Dataset):
 
 
 def padded(samples):
-    """Samples padded on the right to the longest."""
+    """Pad samples on the right to the longest sample."""
     rows = torch.nn.utils.rnn.pad_sequence
     whole = {name: torch.stack([s[name] for s in samples]) for name in ("lengths", "label", "index")}
     features = rows([s["features"] for s in samples], batch_first=True)
@@ -43,7 +43,7 @@ def padded(samples):
 
 
 class Data(pl.LightningDataModule):
-    """Two slides a batch over all data ranks."""
+    """Data with batches of two slides in total over all data ranks."""
 
     def _loader(self, count, shuffle):
         who = self.trainer.distributed_sampler_kwargs
@@ -59,7 +59,7 @@ class Data(pl.LightningDataModule):
 
 
 def fitted(rank, group, settings, options, fsdp=False):
-    """Return this rank's results of training and validation."""
+    """Return the results of training and validation on this rank."""
     pl.seed_everything(4, verbose=False)
     strategy = (RingDilatedFSDPStrategy if fsdp else RingDilatedStrategy)(**settings)
     record = Record()

@@ -1,4 +1,4 @@
-"""Attention maps on many ranks equal one rank's, if ranks have their own slides."""
+"""Attention maps on many ranks equal the maps of one rank, if ranks predict different slides."""
 
 import numpy as np
 import pytest
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Five slides, so two data ranks have unequal numbers."""
+    """Five slides, so that two data ranks have unequal numbers."""
     path = tmp_path_factory.mktemp("slides")
     write_synthetic_slides(path, slides=5, tiles=(6, 40), features=12)
     return str(path)
 
 
 def predicted(rank, group, settings, folder, out):
-    """Return the keys of this rank's predictions, or the error; maps are written to `out`."""
+    """Write maps to `out`. Return the keys of this rank's predictions, or the error."""
     data = SlideDataModule(folder, f"{folder}/labels.csv", val_fraction=0, test_fraction=1, batch_size=2)
     run = trainer(RingDilatedStrategy(**settings), launched(rank), callbacks=[AttentionWriter(path=f"{out}/maps")])
     try:
@@ -34,7 +34,7 @@ def predicted(rank, group, settings, folder, out):
 
 
 def test_attention_of_data_ranks(pools, tmp_path, folder):
-    """Ranks with their own slides write all maps; ranks that share slides all get an error beforehand."""
+    """Ranks with different slides write all maps. Ranks that share slides raise before they predict."""
     pools(1).run(1, predicted, {}, folder, str(tmp_path / "one"))
     pools(2).run(2, predicted, {"sequence_size": 1}, folder, str(tmp_path / "many"))
     written = [sorted(x.name for x in (tmp_path / name / "maps").iterdir()) for name in ("one", "many")]

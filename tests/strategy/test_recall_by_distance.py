@@ -1,4 +1,4 @@
-"""RecallByDistance on several ranks has one rank's rows and metrics, for every layout, even if a rank has no token."""
+"""RecallByDistance on several ranks has the rows and metrics of one rank in every layout, even with an empty rank."""
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.full
 
 
 def recalled(rank, group, seq_len, strategy):
-    """Return this rank's rows and metrics after a validation and a test."""
+    """Return the rows and metrics of this rank after a validation and a test."""
     world = launched(rank)
     pl.seed_everything(5, verbose=False)
     pairs = 3 if seq_len > 8 else 1

@@ -1,4 +1,4 @@
-"""Regions joined by a link of 1 Gbit/s train as fast as one region; network namespaces are the two places."""
+"""Two regions with a link of 1 Gbit/s between them (in network namespaces) train as fast as one region."""
 
 import json
 import os
@@ -15,12 +15,12 @@ pytestmark = [
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
 ]
 JOB = str(Path(__file__).with_name("region_link_job.py"))
-#: MB/s of a link of 1 Gbit/s; the most that a step may take, relative to one region
+#: 1 Gbit/s in MB/s, and the allowed time of a step relative to one region
 SPEED, MORE = 125.0, 1.05
 
 
 def seconds(nodes, folder: Path, way: str, number: int) -> float:
-    """Return the mean seconds of a step on the slower of the two ranks, which train at the same time."""
+    """Return the mean seconds per step of the slower rank. Both ranks train at the same time."""
     name = f"{way}{number}"
     ended = nodes.torchrun(1, [JOB, way, name], folder, 500)
     assert [status for status, _ in ended] == [0, 0], ended
@@ -28,7 +28,7 @@ def seconds(nodes, folder: Path, way: str, number: int) -> float:
 
 
 def test_a_step_takes_as_long_as_that_of_one_region(tmp_path):
-    """The ways alternate, so that both meet the same machine. On busy cores nothing is compared."""
+    """Both ways are measured in alternation, under the same conditions. If the cores are busy, nothing is compared."""
     times: dict[str, list[float]] = {"alone": [], "regions": []}
     with namespaces.Nodes(SPEED) as nodes:
         for number in range(3):
@@ -40,4 +40,4 @@ def test_a_step_takes_as_long_as_that_of_one_region(tmp_path):
     print(json.dumps({**times, "gradients averaged at each step": averaged, "ratio": ratio, "load": load}))
     if load < 4:
         assert ratio < MORE
-        assert averaged > MORE * min(times["alone"])  # averaging gradients over the link is slower
+        assert averaged > MORE * min(times["alone"])  # averaging gradients over the link is slower than this limit

@@ -1,4 +1,4 @@
-"""Regions of a job: errors before training, their common start, waiting, metrics and samples."""
+"""Regions of a job: errors before training, equal initial weights, waiting, metrics and samples."""
 
 import functools
 import os
@@ -45,7 +45,7 @@ def test_settings_of_outer_steps(options, error, words):
 
 
 def test_a_state_that_lacks_a_setting_of_later_versions():
-    """The state gets the default of that setting, so fragments in flight are kept."""
+    """A state from before a setting existed gets the setting's default, so fragments in flight are kept."""
     named = {"0.weight": torch.nn.Parameter(torch.ones(3))}
     outer = OuterOptimizer(named.items(), OuterSteps(every=3, delay=2))
     for _ in range(3):
@@ -101,7 +101,7 @@ def test_fragments():
 
 
 def fit(outer, kind=LongNetLM, callbacks=(), steps=2):
-    """A fit of one rank."""
+    """Fit on one rank."""
     model = kind(ld.DilatedPattern.longnet([8], [1]), dim=8, depth=1, num_heads=1)
     built = trainer(RingDilatedStrategy(outer=outer), 1, limit_val_batches=0, max_steps=steps, callbacks=[*callbacks])
     built.fit(model, ld.data.ByteDataModule(seq_len=16, batch_size=1))
@@ -144,7 +144,7 @@ def test_lost_regions_are_named():
 
 # -- on ranks ----------------------------------------------------------------------------------------------------------
 class Ahead(pl.Callback):
-    """The second region waits after its first step until the first region has done four."""
+    """Makes the second region wait after its first step until the first region has done four steps."""
 
     def __init__(self, rank, folder):
         self.rank, self.done, self.seen = rank, folder / "four steps", False
@@ -174,7 +174,7 @@ def test_regions_do_not_wait_for_each_other_between_outer_steps(pools, tmp_path)
 
 
 class Sent(pl.Callback):
-    """Records messages between regions from the second step on: (function of torch.distributed, numbers)."""
+    """Records messages between regions after the first step, as (function of torch.distributed, numbers sent)."""
 
     names = (
         "all_reduce",
@@ -215,7 +215,7 @@ def between(rank, group, run):
 
 @pytest.mark.full
 def test_only_fragments_go_between_regions(pools):
-    """At steps 2, 6 and 10 the second half of the blocks, at 4 and 8 the first, and a flag with each."""
+    """Regions send the second half of the blocks at steps 2, 6, 10 and the first half at 4 and 8, each with a flag."""
     outer = OuterSteps(every=4, fragments=2, delay=1)
     run = Run(steps=10, batch_size=2, clip=1.0, strategy={"regions": 2, "outer": outer})
     for calls, (first, second), parameters in pools(4).run(4, between, run):
@@ -224,7 +224,7 @@ def test_only_fragments_go_between_regions(pools):
 
 
 def begun(rank, group):
-    """Return the parameters of this rank's model, and the parameters with which its region begins."""
+    """Return (parameters of this rank's model, parameters with which its region begins)."""
 
     class Begin(pl.Callback):
         def on_train_start(self, trainer, pl_module):
@@ -249,7 +249,7 @@ def test_all_regions_begin_with_the_first_ones_parameters(pools):
 
 
 def validated(rank, group, run):
-    """Return (validation loss within a fit, loss of `validate` afterwards, parameters)."""
+    """Return (validation loss within a fit, loss of a later `validate`, parameters)."""
     built, model, data, _ = make(run, launched(rank), val_check_interval=3, check_val_every_n_epoch=None)
     built.fit(model, data)
     within = float(built.callback_metrics["val_loss"])
@@ -280,7 +280,7 @@ def validation_batch(run, index):
 
 
 def batch_bytes(rank, group, settings, text):
-    """Return the bytes of every batch of this rank, and the batches of a step."""
+    """Return (bytes of each batch on this rank, number of batches per step)."""
 
     class See(pl.Callback):
         def __init__(self):
@@ -299,7 +299,7 @@ def batch_bytes(rank, group, settings, text):
 
 @pytest.mark.full
 def test_global_batch_counts_all_regions_and_no_sample_comes_twice(pools, tmp_path):
-    """40 different sequences in steps of 8: two regions of two data ranks take four at a time."""
+    """40 different sequences in steps of 8: each of two regions has two data ranks and takes four per step."""
     (tmp_path / "a").write_bytes(bytes(x for i in range(41) for x in [i] * 8))
     settings = {"regions": 2, "outer": OuterSteps(every=2), "sequence_size": 1, "global_batch": 8}
     results = pools(4).run(4, batch_bytes, settings, str(tmp_path))
@@ -309,7 +309,7 @@ def test_global_batch_counts_all_regions_and_no_sample_comes_twice(pools, tmp_pa
 
 
 class Signalled(pl.Callback):
-    """The last rank gets SIGTERM in its sixth batch."""
+    """Sends SIGTERM to the last rank in its sixth batch."""
 
     def on_train_batch_start(self, trainer, *unused):
         if trainer.global_rank == 3 and trainer.global_step == 5:
@@ -317,7 +317,7 @@ class Signalled(pl.Callback):
 
 
 def ended(rank, group, run, folder):
-    """Return (how a fit ended, its number of steps)."""
+    """Return (error of a fit, its number of steps)."""
     saver = ShardedCheckpoint(folder, every_n_train_steps=None)
     callbacks = [Signalled(), saver]
     built, model, data, _ = make(

@@ -1,4 +1,4 @@
-"""The ranks of one attempt under torchrun agree on a name that no other attempt has: threads around one store."""
+"""Under torchrun, the ranks of an attempt agree on a name that no other attempt has. Here, ranks are threads."""
 
 import threading
 import time
@@ -15,17 +15,17 @@ LONG, SHORT = timedelta(seconds=20), timedelta(seconds=0.5)
 
 @pytest.fixture(params=["hash", "tcp"])
 def stores(request):
-    """`stores()` returns another client of one store."""
+    """Return a function: `stores()` returns another client of the same store."""
     if request.param == "hash":
         shared = dist.HashStore()
         return lambda: shared
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    request.addfinalizer(lambda: server)  # keeps it alive
+    request.addfinalizer(lambda: server)  # keeps the server alive
     return lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
 
 
 def attempt(stores, world, ranks=None, timeout=LONG, late=()):
-    """Return each rank's token, or its error message. `late` ranks start after the others."""
+    """Return the token or the error message of each rank. `late` ranks start after the other ranks."""
     rank_tokens = {}
 
     def one(rank):
@@ -53,7 +53,7 @@ def test_all_ranks_get_one_token(stores, late):
 
 
 def test_restart_counts_do_not_matter(stores, monkeypatch):
-    """Each node counts its own restarts. Threads share one environment, so ranks must not read it."""
+    """Restart counts differ between nodes. Here ranks are threads with one environment, so reading it would raise."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "not a number")
     assert len(set(attempt(stores, 2).values())) == 1
 
@@ -76,7 +76,7 @@ def test_rank_0_never_comes(stores):
 
 
 def test_an_attempt_that_died_in_the_middle_does_no_harm(stores):
-    """Ranks 1 and 2 registered, and rank 1 took its token, before all of them were killed."""
+    """Ranks 1 and 2 registered, and rank 1 received its token. Then all ranks were killed."""
     died = attempt(stores, 4, [0, 1, 2], SHORT)
     assert all("[3]" in words for words in died.values())
     keys = dist.PrefixStore("lightning-dilated/token/4", stores())
@@ -91,7 +91,7 @@ def test_a_dead_ranks_hello_does_not_count(stores):
 
 
 def test_one_node_fewer(stores):
-    """The remaining ranks have other numbers, and find keys of the larger job."""
+    """The remaining ranks have new numbers, and the store still has keys of the larger job."""
     before = attempt(stores, 3)
     after = attempt(stores, 2, late=(1,))
     assert len(set(after.values())) == 1 and after[0] != before[0]
@@ -110,7 +110,7 @@ def test_error_names_the_store(monkeypatch):
 
 
 def test_only_under_torchrun(monkeypatch):
-    """Other launchers have a new store for each start."""
+    """Other launchers create a new store for each start, so they need no names."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     mesh.join_under_torchrun("gloo", SHORT, mesh.torch.device("cpu"))
     assert not dist.is_initialized()

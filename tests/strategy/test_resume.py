@@ -1,4 +1,4 @@
-"""A checkpoint of R ranks resumes on any other number: same samples, same losses, same parameters."""
+"""A checkpoint resumes on any number of ranks with the same samples, losses and parameters."""
 
 import lightning.pytorch as pl
 import numpy as np
@@ -16,7 +16,7 @@ STEPS = 6
 
 
 def part_of_run(rank, group, folder, settings, stop, ckpt, dropout):
-    """Train up to step `stop`, from a checkpoint if there is one, and save. Return losses and parameters."""
+    """Train up to step `stop`, from a checkpoint if given, and save. Return (losses, parameters, checkpoint)."""
     pl.seed_everything(1, verbose=False)
     world, record = launched(rank), Record()
     size = settings.get("sequence_size", world)
@@ -31,7 +31,7 @@ def part_of_run(rank, group, folder, settings, stop, ckpt, dropout):
 
 
 WAYS = {"1": (1, {}), "2": (2, {}), "4": (4, {}), "4, data 2": (4, {"sequence_size": 2})}
-#: more ranks, fewer, one, and other data ranks; the other pairs with `-m slow`
+#: cases in CI: more ranks, fewer ranks, one rank, other data ranks; other pairs run with `-m slow`
 CI = {("2", "4"), ("4", "1"), ("4", "4, data 2"), ("4, data 2", "2")}
 
 
@@ -40,13 +40,13 @@ CI = {("2", "4"), ("4", "1"), ("4", "4, data 2"), ("4, data 2", "2")}
     [pytest.param(x, y, marks=[] if (x, y) in CI else pytest.mark.slow) for x in WAYS if x != "1" for y in WAYS],
 )
 def test_another_number_of_ranks(pools, tmp_path, before, after):
-    """Trap 8: an ordinary loader would restart at sample 0 while batch numbers continue."""
+    """Trap 8: another loader would restart at sample 0, while batch numbers continue."""
     folder = tmp_path / "text"
     folder.mkdir()
     rng = torch.Generator().manual_seed(0)
     (folder / "a").write_bytes(bytes(torch.randint(0, 256, (4000,), generator=rng).tolist()))
     before, after = WAYS[before], WAYS[after]
-    # attention dropout differs between rows of sequences, so with two rows it is off
+    # attention dropout depends on the row in a batch, so runs with two rows must not use it
     dropout = 0.0 if before[1] or after[1] else 0.1
     whole, parameters, _ = pools(1).run(1, part_of_run, str(folder), {}, STEPS, None, dropout)[0]
     ranks, settings = before
@@ -66,7 +66,7 @@ def test_another_number_of_ranks(pools, tmp_path, before, after):
     ids=["four, two", "two, four, one"],
 )
 def test_as_many_sequences_a_step_as_before(pools, tmp_path, ways):
-    """With `global_batch` a step takes the same samples on any number of ranks."""
+    """With `global_batch`, a step has the same samples on any number of ranks."""
     folder = tmp_path / "text"
     folder.mkdir()
     rng = torch.Generator().manual_seed(0)
@@ -82,7 +82,7 @@ def test_as_many_sequences_a_step_as_before(pools, tmp_path, ways):
 
 
 def test_epochs_of_whole_steps(pools, tmp_path):
-    """Ten sequences in steps of four, across epochs: two steps an epoch on any number of ranks."""
+    """Ten sequences in steps of four: an epoch has two steps on any number of ranks, also if a run resumes."""
     folder = tmp_path / "text"
     folder.mkdir()
     rng = torch.Generator().manual_seed(0)

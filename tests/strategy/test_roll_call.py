@@ -1,4 +1,4 @@
-"""A rank is lost: the errors of the others name it, and quote its error."""
+"""If a rank is lost, the errors of the other ranks name it and quote its error."""
 
 import time
 
@@ -35,7 +35,7 @@ def test_does_not_wait_once_all_have_spoken():
 
 
 def test_does_not_wait_long_once_it_is_told_to_end():
-    """torchrun's agents tell the living ranks to end, and restart all of them afterwards."""
+    """torchrun's agents send a signal to the living ranks and then restart all, so these ranks wait only briefly."""
     begin = time.monotonic()
     words = report_lost_ranks(dist.HashStore(), 0, 2, patience=1e9, is_ending=lambda: time.monotonic() > begin + 0.3)
     assert 0.9 < time.monotonic() - begin < 60 and "Ranks [1] of the job gave no sign within" in words
@@ -51,14 +51,14 @@ def test_knows_a_broken_connection():
 
 
 class Breaks(pl.Callback):
-    """Rank 1 raises; the others' connections break."""
+    """Raises on rank 1. On other ranks, it raises the error of a broken connection."""
 
     def on_train_batch_start(self, trainer, *unused):
         raise ValueError("trouble of its own") if trainer.global_rank == 1 else RuntimeError(str(GLOO))
 
 
 def errors(rank, group, run):
-    """Return the errors of two fits in which rank 1 raises, and of one without an error."""
+    """Return the errors of two fits in which rank 1 raises, and of one fit without an error."""
     words = []
     for callbacks in ([Breaks()], [Breaks()], []):
         built, model, data, _ = make(run, launched(rank), callbacks=callbacks)
@@ -87,6 +87,6 @@ def test_a_killed_rank_is_named(tmp_path, strategy, who):
     launcher = [
         *TORCHRUN,
         "--nproc-per-node=3",
-    ]  # the store outlives rank 0; Lightning's own may close before rank 0 has read it
+    ]  # torchrun's store outlives rank 0; Lightning's store may close before rank 0 has read it
     status, text = start(tmp_path, "kill", who, 3, launcher, strategy)
     assert status != 0 and f"Ranks [{who}] of the job gave no sign" in text, text[-3000:]

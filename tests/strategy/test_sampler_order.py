@@ -1,4 +1,4 @@
-"""Loaders without a distributed sampler, into which Lightning inserts its own: samples keep the loader's order."""
+"""If Lightning inserts a distributed sampler into a loader, samples keep the order of the loader."""
 
 import lightning.pytorch as pl
 import pytest
@@ -13,7 +13,7 @@ from .runs import PATTERN, VOCAB, Run, Tokens, launched, trainer
 
 pytestmark = pytest.mark.full
 
-#: the order of a custom sampler
+#: the order of the custom sampler below
 BACKWARDS = list(range(11, -1, -1))
 
 
@@ -29,7 +29,7 @@ class Backwards(Sampler):
 
 
 class Plain(pl.LightningDataModule):
-    """A loader as users write it; records the samples of each step."""
+    """Data with a loader as users write it. It records the samples of each step."""
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index"])
 
@@ -54,7 +54,7 @@ class Read(pl.Callback):
 
 
 def read(rank, group, strategy, options, direct):
-    """Return the samples of each batch of two epochs on this rank; strategy None is one device without a strategy."""
+    """Return the samples of each batch of two epochs on this rank. Strategy None means one device without strategy."""
     world, reader, data = launched(rank), Read(), Plain(options)
     pl.seed_everything(3, verbose=False)
     built = trainer("auto" if strategy is None else strategy, world, max_epochs=2, callbacks=[reader])
@@ -77,7 +77,7 @@ def read(rank, group, strategy, options, direct):
     ],
 )
 def test_one_data_rank_reads_as_one_device_does(pools, options, direct):
-    """One sequence on two ranks reads what one device without a strategy reads."""
+    """A sequence on two ranks has the same samples as one device without a strategy."""
     (alone,) = pools(1).run(1, read, None, options, direct)
     assert pools(2).run(2, read, RingDilatedStrategy(), options, direct) == [alone] * 2
     assert sorted(x for batch in alone for x in batch) == sorted([*range(12), *range(12)])
@@ -95,7 +95,7 @@ def test_two_data_ranks_share_the_order(pools):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_loader_that_shuffles_is_shuffled(pools, size):
-    """The order is new in each epoch, and the same on all ranks of a sequence."""
+    """Each epoch has a new order, which is the same on all ranks of a sequence."""
     results = pools(2).run(2, read, RingDilatedStrategy(sequence_size=size), {"shuffle": True}, False)
     orders = [[x for batch in rank for x in batch] for rank in results]
     half = len(orders[0]) // 2
@@ -112,7 +112,7 @@ def test_what_shuffles():
     assert shuffles(DataLoader(data, shuffle=True)) and shuffles(DataLoader(data, sampler=RandomSampler(data)))
     assert shuffles(DataLoader(data, batch_size=None, shuffle=True))
     assert shuffles(DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False)))
-    assert shuffles(DataLoader(data, batch_sampler=[[1, 2], [3]]))  # the sampler is unknown
+    assert shuffles(DataLoader(data, batch_sampler=[[1, 2], [3]]))  # a list of batches has no sampler to inspect
     assert not shuffles(DataLoader(data)) and not shuffles(DataLoader(data, batch_size=None))
     assert not shuffles(DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 2, False)))
     assert not shuffles(DataLoader(data, sampler=WeightedRandomSampler([1.0] * 12, 12)))

@@ -1,4 +1,4 @@
-"""Several loaders: CombinedLoader for training, and validation and test loaders one after the other or together."""
+"""Several loaders: a CombinedLoader for training, and validation and test loaders in sequence or combined."""
 
 import lightning.pytorch as pl
 import pytest
@@ -32,7 +32,7 @@ class Labelled(Tokens):
 
 
 def evaluated(rank, group, kind):
-    """Return metrics of two loaders in validate and in test, of each loader alone, and of a fit that validates on both."""
+    """Return metrics of two loaders in validate and test, of each loader alone, and of a fit that validates both."""
     data = Labelled if kind == "classifier" else Tokens
     first, second = lambda: DataLoader(data(TEXTS), batch_size=2), lambda: DataLoader(data(MORE), batch_size=3)
     world, net = launched(rank), model(kind)
@@ -73,7 +73,7 @@ class Losses(pl.Callback):
 
 
 def fitted(rank, group, loaders, strategy, validates=False):
-    """Return training losses of steps over these loaders, and the final parameters."""
+    """Train on these loaders. Return (losses, final parameters)."""
     net, losses = model(), Losses()
     run = trainer(strategy, launched(rank), max_epochs=1, precision="64-true", callbacks=[losses])
     run.fit(net, loaders(), [loader(TEXTS), loader(MORE)] if validates else None)
@@ -95,7 +95,7 @@ def nested():
 
 @pytest.mark.parametrize("loaders", [mapping, ended, nested])
 def test_training_on_several_loaders(pools, loaders):
-    """Losses and parameters are equal on one rank without the strategy, with it, and on two ranks."""
+    """Losses and parameters are the same on one rank without the strategy, with it, and on two ranks."""
     usual = pools(1).run(1, fitted, loaders, "auto", True)[0]
     assert usual[0] and sorted(usual[2])[-1].endswith("/dataloader_idx_1")
     for ranks in (1, 2):
@@ -106,7 +106,7 @@ def test_training_on_several_loaders(pools, loaders):
 
 
 def sum_of_parts(rank, group):
-    """Return the logged loss of two batches together, and the mean over all their tokens."""
+    """Return (logged loss of two batches together, mean over all their tokens)."""
     launched(rank)
     net, parts = model().double(), [next(iter(loader(run))) for run in (TEXTS, MORE)]
     terms = [net.loss_terms(part) for part in parts]
@@ -130,14 +130,14 @@ def dropping():
 
 
 class Module(pl.LightningDataModule):
-    """Lightning records the arguments of loaders made in a hook, and rebuilds the loaders from them."""
+    """Creates its loaders in a hook. Lightning records their arguments there, to rebuild them."""
 
     def train_dataloader(self):
         return in_order()
 
 
 def samples(rank, group, make, strategy, sequence_size="auto"):
-    """Return the samples that this rank's steps read."""
+    """Return the samples that the steps on this rank read."""
     taken = []
 
     class Watch(pl.Callback):
@@ -174,7 +174,7 @@ def test_a_batch_sampler_is_shared_by_data_ranks(pools):
 
 
 def test_a_batch_sampler_s_own_sampler(pools):
-    """Its order is kept: random, over the samples that it draws."""
+    """The order of a batch sampler's inner sampler is kept: random, and only over the samples that it draws."""
     (drawn,) = pools(1).run(1, samples, weighted, "ring_dilated")
     assert {i for batch in drawn for i in batch} <= set(range(6, 12)) and [len(x) for x in drawn] == [4, 4, 4]
     (order,) = pools(1).run(1, samples, shuffled, "ring_dilated")

@@ -1,4 +1,4 @@
-"""Slides under the strategy: a rank reads only its slice of the file, and the slices make up the whole batch."""
+"""Slides under the strategy: each rank reads only its slice of a file, and the slices form the whole batch."""
 
 from pathlib import Path
 
@@ -18,13 +18,13 @@ from .runs import launched, trainer
 
 pytestmark = pytest.mark.full
 
-#: bytes to open a file and to read its head and the index of its chunks
+#: bytes needed to open a file: its head and the index of its chunks
 HEAD = 300_000
 COORDS = 16
 
 
 def bytes_read() -> int:
-    """Return the bytes that this process has read, counted by the system."""
+    """Return the bytes that this process has read, as the system counts them."""
     words = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(words["rchar"])
 
@@ -33,7 +33,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="need
 
 
 def large(folder: Path, tiles: int, width: int, chunked: bool) -> int:
-    """Write a slide of some megabytes. Return the bytes of one tile."""
+    """Write a slide of several megabytes. Return the bytes per tile."""
     x = np.random.default_rng(0).standard_normal((tiles, width)).astype(np.float32)
     coords = np.stack([np.arange(tiles) % 64, np.arange(tiles) // 64], 1) * 256
     with h5py.File(folder / "large.h5", "w") as file:
@@ -61,7 +61,7 @@ def test_a_slice_is_read_and_no_more(tmp_path, layout, chunked):
 
 
 class Mean(pl.LightningModule):
-    """Fits each slide's label by its tiles; records its batches."""
+    """Fits the label of each slide to the mean of its tiles, and records its batches."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def test_the_parts_make_up_the_batch(pools, folder, name):
 
 
 class Batched(torch.utils.data.Dataset):
-    """Can read ranges, and whole batches; ranges take precedence."""
+    """Has `read_ranges` and `__getitems__`; the first takes precedence."""
 
     seq_len = 10
 

@@ -1,4 +1,4 @@
-"""recipes/slurm.sbatch under a SLURM on this machine: jobs that are preempted or out of time are continued."""
+"""recipes/slurm.sbatch under a SLURM on this machine: preempted jobs and jobs that run out of time are requeued."""
 
 import csv
 import re
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 CHECKOUT = Path(__file__).resolve().parents[2]
 SCRIPT, STEPS = CHECKOUT / "recipes" / "slurm.sbatch", 240
-#: one node with two ranks on two CPUs
+#: one node with two CPUs runs two ranks
 SIZES = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1"]
 SMALL = {
     "trainer.accelerator": "cpu", "trainer.precision": "32-true", "trainer.strategy.global_batch": "2",
@@ -42,7 +42,7 @@ def prepare(folder: Path) -> Path:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Return {step: training loss} over all attempts. Attempts that repeat a step must agree."""
+    """Return {step: training loss} of all attempts. If attempts repeat a step, their losses must be equal."""
     by_step: dict[int, float] = {}
     for file in sorted(folder.glob("runs/elastic/version_*/metrics.csv")):
         for row in csv.DictReader(file.read_text().splitlines()):
@@ -68,21 +68,19 @@ def text(folder: Path) -> str:
 
 
 def started(folder: Path) -> bool:
-    """Return whether a first checkpoint is complete."""
+    """Return whether the first checkpoint is complete."""
     return any(folder.glob("runs/elastic/checkpoints/step-*/manifest.json"))
 
 
 def begin(cluster, folder: Path) -> str:
-    """Submit a job that trains. Return its number."""
+    """Submit a training job. Return its number."""
     number = cluster.submit(*SIZES, str(SCRIPT), *OPTIONS, cwd=prepare(folder))
     cluster.until(lambda: started(folder) or "COMPLETED" in cluster.job(number)["JobState"], "it trains", 300)
     return number
 
 
 def ended_well(cluster, number: str, folder: Path, undisturbed: dict[int, float], status: str) -> None:
-    """Check that all ranks ended with `status`, that the job was requeued once, and that all steps have the same
-    losses.
-    """
+    """Check that all ranks ended with `status`, after one requeue, with the losses of an undisturbed run."""
     states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
     cluster.until(lambda: cluster.job(number).get("JobState") in states, "the job ends", 400)
     job, output = cluster.job(number), text(folder)
@@ -94,7 +92,7 @@ def ended_well(cluster, number: str, folder: Path, undisturbed: dict[int, float]
 
 
 def test_preempted(cluster, undisturbed, tmp_path):
-    """A job of a higher priority takes the node: the ranks save and end in time, and the script requeues the job."""
+    """A job of higher priority takes the node. The ranks save and end in time, and the script requeues the job."""
     number = begin(cluster, tmp_path)
     urgent = cluster.submit("--partition=high", "--ntasks=2", "--wrap", "sleep 2", "--output=urgent.out", cwd=tmp_path)
     ended_well(cluster, number, tmp_path, undisturbed, "143")
@@ -102,7 +100,7 @@ def test_preempted(cluster, undisturbed, tmp_path):
 
 
 def test_time_is_up(cluster, undisturbed, tmp_path):
-    """SLURM sends USR1, as the script's `--signal` requests: rank 0 requeues the job."""
+    """As the script's `--signal` requests, SLURM sends USR1 before the time is up, and rank 0 requeues the job."""
     number = begin(cluster, tmp_path)
     cluster.ask("scancel", "--signal=USR1", number)
     ended_well(cluster, number, tmp_path, undisturbed, "138")

@@ -1,4 +1,4 @@
-"""Streams on data-parallel ranks: losses of one rank, and checkpoints that resume on another number."""
+"""Streams on data-parallel ranks: the losses equal one rank, and checkpoints resume on another number of ranks."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def written(folder):
 
 
 def part_of_run(rank, group, text, stop, ckpt=None, sharded=None, settings=ALONE, strategy=None, separator=7):
-    """Train up to step `stop`, from `ckpt` if given. Return losses, validation loss, parameters, new checkpoint."""
+    """Train up to step `stop`, from `ckpt` if given. Return (losses, validation loss, parameters, new checkpoint)."""
     pl.seed_everything(1, verbose=False)
     world, record = launched(rank), Record()
     data = StreamDataModule(text, 16, 4, separator=separator, val_fraction=0.2, test_fraction=0)
@@ -44,7 +44,7 @@ def part_of_run(rank, group, text, stop, ckpt=None, sharded=None, settings=ALONE
 
 
 def same(got, want):
-    """Compare results; validation losses are summed in float32."""
+    """Compare results, with a tolerance for validation losses, which are summed in float32."""
     for a, b, rtol in zip(got[:3], want[:3], (1e-9, 1e-6, 1e-9), strict=True):
         a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
         torch.testing.assert_close(a, b, rtol=rtol, atol=1e-12)
@@ -62,7 +62,7 @@ def test_two_ranks_are_one(pools, tmp_path, whole):
 
 
 def test_ddp(pools, tmp_path):
-    """DDP logs each rank's own loss and averages gradients: without documents, ranks have equal numbers of labels."""
+    """DDP logs the loss of each rank and averages gradients. Without documents, ranks have equal numbers of labels."""
     text, arguments = written(tmp_path), (STEPS, None, None, ALONE, "ddp", None)
     got = pools(2).run(2, part_of_run, text, *arguments)
     losses = torch.tensor([x[0] for x in got], dtype=torch.float64).mean(0)
@@ -83,7 +83,7 @@ def test_another_number_of_ranks(pools, tmp_path, whole, before, after, stop):
 
 
 def test_folders(pools, tmp_path, whole):
-    """`ShardedCheckpoint` holds the streams' states, too."""
+    """`ShardedCheckpoint` also saves the states of streams."""
     text = written(tmp_path)
     first = pools(2).run(2, part_of_run, text, 4, None, str(tmp_path / "folders"))[0]
     resumed = pools(1).run(1, part_of_run, text, STEPS, str(tmp_path / "folders"))[0]
@@ -100,7 +100,7 @@ def test_ranks_that_share_a_sequence(pools, tmp_path):
 
 
 def sharded_weights(rank, group, text):
-    """Return the message of a refused fit."""
+    """Return the error of a fit with streams and sharded weights."""
     data = StreamDataModule(text, 16, 4, val_fraction=0, test_fraction=0)
     built = trainer(RingDilatedFSDPStrategy(**ALONE), launched(rank), max_steps=1, precision="32-true")
     try:

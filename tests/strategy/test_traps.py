@@ -1,4 +1,4 @@
-"""Traps of Lightning outside of the strategy's hooks; test_hooks has the traps that the hooks prevent."""
+"""Traps of Lightning that no hook of the strategy prevents. The other traps are in test_hooks."""
 
 import inspect
 import time
@@ -33,12 +33,12 @@ def dealt_weights_move(rank, group):
 
 
 def test_sharded_weights_move(pools):
-    """Trap 1: the module makes its optimizer after sharding; tests/cli shows that LightningCLI's own is refused."""
+    """Trap 1: optimizers must be created after sharding. tests/cli shows that LightningCLI's own is refused."""
     assert min(pools(2).run(2, dealt_weights_move)) > 0
 
 
 class Ordered(Plain):
-    """Records the order of samples."""
+    """Records the order of the samples."""
 
     def training_step(self, batch, batch_idx):
         self.order = [*getattr(self, "order", []), int(batch["x"].max())]
@@ -54,14 +54,14 @@ def order(rank, group, distributed):
 
 
 def test_order_of_training_samples(pools):
-    """Trap 2: Lightning shuffles whatever a loader says. Ranks of a sequence agree, with the order of one rank."""
+    """Trap 2: Lightning shuffles whatever a loader says. The ranks of a sequence have the same order as one rank."""
     orders = pools(1).run(1, order, True) + pools(2).run(2, order, True)
     assert orders[0] == orders[1] == orders[2] and sorted(orders[0]) == list(range(8))
-    assert pools(2).run(2, order, False) == [list(range(8))] * 2  # the wrong way
+    assert pools(2).run(2, order, False) == [list(range(8))] * 2  # without Lightning's sampler, in the loader's order
 
 
 def gathered(rank, group):
-    """Return the gradient of a gather, for a transposed output gradient, as after attention."""
+    """Return the gradient of a gather, where the output gradient is transposed, as after attention."""
     sequence = ld.sequence.SequenceGroup(group)
     x = torch.arange(12.0).view(1, 3, 4) + 100 * rank
     x.requires_grad_()
@@ -72,7 +72,7 @@ def gathered(rank, group):
 
 
 def test_gradient_of_a_gather_is_not_read_by_rows(pools):
-    """Trap 4: on gloo, torch.distributed.nn's all_gather silently misreads a gradient that is not row-major."""
+    """Trap 4: with gloo, torch.distributed.nn's all_gather silently misreads a gradient that is not row-major."""
     for rank, (got, weights) in enumerate(pools(2).run(2, gathered)):
         assert torch.equal(got, 2 * weights.transpose(1, 2)[:, 3 * rank : 3 * rank + 3])
     source = Path(ld.__file__).parent.rglob("*.py")
@@ -80,11 +80,11 @@ def test_gradient_of_a_gather_is_not_read_by_rows(pools):
 
 
 class Odd:
-    """A user's class among the hyperparameters."""
+    """A user's class that is stored in the hyperparameters."""
 
 
 def odd_checkpoint(rank, group, folder):
-    """Return the error of resuming from a checkpoint with a class; a plain checkpoint of this strategy resumes."""
+    """Return the error of resuming from a checkpoint with a class. A checkpoint without it must resume."""
     world, path = launched(rank), f"{folder}/odd"
 
     def run(ckpt, steps, weights_only=True, **hparams):
@@ -105,7 +105,7 @@ def odd_checkpoint(rank, group, folder):
 
 
 def test_classes_in_checkpoints(pools, tmp_path):
-    """Trap 9: Lightning drops `weights_only` for strategies that load after `setup`; a folder never loads a class."""
+    """Trap 9: Lightning ignores `weights_only` if a strategy loads after `setup`. A folder never loads a class."""
     for error in pools(2).run(2, odd_checkpoint, str(tmp_path)):
         assert error and "odd/meta.pt cannot be read" in error and "test_traps.Odd" in error
         assert "add_safe_globals" in error
@@ -137,10 +137,10 @@ def with_callback(rank, group, name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_callbacks_that_go_wrong(pools, name):
-    """Traps 11 (a rank that raised waits for all), 12 (copies sharded parameters) and 13 (counts sequences per rank)."""
+    """Trap 11: waits for all ranks after one raised. 12: copies sharded parameters. 13: counts sequences per rank."""
     for error in pools(2).run(2, with_callback, name):
         assert error and REFUSED[name][1]().__class__.__name__ in error and REFUSED[name][2] in error
-    assert not Path("nowhere").exists()  # an exception is refused, too
+    assert not Path("nowhere").exists()  # the error itself must not trigger OnExceptionCheckpoint
 
 
 def averaged(rank, group):
@@ -153,7 +153,7 @@ def averaged(rank, group):
 
 @pytest.mark.skipif(not hasattr(callbacks, "WeightAveraging"), reason="Lightning has none before 2.6")
 def test_weights_are_averaged_where_each_rank_has_all(pools):
-    """Trap 12 does not apply if each rank has all weights."""
+    """Trap 12 does not apply where every rank has all weights."""
     a, b = pools(2).run(2, averaged)
     assert torch.equal(a, b)
 
@@ -175,7 +175,7 @@ def measured(rank, group):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_throughput_counts_a_sequence_once(pools, ranks):
-    """Trap 13: two ranks that share a sequence are not twice as fast."""
+    """Trap 13: two ranks that share a sequence do not double the throughput."""
     rates = pools(ranks).run(ranks, measured)[0]
     assert 0 < rates["train/batches_per_sec"] < 100
     assert rates["train/samples_per_sec"] == pytest.approx(2 * rates["train/batches_per_sec"])
@@ -184,7 +184,7 @@ def test_throughput_counts_a_sequence_once(pools, ranks):
 
 
 def counted_flops(rank, group, run):
-    """Return ({logged rate: value}, FLOPs of a batch passed to the rates) of a run with a language model."""
+    """Return ({logged rate: value}, FLOPs per batch that the callback counts) for a run with a language model."""
     logged, world, passed = {}, launched(rank), []
     built, model, data, _ = make(run, world, callbacks=[ThroughputMonitor(window_size=2)], log_every_n_steps=1)
     real = Throughput.update
@@ -197,13 +197,13 @@ def counted_flops(rank, group, run):
 
 @pytest.mark.parametrize("kind", ["whole", "documents", "lengths"])
 def test_flops_of_a_shared_sequence(pools, kind):
-    """Each of two ranks did half of one rank's work."""
+    """Each of two ranks has done half of the work of one rank."""
     run = Run(kind=kind, steps=4, batch_size=1 if kind == "documents" else 2)
     alone, flops, _ = pools(1).run(1, counted_flops, run)[0]
     logged, same, left = pools(2).run(2, counted_flops, run)[0]
     assert same == flops > 0 and not left
     if kind == "lengths":
-        return  # batches differ in length, and rates are over several of them
+        return  # batches have different lengths, and a rate covers several of them
     rate = flops * logged["train/batches_per_sec"]
     assert logged["train/flops_per_sec"] == pytest.approx(rate)
     assert logged["train/device/flops_per_sec"] == pytest.approx(rate / 2)
@@ -211,7 +211,7 @@ def test_flops_of_a_shared_sequence(pools, kind):
 
 
 def test_peak_of_an_h200():
-    """Trap 14: Lightning's table has the peak of sparse products, and does not know the name."""
+    """Trap 14: Lightning's table has the peak for sparse products, and lacks the name of this GPU."""
     from lightning_dilated.ext.profiling import throughput
 
     def run(device, precision):
@@ -228,14 +228,14 @@ def test_peak_of_an_h200():
 
 @pytest.mark.parametrize("strategy", [RingDilatedStrategy, RingDilatedFSDPStrategy])
 def test_options_on_the_command_line(strategy):
-    """Trap 19: without types "2" stays a string, and **kwargs would add DDP's twenty options."""
+    """Trap 19: without types, "2" would remain a string, and **kwargs would add the twenty options of DDP."""
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(strategy)
     parsed = parser.parse_args(["--sequence_size", "2", "--head_size=1", "--allow=[a]"])
     assert parsed.sequence_size == 2 and parser.parse_args([]).sequence_size == "auto" and parsed.allow == ["a"]
     assert {"self", *vars(parsed)} == set(
         inspect.signature(strategy.__init__).parameters
-    )  # the strategy's own options, each with a default
+    )  # only options of the strategy itself, all with a default
     with pytest.raises(jsonargparse.ArgumentError, match="sequence_size"):
         parser.parse_args(["--sequence_size", "two"])
 

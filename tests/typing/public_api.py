@@ -1,6 +1,6 @@
-"""A user's code against the public API, for the type checker only: pytest does not collect this file.
+"""Calls of the public API as in users' code, for the type checker only: pytest does not collect this file.
 
-The checker fails if a result's type degrades, or if a wrong call is no longer reported.
+The checker fails if the type of a result degrades, or if a wrong call is no longer reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_dilated.sequence import Place, Shard
 
 
 def patterns() -> ld.DilatedPattern:
-    """Make patterns in every way."""
+    """Create patterns in every way."""
     assert_type(ld.DilatedPattern([(2048, 1), (None, 4)]), ld.DilatedPattern)
     assert_type(
         ld.DilatedPattern((ld.Branch(2048, 1, shift=8), {"segment_length": 64, "dilation_rate": 2})), ld.DilatedPattern
@@ -42,12 +42,12 @@ def patterns() -> ld.DilatedPattern:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, pattern: ld.DilatedPattern, flag: bool) -> None:
-    """Call the op, with a result that depends on `return_lse`."""
+    """Call the op. The type of its result depends on `return_lse`."""
     assert_type(ld.dilated_attention(q, k, v, pattern, causal=True, lengths=[3, 4]), Tensor)
     assert_type(ld.dilated_attention(q, k, v, pattern, return_lse=False), Tensor)
     assert_type(ld.dilated_attention(q, k, v, pattern, return_lse=True), tuple[Tensor, Tensor])
     assert_type(ld.dilated_attention(q, k, v, pattern, return_lse=flag), Tensor | tuple[Tensor, Tensor])
-    # wrong calls: if one were accepted, its comment would be reported as unused
+    # wrong calls: if the checker accepted one, it would report an unused ignore comment
     ld.dilated_attention(q, k, v, [(2048, 1)])  # type: ignore[call-overload]
     ld.DilatedPattern.longnet(2048, 1)  # type: ignore[arg-type]
     layer = ld.MultiheadDilatedAttention(256, 8, pattern, position_encoding="rotary")
@@ -56,7 +56,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, pattern: ld.DilatedPattern, flag:
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> None:
-    """Call the op, with a result that depends on `return_state`."""
+    """Call the op. The type of its result depends on `return_state`."""
     assert_type(ld.recurrent_attention(q, k, v, gate, gate), Tensor)
     out, state = ld.recurrent_attention(q, k, v, kind="linear", segment=64, return_state=True)
     assert_type(out, Tensor)
@@ -65,7 +65,7 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> None:
 
 
 class OwnModel(ld.DilatedModule):
-    """A user's own model."""
+    """A model that a user defines."""
 
     sequence_spec = ld.SequenceSpec({"x": 1})
 
@@ -74,7 +74,7 @@ class OwnModel(ld.DilatedModule):
         self.layer = ld.DilatedAttention(ld.DilatedPattern.dense())
 
     def loss_terms(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the sum of losses, and their number."""
+        """Return the sum of the losses and their number."""
         out = self.layer(batch["x"], batch["x"], batch["x"])
         return out.square().sum(), torch.tensor(out.shape[1])
 
@@ -93,7 +93,7 @@ def models(pattern: ld.DilatedPattern, tokens: Tensor) -> LightningModule:
 
 
 def training(model: LightningModule) -> None:
-    """Make a run with strategy, callbacks and data."""
+    """Create a run with a strategy, callbacks and data."""
     strategy = ld.RingDilatedStrategy(sequence_size=4, exchange="ring", layout="strided", bucket_cap_mb=25)
     plain: DDPStrategy = strategy
     sharded: ModelParallelStrategy = ld.RingDilatedFSDPStrategy(cpu_offload=True)
@@ -109,7 +109,7 @@ def training(model: LightningModule) -> None:
 
 
 def sequences(loss: Tensor, batch: dict[str, Tensor]) -> None:
-    """Use shares of a loss, and positions of tokens."""
+    """Use a loss on this rank's tokens, and the positions of tokens."""
     assert_type(ld.loss_share(loss, 3), Tensor)
     assert_type(ld.sequence.active_sequence(), ld.sequence.SequenceGroup | None)
     assert_type(Shard(1024, 4, "strided").ranges(0), tuple[range, ...])

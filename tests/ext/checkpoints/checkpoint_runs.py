@@ -1,4 +1,4 @@
-"""Short runs with a ShardedCheckpoint, in this process and in workers, and their losses, parameters and messages."""
+"""Short runs with a ShardedCheckpoint, in this process or in workers. They return losses, parameters and messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...strategy.runs import Record, full, launched
 
 
 def write_text(folder: Path) -> str:
-    """Write a folder of one file with 4000 random bytes."""
+    """Write a folder with one file of 4000 random bytes."""
     (folder / "text").mkdir()
     rng = torch.Generator().manual_seed(0)
     (folder / "text" / "a").write_bytes(bytes(torch.randint(0, 256, (4000,), generator=rng).tolist()))
@@ -27,7 +27,7 @@ def write_text(folder: Path) -> str:
 
 
 def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """Return a schedule with a visible effect within three steps."""
+    """Return a learning rate schedule that changes the rate visibly within three steps."""
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
@@ -44,9 +44,9 @@ def run(
     keep: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Fit in float64 up to a step, from weights drawn with the seed `begun`. Return the results."""
+    """Fit in float64 up to a step. `begun` seeds the initial weights. Return the results."""
     pl.seed_everything(1, verbose=False)
-    torch.manual_seed(begun)  # a resumed run uses another seed, or equal parameters could be the initial ones
+    torch.manual_seed(begun)  # a resumed run uses another seed: otherwise equal parameters could be the initial ones
     record = Record()
     module = model(PATTERN, dim=16, depth=1, lr_scheduler=halved).double()
     data = ByteDataModule(text, seq_len=64, batch_size=2, val_fraction=0, test_fraction=0)
@@ -70,17 +70,17 @@ def run(
 
 
 def on_rank(rank: int, group: Any, text: str, steps: int, saved: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
-    """Call `run` on a worker, with a ShardedCheckpoint of these options."""
+    """Call `run` on a worker with a ShardedCheckpoint; `saved` has its arguments."""
     callbacks = [] if saved is None else [ShardedCheckpoint(**saved)]
     return run(text, steps, *callbacks, world=launched(rank), **more)
 
 
 def with_options(rank: int, group: Any, text: str, steps: int, saved: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """`on_rank` for a pool, which passes no keywords."""
+    """`on_rank` with positional arguments only, because the pool passes no keywords."""
     return on_rank(rank, group, text, steps, saved, **options)
 
 
-#: optimizer steps of the reference run on one device
+#: number of optimizer steps of the reference run on one device
 STEPS = 6
 
 
@@ -90,7 +90,7 @@ def names(folder):
 
 
 def check_equal(whole, *parts):
-    """Assert that the parts of a run equal the whole run, bit by bit."""
+    """Assert that the parts of an interrupted run equal the uninterrupted run bit by bit."""
     assert [x for part in parts for x in part["losses"]] == pytest.approx(whole["losses"], rel=1e-12)
     torch.testing.assert_close(parts[-1]["parameters"], whole["parameters"], rtol=0, atol=0)
     assert (parts[-1]["step"], parts[-1]["rate"]) == (whole["step"], whole["rate"])

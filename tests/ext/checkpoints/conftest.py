@@ -17,13 +17,13 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(text):
-    """A run that is never interrupted."""
+    """An uninterrupted run."""
     return run(text, STEPS)
 
 
 @pytest.fixture(scope="session")
 def saved(text, tmp_path_factory):
-    """Three checkpoints, at steps 2, 3 and 4 of the same run. Read only: tests copy it."""
+    """A folder with checkpoints of steps 2, 3 and 4 of `whole`. It is read-only: tests use a copy."""
     folder = tmp_path_factory.mktemp("saved")
     run(text, 4, ShardedCheckpoint(str(folder), every_n_train_steps=1, keep=3))
     return folder
@@ -31,5 +31,5 @@ def saved(text, tmp_path_factory):
 
 @pytest.fixture
 def copied(saved, tmp_path):
-    """A copy that a test may damage."""
+    """A copy of `saved` that a test may damage."""
     return shutil.copytree(saved, tmp_path / "c")

@@ -1,7 +1,7 @@
-"""A script with a ShardedCheckpoint that gets signals: preempted_job.py STRATEGY DEVICES STEPS WORKERS [SIGNAL RANK].
+"""A script with a ShardedCheckpoint that is interrupted: preempted_job.py STRATEGY DEVICES STEPS WORKERS [SIGNAL RANK].
 
-The script sends the signal itself, in the third batch of that rank; with "validation" instead of a rank, to rank 0 in
-the validation before. Without a signal each rank writes its process number into `ready0` etc., and trains slowly.
+The script sends SIGNAL to rank RANK in the third batch. If RANK is "validation", rank 0 gets it in the validation
+before. Without SIGNAL, each rank writes its process number to `ready0` etc., and trains slowly.
 """
 
 import os
@@ -17,7 +17,7 @@ from lightning_dilated.callbacks import ShardedCheckpoint
 
 
 class Sends(pl.Callback):
-    """Sends the signal, once."""
+    """Sends the signal once."""
 
     def __init__(self, name, who):
         self.name, self.who, self.once = name, who, Path("once")
@@ -37,7 +37,7 @@ class Sends(pl.Callback):
 
 
 class Slow(pl.Callback):
-    """Leaves time to send signals."""
+    """Slows training down, so that a test has time to send signals."""
 
     def on_train_batch_end(self, trainer, *args):
         Path(f"ready{trainer.global_rank}").write_text(str(os.getpid()))

@@ -1,4 +1,4 @@
-"""One run at a time holds a checkpoint folder: the second is told the holder, and takes over only from a dead one."""
+"""A checkpoint folder belongs to one run. A second run is refused with the holder's name, unless the holder is dead."""
 
 import json
 import multiprocessing
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.full
 
 
 def hold(folder, told):
-    """Hold the folder until killed."""
+    """Hold the folder until the process is killed."""
     FolderLock(folder).acquire()
     told.send("held")
     time.sleep(600)
@@ -46,13 +46,13 @@ def start_holder():
 
 @pytest.fixture
 def holder(start_holder, tmp_path):
-    """Another process that holds the test's folder."""
+    """Another process that holds the lock on the test's folder."""
     return start_holder(tmp_path)
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Heartbeats every tenth of a second, and death after half a second without."""
+    """Write a heartbeat every 0.1 s, and count a holder as dead after 0.5 s without a heartbeat."""
     monkeypatch.setattr(folder_lock, "_BEAT", 0.1)
     monkeypatch.setattr(folder_lock, "_DEAD", 0.6)
 
@@ -69,7 +69,7 @@ def content(folder):
 
 # -- on this host ------------------------------------------------------------------------------------------------------
 def test_the_second_is_told_and_touches_nothing(text, saved, copied, tmp_path, quick, start_holder):
-    """Fresh or resumed: the first run's files stay. When its process is gone the folder is taken over at once."""
+    """A second run, fresh or resumed, changes no file. If the first process is dead, the second run gets the folder."""
     process = start_holder(copied)
     (copied / ".step-00000005.partial").mkdir()
     (copied / ".step-00000005.partial" / "x").write_text("being written")
@@ -81,13 +81,13 @@ def test_the_second_is_told_and_touches_nothing(text, saved, copied, tmp_path, q
         assert content(copied) == before and names(copied) == listed
     process.kill()
     while json.loads((copied / NAME).read_text())["began"] == folder_lock._began(process.pid):
-        time.sleep(0.05)  # not waited for: a dead process that still has its number
+        time.sleep(0.05)  # a zombie: nobody waits for the dead process, so its number still exists
     run(text, STEPS, ShardedCheckpoint(str(copied), resume="auto", keep=1))
     assert names(copied) == ["step-00000006"]
 
 
 def test_a_number_that_is_used_again(tmp_path):
-    """The process that now has the number started at another time."""
+    """Another process got the holder's process number. Its start time differs, so the holder is dead."""
     FolderLock(tmp_path).acquire()
     record = json.loads((tmp_path / NAME).read_text())
     (tmp_path / NAME).write_text(json.dumps({**record, "token": "of the dead", "began": "1"}))
@@ -104,7 +104,7 @@ def test_released_once_and_by_its_owner_only(tmp_path):
     fork = multiprocessing.get_context("fork").Process(target=first.release)
     fork.start()
     fork.join()
-    second.release()  # never held it
+    second.release()  # this lock was never acquired
     with pytest.raises(FolderInUse, match=f"process {os.getpid()} on"):
         second.acquire()
     first.release()
@@ -117,7 +117,7 @@ def test_released_once_and_by_its_owner_only(tmp_path):
 
 
 def test_of_many_one_gets_it(tmp_path):
-    """A fresh folder, and one of a dead holder: all processes try at the same moment."""
+    """Several processes try to lock a fresh folder, or a folder of a dead holder, at the same moment. One succeeds."""
     for round in range(20):
         if round % 2:
             record = {"token": "dead", "pid": 1, "began": "0", "table": folder_lock._process_table()}
@@ -145,7 +145,7 @@ def test_of_many_one_gets_it(tmp_path):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_released_at_the_end_of_a_fit(text, tmp_path, fails):
-    """Also if the fit fails, before or during training."""
+    """The lock is released at the end of a fit, even if the fit fails before or during training."""
     saver = ShardedCheckpoint(str(tmp_path))
     if fails:
         with pytest.raises(ZeroDivisionError):
@@ -170,7 +170,7 @@ class Raises(Callback):
 
 # -- on another host ---------------------------------------------------------------------------------------------------
 def test_a_holder_elsewhere_that_lives(tmp_path, quick):
-    """The clocks of the two hosts may differ by years."""
+    """The holder on another host is alive, although the clocks of the two hosts may differ by years."""
     first = FolderLock(tmp_path)
     first.acquire()
     elsewhere(tmp_path)
@@ -214,7 +214,7 @@ def test_a_newcomer_that_died_while_it_took_over(tmp_path, quick, stale):
 
 @pytest.mark.parametrize("what", ["", "[]", "{}", "link", "loop"])
 def test_a_file_that_says_nothing(tmp_path, quick, what):
-    """It counts as an unknown holder."""
+    """A file without a readable record counts as the lock of an unknown holder."""
     (target := tmp_path / "target").write_text("kept")
     if what in ("link", "loop"):
         (tmp_path / NAME).symlink_to(target if what == "link" else tmp_path / NAME)
@@ -227,7 +227,7 @@ def test_a_file_that_says_nothing(tmp_path, quick, what):
 
 
 def test_who_was_taken_over_ends(text, tmp_path, quick):
-    """A process that was suspended for long must not write next to its successor."""
+    """A process that was suspended for long has to stop, because its successor writes in the folder now."""
 
     class Loses(Callback):
         def on_train_batch_start(self, trainer, *args):
@@ -239,7 +239,7 @@ def test_who_was_taken_over_ends(text, tmp_path, quick):
 
     with pytest.raises(OSError, match="FolderInUse: it was taken over by process 4 on node7"):
         run(text, STEPS, ShardedCheckpoint(str(tmp_path), every_n_train_steps=2), Loses())
-    assert names(tmp_path) == [NAME]  # the successor's
+    assert names(tmp_path) == [NAME]  # the lock file of the successor
 
 
 def test_a_file_that_was_removed_comes_back(tmp_path, quick):
@@ -277,7 +277,7 @@ def refused(rank, group, text, saved):
 
 
 def test_all_ranks_are_refused(pool, text, tmp_path, holder):
-    """And all share one lock."""
+    """All ranks share one lock, so all are refused."""
     for message in pool.run(2, refused, text, {"folder": str(tmp_path)}):
         assert f"in use by process {holder.pid} on" in message
     assert names(tmp_path) == [NAME]
@@ -288,7 +288,7 @@ def test_all_ranks_are_refused(pool, text, tmp_path, holder):
 
 
 def test_a_process_that_may_not_be_looked_at_is_not_dead(tmp_path, quick, monkeypatch):
-    """A host may hide other users' processes: then the heartbeats in the file decide."""
+    """A host may hide other users' processes. In this case the heartbeats in the file decide."""
     lock = FolderLock(tmp_path)
     lock.acquire()
     try:

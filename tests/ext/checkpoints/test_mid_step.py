@@ -1,6 +1,6 @@
-"""Events between two chunks of a step: a checkpoint is due, or the process is told to end, or killed.
+"""Events between two chunks of a step: a checkpoint is due, the process gets a signal to end, or it is killed.
 
-The job resumes from the last checkpoint, with the losses of an undisturbed run.
+The job resumes from the last checkpoint, with the same losses as an undisturbed run.
 """
 
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.full
 
 PATTERN = DilatedPattern.longnet([8, 32], [1, 2])
 STEPS, CHUNK = 6, 16
-#: the last pass of a step of four chunks, by the kind of data
+#: data kind -> last kind of pass in a step of four chunks
 LAST = {"sequences": "backward", "streams": "chunk"}
 
 
@@ -45,7 +45,7 @@ class Clock:
 
 
 class Between(pl.Callback):
-    """Calls functions between chunks: {(optimizer steps so far, pass, chunks done): function}."""
+    """Calls functions between chunks. Keys are (optimizer steps so far, kind of pass, chunks done)."""
 
     def __init__(self, calls):
         self.calls = calls
@@ -56,12 +56,12 @@ class Between(pl.Callback):
 
 
 def run(text, kind, steps=STEPS, *callbacks, due=None, ends=None, ckpt=None, begun=1, **options):
-    """Return (losses, parameters) of a run of `kind`.
+    """Return (losses, parameters) of a run on data of this kind.
 
     Args:
-        due: (steps, pass, chunks) after which an hour passes.
-        ends: (when, signal): the process sends itself that signal.
-        begun: seed of the first weights.
+        due: moment (steps, pass, chunks) at which the clock advances by an hour.
+        ends: (moment, signal): the process sends itself the signal.
+        begun: seed of the initial weights.
     """
     pl.seed_everything(begun, verbose=False)
     clock, record, calls = Clock(), Record(), {}
@@ -108,7 +108,7 @@ def check_rest(whole, resumed, steps):
 
 
 def test_due_by_time(text, kind, whole, tmp_path):
-    """A checkpoint that is due in mid-step is written once, at the end of the step, by either callback."""
+    """With either callback, a checkpoint that is due in mid-step is written once, at the end of the step."""
     due = (2, LAST[kind], 2)
     for saver in (by_time(tmp_path / "a"), ShardedCheckpoint(str(tmp_path / "b"), every_n_minutes=59, at_end=False)):
         assert run(text, kind, STEPS, saver, due=due)[0] == pytest.approx(whole[0], rel=1e-9)
@@ -120,7 +120,7 @@ def test_due_by_time(text, kind, whole, tmp_path):
 
 @pytest.mark.parametrize("done", [1, 3])
 def test_killed(text, kind, whole, tmp_path, done):
-    """Killed between chunks: earlier checkpoints are complete, nothing else exists, and the step is repeated."""
+    """After SIGKILL between chunks, earlier checkpoints are complete, no other file exists, the step is repeated."""
     events = {"due": (1, LAST[kind], 2), "ends": ((4, LAST[kind], done), signal.SIGKILL)}
     process = context().Process(target=run, args=(text, kind, STEPS, by_time(tmp_path)), kwargs=events)
     process.start()
@@ -132,7 +132,7 @@ def test_killed(text, kind, whole, tmp_path, done):
 
 @pytest.mark.parametrize("strategy", ["auto", "ring_dilated"])
 def test_told_to_end(text, kind, whole, tmp_path, strategy):
-    """SIGTERM between chunks: the step is finished and saved."""
+    """After SIGTERM between chunks, the step is finished and saved."""
     ends = ((2, LAST[kind], 1), signal.SIGTERM)
     losses, status = run(text, kind, STEPS, ShardedCheckpoint(str(tmp_path)), ends=ends, strategy=strategy)
     assert status == 128 + signal.SIGTERM and losses == pytest.approx(whole[0][:3], rel=1e-9)
@@ -141,7 +141,7 @@ def test_told_to_end(text, kind, whole, tmp_path, strategy):
 
 
 def test_due_between_micro_batches(text, kind, tmp_path):
-    """Due in the first of two: the checkpoint waits for the optimizer's step, with either callback."""
+    """A checkpoint that is due in the first of two micro-batches waits for the optimizer step, with either callback."""
     two = {"accumulate_grad_batches": 2}
     whole = run(text, kind, 3, **two)
     for saver in (by_time(tmp_path / "a"), ShardedCheckpoint(str(tmp_path / "b"), every_n_minutes=59, at_end=False)):

@@ -1,4 +1,4 @@
-"""A signal ends a fit: the last step is in a checkpoint, the exit status names the signal, and the job can resume."""
+"""A signal ends a fit: the last step is saved, the exit status shows the signal, and the job can resume."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
 
 class Sends(pl.Callback):
-    """Sends itself a signal in the batch after `step` optimizer steps, or at the moment `at`."""
+    """Sends a signal to its own process, in the batch after `step` optimizer steps or at the moment `at`."""
 
     def __init__(self, signum, step=2, at="batch", rank=0):
         self.signum, self.step, self.at, self.rank, self.validations = signum, step, at, rank, 0
@@ -54,14 +54,14 @@ class Sends(pl.Callback):
 
 
 def ended(*args, **options):
-    """Return the exit status of a run that a signal ends."""
+    """Return the exit status of a run that ends by a signal."""
     with pytest.raises(SystemExit) as error:
         run(*args, **options)
     return error.value.code
 
 
 class Losses(pl.Callback):
-    """Records the losses of a run that raises."""
+    """Records losses, so that they are available even if the run raises."""
 
     def __init__(self):
         self.losses = []
@@ -86,7 +86,7 @@ def test_the_last_step_is_saved(text, whole, tmp_path, strategy, signum, status)
 
 @pytest.mark.parametrize("step", [pytest.param(x, marks=pytest.mark.slow) if x in (1, 3, 4) else x for x in range(6)])
 def test_at_any_batch_of_two_epochs(text, tmp_path, step):
-    """Three batches an epoch; the resumed run equals an uninterrupted one, also across epochs."""
+    """An epoch has three batches. The resumed run equals an uninterrupted one, also across epochs."""
     options = {"limit_train_batches": 3, "limit_val_batches": 0}
     whole = run(text, 6, **options)
     sends = Sends(TERM, step)
@@ -97,7 +97,7 @@ def test_at_any_batch_of_two_epochs(text, tmp_path, step):
 
 
 def test_gradients_that_wait_are_not_lost(text, tmp_path):
-    """Told in the first of three micro-batches: the optimizer's step is made before the run ends."""
+    """After a signal in the first of three micro-batches, the run ends only after the optimizer step."""
     whole = run(text, 4, accumulate_grad_batches=3)
     assert ended(text, 4, ShardedCheckpoint(str(tmp_path)), Sends(TERM, 1), accumulate_grad_batches=3) == 143
     assert names(tmp_path) == ["step-00000002"]
@@ -106,7 +106,7 @@ def test_gradients_that_wait_are_not_lost(text, tmp_path):
 
 
 def test_before_the_first_batch(text, copied, tmp_path):
-    """Without a new step nothing is saved, also in a resumed run."""
+    """Nothing is saved if no new step was made, also in a resumed run."""
     assert ended(text, STEPS, ShardedCheckpoint(str(tmp_path / "new")), Sends(TERM, 0, "start")) == 143
     assert names(tmp_path / "new") == []
     before = {path.name: path.stat().st_mtime_ns for path in copied.iterdir()}
@@ -122,7 +122,7 @@ def test_in_the_last_batch(text, tmp_path, at_end):
 
 @pytest.mark.parametrize("strategy", ["auto", "ring_dilated"])
 def test_in_a_validation(text, tmp_path, strategy):
-    """A running validation is finished, and a due one is not begun."""
+    """After a signal, a running validation is finished, but a due validation does not start."""
     data = ByteDataModule(text, seq_len=64, batch_size=2, val_fraction=0.2, test_fraction=0)
     options = {"strategy": strategy, "val_check_interval": 2, "limit_val_batches": 2}
     with mock.patch("tests.ext.checkpoints.checkpoint_runs.ByteDataModule", return_value=data):
@@ -138,7 +138,7 @@ def test_in_a_validation(text, tmp_path, strategy):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_while_a_checkpoint_is_written(text, tmp_path, asynchronous):
-    """Both this checkpoint and the newer one are completed."""
+    """Both the checkpoint that is being written and the newer one are completed."""
     real, sent = module.write, threading.Event()
 
     def write(*args):
@@ -155,7 +155,7 @@ def test_while_a_checkpoint_is_written(text, tmp_path, asynchronous):
 
 
 def test_a_checkpoint_that_fails_then(text, tmp_path, monkeypatch):
-    """The status shows that the step was not saved."""
+    """If the last checkpoint fails, the exit status shows that the step was not saved."""
     said = []
     monkeypatch.setattr(module, "rank_zero_warn", said.append)
     monkeypatch.setattr(module, "write", mock.Mock(side_effect=OSError(28, "No space left on device")))
@@ -164,7 +164,7 @@ def test_a_checkpoint_that_fails_then(text, tmp_path, monkeypatch):
 
 
 def test_a_handler_of_the_users_stays(text, tmp_path):
-    """Also if it ignores the signal, as under nohup."""
+    """A signal handler of the user remains, even if it ignores the signal, as nohup's does."""
     before = signal.signal(INT, signal.SIG_IGN)
     try:
         assert run(text, 3, ShardedCheckpoint(str(tmp_path)), Sends(INT))["step"] == 3
@@ -174,7 +174,7 @@ def test_a_handler_of_the_users_stays(text, tmp_path):
 
 @pytest.mark.parametrize("step", [1, 99])
 def test_the_trainer_gets_its_own_functions_back(text, tmp_path, monkeypatch, step):
-    """After a fit that a signal ended, and after one without."""
+    """The Trainer's own functions are restored after a fit, even if a signal ended it."""
     saver, trainers = ShardedCheckpoint(str(tmp_path)), []
     monkeypatch.setattr(ShardedCheckpoint, "on_fit_start", lambda self, trainer, *args: trainers.append(trainer))
     with contextlib.suppress(SystemExit):
@@ -188,7 +188,7 @@ def test_the_trainer_gets_its_own_functions_back(text, tmp_path, monkeypatch, st
 # -- SLURM's requeue ---------------------------------------------------------------------------------------------------
 @pytest.fixture
 def slurm(monkeypatch, tmp_path):
-    """A job of one task, and a `scontrol` that records its arguments."""
+    """Environment of a SLURM job with one task, and a `scontrol` that records its arguments."""
     job = {"JOB_NAME": "train", "JOB_ID": 17, "NTASKS": 1, "NTASKS_PER_NODE": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0}
     for name, value in {**job, "NODELIST": "127.0.0.1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
@@ -221,7 +221,7 @@ def test_requeue_of_an_array_that_slurm_refuses(text, tmp_path, slurm, monkeypat
 
 
 def test_requeue_by_lightning(text, tmp_path, slurm):
-    """Without a ShardedCheckpoint: once, at the same batch on all ranks; training continues until SLURM ends it."""
+    """Lightning requeues without a ShardedCheckpoint: once, all ranks at the same batch. Training continues then."""
     (tmp_path / "ck").mkdir()
     options = {"strategy": "ring_dilated", "plugins": [SLURMEnvironment()], "default_root_dir": tmp_path}
     result = run(text, STEPS, Sends(USR1, 1), Sends(USR1, 3), **options)
@@ -239,7 +239,7 @@ def test_requeue_of_no_job(monkeypatch, job):
 
 # -- two ranks ---------------------------------------------------------------------------------------------------------
 def on_two(rank, group, text, folder, strategy, signum, who, options):
-    """Return (exit status, losses) of a run in which one rank receives a signal."""
+    """Return (exit status, losses) of a run on two ranks, where one rank receives a signal."""
     shown, saver = Losses(), ShardedCheckpoint(folder, resume="auto")
     senders = [Sends(signum, rank=who)] if signum else []
     try:
@@ -254,7 +254,7 @@ def on_two(rank, group, text, folder, strategy, signum, who, options):
     ("ddp", TERM, 1),
 ])  # fmt: skip
 def test_all_ranks_save(pool, text, whole, tmp_path, strategy, signum, who):
-    if strategy == "ddp":  # ranks would divide the data, and nothing is shared
+    if strategy == "ddp":  # DDP ranks train on different data and share no sequence, so losses are not compared
         from lightning.pytorch.strategies import DDPStrategy as strategy
 
         strategy = strategy(process_group_backend="gloo")
@@ -273,7 +273,7 @@ JOB = str(Path(__file__).with_name("preempted_job.py"))
 
 
 def job(folder, *args, launcher=None, environment=None, act=None):
-    """Return (exit status, output) of a job; `act` may send its process signals when all ranks train."""
+    """Return (exit status, output) of a job. `act` may send signals to its process once all ranks train."""
     out = folder / "out.txt"
     command = [*(launcher or [sys.executable]), JOB, *map(str, args)]
     root = Path(module.__file__).parents[3]
@@ -296,17 +296,17 @@ def job(folder, *args, launcher=None, environment=None, act=None):
 
 
 def check_job(folder, outcome, status, step=3):
-    """Check the status of a job, and that there is one complete checkpoint, of that step."""
+    """Check the exit status of a job, and that it left one complete checkpoint, at that step."""
     assert outcome[0] == status, outcome[1][-3000:]
     assert names(folder / "ckpt") == [f"step-{step:08d}"], outcome[1][-3000:]
 
 
 def test_a_job_of_two_ranks(tmp_path, monkeypatch, capsys):
-    """With forked ranks; the launchers of Lightning and torchrun need -m slow."""
+    """Ranks are forked here. The launchers of Lightning and torchrun are tested with -m slow."""
     ran = run_ranks(2, Path(JOB), "ring_dilated", "2", "5", "0", "SIGTERM", "1", cwd=tmp_path)
     assert ran.codes == [143, 143], ran.stderr[-3000:]
     assert names(tmp_path / "ckpt") == ["step-00000003"], ran.stderr[-3000:]
-    with contextlib.chdir(tmp_path):  # the same script resumes, on one rank
+    with contextlib.chdir(tmp_path):  # resume the same script on one rank
         monkeypatch.setattr(sys, "argv", [JOB, "auto", "1", "4", "0", "SIGTERM", "nobody"])
         runpy.run_path(JOB, run_name="__main__")
     assert len(losses(capsys.readouterr().out)) == 1
@@ -335,7 +335,7 @@ def test_a_job_in_a_validation(tmp_path, strategy):
 @pytest.mark.parametrize("signum", [TERM, INT])
 @pytest.mark.parametrize("strategy", ["ring_dilated", "ring_dilated_fsdp"])
 def test_a_group_of_processes(tmp_path, strategy, signum):
-    """A scheduler or a terminal also signals the loaders' workers, which must not fail the fit."""
+    """A scheduler or a terminal signals the whole process group. The loaders' workers must not make the fit fail."""
     outcome = job(tmp_path, strategy, 2, 100_000, 2, act=lambda p: os.killpg(p.pid, signum))
     assert outcome[0] == 128 + signum, outcome[1][-3000:]
     (name,) = names(tmp_path / "ckpt")
@@ -344,7 +344,7 @@ def test_a_group_of_processes(tmp_path, strategy, signum):
 
 @slow
 def test_interrupted_twice(tmp_path):
-    """The second interrupt ends it at once, although rank 0 waits for a stopped rank."""
+    """The second interrupt ends the job immediately, although rank 0 is waiting for a stopped rank."""
 
     def act(process):
         ranks = [int((tmp_path / f"ready{i}").read_text()) for i in range(2)]
@@ -362,7 +362,7 @@ def test_interrupted_twice(tmp_path):
 @slow
 @pytest.mark.parametrize("signum", [TERM, INT])
 def test_torchrun(tmp_path, signum):
-    """The agent passes the signal on to its workers and their children."""
+    """The agent forwards the signal to its workers, and a worker forwards it to its child processes."""
     outcome = job(tmp_path, "ring_dilated", 2, 100_000, 2, launcher=[*TORCHRUN, "--nproc-per-node", "2"],
                 act=lambda p: p.send_signal(signum))  # fmt: skip
     assert outcome[0] != 0
@@ -372,7 +372,7 @@ def test_torchrun(tmp_path, signum):
 
 @slow
 def test_torchrun_restarts_a_worker_that_was_told_to_end(tmp_path):
-    """The lock of the previous workers does not shut out their replacements."""
+    """The lock of the terminated workers does not block the restarted workers."""
     launcher = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1"]
     status, text = job(tmp_path, "ring_dilated", 2, 5, 0, "SIGTERM", 1, launcher=launcher)
     assert status == 0 and len(losses(text)) == 2, text[-3000:]
@@ -382,7 +382,7 @@ def test_torchrun_restarts_a_worker_that_was_told_to_end(tmp_path):
 @slow
 @pytest.mark.parametrize("strategy", ["ring_dilated", "ring_dilated_fsdp"])
 def test_slurm_requeues_a_job_of_two_tasks(tmp_path, slurm, strategy):
-    """Both tasks get the signal, as from srun; `scontrol` is called once."""
+    """Both tasks get the signal, as under srun, but `scontrol` is called once."""
     (tmp_path / "ck").mkdir()
     command = [sys.executable, JOB, strategy, "2", "100000", "0"]
     root = str(Path(module.__file__).parents[3])

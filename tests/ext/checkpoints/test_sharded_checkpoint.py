@@ -1,4 +1,4 @@
-"""ShardedCheckpoint on one device: a resumed run equals an uninterrupted one, and files are written during training."""
+"""ShardedCheckpoint on one device: a resumed run equals an uninterrupted one, and training continues during writes."""
 
 import json
 import re
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.full
 def test_resumes_exactly(text, whole, tmp_path, asynchronous):
     options = {"folder": str(tmp_path), "every_n_train_steps": 2, "asynchronous": asynchronous}
     first = run(text, 3, ShardedCheckpoint(**options))
-    assert names(tmp_path) == ["step-00000002", "step-00000003"]  # the last one at the end
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]  # step 3 was saved at the end of the run
     resumed = run(text, STEPS, ShardedCheckpoint(**options, resume="must"), begun=2)
     check_equal(whole, first, resumed)
 
@@ -40,7 +40,7 @@ def test_ckpt_path(text, whole, saved, tmp_path, path, lost):
 
 
 def test_validates(tmp_path):
-    """Validates without fit, on one device, where Lightning itself cannot read folders."""
+    """`validate` reads a checkpoint folder on one device without a fit. Lightning itself cannot read folders."""
     data, options = text_of_letters(tmp_path), {"vocab_size": 256, "dtype": torch.float32}
     first, second = tiny(**options), tiny(**options)
     fitted = trainer(callbacks=[ShardedCheckpoint(str(tmp_path / "c"))], enable_checkpointing=True, max_steps=2)
@@ -70,7 +70,7 @@ def test_must(text, tmp_path):
 
 def test_another_run_is_not_replaced(text, saved, tmp_path):
     run(text, 1, ShardedCheckpoint(str(tmp_path)))
-    for other in (None, tmp_path / "step-00000001"):  # also if the run resumes from elsewhere
+    for other in (None, tmp_path / "step-00000001"):  # refused even if the run resumes from another folder
         with pytest.raises(
             ValueError, match=r"holds checkpoints of another run .step-00000004, .*choose another folder"
         ):
@@ -79,7 +79,7 @@ def test_another_run_is_not_replaced(text, saved, tmp_path):
 
 
 def test_fit_twice(text, tmp_path):
-    """The second fit continues in the same folder."""
+    """A second fit continues to write in the same folder."""
     data, saver = {}, ShardedCheckpoint(str(tmp_path), every_n_train_steps=2)
     result = run(text, 3, saver, keep=data)
     data["trainer"].fit_loop.epoch_loop.max_steps = STEPS
@@ -89,7 +89,7 @@ def test_fit_twice(text, tmp_path):
 
 
 class Counting(pl.Callback):
-    """A callback with a state."""
+    """A callback that has a state."""
 
     def __init__(self):
         self.batches, self.loaded = 0, None
@@ -105,7 +105,7 @@ class Counting(pl.Callback):
 
 
 def test_accumulation_and_states_of_callbacks(text, tmp_path):
-    """Saving happens only after optimizer steps, or accumulated gradients would be lost."""
+    """A checkpoint is written only after an optimizer step. Accumulated gradients would be lost otherwise."""
     counting, whole = Counting(), run(text, 4, accumulate_grad_batches=3)
     often = {"folder": str(tmp_path), "every_n_minutes": 1e-9, "every_n_train_steps": None}
     first = run(text, 2, ShardedCheckpoint(**often, keep=9), counting, accumulate_grad_batches=3)
@@ -123,7 +123,7 @@ def test_keeps_the_newest(saved, text, copied):
 
 
 def test_an_earlier_one_goes_on(text, whole, copied):
-    """The last written one is the newest, also after going back."""
+    """After a run has resumed from an earlier checkpoint, the one written last counts as the newest."""
     options = {"folder": str(copied), "every_n_train_steps": 1, "keep": 2}
     run(text, 3, ShardedCheckpoint(**options), ckpt_path=copied / "step-00000002", begun=2)
     assert names(copied) == ["step-00000003", "step-00000004"]
@@ -131,9 +131,9 @@ def test_an_earlier_one_goes_on(text, whole, copied):
     assert resumed["losses"] == whole["losses"][3:]
 
 
-# -- beside the training -----------------------------------------------------------------------------------------------
+# -- asynchronous writes -----------------------------------------------------------------------------------------------
 class Watching(pl.Callback):
-    """Lets the writer begin only after a further step."""
+    """Delays the writer until training has made another step."""
 
     def __init__(self):
         self.go, self.steps_meanwhile, self.real = threading.Event(), [], module.write
@@ -143,7 +143,7 @@ class Watching(pl.Callback):
         self.real(*args)
 
     def on_train_batch_start(self, trainer, *args):
-        if trainer.global_step == 3:  # step 3 is done
+        if trainer.global_step == 3:  # step 3 is complete
             self.steps_meanwhile = [trainer.global_step, *names(Path(trainer.checkpoint_callback._target))]
             self.go.set()
 
@@ -185,7 +185,7 @@ def test_a_run_that_fails_finishes_its_checkpoint(text, tmp_path):
     (broken, "and so did its last checkpoint: OSError: .* No space left"), (slowly, "this checkpoint is incomplete"),
 ])  # fmt: skip
 def test_a_run_that_fails_says_so_of_its_checkpoint(text, tmp_path, monkeypatch, write, says):
-    """It ends with its own error, and does not wait for a disk or for ranks that do not answer."""
+    """The run ends with its own error, and waits neither for a slow disk nor for ranks that do not answer."""
     monkeypatch.setattr(module, "write", write)
     monkeypatch.setattr(module, "_LAST", 0.1)
     saver, said = ShardedCheckpoint(str(tmp_path), every_n_train_steps=2), []
@@ -193,7 +193,7 @@ def test_a_run_that_fails_says_so_of_its_checkpoint(text, tmp_path, monkeypatch,
     with pytest.raises(ZeroDivisionError):
         run(text, STEPS, saver, Raising())
     assert len(said) == 1 and re.match(f"the run failed.*{says}", said[0])
-    assert saver._background.wait(30)  # or it would write into the next test
+    assert saver._background.wait(30)  # otherwise the writer would still write during the next test
 
 
 @pytest.mark.parametrize("at", ["write_data", "finish"])
@@ -208,7 +208,7 @@ def test_a_full_disk_ends_the_run(text, tmp_path, asynchronous, at):
 
 @pytest.mark.gpu
 def test_on_a_gpu(text, tmp_path):
-    """Copies to page-locked memory are complete before training continues."""
+    """Copies to pinned host memory are complete before training continues."""
     whole, watching = run(text, STEPS, accelerator="gpu"), Watching()
     with mock.patch.object(module, "write", watching.write):
         saver = ShardedCheckpoint(str(tmp_path / "c"), every_n_train_steps=2, at_end=False)

@@ -1,4 +1,4 @@
-"""ShardedCheckpoints that are damaged or incomplete: the one before is used, and a warning names the damage."""
+"""Damaged or incomplete ShardedCheckpoints: the previous one is used, and a warning describes the damage."""
 
 import os
 import signal
@@ -117,8 +117,8 @@ def killed(text, folder, where):
 
     def dies(*args, **kwargs):
         calls.append(1)
-        if len(calls) == (6 if where == "rename" else 3):  # of the third checkpoint; _sync is called twice in each
-            if where in ("bytes", "metadata"):  # half of it
+        if len(calls) == (6 if where == "rename" else 3):  # third checkpoint; a checkpoint calls _sync twice
+            if where in ("bytes", "metadata"):  # leave half of the file
                 real(*args, **kwargs)
                 os.truncate(os.path.join(folder, ".step-00000003.partial", "__0_0.distcp"), 1000)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -136,7 +136,7 @@ slow = {"marks": pytest.mark.slow}
     pytest.param("old", 3, **slow),
 ])  # fmt: skip
 def test_killed_while_saving(text, whole, tmp_path, where, last):
-    """At any moment, complete checkpoints survive, and incomplete ones are put away at the start of the next run."""
+    """If a run is killed while it saves, complete checkpoints survive. The next run first removes incomplete ones."""
     process = forked.context().Process(target=killed, args=(text, str(tmp_path), where))
     process.start()
     process.join(120)
@@ -150,7 +150,7 @@ def test_killed_while_saving(text, whole, tmp_path, where, last):
 
 
 def test_killed_while_replacing(copied):
-    """A checkpoint that was moved away for a new one of its step comes back if the new one is missing."""
+    """A replaced checkpoint is first moved away. It is restored if the new checkpoint of the same step is missing."""
     (copied / "step-00000004").rename(copied / ".step-00000004.replaced")
     (copied / ".step-00000003.replaced").mkdir()
     (copied / ".step-00000002.removed").mkdir()

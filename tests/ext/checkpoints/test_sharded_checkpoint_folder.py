@@ -1,4 +1,4 @@
-"""Foreign or broken contents of a folder of checkpoints: links, files, values that are not finite, a full disk."""
+"""Foreign or broken contents in a checkpoint folder: links, files, non-finite values, and a full disk."""
 
 import json
 from unittest import mock
@@ -26,7 +26,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("oldest", [2, 3])
 def test_a_checkpoint_that_was_moved_away_and_linked(text, copied, tmp_path, oldest):
-    """The link is deleted in its turn, and its target stays, also at every later start."""
+    """When its checkpoint is the oldest, the link is deleted but its target remains, also when later runs start."""
     archive = tmp_path / "archive"
     archive.mkdir()
     name = f"step-0000000{oldest}"
@@ -57,7 +57,7 @@ def test_what_bears_the_name_of_something_unfinished(text, copied, tmp_path, why
 
 
 def test_a_link_where_a_checkpoint_is_to_be_written(text, tmp_path):
-    """The link is created during the run: nothing is written through it."""
+    """A link appears during the run at a checkpoint's path. Nothing is written through it."""
     (target := tmp_path / "target").mkdir()
 
     class Links(pl.Callback):
@@ -72,7 +72,7 @@ def test_a_link_where_a_checkpoint_is_to_be_written(text, tmp_path):
 
 
 def test_a_file_with_a_checkpoints_name(text, tmp_path):
-    """The file is renamed and not lost."""
+    """A file with a checkpoint's name is renamed, not deleted."""
     (tmp_path / "step-00000002").write_text("mine")
     for step in (3, 4):
         run(text, step, ShardedCheckpoint(str(tmp_path), every_n_train_steps=1, keep=9, resume="auto"))
@@ -86,7 +86,7 @@ def test_a_file_with_a_checkpoints_name(text, tmp_path):
 
 
 def test_nothing_comes_back_in_place_of_a_link(copied, tmp_path):
-    """A dangling link still occupies its name."""
+    """A checkpoint is not restored to a name that a link occupies, even a dangling one."""
     (copied / "step-00000009").symlink_to(tmp_path / "nowhere")
     (copied / ".step-00000009.replaced").mkdir()
     assert clean(copied) == [] and not (copied / ".step-00000009.replaced").exists()
@@ -94,7 +94,7 @@ def test_nothing_comes_back_in_place_of_a_link(copied, tmp_path):
 
 # -- values that are not finite ----------------------------------------------------------------------------------------
 class Spoils(pl.Callback):
-    """Makes a parameter NaN or infinite after a step, on one rank's part or on all."""
+    """Makes a parameter NaN or infinite after a step, in the part of one rank or of all ranks."""
 
     def __init__(self, step, value=float("nan")):
         self.step, self.value = step, value
@@ -107,7 +107,7 @@ class Spoils(pl.Callback):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_good_ones_stay(text, whole, tmp_path, value):
-    """Only the newest checkpoint with NaN is kept, and a run resumes from the good one before."""
+    """Only the newest checkpoint with NaN is kept, and a run resumes from the last finite one."""
     saver = {"folder": str(tmp_path), "every_n_train_steps": 1, "keep": 2}
     run(text, 5, ShardedCheckpoint(**saver), Spoils(3, value))
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000005"]
@@ -117,7 +117,7 @@ def test_good_ones_stay(text, whole, tmp_path, value):
     (words,) = [w for w in resumed["said"] if "were skipped" in w]
     assert f"{tmp_path}/step-00000003 is loaded: {tmp_path}/step-00000005 holds parameters that are not finite" in words
     assert "damaged" not in words
-    assert names(tmp_path) == ["step-00000005", "step-00000006"]  # both are finite
+    assert names(tmp_path) == ["step-00000005", "step-00000006"]  # both checkpoints are finite
 
 
 def test_without_the_option(text, tmp_path):
@@ -126,7 +126,7 @@ def test_without_the_option(text, tmp_path):
 
 
 def test_nothing_finite_is_left(text, tmp_path):
-    """The run says so; a checkpoint given by name is loaded nevertheless."""
+    """The run raises if no finite checkpoint is left. A checkpoint that is given by its path is loaded anyway."""
     run(text, 2, ShardedCheckpoint(str(tmp_path), every_n_train_steps=1), Spoils(0))
     words = (
         "none of the 1 checkpoints in .* is whole and finite: .*step-00000002 holds parameters.*A ckpt_path that names"
@@ -138,7 +138,7 @@ def test_nothing_finite_is_left(text, tmp_path):
 
 
 def spoiled(rank, group, text, folder, strategy):
-    """Put NaN into rank 1's part only, with sharded parameters."""
+    """Put NaN into the part of rank 1 only, with sharded parameters."""
     spoils = [Spoils(2)] if rank == 1 or strategy == "ring_dilated" else []
     saver = ShardedCheckpoint(folder, every_n_train_steps=1, keep=1)
     run(text, 3, saver, *spoils, strategy=strategy, world=launched(rank))
@@ -172,7 +172,7 @@ TORCHS = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected po
     (OSError(28, "No space left on device"), 2**40, True), (TORCHS, 2**10, True), (TORCHS, 2**40, False),
 ])  # fmt: skip
 def test_a_full_disk(text, tmp_path, error, free, says):
-    """Whatever error torch raises, the checkpoint before is complete."""
+    """The previous checkpoint stays complete, whatever error torch raises about the full disk."""
     run(text, 1, ShardedCheckpoint(str(tmp_path)))
     failing = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=error)
     little = mock.patch.object(saved_folder.shutil, "disk_usage", return_value=mock.Mock(free=free))
@@ -190,7 +190,7 @@ def test_a_full_disk(text, tmp_path, error, free, says):
 
 
 def full(rank, group, text, folder, who, strategy):
-    """Return the error of a run if the rank `who` has a full disk."""
+    """Return the error of a run in which rank `who` has a full disk."""
 
     def write_data(*args, real=dcp.FileSystemWriter.write_data, **kwargs):
         if rank == who:

@@ -27,7 +27,7 @@ STEPS = 4
 
 
 class EightBit(LongNetLM):
-    """Wide enough for 8-bit states of torchao."""
+    """A model that is wide enough for 8-bit states of torchao."""
 
     def __init__(self, pattern, dim, **options):
         optim = pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
@@ -40,14 +40,14 @@ class EightBit(LongNetLM):
 
 DDP, FSDP = {"strategy": "ring_dilated"}, {"strategy": "ring_dilated_fsdp"}
 CASES = {"ring_dilated": DDP, "ring_dilated_fsdp": FSDP, "eightbit": {**DDP, "model": EightBit}}
-#: the other strategy that loads each folder; sharded parameters cannot load whole 8-bit states
+#: name of a recorded folder -> the other strategy that loads it; FSDP cannot load unsharded 8-bit states
 OTHERS = {"ring_dilated": FSDP, "ring_dilated_fsdp": DDP}
-#: largest relative difference of a loss, since machines may differ
+#: largest allowed relative difference of a loss, because machines may differ
 ALLOWED = {"ring_dilated": 1e-9, "ring_dilated_fsdp": 1e-9, "eightbit": 1e-3}
 
 
 def in_eager(rank, group, *args):
-    """`with_options` without torchao's compilation."""
+    """Call `with_options` without torchao's compilation."""
     with torch.compiler.set_stance("force_eager"):
         return with_options(rank, group, *args)
 
@@ -89,14 +89,14 @@ def test_what_an_earlier_folder_holds(name):
     names, shapes = list(stored["state_dict"]), {x.shape for x in stored["state_dict"].values()}
     assert stored["global_step"] == 2 and len(stored["lr_schedulers"]) == 1 and "loops" in stored
     numbers = [i for group in states["param_groups"] for i in group["params"]]
-    assert numbers == sorted(states["state"]) == list(range(len(names) - 1))  # one weight is tied
+    assert numbers == sorted(states["state"]) == list(range(len(names) - 1))  # two tied weights are one parameter
     assert {s["exp_avg"].shape for s in states["state"].values()} == shapes
     kinds = {type(s["exp_avg"]).__name__ for s in states["state"].values()}
     assert ("OptimState8bit" in kinds) == (name == "eightbit")
 
 
 def test_low_bit_attributes_are_read_from_the_old_key():
-    """The golden folder has the key `told`; states are written with `attributes`."""
+    """The golden folder stores low-bit attributes under the old key `told`. New states use the key `attributes`."""
     pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
     folder = GOLDEN / "eightbit" / "step-00000002"
     assert any(key.endswith(".OptimState8bit.told") for key in read_metadata(folder).state_dict_metadata)

@@ -1,4 +1,4 @@
-"""ShardedCheckpoint on several ranks: exact with any strategy and new number of ranks; all agree, none hangs."""
+"""ShardedCheckpoint on several ranks: exact with any strategy and number of ranks. All ranks agree, and none hangs."""
 
 import contextlib
 import json
@@ -35,14 +35,14 @@ def whole(text):
 
 @pytest.fixture(scope="module")
 def four():
-    """Four ranks, for one test."""
+    """A pool of four ranks for one test."""
     workers = Pool(4)
     yield workers
     workers.close()
 
 
 def go(request, ranks, text, steps, saved, **options):
-    """Return rank 0's results of a run; one rank is a plain device."""
+    """Return rank 0's results of a run. With one rank it runs on a plain device."""
     if ranks == 1:
         from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
@@ -84,7 +84,7 @@ def test_resumes_exactly(request, text, whole, tmp_path, before, after):
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
 def test_equals_the_undisturbed_run(request, pool, text, tmp_path, strategy):
-    """Bit by bit if the ranks stay the same."""
+    """With the same number of ranks, a resumed run equals the undisturbed run bit by bit."""
     whole = pool.run(2, with_options, text, STEPS, None, {"strategy": strategy})[0]
     saved = {"folder": str(tmp_path), "every_n_train_steps": 2, "at_end": False}
     go(request, 2, text, 3, saved, strategy=strategy)
@@ -104,7 +104,7 @@ def beside(rank, group, text, folder, strategy):
         def on_train_batch_start(self, trainer, *args):
             if trainer.global_step == 3:
                 entries.extend(path.name for path in Path(folder).iterdir())
-                trainer.strategy.barrier()  # or a rank could still look while another writes
+                trainer.strategy.barrier()  # otherwise a rank could list the folder while another already writes
                 go_on.set()
 
     def write(*args):
@@ -129,7 +129,7 @@ def test_training_goes_on_and_does_not_leak_into_the_files(request, pool, text, 
 # -- damage ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
 def test_all_ranks_pass_over_a_damaged_one(request, text, whole, tmp_path, strategy):
-    """The file that rank 1 checks is damaged."""
+    """If the file that rank 1 checks is damaged, all ranks skip the checkpoint."""
     saved = {"folder": str(tmp_path), "every_n_train_steps": 1}
     go(request, 2, text, 3, saved, strategy=strategy)
     hurt = tmp_path / "step-00000003" / "__1_0.distcp"
@@ -143,7 +143,7 @@ def test_all_ranks_pass_over_a_damaged_one(request, text, whole, tmp_path, strat
 
 
 def refused(rank, group, text, saved, options):
-    """Return this rank's error of a run."""
+    """Return the error that a run raises on this rank."""
     try:
         on_rank(rank, group, text, STEPS, saved, **options)
     except Exception as error:
@@ -161,7 +161,7 @@ def test_all_ranks_refuse_a_damaged_one_that_was_named(request, pool, text, tmp_
 
 # -- failures of one rank ----------------------------------------------------------------------------------------------
 def failing(rank, group, text, saved, who, where, strategy):
-    """Return the error of a run if one rank's disk is full, or rank 0 cannot finish."""
+    """Return the error of a run in which a disk of one rank is full, or rank 0 cannot finish the checkpoint."""
     target = {
         "bytes": (dcp.FileSystemWriter, "write_data"),
         "copy": ("HostStager", "stage"),
@@ -193,7 +193,7 @@ def test_a_full_disk_of_one_rank_ends_all(pool, text, tmp_path, where, who, stra
 
 
 def blind(rank, group, text, saved, folder, strategy):
-    """Return the error of a run that resumes from a checkpoint on one node's disk."""
+    """Return the error of a run that resumes from a checkpoint on the local disk of one node."""
     options = {"strategy": strategy, "ckpt_path": str(folder if rank == 0 else folder.with_name("other"))}
     return refused(rank, group, text, saved, options)
 
@@ -231,7 +231,7 @@ def alone(rank, group, text, folder, where, strategy, asynchronous):
     ],
 )
 def test_an_error_of_one_rank_ends_all_with_its_cause(pool, text, tmp_path, where, strategy, asynchronous):
-    """Ranks that wait in a collective for the files raise at once, not after an hour."""
+    """Ranks that wait in a collective about the files raise immediately, not after the timeout of an hour."""
     begin = time.monotonic()
     for words, files in pool.run(2, alone, text, str(tmp_path), where, strategy, asynchronous):
         assert "rank 1: LookupError: no such thing" in words and "step-00000002" in words and not files
@@ -240,7 +240,7 @@ def test_an_error_of_one_rank_ends_all_with_its_cause(pool, text, tmp_path, wher
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
 def test_a_checkpoint_that_not_all_see(request, pool, text, tmp_path, strategy):
-    """The rank that does not see it must not leave the other waiting."""
+    """A rank that does not see the checkpoint must not leave the other rank waiting."""
     go(request, 2, text, 2, {"folder": str(tmp_path)}, strategy=strategy)
     saved, folder = {"folder": str(tmp_path / "b")}, tmp_path / "step-00000002"
     for message in pool.run(2, blind, text, saved, folder, strategy):
@@ -283,7 +283,7 @@ def test_buffers_are_rank_0s():
 
 
 def with_buffer(rank, group, text, folder, strategy):
-    """Run a model with buffers that differ between ranks at the end. Return the saved ones."""
+    """Run a model with buffers that differ between the ranks at the end. Return the saved buffers."""
     from lightning_dilated import LongNetLM
     from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 

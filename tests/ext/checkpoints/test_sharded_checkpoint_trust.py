@@ -1,4 +1,4 @@
-"""Checkpoint folders from a stranger: none of their files runs code, in any reader, and none blocks."""
+"""Checkpoint folders from a stranger: no file of theirs runs code or blocks, in any reader."""
 
 import json
 import os
@@ -32,7 +32,7 @@ STRATEGIES = ("ring_dilated", "ring_dilated_fsdp")
 
 
 class Payload:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = str(mark)
@@ -42,7 +42,7 @@ class Payload:
 
 
 def saved_bytes(value):
-    """Return a pickle in torch's format, as long as any entry."""
+    """Return a pickle in torch's format, padded to more bytes than any entry has."""
     return pickle.dumps(value, 2) + bytes(50_000)
 
 
@@ -54,7 +54,7 @@ def edit(folder, change):
 
 
 def replace_entries(folder, kind, data):
-    """Replace all entries of a kind by these bytes."""
+    """Replace all entries of a kind by the same bytes."""
 
     def change(record):
         keys = [index for index in record.storage_data if isinstance(record.state_dict_metadata[index.fqn], kind)]
@@ -67,7 +67,7 @@ def replace_entries(folder, kind, data):
     edit(folder, change)
 
 
-#: how a payload is put into a folder -> stages that read it
+#: name -> (function that puts a payload into a folder, stages that read it)
 HOSTILE = {
     ".metadata": (lambda folder, load: (folder / ".metadata").write_bytes(pickle.dumps(load)), "all"),
     "in .metadata": (lambda folder, load: edit(folder, lambda x: x.planner_data.update(more=load)), "all"),
@@ -88,14 +88,14 @@ def reseal(folder):
 
 @pytest.fixture
 def one(copied):
-    """A folder of one checkpoint."""
+    """A folder with one checkpoint."""
     for name in ("step-00000002", "step-00000003"):
         shutil.rmtree(copied / name)
     return copied / "step-00000004"
 
 
 def stage(name, strategy, text, path, weights_only):
-    """Run a stage from a checkpoint."""
+    """Run a stage (fit, validate, ...) from a checkpoint."""
     if name in ("fit", "resume"):
         saver = ShardedCheckpoint(str(path.parent), resume="auto" if name == "resume" else "never")
         ckpt_path = path if name == "fit" else None
@@ -120,7 +120,7 @@ STAGES = (
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("what", HOSTILE)
 def test_no_entry_runs_code(text, one, tmp_path, strategy, what):
-    """At any stage, with the manifest resealed or missing, and for any `weights_only`."""
+    """No entry runs code: at any stage, with the manifest resealed or missing, and for any `weights_only`."""
     mark = tmp_path / "mark"
     hurt, where = HOSTILE[what]
     hurt(one, Payload(mark))
@@ -143,7 +143,7 @@ def test_no_entry_runs_code(text, one, tmp_path, strategy, what):
 
 
 def test_every_value_is_read_so(one, tmp_path):
-    """Harm one entry of the folder at a time."""
+    """Replace one entry at a time by a payload, and read all of them."""
     before = (one / ".metadata").read_bytes()
     names = list(pickle.loads(before).state_dict_metadata)
     assert len(names) > 10
@@ -175,7 +175,7 @@ class Sharded(LongNetLM):
 
 @pytest.mark.parametrize("what", [".metadata", "values", "meta.pt"])
 def test_under_lightnings_own_strategy(text, one, tmp_path, what):
-    """ShardedCheckpoint reads for it."""
+    """ShardedCheckpoint also reads the folder under Lightning's own strategy."""
     HOSTILE[what][0](one, Payload(tmp_path / "mark"))
     reseal(one)
     strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
@@ -185,7 +185,7 @@ def test_under_lightnings_own_strategy(text, one, tmp_path, what):
 
 
 def test_lightnings_own_strategy_goes_on(text, saved, whole, tmp_path):
-    """And resumes from a folder of this package."""
+    """Lightning's own strategy resumes from a folder of this package."""
     shutil.copytree(saved, tmp_path / "c")
     strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
     saver = ShardedCheckpoint(str(tmp_path / "c"), resume="must")
@@ -213,7 +213,7 @@ def set_chunk(data):
 
 
 def share(data):
-    """Make all entries one part of one file, which would be read again and again."""
+    """Let all entries refer to one part of one file, so that it would be read again and again."""
     every = list(data.storage_data.values())
     longest = max(every, key=lambda info: info.length)
     for info in every:
@@ -268,7 +268,7 @@ def test_metadata_names_only_what_a_checkpoint_needs(one, named):
 
 
 def test_metadata_changes_no_class_of_torch(one):
-    """A pickle may set attributes of the classes that it names."""
+    """A pickle may set attributes on classes that it names. Reading must not change the class."""
     text = pickle.SHORT_BINUNICODE
     words = [bytes([len(x)]) + x.encode() for x in ("torch.distributed.checkpoint.metadata", "Metadata", "spoilt")]
     named = text + words[0] + text + words[1] + pickle.STACK_GLOBAL
@@ -346,7 +346,7 @@ def test_pipes_without_a_manifest(one):
 
 
 def test_a_value_that_is_damaged(one, tmp_path):
-    """`consolidate` and every other reader name the folder and the entry."""
+    """`consolidate` and all other readers name the folder and the damaged entry."""
     replace_entries(one, BytesStorageMetadata, b"not a file of torch.save")
     with pytest.raises(ValueError, match=rf"{one} cannot be loaded .*the entry optimizer_0\.\S+: .*earlier checkpoint"):
         read_whole(one)

@@ -1,4 +1,4 @@
-"""Calls of `ShortConvolution.together` with their results, for tests of its kernels."""
+"""Calls of `ShortConvolution.together` and their results, for tests of the kernels."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from lightning_dilated.ext.convolution import convolution
 from lightning_dilated.ext.convolution.convolution import ShortConvolution
 
-#: relative to the largest number of each result: its rounding, and for fp32 the rounding of its sum
+#: largest error relative to the largest value: rounding of the result, and for fp32 rounding of the sum
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call.
+    """A call of the convolution.
 
     Attributes:
-        channels: of each part.
-        cuts: bounds of documents.
-        lengths: of padded samples.
+        channels: number of channels of each part.
+        cuts: bounds of packed documents.
+        lengths: numbers of tokens in padded samples.
         layout: "joint": parts are slices of one tensor; "apart": separate tensors; "turned": channels are not adjacent.
     """
 
@@ -41,7 +41,7 @@ class Case:
         return {"lengths": as_tensor(self.lengths), "cu_seqlens": as_tensor(self.cuts)}
 
     def module(self, dtype: torch.dtype, device: str = "cpu") -> ShortConvolution:
-        """Build a module with random weights that all dtypes can represent."""
+        """Build a module with random weights that are exact in all dtypes."""
         generator = torch.Generator().manual_seed(self.tokens)
         module = ShortConvolution(sum(self.channels), self.taps, self.causal, device=device, dtype=dtype)
         weight = torch.randn(module.weight.shape, generator=generator).to(torch.bfloat16)
@@ -50,7 +50,7 @@ class Case:
         return module
 
     def parts(self, dtype: torch.dtype, device: str = "cpu", seed: int = 1) -> list[Tensor]:
-        """Draw numbers that all dtypes can represent; one joint tensor has more channels than the parts."""
+        """Draw parts with values that are exact in all dtypes. A joint tensor has more channels than its parts."""
         generator = torch.Generator().manual_seed(seed)
         joint = torch.randn(self.batch, self.tokens, sum(self.channels) + 3, generator=generator)
         joint = joint.to(torch.bfloat16).clamp(-4, 4).to(device, dtype)
@@ -62,7 +62,7 @@ class Case:
     def results(
         self, dtype: torch.dtype, device: str = "cpu", weights: torch.dtype | None = None, kernels: bool = True
     ) -> dict[str, Tensor]:
-        """Return outputs and gradients by name. `kernels`: whether they are expected to serve the call."""
+        """Return outputs and gradients by name. `kernels`: whether the kernels must serve the call."""
         module = self.module(weights or dtype, device)
         assert convolution.serves(torch.device(device), dtype, self.taps) is kernels
         parts = [x.detach().requires_grad_() for x in self.parts(dtype, device)]
@@ -73,7 +73,7 @@ class Case:
         return {name: x.detach() for name, x in every.items()}
 
     def by_torch(self, device: str = "cpu") -> dict[str, Tensor]:
-        """Return `results` of torch's operations in float64."""
+        """Return the same as `results`, computed by torch's operations in float64."""
         return self.results(torch.float64, device, kernels=False)
 
 
@@ -82,7 +82,7 @@ def _numbered(name: str, tensors) -> dict[str, Tensor]:
 
 
 def compare(got: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """The gradient of the weight is a sum in fp32, in any dtype of the rows."""
+    """Assert equality. The weight's gradient is a sum in fp32, so its tolerance does not depend on the rows' dtype."""
     for name, x in want.items():
         tolerance = TOLERANCES[dtype if dtype == got[name].dtype else torch.float32]
         off = float((got[name].to(x) - x).abs().max()) if x.numel() else 0.0
@@ -91,7 +91,7 @@ def compare(got: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype)
 
 
 def without_kernels():
-    """Let torch compute every call."""
+    """Disable the kernels, so that torch computes every call."""
     return mock.patch.object(convolution, "serves", lambda *_: False)
 
 

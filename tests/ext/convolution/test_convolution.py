@@ -1,4 +1,4 @@
-"""ShortConvolution and layers with one equal a loop over tokens: in documents, in decoding and compiled."""
+"""ShortConvolution, and layers that contain it, equal a loop over tokens, in documents, in decoding and compiled."""
 
 from itertools import pairwise
 
@@ -15,9 +15,9 @@ PATTERN = DilatedPattern.longnet([8, 32], [1, 2])
 
 
 def looped(x, weight, causal, documents):
-    """Return y_p = x_p + the sum of weight_i x_(p - left + i) over neighbours in p's document, one number at a time.
+    """Compute y_p = x_p + sum of weight_i x_(p - left + i), over neighbours in the document of p, one number at a time.
 
-    `documents`: (sample, first, stop) of each.
+    `documents`: (sample, first, stop) of each document.
     """
     taps, y = len(weight), x.clone()
     left = taps - 1 if causal else (taps - 1) // 2
@@ -154,7 +154,7 @@ def test_refusals():
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 def test_hybrid_on_a_gpu(compiled):
-    """Loss and gradients in float32 equal the CPU in float64; local and dense heads alternate."""
+    """In a hybrid, loss and gradients in float32 equal the CPU's in float64. Layers mix local and dense heads."""
     tokens = torch.randint(64, (2, 1000), generator=torch.Generator().manual_seed(1))
 
     def loss_and_gradients(device, dtype, compiled):

@@ -1,4 +1,4 @@
-"""The kernels of the short convolution on a GPU: outputs and gradients equal torch in float64, reproducibly."""
+"""The kernels of the short convolution on a GPU: outputs and gradients equal torch in float64 and are reproducible."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_any_strides(layout):
 
 
 def test_rows_beyond_32_bits():
-    """Offsets exceed 2**31 elements."""
+    """Rows have offsets of more than 2**31 elements."""
     tokens, channels = (1 << 20) + 3, 2304
     module = convolution.ShortConvolution(channels, 4, True, device="cuda")
     with torch.no_grad():
@@ -52,7 +52,7 @@ def test_rows_beyond_32_bits():
 
 
 def test_replayed_with_other_documents():
-    """At a replay a CUDA graph reads the current bounds and lengths on the device."""
+    """A replay of a CUDA graph reads the current bounds and lengths from the device."""
     for causal, name, values in (
         (True, "cu_seqlens", ((0, 9, 300), (0, 200, 300))),
         (False, "lengths", ((300,), (70,))),
@@ -85,7 +85,7 @@ def test_replayed_with_other_documents():
 @pytest.mark.parametrize("kind", ["kv_conv", "recurrence"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 def test_in_a_model(kind, compiled):
-    """Loss and gradients of a model in float32 are the same without the kernels."""
+    """In a model, loss and gradients in float32 are the same with and without the kernels."""
     options = {"kv_conv": {"kv_conv": 4}, "recurrence": {"recurrence": {"kind": "linear", "segment": 64}}}[kind]
     tokens = torch.randint(64, (2, 1000), generator=torch.Generator().manual_seed(1)).cuda()
 

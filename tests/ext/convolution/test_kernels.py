@@ -40,7 +40,7 @@ def test_random_calls(interpreter, number, examples):
 
 
 def narrow(rank, group, dtype):
-    """Also with fp32 weights, as in Trainer(precision="bf16-mixed"), where their gradient is not rounded."""
+    """Compare 16-bit rows. With fp32 weights, as in Trainer(precision="bf16-mixed"), their gradient is not rounded."""
     for case in (Case(300, (5, 8), batch=2), Case(40, causal=False, cuts=(0, 3, 4, 40))):
         for weights in (dtype, torch.float32):
             compare(case.results(dtype, weights=weights), case.by_torch(), dtype)
@@ -52,7 +52,7 @@ def test_rows_of_16_bits(interpreter, dtype):
 
 
 def weights_are_rounded(rank, group):
-    """fp32 weights are rounded to the rows' dtype, as in torch's operations."""
+    """As in torch's operations, fp32 weights are rounded to the dtype of the rows."""
     module = ShortConvolution(1, 2, True)
     with torch.no_grad():
         module.weight.copy_(torch.tensor([[1 + 2**-9], [-2]]))
@@ -60,7 +60,7 @@ def weights_are_rounded(rank, group):
 
 
 def padding_is_not_seen(rank, group):
-    """Real tokens do not depend on the padding's values."""
+    """The results of real tokens do not depend on the values of the padding."""
     case = Case(20, (4,), causal=False, batch=2, lengths=(20, 7))
     (x,), module = case.parts(torch.float32), case.module(torch.float32)
     x[1, 7:] = torch.nan
@@ -80,7 +80,7 @@ def module_and_parts():
 
 
 def summed(module, parts, cu_seqlens):
-    """Return a number with a gradient that reads the outputs."""
+    """Return a scalar of the outputs. Its gradient depends on the outputs, too."""
     q, k = module.together(parts, None, cu_seqlens)
     return (q * k[..., :3]).sum() + k.square().sum()
 
@@ -101,7 +101,7 @@ def test_runs(interpreter, name):
 
 
 def is_an_op(rank, group):
-    """Check the op as torch requires; it saves only its inputs."""
+    """Run torch's checks of a registered op, and check that it saves only its inputs."""
     module, parts, cu_seqlens = module_and_parts()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.data_ptr()), lambda x: x):
@@ -109,13 +109,13 @@ def is_an_op(rank, group):
     assert set(saved) == {x.data_ptr() for x in (*parts, module.weight, cu_seqlens)}
     with FlopCounterMode(display=False) as counter:
         summed(module, parts, cu_seqlens).backward()
-    assert counter.get_total_flops() == 0  # torch counts products of matrices only
+    assert counter.get_total_flops() == 0  # torch's counter counts matrix products only
     op, checks = torch.ops.lightning_dilated.local_convolution.default, ("test_schema", "test_faketensor")
     torch.library.opcheck(op, (parts, module.weight, None, cu_seqlens, 0), test_utils=checks)
 
 
 def grads_of_any_kind(rank, group):
-    """Check an unused output, and an expanded gradient; two runs have the same bits."""
+    """Check gradients with an unused output and an expanded gradient. Two runs must have the same bits."""
     module, parts, _ = module_and_parts()
 
     def run():
@@ -138,7 +138,7 @@ def double_backward(rank, group):
 
 
 def held(rank, group):
-    """Return the bytes that the op allocates in addition to inputs and results, forward and backward."""
+    """Return the bytes that the op allocates, without inputs and results, in the forward and in the backward."""
     case = Case(1024, (16, 16), cuts=(0, 5, 1024), layout="apart")
     module, parts, cu_seqlens = case.module(torch.float32), case.parts(torch.float32), case.documents()["cu_seqlens"]
     grads, arguments, beside = case.parts(torch.float32, seed=2), (module.weight, None, cu_seqlens, 0), []
@@ -156,12 +156,12 @@ def held(rank, group):
 
 
 def test_memory_is_its_results(interpreter):
-    """Except for the number of each token's document."""
+    """The op allocates no memory except its results and the document number of each token."""
     assert max(interpreter.run(1, held)[0]) <= 4 * 1024
 
 
 def branch(rank, group, documents):
-    """Check a layer's recurrence, where q, k and v are convolved in place."""
+    """Check the recurrence of a layer, in which q, k and v are convolved in place."""
     results = {}
     for dtype in (torch.float32, torch.float64):
         torch.manual_seed(0)
@@ -186,7 +186,7 @@ def test_a_layers_recurrence(interpreter, cuts):
 
 # -- ranks and streams -------------------------------------------------------------------------------------------------
 def shared(rank, group, case, layout):
-    """Return this rank's rows of y and dx, and its part of the weight's gradient."""
+    """Return the rows of y and dx on this rank, and this rank's part of the weight's gradient."""
     with sequence(group, layout=layout) as ours, ours.active():
         at, module = positions(ours, case.tokens), case.module(torch.float32)
         (x,), (grad,) = (case.parts(torch.float32, seed=seed) for seed in (1, 2))
@@ -218,7 +218,7 @@ def test_two_ranks(interpreter, name, layout):
 
 
 def chunks_of_streams(rank, group):
-    """Rows continue the previous chunk, in documents of each sample; 16-bit gradients are summed in fp32."""
+    """Rows continue the previous chunk, by document of each sample. 16-bit gradients are summed in fp32."""
     generator = torch.Generator().manual_seed(0)
     rows, weight, grad = (torch.randn(*x, generator=generator) for x in ((2, 300, 5), (4, 5), (2, 297, 5)))
     numbers = torch.randint(0, 2, (2, 300), generator=generator).cumsum(1, dtype=torch.int32)
@@ -254,7 +254,7 @@ def test_what_the_kernels_take():
 @pytest.mark.parametrize("kind", ["plain", "documents", "lengths"])
 @pytest.mark.parametrize("name", ["_forward", "_backward"])
 def test_compiles_without_a_gpu(name, kind):
-    """The interpreter misses some errors, such as variables that change type in a loop; no registers are spilled."""
+    """Compiling finds errors that the interpreter misses, such as variables that change type. No register spills."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""Decoding equals the full sequence, row by row, reads only visible keys, and keeps no others for long."""
+"""Decoding equals the full sequence row by row, reads visible keys only, and soon discards keys that are not needed."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def qkv(heads, kv_heads, length=LONGEST, batch=1):
 
 
 def run(q, k, v, pattern, chunks, check=None, **options):
-    """Return the outputs of decoding chunk by chunk; call `check(cache)` after each."""
+    """Return the outputs of decoding in chunks, with a call of `check(cache)` after each chunk."""
     cache, out = KVCache(pattern, q.shape[2], k.shape[2]), []
     for parts in zip(*(x.split(chunks, 1) for x in (q, k, v)), strict=True):
         out.append(decode_attention(*parts, cache, **options))
@@ -42,15 +42,15 @@ def run(q, k, v, pattern, chunks, check=None, **options):
 
 
 def last(q, k, v, pattern, length, **options):
-    """Return decode_attention of the last of `length` tokens, after all others at once."""
+    """Return decode_attention for the last of `length` tokens, after one call with all earlier tokens."""
     q, k, v = (x[:, :length] for x in (q, k, v))
     return run(q, k, v, pattern, [length - 1, 1], **options)[:, -1:]
 
 
 def bounded(pattern, heads, kv_heads, row):
-    """Assert that a cache holds at most ceil(w / r) rows for every residue that a kv head keeps, in each branch.
+    """Return a function: assert that in each branch a cache has at most ceil(w / r) rows per residue of a kv head.
 
-    Its buffers are no larger either: `row` bytes a row, or twice that for a segment of the whole sequence.
+    Its buffers have the same limit (`row` bytes per row), or twice that for a segment of the whole sequence.
     """
     held = []
     for branch in pattern.branches:
@@ -82,7 +82,7 @@ def shaped_patterns(draw):
 
 @st.composite
 def chunkings(draw):
-    """Draw a prompt, then single tokens, with chunks between."""
+    """Draw chunk sizes: each stretch between random cuts is one chunk, or is decoded token by token."""
     cuts = draw(st.sets(st.integers(1, LONGEST - 1), max_size=4))
     bounds = [0, *sorted(cuts), LONGEST]
     sizes = [b - a for a, b in itertools.pairwise(bounds)]
@@ -92,7 +92,7 @@ def chunkings(draw):
 @given(shaped_patterns(), chunkings())
 @settings(max_examples=examples(100))
 def test_every_row_and_the_bound(case, chunks):
-    """For any chunks the rows equal the full sequence, and the cache holds no more than it reports."""
+    """With any chunks, rows equal the full sequence, and the cache has no more rows than it reports."""
     heads, kv_heads, pattern = case
     q, k, v = qkv(heads, kv_heads)
     want = dilated_attention(q, k, v, pattern, causal=True)
@@ -123,7 +123,7 @@ NAMED = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_last_row_of_each_length(name):
-    """Compare with a full run of that length, in which a segment of the whole sequence is shorter, too."""
+    """Compare with a full run of each length, because segments of the whole sequence grow with the length."""
     q, k, v = qkv(4, 2, batch=2)
     for n in range(1, LONGEST + 1):
         want = dilated_attention(q[:, :n], k[:, :n], v[:, :n], NAMED[name], causal=True, scale=0.7)[:, -1:]
@@ -133,9 +133,9 @@ def test_last_row_of_each_length(name):
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 64, 65, 80])
 def test_reads_only_what_it_sees(name, length):
-    """A step reads w / r keys of each branch: NaN everywhere else must not reach the result."""
+    """A step reads w / r keys of each branch. All other keys are NaN, and must not affect the result."""
     q, k, v = qkv(4, 2)
-    visible = NAMED[name].counts(length, 4, True, 2)[:, -1].unflatten(0, (2, 2)).sum(1) > 0  # (kv head, key)
+    visible = NAMED[name].counts(length, 4, True, 2)[:, -1].unflatten(0, (2, 2)).sum(1) > 0  # axes (kv head, key)
     for x in (k, v):
         x[0, :length][~visible.T] = torch.nan
     assert last(q, k, v, NAMED[name], length).isfinite().all()
@@ -151,7 +151,7 @@ def test_dtype_and_uncovered_heads(dtype):
 
 
 def test_rows_of_a_cache_by_hand():
-    """Heads 0..3 over kv heads 0, 0, 1, 1, offsets 0, 1, 2, 0, rate 3: kv head 0 keeps two residues of three."""
+    """Heads 0..3 use kv heads 0, 0, 1, 1 and offsets 0, 1, 2, 0 at rate 3, so kv head 0 keeps two of three residues."""
     pattern = DilatedPattern([(9, 3), Branch(4, 1, shift=3, heads=[2]), Branch(None, 2, offset=1)])
     q, k, v = qkv(4, 2, 11)
     cache, held = KVCache(pattern, 4, 2), []
@@ -159,14 +159,14 @@ def test_rows_of_a_cache_by_hand():
     for i in range(11):
         decode_attention(*(x[:, i : i + 1] for x in (q, k, v)), cache)
         held.append([rows.get(1, 0) for rows in cache.rows()])
-    assert cache.rows()[0] == {0: 2, 1: 1}  # index 0 and 1 of the second segment: residues 0 and 1, and residue 0
+    assert cache.rows()[0] == {0: 2, 1: 1}  # indices 0 and 1 of the second segment; kv head 1 needs residue 0 only
     assert [row[1] for row in held] == [1, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
     assert [row[2] for row in held] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert [row[0] for row in held] == [1, 1, 2, 3, 3, 4, 5, 5, 6, 1, 1]
 
 
 def test_buffers_stop_growing():
-    """They double up to ceil(w / r) rows, and not a byte more for any length."""
+    """Buffers double until they have ceil(w / r) rows, and do not grow further with the length."""
     pattern, n = DilatedPattern.longnet([32, 600], [1, 4]), 3000
     q, k, v = qkv(4, 2, n, batch=2)
     sizes = []
@@ -174,7 +174,7 @@ def test_buffers_stop_growing():
     for start in range(0, n, 10):
         decode_attention(*(x[:, start : start + 10] for x in (q, k, v)), cache)
         sizes.append(cache.nbytes)
-    row = 2 * 2 * D * 8  # k and v, two samples, float64
+    row = 2 * 2 * D * 8  # k and v, two samples, 8 bytes each
     assert sizes[-1] == row * (2 * 32 + 4 * 150) and len(set(sizes)) == 3
 
 
@@ -205,7 +205,7 @@ def test_no_tokens_change_nothing():
 
 
 def test_attended_padding_is_checked_at_each_length():
-    """The release has no right result if r does not divide w and a second segment begins."""
+    """The release has no correct result if r does not divide w and a second segment begins, so this is refused."""
     pattern, (q, k, v) = DilatedPattern([(8, 3)], padding="attended"), qkv(4, 4, 9)
     with pytest.raises(ValueError, match="not a multiple of"):
         run(q, k, v, pattern, [8, 1])
@@ -214,7 +214,7 @@ def test_attended_padding_is_checked_at_each_length():
 @given(shaped_patterns(), st.lists(st.integers(1, LONGEST - 10), min_size=2, max_size=3), st.integers(1, LONGEST))
 @settings(max_examples=examples(40))
 def test_prompts_of_different_lengths(case, lengths, chunk):
-    """Prompts are padded on the right, in chunks; then each sample continues as if alone."""
+    """Prompts are padded on the right and given in chunks. Then each sample continues as it would alone."""
     heads, kv_heads, pattern = case
     longest, rows = max(lengths), torch.arange(len(lengths))
     q, k, v = qkv(heads, kv_heads, batch=len(lengths))
@@ -233,7 +233,7 @@ def test_prompts_of_different_lengths(case, lengths, chunk):
 
 
 def test_buffers_of_a_fixed_length_stay():
-    """`max_length` bounds the rows of the whole sequence, and allocates all buffers once."""
+    """`max_length` limits the rows of segments of the whole sequence, so all buffers are allocated once."""
     pattern = DilatedPattern([(32, 1), (600, 4), (None, 2)])
     q, k, v = qkv(4, 2, 100)
     cache = KVCache(pattern, 4, 2, max_length=100)
@@ -257,7 +257,7 @@ def test_a_cache_begins_anew():
             torch.testing.assert_close(torch.cat(got, 1), want, **TOL)
 
 
-#: (lengths of prompts or None, chunks before, the call, message)
+#: (lengths of prompts or None, earlier chunks, the call, part of the message)
 WRONG = {
     "a batch of other lengths": ([3, 4, 5], [], qkv(4, 2, 5, 2), "made for 3 samples .lengths., got a batch of 2"),
     "across the prompts' end": ([3, 5], [4], qkv(4, 2, 2, 2), "longest prompt has 5 tokens, and this call adds"),
@@ -320,7 +320,7 @@ REFUSED = {
 @torch.no_grad()
 @pytest.mark.parametrize("name", REFUSED)
 def test_layer_refuses(name):
-    """A layer of shifted segments would silently read the rows of an unshifted one."""
+    """A layer with shifted segments must not read the cache of an unshifted layer."""
     options, text = REFUSED[name]
     call = {"is_causal": True, "cache": LAYER.new_cache(), **options}
     with pytest.raises(TypeError if text is NO_CACHE else ValueError, match=text):

@@ -1,4 +1,4 @@
-"""Generation: greedy equals running the whole sequence again for each token; sampling follows its options."""
+"""Generation: greedy tokens equal repeated runs of the whole sequence, and sampling follows its options."""
 
 import gc
 import math
@@ -44,7 +44,7 @@ MODELS = {
 
 
 def lively(**options):
-    """Build a model with large weights, so that predictions depend on all visible tokens and do not repeat one."""
+    """Build a model with large weights, so that predictions depend on all visible tokens and vary."""
     model = tiny(**{"tie_embeddings": False, **options})
     with torch.no_grad():
         for p in model.parameters():
@@ -54,7 +54,7 @@ def lively(**options):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_is_the_full_sequence_at_each_length(name):
-    """48 tokens from prompts of 3: past every segment of 4 and of 16, several times."""
+    """48 tokens after prompts of 3, which cross the ends of several segments of 4 and of 16."""
     model = lively(**MODELS[name])
     out = model.generate(PROMPT, 45, temperature=0)
     want = PROMPT
@@ -111,14 +111,14 @@ def test_stream_yields_what_generate_returns(name):
 
 
 def test_stream_draws_one_at_a_time():
-    """A step is computed on request, and the model is unchanged between two."""
+    """A step is computed when its token is requested. Between steps, the model is in its own mode."""
     model, calls = lively(dropout=0.5).train(), []
     model.register_forward_hook(lambda *args: calls.append(model.training))
     stream = model.generate_stream(PROMPT, 20)
     assert calls == []
     first = next(stream)
     assert first.shape == (2,) and calls == [False] and model.training and model.dropout.training
-    loss = model(PROMPT).sum()  # a caller who samples during training has gradients in between
+    loss = model(PROMPT).sum()  # between steps, a caller that samples during training has gradients
     assert loss.requires_grad and calls == [False, True]
     next(stream)
     assert calls == [False, True, False] and model.training
@@ -126,7 +126,7 @@ def test_stream_draws_one_at_a_time():
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 30, 1000])
 def test_prompt_in_chunks(chunk):
-    """A prompt of 30 is past every segment of 4 and of 16."""
+    """A prompt of 30 tokens is longer than the segments of 4 and of 16."""
     model, prompt = lively(shift_layers="odd"), torch.randint(11, (2, 30))
     want = model.generate(prompt, 12, temperature=0)
     assert torch.equal(model.generate(prompt, 12, temperature=0, prompt_chunk=chunk), want)
@@ -139,7 +139,7 @@ def test_last_only():
 
 @pytest.mark.parametrize("many", [False, True], ids=["a token", "a list"])
 def test_stop(many):
-    """A row ends with its stop token and repeats it; other rows continue until the last one ends."""
+    """A row ends with its stop token and repeats the token until the last row has ended."""
     model = lively()
     free = generate(model, temperature=0)
     for token in free[:, 3:].unique().tolist():
@@ -169,7 +169,7 @@ def test_stop_leaves_the_draws_alone():
     ],
 )
 def test_prompts_of_different_lengths(name, chunk):
-    """Each row equals the row alone: its prompt, its continuation, and its last token again."""
+    """Each row equals a run of the row alone: its prompt, its continuation, then repetitions of its last token."""
     model = lively(**MODELS.get(name, {"kv_conv": 3}))
     prompts, lengths = torch.randint(11, (3, 17)), [17, 3, 9]
     got = model.generate(prompts, 20, temperature=0, lengths=torch.tensor(lengths), prompt_chunk=chunk)
@@ -182,7 +182,7 @@ def test_prompts_of_different_lengths(name, chunk):
 # -- captured steps ----------------------------------------------------------------------------------------------------
 @pytest.fixture
 def captured(monkeypatch):
-    """Capture steps as on a GPU, with replays that run the same Python again. Return all captured steps."""
+    """Capture steps as on a GPU, but with replays that run the Python code again. Return the list of captured steps."""
     steps, real = [], token_step.TokenStep._captured
     monkeypatch.setattr(token_step, "why_not", lambda model, device: token_step.why_not_captured(model))
     monkeypatch.setattr(token_step, "capture", lambda run, generator, device: torch.no_grad()(run))
@@ -191,7 +191,7 @@ def captured(monkeypatch):
 
 
 def both_ways(model, *args, **options):
-    """Return (result of captured steps, of plain steps) with equal seeds, each with the generator's final state."""
+    """Return the results of captured and of plain steps with equal seeds, each with the generator's final state."""
     results = []
     for why_not in (token_step.why_not, lambda model, device: "told"):
         rng = torch.Generator().manual_seed(4)
@@ -215,14 +215,14 @@ CAPTURED = {
 def test_captured_steps_are_the_plain_ones(captured, name):
     build, options = CAPTURED[name]
     model = lively(**build)
-    for new in (30, 25):  # the second call reuses the step, without traces of the first
+    for new in (30, 25):  # the second call reuses the captured step, which must not depend on the first call
         (got, state), (want, plain_state) = both_ways(model, PROMPT, new, **options)
         assert torch.equal(got, want) and torch.equal(state, plain_state)
     assert len(captured) == 1
 
 
 def test_stream_of_captured_steps(captured):
-    """Work started ahead is undone when the stream ends, and a step in use serves no other stream."""
+    """A step that was started ahead is undone when the stream ends. A step in use is not shared by another stream."""
     model = lively()
     for stop in (0, 5):
         (got, _), _ = both_ways(model, PROMPT, 30, stop=stop, temperature=2.0)
@@ -260,7 +260,7 @@ def test_steps_are_captured_anew_where_weights_move(captured):
         generate(model)
     assert len(captured) == 1
     with torch.no_grad():
-        model.head.weight.mul_(1.5)  # in place: the graph reads it
+        model.head.weight.mul_(1.5)  # the graph reads the changed memory
     generate(model)
     assert len(captured) == 1
     replaced_head(model)
@@ -301,14 +301,14 @@ def test_a_model_is_not_kept(captured):
     model = lively()
     generate(model)
     step, alive = weakref.ref(captured.pop()), weakref.ref(model)
-    step()._replay = None  # it belongs to this test, and holds the model
+    step()._replay = None  # the test's own replay function refers to the model
     del model
     gc.collect()
     assert alive() is None and step() is None
 
 
 def between(model, own):
-    """Return (tokens, numbers that the caller draws in between, one more) of a stream that is left after 12 tokens."""
+    """Leave a stream after 12 tokens. Return (tokens, random numbers that the caller drew between them, one more)."""
     torch.manual_seed(3)
     tokens, drawn, generator = [], [], torch.Generator().manual_seed(4) if own else None
     for token in model.generate_stream(PROMPT, 30, stop=[9], generator=generator):
@@ -323,7 +323,7 @@ def between(model, own):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_what_a_caller_does_between_tokens(captured, own):
-    """The caller draws numbers, changes the tokens and leaves early: neither side affects the other."""
+    """Between tokens, the caller draws random numbers and changes the tokens. Neither side affects the other."""
     model = lively()
     got = between(model, own)
     with pytest.MonkeyPatch.context() as patch:
@@ -333,12 +333,12 @@ def test_what_a_caller_does_between_tokens(captured, own):
 
 
 def test_a_step_that_is_not_kept_is_freed(captured, monkeypatch):
-    """It is freed before the next call allocates its caches."""
+    """A step that is not stored is freed before the next call allocates its caches."""
     monkeypatch.setattr(token_step, "KEPT_BYTES", 1)
     model = lively()
     generate(model)
     first = weakref.ref(captured.pop())
-    first()._replay = None  # it belongs to this test, and holds the step
+    first()._replay = None  # the test's own replay function refers to the step
     gc.collect()
     stream = model.generate_stream(PROMPT, 20, top_k=3)
     next(stream)
@@ -372,7 +372,7 @@ def test_kept_steps_are_few(captured, monkeypatch):
 
 @pytest.mark.full
 def test_nothing_stays_while_a_trainer_fits(captured):
-    """Earlier steps are freed, and a validation's steps are not kept."""
+    """A fit frees earlier steps, and steps of its validation are not stored."""
     model, data, alive = tiny(dtype=torch.float32), loader(batch(2, 8)), []
     generate(model)
     assert model in token_step._steps
@@ -392,7 +392,7 @@ def test_nothing_stays_while_a_trainer_fits(captured):
 
 
 class Other(LongNetLM):
-    """A model with its own forward."""
+    """A model that overrides forward."""
 
     def forward(self, tokens, **options):
         return super().forward(tokens, **options) * 2
@@ -415,7 +415,7 @@ def test_a_capture_that_fails(captured, monkeypatch):
     monkeypatch.setattr(token_step, "capture", lambda run, generator, device: 1 / 0)
     with pytest.warns(UserWarning, match="LongNetLM could not be captured .* division by zero"):
         assert torch.equal(generate(model), want)
-    assert torch.equal(generate(model), want)  # and is not tried again
+    assert torch.equal(generate(model), want)  # the capture is not tried a second time
 
 
 LOGITS = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
@@ -461,7 +461,7 @@ def test_builds_the_model_and_keeps_no_graph():
     assert torch.equal(model.generate(PROMPT, 0), PROMPT)
 
 
-#: (what is refused of a call for one more token, error, message)
+#: (changes to a valid call for one more token, error, part of the message)
 REFUSED = [
     ({"tokens": PROMPT[:, :0]}, ValueError, r"at least one token, got \(2, 0\)"),
     ({"tokens": PROMPT[:0]}, ValueError, r"at least one token, got \(0, 3\)"),
@@ -504,12 +504,12 @@ def test_refused(options, error, text):
     with pytest.raises(error, match=text):
         tiny().generate(**call)
     with pytest.raises(error, match=text):
-        tiny().generate_stream(**call)  # at the call, not at the first token
+        tiny().generate_stream(**call)  # the call itself raises, before the first token is requested
 
 
 @pytest.mark.full
 def test_compiled_blocks(captured):
-    """Modules after attention are compiled for a token, for the first length of a prompt and others; hooks still run."""
+    """Modules after attention are compiled: for one token, a prompt's first length and other lengths. Hooks run."""
     torch._dynamo.reset()
     model, want = lively(kv_conv=3), []
     counter = CompileCounterWithBackend("aot_eager")

@@ -1,4 +1,4 @@
-"""Decoding on CUDA: the kernels against float64, and captured token steps against calls of the model."""
+"""Decoding on CUDA: the kernels against float64, and captured steps against calls of the model."""
 
 import gc
 import weakref
@@ -35,7 +35,7 @@ TOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_kernel(name, heads, dtype):
-    """Single tokens after prompts of different lengths, across walls; unwritten rows are NaN."""
+    """Decode single tokens after prompts of different lengths, across segment ends. Unwritten rows are NaN."""
     pattern, (num_heads, kv_heads), lengths = PATTERNS[name], HEADS[heads], [500, 1, 63, 255]
     for dim in (64, 128, 48):
         steps = 4 if dim != 64 else 70
@@ -43,7 +43,7 @@ def test_kernel(name, heads, dtype):
         shape = 4, 500 + steps
         q, k, v = (torch.randn(*shape, n, dim, device="cuda").to(dtype) for n in (num_heads, kv_heads, kv_heads))
         cache = KVCache(pattern, num_heads, kv_heads, max_length=600, clock=Clock(lengths))
-        torch.use_deterministic_algorithms(True)  # fills what torch.empty allocates with NaN
+        torch.use_deterministic_algorithms(True)  # torch.empty returns NaN
         try:
             cache.append(k[:, :500], v[:, :500])
             got = []
@@ -62,7 +62,7 @@ def test_kernel(name, heads, dtype):
 
 
 def on_gpu(**options):
-    """Build `lively` on the GPU."""
+    """Build the model of `lively` on the GPU."""
     model = tiny(**{"tie_embeddings": False, "dtype": torch.float32, **options})
     with torch.no_grad():
         for p in model.parameters():
@@ -71,7 +71,7 @@ def on_gpu(**options):
 
 
 def drawn(model, prompt, new, plain=False, seed=4, **options):
-    """Return (the tokens, the generator's state afterwards)."""
+    """Generate tokens. Return (tokens, the generator's final state)."""
     rng = torch.Generator("cuda").manual_seed(seed)
     with pytest.MonkeyPatch.context() as patch:
         if plain:
@@ -93,7 +93,7 @@ def test_captured_steps_are_the_plain_ones(name, dtype):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_is_the_full_sequence(name):
-    """Each token is the most likely one after all before it, within float32's precision."""
+    """Each token is the most likely one after all tokens before it, up to float32's precision."""
     model, prompt = on_gpu(**MODELS[name]), torch.randint(11, (3, 5), device="cuda")
     out = model.generate(prompt, 60, temperature=0)
     with torch.no_grad():

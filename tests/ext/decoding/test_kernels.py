@@ -1,4 +1,4 @@
-"""The decoding kernels in Triton's interpreter: any pattern and position, samples of different lengths, NaN rows."""
+"""The decoding kernels in Triton's interpreter: any pattern and position, prompts of different lengths, NaN rows."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ from ...examples import examples
 from .test_decode import shaped_patterns
 from .test_generation import lively
 
-TOL = {torch.float32: 1e-5, torch.float16: 2e-3}  # the interpreter has no products of bfloat16
+TOL = {torch.float32: 1e-5, torch.float16: 2e-3}  # the interpreter does not support products of bfloat16
 
 
 @st.composite
 def calls(draw):
-    """Draw (heads, kv heads, pattern, prompt lengths, steps, head dim, whether buffers have their final size, dtype)."""
+    """Draw (heads, kv heads, pattern, prompt lengths, steps, head dim, whether buffers have full size, dtype)."""
     heads, kv_heads, pattern = draw(shaped_patterns())
     lengths = draw(st.lists(st.integers(1, 75), min_size=1, max_size=2))
     dim, steps = draw(st.sampled_from([2, 16, 24])), draw(st.integers(1, 3))
@@ -48,9 +48,9 @@ def small_tiles(patch):
 
 
 def decoded(rank, group, call):
-    """Compare the steps after prompts of these lengths with the oracle; unwritten rows are NaN."""
+    """Compare the steps after prompts of these lengths with the oracle. Unwritten rows are NaN."""
     heads, kv_heads, pattern, lengths, steps, dim, fixed, dtype = call
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty allocates with NaN
+    torch.use_deterministic_algorithms(True)  # torch.empty returns NaN
     torch.manual_seed(0)
     longest, batch = max(lengths), len(lengths)
     q, k, v = (torch.randn(batch, longest + steps, n, dim).to(dtype) for n in (heads, kv_heads, kv_heads))
@@ -94,7 +94,7 @@ LAYERS = {
 
 @torch.no_grad()
 def layer_steps(rank, group, options):
-    """Compare a layer's single tokens after prompts of 11 and 6 tokens with each whole sequence."""
+    """Compare a layer's single tokens after prompts of 11 and 6 tokens with a run of each whole sequence."""
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
     offsets = "kv" if options.get("kv_conv") else "query"
@@ -124,7 +124,7 @@ def test_layer(interpreter, name):
 
 
 def frozen_steps(rank, group, options):
-    """Return whether captured steps give the plain tokens while the host's counts stay as they were at the capture."""
+    """Return whether captured steps produce the plain tokens, although the host's counts stay as at the capture."""
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
     model = lively(pattern=DilatedPattern([(4, 1), (None, 2)]).shifted(), dtype=torch.float32, **options)
@@ -152,7 +152,7 @@ def test_captured_steps_read_the_device_only(interpreter):
 
 @pytest.mark.parametrize("group, stages", [(1, 1), (1, 3), (16, 1)])
 def test_compiles_without_a_gpu(group, stages):
-    """The interpreter misses some errors: variables that change type in a loop, products of wrong shapes."""
+    """Compiling finds errors that the interpreter misses: variables that change type, products of wrong shapes."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""AccuracyByDepth against answers counted one by one, and with readers of the whole text or of its end."""
+"""AccuracyByDepth against answers counted one by one, and with models that read the whole text or only its end."""
 
 import csv
 import random
@@ -23,7 +23,7 @@ def task(name="needle", **options):
 
 def model_of(data):
     torch.manual_seed(3)
-    return tiny(vocab_size=data.vocab_size, tie_embeddings=False)  # tied weights would repeat the input
+    return tiny(vocab_size=data.vocab_size, tie_embeddings=False)  # tied weights would make it repeat its input
 
 
 def quiet(tmp_path, *callbacks, **options):
@@ -31,7 +31,7 @@ def quiet(tmp_path, *callbacks, **options):
 
 
 def by_hand(model, data, split):
-    """Return {(length, depth): [samples, right, tokens, right tokens]}, one sample after another."""
+    """Count sample by sample. Return {(length, depth): [samples, right, tokens, right tokens]}."""
     counts = defaultdict(lambda: [0, 0, 0, 0])
     for sample in data.dataset(split):
         with torch.no_grad():
@@ -72,15 +72,15 @@ def test_equals_answers_counted_by_hand(tmp_path, capsys, split, name):
 
 
 class Reader(LongNetLM):
-    """Answers the needle from the last `reach` tokens; guesses among all values if its key is not there.
+    """Answers from the last `reach` tokens. If the key is not among them, it guesses one of all values.
 
-    A model may look only at tokens, so it gets no labels; here they only mark the positions of answers.
+    A model gets no labels. The labels here only mark the positions of answers.
     """
 
     reach = 10**6
 
     def _read(self, tokens, at):
-        """Return the token after position `at` of a sample."""
+        """Return the token after position `at` in a sample."""
         draw, question = random.Random(sum(tokens)), tokens.index(1)
         key, said = tokens[question + 1 : question + 4], tokens[question + 4 : at + 1]
         for i in range(max(0, at + 1 - self.reach), question - 3):
@@ -100,7 +100,7 @@ class Reader(LongNetLM):
 
 @pytest.mark.parametrize("reach", [None, 45])
 def test_a_reader_is_right_within_its_reach_and_guesses_beyond(tmp_path, reach):
-    """With 16 values a guess is right once in 16, which is all that is possible beyond the reach."""
+    """With 16 values, a guess is right once in 16. Beyond the reach, no model can do better."""
     data = task(lengths=[40, 120], depths=[0, 50, 90], samples_per_cell=60, vocabulary=16, value_tokens=1)
     model = Reader(PATTERN, **{**SIZES, "vocab_size": data.vocab_size})
     model.first_value = 2 + data.form.fillers + 16

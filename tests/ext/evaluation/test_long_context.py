@@ -1,4 +1,4 @@
-"""LongContextDataModule: every sample can be answered by reading it, is where its cell says, and cannot be guessed."""
+"""LongContextDataModule: reading answers every sample, answers are at their cell's depth, guessing does not help."""
 
 import math
 import re
@@ -30,7 +30,7 @@ def text_of(sample):
 
 
 def read_text(sample):
-    """Return (the answer of a reader of the text, all values in it, character position of the asked statement)."""
+    """Read a text. Return (its answer, all values in it, character position of the statement that is asked for)."""
     *lines, question = text_of(sample).split("\n")
     values, first, place = {}, {}, 0
     for line in lines:
@@ -40,14 +40,14 @@ def read_text(sample):
             values.setdefault(match[1], []).append(match[2])
             first.setdefault(match[1], place)
         elif (match := re.fullmatch(r"Variable ([a-z]+-[a-z]+) is equal to ([a-z]+-[a-z]+)\.", line)) is not None:
-            values[match[1]], first[match[1]] = values[match[2]], first[match[2]]  # KeyError before its variable
+            values[match[1]], first[match[1]] = values[match[2]], first[match[2]]  # KeyError if before its variable
         place += len(line) + 1
     asked_key = re.findall(r"[a-z]+-[a-z]+", question)[-1]
     return " " + ", ".join(values[asked_key]), sorted({x for group in values.values() for x in group}), first[asked_key]
 
 
 def read_tokens(sample, module):
-    """Return the same for the token form, by its documentation; values are tuples of tokens."""
+    """Read the token form as documented. Return the same, with tuples of tokens as values."""
     form, tokens = module.form, sample["tokens"].tolist()
     keys, values = range(2 + form.fillers, 2 + form.fillers + 7), range(2 + form.fillers + 7, module.vocab_size)
     question = tokens.index(1)
@@ -84,13 +84,13 @@ def test_a_reader_answers_every_sample(task, form):
             assert (bytes(labels).decode() if form == "text" else labels) == answer
             assert counted.nonzero().flatten().tolist() == list(range(length - len(labels) - 1, length - 1))
             assert sample["tokens"][-len(labels) :].tolist() == labels
-            assert len(values) == (1 + module.task.distractors) * module.task.num_values  # all differ
+            assert len(values) == (1 + module.task.distractors) * module.task.num_values  # all values differ
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("task", TASKS)
 def test_depth_is_where_the_needle_stands(task, form):
-    """All statements are known, so the filler before the first asked one can be counted."""
+    """All statements are known, so the filler before the statement that is asked for can be counted."""
     module = data(task, form, depths=[0, 30, 50, 100])
     for sample in module.dataset("val"):
         length, depth = module.cell("val", sample["index"])
@@ -98,7 +98,7 @@ def test_depth_is_where_the_needle_stands(task, form):
         parts = module._parts(rng)
         room = length - parts.size
         place = (read_text(sample) if form == "text" else read_tokens(sample, module))[2]
-        # other statements before it
+        # characters or tokens of other statements before it
         if form == "text":
             before = sum(
                 len(x) + 1 for x in text_of(sample)[:place].split("\n") if "code" in x or "Var" in x or "var" in x
@@ -106,7 +106,7 @@ def test_depth_is_where_the_needle_stands(task, form):
         else:
             keys = range(2 + module.form.fillers, module.vocab_size)
             before = sum(x in keys for x in sample["tokens"][:place].tolist())
-        slack = 30 if form == "text" else 0.5  # half a line
+        slack = 30 if form == "text" else 0.5  # half a line of text, half a token
         assert abs(place - before - depth / 100 * room) <= slack
 
 
@@ -157,7 +157,7 @@ def test_batches_are_padded_where_lengths_differ():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_what_guessing_gives(task):
-    """Guesses: blind, among the values of the text, and by the frequency or position of values."""
+    """Guess without the text, among values of the text, and by the frequency or position of values."""
     options = {"vocabulary": 10, "key_tokens": 2, "value_tokens": 1, "distractors": 3, "num_values": 2, "lengths": 90}
     module = data(task, **options, depths=list(range(0, 101, 10)), samples_per_cell=150)
     rng, count = np.random.default_rng(1), Counter()
@@ -176,13 +176,13 @@ def test_what_guessing_gives(task):
     assert module.guess["unbound"] == 1 / math.comb(4 * size, size)
     for name, chance in module.guess.items():
         assert abs(count[name] / samples - chance) < 4 * math.sqrt(chance / samples), name
-    if size == 1:  # averaged over all depths, the position of a value tells nothing
+    if size == 1:  # on average over all depths, the position of a value is no hint
         for name in ("first", "last"):
             assert abs(count[name] / samples - module.guess["unbound"]) < 0.07, name
 
 
 def test_a_tokenizer(tmp_path):
-    """With a byte-level BPE that begins texts with a special token, the text and the answer are as in bytes."""
+    """With a byte-level BPE that starts texts with a special token, text and answer are the same as with bytes."""
     tokenizers = pytest.importorskip("tokenizers")
     from tokenizers.processors import TemplateProcessing
 
@@ -195,7 +195,7 @@ def test_a_tokenizer(tmp_path):
     begun = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     begun.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     begun.save(str(tmp_path / "tokenizer.json"))
-    module = data("multi_value", "text", tokenizer=str(tmp_path), lengths=[900])  # a folder
+    module = data("multi_value", "text", tokenizer=str(tmp_path), lengths=[900])  # the folder of the tokenizer
     assert module.vocab_size == plain.get_vocab_size() == 400
     for sample in module.dataset("val"):
         assert len(sample["tokens"]) == 900 and sample["tokens"][0] == 0 and (sample["tokens"][1:] > 0).all()

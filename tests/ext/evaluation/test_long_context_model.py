@@ -1,4 +1,4 @@
-"""Models trained on the needle: one that sees everything answers at every depth, one with a window within its reach."""
+"""Models trained on the needle: a dense pattern answers at every depth, a window only within its reach."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ MODELS = {
 }
 
 
-@pytest.mark.slow  # tests/callbacks/test_accuracy_by_depth.py has readers with and without a reach instead
+@pytest.mark.slow  # in CI, test_accuracy_by_depth.py has fixed models with and without a reach
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_trained_model_uses(tmp_path, name):
     pattern, distractors, steps = MODELS[name]
@@ -35,6 +35,6 @@ def test_what_a_trained_model_uses(tmp_path, name):
     if name != "window":
         assert min(share.values()) > 0.95
         return
-    # two layers of five tokens reach back eight, and a convolution one more each; at 50 % the value is 15 tokens back
+    # two layers of five tokens reach back eight tokens, plus one per convolution; at 50 % the value is 15 tokens back
     assert share[100] > 0.95
     assert max(share[d] for d in (0, 25, 50)) < 0.3 and data.guess["blind"] == 1 / 8

@@ -1,4 +1,4 @@
-"""LossByPosition against sums by hand, packed or not, and the same on several ranks."""
+"""LossByPosition against sums computed by hand, packed or not."""
 
 import csv
 import math
@@ -17,7 +17,7 @@ BOUNDS = [0, 9, 10, 23, N]
 
 
 def batch(kind):
-    """Return two rows, or one packed row; some labels do not count."""
+    """Return two rows, or one packed row. Some labels are ignored."""
     rows = 1 if kind == "documents" else 2
     tokens, labels = (torch.randint(11, (rows, N)) for _ in range(2))
     labels[:, [3, 17]] = -100
@@ -30,7 +30,7 @@ def batch(kind):
 
 
 def by_hand(model, batches):
-    """Return {(part, first): [nats, labels]}, one label after another."""
+    """Add label by label. Return {(part, first): [nats, labels]}."""
     sums = defaultdict(lambda: [0.0, 0])
     for data in batches:
         losses = model.token_losses(data)

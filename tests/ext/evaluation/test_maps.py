@@ -1,4 +1,4 @@
-"""attention_weights: applied to v they give the oracle's output at those rows, in any pattern."""
+"""attention_weights, multiplied with v, give the oracle's output at the given rows for any pattern."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ PATTERN = DilatedPattern.longnet([8, 32], [1, 2])
 
 
 def rows(case: Case, queries: list[int]) -> None:
-    """Compare the weights of a case with the oracle, and the real keys' share with the log of the denominator."""
+    """Compare weights with the oracle, and the share of real keys with the logarithm of the denominator."""
     q, k, v, _ = (x.detach() for x in case.tensors())
     weights = attention_weights(q, k, case.pattern, queries, **case.options())
     assert weights.shape == (case.batch, case.heads, len(queries), case.seq_len) and weights.dtype == torch.float64
@@ -32,7 +32,7 @@ def rows(case: Case, queries: list[int]) -> None:
 
 @st.composite
 def calls(draw, padding: str):
-    """Draw a call and its queries: any, in any order, with repetitions."""
+    """Draw a call and its queries, in any order and with repetitions."""
     case = draw(cases(padding=padding, longest=48))
     queries = draw(st.lists(st.integers(0, case.seq_len - 1), max_size=6)) if case.seq_len else []
     return case, queries
@@ -102,7 +102,7 @@ def test_large_scores_stay_finite():
 
 
 def test_a_key_of_two_branches_counts_twice():
-    """At index 0 of head 0 both branches see the same keys as one branch of rate 1 does, the even ones twice."""
+    """Head 0 has offset 0: both branches see the even keys, so their weight is double."""
     q = torch.zeros(1, 8, 1, 4)
     weights = attention_weights(q, q, DilatedPattern([(8, 1), (8, 2)]), [0])
     torch.testing.assert_close(weights[0, 0, 0], torch.tensor([2.0, 1.0] * 4) / 12)
@@ -115,7 +115,7 @@ def test_head_without_a_branch_gives_zeros():
 
 
 def test_long_sequence_in_little_memory():
-    """A class token over a million tiles: the N x N matrix would be 4 TB a head."""
+    """For a class token over a million tiles, the N x N matrix would have 4 TB per head."""
     n = 1 << 20
     pattern = DilatedPattern.longnet([1024, 32768, n], [1, 4, 16])
     q = torch.randn(1, n, 1, 2)

@@ -1,4 +1,4 @@
-"""RecallByDistance against answers counted one by one, without any effect on the run."""
+"""RecallByDistance against answers counted one by one. It does not affect the run."""
 
 from collections import Counter
 
@@ -20,11 +20,11 @@ def task(pair_tokens=2, **options):
 
 def model_of(data):
     torch.manual_seed(3)
-    return tiny(vocab_size=data.vocab_size, tie_embeddings=False)  # tied weights would repeat the input
+    return tiny(vocab_size=data.vocab_size, tie_embeddings=False)  # tied weights would make it repeat its input
 
 
 def by_hand(model, data, split):
-    """Return {first distance of an octave: (right, labels)}, one label after another."""
+    """Count label by label. Return {first distance of an octave: (right, labels)}."""
     vocabulary, half, right, labels = data.vocabulary, data.seq_len // 2, Counter(), Counter()
     for sample in data.dataset(split):
         tokens = sample["tokens"].tolist()
@@ -86,7 +86,7 @@ def test_fit_logs_it_at_each_validation(tmp_path):
 
 @pytest.mark.parametrize("tile", [None, 7])
 def test_logits_are_made_at_labels_only(tmp_path, tile):
-    """Logits of all tokens for the loss, in its tiles, and once more at labels; not without the callback."""
+    """Logits are computed for all tokens in the tiles of the loss. The callback adds those at labels, and no others."""
     data, rows = task(val_size=3), {}
     for callbacks in ((), (RecallByDistance(),)):
         model, sizes = model_of(data), []

@@ -1,4 +1,4 @@
-"""Tasks made by rule: samples obey the rule and depend on (seed, split, index) alone; wrong values are refused."""
+"""Generated tasks: samples obey the rule and depend only on (seed, split, index). Wrong values are refused."""
 
 import itertools
 
@@ -81,7 +81,7 @@ def test_far_recall_obeys_its_rule(seq_len: int, pairs: int, vocabulary: int, qu
         known = {tokens[p]: tokens[p + 1] for p in keys if p < half}
         asks = [p for p in keys if p >= half]
         assert len(known) == pairs and len(asks) == (queries or pairs) and {tokens[p] for p in asks} == set(known)
-        assert all(p + 1 < half for p in keys if p < half)  # no pair crosses the middle
+        assert all(p + 1 < half for p in keys if p < half)  # no pair crosses the middle of the sequence
         expected = [-100] * seq_len
         for p in asks:
             assert tokens[p + 1] == known[tokens[p]] > vocabulary
@@ -91,7 +91,7 @@ def test_far_recall_obeys_its_rule(seq_len: int, pairs: int, vocabulary: int, qu
         assert sum(token == 0 for token in tokens) == seq_len - 2 * pairs - 2 * (queries or pairs)
         places |= set(keys)
         values += list(known.values())
-    if (seq_len, queries) == (64, None):  # anywhere; the others have less room to move
+    if (seq_len, queries) == (64, None):  # pairs occur anywhere; with other sizes they can move less
         assert places == {p for p in range(seq_len) if p not in (half - 1, seq_len - 1)}
     share = np.bincount(values, minlength=data.vocab_size)[1 + vocabulary :] / len(values)
     assert np.abs(share - 1 / vocabulary).max() < 5 * np.sqrt(1 / vocabulary / len(values))
@@ -123,7 +123,7 @@ def test_distances_are_those_from_each_query_to_its_pair(pair_tokens, split) -> 
     for sample in (data.dataset(split)[i] for i in range(20)):
         tokens = sample["tokens"].tolist()
         expected = [0] * 65
-        # the first key of each pair, or the key that its single token encodes
+        # the first token of each pair, or the key that the pair's single token encodes
         keys = [token if pair_tokens == 2 else (token - 6) // 5 + 1 if token else 0 for token in tokens[:32]]
         for p in (p for p in range(32, 65) if 1 <= tokens[p] <= 5):
             expected[p] = p - keys.index(tokens[p])

@@ -1,4 +1,4 @@
-"""`explain` against brute force over the definition's counts: walls, reach, dead residues, cost, hints."""
+"""`explain` against brute force over the counts of the definition: walls, reach, dead residues, cost, hints."""
 
 import re
 
@@ -19,19 +19,19 @@ GEOMETRIC = DilatedPattern.geometric(4, 16)
 
 
 def sees(pattern, n, heads, causal, kv_heads=None):
-    """Return (N, N) bool: some head of query p sees key j."""
+    """Return a (N, N) bool tensor that is true if some head of query p sees key j."""
     return (pattern.counts(n, heads, causal, kv_heads) > 0).any(0)
 
 
 def crossing(pairs):
-    """Return the positions that no later query reaches across: walls, by definition."""
+    """Return the walls by definition: positions with no pair of a later query and an earlier key."""
     return tuple(x for x in range(1, len(pairs)) if not pairs[x:, :x].any())
 
 
 def brute_reach(layers, depth):
-    """Return (share of positions within the last one's reach after `depth` layers, layers until all are or None).
+    """Return (share of positions that the last one reaches after `depth` layers, layers until it reaches all, or None).
 
-    `layers` are the pairs of alternating layers 0, 1, ...; information flows down from the last. Layers keep x.
+    `layers` are the pairs of alternating layers 0, 1, ... Information flows from the last layer down. Layers keep x.
     """
     n = len(layers[0])
     steps = [(pairs | torch.eye(n, dtype=torch.bool)).double() for pairs in layers]
@@ -67,10 +67,10 @@ def test_equals_brute_force(case, depth):
 
 
 @given(cases())
-@example((DilatedPattern([(4, 1), (8, 8)]), 8, 8, 8, False))  # every residue is used, but by one position a segment
+@example((DilatedPattern([(4, 1), (8, 8)]), 8, 8, 8, False))  # all residues are used, by one position per segment
 @settings(max_examples=examples(75))
 def test_hints_speak_where_something_is_lost(case):
-    """A hint whenever the last token never sees everything, and none if nothing is wrong."""
+    """If the last token never sees all positions, there is a hint. If nothing is wrong, there is none."""
     pattern, n, heads, kv, causal = case
     got = pattern.explain(n, heads, 1, causal, kv)
     if got.layers_to_full_reach is None or got.uncovered:
@@ -82,7 +82,7 @@ def test_hints_speak_where_something_is_lost(case):
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 11)), min_size=1, max_size=3), st.integers(1, 40))
 def test_walls_of_undilated_branches(sizes, n):
-    """With rate 1 everywhere the walls are all the positions that nothing crosses, not only some."""
+    """If all rates are 1, the walls are all positions that no pair crosses, not only some of them."""
     pattern = DilatedPattern([Branch(w, 1, shift=t % w) for w, t in sizes])
     assert pattern.explain(n, 2, 1, True).walls == crossing(sees(pattern, n, 2, True))
 
@@ -109,10 +109,10 @@ def test_walls(name):
 
 @pytest.mark.parametrize("rate", [1, 3])
 def test_windows(rate):
-    """A window moves by its reach in each layer, has no dead residues, and covers every row."""
+    """In each layer, information moves by the window's reach. No residue is dead, and every row is covered."""
     got = DilatedPattern([Window(5, rate)]).explain(1 + 12 * rate, 2, 2, causal=True)
     assert not got.dead_residues and not got.uncovered and got.keys_per_row <= 5
-    assert got.reach == pytest.approx(9 / (1 + 12 * rate))  # 4 rows a layer, of one residue
+    assert got.reach == pytest.approx(9 / (1 + 12 * rate))  # one residue, 4 rows per layer
     assert got.layers_to_full_reach == (3 if rate == 1 else None)
     assert "Window(5" in str(got)
 
@@ -122,7 +122,7 @@ def test_windows(rate):
 )
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both directions"])
 def test_shifted_layers_have_no_wall(pattern, causal):
-    """With every other layer shifted, as the hint advises, no wall remains."""
+    """If every other layer is shifted, as the hint recommends, no wall is left."""
     even, odd = (sees(p, 40, 4, causal) for p in (pattern, pattern.shifted()))
     assert crossing(even) and crossing(even | odd) == ()
     assert not set(pattern.explain(40, 4, 2, causal).walls) & set(pattern.shifted().explain(40, 4, 2, causal).walls)
@@ -131,7 +131,7 @@ def test_shifted_layers_have_no_wall(pattern, causal):
 @given(st.integers(1, 5), cases())
 @settings(max_examples=examples(50))
 def test_layers_take_turns(depth, case):
-    """With alternating layers, reach, walls, cost and coverage follow from both patterns."""
+    """With alternating layers, both patterns determine reach, walls, cost and coverage."""
     pattern, n, heads, kv, causal = case
     odd = pattern.shifted(0.5, 16)
     got = explain_module.explain([pattern, odd], n, heads, depth, causal, kv)
@@ -240,7 +240,7 @@ def test_refused(name):
 
 
 def test_messages_name_branches_as_they_were_listed():
-    """A dilated window is one entry of the list, though it becomes several branches."""
+    """Messages refer to a dilated window as one list entry, although it becomes several branches."""
     pattern = DilatedPattern([Window(4, 3), Branch(16, 8, heads=[0, 1, 2, 3])])
     assert [pattern.listed(i) for i in (0, 2, 3)] == [(0, Window(4, 3)), (0, Window(4, 3)), (1, pattern.branches[3])]
     with pytest.raises(ValueError, match=r"^branches\[1\] serves head 3"):
@@ -249,7 +249,7 @@ def test_messages_name_branches_as_they_were_listed():
 
 
 def test_advice_for_windows():
-    """Hints name no segments and shifts if there are none, and describe a window's sight correctly."""
+    """For windows, hints mention neither segments nor shifts, and describe correctly how far a window sees."""
     (walls, *_) = DilatedPattern([Window(1)]).explain(16, 2, 2, causal=True).hints
     assert "or a wider window" in walls and "shifted" not in walls
     explained = DilatedPattern([Window(4, 3)]).explain(64, 4, 4, causal=True)

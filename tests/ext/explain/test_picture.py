@@ -1,4 +1,4 @@
-"""The picture of a pattern is its counts, averaged over heads and, if it is longer than the panel, over bins."""
+"""The picture of a pattern shows its counts, averaged over heads, and over bins if the sequence exceeds the panel."""
 
 from itertools import pairwise
 
@@ -28,7 +28,7 @@ def test_short_ones_are_the_counts(pattern, n, causal, heads):
 @DIRECTIONS
 @pytest.mark.parametrize("n", [PIXELS - 1, PIXELS, PIXELS + 1, 700])
 def test_longer_ones_are_binned(n, causal):
-    """Each pixel is an average of its queries' shares: between the smallest and the largest of them."""
+    """A pixel averages the shares of its queries, so it is between the smallest and the largest share."""
     image, side = picture(PATTERN, n, 2, causal, [0, 1]), min(n, PIXELS)
     counts = PATTERN.counts(n, 2, causal).float().mean(0)
     edges = [i * n // side for i in range(side + 1)]
@@ -78,7 +78,7 @@ def test_the_longest_sequence():
 
 
 def test_grouped_offsets():
-    """If offsets follow the kv heads, the picture needs their number, like counts and explain."""
+    """If offsets follow the kv heads, `picture` needs the number of kv heads, as `counts` and `explain` do."""
     pattern = DilatedPattern([(16, 2)], offset_heads="kv")
     figure = pattern.plot(16, 4, causal=False, num_kv_heads=2, head=1)
     drawn = torch.as_tensor(figure.axes[0].images[0].get_array())

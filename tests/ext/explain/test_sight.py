@@ -1,4 +1,4 @@
-"""Sight against brute force over the definition's counts, and for known patterns."""
+"""Sight against brute force over the counts of the definition, and for known patterns."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ PAPER = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768, 65536], [1, 2, 4
 
 
 def brute(patterns, n, heads, kv):
-    """Return [(first, share, heads)] of all pairs."""
+    """Return [(first, share, heads)] computed over all pairs."""
     visible = torch.stack([(p.counts(n, heads, False, kv) > 0).sum(0) for p in patterns]).sum(0)
     distance = torch.arange(n)[:, None] - torch.arange(n)
     octaves, first = [], 1
@@ -29,7 +29,7 @@ def brute(patterns, n, heads, kv):
 @given(cases())
 @settings(max_examples=examples(75))
 def test_equals_brute_force(case):
-    """An octave of at most `SAMPLES` pairs is counted whole: all are at 40 tokens."""
+    """An octave of up to `SAMPLES` pairs is counted completely, as are all octaves of 40 tokens."""
     pattern, n, heads, kv, _ = case
     layers = [pattern, pattern.shifted(0.5, 16), pattern]
     for got, want in zip(sight(layers, n, heads, kv), brute(layers, n, heads, kv), strict=True):

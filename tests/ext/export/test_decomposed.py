@@ -1,4 +1,4 @@
-"""The op as plain torch operations: equal to the oracle for any pattern, also below the longest sequence."""
+"""The op as plain torch operations equals the oracle for any pattern, at any length up to the largest."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_equals_oracle(padding, data):
 
 
 def test_heads_in_parts(monkeypatch):
-    """If the scores of all heads exceed the budget, the heads of a branch are computed in groups."""
+    """If the scores of all heads exceed the budget, a branch is computed in groups of heads."""
     monkeypatch.setattr(module, "SCORES", 1)
     compare(Case(DilatedPattern([(4, 1), (8, 3)]), 2, 21, 4, 2, 8, causal=True), 30)
 

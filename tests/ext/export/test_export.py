@@ -1,4 +1,4 @@
-"""export: graphs of plain torch equal to the model, files that run in a process without this package, and refusals."""
+"""export: graphs of plain torch operations equal the model, files run without this package, and some are refused."""
 
 import subprocess
 import sys
@@ -29,10 +29,10 @@ MODELS = {
     "slide": lambda: slide_encoder(task="classification", num_classes=2),
     "slide, attended": lambda: slide_encoder(padding="attended", pool="mean"),
 }
-#: tracing takes seconds: the others run with the slow tests
+#: models in CI, since tracing takes seconds; slow tests have all of them
 QUICK = ("slide, attended",)
 EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
-#: prints the outputs of a file for inputs in an .npz, in a new process without this package
+#: a script that prints the outputs of a file for inputs in an .npz; it runs without this package
 ONNX = """
 import sys, numpy as np, onnxruntime
 inputs = dict(np.load(sys.argv[2]))
@@ -54,7 +54,7 @@ def slide_encoder(**options):
 
 
 def built(make):
-    """Build a model with random weights in eval mode."""
+    """Build a model with random weights, in eval mode."""
     torch.manual_seed(0)
     model = make().eval()
     with torch.no_grad():
@@ -69,7 +69,7 @@ def close(got, want, tol=1e-5):
 
 
 def elsewhere(script, file, inputs, folder):
-    """Return the outputs of a file in a process that does not have this package."""
+    """Return the outputs of an exported file in a process that cannot import this package."""
     np.savez(folder / "in.npz", **{name: x.numpy() for name, x in inputs.items()})
     argv = [sys.executable, "-c", script, str(file), str(folder / "in.npz"), str(folder / "out.npz")]
     subprocess.run(argv, check=True, cwd=folder, timeout=300)
@@ -78,7 +78,7 @@ def elsewhere(script, file, inputs, folder):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_plain_graph(name):
-    """Plain torch for all lengths up to the largest, below, at and above segments; longer ones are an error."""
+    """The graph works for all lengths up to the largest: below, at and above segment lengths. Longer inputs raise."""
     model = built(MODELS[name])
     with torch.no_grad():
         graph = exported_program(model, MAX_LEN).module()
@@ -101,7 +101,7 @@ def test_batches_and_double():
 
 @pytest.mark.slow
 def test_own_decomposition():
-    """A torch.export of a model can be decomposed afterwards."""
+    """The result of torch.export on a model can be decomposed later."""
     model, tokens = built(MODELS["masked, kv_conv"]), torch.randint(256, (1, 40))
     with torch.no_grad():
         graph = torch.export.export(model, (tokens,)).run_decompositions(decompositions(40))
@@ -148,7 +148,7 @@ def test_package_elsewhere(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
 def test_released_size(suffix, tmp_path):
-    """GigaPath's 12 layers of 768 features with its pattern and padding, random weights, fp32 to 1e-4."""
+    """With random weights of GigaPath's size (12 layers, 768 features) and its pattern, fp32 outputs agree to 1e-4."""
     if suffix == ".onnx":
         pytest.importorskip("onnxruntime")
     model = built(lambda: ld.SlideEncoder(padding="attended"))

@@ -1,4 +1,4 @@
-"""Decoders of torchscale: their state dicts give the recorded logits; features that a LongNetLM lacks are refused."""
+"""State dicts of torchscale's decoders give the recorded logits. Features that a LongNetLM lacks are refused."""
 
 import warnings
 from pathlib import Path
@@ -77,7 +77,7 @@ def test_saved_and_loaded_again(name, tmp_path):
 
 
 def test_generates_as_it_computes():
-    """torchscale itself cannot decode past its shortest segment."""
+    """Generation works beyond the shortest segment, where torchscale itself cannot decode."""
     model, prompt = load("xpos_tied").eval(), CASES["xpos_tied"]["tokens"][:, :20]
     out = model.generate(prompt, 25, temperature=0)
     with torch.no_grad():

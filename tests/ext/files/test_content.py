@@ -1,4 +1,4 @@
-"""Fingerprints of content: a resumed run detects files of equal names and sizes with other content."""
+"""Fingerprints of content: a resumed run notices files that have the same names and sizes but other content."""
 
 import os
 import re
@@ -79,7 +79,7 @@ def state_of(module: SplitDataModule) -> dict:
 def test_equal_sizes_with_other_content_are_refused(tmp_path, name):
     make = KINDS[name]
     state = state_of(make(tmp_path, 0))
-    make(tmp_path, 0).train_dataloader().load_state_dict(state)  # rewritten with equal content
+    make(tmp_path, 0).train_dataloader().load_state_dict(state)  # rewritten with the same content
     (tmp_path / "b").mkdir()
     sizes = {p.name: p.stat().st_size for p in tmp_path.iterdir()}
     other = make(tmp_path, 1).train_dataloader()
@@ -90,7 +90,7 @@ def test_equal_sizes_with_other_content_are_refused(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["bytes", "tokens", "features"])
 def test_checkpoints_that_tell_of_names_and_sizes_only(tmp_path, name):
-    """Earlier versions wrote these: their part is compared, and a warning says that content is not."""
+    """Earlier versions stored names and sizes only. These are compared, and a warning says that content is not."""
     make = KINDS[name]
     state = state_of(make(tmp_path, 0))
     early = {**state, "fingerprint": state["fingerprint"].split(MARK)[0]}
@@ -105,10 +105,10 @@ def test_checkpoints_that_tell_of_names_and_sizes_only(tmp_path, name):
 
 
 def test_the_first_part_is_that_of_earlier_versions(tmp_path):
-    """The expected values were recorded before content was part of fingerprints."""
+    """The expected values were recorded before fingerprints included the content."""
     fingerprint = some_bytes(tmp_path, 0).dataset("train").fingerprint()
     assert re.fullmatch(r"16009a3b5dc805b6, 99 sequences from byte 0; content [0-9a-f]{16}", fingerprint)
-    in_files = slides(tmp_path, 0, order="file")  # the default of that version
+    in_files = slides(tmp_path, 0, order="file")  # the default order of that version
     assert in_files.dataset("train").fingerprint().startswith("0195a3979bc34a0e; content ")
 
 
@@ -162,9 +162,9 @@ def test_many_files_are_looked_into_evenly(tmp_path, monkeypatch):
 
 
 def test_what_is_served_is_not_what_is_sampled(tmp_path):
-    """A fingerprint does not count as reading: `bytes_read` counts a rank's samples."""
+    """A fingerprint reads files, but `bytes_read` counts only the samples of this rank."""
     data = some_bytes(tmp_path, 0)
     data.dataset("train").fingerprint()
     assert data.stream.bytes_read == 0
     os.remove(tmp_path / "a.txt")
-    assert data.dataset("train").fingerprint()  # cached
+    assert data.dataset("train").fingerprint()  # from the cache

@@ -1,4 +1,4 @@
-"""The files of paths, directories and globs, and the errors if there are none."""
+"""The files that paths, directories and globs match, and the errors if nothing matches."""
 
 import os
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_link_loops_end_and_links_are_followed(
 ) -> None:
     other = tmp_path_factory.mktemp("other")
     (other / "far.txt").write_text("far")
-    for link in ("a/up", "a/up2", "a/b/up"):  # several loops would multiply without end
+    for link in ("a/up", "a/up2", "a/b/up"):  # with several loops, following the links would never end
         (tree / link).symlink_to(tree, target_is_directory=True)
     (tree / "far").symlink_to(other, target_is_directory=True)
     files = names(tree, [str(tree / pattern)])
@@ -141,7 +141,7 @@ def test_special_files_that_are_named_like_data(tree: Path) -> None:
 
 
 def test_unreadable_files_and_directories(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # the tests may run as root, who ignores permissions
+    # the tests may run as root, for whom permissions are not checked
     def denied(path: str, *_: object) -> None:
         raise PermissionError(path)
 

@@ -1,4 +1,4 @@
-"""Range reads over many files return the bytes of their concatenation and touch nothing else."""
+"""A range read over many files returns the bytes of their concatenation and touches no other bytes."""
 
 import os
 import pickle

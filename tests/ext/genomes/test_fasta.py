@@ -1,4 +1,4 @@
-"""GenomeDataModule on phage lambda and on made records: windows, splits, N, short records, and early errors."""
+"""GenomeDataModule on phage lambda and on generated records: windows, splits, N, short records, and early errors."""
 
 import gzip
 from pathlib import Path
@@ -31,7 +31,7 @@ def made(size: int, seed: int = 0) -> str:
 
 
 def test_the_genome_of_phage_lambda(lambda_virus: str) -> None:
-    """Published numbers of NC_001416: its length and the count of each base."""
+    """Published facts about NC_001416: its length, and the count of each base."""
     assert len(LAMBDA) == 48502 and [LAMBDA.count(base) for base in "ACGT"] == [12334, 11362, 12820, 11986]
     data = GenomeDataModule(lambda_virus, seq_len=500, val_fraction=0, test_fraction=0, reverse_complement=0)
     batches = list(data.train_dataloader())
@@ -57,7 +57,7 @@ def test_compressed_reads_alike(lambda_virus: str, tmp_path: Path) -> None:
         left, right = plain.dataset(split), packed.dataset(split)
         assert len(left) == len(right) == count and left.fingerprint() == right.fingerprint()
         assert all(torch.equal(left[i]["tokens"], right[i]["tokens"]) for i in range(count))
-    # the first 43,652 bases, then 2,425 and 2,425
+    # 43,652 bases for training, then 2,425 for validation and 2,425 for testing
     assert plain.dataset("val")[0]["tokens"].tolist() == codes(LAMBDA[43652:45652])
     assert plain.dataset("test").where(0) == (lambda_virus, NAME, 46077)
 
@@ -75,7 +75,7 @@ def test_any_layout_of_lines(tmp_path: Path, width: int, end: str) -> None:
         assert data[index]["tokens"].tolist() == codes(bases[start : start + 10])
         assert data[index]["labels"].tolist() == labels + [-100] * (
             10 - len(labels)
-        )  # nothing follows the record's end
+        )  # the record ends here, so there is no label
         assert data.where(index) == (path, "one" if index < 10 else "two", start)
 
 
@@ -103,7 +103,7 @@ def test_letters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_unknown_bases(tmp_path: Path, options: dict, kept: list[int]) -> None:
-    """Windows with 0, 3, 10, 7, 2 and 1 unknown bases of 10, in runs that cross their edges."""
+    """Windows of 10 bases have 0, 3, 10, 7, 2 and 1 unknown bases, in runs that cross their edges."""
     bases = list(made(62))
     for start, stop in ((17, 37), (42, 43), (44, 45), (59, 61)):
         bases[start:stop] = "N" * (stop - start)
@@ -141,7 +141,7 @@ def test_records_of_their_own_splits(tmp_path: Path) -> None:
         8 + 2,
         5,
         2,
-    ]  # three has 24 and 6 bases
+    ]  # record "three" has parts of 24 and 6 bases
     assert GenomeDataModule(path, 10, val_names="two").test_dataloader() == []
     with pytest.raises(
         ValueError, match=r"data.val_names holds \['four'\], but no record .* There are: one, two, three"

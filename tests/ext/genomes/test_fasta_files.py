@@ -1,4 +1,4 @@
-"""FASTA files on disk: index and cache; the error about a file without a genome names it and a remedy."""
+"""FASTA files on disk: index and cache. For a file without a genome, the error names the file and a remedy."""
 
 import gzip
 import os
@@ -27,7 +27,7 @@ def test_an_index_is_made_beside_the_file_once(lambda_virus: str, tmp_path: Path
     before = beside.stat().st_mtime_ns
     assert read_index(lambda_virus, "given", tmp_path / "cache") == [record]
     assert beside.stat().st_mtime_ns == before
-    os.utime(beside, (0, 0))  # older than the file: made anew
+    os.utime(beside, (0, 0))  # an index older than its file is written again
     assert read_index(lambda_virus, "given", tmp_path / "cache") == [record]
     assert beside.stat().st_mtime_ns > 0
 
@@ -35,7 +35,7 @@ def test_an_index_is_made_beside_the_file_once(lambda_virus: str, tmp_path: Path
 def test_an_index_of_a_read_only_folder_lies_in_the_cache(
     lambda_virus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the tests may run as root, who ignores permissions
+    # the tests may run as root, for whom permissions are not checked
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     cache = tmp_path / "cache"
     indexes = [read_index(lambda_virus, "given", cache) for _ in range(2)]
@@ -43,7 +43,7 @@ def test_an_index_of_a_read_only_folder_lies_in_the_cache(
     (name,) = names(cache)
     assert name.startswith("lambda_virus.fa.") and name.endswith(".fai")
     Path(lambda_virus).write_text(">other\nACGT\n")
-    assert read_index(lambda_virus, "given", cache) == [("other", 4, 7, 4, 5)]  # another file of that name has its own
+    assert read_index(lambda_virus, "given", cache) == [("other", 4, 7, 4, 5)]  # another file of this name has its own
 
 
 def test_gzip_is_undone_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -185,7 +185,7 @@ def test_bad_files(tmp_path: Path, case: str) -> None:
     make, message = BAD[case]
     (tmp_path / "data").mkdir()
     data = GenomeDataModule(str(make(tmp_path / "data")), seq_len=10, cache_dir=str(tmp_path / "cache"))
-    for _ in range(2):  # each time again: no half-made file may be left and then be used
+    for _ in range(2):  # the error must repeat: a partly written index must not be used
         with pytest.raises((ValueError, OSError), match=message):
             data.check()
     assert not [name for name in names(tmp_path) if "part" in name]
@@ -200,7 +200,7 @@ def test_without_pyfaidx(lambda_virus: str, monkeypatch: pytest.MonkeyPatch) -> 
 # -- what a file may do to this machine --------------------------------------------------------------------------------
 def test_a_gzip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fasta_files, "SMALL", 1 << 16)
-    text = ">one\n" + ("A" * 99 + "\n") * 20_000  # 2 MB in 2 kB
+    text = ">one\n" + ("A" * 99 + "\n") * 20_000  # 2 MB compressed to 2 kB
     bomb = tmp_path / "a.fa.gz"
     bomb.write_bytes(gzip.compress(text.encode()))
     cache = tmp_path / "cache"

@@ -1,4 +1,4 @@
-"""Regions of a BED file as data, the position of each window in predictions, and data for testing only."""
+"""Regions of a BED file as data, the positions of windows in predictions, and data for testing only."""
 
 import csv
 import gzip
@@ -40,7 +40,7 @@ def data(folder: Path, seq_len: int = 10, bed: str | None = "r.bed", **options) 
     return GenomeDataModule(str(folder / "a.fa"), seq_len, bed=bed, **{**NOTHING, **options})
 
 
-#: the windows of 10 bases: of - regions from the last base on
+#: windows of 10 bases; on strand -, they start at the region's last base
 PLACES = [
     *(("one", 5, 1), ("one", 15, 1), ("two", 17, -1), ("two", 7, -1)),
     *(("one", 60, 0), ("one", 70, 0), ("two", 40, 0), ("two", 50, 0)),
@@ -55,7 +55,7 @@ def test_windows_of_regions_only(folder: Path, packed: bool) -> None:
     windows = module.dataset("train")
     assert [(windows.where(i)[1], windows.where(i)[2], windows.region_of(i).strand) for i in range(8)] == PLACES
     assert [windows.region_of(i).name for i in (0, 2, 4, 7)] == ["first", "second", "", "last"]
-    ends = {"one": {1: 32, 0: 80}, "two": {-1: 3, 0: 60}}  # labels do not leave the region
+    ends = {"one": {1: 32, 0: 80}, "two": {-1: 3, 0: 60}}  # labels stay inside the region
     for i, (record, start, strand) in enumerate(PLACES):
         text = {"one": ONE, "two": TWO}[record]
         edge = ends[record][strand]
@@ -154,7 +154,7 @@ def test_predictions_say_where_windows_lie(folder: Path) -> None:
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packs"])
 def test_predictions_of_both_strands(folder: Path, kind, packed: bool) -> None:
-    """A row for each strand, equal to the window's score there; for a region with a strand, that one comes first."""
+    """Each strand has a row, with the window's score on that strand. The strand of the region, if any, comes first."""
     options = {"pack_tokens": 30} if packed else {"batch_size": 3}
     rows = predicted(folder, data(folder, test_fraction=1, predict_strands="both", **options), kind)
     assert [row["index"] for row in rows] == [str(i) for i in range(len(rows))]
@@ -168,13 +168,13 @@ def test_predictions_of_both_strands(folder: Path, kind, packed: bool) -> None:
         window = text if row["strand"] == "+" else other_strand(text)
         score = model(kind).score([window])
         inner = -score.log_likelihood[0] / torch.log(torch.tensor(2.0))
-        if int(row["tokens"]) == len(window) - 1:  # nothing follows the region's last window
+        if int(row["tokens"]) == len(window) - 1:  # the last window of a region has no next base
             assert float(row["bits_per_byte"]) == pytest.approx(float(inner / score.bases[0]), rel=1e-5)
     assert any(int(row["tokens"]) < int(row["stop"]) - int(row["start"]) for row in rows)
 
 
 def test_equal_windows_have_equal_masks(tmp_path: Path) -> None:
-    """Predictions of equal bases are equal, at any place in the file."""
+    """Windows with equal bases have equal predictions, at any position in the file."""
     write(tmp_path, one=ONE[:40], two=ONE[20:40] + ONE[:20])
     rows = predicted(tmp_path, GenomeDataModule(str(tmp_path), 20, test_fraction=1, batch_size=3), LongNetMLM)
     values = [(row["masked"], float(row["bits_per_token"])) for row in rows]

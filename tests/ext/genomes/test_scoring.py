@@ -1,4 +1,4 @@
-"""Scores and embeddings of sequences: equal to hand-made sums of logits, on either strand, and equivariant."""
+"""Scores and embeddings of sequences equal hand-computed sums of logits on either strand, and are equivariant."""
 
 import math
 
@@ -20,13 +20,13 @@ def build(kind, seed=0, dtype=torch.float64, **options):
     torch.manual_seed(seed)
     model = kind(PATTERN, **{**SIZES, **options})
     model.configure_model()
-    for parameter in model.parameters():  # far from uniform
+    for parameter in model.parameters():  # weights that make predictions far from uniform
         parameter.data.mul_(3)
     return model.to(dtype)
 
 
 def by_hand(model, text):
-    """Return (nats, tokens) of a sequence, one token at a time."""
+    """Compute token by token. Return (nats, tokens) of a sequence."""
     tokens, nats, count = encode_bases(text), 0.0, 0
     model = model.eval()
     for i, token in enumerate(tokens.tolist()):
@@ -95,7 +95,7 @@ def test_the_same_in_any_batch(kind):
 
 
 def test_fewer_passes():
-    """Pass j masks tokens j, j + K, ...; with a pass for each token, one token a pass."""
+    """Pass j masks tokens j, j + K, ... By default, each pass masks one token."""
     model, text = build(LongNetMLM), TEXTS[0]
     tokens = encode_bases(text)
     want = 0.0
@@ -117,7 +117,7 @@ def test_what_is_not_scored():
     assert model.score(torch.tensor([[0, 1, 2]]), ignore_tokens=[1]).bases.tolist() == [1]
     own = build(LongNetMLM, vocab_size=6, mask_token=5)
     assert own.score([torch.tensor([0, 5, 4, 1])]).bases.tolist() == [2]
-    extra = build(LongNetMLM)  # its mask token has an embedding, and no probability
+    extra = build(LongNetMLM)  # the mask token has an embedding, but is never predicted
     assert extra.score([torch.tensor([0, 5, 1])], ignore_tokens=[]).bases.tolist() == [2]
     text = build(LongNetLM, vocab_size=256)
     assert text.score([torch.tensor([4, 4, 4])]).bases.tolist() == [2]
@@ -159,7 +159,7 @@ def alleles(reference, alternative, start, stop, substitution):
     return AlleleWindows(encode_bases(reference), encode_bases(alternative), start, stop, substitution)
 
 
-SUBSTITUTION = alleles("ACGTTAGGCATTACG", "ACGTTAGACCTTACG", 7, 10, True)  # GCA to ACC: two sites differ
+SUBSTITUTION = alleles("ACGTTAGGCATTACG", "ACGTTAGACCTTACG", 7, 10, True)  # GCA -> ACC changes two sites
 DELETION = alleles("ACGTTAGGCATTACG", "ACGTTAGATTACGTA", 7, 9, False)
 
 
@@ -191,7 +191,7 @@ def test_a_substitution_by_a_masked_model(other):
 
 @pytest.mark.parametrize("flank", [0, 3, 50])
 def test_a_deletion_by_a_masked_model(flank):
-    """Both windows have equal numbers of sites, each masked separately."""
+    """Both windows have the same number of sites, and each site is masked in its own pass."""
     model = build(LongNetMLM)
     for strands in ("forward", "reverse"):
         got = model.score_alleles([DELETION], strands=strands, flank=flank, batch_size=5)
@@ -255,7 +255,7 @@ COMPLEMENT = [3, 2, 1, 0, 4]
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_logits_of_the_other_strand(dtype):
-    """output(rc(x)) is flip(output(x)), to the last bit; without both strands it is not."""
+    """output(rc(x)) equals flip(output(x)) bit by bit, but only with both strands."""
     model, x = build(LongNetMLM, strands="both", dtype=dtype).eval(), torch.randint(0, 5, (2, 37))
     want = model(x).flip(1)[..., COMPLEMENT]
     assert torch.equal(model(reverse_complement(x)), want)
@@ -266,7 +266,7 @@ def test_logits_of_the_other_strand(dtype):
 
 
 def test_lengths_and_documents():
-    """Each sample is reversed separately."""
+    """Each sample and each document is reversed separately."""
     model = build(LongNetMLM, strands="both").eval()
     rows = [torch.randint(0, 5, (n,)) for n in (37, 20, 1)]
     alone = [model(row[None])[0] for row in rows]
@@ -311,7 +311,7 @@ def test_ranks_that_share_a_sequence_are_refused(monkeypatch):
 
 
 def test_words_of_predictions(tmp_path):
-    """With `predict_embeddings` a prediction is the mean of the last states, over both strands if enabled."""
+    """With `predict_embeddings`, a prediction is the mean of the last hidden states, over both strands if enabled."""
     batch = {"tokens": torch.randint(0, 4, (2, 24)), "labels": torch.zeros(2, 24, dtype=torch.int64)}
     batch |= {"index": torch.arange(2), "record": ["a", "b"], "start": torch.tensor([0, 24])}
     for kind, options in ((LongNetLM, {}), (LongNetMLM, {}), (LongNetMLM, {"strands": "both"})):
@@ -327,7 +327,7 @@ def test_words_of_predictions(tmp_path):
 
 
 def test_dense_pattern_sees_all():
-    """A masked score depends on both sides."""
+    """The score of a masked base depends on bases on both sides."""
     torch.manual_seed(0)
     model = LongNetMLM(DilatedPattern.dense(), **SIZES).eval()
     left, right = model.score(["ACGTA", "CCGTA"]), model.score(["ACGTA", "ACGTC"])

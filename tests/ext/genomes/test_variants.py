@@ -1,4 +1,4 @@
-"""Variants of VCF files: accepted records, refused ones with their line, and windows that hold exactly the alleles."""
+"""Variants in VCF files: accepted records, refused lines, and windows that have exactly the alleles."""
 
 import gzip
 from pathlib import Path
@@ -100,7 +100,7 @@ def test_a_window_in_the_middle(tmp_path: Path) -> None:
         return decode_bases(x.reference), decode_bases(x.alternative), x.start, x.stop, x.substitution
 
     assert shown(9, "C", "T", 5) == ("CCCGG", "CCTGG", 2, 3, True)
-    assert shown(7, "CCC", "CCT", 5) == ("CCCGG", "CCTGG", 2, 3, True)  # the same variant in more letters
+    assert shown(7, "CCC", "CCT", 5) == ("CCCGG", "CCTGG", 2, 3, True)  # the same variant, written with more bases
     assert shown(9, "C", "CTT", 6) == ("CCGGGG", "CCTTGG", 2, 4, False)
     assert shown(7, "CCCG", "c", 6) == ("CCCGGG", "CGGGGT", 1, 4, False)
     assert shown(0, "A", "T", 5) == ("AAAAA", "TAAAA", 0, 1, True)
@@ -120,7 +120,7 @@ def test_a_window_in_the_middle(tmp_path: Path) -> None:
     st.integers(2, 18),
 )
 def test_windows_are_parts_of_the_two_genomes(bases: str, start: int, size: int, alt: str, length: int) -> None:
-    """Each window is cut from the record with its allele; outside [start, stop) both are equal on at least one side."""
+    """A window is cut from the record with its allele. Outside [start, stop), at least one side is equal in both."""
     ref = bases[start : start + size]
     if not ref or ref == alt:
         return
@@ -140,7 +140,7 @@ def test_windows_are_parts_of_the_two_genomes(bases: str, start: int, size: int,
 
 
 class FakeGenome:
-    """A genome of one record in memory."""
+    """A genome with one record, in memory."""
 
     def __init__(self, bases: str) -> None:
         self.bases = bases
@@ -154,7 +154,7 @@ class FakeGenome:
 def test_an_end_of_the_record(tmp_path: Path) -> None:
     bases = made(60)
     genome = Genome([write(tmp_path, one=bases)])
-    deletion = allele_windows(genome, 0, 50, bases[50:60], bases[50], 20)  # nothing is behind it
+    deletion = allele_windows(genome, 0, 50, bases[50:60], bases[50], 20)  # the record ends after the deletion
     assert deletion is not None
     assert decode_bases(deletion.reference) == bases[40:] and decode_bases(deletion.alternative) == bases[31:51]
 
@@ -168,7 +168,7 @@ def row(position: int, ref: str, alt: str = "G", info: bytes = b".") -> bytes:
 
 
 def lenient(folder: Path, content: bytes, bases: str = "ACGTRACGTA") -> list[Variant]:
-    """Return the variants of a VCF file, checked against a record `a`."""
+    """Return the variants of a VCF file, which are checked against a record `a`."""
     (folder / "ref.fa").write_text(f">a\n{bases}\n")
     (folder / "v.vcf").write_bytes(content)
     variants = read_variants(folder / "v.vcf")
@@ -251,6 +251,6 @@ def test_fields_of_a_packed_file_have_a_bound(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "in.vcf.gz").write_bytes(gzip.compress(row(1, "A") * 100_000))
     with pytest.raises(ValueError, match=r"in\.vcf\.gz unpacks to more than 100 times its size"):
         read_variants(tmp_path / "in.vcf.gz")
-    samples = b"0|0\t" * 1000  # columns that are not read do not count
+    samples = b"0|0\t" * 1000  # columns that are not read do not count toward the limit
     (tmp_path / "in.vcf.gz").write_bytes(gzip.compress(b"".join(row(i + 1, "A", info=samples) for i in range(200))))
     assert len(read_variants(tmp_path / "in.vcf.gz")) == 200

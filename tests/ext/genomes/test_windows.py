@@ -1,4 +1,4 @@
-"""Windows of a genome: both strands, ranges, a rank's reads, and augmentation that depends on sample and epoch."""
+"""Windows of a genome: both strands, ranges, the reads of a rank, and augmentation by sample and epoch."""
 
 import pickle
 from pathlib import Path
@@ -36,12 +36,12 @@ def windows(path: str, share: float, **options) -> GenomeWindows:
 
 
 def test_the_other_strand_of_a_window(lambda_virus: str) -> None:
-    """The same bases, and as labels the next bases on that strand: to the left in the file."""
+    """The other strand has complementary bases. Labels are the next bases on that strand, to the left in the file."""
     text, data = bases(lambda_virus), windows(lambda_virus, 1.0, seq_len=50)
     for index in (0, 1, 17, len(data) - 1):
         start = index * 50
         expected = codes(other_strand(text[start : start + 50]))
-        before = codes(other_strand(text[start - 1])) if start else [-100]  # nothing precedes the record
+        before = codes(other_strand(text[start - 1])) if start else [-100]  # no label: the record begins here
         assert data[index]["tokens"].tolist() == expected
         assert data[index]["labels"].tolist() == expected[1:] + before
 
@@ -63,12 +63,12 @@ def test_which_windows_are_reversed(lambda_virus: str) -> None:
     def drawn(epoch: int, **options) -> np.ndarray:
         module = windows(lambda_virus, **{"share": 0.3, **options})
         module.set_epoch(epoch)
-        torch.manual_seed(epoch)  # generators have no effect
+        torch.manual_seed(epoch)  # the state of torch's generator has no effect
         return np.array([module.reversed(i) for i in range(count)])
 
     first = drawn(0)
     assert (first == drawn(0)).all() and abs(first.mean() - 0.3) < 4 * np.sqrt(0.21 / count)
-    for other in (drawn(1), drawn(0, seed=1)):  # independent of the first
+    for other in (drawn(1), drawn(0, seed=1)):  # independent of the first draw
         assert abs((first & other).mean() - 0.09) < 4 * np.sqrt(0.09 * 0.91 / count)
     assert not drawn(0, share=0.0).any() and drawn(0, share=1.0).all()
 
@@ -97,11 +97,11 @@ def test_range_reads_equal_whole_ones(lambda_virus: str, ranges: tuple[range, ..
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_reads_its_slice(lambda_virus: str, touched, ranks: int, layout: str, share: float) -> None:
-    """Count bytes of the file, line ends included, when they leave the memory map."""
+    """A rank reads only its slice. Bytes are counted when they are copied out of the memory map, with line ends."""
     data = windows(lambda_virus, share, seq_len=4200)
     touched.take()
     whole, parts = data[3], []
-    assert touched.count() == 4201 + 4200 // 70  # lines of 70 bases; one base more for the last label
+    assert touched.count() == 4201 + 4200 // 70  # one base more for the last label, and a line end every 70 bases
     for rank in range(ranks):
         place = Place(ranks, rank, layout)
         parts.append(RankDataset(data, place)[3])
@@ -138,13 +138,13 @@ def test_windows_outside(lambda_virus: str) -> None:
 def test_a_changed_file_is_noticed(lambda_virus: str) -> None:
     data = windows(lambda_virus, 0.0)
     path = Path(lambda_virus)
-    path.write_text(path.read_text().replace("GGGCGGCGACCT", "GGGCGG\nGACCT"))  # the same number of bytes
+    path.write_text(path.read_text().replace("GGGCGGCGACCT", "GGGCGG\nGACCT"))  # the file keeps its size
     with pytest.raises(ValueError, match="changed since it was indexed"):
         data[0]
 
 
 def test_workers_read_the_same(lambda_virus: str) -> None:
-    """The epoch reaches them, too, whether forked or unpickled."""
+    """The epoch also reaches worker processes, which are forked or unpickle the dataset."""
     data = windows(lambda_virus, 0.5, seq_len=1000)
     data.set_epoch(5)
     alone = list(DataLoader(data, batch_size=8))
@@ -156,7 +156,7 @@ def test_workers_read_the_same(lambda_virus: str) -> None:
 
 # -- epochs, in a Trainer ----------------------------------------------------------------------------------------------
 class MarkReversed:
-    """Collates samples; each index becomes 2 index + (whether its window is reversed)."""
+    """Collates samples, and changes each index to 2 * index + (1 if its window is reversed)."""
 
     def __init__(self, forward: set[tuple[int, ...]]) -> None:
         self.forward = forward
@@ -168,7 +168,7 @@ class MarkReversed:
 
 
 def strands(path: str, workers: int = 0, **options) -> list[tuple[int, bool]]:
-    """Return (window, reversed) in the order of a run over 11 windows; each epoch serves 10."""
+    """Return (window, reversed) in the order of a run over 11 windows. An epoch uses 10 of them."""
     settings = {"seq_len": 4400, "val_fraction": 0, "test_fraction": 0, "batch_size": 2, "seed": 3}
     module = GenomeDataModule(path, num_workers=workers, **settings)
     forward = GenomeDataModule(path, reverse_complement=0, **settings).dataset("train")

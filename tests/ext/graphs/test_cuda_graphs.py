@@ -1,4 +1,4 @@
-"""Replayed training steps of a stack against plain ones; on the CPU functions replace CUDA graphs."""
+"""Replayed training steps of a stack against plain steps. On the CPU, functions replace CUDA graphs."""
 
 import copy
 import logging
@@ -22,11 +22,11 @@ PATTERN = ld.DilatedPattern([(16, 1), (40, 3)])
 
 
 def rerun(compute, inputs, parameters, shared):
-    """Return a record with replays that compute anew and write to the same tensors, like CUDA graphs."""
+    """Return a record with replays that write to the same tensors, like a CUDA graph's, but compute again in Python."""
     x = inputs.x
 
     def computed():
-        """On the CPU bounds end with the row, so the padding is a document."""
+        """Compute with the padding as another document, because on the CPU the bounds have to end with the row."""
         copies = [None if value is None else value.clone() for value in inputs[1:]]
         if copies[1] is not None:
             copies[1] = torch.cat([copies[1], torch.tensor([x.shape[1]], dtype=torch.int32)])
@@ -54,13 +54,13 @@ def rerun(compute, inputs, parameters, shared):
 
 
 def shape_of(inputs):
-    """Return the shape of the hidden states and, for packed rows, the record's number of documents."""
+    """Return the shape of the hidden states, and for packed rows also the number of documents in the record."""
     return (*inputs.x.shape, *([] if inputs.cu_seqlens is None else [len(inputs.cu_seqlens) - 1]))
 
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """Make records on the CPU, too. Return their shapes."""
+    """Record on the CPU as well. Return the list of shapes that are recorded."""
     shapes = []
     monkeypatch.setattr(
         cuda_graphs,
@@ -84,7 +84,7 @@ def stack(causal=False, **options):
 
 
 def pair(model, lengths, tokens, batch=2, **how):
-    """Return the results and all gradients of a plain and of a replayed step."""
+    """Return the result and all gradients of a plain step and of a replayed step."""
     x = torch.randn(batch, tokens, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(tokens))
     lengths, results, options = None if lengths is None else torch.tensor(lengths), [], how.get("options", {})
     for graphs in (None, model.__dict__.setdefault("_kept", CudaGraphs(0.125))):
@@ -106,7 +106,7 @@ def same(want, got, tol=1e-12):
 
 
 def messages(caplog):
-    """Return the messages of cuda_graphs."""
+    """Return the log messages of cuda_graphs."""
     return [r.getMessage() for r in caplog.records if r.name == cuda_graphs.__name__]
 
 
@@ -120,14 +120,14 @@ def test_padded_lengths():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_ragged_batches(replayed, causal, caplog):
-    """Few records serve many lengths, in any order; the log shows the padding."""
+    """A few records serve many lengths in any order. The log contains the share of padding."""
     model, sizes = stack(causal), (50, 64, 33, 90, 17, 100, 64, 128, 70)
     with caplog.at_level(logging.INFO, cuda_graphs.__name__):
         for tokens in sizes:
             same(*pair(model, (tokens, tokens // 2 + 1), tokens))
     assert replayed == [(2, 64, 16), (2, 128, 16)]
     assert (model.graphs.tokens, model.graphs.padded) == (2 * sum(sizes), 2 * (5 * 64 + 4 * 128))
-    # 64 / 50, and (3 * 64 + 128) / (50 + 64 + 33 + 90)
+    # padding: 64 / 50, then (3 * 64 + 128) / (50 + 64 + 33 + 90)
     assert messages(caplog) == [
         "recorded CUDA graphs of 2 x 64 tokens (1 of them); padding so far is 28.0 % of the tokens",
         "recorded CUDA graphs of 2 x 128 tokens (2 of them); padding so far is 35.0 % of the tokens",
@@ -151,7 +151,7 @@ PACKED = [(50, (0, 20, 50)), (64, (0, 0, 9, 30, 64)), (33, (0, 33)), (61, (0, 1,
 
 @pytest.mark.parametrize("options", [{"kv_conv": 3}, {"drop_path": 0.5}])
 def test_packed_rows(replayed, options):
-    """Few records serve rows of any documents: with restarting positions, and documents dropped separately."""
+    """A few records serve rows with any documents, including positions that restart and documents that are dropped."""
     model = stack(True, **options)
     for tokens, bounds in PACKED:
         bounds = torch.tensor(bounds, dtype=torch.int32)
@@ -178,7 +178,7 @@ def test_bounds_are_checked_before_a_replay(replayed):
 
 
 def test_what_the_device_holds_counts_up_to_the_tokens():
-    """A record is longer: lengths beyond N, or below 0, read what eager kernels read."""
+    """A record has more tokens than the sequence: lengths beyond N or below 0 are clipped as eager kernels do."""
     x, beyond = torch.ones(1, 20, 4), 2**32 + 3
     assert padded_to(Inputs(x, torch.tensor([beyond])), 64).lengths.tolist() == [20]
     assert padded_to(Inputs(x, torch.tensor([-beyond])), 64).lengths.tolist() == [0]
@@ -195,7 +195,7 @@ def test_bounds_in_a_list(replayed):
 
 
 def test_wrong_positions(replayed):
-    """A wrong shape must not be copied into a record's memory."""
+    """Positions of a wrong shape raise before they are copied into the memory of a record."""
     model, x = stack(True), torch.randn(2, 20, 16, dtype=torch.float64)
     model.graphs = CudaGraphs(0.1)
     model(x, positions=torch.arange(20).expand(2, -1)).sum().backward()
@@ -216,7 +216,7 @@ def test_positions_of_each_sample(replayed):
 
 
 def test_gradients_accumulate(replayed):
-    """The next replay does not overwrite gradients that an optimizer holds."""
+    """A replay does not overwrite gradients that are accumulated for an optimizer."""
     model = stack()
     totals = []
     for graphs in (None, CudaGraphs(0.1)):
@@ -230,7 +230,7 @@ def test_gradients_accumulate(replayed):
 
 
 def test_a_parameter_without_a_gradient(replayed):
-    """It stays without one, so that an optimizer skips it."""
+    """A parameter without a gradient keeps `grad` None, so that an optimizer skips it."""
     model = stack()
     model.blocks[0].extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
     model.graphs = CudaGraphs(0.1)
@@ -252,7 +252,7 @@ def test_a_second_forward_before_the_backward_is_computed_plainly(replayed):
     same([p.grad for p in model.parameters()], got)
     model.graphs = graphs = CudaGraphs(0.1)
     del first, second
-    for _ in range(3):  # graphs that are dropped without a backward
+    for _ in range(3):  # three forwards without a backward
         model(x)
     assert graphs._turn == 3
 
@@ -281,7 +281,7 @@ def test_changed_weights_are_recorded_again(replayed):
 
 
 def test_a_shared_parameter(replayed):
-    """Its gradient is the sum of both uses."""
+    """The gradient of a shared parameter is the sum over its uses."""
     model = stack()
     model.blocks[1].ffn.fc1.weight = model.blocks[0].ffn.fc1.weight
     same(*pair(model, None, 20))
@@ -289,7 +289,7 @@ def test_a_shared_parameter(replayed):
 
 @pytest.mark.parametrize("name", ["mode", "p", "pattern", "deterministic"])
 def test_what_a_replay_would_not_see(replayed, monkeypatch, name):
-    """The step is recorded again after a change of a module's mode or settings, or of torch's."""
+    """If a module's mode or settings or a setting of torch change, the step is recorded again."""
     model = stack(dropout=0.5)
     model.graphs, x = CudaGraphs(0.1), torch.randn(1, 20, 16, dtype=torch.float64)
     model(x).sum().backward()
@@ -316,7 +316,7 @@ def test_a_second_backward_is_an_error(replayed):
 
 @pytest.mark.parametrize("by", ["torch.autograd.grad", ".grad", "a view"])
 def test_gradients_that_users_hold(replayed, by):
-    """The next backward leaves them, and its own are right."""
+    """Gradients to which a user has references are unchanged by the next backward, and its gradients are right."""
     model, held = stack(), []
     x, weights = torch.randn(1, 20, 16, dtype=torch.float64), list(model.blocks.parameters())
     for graphs in (None, CudaGraphs(0.1)):
@@ -335,7 +335,7 @@ def test_gradients_that_users_hold(replayed, by):
 
 
 def test_a_fit_frees_them(replayed, caplog):
-    """Their memory is available afterwards; the log shows the fit's padding once."""
+    """After a fit, the memory of records is free. The log has the padding of the fit once."""
     model = ld.LongNetLM(PATTERN, 16, 16, 1, 2, max_seq_len=64, cuda_graphs=True)
     tokens = torch.arange(40)[None] % 16
     trainer = pl.Trainer(
@@ -358,7 +358,7 @@ def test_a_fit_frees_them(replayed, caplog):
 
 
 def test_lengths_are_checked(replayed):
-    """As without graphs, though a recorded sequence has more tokens."""
+    """Lengths are checked as without graphs, although a record has more tokens."""
     model, x = stack(), torch.randn(2, 20, 16, dtype=torch.float64)
     want = model(x, lengths=[20, 7])
     model.graphs = CudaGraphs(0.1)
@@ -373,7 +373,7 @@ def test_lengths_are_checked(replayed):
 
 
 def test_within_a_checkpoint(replayed, caplog):
-    """Hooks that pack saved tensors would be recorded, so nothing is, forward or recomputed."""
+    """A checkpoint's forward is not recorded, because the record would contain the checkpoint's hooks on tensors."""
     model, x = stack(), torch.randn(1, 20, 16, dtype=torch.float64, requires_grad=True)
     checkpoint(model, x, use_reentrant=False).sum().backward()
     want = [p.grad.clone() for p in model.parameters()]
@@ -386,7 +386,7 @@ def test_within_a_checkpoint(replayed, caplog):
 
 
 def test_where_nothing_is_replayed(replayed, caplog):
-    """The reason is logged once, and the step is computed without graphs."""
+    """If graphs cannot be used, the reason is logged once, and the step is computed without graphs."""
     model, x = stack(), torch.randn(1, 20, 16, dtype=torch.float64)
     model.graphs = CudaGraphs(0.1)
     with torch.no_grad():
@@ -407,7 +407,7 @@ def test_where_nothing_is_replayed(replayed, caplog):
 
 
 def test_a_shape_that_cannot_be_recorded(replayed, monkeypatch, caplog):
-    """It is computed without graphs, with one message; other shapes are recorded."""
+    """If one shape cannot be recorded, it is computed without graphs, with one message. Other shapes are recorded."""
     recording = cuda_graphs.record
 
     def record(compute, inputs, *args):
@@ -445,7 +445,7 @@ def test_options_of_models():
 
 # -- a GPU -------------------------------------------------------------------------------------------------------------
 def gradients_of(model, batches, autocast=True):
-    """Return all gradients of each batch, at the current weights, as one vector."""
+    """Return, for each batch, all gradients at the current weights as one vector."""
     vectors = []
     for batch in batches:
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -457,7 +457,7 @@ def gradients_of(model, batches, autocast=True):
 
 
 def losses_of(model, batches, steps=2, lr=1e-3, autocast=True):
-    """Return losses and parameters after a few steps of AdamW."""
+    """Train with AdamW for several steps. Return (losses, parameters)."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=lr, fused=True), []
     for batch in batches * steps:
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -472,10 +472,10 @@ def losses_of(model, batches, steps=2, lr=1e-3, autocast=True):
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_slides_on_a_gpu(compiled):
-    """Twenty lengths, GigaPath's pattern with attended padding: gradients and losses as without graphs.
+    """Twenty lengths with GigaPath's pattern and attended padding: gradients and losses are as without graphs.
 
-    Blocks compiled for one length round differently from blocks for any length, so both are compared with fp32: with
-    graphs, errors are at most twice those without.
+    A block compiled for one length rounds differently from a block compiled for any length. Both are compared with
+    fp32: with graphs, the error is at most twice the error without graphs.
     """
     lengths = [200, 1000, 777, 345, 512, 903, 640, 288, 430, 555, 801, 210, 666, 999, 321, 456, 789, 222, 611, 940]
     batches = []
@@ -496,11 +496,11 @@ def test_slides_on_a_gpu(compiled):
             segment_lengths=[128, 256, 512], dilation_rates=[1, 2, 4], compile_blocks=compiled and half, cuda_graphs=graphs,
         )  # fmt: skip
         model.configure_model()
-        # with one slide a step and a rate of 1e-3 the loss rises, and bfloat16's differences with it
+        # at a rate of 1e-3, with one slide per step, the loss would rise, and with it bfloat16's differences
         gradients = gradients_of(model.cuda(), batches, autocast=half)
         results.append((gradients, losses_of(model, batches, lr=1e-4, autocast=half)[0]))
     assert len(model.transformer.graphs._records) > 5 and not model.transformer.graphs._said
-    distance = [lambda a, b: float((a - b).norm() / b.norm()), lambda a, b: abs(a - b)]  # of gradients, of losses
+    distance = [lambda a, b: float((a - b).norm() / b.norm()), lambda a, b: abs(a - b)]  # for gradients, for losses
     for far, tolerance, runs in zip(distance, (2e-2, 5e-3), zip(*results, strict=True), strict=True):
         exact, plain, replayed = runs
         errors, replay_errors = ([far(a, b) for a, b in zip(x, exact, strict=True)] for x in (plain, replayed))
@@ -531,7 +531,7 @@ def test_text_on_a_gpu(compiled):
 
 @pytest.mark.gpu
 def test_a_fit_on_a_gpu_with_dropout_and_accumulation():
-    """Through the Trainer and the strategy of one device: it learns, and masks differ from step to step."""
+    """A Trainer with the strategy of one device learns, and dropout masks differ from step to step."""
     torch.manual_seed(0)
     model = ld.LongNetLM(
         ld.DilatedPattern.geometric(64, 512),
@@ -552,7 +552,7 @@ def test_a_fit_on_a_gpu_with_dropout_and_accumulation():
     trainer.fit(model, torch.utils.data.DataLoader(batches, batch_size=None))
     assert float(trainer.callback_metrics["train_loss"]) < 1.5
     graphs = model.transformer.graphs
-    assert graphs._turn == 40 and not graphs._said and not graphs._records  # a fit frees them
+    assert graphs._turn == 40 and not graphs._said and not graphs._records  # the end of a fit frees the records
     x = torch.randn(1, 512, 64, device="cuda", requires_grad=True)
     model.cuda().train()
     outs = []
@@ -584,7 +584,7 @@ def test_held_gradients_and_shared_weights_on_a_gpu():
 
 @pytest.mark.gpu
 def test_the_op_is_captured_with_lengths():
-    """One recorded forward and backward of the op, replayed with twenty lengths, against the oracle."""
+    """A forward and backward of the op are recorded once and replayed with twenty lengths, against the oracle."""
     from lightning_dilated.attention.oracle import oracle
 
     pattern = ld.DilatedPattern([(64, 1), (256, 4)], padding="attended")
@@ -613,7 +613,7 @@ def test_the_op_is_captured_with_lengths():
 
 
 def packings(tokens, most, number):
-    """Draw bounds of up to `most` documents; some are empty, and some rows end before `tokens`."""
+    """Draw bounds of up to `most` documents. Some are empty, and some rows have tokens after the last document."""
     generator = torch.Generator().manual_seed(number)
     stop = tokens if number % 2 else int(torch.randint(tokens // 2, tokens, (), generator=generator))
     cuts = torch.randint(0, stop + 1, (int(torch.randint(0, most, (), generator=generator)),), generator=generator)
@@ -632,7 +632,7 @@ def packings(tokens, most, number):
     ],
 )
 def test_the_op_is_captured_with_documents(pattern, causal):
-    """One recorded forward and backward of the op, replayed with twenty packings, against oracle and host's bounds."""
+    """A forward and backward, recorded once and replayed with twenty packings, against the oracle and host bounds."""
     from lightning_dilated.attention.oracle import oracle
 
     tokens, heads = 500, (6, 2)
@@ -672,7 +672,7 @@ def test_the_op_is_captured_with_documents(pattern, causal):
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_packed_rows_on_a_gpu(compiled):
-    """Twenty rows of documents by few records: losses and weights as without graphs."""
+    """A few records serve twenty rows of documents, with the losses and weights of a run without graphs."""
     batches = []
     for i in range(20):
         bounds = packings(900 - 20 * i, 12, i)
@@ -698,7 +698,7 @@ def test_packed_rows_on_a_gpu(compiled):
 @pytest.mark.gpu
 @pytest.mark.parametrize("whole", [False, True])
 def test_reduce_overhead(whole):
-    """torch.compile's own CUDA graphs work on blocks, and on a whole model; Inductor skips none."""
+    """torch.compile's own CUDA graphs work on blocks and on a whole model, and Inductor skips none of them."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
@@ -729,10 +729,10 @@ def test_reduce_overhead(whole):
 @pytest.mark.gpu
 @pytest.mark.parametrize("own", [False, True])
 def test_graphs_keep_their_workspaces(own):
-    """Lightning's Trainer frees cuBLAS's workspaces at its start: later replays must not write to that memory.
+    """Lightning's Trainer frees cuBLAS's workspaces when it starts. Later replays must not write to that memory.
 
-    Replays of graphs that torch alone records do write there, which shows that these products have workspaces. If that
-    fails, torch keeps them elsewhere: then check whether `recording` still has to clear them.
+    Graphs that torch alone records do write there, which shows that these products use workspaces. If this assertion
+    fails, torch stores workspaces elsewhere. In this case check whether `recording` still has to clear them.
     """
     torch._C._cuda_clearCublasWorkspaces()
     pairs = [
@@ -749,7 +749,7 @@ def test_graphs_keep_their_workspaces(own):
         out = run()
     before = torch.cuda.memory_allocated()
     with torch.cuda.stream(stream):
-        run()  # like any other work on that stream, it has its own workspace
+        run()  # this stream gets a workspace, as any work on it would
         assert (torch.cuda.memory_allocated() > before) == own
         before = torch.cuda.memory_allocated()
         torch._C._cuda_clearCublasWorkspaces()

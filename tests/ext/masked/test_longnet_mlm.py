@@ -1,4 +1,4 @@
-"""LongNetMLM: sees both sides, counts masked tokens only, learns a rule, and is complete after loading."""
+"""LongNetMLM: both directions of attention, the loss of masked tokens, learning, and checkpoints."""
 
 import functools
 import math
@@ -39,7 +39,7 @@ def test_every_token_sees_both_sides():
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("mask_token, rows", [(None, 12), (3, 11)])
 def test_mask_token(mask_token, rows, tied):
-    """A new mask token is embedded and trained, and is never an answer; a token of the data stays an ordinary one."""
+    """A new mask token is embedded and trained and is never predicted. A mask token from the data stays ordinary."""
     model, data = tiny(mask_token=mask_token, tie_embeddings=tied, keep_fraction=0.0, random_fraction=0.0), batch()
     inputs, chosen = model.masked(data)
     assert model.embedding.weight.shape[0] == rows and (inputs[chosen] == (3 if mask_token else 11)).all()
@@ -82,7 +82,7 @@ def test_padded_batch_equals_single_samples():
 
 
 def test_packed_documents_do_not_see_each_other():
-    """With masks only in the first document, the tokens of the second do not change its loss."""
+    """If only the first document has masks, changes in the second one do not change its loss."""
     model, data = tiny(), {**batch(1), "cu_seqlens": torch.tensor([0, 17, 40], dtype=torch.int32)}
     losses, _, _ = model.masked_terms(data)
     first = int(model.masked(data)[1][0, :17].sum())
@@ -101,7 +101,7 @@ def test_nothing_masked_is_a_loss_of_zero():
 
 # -- masks in training and evaluation ----------------------------------------------------------------------------------
 class Watched(LongNetMLM):
-    """Records the tokens that it has to predict."""
+    """Records the masks it makes."""
 
     def masked(self, batch):
         inputs, chosen = super().masked(batch)
@@ -119,7 +119,7 @@ def test_new_masks_every_step_and_fixed_ones_in_validation():
 
 
 def test_epoch_metrics_are_exact():
-    """The mean over all masked tokens of batches with unequal numbers of them."""
+    """The batches have different numbers of masked tokens. The mean is over all of them."""
     model, batches = tiny(dtype=torch.float32), [batch(2), batch(1, 7, first=2), batch(3, 33, first=3)]
     with torch.no_grad():
         losses, right, _ = (torch.cat(x) for x in zip(*(model.masked_terms(b) for b in batches), strict=True))
@@ -150,7 +150,7 @@ def test_predict_step():
 
 @pytest.mark.parametrize("span", [1, 3])
 def test_predict_gives_a_sequence_the_same_numbers_everywhere(span):
-    """The row, the batch, padding and a neighbour that differs in one token do not change the masked positions."""
+    """The row, the batch and padding change no result. One changed token does not change the number of masks."""
     model, data = tiny(mask_span=span), batch(3, 60)
     tokens, short = data["tokens"], data["tokens"][1, :33]
     padded = tokens.clone()
@@ -173,13 +173,13 @@ def test_predict_gives_a_sequence_the_same_numbers_everywhere(span):
 
 
 def turns(first):
-    """Return three alternating letters, from different first ones."""
+    """Return four rows of three repeating letters. Each row starts one letter later."""
     index = torch.arange(first, first + 4)
     return {"tokens": (torch.arange(32) + index[:, None]) % 3, "index": index}
 
 
 def test_learns_a_rule():
-    """A masked letter follows from its neighbours; guessing costs log 3 = 1.1 and is right in one of three cases."""
+    """Neighbours determine a masked letter. A guess costs log 3 = 1.1 and is right one time in three."""
     torch.manual_seed(0)
     make = functools.partial(torch.optim.AdamW, lr=0.003)
     model, run = LongNetMLM(PATTERN, 3, dim=32, depth=2, mask_fraction=0.3, optimizer=make), trainer(max_epochs=1)
@@ -189,7 +189,7 @@ def test_learns_a_rule():
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 class Short(LongNetMLM):
-    """A user's subclass with its own argument names."""
+    """A user's subclass with other argument names."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__(PATTERN, 11, mask_span=3, dim=4 * width, depth=1, num_heads=4)
@@ -248,10 +248,10 @@ def test_refused(name):
         call()
 
 
-@pytest.mark.parametrize("vocab_size", [8, 40])  # below dim: logits of all tokens; above: of the masked ones
+@pytest.mark.parametrize("vocab_size", [8, 40])  # below dim: logits of all tokens; above: only of masked ones
 @pytest.mark.parametrize("tile", [None, 5])
 def test_the_loss_is_that_of_the_masked_terms(vocab_size, tile):
-    """Value, count and gradients are equal."""
+    """The value, the count and the gradients are equal."""
     torch.manual_seed(0)
     model = LongNetMLM(
         {"segment_lengths": [16], "dilation_rates": [1]}, vocab_size, dim=16, depth=1, num_heads=2

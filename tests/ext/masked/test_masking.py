@@ -1,4 +1,4 @@
-"""Masking: the promised shares, whole spans, no dependence on how the sequence is cut, and errors."""
+"""Masking: the shares, whole spans, parts of a sequence, and errors."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def apply(masker, tokens=TOKENS, stream=(1, 7), index=INDEX, positions=None, len
 
 
 def runs(chosen):
-    """Return the lengths of the masked runs of a row."""
+    """Return the lengths of the runs of masked tokens in a row."""
     edges = torch.diff(
         chosen.int(), prepend=torch.zeros(1, dtype=torch.int32), append=torch.zeros(1, dtype=torch.int32)
     )
@@ -31,7 +31,7 @@ def runs(chosen):
 @pytest.mark.parametrize("span", [1, 2.5, 8])
 @pytest.mark.parametrize("fraction", [0.15, 0.5])
 def test_shares(fraction, span):
-    """The shares are exact up to 5 standard deviations, counting whole spans as the independent draws."""
+    """Shares are right within 5 standard deviations, with whole spans as the independent draws."""
     inputs, chosen = apply(masking(fraction=fraction, span=span))
     within = lambda p, n: pytest.approx(p, abs=5 * (p * (1 - p) * 2 * span / n) ** 0.5)  # noqa: E731
     assert chosen.float().mean().item() == within(fraction, B * N)
@@ -39,7 +39,7 @@ def test_shares(fraction, span):
     hidden, unchanged = inputs == V, chosen & (inputs == TOKENS)
     assert not (hidden & ~chosen).any() and torch.equal(inputs[~chosen], TOKENS[~chosen])
     assert hidden.sum().item() / n == within(0.8, n)
-    assert unchanged.sum().item() / n == within(0.1 + 0.1 / V, n)  # a random token may be the true one
+    assert unchanged.sum().item() / n == within(0.1 + 0.1 / V, n)  # a random token may equal the original
     lengths = torch.cat([runs(row) for row in chosen]).double()
     assert lengths.mean().item() == pytest.approx(span / (1 - fraction), rel=0.1)
 
@@ -68,7 +68,7 @@ def test_any_part_of_a_sequence_knows_its_own_masks(span, cut):
 
 @pytest.mark.parametrize("span", [1, 3])
 def test_uses_differ(span):
-    """Masks of another step, seed or sample overlap like independent masks."""
+    """Masks with another step, seed or sample overlap like independent masks."""
     _, want = apply(masking(span=span))
     masks = [apply(masking(span=span), stream=(1, 8)), apply(masking(span=span), stream=(0, 7))]
     masks += [apply(masking(span=span, seed=1)), apply(masking(span=span), index=INDEX + 1)]

@@ -1,4 +1,4 @@
-"""An invented device with round numbers: milliseconds that can be added up by hand."""
+"""An invented device with round numbers, so that milliseconds can be added up by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MS = 1e-3
 
 
 def parts(tokens: int, **other: float) -> Parts:
-    """Return milliseconds proportional to the tokens; 64 tokens take the values written here."""
+    """Return times proportional to `tokens`. The numbers below are milliseconds for 64 tokens."""
     names = {
         **{"attention_forward": 10.0, "attention_backward": 20.0, "wide_forward": 1.0, "wide_backward": 2.0},
         **{"rest_forward": 6.0, "rest_backward": 14.0, "edge_forward": 3.0, "edge_backward": 5.0},
@@ -19,7 +19,7 @@ def parts(tokens: int, **other: float) -> Parts:
 
 
 def machine(**other: Any) -> Machine:
-    """Two blocks of two heads of 8, segments from 16 tokens; arrivals 1 + 2 ms a batch, packing 0.5, sums 0.25 ms."""
+    """Two blocks, two heads of 8, segments from 16 tokens. ms: arrivals 1 + 2 per batch, packing 0.5, sums 0.25."""
     defaults: dict[str, Any] = {
         **{
             "name": "made up",

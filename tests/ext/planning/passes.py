@@ -1,4 +1,4 @@
-"""Counts the bytes that operators read and write."""
+"""Count the bytes that operators read and write."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Passes(TorchDispatchMode):
-    """Sums the bytes of tensors with a dimension of `size` that operators read and write, without views."""
+    """Sums the bytes of tensors that operators read and write, if a dimension is `size`. Views do not count."""
 
     def __init__(self, size):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Advice after running out of memory: its text, and that the training process is not touched."""
+"""Advice after running out of memory: its text, and that the training process is not changed."""
 
 import re
 import sys
@@ -48,7 +48,7 @@ def trainer(**options):
 def test_advice():
     model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
     run = trainer(precision="bf16-mixed")
-    assert advice_of(run, model, 1 << 16) is None  # it fits as it is
+    assert advice_of(run, model, 1 << 16) is None  # the run fits without changes
     said = advice_of(run, model, 1 << 20)
     assert "1,048,576 tokens on 1 GPU(s) take 4" in said and "with all kept" in said
     assert "ActivationRecompute('attention-kept')" in said
@@ -56,7 +56,7 @@ def test_advice():
 
 @pytest.mark.slow
 def test_advice_of_block_inputs_on_the_host():
-    """Without offloading nothing fits."""
+    """The model does not fit without offloading."""
     model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
     said = advice_of(trainer(precision="bf16-mixed"), model, 5 << 20)
     assert (
@@ -67,7 +67,7 @@ def test_advice_of_block_inputs_on_the_host():
 
 
 def test_block_inputs_on_the_host():
-    """Six inputs are offloaded, of 5M tokens of 768 numbers in fp32."""
+    """Six inputs are offloaded, each of 5M tokens with 768 fp32 numbers."""
     model = ld.LongNetLM(TWO, dim=768, depth=12, num_heads=12)
     subject = counted_model_of(model)
     case, able = Case(subject, Facts.of(model, subject), ONE, H200), [MemorySettings("block", 2, 0, 1 << 14, 2)]
@@ -75,7 +75,7 @@ def test_block_inputs_on_the_host():
     assert said.startswith("ActivationRecompute('block', every=2, tile=16384, head_chunks=2, offload=1.0), for which")
     assert "the host keeps 90.0 GiB of each rank's block inputs" in said and case.host == 0
     assert _by_host(case, able, 1 << 30) == [] == _by_host(case, [MemorySettings()], 4096)
-    now = replace(able[0], offload=1.0)  # the advice is already in use
+    now = replace(able[0], offload=1.0)  # the run already uses the advice
     assert _otherwise(case, able, now, 5 << 20, model) == (
         " By the plan that fits, if the host has room for the block inputs."
     )
@@ -96,7 +96,7 @@ LONG = DilatedPattern.longnet([2048, 1 << 17], [1, 16])
 @pytest.mark.parametrize(
     "step, streams, now, says",
     [
-        (1 << 14, 4, MemorySettings(), None),  # 65,536 tokens a step fit as they are
+        (1 << 14, 4, MemorySettings(), None),  # 65,536 tokens per step fit without changes
         (
             *(1 << 17, 8, MemorySettings()),
             "131,072 tokens at a time of 8 stream(s) take x GiB of each GPU with all kept, up to x of it for what is "
@@ -117,9 +117,9 @@ LONG = DilatedPattern.longnet([2048, 1 << 17], [1, 16])
     ids=["fits", "recompute", "shorter chunks", "fewer streams"],
 )
 def test_advice_for_steps_of_streams(tmp_path, step, streams, now, says):
-    """A step counts the tokens of all streams, and the state that earlier steps carried over."""
+    """A step has the tokens of all streams, and memory includes the state carried from earlier steps."""
     with (tmp_path / "text").open("wb") as file:
-        file.truncate(1 << 30)  # sparse: it is not read
+        file.truncate(1 << 30)  # a sparse file, which is not read
     model = ld.LongNetLM(LONG, dim=768, depth=12, num_heads=12)
     run = trainer(precision="bf16-mixed")
     run._data_connector._datahook_selector = None
@@ -130,7 +130,7 @@ def test_advice_for_steps_of_streams(tmp_path, step, streams, now, says):
 
 @pytest.mark.slow
 def test_advice_of_parameters_on_the_host():
-    """Offloaded parameters no longer count against the GPU."""
+    """If parameters are offloaded, they do not count against the GPU's memory."""
     model = ld.LongNetLM(FIVE, dim=8192, depth=64, num_heads=64)
     strategies = (ld.RingDilatedFSDPStrategy(cpu_offload=x) for x in (False, True))
     said = [advice_of(trainer(precision="bf16-mixed", strategy=x), model, 1 << 14) for x in strategies]
@@ -139,7 +139,7 @@ def test_advice_of_parameters_on_the_host():
 
 
 def test_advice_amid_a_step():
-    """The profiler asks during a step: ranks share a sequence, and gradients are off."""
+    """The profiler asks in mid-step, when ranks share a sequence and gradients are disabled."""
     model = ld.LongNetLM(FIVE, dim=64, depth=2, num_heads=4)
     expected = advice_of(trainer(precision="bf16-mixed"), model, 1 << 24)
     with group._active.with_top(SimpleNamespace(ranks=2, name="other")), torch.no_grad():
@@ -147,7 +147,7 @@ def test_advice_amid_a_step():
 
 
 def test_the_gpu_of_a_run(monkeypatch):
-    """Memory and name are the GPU's own; speeds are from the data sheet."""
+    """Memory and name are taken from the GPU itself, speeds from the data sheet."""
     here = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", total_memory=39 << 30, major=8, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
     gpu = advice._gpu(SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda"))))
@@ -158,7 +158,7 @@ def test_the_gpu_of_a_run(monkeypatch):
 def test_no_advice():
     assert advice_of(trainer(precision="64-true"), ld.LongNetLM(FIVE, dim=64, depth=1, num_heads=4), 4096) is None
     assert advice_of(trainer(), pl.LightningModule(), 4096) is None
-    assert advice_of(trainer(), ld.SlideEncoder(), 4096) is None  # nothing to train
+    assert advice_of(trainer(), ld.SlideEncoder(), 4096) is None  # it has no loss to train
 
 
 # -- in a process of its own -------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def small(**options):
 
 
 def test_nothing_is_replaced_in_the_process_that_trains(monkeypatch):
-    """The model is built, trained, and holds objects that cannot be pickled. The advice is as if computed here."""
+    """The model is built, trained, and has objects that cannot be pickled. The advice equals a new model's."""
     run, model = trainer(precision="bf16-mixed"), small(optimizer=lambda parameters: torch.optim.SGD(parameters, 1.0))
     model.configure_model()
     model.note, model.held = (lambda: None), torch.zeros(3)
@@ -232,7 +232,7 @@ class Full(ld.LongNetLM):
 
 
 def test_the_runs_own_error_goes_on(monkeypatch, tmp_path):
-    """The planning process hangs while a fit that ran out of memory is ending."""
+    """If the planning process hangs after a fit ran out of memory, the fit still raises its own error."""
     monkeypatch.setattr(advice, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
     monkeypatch.setattr(advice, "TIMEOUT", 1.0)
     monkeypatch.setattr(advice, "_tokens", lambda trainer: 4096)

@@ -1,4 +1,4 @@
-"""Seconds of a step, scaled from the measured machine: compared with measured steps, and consistent in themselves."""
+"""Seconds of a step, scaled from the measured machine, against measured steps, and consistent with each other."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def test_the_measured_model_is_not_scaled():
 
 
 def test_a_machine_without_long_rows_prices_attention():
-    """The fields are zero unless measured; then pairs account for all of the attention."""
+    """Fields for long rows are zero if they were not measured. In this case, pairs account for all of the attention."""
     base = replace(measured_machine(), long_forward=0.0, long_backward=0.0)
     for same, parts in zip(scaled(MINE, H200, base).parts, base.parts, strict=True):
         assert same.attention_forward == pytest.approx(parts.attention_forward)
@@ -63,7 +63,7 @@ def test_a_machine_without_long_rows_prices_attention():
 
 
 def test_scales():
-    """Double the depth or the width, drop the mask, or take another GPU: each part scales with its own quantity."""
+    """With twice the depth or width, no causal mask, or another GPU, each part scales with its own quantity."""
     base, wide = measured_machine(), facts(dim=1536, num_heads=24)
     rescaled = scaled(wide, H200)
     products = wide.block_parameters / MINE.block_parameters
@@ -74,7 +74,7 @@ def test_scales():
     assert rescaled.parts[0].edge_forward == pytest.approx(2 * base.parts[0].edge_forward)
     open_ = scaled(replace(MINE, call=replace(MINE.call, causal=False)), H200)
     rise = [getattr(open_.parts[1], x) / getattr(base.parts[1], x) for x in ("attention_forward", "attention_backward")]
-    assert 1.8 < rise[0] < 1.9 and 1.7 < rise[1] < 1.8  # twice the pairs, equal rows
+    assert 1.8 < rise[0] < 1.9 and 1.7 < rise[1] < 1.8  # twice the pairs and the same number of rows
     slow = scaled(MINE, GPUS["A100-80GB"])
     by_passes = (1 - PASSES) * 989.4 / 312 + PASSES * 4.8 / 2.039
     assert slow.parts[0].rest_backward == pytest.approx(by_passes * base.parts[0].rest_backward)
@@ -94,7 +94,7 @@ def test_a_wide_vocabulary_costs_its_products_and_its_loss():
 @pytest.mark.parametrize("dim, passes", [(768, False), (2048, True), (4096, True), (4096, False)])
 @pytest.mark.parametrize("tokens", [1 << 16, 1 << 18, 1 << 20])
 def test_a_head_takes_no_less_than_its_flops(dim, passes, tokens):
-    """And at most 2.5 times as long: its products, plus the loss if that is large."""
+    """A head takes at least its FLOPs, and at most 2.5 times that, which includes the loss if it is large."""
     words = 1 << 17
     model = facts(dim=dim, num_heads=dim // 64)
     wide, small = (replace(model, vocab=256 + x, logits=passes) for x in (words, 0))
@@ -103,7 +103,7 @@ def test_a_head_takes_no_less_than_its_flops(dim, passes, tokens):
     assert least < seconds[0] - seconds[1] < least / 0.4
 
 
-#: (width, vocabulary, in tiles of a setting or at once, ms) of benchmarks/results/2026-11-23_h200_one_gpu.md
+#: (width, vocabulary, tile size or None, measured ms), from benchmarks/results/2026-11-23_h200_one_gpu.md
 LOSSES = [
     (768, 50304, None, 32.3),
     (768, 50304, 8192, 34.7),
@@ -116,7 +116,7 @@ LOSSES = [
 
 @pytest.mark.parametrize("dim, vocab, tile, ms", LOSSES)
 def test_measured_losses(dim, vocab, tile, ms):
-    """Milliseconds that a vocabulary of words adds to a step of 65,536 bytes."""
+    """Compare the milliseconds that a word vocabulary adds to a step, relative to the bytes of 65,536 tokens."""
     model = facts(dim=dim, num_heads=dim // 64)
     wide, small = (
         estimate(replace(model, vocab=x), MemorySettings(tile=tile), 1 << 16, ONE, H200) for x in (vocab, 256)
@@ -128,13 +128,13 @@ def test_settings_cost():
     base = seconds()
     kept_op, block = seconds(policy="attention-kept"), seconds(policy="block")
     assert base < kept_op < block < seconds(policy="block", every=2) < base + 2 * (block - base)
-    # measured: 0.25 of 2.40 s at 1,048,576 tokens; without recomputation, tiles compute the feed-forward once more
+    # measured: 0.25 of 2.40 s at 1,048,576 tokens; without recomputation, tiles compute the feed-forward a second time
     tiles = seconds(policy="block", tile=4096) - block
     assert 0.05 * block < tiles < 0.12 * block and base + tiles < seconds(tile=4096) < block
     assert block < seconds(policy="block", head_chunks=4) < seconds(policy="block", every=2, head_chunks=4)
 
 
-#: (sizes, settings, tokens, seconds) to which the estimate was fitted, benchmarks/results/2026-11-22_h200_longest.md
+#: (sizes, settings, tokens, seconds), used for fitting the estimate; benchmarks/results/2026-11-22_h200_longest.md
 BLOCK = MemorySettings("block")
 FITTED = [
     ({}, BLOCK, 1048576, 2.47),
@@ -160,7 +160,7 @@ def test_each_window_costs():
 
 
 def test_kept_attention_projects_windows_as_often_as_blocks():
-    """Forward, recomputation and backward project again; only the op itself is not repeated."""
+    """Both policies project again in forward, recomputation and backward. "attention-kept" only saves the op."""
     kept_op, block = (seconds(policy=p, head_chunks=4) - seconds(policy=p) for p in ("attention-kept", "block"))
     assert kept_op == pytest.approx(block) and kept_op > seconds(head_chunks=4) - seconds()
 
@@ -189,7 +189,7 @@ def test_cpu_offload_takes_copies_and_an_optimizer_on_the_host(tokens):
     assert host.optimizer == pytest.approx(7 * 4 * big.parameters / HOST_MEMORY) and plain.optimizer == 0
     added = host.seconds - plain.seconds - host.optimizer + plain.step.compute["optimizer"]
     copies = 3 * 4 * big.parameters / 8 / HOST_LINK
-    if tokens == 1 << 20:  # hidden by the computation, except for the first block's
+    if tokens == 1 << 20:  # the computation hides the copies, except the first block's
         assert host.hidden == pytest.approx(copies) and 0 < added < 0.1 * copies
     else:
         assert 0.8 * copies < added < 1.4 * copies
@@ -197,8 +197,8 @@ def test_cpu_offload_takes_copies_and_an_optimizer_on_the_host(tokens):
 
 
 def test_buckets_of_gradients_are_the_setups():
-    """A single bucket waits for the whole backward; smaller ones overlap with it, except for the first block's two."""
-    model = replace(MINE, call=replace(MINE.call, pattern=DilatedPattern.dense(2048)))  # nothing else is exchanged
+    """A single bucket starts after the whole backward. Smaller ones overlap it, except for the first block's two."""
+    model = replace(MINE, call=replace(MINE.call, pattern=DilatedPattern.dense(2048)))  # no other exchange
     whole, parts = (
         estimate(model, MemorySettings(), 1 << 18, Setup("ring_dilated", 2, 2, bucket_cap_mb=x), H200)
         for x in (None, 25)
@@ -211,7 +211,7 @@ def test_buckets_of_gradients_are_the_setups():
 
 
 def test_many_ranks():
-    """Up to 4,096 ranks take seconds to plan; many heads are merged into fewer wide ones, with equal bytes."""
+    """Planning up to 4,096 ranks takes seconds. Many heads are merged into fewer and wider heads with equal bytes."""
     pattern = DilatedPattern.geometric(2048, 1 << 24)
     model = replace(MINE, call=replace(MINE.call, pattern=pattern))
     t = estimate(model, MemorySettings("block"), 1 << 24, Setup("ring_dilated", 64), H200)
@@ -223,7 +223,7 @@ def test_many_ranks():
 
 
 def test_both_stacks_step_on_the_host():
-    """A decoder's parameters are copied and stepped there, too."""
+    """The decoder's parameters are copied and updated on the host, too."""
     model = ld.SlidePretrainer(depth=1, dim=96, num_heads=4, decoder_dim=192, decoder_depth=3)
     facts_of_model = Facts.of(model, counted_model_of(model, "32-true"))
     setup = Setup("ring_dilated_fsdp", cpu_offload=True)

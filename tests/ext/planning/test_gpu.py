@@ -1,4 +1,4 @@
-"""The planned peak, compared with the allocator's peak in real steps on this machine's GPUs."""
+"""The planned peak against the allocator's peak in real steps, on the GPUs of this machine."""
 
 import json
 
@@ -16,9 +16,9 @@ from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 
 pytestmark = pytest.mark.gpu
-TOKENS = 1 << 20  # so long that memory that DDP frees 0.1 s after its first step is free at the peak
+TOKENS = 1 << 20  # long enough that memory which DDP frees 0.1 s after its first step is free again at the peak
 PATTERN = {"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}
-#: with a branch across the shards of two ranks, which exchanges rows
+#: one branch crosses the shards of two ranks, which exchange its rows
 WIDE = {"segment_lengths": [2048, 8192, 2 * TOKENS], "dilation_rates": [1, 4, 64]}
 SIZES = {"dim": 512, "depth": 12, "num_heads": 8, "residual_dtype": "bfloat16"}
 SETTINGS = MemorySettings("block", every=2, offload=1, tile=16384, head_chunks=4)
@@ -31,7 +31,7 @@ WAYS = [
 
 
 def planned(strategy, ranks, pattern, precision="bf16-mixed", optimizer="adamw", **options):
-    """Return the planned memory of a rank."""
+    """Return the planned memory of one rank."""
     model = LongNetLM(DilatedPattern.from_dict(pattern), **SIZES, **options)
     gpu = find_gpu("H200")
     subject = counted_model_of(model, precision, None, None, gpu.capability)
@@ -46,7 +46,7 @@ EIGHT = {"class_path": "torchao.optim.AdamW8bit", "init_args": {"lr": 1e-4}}
 
 
 def measured(folder, strategy, ranks, pattern, precision="bf16-mixed", optimizer=FUSED, **options):
-    """Measure two steps. Return the result of the rank with the highest peak."""
+    """Run and measure two steps. Return the result of the rank with the highest peak."""
     recompute = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": vars(SETTINGS)}
     settings = {
         "trainer": {"precision": precision, "callbacks": [recompute]},
@@ -66,7 +66,7 @@ def measured(folder, strategy, ranks, pattern, precision="bf16-mixed", optimizer
 
 
 def alone(ranks):
-    """Skip if this machine is not the one that was planned for."""
+    """Skip unless this machine has the planned GPUs."""
     pytest.importorskip("jsonargparse")
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the plan is that of a GPU of capability 9.0")
@@ -74,12 +74,12 @@ def alone(ranks):
         pytest.skip(f"needs {ranks} GPUs")
 
 
-#: bytes of a rank's tokens, labels and small tables in page-locked memory
+#: bytes of a rank's tokens, labels and small tables in pinned memory
 BATCH = 2 * 8 * TOKENS + 4096
 
 
 def agrees(trial, want):
-    """Compare the GPU's peak and the host's memory; the host may hold four more batches, and 5 GiB of libraries."""
+    """Compare the GPU's peak and host memory. The host may use four more batches, and 5 GiB for libraries."""
     print(f"{trial}; planned {want.peak / GIB:.1f} GiB, {want.host / GIB:.1f} of the host")
     assert trial.allocated == pytest.approx(want.peak, rel=0.03)
     assert 0.99 * want.host <= trial.pinned <= want.host + 4 * BATCH and trial.host < want.host + 5 * GIB
@@ -87,14 +87,14 @@ def agrees(trial, want):
 
 @pytest.mark.parametrize(("strategy", "ranks", "pattern"), WAYS, ids=["one", "ddp", "fsdp", "ddp, rows"])
 def test_peak(tmp_path, strategy, ranks, pattern):
-    """On two GPUs, block inputs that were no longer needed once stayed allocated."""
+    """Block inputs must be freed after their last use, on two GPUs as on one."""
     alone(ranks)
     agrees(measured(tmp_path, strategy, ranks, pattern), planned(strategy, ranks, pattern))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_peak_of_a_model_in_16_bits(tmp_path, compiled):
-    """0.2 billion parameters, most of them in the embedding; nothing is on the host."""
+    """0.2 billion parameters in 16 bits, most of them in the embedding. Nothing is offloaded."""
     pytest.importorskip("torchao")
     alone(1)
     options = {"vocab_size": 1 << 17, "tie_embeddings": False, "precision": "bf16-true", "compile_blocks": compiled}

@@ -1,4 +1,4 @@
-"""GPUs by name: each has its own links, and guesses are marked as such."""
+"""GPUs by name: each has its own link speeds, and guesses are marked as guesses."""
 
 import pytest
 
@@ -17,13 +17,13 @@ def test_links_are_those_of_the_gpu(name):
     assert "a guess" in links.source and "bench links" in links.source and "defaults" not in links.source
     if name in NVLINK:
         assert PCIE4 < links.near < Links().near and links.far < Links().far
-    else:  # no faster than the lanes that makers state
+    else:  # not faster than the lanes in the maker's data sheet
         assert links.source.startswith("no NVLink") and "PCIe 4.0 x16" in links.source
         assert PCIE4 / 4 < links.near < PCIE4 and links.far <= links.near
 
 
 def test_numbers_by_hand():
-    """16 lanes of 16 GT/s with 128 of 130 bits; an H200 reached 259 of its 450 GB/s; GeForce cards stage copies."""
+    """16 lanes of 16 GT/s, 128 of 130 bits. An H200 reached 259 of 450 GB/s. GeForce GPUs copy through the host."""
     assert pytest.approx(16 * 16e9 / 8 * 128 / 130, rel=0.001) == PCIE4
     assert GPUS["L40S"].links.near == GPUS["A10"].links.near == pytest.approx(PCIE4 * 259e9 / NVLINK4, abs=0.5e9)
     assert GPUS["RTX4090"].links.near == GPUS["RTX3090"].links.near == pytest.approx(9e9, abs=0.5e9)

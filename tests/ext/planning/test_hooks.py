@@ -1,4 +1,4 @@
-"""Models are planned by their own hooks: a user's model, one with its own __init__, layers without positions."""
+"""Models are planned through their hooks: a user's model, a model with its own __init__, layers without positions."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ PATTERN = ld.DilatedPattern.longnet([64, 128], [1, 2])
 
 
 def saved(model, batch):
-    """Return the bytes alive after the forward, without the parameters."""
+    """Return the bytes that are allocated after the forward, without the parameters."""
     model.train().configure_model()
     with Meter() as meter:
         parameters = meter.track(model.parameters(), PARAMETERS)
@@ -39,7 +39,7 @@ def planned(model, tokens):
 
 @pytest.mark.parametrize("make", [Signals, OwnInit])
 def test_a_users_model(make):
-    """Its parameters, the bytes that a real step saves, and the longest sequence."""
+    """Compare a user's model: its parameters, the bytes that a real step saves, and the longest sequence."""
     model = make()
     subject = counted_model_of(model, "32-true", compile_blocks=False)
     facts = Facts.of(model, subject)
@@ -48,11 +48,11 @@ def test_a_users_model(make):
     case = Case(subject, facts, Setup("ring_dilated", 2, 2), GPUS["H200"])
     assert case.longest(MemorySettings("block")) > case.longest(MemorySettings()) > 1 << 20
     assert case.time(MemorySettings(), 1 << 20).seconds > 0
-    assert not model._built  # it is unchanged
+    assert not model._built  # planning did not build the model itself
 
 
 def test_a_built_model_stays_as_it_is():
-    """The advice after an error finds a built model; the copy shares none of its weights."""
+    """After an error in a run the model is already built. The planned copy must not share its weights."""
     model = OwnInit()
     model.configure_model()
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
@@ -65,7 +65,7 @@ def test_a_built_model_stays_as_it_is():
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Return a recipe of the user's model, defined in a module."""
+    """Return a recipe for the user's model, which is defined in another module."""
     path = tmp_path / "users.yaml"
     path.write_text(yaml.safe_dump({
         "model": {"class_path": f"{Signals.__module__}.Signals", "init_args": {"channels": 5}},
@@ -81,7 +81,7 @@ def test_the_command_plans_a_users_model(capsys, recipe):
 
 
 class Other(ld.DilatedModule):
-    """A model without the attributes that planning needs."""
+    """A model that lacks the attributes for planning."""
 
     depth = 2
 

@@ -1,4 +1,4 @@
-"""Memory of compiled graphs, counted by hand; torch's partitioner saves the same tensors in a real run."""
+"""Memory of compiled graphs, counted by hand. In a real run, torch's partitioner saves the same tensors."""
 
 import pytest
 import torch
@@ -12,41 +12,41 @@ from lightning_dilated.ext.planning.counting.memory_tracker import Tape
 from lightning_dilated.ext.planning.counting.model_specs import counted_model_of
 from lightning_dilated.pattern import DilatedPattern
 
-#: bytes of h and of a result
+#: bytes of h and of each result
 H, OUT = 64 * 128 * 4, 64 * 32 * 4
 
 
 def one(x, w, u, v):
-    """An elementwise step between two products reuses the memory of its input."""
+    """An elementwise operation between two products is written into the memory of its input."""
     return ((x @ w) * 2) @ u
 
 
 def kept(x, w, u, v):
-    """As before, but the input is also a result."""
+    """The same, but the input is also a result, so its memory cannot be reused."""
     h = x @ w
     return (h * 2) @ u, h
 
 
 def chain(x, w, u, v):
-    """Three steps are one kernel: no intermediate is written."""
+    """Three elementwise operations are fused into one kernel, which writes no intermediate result."""
     return ((x @ w).sin().exp() * 2) @ u
 
 
 def fork(x, w, u, v):
-    """Two steps over one tensor are one kernel, which cannot overwrite their common input."""
+    """Two operations on one tensor are one kernel, which cannot overwrite their common input."""
     h = x @ w
     return h.sin() @ u + h.cos() @ v
 
 
 def wait(x, w, u, v):
-    """The second step needs a product of the first's result: two kernels, the second overwrites its input."""
+    """The second operation needs a product with the first's result: two kernels. The second works in place."""
     h = x @ w
     a = h.sin()
     return a @ u, (h * (a @ u).sum()) @ v
 
 
 def far(x, w, u, v):
-    """Views and a transposed product read the same memory."""
+    """Views and a transposed product use the same memory."""
     h = (x @ w).view(8, 8, 128).flatten(0, 1)
     return (h.t().contiguous() * 2).t() @ u
 
@@ -70,8 +70,8 @@ def test_by_hand(run):
         kernels = Kernels(graph, Graphs(tape))
         with tape:
             results = kernels(inputs)
-        assert not inputs  # the list is emptied, as compiled code does
-        assert tape.peak == pytest.approx(PEAKS[run], abs=64)  # sums are a few bytes
+        assert not inputs  # compiled code empties the list, too
+        assert tape.peak == pytest.approx(PEAKS[run], abs=64)  # sums take a few bytes
         want = sum(x.untyped_storage().nbytes() for x in (results if isinstance(results, tuple) else [results]))
         assert tape.live == want
 
@@ -79,7 +79,7 @@ def test_by_hand(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("ffn, norm", [("swiglu", "rmsnorm"), ("gelu", "layernorm")])
 def test_kept_is_what_the_partitioner_keeps(ffn, norm):
-    """Compared with torch.compile's own partition of a block, run on real tensors."""
+    """Compare with torch.compile's own partition of a block, run on real tensors."""
     pattern, tokens = DilatedPattern.longnet([64], [1]), 2048
     sizes = {"dim": 64, "num_heads": 4, "position_encoding": "none", "ffn": ffn, "norm": norm}
     subject = counted_model_of(ld.LongNetLM(pattern, depth=2, **sizes), "32-true", compile_blocks=True)

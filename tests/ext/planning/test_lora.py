@@ -1,4 +1,4 @@
-"""Low-rank updates in the plan: exact for full steps, equal to real steps on the CPU, and their cost."""
+"""Low-rank updates in the plan: exact for full steps, equal to real steps on a CPU, and their cost."""
 
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ def test_length_is_exact(make, name, depth, precision):
 
 @pytest.mark.parametrize("policy", ["none", "attention-kept", "block"])
 def test_a_real_step_keeps_what_was_planned(policy):
-    """Compare the bytes alive after the forward, and gradients after the backward, with a meter of real tensors."""
+    """Compare bytes after the forward, and gradients after the backward, with a meter over real tensors."""
     settings = MemorySettings(policy)
     plan = footprint(counted_model_of(encoder(), "32-true", settings), (3072, 5120))
     between, last = (next(m for m in plan.moments if m.part == part) for part in (("between",), ("backward", 3)))
@@ -94,7 +94,7 @@ def test_states_on_the_host_are_of_what_is_trained():
 
 @pytest.mark.parametrize("offload, every", [(0.5, 1), (1.0, 1), (1.0, 2), (0.25, 1)])
 def test_host_memory_is_what_training_takes(offload, every):
-    """The first block's input has no gradient, and stays on the GPU."""
+    """Compare host memory with training. The first block's input needs no gradient, and stays on the GPU."""
     settings = MemorySettings("block", every, offload)
     model = built(encoder(), settings)
     model.token_mean(labelled(255))[0].backward()
@@ -103,7 +103,7 @@ def test_host_memory_is_what_training_takes(offload, every):
     assert memory(away, 256).host == model.transformer._host.bytes
     at = [memory(x, 1 << 16).kinds[ACTIVATIONS] for x in (here, away)]
     left = max(0, round(offload * 4 / every) - 1)
-    flying = 2 if left == 4 // every - 1 else 1  # copies in flight, in either direction
+    flying = 2 if left == 4 // every - 1 else 1  # copies in transit, to the host or back
     assert at[0] - at[1] == max(0, left - flying) * (here.hidden << 16)
 
 
@@ -114,7 +114,7 @@ def facts(**sizes):
 
 
 def test_flops_are_what_torch_counts():
-    """Not counted: norms, biases and the head, which the plan does not separate, and updates' weight products."""
+    """The plan does not count norms, biases and the head, which it does not separate, and updates' weight products."""
     sizes = {"dim": 256, "depth": 3}
     model, data = built(encoder(**sizes)), labelled(2047)
     with FlopCounterMode(display=False) as counter:
@@ -131,14 +131,14 @@ def test_trained_numbers():
     assert (of.parameters, of.trained_parameters) == (numbers(model, False), numbers(model, True)) and not of.whole
     block = model.transformer.blocks[0]
     assert of.trained.block == numbers(block, True) and of.depth == 4
-    update = 3 * (64 + 192)  # of the joint projection, for which the gradient of the sum is computed instead
+    update = 3 * (64 + 192)  # the joint projection's update: the gradient of the sum W + s B A is computed instead
     assert of.trained.gradients == of.trained.block - update + 192 * 64
     assert of.trained.weights == numbers(block, False) - update
 
 
 @pytest.mark.filterwarnings("ignore:target_parameters=")
 def test_passes_of_an_update():
-    """Passes in addition to the layer's own."""
+    """Count the passes over memory that an update adds to the layer's own."""
     tokens, counts = 10007, []
     for lora in (False, True):
         layer = nn.ModuleDict({"fc1": nn.Linear(96, 160)}).requires_grad_(False)
@@ -155,7 +155,7 @@ def test_passes_of_an_update():
 
 
 def test_less_than_training_all():
-    """The linear layers take less time if they are wide, gradients and states take less; the op takes the same."""
+    """Wide linear layers take less time, gradients and states less memory. The op's time does not change."""
     settings, setup = MemorySettings(), Setup("ring_dilated", 2, 2)
     sizes = {"dim": 2048, "num_heads": 16}
     own, whole = (estimate(facts(**sizes, **x), settings, 1 << 18, setup, H200) for x in ({}, {"lora_rank": None}))

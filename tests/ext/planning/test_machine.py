@@ -1,4 +1,4 @@
-"""Measurements of one device: interpolated, extrapolated, saved to a file, and refused for another model."""
+"""Measurements of a device: interpolation, extrapolation, a file, and refusal for another model."""
 
 import dataclasses
 import json
@@ -22,8 +22,8 @@ PARTS = Path(__file__).parents[3] / "benchmarks" / "step_parts.py"
         ([(0, 2.0), (10, 7.0)], Line(2.0, 0.5)),
         ([(10, 7.0), (20, 12.0), (40, 22.0)], Line(2.0, 0.5)),
         ([(10, 3.0), (20, 3.0)], Line(3.0, 0.0)),
-        ([(10, 1.0), (20, 3.0)], None),  # the line starts below zero
-        ([(10, 3.0), (20, 1.0)], None),  # falling
+        ([(10, 1.0), (20, 3.0)], None),  # a line through these points is negative at 0
+        ([(10, 3.0), (20, 1.0)], None),
     ],
 )
 def test_fit(points, want):
@@ -41,7 +41,7 @@ def test_line():
 
 @pytest.mark.parametrize("tokens, want", [(64, 1.0), (96, 3.0), (128, 5.0), (32, 0.5), (256, 10.0)])
 def test_between_and_beyond(tokens, want):
-    """6 ms at 64 tokens, 30 at 128: linear in between, proportional outside."""
+    """With 6 ms at 64 tokens and 30 ms at 128, times are linear in between and proportional outside."""
     steep = dataclasses.replace(parts(64), tokens=128, rest_forward=30 * MS)
     part = machine(parts=(parts(64), steep)).at(tokens)
     assert part.tokens == tokens and part.rest_forward == pytest.approx(want * 6 * MS)
@@ -97,7 +97,7 @@ def test_numbers_are_checked():
 
 @pytest.mark.slow
 def test_measured_on_this_machine(tmp_path, monkeypatch):
-    """Run the whole script on the package's own layers, at tiny sizes."""
+    """Run the complete script on the package's own layers, at tiny sizes."""
     path = tmp_path / "cpu.json"
     sizes = "--tokens 64 128 --first 32 --dim 16 --depth 2 --heads 2 --repeats 1 --precision 32-true --no-compile"
     sizes += " --long 128"
@@ -108,7 +108,7 @@ def test_measured_on_this_machine(tmp_path, monkeypatch):
         64,
         128,
     ]
-    # in_proj, out_proj, gate, fc1, fc2 (hidden 64), two norms; tied embedding and the last norm
+    # in_proj, out_proj, gate, fc1, fc2 (64 hidden features), two norms; tied embedding and the last norm
     assert (read.block_parameters, read.edge_parameters) == (4 * 256 + 3 * 1024 + 32, 256 * 16 + 16)
     assert min(read.optimizer, *(x for p in read.parts for x in (p.attention_forward, p.attention_backward))) > 0
     lines = read.arrive_forward, read.arrive_backward, read.pack, read.add, read.few_forward, read.few_backward

@@ -1,4 +1,4 @@
-"""Memory of a step: compared with measured peaks, exact for full steps of other sizes, and by kind."""
+"""Memory of a step: against measured peaks, exact for full steps of other sizes, and by kind."""
 
 import itertools
 from dataclasses import replace
@@ -36,8 +36,8 @@ def lm(pattern=SMALL, **sizes):
 # -- measured ----------------------------------------------------------------------------------------------------------
 BYTES = {"pattern": FIVE, "dim": 768, "depth": 12, "num_heads": 12}
 SLIDES = {"task": "classification", "num_classes": 2, "dropout": 0.0, "drop_path": 0.0}
-#: (model, compiled, strategy, policy): (tokens, GPUs, GiB); benchmarks/results/2026-11-22_h200_speed.md, ..._slides.md,
-#: and for "attention-kept" 2026-11-21_h200_speed.md
+#: (model, compiled, strategy, policy): (tokens, GPUs, GiB), from benchmarks/results/2026-11-22_h200_speed.md,
+#: 2026-11-22_h200_slides.md, and for "attention-kept" 2026-11-21_h200_speed.md
 MEASURED = {
     ("bytes", True, "single", "none"): [(131072, 1, 40.9), (262144, 1, 80.2)],
     ("bytes", True, "single", "block"): [
@@ -54,19 +54,19 @@ MEASURED = {
 
 @pytest.mark.parametrize("case", MEASURED, ids=lambda case: f"{case[0]}-{case[3]}")
 def test_measured(case):
-    """Required: 10 % at most; aim: 5 %; observed: at most 1.7 %, of numbers with three digits."""
+    """The error must be at most 10 %, and should be at most 5 %. It is up to 1.7 %, with GiB given to three digits."""
     kind, compiled, strategy, policy = case
     model = ld.LongNetLM(**BYTES) if kind == "bytes" else ld.SlideEncoder(**SLIDES)
     plan = footprint(counted_model_of(model, memory=MemorySettings(policy), compile_blocks=compiled))
     for tokens, ranks, gib in MEASURED[case]:
-        beside = 2 if strategy == "ring_dilated" else 1  # in these runs DDP wrapped a single GPU, too
+        beside = 2 if strategy == "ring_dilated" else 1  # in these runs DDP also wrapped a single GPU
         peak = memory(plan, tokens, Setup(strategy, ranks, data_ranks=beside)).peak / GIB
         assert peak == pytest.approx(gib, rel=0.025), (tokens, ranks)
 
 
 @pytest.mark.parametrize("compiled, each", [(True, 2 + 2), (False, 2 + 4 + 4)])
 def test_bytes_of_a_logit(compiled, each):
-    """A compiled loss holds logits and their gradient in 16 bits; else logits, their fp32 copy and log-softmax."""
+    """A compiled loss stores logits and their gradient in 16 bits, an eager one also an fp32 copy and log-softmax."""
     words = 1 << 17
     plan = footprint(
         counted_model_of(lm(vocab_size=words), "bf16-mixed", MemorySettings("block"), compiled), (1024, 2048)
@@ -89,7 +89,7 @@ SETTINGS = {
 
 
 def check(subject, depth, tokens):
-    """Compare the footprint's integers with a step of another length."""
+    """Compare the footprint's integers with a full count of a step of another length."""
     subject = replace(subject, depth=depth)
     counted = footprint(subject, (3072, 4096))
     graphs = Graphs(Tape()) if subject.compile_blocks else None
@@ -145,7 +145,7 @@ WAYS = [*((x, False) for x in ("none", "block", "attention-kept", "groups")), ("
     for case in ((layers, *way) for layers in LAYERS for way in WAYS)
 ])  # fmt: skip
 def test_exact_where_layers_differ(layers, settings, compiled):
-    """Layers differ in positions and recurrences."""
+    """The footprint is exact for layers with different positions and recurrences."""
     model = lm(depth=6, num_kv_heads=2, **LAYERS[layers])
     subject = counted_model_of(model, "bf16-mixed", SETTINGS[settings], compiled)
     check(subject, 6, 5120)
@@ -153,7 +153,7 @@ def test_exact_where_layers_differ(layers, settings, compiled):
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exact_with_kernels_of_convolutions(compiled, monkeypatch):
-    """The op is counted as GPUs run it: a layer saves the op's inputs and outputs, and no padded copy."""
+    """The op counts as on a GPU, where a layer saves the op's inputs and outputs, and no padded copy."""
     subject = counted_model_of(lm(kv_conv=4), "bf16-mixed", compile_blocks=compiled)
     with monkeypatch.context() as patch:
         patch.setattr(convolution, "unsupported", lambda *_: "serves nothing")
@@ -161,7 +161,7 @@ def test_exact_with_kernels_of_convolutions(compiled, monkeypatch):
     check(subject, 4, 5120)
     by_kernels, row = footprint(subject, (3072, 4096)), 64 * 2
     saved = [x.saved(next(m for m in x.moments if m.part == ("head",)), 1 << 20) >> 20 for x in (by_kernels, by_torch)]
-    # with kernels the projection of q is saved, too: q's rows are slices of it
+    # with kernels, the projection of q is saved as well, because the rows of q are slices of it
     assert saved[0] - saved[1] == 3 * row
 
 
@@ -182,7 +182,7 @@ def test_states_by_precision(precision, size):
 
 
 def test_settings_save_what_they_should():
-    """Each saves more than the one before, at a length with mostly activations."""
+    """At a length where activations dominate, each setting has a lower peak than the one before."""
     order = ["attention-kept", "block", "groups"]
     peaks = []
     for name in order:
@@ -213,7 +213,7 @@ def test_longest_fits_and_no_more():
 
 
 def test_longest_with_keys_of_all_ranks():
-    """Dense attention sends a rank all other keys: the longest that fits is far from both first guesses."""
+    """With dense attention a rank receives all other keys, and the longest sequence is far from both first guesses."""
     model = lm(DilatedPattern.dense(), depth=4)
     subject = counted_model_of(model, "bf16-mixed")
     case = Case(subject, Facts.of(model, subject), Setup("ring_dilated", 8, 8), find_gpu("rtx 4090"))
@@ -223,7 +223,7 @@ def test_longest_with_keys_of_all_ranks():
 
 
 def test_the_fastest_that_fits_is_recommended():
-    """Windows of heads may cost more than copies to the host, which cost nothing here."""
+    """The recommended setting is the fastest that fits. In this test, copies to the host take no time."""
     seconds = {MemorySettings(): 1, MemorySettings("block"): 3, MemorySettings("block", offload=1): 2, TILES: 2}
     case = SimpleNamespace(
         fits=lambda x, tokens: x.policy == "block", time=lambda x, tokens: SimpleNamespace(seconds=seconds[x])

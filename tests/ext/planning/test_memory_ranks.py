@@ -1,4 +1,4 @@
-"""A rank's share of a step's memory: replicated and sharded parameters, offloaded parts, rows of other ranks."""
+"""Memory of one rank: replicated and sharded parameters, offloaded parts, rows of other ranks."""
 
 import functools
 from dataclasses import replace
@@ -39,7 +39,7 @@ def counted():
 
 def test_ddp_has_buckets(counted):
     one, two = (memory(counted, 1 << 14, x) for x in (Setup(), Setup("ring_dilated", data_ranks=2)))
-    assert memory(counted, 1 << 14, Setup("ring_dilated")) == one  # a single rank averages with no other
+    assert memory(counted, 1 << 14, Setup("ring_dilated")) == one  # a single rank averages with no other rank
     assert two.kinds[GRADIENTS] - one.kinds.get(GRADIENTS, 0) == one.kinds[PARAMETERS]
     assert {k: v for k, v in one.kinds.items() if k != GRADIENTS} == {
         k: v for k, v in two.kinds.items() if k != GRADIENTS
@@ -61,7 +61,7 @@ def test_fsdp_deals_parameters(counted):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_output_projection_has_its_whole_gradient(offload):
-    """It lasts from the head's backward until FSDP reduces the parameters outside of blocks, after all blocks."""
+    """From the head's backward on, it is unsharded until FSDP reduces the parameters outside of blocks, at the end."""
     model = lm(vocab_size=4096, tie_embeddings=False)
     plan = footprint(counted_model_of(model, "bf16-mixed", MemorySettings("block")), (1024, 2048))
     setup, size = Setup("ring_dilated_fsdp", 4, 4, cpu_offload=offload), 4096 * 64 * 4
@@ -71,13 +71,13 @@ def test_the_output_projection_has_its_whole_gradient(offload):
 
 
 def test_cpu_offload_leaves_gathered_blocks(counted):
-    """The GPU keeps them; the host pads parameters and gradients to powers of two, but not the states."""
+    """Gathered blocks stay on the GPU. The host pads parameters and gradients, but not states, to powers of two."""
     whole, block = counted.parameters, counted.blocks[0][0]
     edge = whole - 8 * block
     plain = memory(counted, 1 << 14, Setup("ring_dilated_fsdp", 4, 4))
     x = memory(counted, 1 << 14, Setup("ring_dilated_fsdp", 4, 4, cpu_offload=True))
     assert x.kinds[PARAMETERS] == 2 * block + edge + -(-block // 4) and OPTIMIZER not in x.kinds
-    norm = 64 * 4  # the last norm's gradient is whole until the backward ends
+    norm = 64 * 4  # the last norm's gradient is unsharded until the backward ends
     assert x.kinds.get(GRADIENTS, 0) in (0, 2 * block + -(-block // 4) + norm)
     assert x.kinds[ACTIVATIONS] == plain.kinds[ACTIVATIONS]
     assert plain.states == 0 and x.host == plain.host == 0
@@ -91,7 +91,7 @@ def test_cpu_offload_leaves_gathered_blocks(counted):
 
 
 def test_host_memory_limits_cpu_offload():
-    """With a named limit, block inputs get the memory that the states leave."""
+    """If host memory is limited, block inputs get the memory that is left after the states."""
     model = lm(depth=8)
     subject = counted_model_of(model)
     setup = Setup("ring_dilated_fsdp", 2, 2, cpu_offload=True)
@@ -127,7 +127,7 @@ def test_kept_rows_by_policy():
 
 @pytest.mark.parametrize("offload, every", [(0.5, 1), (1.0, 1), (1.0, 2), (0.0, 1)])
 def test_host_memory_is_what_training_takes(offload, every):
-    """Compared with the buffers that a real step allocated."""
+    """Compare with the buffers that a real step allocates."""
     settings = MemorySettings("block", every, offload)
     model = lm(depth=4)
     model.configure_model()
@@ -139,7 +139,7 @@ def test_host_memory_is_what_training_takes(offload, every):
 
 
 def test_what_lightning_moves_as_fit_ends():
-    """Compared with the tensors that a step leaves."""
+    """Compare with the tensors that exist after a step."""
     model = lm()
     model.configure_model()
     plan = footprint(counted_model_of(model, "32-true", MemorySettings()), (1024, 2048))
@@ -158,12 +158,12 @@ def test_offloading_frees_the_gpu(counted):
     subject = replace(counted.subject, memory=MemorySettings("block", offload=0.5))
     away = memory(replace(counted, subject=subject), 1 << 18)
     one = counted.hidden << 18
-    assert away.host == 4 * one and here.peak - away.peak == 3 * one  # one copy is in flight
+    assert away.host == 4 * one and here.peak - away.peak == 3 * one  # one copy is in transit
     assert here.kinds[ACTIVATIONS] == 8 * one and away.kinds[ACTIVATIONS] == 5 * one
     subject = replace(counted.subject, memory=MemorySettings("block", offload=1.0))
     all_away = memory(replace(counted, subject=subject), 1 << 18)
-    assert all_away.host == 8 * one and all_away.kinds[ACTIVATIONS] == 2 * one  # one is in use, the next in flight
-    # the peak moves to the second block, when the gradients of six more blocks exist
+    assert all_away.host == 8 * one and all_away.kinds[ACTIVATIONS] == 2 * one  # one in use, the next in transit
+    # the peak moves to the backward of the second block, when the gradients of six more blocks exist
     gradients = 6 * counted.blocks[0][0]
     assert all_away.moment == ("backward", 1) and here.moment == ("backward", 7)
     assert all_away.kinds[GRADIENTS] - here.kinds[GRADIENTS] == gradients

@@ -30,7 +30,7 @@ def test_by_hand():
         assert m.live == 0
         x = torch.ones(4, 8)
         assert m.live == 4 * 8 * 4
-        y = x @ w  # w is counted from here
+        y = x @ w  # the meter sees w for the first time
         assert m.live == m.peak == 128 + 512 + 4 * 16 * 4
         del x
         assert (m.live, m.peak) == (768, 896)
@@ -40,12 +40,12 @@ def test_by_hand():
         z += 1
         assert m.live == m.peak == 768
         del y, z
-        assert m.live == 768  # the view holds it
+        assert m.live == 768  # the view still refers to it
         big = torch.empty(1000, dtype=torch.uint8)
         assert m.live == 1768
         del v, big
         assert (m.live, m.peak) == (512, 1768)
-    late = torch.ones(3)  # outside
+    late = torch.ones(3)  # not counted outside of the meter
     assert m.live == 512
     del w
     assert m.live == 0 and late.sum() == 3
@@ -57,7 +57,7 @@ def test_resized():
         x.resize_(100)
         assert m.live == 400
         x.untyped_storage().resize_(8)
-        assert m.live == 400  # no operation has noticed
+        assert m.live == 400  # noticed only at the next operation
         assert len(x[:2]) == 2 and m.live == 8
         y = torch.empty(0)
         assert m.live == 8
@@ -82,7 +82,7 @@ def test_some_device():
 
 
 def mlp():
-    """Three Linears of 8 without biases and two Tanhs: 256 bytes each weight."""
+    """Two Linears of 8 features without biases (256 bytes per weight), each followed by a Tanh."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False), nn.Tanh())
 
@@ -97,13 +97,13 @@ def step(model, x, again=False):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_training_step(again):
-    """(4, 8) floats are 128 bytes. Linear saves its input, Tanh its output: one tensor between two layers."""
+    """(4, 8) floats are 128 bytes. Linear saves its input, Tanh its output: between two layers, the same tensor."""
     model, x = mlp(), torch.ones(4, 8)
     with Meter(record=True) as m:
         assert m.track(model.parameters(), PARAMETERS) == 512 and m.track([x, None, x], "batch") == 128
         run = step(model, x, again)
         next(run)
-        # saved: x, tanh, tanh's input to the second Linear (the same), tanh; the loss. Tanh's own inputs are freed
+        # saved: x; Tanh's output, which is the second Linear's input; the second Tanh's output; the loss
         assert m.mark(ACTIVATIONS) == 4 + (0 if again else 2 * 128)
         assert m.by_kind() == {PARAMETERS: 512, "batch": 128, ACTIVATIONS: 4 + (0 if again else 256)}
         assert sum(m.by_kind().values()) == m.live
@@ -144,7 +144,7 @@ def test_mark_leaves_what_was_there():
         after = before + 1
         assert m.mark(ACTIVATIONS) == 20 and m.by_kind() == {TEMPORARY: 20, ACTIVATIONS: 20}
         assert m.mark(ACTIVATIONS) == 0 and len(after) == 5
-        literal = torch.tensor([1.0, 2.0])  # created inside, although no operation reports it
+        literal = torch.tensor([1.0, 2.0])  # created inside of an operation that does not return it
         assert m.mark(ACTIVATIONS) == 8 and literal.sum() == 3
 
 
@@ -157,8 +157,8 @@ def test_labels():
         assert m.by_kind() == {TEMPORARY: 16, EXCHANGE: 16} and len(y) == 4
         z = torch.zeros(8)
         assert m.mark(ACTIVATIONS) == 48 and m.by_kind() == {ACTIVATIONS: 48, EXCHANGE: 16}
-        z.mul_(z)  # labels override marks
-        m.track([x], PARAMETERS)  # tracking overrides both
+        z.mul_(z)  # labels replace marks
+        m.track([x], PARAMETERS)  # tracking replaces both
         x.mul_(x)
         assert m.by_kind() == {PARAMETERS: 16, EXCHANGE: 48}
 
@@ -170,7 +170,7 @@ def test_fake_tensors():
         x = torch.empty(1 << 20, 1024)
         assert m.live == (1024 + 1) * 4096 + (1 << 32)
         y = model(x)
-        assert m.live == (1024 + 1) * 4096 + 3 * (1 << 32)  # GELU keeps its input
+        assert m.live == (1024 + 1) * 4096 + 3 * (1 << 32)  # GELU saves its input
         y.sum().backward()
         del x, y
         gc.collect()
@@ -179,7 +179,7 @@ def test_fake_tensors():
 
 
 def test_wrappers():
-    """The operations on the inner tensors are seen, not those on the wrapper."""
+    """The meter sees operations on the inner tensors, not operations on the wrapper."""
     types = []
     with Meter(labels=lambda func, inputs, outputs: types.extend(map(type, (*inputs, *outputs))) or []) as m:
         x = TwoTensor(torch.ones(4), torch.ones(4))
@@ -209,9 +209,9 @@ def test_restarted():
         m.track([x], PARAMETERS), m.track([y], EXCHANGE)
         m.restart(keep=[EXCHANGE])
         assert (m.live, m.peak) == (32, 32) and m.by_kind() == m.peak_by_kind() == {EXCHANGE: 32}
-        del z  # forgotten
+        del z  # not known to the meter since the restart
         assert m.live == 32
-        x.add_(1)  # seen again
+        x.add_(1)  # known again
         assert m.by_kind() == {EXCHANGE: 32, TEMPORARY: 16} and m.mark(ACTIVATIONS) == 0
         del y
         assert m.by_kind() == {TEMPORARY: 16} and m.peak_by_kind() == {EXCHANGE: 32, TEMPORARY: 16}
@@ -230,14 +230,14 @@ def test_closed():
 # -- inside the package's op -------------------------------------------------------------------------------------------
 @torch.library.custom_op("lightning_dilated::_metered", mutates_args=())
 def metered(x: torch.Tensor) -> torch.Tensor:
-    """Allocates 4096 bytes temporarily."""
+    """Allocates 4096 bytes during the call."""
     room = x.new_zeros(1024)
     return x + room[:1]
 
 
 @torch.library.custom_op("lightning_dilated::_shrunk", mutates_args=("x",))
 def shrunk(x: torch.Tensor) -> None:
-    """Resizes a tensor to 4 bytes."""
+    """Resizes the memory of a tensor to 4 bytes."""
     x.untyped_storage().resize_(4)
 
 
@@ -256,20 +256,20 @@ def test_inside(monkeypatch):
     with Meter() as m:
         shrunk(y := torch.ones(4))
         assert m.live == 4 and m.peak == 16
-    with FakeTensorMode() as mode, Meter() as m:  # a fake tensor has no inside
+    with FakeTensorMode() as mode, Meter() as m:  # operations on a fake tensor are not executed
         metered(mode.from_tensor(x))
     assert m.peak == 32
 
 
 def test_attention_saves_what_it_says():
-    """q, k, v, out (all (1, 32, 2, 8) floats: 2048 bytes), lse (1, 2, 32); on one rank no rows and no call number."""
+    """The op saves q, k, v, out ((1, 32, 2, 8) floats, 2048 bytes each) and lse (1, 2, 32), on one rank no more."""
     q, k, v = (torch.randn(1, 32, 2, 8, requires_grad=True) for _ in range(3))
     pattern = DilatedPattern.longnet([8, 32], [1, 2])
     with Meter() as m:
         m.track([q, k, v], PARAMETERS)
         out, *_ = ATTENTION(q, k, v, None, None, None, encode(pattern, True, 0.3, needs_grad=True))
         assert m.mark(ACTIVATIONS) == 2048 + 256
-        assert m.peak > m.live  # the engine's temporary memory
+        assert m.peak > m.live  # temporary memory of the engine
         out.sum().backward()
         del out, _
         assert m.track([q.grad, k.grad, v.grad], GRADIENTS) == 3 * 2048
@@ -281,7 +281,7 @@ def test_attention_saves_what_it_says():
 def test_the_allocator_agrees():
     device = torch.device("cuda")
     model, x = mlp().to(device), torch.ones(4, 8, device=device)
-    list(step(model, x))  # libraries allocate their workspaces
+    list(step(model, x))  # libraries allocate their workspaces in this step
     model.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

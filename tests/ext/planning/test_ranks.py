@@ -1,8 +1,8 @@
-"""Steps on many ranks: small ones added up by hand; work and bytes equal the definition and the planner.
+"""Steps on many ranks: small steps added up by hand; work and bytes equal the definition and the planner.
 
-`machines` describes the invented device: for 64 tokens of a rank, a block takes 6 + 14 ms without attention, 10 + 20 ms
-of its own attention, 1 + 2 ms more for each wide branch, 1 + 2 ms for a batch of arriving rows, and 0.125 + 0.375 ms
-for the few rows that they reach. Packing (0.5 ms) and summing gradients (0.25 ms) overlap with the own attention.
+`machines` has the device. With 64 tokens per rank, forward + backward of a block take 6 + 14 ms without attention, 10 +
+20 ms for own attention, 1 + 2 ms more per wide branch, 1 + 2 ms per batch of received rows, and 0.125 + 0.375 ms for
+the few rows that they reach. Packing (0.5 ms) and summing gradients (0.25 ms) overlap own attention.
 """
 
 import time
@@ -24,11 +24,11 @@ from ...examples import examples
 from .machines import MS, machine
 
 FREE = Links(near=1e30, far=1e30, round=1e-15, message=1e-15)
-OUTSIDE = 3 + 5 + 7  # edge and optimizer, ms
+OUTSIDE = 3 + 5 + 7  # ms of the edge (forward, backward) and of the optimizer
 
 
 def geometric(ranks, last=None):
-    """(16, 1), (32, 2), ... up to the whole sequence of 64 tokens a rank."""
+    """Return (16, 1), (32, 2), ... up to the whole sequence of 64 tokens per rank."""
     return DilatedPattern.geometric(16, last or 64 * ranks)
 
 
@@ -41,7 +41,7 @@ def step(ranks, pattern=None, model=None, options=None, **how):
     return step_on_ranks(model or machine(), cycle, 64, setup_of(ranks, **how), **options or {})
 
 
-#: forward and backward of a block on two ranks: other layers, own attention with one wide branch, a batch, few rows
+#: a block on two ranks: its other layers, own attention with a wide branch, a batch of rows, few rows; both passes
 TWO = 2 * (6 + 11 + 1 + 0.125 + 14 + 2 + 22 + 0.375) + OUTSIDE
 
 
@@ -64,7 +64,7 @@ def test_by_hand(ranks, how, options, want):
 
 
 def test_rows_that_travel_longer_than_the_own_attention():
-    """A round of 16 rows of K and V (32 bytes each in bf16) takes a second, their gradients two."""
+    """A round with 16 rows of K and V (32 bytes each in bf16) takes a second, and their gradients take two."""
     planned = step(2, exchange="gather", links=replace(FREE, near=512.0))
     late = 2 * (1000 + 0.5 - 11 + 2000 + 0.25 - 22)
     averaged = 4 * 2500 / 512 * 1e3
@@ -80,7 +80,7 @@ def test_nothing_crosses():
 
 
 def test_gradients_in_buckets():
-    """One bucket is sent after the backward; of overlapping buckets, only the last one is waited for."""
+    """A single bucket is sent after the backward. If buckets overlap it, the step waits for the last bucket only."""
     large = machine(block_parameters=1 << 20, edge_parameters=0, depth=2)
     at_once, beside = (
         step(2, geometric(1), large, links=replace(FREE, near=1e9), bucket_cap_mb=x).exposed for x in (None, 1)
@@ -96,7 +96,7 @@ def test_sharded_parameters_are_not_averaged():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_bytes_are_the_plans(exchange, causal):
-    """The mean over ranks of `planned.moved`, for each layer and pass."""
+    """Bytes equal the mean of `planned.moved` over ranks, for each layer and pass."""
     ranks, per_node, model = 4, 2, machine(causal=causal)
     pattern = geometric(ranks)
     problem = make_problem(pattern, 64 * ranks, 2, 2, ranks=ranks, causal=causal)
@@ -126,7 +126,7 @@ BRANCHES = st.one_of(
     exchange=st.sampled_from([None, "switch"]),
 )  # fmt: skip
 def test_work_is_the_definition(branches, ranks, tokens, causal, layout, group, exchange):
-    """The pairs of all ranks, with their own rows and with rows that arrived, are the pattern's."""
+    """The ranks' pairs, with their own and with received rows, add up to the pairs of the pattern."""
     pattern, length = DilatedPattern(tuple(branches)), tokens
     problem = make_problem(pattern, length, 4, 2, ranks=ranks * group, causal=causal, layout=layout, head_size=group)
     if exchange is not None and EXCHANGES[exchange].why_not(problem, ranks):
@@ -148,7 +148,7 @@ def test_slower_links_never_help(exchange):
 
 
 def test_zigzag_gives_ranks_equal_work():
-    """With a dense causal pattern, the last of four contiguous ranks computes 1.75 times the mean."""
+    """With a dense causal pattern, the last of four contiguous ranks would compute 1.75 times the mean."""
     dense, model = (
         DilatedPattern.dense(),
         machine(causal=True, arrive_forward=Line(0, 1e-5), arrive_backward=Line(0, 2e-5)),
@@ -159,7 +159,7 @@ def test_zigzag_gives_ranks_equal_work():
 
 
 def test_groups_trade_tokens_for_heads():
-    """Groups over all ranks exchange no rows, and the time of the trade follows from its bytes."""
+    """A head group of all ranks exchanges no rows. The time to trade tokens for heads follows from the bytes."""
     step_of = lambda size, near: step(2, geometric(2), links=replace(FREE, near=near), head_size=size)  # noqa: E731
     assert step_of(2, 1e30).exchange is None and step_of(1, 1e30).exchange is not None
     assert step_of(2, 1e6).compute["tokens for heads"] > 1e3 * step_of(2, 1e12).compute["tokens for heads"] > 0
@@ -169,7 +169,7 @@ def test_groups_trade_tokens_for_heads():
 
 @pytest.mark.parametrize("head_size", ["auto", 1, 2])
 def test_layers_of_other_groups(head_size):
-    """Layers with rank groups of other sizes are added rank by rank."""
+    """If layers have rank groups of different sizes, times are added rank by rank."""
     cycle, setup = [DilatedPattern.dense(32), geometric(16)], setup_of(16, Links(), 4, head_size=head_size)
     model = machine(causal=True)
     joined = step_on_ranks(model, cycle, 64, setup)
@@ -178,7 +178,7 @@ def test_layers_of_other_groups(head_size):
 
 
 def test_a_pair_among_many_keys_and_its_row():
-    """In a dense layer the pairs take `long_forward`; a row takes the measured pattern's time beyond its pairs."""
+    """In a dense layer, `long_forward` is the time per pair. A row takes the measured rows' time beyond its pairs."""
     slow = machine(long_forward=1e-7, long_backward=2e-7)
     forward, backward = attention_seconds(slow, 64)
     assert (forward.pair, backward.pair) == (1e-7, 2e-7)

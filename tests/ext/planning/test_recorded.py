@@ -1,4 +1,4 @@
-"""The plan, and the step of many ranks, compared with GPU rows in benchmarks/results."""
+"""The plan, and the estimated step on several ranks, against rows measured on GPUs in benchmarks/results."""
 
 import json
 from pathlib import Path
@@ -32,17 +32,17 @@ SECONDS = {
     "hybrid of 4": ("H200", DilatedPattern.hybrid(12, 12, global_every=4), {}, MemorySettings(), 262144, 0.60),
     "hybrid of 6": ("H200", DilatedPattern.hybrid(12, 12, global_every=6), {}, MemorySettings(KEPT), STREAM, 4.24),
     "hybrid of 12": ("H200", DilatedPattern.hybrid(12, 12, global_every=12), {}, MemorySettings(KEPT), STREAM, 3.05),
-    # 2026-11-26_h100_recurrence.md
+    # from 2026-11-26_h100_recurrence.md
     "H100": ("H100", FIVE, {}, MemorySettings(KEPT), 262144, 0.609),
     "three recurrences": ("H100", FIVE, RECUR, MemorySettings(KEPT), 262144, 0.667),
-    # outside of this project, 2026-11-27
+    # measured outside of this project on 2026-11-27
     "words, kv_conv": (
         "H100",
         DilatedPattern.hybrid(14, 14, 7, global_every=7, global_first=0),
         {"vocab_size": 50304, "dim": 896, "depth": 14, "num_heads": 14, "num_kv_heads": 7, "kv_conv": 4, **WIDE},
         *(MemorySettings(KEPT), 196608, 0.912),
     ),
-    # 2026-11-26_h200_streams.md, 2026-11-26_gpu.md and 2026-11-26_h100_streams.md
+    # from 2026-11-26_h200_streams.md, 2026-11-26_gpu.md and 2026-11-26_h100_streams.md
     "kept stream": ("H200", None, {}, MemorySettings(stream=STREAM // 4), 64 * STREAM, 174.6),
     "narrow stream, blocks": ("H100", None, SMALL, MemorySettings("block", stream=STREAM), 16 * STREAM, 12.2),
     "hybrid stream of 4M": (
@@ -52,14 +52,14 @@ SECONDS = {
 }
 
 
-#: GiB, from the same sources, and the allowed error of the plan
+#: GiB from the same files, and the allowed relative error
 PEAKS = {
     "H100": (17.4, 0.025),
     "three recurrences": (19.4, 0.025),
     "words, kv_conv": (53.86, 0.01),
     "kept stream": (85.6, 0.025),
 }
-#: allowed errors of the seconds other than 0.1
+#: allowed errors of seconds, if they are not 0.1
 WITHIN = {"hybrid stream of 4M": 0.03, "narrow stream, blocks": 0.12}
 
 
@@ -77,7 +77,7 @@ SLOW = ("three recurrences",)
 
 @pytest.mark.parametrize("row", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in SECONDS])
 def test_seconds(row):
-    """Required: 10 % for seconds, 5 % for memory. "dense" checks the published time of pairs among many keys."""
+    """Seconds must be within 10 %, memory within 5 %. "dense" checks the published time per pair among many keys."""
     name, pattern, sizes, settings, tokens, seconds = SECONDS[row]
     case = case_of(name, pattern, sizes, tokens)
     assert case.time(settings, tokens).seconds == pytest.approx(seconds, rel=WITHIN.get(row, 0.1))
@@ -91,7 +91,7 @@ STREAMS = (ROOT / "benchmarks" / "results" / "2026-11-26_streams.jsonl").read_te
 
 @pytest.mark.parametrize("line", STREAMS)
 def test_streams(line):
-    """Chunks of 1,048,576 tokens; required: 10 % for seconds, 5 % for memory, where the plan is exact to 0.5 %."""
+    """In chunks of 1,048,576 tokens, seconds must be within 10 % and memory within 5 %; memory is exact to 0.5 %."""
     row = json.loads(line)
     depth, dim = map(int, row["model"].split(" x "))
     tokens = row["tokens"]
@@ -101,8 +101,8 @@ def test_streams(line):
     assert case.memory(settings, tokens).peak / GIB == pytest.approx(row["gib"], rel=0.005)
 
 
-#: (file's day, recompute): {tokens a GPU: {GPUs: ms}}, from one machine, or four GPUs' first day. Left out: 65,536
-#: tokens on two GPUs with slower hosts (up to 19 % over the plan, which does not count the host)
+#: (file's day, recompute): {tokens per GPU: {GPUs: ms}}, of one machine, or of four GPUs' first day. Not included:
+#: 65,536 tokens on two GPUs with slower hosts (up to 19 % over the plan, which ignores the host)
 STEPS = {
     ("22", "none"): {65536: {1: 140.6, 2: 147.4, 4: 173.4}, 262144: {1: 533.7, 2: 545.0, 4: 554.8}},
     ("22", "attention-kept"): {1 << 20: {1: 2336.4, 4: 2418.6}},
@@ -120,7 +120,7 @@ def seconds_of(tokens, ranks, recompute, beyond=0.0):
 
 @pytest.mark.parametrize("day, recompute", STEPS)
 def test_steps(day, recompute):
-    """Required: 15 %, from the parts of one GPU and its overhead; planned: 3.5 %, except the shortest step of four."""
+    """Given the measured step of one GPU, errors must be at most 15 %; all but the shortest step of four have 3.5 %."""
     for tokens, rows in STEPS[day, recompute].items():
         beyond, several = rows[1] / 1e3 - seconds_of(tokens, 1, recompute), {n: ms for n, ms in rows.items() if n > 1}
         assert beyond >= 0 and several

@@ -1,4 +1,4 @@
-"""Models with a recurrence, planned: the op's memory comes from its own code, its time from measurements."""
+"""Plans of models with a recurrence: the op's memory is computed by its own code, its time from measurements."""
 
 import functools
 from dataclasses import replace
@@ -31,7 +31,7 @@ def call(tokens, whole=None):
 @pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
 @pytest.mark.parametrize("kind", SPECS)
 def test_workspace_is_that_of_a_longer_call(kind, forward, monkeypatch):
-    """The estimate from two short lengths equals a longer call; in windows, one window and the state between."""
+    """The estimate from two short lengths equals a longer call; with windows, a window plus the states between."""
     spec, tokens = op.encode(kind, SPECS[kind], True), 3000
     counted = workspace.recurrence_workspace(forward, call(tokens), spec, Meter)
     held = workspace._recurrence_held(forward, tokens, (4, 2, 16), torch.float32, spec, Meter())
@@ -51,7 +51,7 @@ TOKENS = 1 << 18
 
 @functools.cache
 def case(layers=(), gpu="H100", heads=4, precision="bf16-mixed"):
-    """Return the case of a model of four layers: "g" has a gated_delta, "l" a linear recurrence, "-" none."""
+    """Return a model of four layers: "g" means gated_delta, "l" for linear, "-" for no recurrence."""
     kinds = {"g": GATED, "l": LINEAR, "-": None}
     sizes = {"dim": 64 * heads, "depth": 4, "num_heads": heads}
     model = ld.LongNetLM(ld.DilatedPattern.longnet([2048], [1]), **sizes, recurrence=[kinds[x] for x in layers or "-"])
@@ -60,18 +60,18 @@ def case(layers=(), gpu="H100", heads=4, precision="bf16-mixed"):
 
 
 def seconds(settings=KEPT, tokens=TOKENS, **options):
-    """Return the seconds of recurrences."""
+    """Return the seconds of all recurrences."""
     return case(**options).time(settings, tokens).step.compute.get("recurrence", 0.0)
 
 
 def test_layers_that_differ_lie_between():
-    """A recurrence in every other layer takes half the time, and memory between none and all."""
+    """If every other layer has a recurrence, its time is half, and memory is between no and all recurrences."""
     none, half, whole = (case(layers) for layers in ("", "-g", "g"))
     peaks = [x.memory(KEPT, TOKENS).peak for x in (none, half, whole)]
     assert peaks[0] < peaks[1] < peaks[2]
     assert seconds() == 0 < seconds(layers="-g") == pytest.approx(seconds(layers="g") / 2)
     steps = [x.time(KEPT, TOKENS).seconds for x in (none, half, whole)]
-    assert steps[1] - steps[0] == pytest.approx(seconds(layers="-g"), rel=0.02)  # includes their parameters' optimizer
+    assert steps[1] - steps[0] == pytest.approx(seconds(layers="-g"), rel=0.02)  # includes the parameters' optimizer
     assert steps[2] - steps[1] == pytest.approx(steps[1] - steps[0], rel=0.01)
     parameters = [x.facts.parameters for x in (none, half, whole)]
     assert parameters[2] - parameters[1] == parameters[1] - parameters[0] > 0
@@ -79,9 +79,9 @@ def test_layers_that_differ_lie_between():
 
 
 def test_the_rule_takes_what_was_measured():
-    """Its time is proportional to heads, tokens and 1 / FLOP/s; the operators around it depend on memory bandwidth."""
+    """The rule's time is proportional to heads, tokens and 1 / FLOP/s. Memory bandwidth limits operators around it."""
     layer, times = case("g").facts.recurrences[0], measured_rules()
-    forward, backward = times.of("gated_delta", times.tokens * layer.flops * 3)  # of twelve heads
+    forward, backward = times.of("gated_delta", times.tokens * layer.flops * 3)  # the measurement had twelve heads
     assert (forward, backward) == pytest.approx(tuple(times.rules["gated_delta"].values()))
     around = 4 * TOKENS * (2 * layer.forward.moved + layer.backward.moved) / BANDWIDTH
     rule = 4 / 3 * (forward + backward)
@@ -98,8 +98,8 @@ def test_the_rule_takes_what_was_measured():
 
 
 def test_what_is_around_the_rule():
-    """By hand, in passes over a row of all heads: the convolution reads and writes q, k and v once each (three rows).
-    The backward reads them and their gradients, and writes the gradients of its inputs.
+    """Count passes over the rows of all heads by hand: the convolution reads and writes q, k and v once (three rows);
+    its backward reads them and their gradients, and writes the gradients of its inputs.
     """
     layers = [{"kind": "gated_delta", "conv": taps} for taps in (0, 4)]
     model = ld.LongNetLM(ld.DilatedPattern.dense(64), dim=256, depth=2, num_heads=4, recurrence=layers)
@@ -131,7 +131,7 @@ def test_notes_say_what_is_counted():
 
 
 def test_model_flops_have_the_rules():
-    """As in `step_flops`: three times the rule's forward."""
+    """As in `step_flops`, the rule counts three times its forward."""
     flops = [case(layers).time(KEPT, TOKENS).flops for layers in ("", "g")]
     layer = case("g").facts.recurrences[0]
     assert flops[1] - flops[0] == pytest.approx(3 * 4 * layer.flops * TOKENS)

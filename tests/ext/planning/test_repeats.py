@@ -1,4 +1,4 @@
-"""Steps that count equal layers once hold, at every piece, the bytes of steps that count all layers."""
+"""Footprints that count equal layers once have the same bytes at every moment as a count of all layers."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def test_repeats_are_found():
     assert find_repeats("aaa") == find_repeats("abcabcabc") == find_repeats("aabbaacc") == []
     assert find_repeats("aaaa") == [Repeat(1, 2, 1)]
     assert find_repeats("xababababy") == [Repeat(3, 5, 1)]
-    assert find_repeats("aaaaaaa", 2) == []  # three groups, and a shorter one
+    assert find_repeats("aaaaaaa", 2) == []  # three groups and a shorter group
     assert find_repeats("aaaaaaaa", 2) == [Repeat(2, 4, 1)]
-    # runs first, then repetitions among the others
+    # first runs of one layer, then repetitions of the rest
     assert find_repeats("daaaaa" * 4) == [Repeat(i, i + 1, 2) for i in (2, 6, 10, 14)] + [Repeat(4, 8, 1)]

@@ -1,4 +1,4 @@
-"""The table and the picture of planned steps."""
+"""The table and the picture of estimated steps."""
 
 import runpy
 import sys
@@ -30,7 +30,7 @@ def _table(setting, ranks):
 
 
 def test_table():
-    """One layer's bytes, averaged over ranks: 16 rows of 32 bytes, gradients in fp32."""
+    """The bytes of one layer are averaged over ranks: 16 rows of 32 bytes, and their gradients in fp32."""
     head, _, one, two = _table(Setting(machine(), 1, Links(round=1e-12)), [1, 2])
     assert one.split(" | ")[:4] == ["| 64", "1", "64", "none"] and one.endswith("| 115.0 | 0.6 | 100.0 % |")
     assert two.split(" | ")[4:6] == ["0.00 (0.00)", "0.00 (0.00)"] and head.count("|") == two.count("|")
@@ -56,7 +56,7 @@ def test_assumptions_name_the_links():
 
 
 def run_script(tmp_path, monkeypatch, options: str) -> list[str]:
-    """Return the lines that the script records."""
+    """Return the lines that the script writes."""
     machine().save(tmp_path / "m.json")
     files = ["--machine", str(tmp_path / "m.json"), "--record", str(tmp_path / "r.md")]
     monkeypatch.chdir(tmp_path)
@@ -66,7 +66,7 @@ def run_script(tmp_path, monkeypatch, options: str) -> list[str]:
 
 
 def test_script(tmp_path, monkeypatch, capsys):
-    """The deviation is 0 for a step that took the planned time, and -1/3 for a step that took 1.5 times as long."""
+    """A step with the estimated time has the deviation 0. A step that took 1.5 times that has -1/3."""
     options = "--tokens 64 --ranks 1 2 --round 1e-12 --plot p.png"
     lines = run_script(tmp_path, monkeypatch, f"{options} --measured 1:64:115 1:64:172.5 2:64:500:gather")
     assert "| 1 | 64 | none | 115.0 | 115.0 | +0.0 % | 0.00 |" in lines
@@ -76,7 +76,7 @@ def test_script(tmp_path, monkeypatch, capsys):
 
 
 def test_calibrated(tmp_path, monkeypatch):
-    """One GPU took 5 ms more than its parts with 64 tokens, and 9 with 128."""
+    """A step of one GPU took 5 ms more than its parts with 64 tokens, and 9 ms more with 128."""
     options = "--no-table --round 1e-12 --calibrate --measured 2:64:500:gather"
     lines = run_script(tmp_path, monkeypatch, f"{options} 1:128:232 1:64:120")
     assert "5.0 ms with 64 tokens, 9.0 ms with 128 tokens" in lines[1]
@@ -107,7 +107,7 @@ def test_links_of_a_file(tmp_path, monkeypatch):
 
 
 def test_parts_longer_than_the_step(tmp_path, monkeypatch):
-    """An overhead is never negative."""
+    """The overhead is at least 0."""
     lines = run_script(tmp_path, monkeypatch, "--no-table --calibrate --measured 1:64:100")
     assert "0.0 ms with 64 tokens" in lines[1]
     assert "| 1 | 64 | none | 100.0 | 115.0 | +15.0 % | 0.00 |" in lines

@@ -1,4 +1,4 @@
-"""Models with shifted odd layers: these exchange rows, and even layers need none."""
+"""Models with shifted odd layers: odd layers exchange rows, and even layers do not."""
 
 from collections import Counter
 from dataclasses import replace
@@ -23,7 +23,7 @@ from .machines import machine
 
 pytestmark = pytest.mark.full
 
-#: nested, so shards of a multiple of 128 tokens cut no segment
+#: nested segments: shards of a multiple of 128 tokens split none of them
 EVEN = DilatedPattern.longnet([64, 128], [1, 2])
 ODD = EVEN.shifted(0.5)
 RANKS, TOKENS = 4, 2048
@@ -57,7 +57,7 @@ def test_layers(kind, depth):
     ],
 )
 def test_memory(policy, depth):
-    """Two of four or five layers keep rows; recomputed blocks hold one layer's rows at a time."""
+    """Two of four or five layers keep received rows. With recomputed blocks, only one layer's rows exist at a time."""
     plan = footprint(counted_model_of(lm(depth), "bf16-mixed", MemorySettings(policy)), (1024, 2048))
     x = memory(plan, TOKENS, SETUP)
     assert x.exchange.name is None and rows_of(EVEN) == 0 and x.exchange.others[0].kept == rows_of(ODD) > 0
@@ -66,7 +66,7 @@ def test_memory(policy, depth):
 
 
 def test_room():
-    """Each layer has the workspace of its own pattern."""
+    """The workspace of each layer is computed from the layer's own pattern."""
     subject = counted_model_of(lm())
     plan = footprint(replace(subject, memory=MemorySettings("block")), (1024, 2048))
     last, first = (m for m in plan.moments if m.piece.op == "backward" and m.part[1] in (0, 1))
@@ -79,7 +79,7 @@ def test_room():
 
 @pytest.mark.parametrize("depth", [2, 3])
 def test_time(depth):
-    """Bytes and pairs are the sum over separate layers."""
+    """Bytes and pairs are the sums over separate layers."""
     shifted, options = lm(depth), {"shift_layers": "none"}
     facts_of = lambda model: Facts.of(model, counted_model_of(model))  # noqa: E731
     mixed, even = facts_of(shifted), facts_of(lm(depth, **options))
@@ -96,7 +96,7 @@ def test_time(depth):
 
 
 def test_layers_take_turns():
-    """With free links a step is the mean of the steps with either pattern."""
+    """If links take no time, a step of alternating layers takes the mean of the steps with either pattern."""
     free = Links(near=1e30, far=1e30, round=1e-15, message=1e-15)
     setup = Setup("ring_dilated", RANKS, RANKS, links=free)
     even, odd, alternating = (step_on_ranks(machine(), x, 512, setup) for x in ([EVEN], [ODD], [EVEN, ODD]))
@@ -112,7 +112,7 @@ def hybrid(depth=6, **options):
 
 
 def test_hybrid():
-    """Dense layers keep rows of other ranks, shifted local ones a few, the others none; FLOPs add up over layers."""
+    """Dense layers keep rows of other ranks, shifted local layers few, other layers none. FLOPs add up over layers."""
     model = hybrid()
     subject = counted_model_of(model)
     assert {p: n for p, n in ((x.pattern, n) for x, n in subject.call.layers(6))} == Counter(model.patterns)

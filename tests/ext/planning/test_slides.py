@@ -1,4 +1,4 @@
-"""Slide models in the plan: memory exact for full steps and equal to real steps on the CPU, and time."""
+"""Slide models in the plan: memory is exact for full steps and equals real steps on a CPU, and time."""
 
 import functools
 from dataclasses import replace
@@ -44,7 +44,7 @@ MODELS = {"mae": mae, "encoder": encoder}
 
 @functools.cache
 def counted(precision="32-true", settings=None, decoder_depth=3):
-    """Return the footprint of `mae`, cached."""
+    """Return the footprint of `mae`. It is cached."""
     return footprint(
         counted_model_of(mae(decoder_depth=decoder_depth), precision, settings or SETTINGS["none"]), (1024, 2048)
     )
@@ -63,12 +63,12 @@ def counted(precision="32-true", settings=None, decoder_depth=3):
     pytest.param("encoder", "groups, tiles, heads", 8, "bf16-mixed", False, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_depth_and_length_are_exact(kind, name, depth, precision, compiled):
-    """Compared with a direct count of the full model; the decoder has three blocks at any depth."""
+    """Compare with a direct count of the full model. The decoder has three blocks at any depth."""
     check(counted_model_of(MODELS[kind](), precision, SETTINGS[name], compile_blocks=compiled), depth, 5120)
 
 
 def test_a_decoder_like_the_encoder_has_its_own_graphs():
-    """Its blocks take tensors of the same shapes, but drop nothing."""
+    """The decoder's blocks have tensors of the encoder's shapes, but without dropout, so their graphs differ."""
     check(counted_model_of(mae(decoder_dim=64, decoder_depth=1, dropout=0.1), "32-true", compile_blocks=True), 3, 5120)
 
 
@@ -85,11 +85,11 @@ def labelled(tiles):
 
 
 @pytest.mark.parametrize("model, batch, tokens, tolerance", [
-    (mae, lambda: slide(3999), 4000, 0.002),  # the hidden tiles are random
+    (mae, lambda: slide(3999), 4000, 0.002),  # the hidden tiles are drawn at random
     (encoder, lambda: labelled(3999), 4000, 0.002),
 ])  # fmt: skip
 def test_a_real_step_keeps_what_was_planned(model, batch, tokens, tolerance):
-    """Compare with a meter over real tensors, with true masks and grids: the bytes alive after the forward."""
+    """Compare with a meter over real tensors, with real masks and grids: the bytes after the forward."""
     plan = footprint(counted_model_of(model(), "32-true"), (3072, 5120))
     (between,) = (m for m in plan.moments if m.part == ("between",))
     net, data = model().train(), batch()
@@ -104,7 +104,7 @@ def test_a_real_step_keeps_what_was_planned(model, batch, tokens, tolerance):
 
 def test_hidden_states_by_stack():
     plan = counted("bf16-mixed")
-    assert (plan.hidden, plan.inner) == (64 * 4, 32 * 2)  # autocast sets the dtype of the decoder's projection
+    assert (plan.hidden, plan.inner) == (64 * 4, 32 * 2)  # autocast determines the dtype of the decoder's projection
 
 
 @pytest.mark.parametrize("offload", [0.5, 1.0])
@@ -121,7 +121,7 @@ def test_host_memory_is_what_training_takes(offload):
 
 
 def lives(settings):
-    """Return bytes not on the host at the start of each decoder block, in the forward and the recomputation."""
+    """Return the bytes outside of the host at the start of each decoder block, in forward and recomputation."""
     model = mae(decoder_depth=5)
     model.configure_model()
     for stack in (model.transformer, model.decoder):
@@ -150,7 +150,7 @@ def lives(settings):
     [(1.0, 1), (0.6, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((0.2, 1), (0.4, 2), (1.0, 2)))],
 )
 def test_the_decoders_inputs_are_where_training_has_them(offload, every):
-    """Compare their places, block by block, with a real step; if all encoder inputs were sent, the last is on both."""
+    """Decoder inputs are on the GPU or host as in a real step. If all encoder inputs are sent, the last is on both."""
     settings = MemorySettings("block", every, offload)
     here, away = lives(MemorySettings("block", every)), lives(settings)
     plan = counted(settings=MemorySettings("block", every), decoder_depth=5)
@@ -180,7 +180,7 @@ def test_features_are_in_the_dtype_of_the_precision(kind, precision):
 
 def test_slides_are_counted_at_whole_tiles():
     subject = counted_model_of(encoder(), memory=MemorySettings("block", tile=1000))
-    low, high = _lengths(subject.memory)  # the lengths at which `footprint` counts
+    low, high = _lengths(subject.memory)  # lengths at which `footprint` counts
     assert footprint(subject).sizes == (low, high)
     assert low % 1000 == high % 1000 == 0 and 4 * low == 3 * high
 
@@ -193,7 +193,7 @@ def test_exchanged_rows_of_both_stacks():
     plan = footprint(counted_model_of(mae(**WIDE), "32-true", MemorySettings("attention-kept")), (1024, 2048))
     x = memory(plan, 4096, Setup("ring_dilated", 4, 4))
     rows, inner = x.exchange, x.exchange.decoder
-    assert x.kinds[EXCHANGE] > 0 and 0 < inner.kept == rows.kept // 2  # heads are half as wide
+    assert x.kinds[EXCHANGE] > 0 and 0 < inner.kept == rows.kept // 2  # heads have half the width
     taken = {(*m.part, m.piece.op): _exchange(plan, m, rows) for m in plan.moments}
     all_rows = 4 * rows.kept + 3 * inner.kept
     assert taken["head", ""] == all_rows
@@ -246,7 +246,7 @@ def test_parameters_are_the_models(kind):
 @pytest.mark.parametrize("policy", ["none", "block"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_time_counts_both_stacks(policy, ranks):
-    """A decoder like the encoder takes the time and the bytes of that number of additional blocks."""
+    """A decoder equal to the encoder takes the time and the bytes of the same number of additional blocks."""
     setup = Setup("ring_dilated", ranks, ranks)
     two_stacks = facts(mae(**WIDE, decoder_dim=64))
     alone = facts(mae(**WIDE, depth=7, decoder_depth=1)).stacks[0]
@@ -266,7 +266,7 @@ def test_settings_cost_of_both_stacks():
         for x in (SETTINGS["none"], SETTINGS["attention-kept"], SETTINGS["block"], SETTINGS["groups"])
     ]
     assert sorted(seconds) == seconds
-    again = seconds[2] - seconds[0]  # all blocks once; with groups of two, half of them once more, as a whole forward
+    again = seconds[2] - seconds[0]  # all blocks again; with groups of two, half of them again, with a whole forward
     whole = 0.0
     for machine in (scaled(x, GPUS["H200"]) for x in model.stacks):
         whole += (1 - machine.again) * machine.at(1 << 18).rest_forward * machine.depth / 2

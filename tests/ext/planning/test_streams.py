@@ -1,4 +1,4 @@
-"""Plans of streams: carried rows equal the real ones, memory is flat in the length, and the command line."""
+"""Plans of streams: carried rows equal real rows, memory does not grow with the length, and the command line."""
 
 import pytest
 
@@ -29,7 +29,7 @@ PATTERNS = {
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize(("tokens", "chunk"), [(4096, 256), (4000, 192)])
 def test_one_head_stands_for_those_like_it(name, tokens, chunk):
-    """The count from one head equals the plan of all heads, except at the ends of segments."""
+    """Rows counted for one head equal the plan of all heads, except near segment ends."""
     problem = chunk_problem(PATTERNS[name], 4, 4, [Document(0, 1, 0, tokens)], ChunkShard(0, tokens, chunk), (0, 4))
     plan = CarryPlan(problem)
     stored, live = carried_rows(PATTERNS[name], 4, 4, tokens, chunk)
@@ -63,7 +63,7 @@ for tokens in (16384, 32768, 65536):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["DilatedPattern.dense(1024)", "DilatedPattern.geometric(1024, 65536)"])
 def test_peak_is_flat_in_the_length(name):
-    """Constant to 2 % after subtracting the closed form: stored rows, live ones, and their gradients, all in fp32."""
+    """Minus the closed form (rows stored, in use, and their gradients, in fp32), the peak is constant to 2 %."""
     peaks = printed(PEAKS.replace("PATTERN", name))
     pattern = eval(name, {"DilatedPattern": ld.DilatedPattern})
     rows = [carried_rows(pattern, 4, 4, n, 4096) for n in (16384, 32768, 65536)]
@@ -80,7 +80,7 @@ def plan_of(**options):
 
 
 def test_memory_and_time_of_a_case():
-    """Memory is one chunk's and the carried rows'; time grows with the chunks, and truncation saves a forward."""
+    """Memory covers a chunk and the carried rows. Time grows with the number of chunks. Truncation saves a forward."""
     case, settings = plan_of(), MemorySettings("block", stream=8192)
     whole = case.memory(MemorySettings("block"), 8192)
     assert case.memory(settings, 8192) == whole

@@ -1,4 +1,4 @@
-"""Work of blocks that are not compiled, by hand: bytes of operators, and the products that are limited by FLOPs."""
+"""Work of blocks without compilation, counted by hand: bytes of operators, and products that FLOPs limit."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_passes(run, passes):
 
 
 def test_products():
-    """A product of wide matrices counts its FLOPs; one by an adapter's rank counts the bytes that it moves."""
+    """A product of wide matrices counts its FLOPs, a product with an adapter's rank the bytes it reads and writes."""
     assert work_of(lambda x, w: x @ w, (TOKENS, 2048), (2048, 1024)) == Work(2 * 2048 * 1024, 0)
     narrow = work_of(lambda x, w: x @ w, (TOKENS, 2048), (2048, 16))
     assert narrow == Work(0, ELEMENT * (2048 + 16 + 2048 * 16 / TOKENS)) and RIDGE * narrow.moved > 2 * 2048 * 16

@@ -1,4 +1,4 @@
-"""Memory of the op in addition to its inputs: compared with peaks measured on an H200, and counted by hand."""
+"""Memory of the op besides its inputs, against peaks measured on an H200 and counted by hand."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ GIB = 2**30
 FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 GIGAPATH = DilatedPattern.longnet([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16], offsets="blocked")
 
-#: benchmarks/results/2026-11-21_h200_speed.md and 2026-11-22_h200_speed.md: GiB beyond q, k, v and dO
+#: benchmarks/results/2026-11-21_h200_speed.md and 2026-11-22_h200_speed.md: GiB besides q, k, v and dO
 MEASURED = {
     "32,768": (OpCall(FIVE, 12, 12, 64, False, 32768, engine="cudnn"), 0.33),
     "131,072": (OpCall(FIVE, 12, 12, 64, True, 131072), 1.31),
@@ -25,7 +25,7 @@ MEASURED = {
 
 
 def peak(call):
-    """Return the bytes beyond q, k, v and dO: the backward holds the forward's results, too."""
+    """Return the bytes besides q, k, v and dO. During the backward, the forward's results exist as well."""
     forward, backward = workspace(call)
     return sum(call.results) + max(backward, forward - call.results[1])
 
@@ -37,13 +37,13 @@ def test_measured(name):
 
 
 def test_by_hand():
-    """In one stretch: the first branch's part becomes the result, and the second's needs extra memory."""
+    """Without stretches, the first branch's part becomes the result, and the second branch's part needs more memory."""
     pattern, n = DilatedPattern.longnet([64, 128], [1, 2]), 1024
     call = OpCall(pattern, 2, 2, 64, False, n, engine="cudnn")
     rows, row = 2 * n, 64 * 2
-    # the second branch has half of the rows; its workspace is an fp32 dq, delta and the log-sum-exp
+    # the second branch has half of the rows; its backward needs dq in fp32, delta and the log-sum-exp
     own = rows * (row + 4)
-    # forward: out is the first branch's part; its log-sum-exp is held in addition to the merged one
+    # the first branch's part becomes out, and its log-sum-exp exists until it is merged
     assert workspace(call)[0] == rows // 2 * (row + 4) + 0 * own
     assert workspace(call)[1] == rows // 2 * (3 * row + 4 * 64 + 8)
     assert call.results == (rows * (row + 4), 3 * rows * row)
@@ -51,19 +51,19 @@ def test_by_hand():
 
 @pytest.mark.parametrize("tokens", [1 << 10, 1 << 20])
 def test_a_block_of_everything_is_the_result(tokens):
-    """At any length, dense attention needs only the engine's workspace."""
+    """Dense attention needs only the workspace of the engine, at any length."""
     call = OpCall(DilatedPattern.dense(), 16, 16, 128, True, tokens, engine="cudnn")
     assert workspace(call) == (0, call.rows * (4 * 128 + 2 * 4))
 
 
 @pytest.mark.parametrize("engine", ["triton", "cudnn"])
 def test_global_tokens(engine):
-    """fp32 results of the other branches, and the blocks of global tokens one at a time."""
+    """Other branches have fp32 results, and the blocks of global tokens are computed one at a time."""
     pattern, n = DilatedPattern([(64, 1), (128, 2), Global(4)]), 1024
     call = OpCall(pattern, 2, 2, 64, False, n, engine=engine)
     without_global = replace(call, pattern=DilatedPattern([(64, 1), (128, 2)]), final=False)
     rows, row = 2 * n, 64 * 2
-    crossing = (rows - 2 * 4) * (row + 2 * 4 * 64 + 4 * 4)  # the later tokens as queries, the four as keys
+    crossing = (rows - 2 * 4) * (row + 2 * 4 * 64 + 4 * 4)  # queries of the other tokens, keys of the four global ones
     assert workspace(call)[0] == max(workspace(without_global)[0], rows * 2 * 64 + crossing)
     part = (rows - 2 * 4) * (3 * row + 2 * 4 + (4 * 64 if engine == "cudnn" else 0))
     assert workspace(call)[1] == 3 * rows * row + max(workspace(without_global)[1], part, 3 * rows * row)
@@ -88,10 +88,10 @@ def test_stretches_bound_it(monkeypatch):
 
 @pytest.mark.parametrize("change, engine", [
     ({}, "cudnn"),
-    ({"tokens": 4096}, "triton"),  # small blocks are launched at once on this chip
+    ({"tokens": 4096}, "triton"),  # on this GPU, small blocks run in grouped launches
     ({"tokens": 4096, "capability": (8, 0)}, "cudnn"),
     ({"tokens": 200_000}, "cudnn"),
-    ({"tokens": 200_001}, "triton"),  # no multiple of 64, and the next call may have another one
+    ({"tokens": 200_001}, "triton"),  # not a multiple of 64, and the next call may have another length
     ({"tokens": 200_001, "whole": 400_064}, "cudnn"),
     ({"tokens": 200_000, "whole": 400_001}, "triton"),
     ({"dtype": torch.float32}, "triton"),
@@ -100,7 +100,7 @@ def test_stretches_bound_it(monkeypatch):
     ({"engine": "math"}, "math"),
 ])  # fmt: skip
 def test_engine_of_a_gpu(change, engine):
-    """Independent of this machine's GPU."""
+    """The choice does not depend on this machine's GPU."""
     assert engine_of(replace(OpCall(FIVE, 12, 12, 64, True, 1 << 20), **change)).name == engine
 
 
@@ -110,7 +110,7 @@ def test_no_engine_of_a_family():
 
 
 def test_overlapping_branches_go_one_by_one():
-    """Three dense branches: parts are merged one after another, into fp32 sums."""
+    """Three dense branches are merged one after the other into fp32 sums."""
     three = OpCall(DilatedPattern([Branch(w, 1) for w in (64, 128, 256)]), 2, 2, 64, False, 4096, engine="cudnn")
     nine = replace(three, pattern=DilatedPattern([Branch(64 + i, 1) for i in range(9)]))
     rows = 2 * 4096

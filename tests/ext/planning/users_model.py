@@ -1,4 +1,4 @@
-"""A user's DilatedModule: its own __init__, its own batches, and a head that this package does not have."""
+"""A user's DilatedModule with its own __init__, batches, and a head that this package does not have."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from lightning_dilated.models.transformer import DilatedTransformer
 
 
 class Signals(ld.DilatedModule):
-    """Predicts the next value of a signal of some channels."""
+    """Predicts the next value of a signal with several channels."""
 
     sequence_spec = ld.sequence.SequenceSpec({"signal": 1, "target": 1})
 
@@ -21,7 +21,7 @@ class Signals(ld.DilatedModule):
 
     def build(self):
         self.enter = nn.Linear(self.channels, self.dim)
-        options = BlockOptions("layernorm", position_encoding="none")  # its parts are the same on every device
+        options = BlockOptions("layernorm", position_encoding="none")  # layernorm has the same parts on all devices
         self.transformer = DilatedTransformer(self.dim, self.patterns, self.num_heads, causal=True, options=options)
         self.leave = nn.Linear(self.dim, self.channels)
 
@@ -36,7 +36,7 @@ class Signals(ld.DilatedModule):
 
 
 class OwnInit(ld.LongNetLM):
-    """A model of the package with an __init__ that names none of its arguments."""
+    """A model of the package with an __init__ that has none of its argument names."""
 
     def __init__(self, size: int = 1) -> None:
         pattern = {"segment_lengths": [64, 128], "dilation_rates": [1, 2]}

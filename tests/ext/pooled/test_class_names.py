@@ -1,4 +1,4 @@
-"""The classes of a trained head: data that numbers them differently is refused, at every entry into a run."""
+"""Class names of a trained head: data that numbers classes differently is refused at the start of every run."""
 
 import lightning.pytorch as pl
 import pytest
@@ -13,7 +13,7 @@ NAMES = ["ADI", "STR", "TUM"]
 
 
 class Data(pl.LightningDataModule):
-    """Six sequences of named classes."""
+    """Six sequences with class names."""
 
     def __init__(self, classes):
         super().__init__()
@@ -93,6 +93,6 @@ def test_their_number_and_a_new_task(checkpoint):
         trainer(max_steps=1).fit(model(num_classes=4), Data(NAMES))
     loaded = LongNetClassifier.load_from_checkpoint(checkpoint, weights_only=True)
     assert loaded.classes == NAMES
-    trainer(max_steps=1).fit(loaded, Data(NAMES[::-1]))  # weights are only a starting point
+    trainer(max_steps=1).fit(loaded, Data(NAMES[::-1]))  # only initial weights, not a resumed run
     assert loaded.classes == NAMES[::-1]
     assert model(task="regression", num_classes=1).classes is None

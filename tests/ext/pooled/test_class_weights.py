@@ -1,4 +1,4 @@
-"""Weights of classes: training losses times the class's weight, counted from the data or given; none in evaluation."""
+"""Class weights: training multiplies losses by weights, given or counted from the data. Evaluation does not."""
 
 import lightning.pytorch as pl
 import pytest
@@ -18,7 +18,7 @@ def model(**options) -> LongNetClassifier:
 
 
 class Data(pl.LightningDataModule):
-    """Eight sequences, two of class 1."""
+    """Eight sequences, two of them of class 1."""
 
     def __init__(self, counts=None, sampling="all"):
         super().__init__()
@@ -51,7 +51,7 @@ def test_a_list(task):
 
 @pytest.mark.parametrize("counts, weights", [([6, 2], [8 / 12, 8 / 4]), ([6, 0, 2], [8 / 12, 1.0, 8 / 4])])
 def test_balanced_counts_the_training_samples(counts, weights):
-    """The mean over the samples is 1, and each class has the same share of it; an absent class has none."""
+    """Weights have the mean 1 over samples, and each class has an equal share. An absent class has no influence."""
     balanced = model(class_weights="balanced", num_classes=len(counts))
     trainer(max_steps=1).fit(balanced, Data(counts))
     assert balanced._loss_weights == weights

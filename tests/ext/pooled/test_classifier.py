@@ -1,4 +1,4 @@
-"""LongNetClassifier and the basics of pooled models: every task learns, metrics are the epoch's, fine-tuning."""
+"""LongNetClassifier and what pooled models share: every task learns, metrics of whole epochs, fine-tuning."""
 
 import csv
 import functools
@@ -31,7 +31,7 @@ TASKS = {
 
 
 class Rows(torch.utils.data.Dataset):
-    """Sequences with labels that follow from their means."""
+    """Sequences with labels that are functions of their means."""
 
     def __init__(self, task, tokens=False, n=24):
         self.task, self.tokens, self.n = task, tokens, n
@@ -61,7 +61,7 @@ def test_every_task_learns(task, tokens, tmp_path):
     else:
         assert found["val_auroc"] > 0.95 and found["val_balanced_accuracy"] > 0.7 and found["val_quadratic_kappa"] > 0.7
     shown = {name for name in run.progress_bar_metrics if name.startswith("val_")}
-    assert shown == ({"val_mse"} if net.task == "regression" else {"val_auroc"})  # a bar has room for one
+    assert shown == ({"val_mse"} if net.task == "regression" else {"val_auroc"})  # the progress bar shows one metric
     run.predict(net, data, return_predictions=False)
     rows = list(csv.DictReader((tmp_path / "x.csv").open()))
     assert len(rows) == 24 and [int(r["index"]) for r in rows] == list(range(24))
@@ -91,7 +91,7 @@ def test_forward_gives_logits():
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_metrics_are_those_of_the_whole_epoch(stage):
-    """An epoch's AUROC is no mean over batches, and nothing is left over for the next epoch."""
+    """AUROC is computed over the whole epoch, not as a mean over batches, and is reset for the next epoch."""
     net, rows = model(num_classes=3).eval(), Rows("classification")
     data = DataLoader(rows, batch_size=5)
     whole = next(iter(DataLoader(rows, batch_size=24)))
@@ -188,7 +188,7 @@ def test_no_task_cannot_be_evaluated():
 
 
 def test_a_blank_row_is_refused():
-    """SlideDataModule puts a blank row first for a class token, which this model does not have."""
+    """SlideDataModule adds a blank row for a class token. This model has no class token, so the row is refused."""
     model = LongNetClassifier(DilatedPattern.dense(), feature_dim=4, num_classes=2, dim=8, depth=1, num_heads=2)
     data = {
         "features": torch.zeros(1, 5, 4),
@@ -202,14 +202,14 @@ def test_a_blank_row_is_refused():
     packed = {**data, "label": torch.tensor([0, 1]), "cu_seqlens": torch.tensor([0, 2, 5], dtype=torch.int32)}
     packed["coords"] = torch.zeros(1, 5, 2, dtype=torch.int64)
     model.loss_terms(packed)
-    packed["coords"][:, 2] = -1  # the second sample of the row
+    packed["coords"][:, 2] = -1  # in the second sample of the packed row
     with pytest.raises(ValueError, match=r"sample 1 .*set data\.class_token to false"):
         model.loss_terms(packed)
 
 
 @pytest.mark.parametrize("label, message", [([0, 3], "found 3"), ([0.5, 1.0], "must be integers"), ([0, 1], None)])
 def test_labels_are_read_before_they_are_moved(label, message):
-    """They are read once: on a GPU each read would wait. A bad one raises in the step, and other ranks learn of it."""
+    """Labels are read once, because a GPU waits at each read. A wrong one raises in the step, on all ranks."""
     model = LongNetClassifier(PATTERN, vocab_size=8, num_classes=3, **SIZES)
     model.configure_model()
     checked, check = [], model.head.check
@@ -223,7 +223,7 @@ def test_labels_are_read_before_they_are_moved(label, message):
         with pytest.raises((TypeError, ValueError), match=message):
             model.loss_terms(moved)
     assert len(checked) == 1
-    moved["label"].fill_(5)  # as a hook may, in between
+    moved["label"].fill_(5)  # a hook may change labels in between
     with pytest.raises((TypeError, ValueError), match=r"found 5|must be integers"):
         model.loss_terms(moved)
     with pytest.raises(ValueError, match="found 7"):

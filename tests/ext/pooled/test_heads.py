@@ -1,4 +1,4 @@
-"""Heads: losses by their formulas, exact in the tails, and metrics that equal their definitions on any epoch."""
+"""Heads: losses by their formulas, exact in the tails, and metrics by their definitions for any epoch."""
 
 import math
 
@@ -29,7 +29,7 @@ def ordinal(classes=4):
 def test_ordinal_is_the_cumulative_link(classes):
     head, x = ordinal(classes), torch.randn(9, 5, dtype=torch.float64)
     t = head.thresholds()
-    cumulative = torch.sigmoid(t - head.linear(x))  # P(y <= k)
+    cumulative = torch.sigmoid(t - head.linear(x))  # cumulative probability P(y <= k)
     whole = torch.cat([torch.zeros(9, 1), cumulative, torch.ones(9, 1)], 1)
     torch.testing.assert_close(head(x).exp(), whole.diff(dim=1))
     torch.testing.assert_close(head.scores(head(x)).sum(1), torch.ones(9).double())
@@ -39,7 +39,7 @@ def test_ordinal_is_the_cumulative_link(classes):
 
 
 def test_ordinal_in_the_tails():
-    """sigmoid(a) - sigmoid(b) is 0 in fp32 from |a| = 17 on; the loss and its gradient must not be."""
+    """From |a| = 17 on, sigmoid(a) - sigmoid(b) is 0 in fp32, but the loss and its gradient must not be 0."""
     head = OrdinalHead(1, 3)
     x = torch.tensor([[200.0], [-200.0]], requires_grad=True)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_predictions(head, names):
 
 
 def by_definition(scores, labels, classes):
-    """Compute AUROC by counting pairs, mean recall, and quadratic kappa by its sums."""
+    """Compute AUROC by counting pairs, balanced accuracy as mean recall, and quadratic kappa by its sums."""
     areas, recalls, predicted = [], [], scores.argmax(1)
     for c in labels.unique():
         positive, negative = scores[labels == c, c], scores[labels != c, c]
@@ -97,10 +97,10 @@ def by_definition(scores, labels, classes):
 
 @pytest.mark.parametrize("classes, occur", [(2, 2), (4, 4), (5, 3)], ids=["binary", "several", "some absent"])
 def test_class_metrics(classes, occur):
-    """A class that does not occur in the epoch is left out of the mean."""
+    """The mean does not include classes that do not occur in the epoch."""
     labels = torch.arange(40) % occur
     scores = (torch.randn(40, classes).double() + 2 * nn.functional.one_hot(labels, classes)).softmax(1)
-    scores[7] = scores[8]  # a tie
+    scores[7] = scores[8]  # two scores are equal
     got, want = class_metrics(scores, labels, classes), by_definition(scores, labels, classes)
     for name, value in want.items():
         assert got[name].item() == pytest.approx(value.item(), abs=1e-6), name

@@ -1,4 +1,4 @@
-"""BootstrapIntervals: intervals against theory, groups kept whole, the same on any number of ranks; file and table."""
+"""BootstrapIntervals: intervals against theory, whole groups, the same on any number of ranks, file and table."""
 
 import csv
 
@@ -34,7 +34,7 @@ def test_the_interval_of_a_mean_is_students():
 
 
 def test_groups_are_drawn_whole():
-    """Ten equal samples of a patient carry no more information than one."""
+    """Ten equal samples of one patient have no more information than one, so whole patients are drawn."""
     values = torch.from_numpy(np.random.default_rng(0).standard_normal((40, 1))).repeat_interleave(10, 0)
     apart, whole = (
         bootstrap(mean, values, values, x, 500, 0.95, 0)["mean"] for x in (np.arange(400), np.arange(400) // 10)
@@ -52,7 +52,7 @@ def test_the_seed_alone_decides():
 def test_resamples_without_a_value_are_counted():
     scores, labels = torch.tensor([[0.2, 0.8], [0.7, 0.3], [0.4, 0.6]]), torch.tensor([1, 0, 0])
     drawn = bootstrap(ClassificationHead(3, 2).metrics, scores, labels, np.arange(3), 300, 0.95, 0)
-    # all of one class: (2/3)^3 + (1/3)^3 of the draws
+    # share of draws with one class only: (2/3)^3 + (1/3)^3
     assert drawn["auroc"]["undefined"] / 300 == pytest.approx(1 / 3, abs=0.08)
     assert drawn["auroc"]["value"] == drawn["auroc"]["high"] == 1 and drawn["balanced_accuracy"]["undefined"] == 0
 

@@ -1,4 +1,4 @@
-"""Survival: both likelihoods and the concordance against their definitions, and models trained on times."""
+"""Survival: both likelihoods and the concordance against their definitions, and models trained on event times."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ from ...examples import examples
 from ...models import PATTERN, trainer
 from ..slides.test_slides import table
 
-#: few values, so that times and risks are often equal
+#: few different values, so that many times and risks are equal
 cohorts = st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 5), st.booleans()), min_size=1, max_size=14).map(
     lambda rows: [torch.tensor(x, dtype=torch.float64) for x in zip(*rows, strict=True)]
 )
@@ -33,7 +33,7 @@ cohorts = st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 5), st.booleans(
 
 # -- Cox ---------------------------------------------------------------------------------------------------------------
 def efron(risk, time, event) -> float:
-    """Efron's formula (1977): over the distinct times of events."""
+    """Compute Efron's formula (1977), a sum over the distinct times of events."""
     total = 0.0
     for t in sorted({t for t, e in zip(time, event, strict=True) if e}):
         dead = [math.exp(r) for r, s, e in zip(risk, time, event, strict=True) if s == t and e]
@@ -47,7 +47,7 @@ def efron(risk, time, event) -> float:
 @given(cohorts, st.sampled_from([1, 3, 1024]))
 def test_the_partial_likelihood_is_efrons(cohort, rows):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(survival, "ROWS", rows)  # as for many samples
+        patch.setattr(survival, "ROWS", rows)  # in blocks, as for many samples
         losses = cox_losses(*cohort)
     assert losses.sum().item() == pytest.approx(efron(*(x.tolist() for x in cohort)), abs=1e-9)
     assert (losses[cohort[2] == 0] == 0).all()
@@ -86,7 +86,7 @@ def test_the_hazard_likelihood():
 
 
 def test_hazards_recover_the_share_of_each_bin():
-    """The best constant hazards are events over those at risk in each bin."""
+    """The best constant hazard of a bin is its number of events divided by the number of samples at risk."""
     head = HazardHead(1, 3, [1.0, 2.0])
     time = torch.tensor([0.5] * 2 + [1.5] * 3 + [2.5] * 3)
     event = torch.tensor([1.0, 1, 1, 1, 1, 1, 1, 0])
@@ -100,7 +100,7 @@ def test_hazards_recover_the_share_of_each_bin():
         return loss
 
     best.step(closure)
-    # the censored sample of the last bin is at risk in the first two only
+    # a sample censored in the last bin is at risk in the first two bins only
     assert logits.sigmoid().tolist() == pytest.approx([2 / 8, 3 / 6, 1.0], abs=1e-3)
 
 
@@ -147,7 +147,7 @@ SIZES |= {"dropout": 0.0, "drop_path": 0.0, "task": "survival"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Sixteen slides with event times that depend on their class; survival.csv next to them."""
+    """Sixteen slides and survival.csv. The event times depend on the class."""
     path = tmp_path_factory.mktemp("survival")
     write_synthetic_slides(path, slides=16, tiles=(8, 16), features=8, signal=6.0)
     rng = np.random.default_rng(0)
@@ -283,6 +283,6 @@ def test_columns_and_strata(folder, tmp_path):
         val_fraction=0.25, test_fraction=0.25,
     )  # fmt: skip
     events = [sum(event for _, event in module.dataset(split).labels) for split in ("val", "test")]
-    assert events == [3, 3]  # a quarter of those with an event, and of those without
+    assert events == [3, 3]  # a quarter of the slides with an event, and a quarter of the slides without
     with pytest.raises(ValueError, match=r"has no column 'time'; its columns are .*set data.time_column"):
         SlideDataModule(folder, str(tmp_path / "s.csv"), labels="survival").check()

@@ -1,6 +1,6 @@
-"""Modules with memory known to the byte: blocks of a Linear of 8 without bias and a Tanh, on batches of (4, 8) floats.
+"""Modules with exactly known memory: blocks of a Linear of 8 without bias and a Tanh, on batches of (4, 8) floats.
 
-A block's weight is 256 bytes, its input and output are 128 each, and Tanh keeps its output for the backward.
+The weight of a block has 256 bytes, its input and output 128 each. Tanh saves its output for the backward.
 """
 
 import lightning.pytorch as pl
@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 ROWS, WEIGHT, ACTIVATION = 4, 256, 128
-#: upper bound of the loss, and of what Lightning keeps of it, in scalars
+#: upper bound in bytes of the loss, and of the scalars that Lightning stores of it
 SCALARS = 64
 
 
 class Block(nn.Module):
-    """tanh(W x); the forward calls `fails` with the block's output."""
+    """Computes tanh(W x). The forward calls `fails` with the output of the block."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Stack(pl.LightningModule):
-    """`depth` blocks in a ModuleList. `again`: how the module itself recomputes them, "reentrant" or "other"."""
+    """`depth` blocks in a ModuleList. `again`: how the module itself recomputes them: "reentrant", "other" or not."""
 
     def __init__(self, depth=2, again=None):
         super().__init__()
@@ -47,14 +47,14 @@ class Stack(pl.LightningModule):
         self(batch.repeat(1000, 1))
 
     def on_validation_model_zero_grad(self):
-        """Lightning's method frees the gradients."""
+        """Keep the gradients, which Lightning's method would free."""
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
 class Kept(DummyLogger):
-    """Keeps a profiler's numbers, by their prefix."""
+    """Stores the numbers that a profiler logs under a prefix."""
 
     def __init__(self, prefix="memory/"):
         super().__init__()
@@ -75,5 +75,5 @@ class Losses(pl.Callback):
 
 
 def batches(n, rows=ROWS):
-    """Return n batches of ones, times 1, 2, ..."""
+    """Return n batches: ones, times 1, 2, ..."""
     return [torch.ones(rows, 8) * (i + 1) for i in range(n)]

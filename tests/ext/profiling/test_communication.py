@@ -1,4 +1,4 @@
-"""CommunicationProfiler on two ranks: its logs, the table, bytes against plan and traffic, and its end."""
+"""CommunicationProfiler on two ranks: logs, table, bytes against the plan and the traffic, and its end."""
 
 import contextlib
 import io
@@ -33,7 +33,7 @@ NAMES = {
 
 
 class Spy(pl.Callback):
-    """Records the group's clock during and after training batches, and after the fit."""
+    """Records the clock of the group during and after training batches, and after the fit."""
 
     def __init__(self, fails_at=None):
         self.fails_at, self.within, self.between = fails_at, [], []
@@ -50,7 +50,7 @@ class Spy(pl.Callback):
 
 
 def fit(rank, group, run, settings, options=None, unlike=False, fails_at=None):
-    """Return a rank's results of a fit. `unlike`: rank 1's last row has a byte too many."""
+    """Fit, and return this rank's results. `unlike`: report a byte too many in the last row of rank 1."""
     spy, logger, said = Spy(fails_at), Kept("comm/"), io.StringIO()
     profiler = CommunicationProfiler(**settings)
     built, model, data, _ = make(run, launched(rank), callbacks=[profiler, spy], logger=logger, **(options or {}))
@@ -103,7 +103,7 @@ def test_two_ranks(pool, tmp_path, name):
         assert all(set(step) == NAMES for step in x["logged"].values()) and set(x["latest"]) == NAMES
         assert x["logged"] == results[0]["logged"] and x["rows"] == results[0]["rows"]
         assert x["after"] == [None, None] and x["left"] == [0, 0, None]
-    # the rows contain all bytes received, for ranks that got the most of a kind
+    # for each pass, the rows contain all bytes that the rank with the most received
     for i, way in enumerate(("forward", "backward")):
         most = max(x["traffic"][i] for x in results) / batches
         assert 0 < most <= sums(rows, way)
@@ -123,7 +123,7 @@ def test_two_ranks(pool, tmp_path, name):
 
 
 def test_some_steps(pool):
-    """The second and the fifth of six; validation in between is not recorded."""
+    """The second and the fifth of six steps are recorded, and the validation between them is not."""
     run = Run(steps=6)
     options = {"val_check_interval": 1, "limit_val_batches": 1}
     every, some = (
@@ -146,7 +146,7 @@ def test_other_bytes_than_planned(pool):
 
 
 def test_heads(pool):
-    """Two ranks trade tokens for heads, which the plan does not count."""
+    """Two ranks trade tokens for heads, which is not part of the plan."""
     ended = pool.run(2, fit, Run(strategy={"head_size": 2}), {})[0]
     assert {x.what for x in ended["rows"]} == {"tokens for heads", "heads for tokens", "all"}
     assert ended["unlike"] == [] and ended["rows"][-1].received > 0 and "no exchange except of heads" in ended["said"]
@@ -162,11 +162,11 @@ def test_nothing_crosses(pool):
 def test_an_exception(pool):
     for x in pool.run(2, fit, Run(), {}, None, False, 2):
         assert x["after"] == [None, None] and x["left"] == [0, 0, None] and x["rows"] == [] and x["said"] == ""
-    assert pool.run(2, fit, Run(), {})[0]["steps"] == 3  # and the next fit is not affected
+    assert pool.run(2, fit, Run(), {})[0]["steps"] == 3  # the next fit works normally
 
 
 class Event:
-    """A GPU event that completes on demand; nobody may wait for it before the end."""
+    """A GPU event that completes on demand. Only the end of the fit may wait for it."""
 
     reached, waited = False, 0
 
@@ -195,7 +195,7 @@ def test_events_are_read_once_they_are_reached():
         profiler._clock.flights.append(Flight("forward", "rows", 0, 10**6, begin, end))
         profiler._clock.waits.append(Wait("forward", "rows", wait, end))
         events += [marks]
-        for x in events[step - 1] if step else ():  # one step late
+        for x in events[step - 1] if step else ():  # events complete one step later
             x.reached = True
         profiler.on_train_batch_end(trainer)
         assert list(logger.steps) == list(range(step)) and len(profiler._unread) == 1
@@ -266,7 +266,7 @@ def test_arguments(settings, error, message):
 
 # -- two GPUs ----------------------------------------------------------------------------------------------------------
 def fit_on_gpu(rank, ranks):
-    """Run the same under NCCL."""
+    """Call `fit` on GPUs with NCCL."""
     model = {"pattern": DilatedPattern.geometric(512, 8192), "dim": 128, "num_heads": 4}
     run = Run(seq_len=8192, steps=6, precision="bf16-mixed", model=model)
     return fit(rank, None, run, {}, {"accelerator": "gpu"})

@@ -1,4 +1,4 @@
-"""CommunicationProfiler with a rank that is busy elsewhere: its messages wait as long as the strategy's."""
+"""If a rank is busy elsewhere, the messages of CommunicationProfiler wait as long as the strategy's messages."""
 
 import time
 from datetime import timedelta
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.full
 
 
 class Slow(pl.Callback):
-    """A validation that takes longer than ranks wait for each other in training."""
+    """Makes a validation last longer than ranks wait for each other in training."""
 
     def on_validation_batch_start(self, trainer, *args):
         time.sleep(0.8)
 
 
 def fit(rank, group, timeout):
-    """Return (timeout of the profiler's messages, number of logged batches, steps)."""
+    """Return (timeout of the profiler's messages, number of logged batches, number of steps)."""
     profiler, logged = CommunicationProfiler(warmup=0, table=False), []
     start = lambda trainer, module: logged.append(profiler._quiet.backend.backend.options._timeout)  # noqa: E731
     slow = Slow()
@@ -39,6 +39,6 @@ def fit(rank, group, timeout):
 
 @pytest.mark.slow
 def test_a_validation_longer_than_the_timeout(pool):
-    """Two of five seconds each, longer than the four after which a lone message would time out."""
+    """Two validations of five seconds are longer than the timeout of four seconds of a single message."""
     for outcome in pool.run(2, fit, 4):
         assert outcome == ([timedelta(seconds=4)], 2, 2)

@@ -1,4 +1,4 @@
-"""MemoryProfiler on the CPU: bytes known by hand, several batches and optimizers a step, logs, table, pictures."""
+"""MemoryProfiler on the CPU: bytes known by hand, several batches and optimizers per step, logs, table, pictures."""
 
 import lightning.pytorch as pl
 import pytest
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.full
 
 
 def fit(folder, module, steps=2, profiler=None, data=None, **options):
-    """Return (the profiler, the logs of each step)."""
+    """Return (profiler, logs by step) of a fit."""
     profiler, logger = profiler or MemoryProfiler(1), Kept()
     extra = options.pop("callbacks", [])
     trainer = quiet(max_steps=steps, callbacks=[profiler, *extra], logger=logger, default_root_dir=folder, **options)
@@ -35,7 +35,7 @@ def fit(folder, module, steps=2, profiler=None, data=None, **options):
 
 
 def highest(measured):
-    """Return each phase's highest span."""
+    """Return the highest span of each phase."""
     spans = {}
     for x in measured.spans:
         assert sum(x.kinds.values()) == x.allocated and x.stop >= x.start
@@ -45,30 +45,30 @@ def highest(measured):
 
 
 def but_scalars(span):
-    """Return (kinds, their sum) without the loss's scalars, which count as activations or temporary."""
+    """Return (bytes by kind, their sum) without the scalars of the loss, which are activations or temporary."""
     whole = {kind: n // 128 * 128 for kind, n in span.kinds.items() if n >= 128}
     assert 0 <= span.allocated - sum(whole.values()) < SCALARS
     return whole, sum(whole.values())
 
 
 def test_by_hand(tmp_path):
-    """The second step of two blocks: weights, gradients and momenta are 512 bytes each, the batch 128."""
+    """In the second step of two blocks, weights, gradients and momenta have 512 bytes each, the batch 128."""
     profiler, steps = fit(tmp_path, Stack(), check_val_every_n_epoch=None)
     spans = highest(profiler.measured)
     always = {PARAMETERS: 512, GRADIENTS: 512, OPTIMIZER: 512, BATCH: 128}
-    # in a block the Linear's output exists until Tanh's does
+    # within a block, the output of the Linear exists until the output of the Tanh does
     first, second = spans[Phase(FORWARD, 0)], spans[Phase(FORWARD, 1)]
     assert first.kinds == {**always, ACTIVATIONS: 128, TEMPORARY: 128} and first.allocated == 1920
     assert second.kinds == {**always, ACTIVATIONS: 256, TEMPORARY: 128} and second.allocated == 2048
     assert but_scalars(spans[Phase(FORWARD)]) == ({**always, ACTIVATIONS: 256}, 1920)
-    # the last step's gradients are freed; each block's are allocated in its backward
+    # gradients of the last step are freed, and each block's backward allocates the block's gradients again
     fixed = {PARAMETERS: 512, OPTIMIZER: 512, BATCH: 128}
     assert but_scalars(spans[Phase(BACKWARD)])[1] <= 1664
-    # of the second block: the first block's saved output, its own weight's gradient, and its Linear's input and output
-    # gradients
+    # second block: the first block's saved output, the gradient of the second block's weight, and the gradients of the
+    # input and output of its Linear
     expected = {**fixed, ACTIVATIONS: 128, GRADIENTS: 256, TEMPORARY: 256}
     assert but_scalars(spans[Phase(BACKWARD, 1)]) == (expected, 1792)
-    # of the first block: its saved output, and the gradients of its output and of its Linear's output
+    # first block: its saved output, the gradient of that output, and the gradient of the output of its Linear
     assert but_scalars(spans[Phase(BACKWARD, 0)]) == (expected, 1792)
     assert but_scalars(spans[Phase(OPTIMIZING)]) == (always, 1664)
     assert but_scalars(spans[Phase(REST)])[1] == 1664
@@ -80,7 +80,7 @@ def test_by_hand(tmp_path):
     assert logged["memory/peak_mb"] == logged["memory/forward_block_2_mb"] == logged["memory/forward_mb"] == 0.002048
     assert logged["memory/forward_block_1_mb"] == logged["memory/forward_block_1_min_mb"] == 0.00192
     assert logged["memory/at_peak/saved_activations_mb"] == 0.000256 and logged["memory/host_mb"] > 10
-    # in the first step there are no gradients and no momenta before the backward
+    # before the backward of the first step there are neither gradients nor momenta
     assert steps[0]["memory/forward_block_2_mb"] == 0.001024 and set(steps[0]) == set(logged)
     rows = {x.phase: x for x in profiler.rows}
     assert rows[Phase(FORWARD, 1)].allocated == rows[Phase(FORWARD, 1)].least == 2048
@@ -89,19 +89,19 @@ def test_by_hand(tmp_path):
 
 @pytest.mark.parametrize("again", ["reentrant", "other"])
 def test_recomputed_by_the_module(tmp_path, again):
-    """Between passes only the inputs of blocks exist; a block's backward recomputes its activations."""
+    """Between forward and backward only block inputs exist. The backward of a block recomputes its activations."""
     profiler, _ = fit(tmp_path, Stack(3, again))
     spans = highest(profiler.measured)
-    assert but_scalars(spans[Phase(FORWARD)])[0][ACTIVATIONS] == 2 * ACTIVATION  # each input but the batch
+    assert but_scalars(spans[Phase(FORWARD)])[0][ACTIVATIONS] == 2 * ACTIVATION  # block inputs without the batch
     for i in range(3):
         kinds = spans[Phase(BACKWARD, i)].kinds
-        assert kinds[GRADIENTS] in ((2 - i) * WEIGHT, (3 - i) * WEIGHT)  # of later blocks; or its own, too
-        assert kinds[ACTIVATIONS] // ACTIVATION == i  # the inputs of this one and those before it, but the batch
-        assert kinds[TEMPORARY] >= 2 * ACTIVATION  # recomputed, and gradients
+        assert kinds[GRADIENTS] in ((2 - i) * WEIGHT, (3 - i) * WEIGHT)  # of later blocks, at the end of this one, too
+        assert kinds[ACTIVATIONS] // ACTIVATION == i  # inputs of this block and of earlier blocks, without the batch
+        assert kinds[TEMPORARY] >= 2 * ACTIVATION  # recomputed activations, gradients
 
 
 def test_recomputed_blocks(tmp_path):
-    """ActivationRecompute keeps a block's input and recomputes the others."""
+    """ActivationRecompute stores the inputs of blocks and recomputes other activations."""
     by_policy = {}
     for policy in ("none", "attention-kept", "block"):
         model = tiny(dtype=torch.float32, depth=3, dim=64).train()
@@ -112,14 +112,14 @@ def test_recomputed_blocks(tmp_path):
         by_policy[policy] = peaks[Phase(FORWARD)].kinds[ACTIVATIONS], peaks[Phase(BACKWARD, 0)].kinds[TEMPORARY]
     x = 2 * 64 * 64 * 4
     assert by_policy["none"][0] > by_policy["attention-kept"][0] > by_policy["block"][0]
-    # a block's op keeps q, k, v (not with this policy), out, lse; its input is kept either way
+    # a block's op saves q, k, v (not under this policy), out and lse; the block's input is saved under either policy
     lse = 2 * 4 * 64 * 4
     assert by_policy["attention-kept"][0] - by_policy["block"][0] == 3 * (x + lse)
     assert by_policy["block"][1] > by_policy["none"][1]
 
 
 def test_losses_do_not_change(tmp_path):
-    """Bit by bit, also with recomputation and dropout."""
+    """Losses are equal bit by bit, even with recomputation and dropout."""
     results = []
     for profilers in ([], [MemoryProfiler(1)], [MemoryProfiler(2, timeline=False)]):
         for policy in ("none", "block"):
@@ -134,9 +134,9 @@ def test_losses_do_not_change(tmp_path):
 
 
 def test_the_most_of_all_steps(tmp_path):
-    """The second of three steps has twice the rows."""
+    """The second of three steps has twice the rows, so its peak is reported."""
     profiler, steps = fit(tmp_path, Stack(), 3, data=[*batches(1), *batches(1, 8), *batches(1)])
-    most = 2048 + 4 * ACTIVATION  # the batch, two saved, one in the block
+    most = 2048 + 4 * ACTIVATION  # batch, two saved activations, one in the block
     row = next(x for x in profiler.rows if x.phase == Phase(FORWARD, 1))
     assert row.allocated == row.least == profiler.top.allocated == profiler.peak_allocated == most
     assert (
@@ -145,7 +145,7 @@ def test_the_most_of_all_steps(tmp_path):
 
 
 def test_some_steps(tmp_path):
-    """With every_n_steps=3 the second and the fifth of seven."""
+    """With every_n_steps=3, the second and fifth of seven steps are measured."""
     profiler, steps = fit(tmp_path, Stack(), 7, MemoryProfiler(3))
     assert list(steps) == [1, 4] and profiler.steps == 2
     every = fit(tmp_path, Stack(), 7)[1]
@@ -155,13 +155,13 @@ def test_some_steps(tmp_path):
 
 
 def test_several_batches_a_step(tmp_path):
-    """The gradients of the first batch exist in the forward of the second; both share the optimizer's phase."""
+    """During the forward of the second batch, gradients of the first one exist. The optimizer runs once for both."""
     profiler, steps = fit(tmp_path, Stack(), 2, accumulate_grad_batches=2)
     assert list(steps) == [0, 1] and profiler.steps == 2
     spans = [x for x in profiler.measured.spans if x.phase == Phase(FORWARD, 1)]
     kinds = {PARAMETERS: 512, GRADIENTS: 512, OPTIMIZER: 512, BATCH: 128, ACTIVATIONS: 256, TEMPORARY: 128}
     assert len(spans) == 2 and spans[0].kinds == kinds
-    # the first batch is alive too, as Lightning prefetches; it replaces nothing else
+    # the first batch still exists, because Lightning prefetches; other numbers do not change
     assert spans[1].kinds[GRADIENTS] == 512 and spans[1].kinds[ACTIVATIONS] // 128 == 2
     assert [x.phase.stage for x in profiler.measured.spans].count(OPTIMIZING) == 1
     skipping = fit(tmp_path, Stack(), 4, MemoryProfiler(2), accumulate_grad_batches=2)[1]
@@ -169,14 +169,14 @@ def test_several_batches_a_step(tmp_path):
 
 
 def test_validation_is_not_counted(tmp_path):
-    """Its batches are a thousand times as large; gradients stay meanwhile, see `Stack`."""
+    """The batches of the validation are a thousand times larger. `Stack` keeps the gradients during it."""
     plain, _ = fit(tmp_path, Stack(), 4, limit_val_batches=0)
     checked, _ = fit(tmp_path, Stack(), 4, val_check_interval=1)
     assert plain.rows == checked.rows and plain.peak_allocated == checked.peak_allocated == 2048
 
 
 class Two(pl.LightningModule):
-    """Two blocks with an optimizer each, stepped one after the other."""
+    """Two blocks, each with its own optimizer. The optimizers step one after the other."""
 
     def __init__(self):
         super().__init__()
@@ -193,7 +193,7 @@ class Two(pl.LightningModule):
 
 
 def test_several_optimizers(tmp_path):
-    profiler, steps = fit(tmp_path, Two(), 4)  # Lightning counts each optimizer's
+    profiler, steps = fit(tmp_path, Two(), 4)  # Lightning counts the steps of each optimizer
     assert list(steps) == [0, 1]
     names = [x.phase for x in profiler.measured.spans if x.phase != Phase(FORWARD)]
     one = lambda i: [Phase(FORWARD, i), Phase(BACKWARD), Phase(BACKWARD, i)]  # noqa: E731
@@ -202,7 +202,7 @@ def test_several_optimizers(tmp_path):
     ]
     assert names.count(Phase(OPTIMIZING)) == 2
     forward = next(x for x in profiler.measured.spans if x.phase == Phase(FORWARD, 1))
-    # both blocks' weights and Adam's moments and counts; only the first's gradient: the second's was just freed
+    # weights of both blocks, Adam's moments and counts, and the first block's gradient; the second's was just freed
     expected = {PARAMETERS: 512, GRADIENTS: 256, OPTIMIZER: 4 * 256 + 8, BATCH: 128, ACTIVATIONS: 128}
     assert {k: n for k, n in forward.kinds.items() if k in expected and k != ACTIVATIONS} == {
         k: n for k, n in expected.items() if k != ACTIVATIONS
@@ -260,7 +260,7 @@ def test_a_second_fit_begins_anew(tmp_path):
 
 
 def test_a_language_model(tmp_path):
-    """On one rank nothing is exchanged, and gradients exist once."""
+    """On one rank no bytes count as exchange, and gradients exist once."""
     profiler = MemoryProfiler(1, folder=tmp_path)
     trainer = quiet(max_steps=2, callbacks=[profiler], strategy="ring_dilated", devices=1)
     model = tiny(dtype=torch.float32, vocab_size=256).train()

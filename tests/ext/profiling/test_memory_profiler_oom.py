@@ -1,4 +1,4 @@
-"""Out of memory: the report, its author, and that no other rank is contacted."""
+"""Out of memory: the report, the rank that writes it, and that it contacts no other rank."""
 
 import warnings
 from unittest import mock
@@ -26,7 +26,7 @@ from .stacks import Kept, Stack, batches
 pytestmark = pytest.mark.full
 
 GIB, MIB = 2**30, 2**20
-#: the words of torch's allocators for CUDA and for the CPU, with numbers from public reports
+#: messages of torch's allocators for CUDA and for the CPU, with numbers from public reports
 MESSAGES = {
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 5.06 GiB is free. "
     "Including non-PyTorch memory, this process has 74.04 GiB memory in use. Of the allocated memory 72.50 GiB is allocated "
@@ -93,7 +93,7 @@ def test_what_is_told():
     assert "31.81 MiB at least was missing" in said and "set PYTORCH_ALLOC_CONF=expandable_segments:True" in said
     assert said.endswith(GENERAL) and "Held by" not in said
     assert "an allocation of 2 bytes failed. 0 bytes of 8.00 GiB was free" in report(0, "x", 0, third, {}, None)
-    said = report(0, "x", 0, limited, {}, None)  # the limit is reached, and not the GPU's memory
+    said = report(0, "x", 0, limited, {}, None)  # the process limit is reached before the GPU is full
     assert "322.01 MiB of 139.80 GiB was free; 61.99 MiB at least was missing" in said
     assert "an allocation of 3.73 GiB failed. \n" in report(0, "x", 0, cpu, {}, None)
     assert "x: an allocation failed. \n" in report(0, "x", 0, other, {}, None)
@@ -109,7 +109,7 @@ def test_which_error():
     outer = RuntimeError("in a worker")
     outer.__cause__ = oom
     assert find_shortage(outer) is oom
-    outer.__cause__ = outer  # a circle ends
+    outer.__cause__ = outer  # a cycle of causes does not loop forever
     assert find_shortage(outer) is None
 
 
@@ -173,14 +173,14 @@ def fails(folder, profiler, where, block=1, steps=4, **options):
 
 @pytest.mark.parametrize("every", [1, 50])
 def test_in_the_forward(tmp_path, monkeypatch, every):
-    """In the third step: measured, or not."""
+    """The third step fails in the forward, in a measured step or in another."""
     monkeypatch.setattr(memory_profiler, "planned", lambda trainer, module: f"{type(module).__name__} needs less.")
     said = fails(tmp_path, MemoryProfiler(every), Forward(2))
     assert "rank 0 ran out of memory in step 2, forward of block 2 of 2: an allocation of 20.00 GiB failed" in said
     known = "Held by parameters 512 bytes, gradients 512 bytes, optimizer states 512 bytes, "
     details = "batch 128 bytes, saved activations 256 bytes" if every == 1 else "activations and temporary 72.50 GiB"
     assert said.endswith(f"\n{known}{details}.\nStack needs less.")
-    assert not list(tmp_path.glob("*.pickle"))  # the CPU's allocator has none
+    assert not list(tmp_path.glob("*.pickle"))  # the CPU's allocator cannot write snapshots
 
 
 def test_in_the_backward(tmp_path, monkeypatch):
@@ -220,13 +220,13 @@ def test_another_error_is_not_told(tmp_path):
 
 
 def test_trouble_while_telling(tmp_path, monkeypatch):
-    """The run's own error is raised."""
+    """If the report fails, the error of the run is raised nevertheless."""
     monkeypatch.setattr(MemoryProfiler, "_message", mock.Mock(side_effect=KeyError("lost")))
     assert "could not say what filled the memory: KeyError('lost')" in fails(tmp_path, MemoryProfiler(1), Forward(0))
 
 
 def one_of_two_fails(rank, group):
-    """Rank 1 runs out of memory while rank 0 has its own error: neither waits for the other."""
+    """Rank 1 runs out of memory while rank 0 raises another error. No rank waits for the other."""
     module = Stack()
     errors = [ValueError("trouble"), torch.OutOfMemoryError(next(iter(MESSAGES)))]
     module.layers[1].fails = mock.Mock(side_effect=errors[rank])
@@ -245,7 +245,7 @@ def test_no_other_rank_is_asked(pool):
 # -- snapshots ---------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def recorded(monkeypatch):
-    """Record the calls of torch's memory recorder."""
+    """Record the calls of torch's memory history recorder."""
     calls = []
     memory = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", lambda *a, **k: calls.append(k.get("enabled", "all")))

@@ -1,4 +1,4 @@
-"""The profiler's parts: following blocks, the host's memory, numbers and points."""
+"""Parts of the profiler: finding and following blocks, host memory, numbers and points."""
 
 import copy
 from types import SimpleNamespace
@@ -48,7 +48,7 @@ def test_which_blocks():
                 nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleDict({"a": Block()})])
             )
             self.layers = nn.ModuleList([Stack(3)])
-            self.inner[0].append(self.inner[0][0][0])  # again
+            self.inner[0].append(self.inner[0][0][0])  # a second reference to a block
 
     module = Nested()
     blocks = find_blocks(module)
@@ -59,7 +59,7 @@ def test_which_blocks():
 
 
 def followed(module, x, run=None):
-    """Return the phases that end in a forward and a backward."""
+    """Return the phases that end during a forward and a backward."""
     watch, ended = Watch(module), []
     watch.attach()
     watch.start()
@@ -84,14 +84,14 @@ def test_the_order_of_phases(again):
 
 
 def test_what_lies_between_blocks():
-    """The gradient of the first block's input ends its backward, and so does the second's."""
+    """A block's backward ends with the gradient of its input, for the first and the second block."""
     module, between = Stack(2), nn.Linear(8, 8)
     run = lambda x: module.layers[1](between(module.layers[0](between(x))))  # noqa: E731
     assert followed(module, torch.ones(4, 8), run) == [*FORWARDS, (B, None), (B, 1), (B, None), (B, 0), (B, None)]
 
 
 def test_compiled_blocks():
-    """Followed from outside of compiled code: one graph a block, for any number of steps, followed or not."""
+    """Compiled blocks are followed from outside: one graph per block, for any number of steps, followed or not."""
     module, graphs = Stack(2), []
 
     def backend(graph, inputs):
@@ -112,7 +112,7 @@ def test_compiled_blocks():
 
 
 def test_a_compiled_whole():
-    """Blocks cannot be told apart; the total numbers remain."""
+    """In a module compiled as a whole, blocks cannot be distinguished, but total numbers remain."""
     module = Stack(2)
     torch._dynamo.reset()
     whole = torch.compile(module, backend="eager", fullgraph=True)
@@ -133,7 +133,7 @@ def test_copies_are_not_followed():
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
 def test_shares():
-    """The known bytes can exceed the available ones."""
+    """Known bytes may exceed the allocated bytes. Then they are cut in order."""
     parts = shares(700, {PARAMETERS: 512, GRADIENTS: 512, ACTIVATIONS: -5})
     assert parts[PARAMETERS] == 512 and parts[GRADIENTS] == 188 and parts[ACTIVATIONS] == parts[TEMPORARY] == 0
     assert sum(parts.values()) == 700
@@ -157,13 +157,13 @@ def test_host_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(host.torch.cuda, "host_memory_stats", lambda: {"allocated_bytes.current": 77}, raising=False)
     assert host_memory(status)["pinned"] == 77
-    monkeypatch.setattr(host, "pinned_bytes", lambda: 23)  # of offloaded block inputs
+    monkeypatch.setattr(host, "pinned_bytes", lambda: 23)  # bytes of offloaded block inputs
     assert host_memory(status)["pinned"] == 100
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 def test_numbers(capsys):
-    """Two ranks with reserved bytes; the second passed no backward of its block."""
+    """Two ranks with reserved bytes. The second rank did not run the backward of its block."""
     host = {"host": 3_000_000, "host_peak": 4_000_000, "pinned": None}
     spans = lambda n: [  # noqa: E731
         *(Span(Phase(FORWARD, 0), 0, 1, n, n + 5, {ACTIVATIONS: n}), Span(Phase(FORWARD, 0), 1, 2, n - 1, n + 6, {})),

@@ -1,4 +1,4 @@
-"""ThroughputMonitor on a GPU: batches are timed at their end, and waited for only when they are logged."""
+"""ThroughputMonitor on a GPU: a batch is timed when the GPU ends it. The host waits only before it logs."""
 
 import itertools
 import time
@@ -17,7 +17,7 @@ from lightning_dilated.ext.profiling import throughput
 
 
 class Gpu:
-    """A simulated GPU that completes one event a second, in order, up to `done`."""
+    """A simulated GPU that completes one event per second, in order, up to event `done`."""
 
     def __init__(self):
         self.asked, self.done, self.waited = 0, 0, 0
@@ -75,13 +75,13 @@ def test_batches_are_noted_when_they_have_ended(gpu):
     assert times() == [1, 2] and gpu.waited == 0
     connector.should_update_logs = True
     monitor._update(trainer, module, batch, 1)
-    assert times() == [2, 3, 4, 5] and gpu.waited == 3  # a window of four
+    assert times() == [2, 3, 4, 5] and gpu.waited == 3  # window_size is 4
     metrics = monitor._throughputs[stage].compute()
     rates = [metrics[f"device/{name}_per_sec"] for name in ("batches", "samples", "items", "flops")]
     assert rates == pytest.approx([1, 2, 16, 5], rel=1e-3)
     connector.should_update_logs = False
     monitor._update(trainer, module, batch, 1)
-    monitor._start(trainer)  # a validation starts, for example; all earlier batches are recorded first
+    monitor._start(trainer)  # something else starts, such as a validation; earlier batches are recorded before
     assert not monitor._under_way
     monitor._update(trainer, module, batch, 1)
     trainer.sanity_checking, trainer.state.fn = False, TrainerFn.VALIDATING
@@ -95,7 +95,7 @@ def test_what_a_run_before_left_is_forgotten():
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(accelerator="cpu", max_steps=1, callbacks=[monitor], **quiet)
     for run in (trainer.fit, trainer.validate, trainer.validate):
-        monitor._under_way.append((RunningStage.VALIDATING, None, {}))  # it cannot be waited for
+        monitor._under_way.append((RunningStage.VALIDATING, None, {}))  # None: an event that fails if it is waited for
         run(model, DataLoader(text))
         assert not monitor._under_way
 

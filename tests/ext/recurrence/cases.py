@@ -17,19 +17,19 @@ from lightning_dilated import RecurrentState, recurrent_attention
 from lightning_dilated.ext.recurrence.rules import oracle
 from lightning_dilated.recurrence.description import KINDS
 
-#: of the results' gradients
+#: names of the inputs in gradients
 NAMES = ("q", "k", "v", "log_decay", "beta")
-#: log_decay of tokens after which little or nothing is left; the sum of several of the last exceeds the range of fp32
+#: log_decay of a token after which little or nothing of the state is left; sums of the last ones exceed fp32's range
 RESETS = (-1.0, -80.0, -1e4, -1e6, -1e9, -3e38)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call, without its numbers; `documents` are the tokens of each sample, or with `packed` of each document.
+    """All arguments of a call except the tensors' values. `documents`: tokens of each sample or, if `packed`, document.
 
     Attributes:
-        earlier: tokens of each document that an earlier call has seen; None: no state.
-        padding: tokens after the longest sample; None: without lengths, which are then equal.
+        earlier: tokens of each document in an earlier call; None: the call gets no state.
+        padding: tokens after the longest sample; None: without lengths, and samples have equal lengths.
         chunk: C, of gated_delta.
         reset: log_decay of every third token; None: all are random.
     """
@@ -58,14 +58,14 @@ class Case:
         return sum(self.documents) if self.packed else max(self.documents) + self.padding
 
     def bounds(self, document: int) -> tuple[int, int, int]:
-        """Return (sample, first, one past the last) of a document in (B, N)."""
+        """Return (sample, first, stop) of each document within (B, N)."""
         if not self.packed:
             return document, 0, self.documents[document]
         start = sum(self.documents[:document])
         return 0, start, start + self.documents[document]
 
     def tensors(self, seq_len: int | None = None, batch: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
-        """Draw (q, k, v) and, for gated_delta, (log_decay, beta), as leaves."""
+        """Draw (q, k, v) and, for gated_delta, also (log_decay, beta), as leaves."""
         b, n = batch or self.batch, self.seq_len if seq_len is None else seq_len
         g = torch.Generator().manual_seed(seed)
         random = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64)  # noqa: E731
@@ -82,14 +82,14 @@ class Case:
         return {"kind": self.kind, "segment": segment, "causal": self.causal}
 
     def limits(self) -> dict[str, Any]:
-        """Return the lengths or bounds of this call."""
+        """Return the argument `lengths` or `cu_seqlens` of this call."""
         if self.packed:
             return {"cu_seqlens": torch.tensor([0, *accumulate(self.documents)], dtype=torch.int32)}
         equal = len(set(self.documents)) == 1 and not self.padding
         return {} if equal else {"lengths": list(self.documents)}
 
     def past(self) -> tuple[Tensor, ...]:
-        """Draw the earlier tokens, packed document after document."""
+        """Draw the earlier tokens, with documents packed one after the other."""
         return self.tensors(sum(self.earlier or ()), 1, seed=1)
 
     def state(self, past: tuple[Tensor, ...]) -> RecurrentState | None:
@@ -100,15 +100,15 @@ class Case:
         return recurrent_attention(*past, **self.settings(), cu_seqlens=bounds, return_state=True)[1]
 
     def weights(self, *shape: int, seed: int = 2) -> Tensor:
-        """Draw the weights of a result in the loss."""
+        """Draw the weights with which a result counts in the loss."""
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
     def loss(self, out: Tensor, states: tuple[Tensor, ...]) -> Tensor:
-        """Return the loss of the output (B, N, H, E), and of the state's matrix and normalizer, (S, ...) each."""
+        """Return the loss of the output (B, N, H, E) and of the state's matrix and normalizer, each (S, ...)."""
         return sum((x * self.weights(*x.shape, seed=2 + i)).sum() for i, x in enumerate((out, *states)))
 
     def run(self) -> dict[str, Tensor]:
-        """Return results, and gradients of all tokens, by recurrent_attention."""
+        """Run recurrent_attention. Return its results, and the gradients of all tokens."""
         tensors, past = self.tensors(), self.past()
         settings = {**self.settings(), **self.limits()}
         if not self.causal:
@@ -128,14 +128,14 @@ class Case:
     ) -> dict[str, Tensor]:
         """Return results and gradients by name."""
         every = (*tensors, *past)
-        loss = self.loss(out, states) + 0 * sum(x.sum() for x in every)  # of documents without tokens, too
+        loss = self.loss(out, states) + 0 * sum(x.sum() for x in every)  # documents without tokens have gradients, too
         grads = torch.autograd.grad(loss, every)
         names = [*NAMES[: len(tensors)], *(f"earlier {name}" for name in NAMES[: len(past)])]
         named = {"out": out.detach(), **{f"state {i}": x.detach() for i, x in enumerate(states)}}
         return named | {f"d {name}": x for name, x in zip(names, grads, strict=True)}
 
     def by_definition(self) -> dict[str, Tensor]:
-        """Return the same by the oracle, document by document."""
+        """Compute the same results with the oracle, document by document."""
         tensors, past = self.tensors(), self.past()
         out = torch.zeros(self.batch, self.seq_len, self.kv_heads * self.group, self.values, dtype=torch.float64)
         states = []
@@ -153,7 +153,7 @@ class Case:
 
 
 def compare(got: dict[str, Tensor], want: dict[str, Tensor], tol: float = 1e-10) -> None:
-    """Assert that all results and gradients are equal, to `tol` of the largest number."""
+    """Assert that results and gradients are equal, up to `tol` times the largest value."""
     assert got.keys() == want.keys()
     for name, x in want.items():
         scale = max(1.0, float(x.abs().max()) if x.numel() else 0.0)
@@ -164,7 +164,7 @@ def compare(got: dict[str, Tensor], want: dict[str, Tensor], tol: float = 1e-10)
 
 @st.composite
 def cases(draw: st.DrawFn, longest: int = 30) -> Case:
-    """Draw any call of some documents."""
+    """Draw any call with several documents."""
     kind = draw(st.sampled_from(KINDS))
     documents = tuple(draw(st.lists(st.integers(0, longest), min_size=1, max_size=3)))
     packed, causal = draw(st.booleans()), kind != "linear" or draw(st.booleans())

@@ -1,3 +1,3 @@
-"""The interpreter of Triton, as in tests/kernels."""
+"""The fixture for Triton's interpreter, shared with tests/kernels."""
 
 from ...kernels.conftest import free_of_determinism, interpreter  # noqa: F401

@@ -1,4 +1,4 @@
-"""recurrent_attention equals the definition token by token: outputs, final states and every gradient."""
+"""recurrent_attention equals the definition token by token: outputs, final states and all gradients."""
 
 from unittest import mock
 
@@ -35,7 +35,7 @@ def test_chunks_passed_in_groups(kind, tokens, monkeypatch):
 
 
 def record(monkeypatch, name):
-    """Record the calls of a function of `chunks`."""
+    """Record the calls of a function in the module `chunks`."""
     calls, real = [], getattr(chunks, name)
     monkeypatch.setattr(chunks, name, lambda *args: calls.append(args) or real(*args))
     return calls
@@ -100,7 +100,7 @@ def test_gradcheck(kind):
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("reset", RESETS)
 def test_resets(reset, dtype, tol):
-    """Tokens after a complete reset are as exact as elsewhere."""
+    """Tokens after a complete reset are as exact as other tokens."""
     case = Case("gated_delta", (150, 65), packed=True, earlier=(70, 3), kv_heads=1, dim=16, values=8, reset=reset)
     want = case.by_definition()
     tensors, past = (tuple(x.detach().to(dtype).requires_grad_() for x in y) for y in (case.tensors(), case.past()))
@@ -118,7 +118,7 @@ def test_a_reset_begins_a_document():
 
 
 def test_many_moderate_decays_before_others():
-    """The sum of the chunk's first tokens is -2560, which fp32 resolves to 2e-4."""
+    """The decays of the chunk's first tokens sum to -2560, where fp32 has a resolution of 2e-4."""
     case = Case("gated_delta", (64,), kv_heads=1, group=1, dim=16, values=8)
     tensors = [x.detach() for x in case.tensors()]
     tensors[3][:, :32], tensors[3][:, 32:] = -80, -0.01

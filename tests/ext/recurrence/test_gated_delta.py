@@ -1,4 +1,4 @@
-"""The kernels of the gated delta rule in the interpreter: results, states and gradients, against the definition."""
+"""Kernels of the gated delta rule in the interpreter: results, states and gradients, against the definition."""
 
 import gc
 import random
@@ -27,7 +27,7 @@ def narrow(tensors, dtype=torch.float32):
 
 
 def run(case):
-    """`Case.run` with fp32 rows."""
+    """Call `Case.run` with rows in fp32."""
     tensors, past = narrow(case.tensors()), narrow(case.past())
     assert triton_chunks.serves(case.kind, *tensors[:3])
     settings = {**case.settings(), **case.limits(), "state": case.state(past), "return_state": True}
@@ -36,7 +36,7 @@ def run(case):
 
 
 def grouped_from(chunks):
-    """Process runs of at least `chunks` chunks in groups."""
+    """Process runs of `chunks` or more chunks in groups."""
     triton_chunks.layout.cache_clear()
     return mock.patch.object(triton_chunks, "GROUPED_FROM", chunks)
 
@@ -74,7 +74,7 @@ def random_cases(rank, group, number, examples):
         case = gated(documents, packed=packed, earlier=earlier, padding=0 if packed else chosen.randint(0, 2), **sizes)
         with grouped_from(chosen.choice([1, 2, 32])):
             got, want = run(case), case.by_definition()
-        if case.dim == 1:  # gradients of q and k are 0 by definition: rounding, divided by |q| or |k|, remains
+        if case.dim == 1:  # here gradients of q and k are 0, so they are rounding errors divided by |q| or |k|
             of_one = [name for name in want if name.split()[-1] in "qk"]
             compare(*({name: tensors.pop(name) for name in of_one} for tensors in (got, want)), 1e-4)
         compare(got, want, 1e-5)
@@ -89,7 +89,7 @@ def by_groups(rank, group):
     case = gated((330, 70), packed=True, earlier=(2, 0), kv_heads=1, group=1, dim=4, values=3)
     with grouped_from(2):
         got = run(case)
-        assert triton_chunks.layout.cache_info().currsize == 2  # of the earlier tokens, too
+        assert triton_chunks.layout.cache_info().currsize == 2  # one layout is for the earlier tokens
     with grouped_from(100):
         compare(got, run(case), 1e-6)
 
@@ -139,7 +139,7 @@ def test_edges(interpreter, name):
 
 
 def exact_dots():
-    """Triton's interpreter multiplies the integer representation of bfloat16."""
+    """Replace products, because Triton's interpreter multiplies the bits of bfloat16 as integers."""
     from triton.runtime import interpreter
 
     real = interpreter.InterpreterBuilder.create_dot
@@ -155,7 +155,7 @@ def exact_dots():
 
 
 def narrow_rows(rank, group, dtype, tolerance):
-    """Compare 16-bit rows of any strides with the definition on the rounded rows; padding may hold anything."""
+    """Compare 16-bit rows of any strides with the definition on the rounded rows. The padding may contain anything."""
     case = gated((140, 65), padding=3, kv_heads=1, group=2, dim=16, values=16)
     joint = torch.cat([x.detach() for x in case.tensors()[:3]], 2).to(dtype)
     joint[0, 140:], joint[1, 65:] = torch.nan, torch.inf
@@ -184,7 +184,7 @@ def test_rows_of_16_bits(interpreter, dtype, tolerance):
 
 
 def trained_after_inference(rank, group):
-    """Layouts are cached in calls under `torch.inference_mode`, and a backward must not save such tensors."""
+    """A backward cannot save tensors that were created in `torch.inference_mode`, such as layouts cached then."""
     triton_chunks.layout.cache_clear()
     rows = narrow(gated((70,), kv_heads=1, group=1, dim=4, values=4).tensors())
     with torch.inference_mode():
@@ -194,7 +194,7 @@ def trained_after_inference(rank, group):
 
 
 def in_windows(rank, group):
-    """Run the op in windows of 70 tokens and in one, and the torch path; passes before a backward make no output."""
+    """Run the op in windows of 70 tokens, in one window, and by torch. A pass before a backward computes no output."""
     rows = [x.detach().float() for x in gated((160,), kv_heads=1, group=2, dim=4, values=4).tensors()]
     from lightning_dilated.ext.recurrence import gated_delta
 
@@ -233,14 +233,14 @@ def test_windows_fit_their_memory(sizes, tokens):
 
 
 def held(rank, group, forward, window):
-    """Return (bytes that the op holds in addition to inputs and results, the predicted number)."""
-    from lightning_dilated.ext.recurrence import gated_delta_backward  # in a process with the interpreter
+    """Return (bytes that the op stores besides inputs and results, predicted bytes)."""
+    from lightning_dilated.ext.recurrence import gated_delta_backward  # imported here, where the interpreter runs
 
     heads, kv_heads, dim, tokens = 4, 2, 16, 400
     launch = gated_delta_backward.launch_queries
 
     def collected(*args):
-        gc.collect()  # Triton's interpreter holds memory of earlier launches in reference cycles
+        gc.collect()  # Triton's interpreter keeps memory of earlier launches in reference cycles
         return launch(*args)
 
     queries = mock.patch.object(gated_delta_backward, "launch_queries", collected)
@@ -260,7 +260,7 @@ def test_memory_is_counted(interpreter, forward, window):
 
 
 def shared(rank, group, case):
-    """Return this rank's part of `run`."""
+    """Return this rank's part of the results of `run`."""
     with sequence(group) as ours:
         at = positions(ours, case.seq_len)
         tensors = [x[:, at].detach().requires_grad_() for x in narrow(case.tensors())]
@@ -316,7 +316,7 @@ KERNELS = {
 @pytest.mark.parametrize("stored", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_without_a_gpu(name, stored):
-    """The interpreter misses some errors: variables that change type in a loop, products of wrong shapes."""
+    """Compiling finds errors that the interpreter misses: variables that change type, products of wrong shapes."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""The kernels of the gated delta rule on a GPU: results, states and every gradient equal torch in float64."""
+"""Kernels of the gated delta rule on a GPU: results, states and all gradients equal torch in float64."""
 
 from unittest import mock
 
@@ -11,7 +11,7 @@ from lightning_dilated.ext.recurrence import op, triton_chunks
 from .cases import NAMES
 
 pytestmark = pytest.mark.gpu
-#: relative to the largest number of each result
+#: largest error relative to the largest value of a result
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
@@ -25,7 +25,7 @@ def drawn(seq_len, heads, kv_heads, dim, values, dtype):
 
 
 def results(tensors, cu_seqlens=None):
-    """Return output, last state of the last document and gradients by name, in float64."""
+    """Return the output, the last state of the last document, and the gradients by name, in float64."""
     *inputs, grad, grad_state = (x.detach().clone() for x in tensors)
     for x in inputs:
         x.requires_grad_()
@@ -37,7 +37,7 @@ def results(tensors, cu_seqlens=None):
 
 
 def compare(got, want, tolerance):
-    """The gradient of log_decay may be rounding of 0: the gradient of beta, an equally long sum, gives its scale."""
+    """Assert equality. log_decay's gradient may be 0, so its scale includes beta's, a sum of the same length."""
     for name, x in want.items():
         scale = max(float(want[y].abs().max()) for y in {name, "d beta" if name == "d log_decay" else name})
         off = float((got[name] - x).abs().max()) / scale
@@ -50,7 +50,7 @@ CASES = [
     (1000, 6, 2, 64, 64, (0, 1, 70, 70, 999, 1000)),
     (777, 4, 4, 128, 128, None),
     (500, 3, 1, 48, 80, (0, 64, 192, 500)),
-    (20000, 12, 12, 64, 64, None),  # by groups of chunks
+    (20000, 12, 12, 64, 64, None),  # in groups of chunks
     (9000, 2, 2, 128, 64, (0, 8500, 9000)),
 ]
 
@@ -84,7 +84,7 @@ def test_edges(kind):
 
 
 def test_windows_of_the_op():
-    """Computed window by window, and without the kernels."""
+    """Compute window by window, with and without the kernels."""
     tensors = drawn(5000, 4, 4, 64, 64, torch.bfloat16)
 
     def run():
@@ -100,9 +100,9 @@ def test_windows_of_the_op():
         assert float((x - y).abs().max() / y.abs().max()) <= 2e-2
 
 
-#: D and E of the sweep; E that the same kernels serve are run one after another
+#: D and E in the sweep; values of E with the same kernels run one after the other
 DIMS = (8, 16, 24, 32, 48, 64, 96, 128)
-#: (tokens, bounds of documents, whether some tokens are resets)
+#: (tokens, bounds of documents, whether the call has resets)
 CALLS = [
     (1, None, False),
     (5, None, False),
@@ -114,7 +114,7 @@ CALLS = [
 
 
 def every_call(dim, values, dtype, calls=CALLS):
-    """Compare forward, with and without gradients, and backward of each of `calls` with torch in float64."""
+    """Compare the forward (with and without gradients) and the backward of each call with torch in float64."""
     for seq_len, cuts, resets in calls:
         tensors = drawn(seq_len, 4, 2, dim, values, dtype)
         if resets:
@@ -142,7 +142,7 @@ def test_every_head_dim(dim, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("dims", [(8, 8), (16, 16), (16, 64), (24, 24), (64, 16), (96, 16), (128, 17)], ids=str)
 def test_small_heads(dims, dtype):
-    """Short enough to be run under compute-sanitizer."""
+    """A short test, which can run under compute-sanitizer."""
     every_call(*dims, dtype, CALLS[1::4])
 
 

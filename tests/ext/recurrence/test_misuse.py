@@ -1,4 +1,4 @@
-"""Wrong calls of recurrent_attention: each error names the argument, its value and the allowed ones."""
+"""Wrong calls of recurrent_attention: each error names the argument, its value and the allowed values."""
 
 import pytest
 import torch

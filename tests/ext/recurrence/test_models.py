@@ -1,6 +1,6 @@
-"""Models with a recurrence in their layers: its definition, decoding, checkpoints, optimizer groups, refusals.
+"""Models with a recurrence in layers: the definition, decoding, checkpoints, optimizer groups, and refusals.
 
-The tests of streams, packed rows, ranks and generation have their cases of models with a recurrence.
+Tests of streams, packed rows, ranks and generation include models with a recurrence.
 """
 
 import pytest
@@ -28,7 +28,7 @@ KINDS = {
 
 
 def moved(model, seed=7):
-    """Move every weight of the model away from its initial value, with open gates."""
+    """Add noise to every weight of the model, so that it differs from its initial value and gates are open."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -100,7 +100,7 @@ def test_a_closed_gate_changes_nothing(name, options):
 
 
 def by_definition(layer, x):
-    """Return the layer's output for one sample x (N, E), token by token."""
+    """Compute the layer's output for one sample x (N, E), token by token."""
     branch, (q, k, v) = layer.recurrence, (x @ layer.in_proj_weight.T).split([16, 8, 8], -1)
     rotated = [y.unflatten(-1, (-1, 4))[None] for y in (q, k)]
     if layer.rotary is not None:
@@ -159,7 +159,7 @@ def test_padding_adds_nothing():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_training_after_inference_mode(name):
-    """Tables cached for a length in inference also serve a call that trains."""
+    """Tables that inference caches for a length also work in a call that trains."""
     model, data = lively(KINDS[name]), batch(1, 31)
     with torch.inference_mode():
         model(data["tokens"])
@@ -224,7 +224,7 @@ LIMITS = {
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("name", KINDS)
 def test_windows_of_a_long_call_change_nothing(name, limits, monkeypatch):
-    """Windows of 7 tokens; one document begins with a window, others inside; chunks of a stream are cut, too."""
+    """With windows of 7 tokens, one document begins with a window and others inside one. Chunks are split, too."""
     from lightning_dilated.ext.recurrence import op
 
     model, data = lively(KINDS[name], num_kv_heads=2), {**batch(1 + (limits != "packed"), 29), **LIMITS[limits]}
@@ -255,7 +255,7 @@ def test_attention_kept_computes_each_call_once(monkeypatch):
         model.transformer.memory = MemorySettings(policy)
         model.loss_terms(data)[0].backward()
         counts[policy] = calls.count(False)
-        assert calls.count(True) == 2  # each layer's, once more in its backward
+        assert calls.count(True) == 2  # one per layer in the forward, one per layer in its backward
     assert counts == {"attention-kept": 2, "block": 4}
 
 
@@ -272,7 +272,7 @@ def test_refused_settings():
 
 @pytest.mark.slow
 def test_compiled_blocks():
-    """One graph a block, which calls the op."""
+    """A block is one graph, which calls the op."""
     model, data = lively(KINDS["gated_delta"], num_kv_heads=2), batch(2, 29)
     want = torch.autograd.grad(model.loss_terms(data)[0], list(model.parameters()))
     for block in model.transformer.blocks:
@@ -286,7 +286,7 @@ def test_compiled_blocks():
 
 # -- precision ---------------------------------------------------------------------------------------------------------
 def test_decays_stay_in_fp32():
-    """Trainer(precision="bf16-true") casts the module; rounding A_log to bf16 would change the decay."""
+    """Trainer(precision="bf16-true") casts the module, but A_log stays fp32: rounding it would change the decay."""
     model = tiny(dtype=torch.float32, recurrence={})
     before = {n: p.clone() for n, p in model.named_parameters() if ".decay." in n}
     model.to(torch.bfloat16)
@@ -302,7 +302,7 @@ def test_decays_stay_in_fp32():
 
 
 def test_mixed_precision_computes_the_state_wide():
-    """bf16 rounds q, k and v, not the state: after 2,000 tokens the error is still bf16's."""
+    """bf16 rounds q, k and v but not the state, so after 2,000 tokens the error is still one of bf16."""
     torch.manual_seed(0)
     layer = ld.MultiheadDilatedAttention(32, 2, ld.DilatedPattern.dense(8), causal=True, recurrence={"gate_init": 1.0})
     x = torch.randn(1, 2000, 32)
@@ -327,7 +327,7 @@ def test_decays_start_as_published():
 @given(st.data(), st.sampled_from(sorted(KINDS)))
 @settings(max_examples=examples(15), deadline=None)
 def test_decoding_equals_the_whole(data, name):
-    """Prompts and chunks of any length, then token by token."""
+    """Decode prompts and chunks of any length, then single tokens."""
     model = lively(KINDS[name], num_kv_heads=2, kv_conv=3)
     cuts = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
     tokens = torch.randint(11, (2, sum(cuts)), generator=torch.Generator().manual_seed(1))
@@ -395,7 +395,7 @@ def test_checkpoints_keep_it(tmp_path, value):
 
 
 def test_folders_of_16_bits_load_in_16_bits(tmp_path):
-    """Decays alone are in fp32."""
+    """Only the decays are stored in fp32."""
     model, tokens = lively({}).to(torch.bfloat16), batch(1, 20)["tokens"]
     model.save_pretrained(tmp_path)
     again = ld.LongNetLM.from_pretrained(tmp_path).eval()
@@ -407,7 +407,7 @@ def test_folders_of_16_bits_load_in_16_bits(tmp_path):
 
 @pytest.mark.parametrize("positions", ["rotary", "none"])
 def test_resuming_with_another_recurrence_is_refused(positions):
-    """Linear and delta have equal weights, and compute different functions."""
+    """Linear and delta have the same weights, but compute different functions."""
     model = ld.LongNetLM(PATTERN, **SIZES, recurrence=KINDS["linear"], position_encoding=positions)
     run = trainer(max_steps=1)
     run.strategy.connect(model)
@@ -418,7 +418,7 @@ def test_resuming_with_another_recurrence_is_refused(positions):
     for other in ([None, KINDS["linear"]], [KINDS["linear"]] * 3, None):
         with pytest.raises(ValueError, match="trained with recurrence="):
             model.on_load_checkpoint({"hyper_parameters": {**stored, "recurrence": other}})
-    for same in ({"gate_init": 0.5, **KINDS["linear"]}, [KINDS["linear"]] * 2):  # trained gates are among the weights
+    for same in ({"gate_init": 0.5, **KINDS["linear"]}, [KINDS["linear"]] * 2):  # `gate_init` may differ: gates train
         model.on_load_checkpoint({"hyper_parameters": {**stored, "recurrence": same}})
 
 
@@ -454,7 +454,7 @@ def test_parameter_groups(cls):
 
 
 def test_gates_move():
-    """A few steps of training open the gate and turn the convolution away from the identity."""
+    """A few training steps open the gate and move the convolution away from the identity."""
     torch.manual_seed(0)
     model = ld.LongNetLM(PATTERN, **SIZES, recurrence={})
     run = trainer(max_steps=30)

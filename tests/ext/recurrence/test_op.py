@@ -1,4 +1,4 @@
-"""The op of a layer's recurrence, traced and transformed; recurrent_attention of tensors without values."""
+"""The op for a layer's recurrence under tracing and torch.func, and recurrent_attention of tensors without values."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from lightning_dilated.recurrence.description import KINDS
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_results_lie_as_traced(kind, kv_heads):
-    """Compiled code reads results by the strides of the traced ones."""
+    """Results have the strides that tracing predicts, because compiled code reads results by them."""
     q = torch.randn(2, 70, 4, 8)
     k, v = torch.randn(2, 2, 70, kv_heads, 8)
     gates = (-torch.rand(2, 70, kv_heads), torch.rand(2, 70, kv_heads)) if kind == "gated_delta" else (None, None)
@@ -32,7 +32,7 @@ def arguments(kind, device="cpu"):
 
 
 def summary(kind, tensors, lengths):
-    """Return shapes, dtypes and devices of two calls, the second after the first, and of the gradients."""
+    """Return shapes, dtypes and devices of two calls (the second continues the first), and of the gradients."""
     settings = {"kind": kind, "segment": None if kind == "gated_delta" else 16, "return_state": True}
     _, state = recurrent_attention(*tensors, **settings)
     out, state = recurrent_attention(*tensors, **settings, state=state, lengths=lengths)
@@ -42,7 +42,7 @@ def summary(kind, tensors, lengths):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_without_values(kind):
-    """Shapes equal those with values, and later calls are not affected."""
+    """Shapes equal the shapes with values, and later calls are not affected."""
     tables.cache_clear()
     with FakeTensorMode():
         fake = summary(kind, arguments(kind), torch.tensor([70, 3]))
@@ -65,7 +65,7 @@ def test_traced_with_values(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_transforms_of_torch_func(kind):
-    """The op raises there because it has no such derivative; recurrent_attention itself has all of them."""
+    """For transforms that it does not support, the op raises. recurrent_attention itself supports all of them."""
     q, k, v, *gates = (x.detach() for x in arguments(kind))
     settings = {"kind": kind, "segment": None if kind == "gated_delta" else 16}
     spec = encode(*settings.values(), True)

@@ -1,4 +1,4 @@
-"""States: chunks of a stream and single tokens equal the whole sequence; the size is constant; delta stays bounded."""
+"""States: chunks and single tokens equal the whole sequence, the size is constant, and delta is bounded."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from .cases import Case
 
 
 def in_parts(case, tensors, sizes, detach=False):
-    """Return (out, state) of one sequence, part by part."""
+    """Compute a sequence part by part. Return (out, state)."""
     outs, state, start = [], None, 0
     for size in sizes:
         part = [x[:, start : start + size] for x in tensors]
@@ -89,7 +89,7 @@ def test_detached_states_end_the_gradient(kind):
 
 
 def transition(lengths, dim, seed, scale, guarded=True):
-    """Return A of each memory segment, with segments of any lengths."""
+    """Return the transition matrix A of each memory segment, for segments of any lengths."""
     g = torch.Generator().manual_seed(seed)
     past, matrices = torch.zeros(dim, 1, dtype=torch.float64), []
     for n in lengths:

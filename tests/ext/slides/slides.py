@@ -1,4 +1,4 @@
-"""Small slide encoders and matching slides, for all tests of slide models.
+"""Small slide encoders, and slides for them, for all tests of slide models.
 
 Shape letters: B slides, T tiles, F features.
 """
@@ -17,7 +17,7 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "gigapath_slide_encoder"
 
 
 def encoder(cls: type = SlideEncoder, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
-    """Build an encoder with random weights, equal at every call."""
+    """Build an encoder with random weights, which are the same in every call."""
     model = cls(**{**SIZES, **options})
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(1)
@@ -28,7 +28,7 @@ def encoder(cls: type = SlideEncoder, dtype: torch.dtype = torch.float64, **opti
 
 
 def slides(*tiles: int, features: int = 12, grid: int = 8, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (features (B, T, F) float64, coords (B, T, 2) int64 of distinct cells, tiles (B,)), padded with noise."""
+    """Return (features (B, T, F) float64, coords (B, T, 2) int64 of different cells, tiles (B,)). Padding is noise."""
     rng, longest = torch.Generator().manual_seed(seed), max(tiles)
     x = torch.randn(len(tiles), longest, features, generator=rng, dtype=torch.float64)
     cells = torch.stack([torch.randperm(grid * grid, generator=rng)[:longest] for _ in tiles])
@@ -39,7 +39,7 @@ def slides(*tiles: int, features: int = 12, grid: int = 8, seed: int = 0) -> tup
 
 
 def batch(*tiles: int, **options: Any) -> dict[str, Tensor]:
-    """Return the slides as a DataModule does: a blank row in front, counted in lengths; labels 0 and 1."""
+    """Return slides in the form of the DataModule: a blank row first, which counts in lengths; labels 0 and 1."""
     x, coords, lengths = slides(*tiles, **options)
     features = torch.cat([torch.zeros_like(x[:, :1]), x], 1)
     coords = torch.cat([torch.full_like(coords[:, :1], -1), coords], 1)

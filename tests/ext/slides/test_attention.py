@@ -1,4 +1,4 @@
-"""AttentionWriter: a file for each predicted slide, with the model's own map of it, and its errors."""
+"""AttentionWriter writes a file per predicted slide, with the model's attention map of the slide, and its errors."""
 
 from types import SimpleNamespace
 
@@ -46,7 +46,7 @@ def test_without_lengths_and_into_a_folder_of_ones_own(tmp_path):
 # -- pictures ------------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def slides(tmp_path_factory):
-    """Three slides; thumbnails of two of them, in the slides' proportions, with TRIDENT's names and others."""
+    """Three slides. Two have thumbnails of the slides' proportions, with TRIDENT's file names and with others."""
     path = tmp_path_factory.mktemp("pictures")
     write_synthetic_slides(path / "in", slides=3, tiles=(8, 20), features=12)
     (path / "thumbs").mkdir()

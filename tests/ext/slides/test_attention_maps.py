@@ -1,4 +1,4 @@
-"""SlideEncoder.attention_map: the explicit softmax of every layer, in the order of the tiles, and its errors."""
+"""SlideEncoder.attention_map equals the explicit softmax of each layer, in the order of the tiles, and its errors."""
 
 from types import SimpleNamespace
 
@@ -11,13 +11,13 @@ from .slides import encoder, slides
 
 WAYS = {"masked": {}, "attended": {"padding": "attended"}, "mean pool": {"pool": "mean"}, "one branch": {}}
 WAYS["global class token"] = {"global_class_token": True}
-WAYS["one branch"] |= {"segment_lengths": [8], "dilation_rates": [2]}  # heads of offset 1 never see the class token
+WAYS["one branch"] |= {"segment_lengths": [8], "dilation_rates": [2]}  # heads with offset 1 do not see the class token
 same = lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12)  # noqa: E731
 
 
 @torch.no_grad()
 def explicit(model, features, coords):
-    """Return [(H, N, N) of each layer] of one slide: counts times exp of scores over their sum, by the definition."""
+    """Return [(H, N, N) by layer] for one slide by the definition: counts times exp of scores, over their sum."""
     captured = []
     model.transformer(model.tile_tokens(features, coords, None), watch=captured.append)
     weights = []
@@ -34,7 +34,7 @@ def explicit(model, features, coords):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_the_explicit_softmax(way):
-    """A ragged batch against each slide alone: all layers and heads, of class token and tiles, 0 in the padding."""
+    """A ragged batch equals each slide alone: all layers and heads, class token and tiles. Weights of padding are 0."""
     model = encoder(depth=3, **WAYS[way]).eval()
     features, coords, tiles = slides(40, 23, 1)
     queries = [39, 0, 22]
@@ -58,7 +58,7 @@ def test_equals_the_explicit_softmax(way):
 
 @pytest.mark.parametrize("padding", ["masked", "attended"])
 def test_rows_lack_the_class_tokens_own_weight_and_that_of_pads(padding):
-    """Segments begin at the class token, so it never meets a pad; the last tile does."""
+    """Segments begin at the class token, so only the last tile attends to pads, not the class token."""
     features, coords, _ = slides(40)
     model = encoder(padding=padding).eval()
     want = explicit(model, features, coords)[-1]
@@ -69,7 +69,7 @@ def test_rows_lack_the_class_tokens_own_weight_and_that_of_pads(padding):
 
 
 def test_tiles_in_another_order_keep_their_weights_in_theirs():
-    """The order of tiles in one segment of rate 1 does not matter, so weights move with them."""
+    """The order of tiles inside a segment of rate 1 does not matter, so weights move with their tiles."""
     model = encoder(segment_lengths=[64], dilation_rates=[1]).eval()
     features, coords, _ = slides(30)
     order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
@@ -87,7 +87,7 @@ def test_compiled_blocks_are_run_as_they_are():
 def test_low_rank_updates_take_part():
     pytest.importorskip("peft")
     features, coords, _ = slides(30)
-    model = encoder(task="classification", num_classes=2, lora_rank=2).eval()  # every weight random, updates too
+    model = encoder(task="classification", num_classes=2, lora_rank=2).eval()  # all weights are random, updates too
     got = model.attention_map(features, coords, layer="all", heads="all")
     model.merge_lora()
     torch.testing.assert_close(got, model.attention_map(features, coords, layer="all", heads="all"))

@@ -1,4 +1,4 @@
-"""check_coordinates: regular grids pass, and typical errors of real pipelines are named with their remedy."""
+"""check_coordinates accepts regular grids. It names typical errors of real pipelines and their remedies."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from lightning_dilated.ext.slides.coordinates import check_coordinates, coordina
 
 
 def grid(columns: int = 20, rows: int = 15, step: int = 256, seed: int = 0) -> np.ndarray:
-    """Return two thirds of the cells of a grid, in random order: (N, 2) int64."""
+    """Return two thirds of the cells of a grid in random order, (N, 2) int64."""
     x, y = np.meshgrid(np.arange(columns), np.arange(rows))
     coords = np.stack([x.ravel(), y.ravel()], 1) * step
     rng = np.random.default_rng(seed)
@@ -16,7 +16,7 @@ def grid(columns: int = 20, rows: int = 15, step: int = 256, seed: int = 0) -> n
 
 
 def contours() -> np.ndarray:
-    """Return pieces of tissue, each cut on a grid with its own origin, as CLAM does."""
+    """Return several pieces of tissue, each tiled on a grid with its own origin, as CLAM does."""
     origins = [(0, 0), (10_100, 77), (333, 8_190), (12_345, 9_001)]
     return np.concatenate([grid(seed=i) + origin for i, origin in enumerate(origins)])
 

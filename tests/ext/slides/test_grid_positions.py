@@ -1,4 +1,4 @@
-"""Positions of tiles: the fixed sin-cos table without the table, and coordinates that would read a wrong row of it."""
+"""Positions of tiles: sin-cos rows equal the release's table, and coordinates that would read a wrong row raise."""
 
 import math
 
@@ -10,7 +10,7 @@ from lightning_dilated.ext.slides.backbone import GridPositions, cells_of, check
 
 @pytest.mark.parametrize("x, y", [(0, 0), (3, 0), (0, 5), (999, 998)])
 def test_is_its_formula(x, y):
-    """Rows of a cell hold y first: the release's table runs over y fastest and calls that axis w."""
+    """A row starts with y, because y varies fastest in the release's table, which calls that axis w."""
     got = GridPositions(16, 1000)(torch.tensor([[[x, y]]]))[0, 0]
     rates = [10000 ** (-i / 4) for i in range(4)]
     want = [f(p * w) for p in (y, x) for f in (math.sin, math.cos) for w in rates]
@@ -53,7 +53,7 @@ def test_what_would_read_a_wrong_row(name):
     with pytest.raises(error, match=says):
         checked(coords)
     if name not in ("half precision", "bool"):
-        checked(coords, torch.zeros(coords.shape[:2], dtype=torch.bool))  # padding may hold anything
+        checked(coords, torch.zeros(coords.shape[:2], dtype=torch.bool))  # coordinates of padding are not read
 
 
 def test_the_advised_tile_size_is_enough():

@@ -18,7 +18,7 @@ X, C = np.ones((30, 4), np.float32), grid(30)
 
 
 def other(folder: Path) -> str:
-    """Write a good file to which other files link."""
+    """Write a valid file to which other files link."""
     write(folder / "other.h5", X, C)
     (folder / "raw").write_bytes(X.tobytes())
     return "other.h5"
@@ -158,7 +158,7 @@ def test_files_that_hold_what_they_say(tmp_path, name):
 
 
 def test_zeros_compress_well(tmp_path):
-    """A slide of blank tiles is no attack."""
+    """A slide of blank tiles compresses far, but is valid."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("features", data=np.zeros((20_000, 64), np.float32), chunks=(5000, 64), compression="gzip")
         file.create_dataset("coords", data=np.stack([np.arange(20_000), np.zeros(20_000, int)], 1))

@@ -98,12 +98,12 @@ def test_coordinates_say_which_tile(slide):
 
 @pytest.mark.parametrize("order", ["file", "raster"])
 def test_attention_of_a_class_token(slide, tmp_path, order):
-    """A user's steps: a slide with its class token, the weights of position 0, back into the file."""
+    """As a user would: run a slide with its class token, and write the weights of position 0 into the file."""
     data = SlideDataModule(slide, order=order, val_fraction=0, test_fraction=0)
     batch = next(iter(data.train_dataloader()))
     q = torch.nn.functional.pad(batch["features"], (0, 5)).unflatten(2, (2, 4)) + 0.1
     weights = attention_weights(q, q, DilatedPattern.longnet([8, 32], [1, 2]), [0], lengths=batch["lengths"])
-    rows = weights[0, :, 0].T  # (N, H)
+    rows = weights[0, :, 0].T  # axes (N, H)
     write_attention(slide, rows, batch["coords"][0])
     assert np.array_equal(stored(slide), rows[1:].float().numpy()[:TILES]) and not np.isnan(stored(slide)).any()
     picture = heat_map(rows.mean(1), batch["coords"][0])
@@ -142,7 +142,7 @@ def colour(share: float) -> np.ndarray:
 
 
 def test_a_picture_without_a_thumbnail(tmp_path):
-    """A square a tile, coloured by the share of tiles below it, and white elsewhere; equal weights have one colour."""
+    """Each tile is a square, coloured by the share of tiles with lower weights (ties equal). Other cells are white."""
     weights = np.array([0.0, 9, 1, 1, 100])
     write_heat_map(tmp_path / "a.png", weights, grid(5) * 2)
     picture = np.array(Image.open(tmp_path / "a.png"))
@@ -163,7 +163,7 @@ def test_a_large_slide_is_drawn_small(tmp_path):
 
 
 def test_on_a_thumbnail(tmp_path):
-    """Tiles are at their places on the slide, half transparent; the background is unchanged."""
+    """Tiles are half-transparent, at their positions on the slide. The background does not change."""
     Image.new("RGB", (100, 50), (0, 200, 0)).save(tmp_path / "t.png")
     coords = np.array([[256, 0], [2048, 1024], [-1, -1]])
     write_heat_map(tmp_path / "a.png", [1, 2, 9], coords, thumbnail=tmp_path / "t.png", slide_size=(2560, 1280))

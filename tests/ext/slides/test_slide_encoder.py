@@ -1,4 +1,4 @@
-"""SlideEncoder: ragged batches equal single slides, training rows equal tiles, and silent mistakes raise."""
+"""SlideEncoder: ragged batches equal single slides, training batches equal calls with tiles, silent mistakes raise."""
 
 import warnings
 
@@ -30,13 +30,13 @@ def test_ragged_batch_equals_slides_alone(way):
         same(got[i], model(*alone)[0])
         for a, b in zip(layers, model(*alone, all_layers=True), strict=True):
             same(a[i], b[0])
-    moved = model(features, coords.roll(1, 1)[:1].repeat(3, 1, 1), None)  # positions matter
+    moved = model(features, coords.roll(1, 1)[:1].repeat(3, 1, 1), None)  # positions affect the output
     assert not torch.allclose(moved[0], got[0])
 
 
 @pytest.mark.parametrize("pool", ["class", "mean"])
 def test_rows_of_batches_equal_tiles(pool):
-    """Training's rows and the call with tiles are one model; the blank row's features do not matter."""
+    """A training batch with its blank row equals a call with tiles. The features of the blank row have no effect."""
     model = encoder(pool=pool).eval()
     features, coords, tiles = slides(40, 23)
     data = batch(40, 23)
@@ -76,14 +76,14 @@ def test_released_segments(size, tile, want):
 
 
 def test_tile_size_alone_does_not_change_the_segments():
-    """Level-0 coordinates need a larger tile_size; the weights were trained with the same segments."""
+    """Level-0 coordinates need a larger tile_size, but the segments must stay as the weights were trained."""
     segments = lambda **o: [b.segment_length for b in SlideEncoder(**o).pattern.branches]  # noqa: E731
     assert segments(tile_size=512) == segments() != segments(max_wsi_size=131072)
 
 
 @torch.no_grad()
 def test_a_global_class_token_sees_every_tile():
-    """In one layer, even tiles outside of its head's segments; and a checkpoint keeps that."""
+    """A global class token sees every tile in one layer, even outside of a head's segments. A checkpoint keeps this."""
     features, coords, _ = slides(60)
     short = {"depth": 1, "segment_lengths": [4], "dilation_rates": [1]}
     for options, sees in (({}, False), ({"global_class_token": True}, True)):
@@ -131,7 +131,7 @@ def test_trains_under_a_trainer(tmp_path):
     ({"task": "regression", "num_classes": 2}, [[0.5, 1.0]]),
 ])  # fmt: skip
 def test_one_slide_to_validate_on(options, label):
-    """torchmetrics turns a tensor of one number into a scalar, which is no list of labels."""
+    """torchmetrics turns a tensor with one number into a scalar, which is not a list of labels."""
     model = encoder(**options, dtype=torch.float32)
     data = {**batch(9), "label": torch.tensor(label)}
     (metrics,) = trainer().validate(model, loader(data), verbose=False)
@@ -144,7 +144,7 @@ def test_one_slide_to_validate_on(options, label):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_half_precision(precision, cls):
     options = TASK if cls is SlideEncoder else {"decoder_dim": 8}
-    data = {**batch(20, 9), "features": batch(20, 9)["features"].half()}  # as features are often stored
+    data = {**batch(20, 9), "features": batch(20, 9)["features"].half()}  # features are often stored in fp16
     run = trainer(max_steps=2, precision=precision)
     run.fit(cls(**SIZES, **options), loader(data, data), loader(data))
     assert run.callback_metrics["train_loss"].isfinite() and run.callback_metrics["val_loss"].isfinite()
@@ -250,7 +250,7 @@ def test_data_that_does_not_fit_is_refused_before_training(tmp_path):
 
 
 def test_loaded_encoders_train_in_training_mode():
-    """from_gigapath returns eval mode; a fit that kept it would run without dropout."""
+    """from_gigapath returns a model in eval mode. A fit must not keep it, or dropout would be off."""
     model, modes = encoder(**TASK).float().eval(), []
     model.transformer.register_forward_pre_hook(lambda module, args: modes.append(module.training))
     trainer(max_steps=1).fit(
@@ -265,7 +265,7 @@ RELEASED = {name: value for name, value in SIZES.items() if name not in ("segmen
 @pytest.mark.parametrize("theirs", [{}, {"max_wsi_size": 16384}, {"segment_lengths": [8, 16, 32, 64, 128]}])
 @pytest.mark.parametrize("cls", [SlideEncoder, SlidePretrainer])
 def test_a_checkpoint_of_another_pattern_is_said(tmp_path, theirs, cls):
-    """Also of a checkpoint with the releases' pattern, which its settings do not name."""
+    """This includes checkpoints with the releases' pattern, which is not listed in their settings."""
     net = cls(**RELEASED, **theirs).float()
     net.configure_model()
     torch.save(

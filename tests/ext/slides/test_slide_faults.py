@@ -1,4 +1,4 @@
-"""Bad slides, csv files and options: each error names the file, the row or line, and the remedy."""
+"""Wrong slides, csv files and options: each error names the file, the row or line, and the remedy."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ def features(tiles: int = TILES, width: int = WIDTH) -> np.ndarray:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Six good slides s0 to s5, and labels.csv."""
+    """Six valid slides s0 to s5, and labels.csv."""
     for i in range(6):
         write(tmp_path / f"s{i}.h5", features(), grid(TILES), patch_size_level0=256)
     table(tmp_path / "labels.csv", "slide_id,label", *(f"s{i},{'ab'[i % 2]}" for i in range(6)))
@@ -45,7 +45,7 @@ def truncate(path: Path, keep: float) -> None:
 
 
 def damaged(path: Path) -> None:
-    """Overwrite compressed rows: the head stays intact."""
+    """Overwrite compressed rows, and leave the header of the file intact."""
     with h5py.File(path, "w") as file:
         file.create_dataset("features", data=features(4000), chunks=(1000, WIDTH), compression="gzip")
         file["coords"] = grid(4000)
@@ -66,7 +66,7 @@ def tiny(path: Path) -> None:
 
 
 F, C = features(), grid(TILES)
-#: what happens to s3.h5, and words of the error after the path
+#: change to s3.h5 -> part of the error after the path
 SLIDES = {
     "no HDF5": (lambda p: p.write_text("features,coords\n"), "not an HDF5 file.*write it again"),
     "no bytes": (lambda p: p.write_bytes(b""), "cannot be read"),

@@ -1,4 +1,4 @@
-"""SlideReader: any rows in any order equal the file's, whatever is read together."""
+"""SlideReader returns the file's rows in any order, whichever rows it reads together."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ TILES = 200
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> list[str]:
-    """One slide as .h5 and as .pt: tile t has the features (t, -t)."""
+    """A slide as .h5 and as .pt. Tile t has the features (t, -t)."""
     folder, x = tmp_path_factory.mktemp("files"), np.arange(TILES, dtype=np.float32)
     x = np.stack([x, -x], 1)
     write(folder / "a.h5", x, grid(TILES))

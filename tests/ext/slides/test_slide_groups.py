@@ -1,4 +1,4 @@
-"""Several slides of a patient as one sample: their tiles in sequence, their positions side by side, one label."""
+"""Several slides of a patient are one sample with one label: tiles in sequence, positions side by side."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from lightning_dilated.ext.slides.sequences import side_by_side
 from ...models import PATTERN, trainer
 from .test_slides import grid, table, write
 
-#: tiles of the slides s0 to s5; patients p0 (s0, s3, s4), p1 (s1) and p2 (s2, s5)
+#: numbers of tiles in slides s0 to s5; patients are p0 (s0, s3, s4), p1 (s1) and p2 (s2, s5)
 TILES, PATIENT = (5, 9, 12, 3, 8, 1), (0, 1, 2, 0, 0, 2)
 
 
@@ -38,7 +38,7 @@ def test_samples_are_patients(folder):
     assert sample["features"][1:, 0].tolist() == [0] * 5 + [3] * 3 + [4] * 8
     assert sample["features"][1:, 1].tolist() == [*range(5), *range(3), *range(8)]
     assert (sample["features"][0] == 0).all() and sample["coords"][0].tolist() == [-1, -1]
-    # side by side: s0 has 5 columns, s3 has 3
+    # side by side: s0 has 5 columns, s3 has 3 columns
     x = sample["coords"][1:, 0] // 256
     assert x[:5].tolist() == [0, 1, 2, 3, 4] and x[5:8].tolist() == [5, 6, 7] and int(x[8:].min()) == 8
     assert len(set(map(tuple, sample["coords"].tolist()))) == 17
@@ -73,7 +73,7 @@ def test_a_model_trains_on_patients(folder):
     trainer(max_steps=1).fit(model, data(folder, test_fraction=0))
     predicted = trainer().predict(model, data(folder))
     assert [name for batch in predicted for name in batch["slide_id"]] == ["p0", "p1", "p2"]
-    # p0 in one row takes 15 columns; the second row begins below
+    # p0 takes 15 columns in one row; the second row is below
     module = data(folder)
     module.check_places(256, 8)
     places = module.dataset("test")[0]["coords"] // 256

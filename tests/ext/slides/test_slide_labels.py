@@ -1,4 +1,4 @@
-"""The labels csv: splits by column or by fractions, labels as classes or numbers, and unmatched names."""
+"""The labels csv: splits by a column or by fractions, classes or numbers as labels, and names without a match."""
 
 import csv
 import time
@@ -50,7 +50,7 @@ def test_split_column_without_a_test_split(folder, tmp_path):
 
 @pytest.mark.parametrize("by_column", [False, True], ids=["fraction", "column"])
 def test_all_slides_for_testing(folder, tmp_path, by_column, recwarn):
-    """Unknown slides to predict: in the files' order, even fewer than a batch; a fit is refused with the reason."""
+    """Unlabelled slides to predict are in the order of files, even fewer than a batch. A fit raises with the reason."""
     options = {"batch_size": 13}
     if by_column:
         lines = [f"slide_{i:03d},{i % 3},test" for i in range(12)]
@@ -60,7 +60,7 @@ def test_all_slides_for_testing(folder, tmp_path, by_column, recwarn):
     data = module(folder, **options)
     (batch,) = data.predict_dataloader()
     assert batch["slide_id"] == [f"slide_{i:03d}" for i in range(12)] and batch["index"].tolist() == list(range(12))
-    assert not recwarn.list  # such as that no class can be learned
+    assert not recwarn.list  # for example, that no class can be learned
     with pytest.raises(ValueError, match=r"no train split to fit on: all slides are in the test split.*test_fraction"):
         data.train_dataloader()
 
@@ -162,7 +162,7 @@ def test_a_header_of_many_columns_is_read_at_once(tmp_path):
     path.write_text(",".join(header) + "\n")
     with pytest.raises(ValueError, match=r"has no column 'other'; its columns are .* and 199,962 more"):
         read_rows(str(path), Columns(label="other"))
-    assert time.perf_counter() - begin < 10  # a count for each name took 10 minutes
+    assert time.perf_counter() - begin < 10  # a count for each name would take 10 minutes
     rows = [Row(i, str(i), f"c{i}", None, None) for i in range(50_000)]
     begin = time.perf_counter()
     assert class_numbers("it", rows, [x.label for x in rows])[1] == list(range(50_000))

@@ -1,4 +1,4 @@
-"""SlidePretrainer: its counter decides what it hides, it sees nothing of that, learns, and passes its encoder on."""
+"""SlidePretrainer: a counter determines the hidden tiles, which it cannot see. It learns and exports its encoder."""
 
 import functools
 
@@ -21,9 +21,9 @@ def test_what_is_hidden():
     model, index, positions = pretrainer(mask_ratio=0.75), torch.arange(4), torch.arange(5001)
     lengths = torch.tensor([5001, 5001, 5001, 3000])
     got = model.hidden_tiles(index, positions, lengths)
-    assert not got[:, 0].any() and not got[3, 3000:].any()  # neither the class token nor padding
+    assert not got[:, 0].any() and not got[3, 3000:].any()  # neither the class token nor padding is hidden
     assert got[:3, 1:].double().mean(1).tolist() == pytest.approx([0.75] * 3, abs=0.02)
-    assert torch.equal(got[1:, 7:90], model.hidden_tiles(index[1:], positions[7:90], lengths[1:]))  # for every caller
+    assert torch.equal(got[1:, 7:90], model.hidden_tiles(index[1:], positions[7:90], lengths[1:]))  # in any call
     assert not torch.equal(got[0], got[1])
     other_masks = (
         pretrainer(mask_seed=1).hidden_tiles(index, positions, lengths),
@@ -75,7 +75,7 @@ def test_every_parameter_learns():
 
 
 def smooth(seed):
-    """Return slides with features that follow from the cell, so hidden ones can be predicted."""
+    """Return slides with features that are a function of the cell, so hidden features can be predicted."""
     data = batch(40, 30, seed=seed)
     cells = (data["coords"] // 256).float()
     data["features"] = torch.cat([(cells @ torch.randn(2, 12, generator=torch.Generator().manual_seed(3))).sin()], -1)
@@ -104,7 +104,7 @@ def test_trains_and_hands_its_encoder_on(tmp_path):
 
 
 def test_a_resumed_run_hides_what_an_unbroken_one_hides(tmp_path, monkeypatch):
-    """Also if the checkpoint is inside an epoch, after which Lightning's own epoch counter drifts."""
+    """A resumed run hides the same tiles, even if it resumes in mid-epoch, where Lightning's epoch counter is wrong."""
     hidden_masks, real = [], SlidePretrainer.hidden_tiles
 
     def watched(self, index, positions, lengths):
@@ -121,7 +121,7 @@ def test_a_resumed_run_hides_what_an_unbroken_one_hides(tmp_path, monkeypatch):
     hidden_masks.clear()
     trainer(max_steps=8).fit(make(), loader(*data), ckpt_path=tmp_path / "x.ckpt")
     assert [step for step, _ in hidden_masks] == [3, 4, 5, 6, 7]
-    # the tiles hidden at a step are a function of the step and the slide, so the loader's order does not matter
+    # step and slide determine the hidden tiles, so the order of the loader does not matter
     model = make().train()
     for step, tile_mask in hidden_masks:
         monkeypatch.setattr(model, "_trainer", type("At", (), {"global_step": step})())

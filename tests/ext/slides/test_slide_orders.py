@@ -1,4 +1,4 @@
-"""The order of tiles: raster for new models, and the trained order for others, at every entry into a run."""
+"""The order of tiles is raster in new models, and the trained order in other models, in every kind of run."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ SIZES = {"feature_dim": 3, "dim": 16, "depth": 1, "num_heads": 4, "segment_lengt
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Six slides with tiles that are not in raster order."""
+    """Six slides in which the tiles are not in raster order."""
     path = tmp_path_factory.mktemp("orders")
     for i in range(6):
         rng = np.random.default_rng(i)
@@ -40,7 +40,7 @@ def served(module: SlideDataModule) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoints(folder, tmp_path_factory):
-    """{order: path}, and "old": a checkpoint of the file's order without that setting, as earlier versions wrote."""
+    """{order: path}. "old" is a checkpoint with the file's order from a version without this setting."""
     paths, place = {}, tmp_path_factory.mktemp("checkpoints")
     for order in ("raster", "file"):
         run, paths[order] = trainer(max_steps=1), str(place / f"{order}.ckpt")

@@ -1,4 +1,4 @@
-"""Coordinates against the cells of the model, and against the attributes that CLAM and TRIDENT write."""
+"""Coordinates are compared with the model's cells, and with the attributes that CLAM and TRIDENT write."""
 
 import logging
 from pathlib import Path
@@ -25,7 +25,7 @@ def cells(columns: int = 10, rows: int = 6) -> np.ndarray:
 
 
 def slides(folder: Path, sides: list[int], coords: np.ndarray | None = None, **attributes) -> str:
-    """Write a slide for each side of a tile, which only `attributes` tell."""
+    """Write a slide per tile side. Only `attributes` contain the side."""
     coords = cells() if coords is None else coords
     for i, side in enumerate(sides):
         features = np.random.default_rng(i).standard_normal((len(coords), 4)).astype(np.float32)
@@ -133,7 +133,7 @@ ATTRIBUTES = {
     "TRIDENT": ({"patch_size_level0": 512, **TRIDENT, "patch_size": 256}, 512, (6000, 4000)),
     "TRIDENT, no overlap": ({"patch_size_level0": 1024, "patch_size": 512, "overlap": 0}, 1024, None),
     "TRIDENT, overlap": ({"patch_size_level0": 1024, "patch_size": 512, "overlap": 128}, 768, None),
-    "CLAM, level 1": (CLAM, 512, (6002, 4002)),  # levels are rounded down
+    "CLAM, level 1": (CLAM, 512, (6002, 4002)),  # sizes at this level are rounded down
     "CLAM, level 0": ({**CLAM, "patch_level": 0, "downsample": [1.0, 1.0]}, 256, (3000, 2000)),
     "CLAM, downsample above": ({**CLAM, "patch_level": 2, "downsample": [16.0041, 16.0041]}, 4096, (48029, 32025)),
     "CLAM, downsample below": ({**CLAM, "downsample": [3.9998, 3.9998]}, 768, (12004, 8004)),
@@ -169,7 +169,7 @@ def test_attributes_that_are_no_sizes(name, value):
 
 
 def test_tiles_that_overlap(tmp_path):
-    """Tiles overlap by a quarter: they are 384 pixels apart, and the model's cells must be, too."""
+    """Tiles of 512 pixels overlap by a quarter, so their step and the model's tile_size must be 384."""
     folder = slides(tmp_path, [384] * 2, patch_size_level0=512, patch_size=256, overlap=64)
     fit(folder, 384)
     with pytest.raises(ValueError, match="set the model's tile_size to 384"):
@@ -189,7 +189,7 @@ def test_tiles_that_overlap(tmp_path):
     ids=["half", "a little", "level 1", "TRIDENT without overlap"],
 )
 def test_overlapping_tiles_of_a_file_that_does_not_state_the_step(tmp_path, attributes, step):
-    """CLAM writes patch_size and not step_size: the error names the tile_size to set, which is then accepted."""
+    """CLAM writes patch_size but no step_size. The error names a tile_size, which is accepted when it is set."""
     folder = slides(tmp_path, [step] * 3, **attributes)
     with pytest.raises(ValueError, match=f"(?s)s0\\.h5: .*{step} apart.*tile_size( to |=){step}\\b.*data.tile_size"):
         fit(folder, step)

@@ -1,4 +1,4 @@
-"""Splits of slides: groups stay whole, each split has its share of every class, and a split of one class warns."""
+"""Splits of slides: groups stay together, each split has its share of every class, and a one-class split warns."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ from .test_slides import grid, table, write
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Twenty slides s0 to s19. Read only."""
+    """A read-only folder with twenty slides s0 to s19."""
     path = tmp_path_factory.mktemp("splits")
     for i in range(20):
         write(path / f"s{i}.h5", np.ones((12, 3), np.float32) * i, grid(12), patch_size_level0=256)
@@ -28,7 +28,7 @@ def module(folder, path, **options) -> SlideDataModule:
 
 # -- groups --------------------------------------------------------------------------------------------------------------
 def torn(tmp_path):
-    """Patients of two slides each; the column separates p0, p1 (train and test) and p2 (train and val)."""
+    """Return a csv with two slides per patient. The split column separates p0, p1 (train, test) and p2 (train, val)."""
     words = ["train"] * 12 + ["val"] * 4 + ["test"] * 4
     words[1] = words[3] = "test"
     words[5] = "val"
@@ -44,7 +44,7 @@ def test_a_split_column_that_cuts_groups_apart_is_refused(folder, tmp_path):
     )
     with pytest.raises(ValueError, match=message):
         module(folder, path, group_column="patient").check()
-    module(folder, path).check()  # no option keeps patients together
+    module(folder, path).check()  # no option asks for whole patients
     module(folder, path, group_column="patient", split_column=None).check()
 
 
@@ -68,7 +68,7 @@ def test_each_split_has_its_share_of_every_class(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_patients_of_a_rare_class_reach_every_split(seed):
-    """30 patients, 4 of them with a positive slide among negative ones."""
+    """30 patients, 4 of whom have a positive slide besides negative slides."""
     labels = [int(i % 3 == 0 and i < 12) for i in range(90)]
     groups = [f"p{i // 3}" for i in range(90)]
     words = split_groups(groups, labels, 0.2, 0.2, seed)
@@ -96,7 +96,7 @@ def test_any_fractions(groups, val, test, seed):
     names, labels = [f"g{g}" for g, _ in groups], [c for _, c in groups]
     words = split_groups(names, labels, val, test, seed)
     split_of = dict(zip(names, words, strict=True))
-    assert [split_of[name] for name in names] == words  # groups are whole
+    assert [split_of[name] for name in names] == words  # no group is in two splits
     count, sizes = len(split_of), Counter(split_of.values())
     expected = [max(1, round(f * count)) if f else 0 for f in (val, test)]
     assert sizes["val"] == min(expected[0], count) and sizes["test"] == min(expected[1], count - sizes["val"])
@@ -122,14 +122,14 @@ def test_any_folds(groups, folds, seed):
             deal_groups(names, labels, folds, seed)
         return
     fold_of = dict(zip(names, deal_groups(names, labels, folds, seed), strict=True))
-    assert [fold_of[name] for name in names] == deal_groups(names, labels, folds, seed)  # groups are whole
+    assert [fold_of[name] for name in names] == deal_groups(names, labels, folds, seed)  # no group is in two splits
     sizes = Counter(fold_of.values())
     assert set(sizes) == set(range(folds)) and max(sizes.values()) - min(sizes.values()) <= 1
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_each_fold_has_its_share_of_every_class(seed):
-    labels = [int(i // 3 < 7) for i in range(60)]  # 20 patients of 3 slides, 7 of them of class 1
+    labels = [int(i // 3 < 7) for i in range(60)]  # 20 patients with 3 slides each; 7 patients have class 1
     groups = [f"p{i // 3}" for i in range(60)]
     folds = deal_groups(groups, labels, 5, seed)
     counts = Counter((fold, label) for fold, label in zip(folds, labels, strict=True))

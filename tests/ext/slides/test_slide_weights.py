@@ -1,4 +1,4 @@
-"""Released slide encoders: recorded outputs reproduced, every name and shape loaded, missing ones named."""
+"""Released slide encoders reproduce recorded outputs. Every name and shape is loaded, and missing ones are named."""
 
 import json
 
@@ -15,7 +15,7 @@ RECORDED = sorted(GOLDEN.glob("*.pt"))
 
 
 def load(path, folder, change=lambda state: {"model": state}, **options):
-    """Return (encoder, recording) of a file with the recording's weights."""
+    """Return (encoder, recording), with the weights of the recording."""
     data = torch.load(path, weights_only=True)
     torch.save(change(data["state_dict"]), folder / "release.pth")
     arguments = {"grid": data["slide_ngrids"], "segment_lengths": data["segment_lengths"]}
@@ -53,7 +53,7 @@ def test_half_precision_stays_near(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("path", RECORDED, ids=lambda p: p.stem)
 def test_recorded_outputs_on_a_gpu(path, tmp_path):
-    """In float32 to the same 1e-5, and in bfloat16 near it."""
+    """Outputs agree to 1e-5 in float32, and approximately in bfloat16."""
     model, data = load(path, tmp_path)
     inputs = data["tile_embeds"].cuda(), data["coords"].cuda()
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_recorded_outputs_on_a_gpu(path, tmp_path):
 
 
 def released(depth, dim, features, hidden):
-    """Return names and shapes of a release, as recorded for its 12-layer model."""
+    """Return names and shapes of a release of this size, derived from the recorded 12-layer model."""
     shapes = json.loads((GOLDEN / "gigapath_slide_enc12l768d_keys.json").read_text())["keys"]
     sizes = {768: dim, 1536: features, 3072: hidden, 1: 1}
     layer = {k: v for k, v in shapes.items() if k.startswith("encoder.layers.0.")}
@@ -101,7 +101,7 @@ def test_every_name_and_shape_of_a_release(name):
 
 
 def table(state, dim=64, side=32):
-    """Return the table of positions, written out row by row."""
+    """Return a state dict with the position table, computed row by row."""
     steps = torch.arange(side, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(dim // 4).double() / (dim / 4))
     axis = torch.cat([steps.sin(), steps.cos()], 1)
     rows = [torch.cat([axis[y], axis[x]]) for x in range(side) for y in range(side)]
@@ -174,7 +174,7 @@ def test_sizes_that_differ(tmp_path):
 
 
 def test_names_there_and_back(tmp_path):
-    """A model saved with a release's names has the release's contents, and loads bit by bit; our names load, too."""
+    """A file with a release's names has its contents, and loads bit by bit. Files with our names load, too."""
     model = encoder(task="classification", num_classes=3)
     state = model.released_state_dict()
     assert sorted(state) == sorted(sum(released_parameters(2).values(), ()))

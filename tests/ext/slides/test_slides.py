@@ -127,13 +127,13 @@ def test_forms_of_pt(tmp_path, coords, new):
 
 # -- subsets and orders ------------------------------------------------------------------------------------------------
 def rows_of(sample: dict, features: np.ndarray) -> list[int]:
-    """Return the file's rows that a sample holds."""
+    """Return the numbers of the file's rows in a sample."""
     at = {tuple(x): i for i, x in enumerate(features.tolist())}
     return [at[tuple(x)] for x in sample["features"][1:].tolist()]
 
 
 def test_random_subsets(folder):
-    """Subsets depend only on (seed, epoch, index), are in the file's order, and repeat no tile."""
+    """A subset depends only on (seed, epoch, index), keeps the file's order, and repeats no tile."""
     options = {"max_tiles": 6, "over": "sample", "val_fraction": 0, "test_fraction": 0}
     data = module(folder, **options)
     index = next(i for i, s in enumerate(data.dataset("train").slides) if s.tiles > 15)
@@ -162,7 +162,7 @@ def test_raster_order(tmp_path):
 
 
 def test_more_ranks_than_tiles(folder):
-    """A rank without a tile gets an empty part."""
+    """A rank without tiles gets an empty part."""
     data = module(folder)
     dataset = data.dataset("train")
     batch = data.collate([dataset.read_ranges(i, ()) for i in range(2)])

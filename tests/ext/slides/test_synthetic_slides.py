@@ -1,4 +1,4 @@
-"""write_synthetic_slides: the shape of real slides, equal for equal seeds, with features that predict the label."""
+"""write_synthetic_slides: shaped like real slides, equal for equal seeds, with features that predict the label."""
 
 import csv
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_shape_of_slides(tmp_path):
         assert tile_size == 224 and (coords % 224 == 0).all()
         check_coordinates(coords, 224)
         cells = coords // 224 - (coords // 224).min(0)
-        assert len(coords) < np.prod(cells.max(0) + 1)  # not a full rectangle: a mask
+        assert len(coords) < np.prod(cells.max(0) + 1)  # a tissue mask, not a full rectangle
     assert len(set(sizes)) > 5 and min(sizes) >= 30 and max(sizes) <= 90
     table = lines(tmp_path)
     assert [x["slide_id"] for x in table] == [f"slide_{i:03d}" for i in range(10)]
@@ -54,7 +54,7 @@ def test_one_seed_one_folder(tmp_path):
 
 @pytest.mark.parametrize("signal, lowest, highest", [(2.0, 0.9, 1.0), (0.0, 0.2, 0.8)])
 def test_the_mean_knows_the_label(tmp_path, signal, lowest, highest):
-    """A nearest-mean classifier of slide means, fitted on half of the slides."""
+    """A nearest-mean classifier on the means of slides, fitted on half of the slides, predicts the others."""
     write_synthetic_slides(tmp_path, slides=40, features=8, signal=signal)
     means = np.stack([features.mean(0) for features, _, _ in load(tmp_path)])
     labels = np.array([int(x["label"]) for x in lines(tmp_path)])

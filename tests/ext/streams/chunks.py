@@ -1,4 +1,4 @@
-"""Attention over a sequence chunk by chunk; a chunk's keys and values are overwritten once it is computed."""
+"""Attention over a sequence chunk by chunk. The keys and values of a chunk are overwritten after its computation."""
 
 import torch
 
@@ -7,11 +7,11 @@ from lightning_dilated.ext.streams.stream import Stream
 
 
 class Chunks:
-    """A causal case computed in chunks of C tokens, first in rising and then in falling order.
+    """A causal case that is computed in chunks of C tokens, first in ascending and then in descending order.
 
     Args:
-        windows: of heads, (first, stop) each.
-        group: (the ranks that share each chunk, this rank); None: one rank.
+        windows: (first, stop) of each window of heads.
+        group: (the ranks that share each chunk, this rank), or None for one rank.
     """
 
     def __init__(self, case, chunk, dropout=0.0, windows=((0, None),), group=None):
@@ -22,7 +22,7 @@ class Chunks:
         self.rows = []
 
     def attend(self, tensors, i):
-        """Return out of chunk i, and overwrite its keys and values: later chunks may read only carried rows."""
+        """Return out of chunk i, and overwrite its keys and values, so that later chunks can read carried rows only."""
         case, (layer,) = self.case, self.stream.layers(i, [self.seed])
         parts = []
         for first, stop in self.windows:
@@ -35,7 +35,7 @@ class Chunks:
         return torch.cat(parts, 2)
 
     def run(self, q, k, v, grad):
-        """Return (out, dq, dk, dv) of this rank's positions."""
+        """Return (out, dq, dk, dv) for the positions of this rank."""
         cut = lambda x, i: x[:, self.stream.tokens(i).start : self.stream.tokens(i).stop].detach().clone()  # noqa: E731
         outs, grads, last = {}, {}, self.stream.chunks - 1
         with torch.no_grad():

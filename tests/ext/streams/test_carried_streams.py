@@ -1,4 +1,4 @@
-"""Training and evaluating on batches of streams: a model carries its state from batch to batch, by stream number."""
+"""Training and evaluation on batches of streams: a model carries a state per stream number from batch to batch."""
 
 import contextlib
 import gc
@@ -28,7 +28,7 @@ TOKENS = torch.randint(0, VOCABULARY, (3, 121), generator=torch.Generator().manu
 
 
 def batch(at, n, rows=(0, 1, 2), positions=True, tokens=TOKENS, starts=None):
-    """Return tokens [at, at + n) of these streams."""
+    """Return tokens [at, at + n) of the given streams."""
     rows = list(rows)
     begin = torch.zeros(len(rows), n, dtype=torch.bool) if starts is None else starts[rows, at : at + n].clone()
     begin[:, 0] |= at == 0
@@ -41,7 +41,7 @@ def batch(at, n, rows=(0, 1, 2), positions=True, tokens=TOKENS, starts=None):
 @given(st.data())
 @settings(max_examples=examples(3))
 def test_select_and_join(name, data):
-    """Samples of a state, separated and joined in another order, continue as they would together."""
+    """Samples of a state are separated and joined in another order. They continue as before."""
     model = MODELS[name].eval()
     sizes = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
     starts = torch.rand(3, 121, generator=torch.Generator().manual_seed(sum(sizes))) < 0.05
@@ -87,7 +87,7 @@ def test_a_new_sample_joins_old_ones(name):
     ],
 )
 def test_losses_are_those_of_the_whole(name, positions):
-    """Also if streams come in other batches than before, and documents begin."""
+    """Losses equal the whole, even if streams are batched otherwise than before, and documents begin."""
     model = MODELS[name].train()
     model.streaming.carried.clear()
     starts = torch.rand(3, 121, generator=torch.Generator().manual_seed(0)) < 0.05
@@ -104,7 +104,7 @@ def test_losses_are_those_of_the_whole(name, positions):
 
 
 def test_gradients_are_truncated_at_steps():
-    """As with `truncate` and chunks as long as a step; a shorter chunk of the memory settings cuts further."""
+    """Gradients end at steps, as with `truncate` and chunks of a step's length. Shorter chunks truncate further."""
     model = MODELS["convolution"].train()
     model.transformer.memory = MemorySettings(stream=20, truncate=True)
     model.zero_grad()
@@ -129,7 +129,7 @@ def test_a_stream_without_its_state():
     model.loss_terms(batch(0, 30))
     with pytest.raises(ValueError, match="stream 0 continues at its token 60, but the model has read it to token 30"):
         model.loss_terms(batch(60, 30))
-    model.loss_terms(batch(0, 30))  # an epoch ended early
+    model.loss_terms(batch(0, 30))  # the epoch ended early
     model.loss_terms(batch(30, 30))
     with pytest.raises(ValueError, match="each stream only once"):
         model.loss_terms(batch(0, 30, (1, 1)))
@@ -154,7 +154,7 @@ def test_refusals():
 
 
 def test_other_head_chunks():
-    """A state holds rows by the heads that were computed together."""
+    """A state stores rows by chunks of heads, so another number of chunks is refused."""
     for before, after in ((1, 2), (2, 1), (4, 2)):
         model = lm().train()
         model.transformer.memory = MemorySettings(head_chunks=before)
@@ -179,7 +179,7 @@ class Losses(pl.Callback):
 
 
 def fitted(tmp_path, steps, ckpt=None, model=None, streams=STREAMS, separator=3, **options):
-    """Return (trainer, model, data, losses) of a run; documents end at byte 3."""
+    """Return (trainer, model, data, losses) of a run. Documents end at byte 3."""
     values = torch.randint(0, VOCABULARY, (SIZE,), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
     (tmp_path / "text").write_bytes(values.numpy().tobytes())
     data = ld.data.StreamDataModule(
@@ -201,7 +201,7 @@ def fitted(tmp_path, steps, ckpt=None, model=None, streams=STREAMS, separator=3,
 @pytest.mark.full
 @pytest.mark.parametrize("stop", [3, 8, 11])
 def test_resuming_within_an_epoch(tmp_path, stop):
-    """8 steps are an epoch."""
+    """An epoch has 8 steps."""
     _, model, _, whole = fitted(tmp_path, 13)
     trainer, _, _, first = fitted(tmp_path, stop)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -235,7 +235,7 @@ def test_a_batch_that_failed_is_not_in_the_checkpoint(tmp_path):
 
 @pytest.mark.full
 def test_validation_is_that_of_the_whole(tmp_path):
-    """Also in the midst of training; it differs from the validation of separate windows."""
+    """Validation equals the whole, also in mid-training. It differs from a validation of separate windows."""
     checks = {"val_check_interval": 3, "num_sanity_val_steps": 2}
     trainer, model, data, losses = fitted(tmp_path, 5, **checks)
     assert losses == pytest.approx(fitted(tmp_path, 5, limit_val_batches=0)[3], rel=1e-12)
@@ -251,7 +251,7 @@ def test_validation_is_that_of_the_whole(tmp_path):
             whole, _ = model.stream(tokens, labels, starts=starts)
             alone = sum(model.stream(b["tokens"], b["labels"], starts=b["starts"])[0] for b in steps)
         count = (labels != -100).sum()
-        assert loss == pytest.approx(float(whole / count), rel=1e-6)  # torchmetrics sums in float32
+        assert loss == pytest.approx(float(whole / count), rel=1e-6)  # torchmetrics computes sums in float32
         assert abs(float(alone / count) - loss) > 1e-3
     nats = sum((b["bits_per_byte"] * b["tokens"]).sum() for b in bits) * torch.log(
         torch.tensor(2.0, dtype=torch.float64)
@@ -261,7 +261,7 @@ def test_validation_is_that_of_the_whole(tmp_path):
 
 @pytest.mark.full
 def test_accumulation_and_other_models(tmp_path):
-    """Micro-batches continue streams, too; a model that carries nothing is refused."""
+    """Streams also continue in micro-batches. A model without carried state is refused."""
     _, model, _, _ = fitted(tmp_path, 3, accumulate_grad_batches=2)
     states, _ = model.streaming.carried.state_dicts(None)
     assert {x["position"] for x in states.values()} == {6 * STEP}
@@ -271,7 +271,7 @@ def test_accumulation_and_other_models(tmp_path):
 
 @pytest.mark.full
 def test_losses_by_position_are_refused_before_any_work(tmp_path):
-    """Also if nothing is validated before the first epoch ends; a test run has no such losses, and is allowed."""
+    """LossByPosition is refused even if no validation precedes the end of the first epoch. A test run is allowed."""
     model = ld.LongNetLM(WIDE, VOCABULARY, 16, 1, 2)
     with pytest.raises(
         ValueError, match=r"LossByPosition looks at.*StreamDataModule are steps.*remove the callback, or"
@@ -291,7 +291,7 @@ def test_losses_by_position_are_refused_before_any_work(tmp_path):
 
 @pytest.mark.full
 def test_flops_of_steps(tmp_path):
-    """A step attends to earlier ones, also in validation, which begins anew."""
+    """A step attends to earlier steps. A validation does too, but starts new states."""
     counted, update = [], Throughput.update
     spy = lambda self, **x: counted.append(x["flops"]) or update(self, **x)  # noqa: E731
     with mock.patch.object(Throughput, "update", spy):
@@ -306,7 +306,7 @@ def test_flops_of_steps(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("steps", [7, 13])
 def test_the_pattern_is_checked_as_documents_grow(tmp_path, steps):
-    """Once, at a power of two of tokens: a step alone is shorter than the segments."""
+    """The pattern is checked once, when documents reach a power of two of tokens, because a step is too short."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitted(tmp_path, steps, separator=None)
@@ -329,12 +329,12 @@ def test_a_checkpoint_without_states(tmp_path):
 
 
 def tensors(state):
-    """Return all tensors of a state."""
+    """Return all tensors in a state."""
     return [*(x for x, _ in state.rows.values()), *state.tails.values(), state.hidden]
 
 
 def test_states_move_together():
-    """States before a batch move, too, and a shared one stays shared."""
+    """States from before the last batch move as well. A state that is shared remains shared."""
     model = MODELS["convolution"].train()
     model.streaming.carried.clear()
     model.loss_terms(batch(0, 30, (0, 1)))
@@ -349,7 +349,7 @@ def test_states_move_together():
 
 @pytest.mark.full
 def test_what_a_run_leaves(tmp_path):
-    """States before the last batch are freed when it ends; the others move to the host with the model."""
+    """When a run ends, states from before the last batch are freed, and other states move to the host with it."""
     refs, moved, move = [], [], CarriedStreams.to
     put = CarriedStreams.put
 
@@ -381,7 +381,7 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=GPU)])
 @pytest.mark.parametrize("fails", [False, True])
 def test_states_wait_on_the_host_between_runs(tmp_path, accelerator, fails):
-    """Also after a failed run; a validation, a checkpoint and another fit find them, with the same losses."""
+    """After a run, even a failed one, a validation, checkpoint or further fit uses the states, with the same losses."""
 
     class Fails(pl.Callback):
         def on_before_optimizer_step(self, trainer, *args):
@@ -408,13 +408,13 @@ def test_states_wait_on_the_host_between_runs(tmp_path, accelerator, fails):
 
 
 def on_host(carried):
-    """Return whether there are states, all of them on the CPU."""
+    """Return whether states exist and all of them are on the CPU."""
     states = [*carried._now.values(), *carried._before.values()]
     assert states and all(x.device.type == "cpu" for state in states for x in tensors(state))
 
 
 def test_fits_that_follow_one_another_go_on():
-    """Each fit numbers its batches from 0: a first batch is not the last one recomputed."""
+    """Each fit numbers its batches from 0. The first batch of a fit must not be taken for a recomputation."""
     import lightning.pytorch as pl
     from torch.utils.data import DataLoader
 

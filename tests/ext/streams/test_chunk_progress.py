@@ -1,4 +1,4 @@
-"""Progress bars of Lightning's show the current chunk, in every stage, and on rank 0 only."""
+"""Lightning's progress bars show the current chunk in every stage, on rank 0 only."""
 
 import io
 import re
@@ -22,19 +22,19 @@ PATTERN = DilatedPattern.longnet([4, 16], [1, 2])
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    """Draw bars after every chunk."""
+    """Draw bars after every chunk, without the minimum time between them."""
     monkeypatch.setattr(chunk_progress, "SECONDS", 0.0)
 
 
 class Tqdm(TQDMProgressBar):
-    """Writes to a buffer."""
+    """A tqdm bar that writes to a buffer."""
 
     def __init__(self):
         super().__init__()
         self.out = io.StringIO()
 
     def _to_buffer(self, bar):
-        bar.fp = self.out  # tqdm writes to it
+        bar.fp = self.out  # the buffer to which tqdm writes
         bar.sp = bar.status_printer(self.out)
         return bar
 
@@ -58,7 +58,7 @@ class Tqdm(TQDMProgressBar):
 
 
 class Rich(RichProgressBar):
-    """Draws at once, on its own terminal."""
+    """A rich bar that draws immediately, on its own terminal."""
 
     def __init__(self):
         self.out = io.StringIO()
@@ -76,7 +76,7 @@ def texts(n=2, tokens=14):
 
 
 def run(bar, stage, **options):
-    """Return the lines that a run of two batches of four chunks writes."""
+    """Return the lines that the bar writes in a run of two batches of four chunks."""
     recompute = ActivationRecompute(stream=4, truncate=options.pop("truncate", False))
     built = trainer(callbacks=[bar, recompute], enable_progress_bar=True, max_epochs=1, precision="64-true", **options)
     if stage == "fit":
@@ -87,7 +87,7 @@ def run(bar, stage, **options):
 
 
 def chunks(lines, name):
-    """Return the chunks that a bar's lines show, in order, without repetition."""
+    """Return the chunks that the lines show, in order, without repetitions."""
     every = [re.findall("(?:forward|backward|chunk) +[0-9/]+", line) for line in lines if name in line]
     said = [chunk for line in every for chunk in line]
     return [x for i, x in enumerate(said) if i == 0 or said[i - 1] != x]
@@ -123,7 +123,7 @@ def test_truncated_training():
 
 @pytest.mark.parametrize("kind", [Tqdm, Rich])
 def test_short_passes_are_not_shown(kind, monkeypatch):
-    """Nor is a bar that is switched off."""
+    """Chunks are not shown in short passes, nor by a disabled bar."""
     bar = kind()
     bar.disable()
     assert "ward" not in "".join(run(bar, "fit"))
@@ -146,7 +146,7 @@ def test_a_bar_of_another_kind_is_let_be():
 
 
 def test_a_failed_step_and_the_model_afterwards():
-    """The text of a failed pass does not come back, and the model reports to nobody."""
+    """The text of a failed pass is not shown again, and the model has no progress callback afterwards."""
     model, shown, bar = tiny().train(), [], Tqdm()
     run_chunk, broken = model.streaming.chunk, []
 
@@ -172,7 +172,7 @@ def test_a_failed_step_and_the_model_afterwards():
 
 
 def on_ranks(rank, group):
-    """Return (the lines of this rank's bar, whether its streams report to anybody)."""
+    """Return (lines of this rank's bar, whether its streams have a progress callback)."""
     bar, watched = Tqdm(), []
 
     class Looks(pl.Callback):

@@ -1,4 +1,4 @@
-"""`model.stream`: endless sequences call by call, equal to the whole, with a bounded state."""
+"""`model.stream` on endless sequences: calls equal the whole sequence, and the state is bounded."""
 
 import io
 from dataclasses import fields
@@ -25,7 +25,7 @@ MODELS = {
 
 
 def call(model, tokens, sizes, starts=None, chunk=7, **options):
-    """Return (nats of each token, states) of calls of these sizes."""
+    """Make calls of these sizes. Return (nats of each token, states)."""
     state, nats, states, at = None, [], [], 0
     for n in sizes:
         begin = None if starts is None else starts[:, at : at + n]
@@ -39,7 +39,7 @@ def call(model, tokens, sizes, starts=None, chunk=7, **options):
 
 
 def expected(model, tokens, starts):
-    """Return the same of whole samples, packed documents each; 0 for a document's first token."""
+    """Compute the same nats for whole samples with packed documents. The first token of a document has 0."""
     rows = []
     for row, begin in zip(tokens, starts, strict=True):
         bounds = torch.tensor([0, *[int(x) for x in begin.nonzero()[:, 0] if x], len(row)], dtype=torch.int32)
@@ -53,7 +53,7 @@ def expected(model, tokens, starts):
 @given(st.data(), st.sampled_from(sorted(MODELS)))
 @settings(max_examples=examples(10))
 def test_equals_the_whole(data, name):
-    """Calls and chunks have any length, and documents begin anywhere, differently in each sample."""
+    """Calls and chunks may have any length, and documents may begin anywhere, differently in each sample."""
     model, batch = MODELS[name].eval(), data.draw(st.integers(1, 3))
     sizes = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
     n, chunk = sum(sizes), data.draw(st.integers(1, 40))
@@ -68,7 +68,7 @@ def test_equals_the_whole(data, name):
 
 
 def test_state_is_bounded_and_can_be_saved():
-    """The widths bound the rows, for any length of the stream; the state survives a file of plain tensors."""
+    """Segment widths bound the rows for any stream length. A state can be saved to a file of plain tensors."""
     model = MODELS["convolution"].eval()
     tokens = torch.randint(0, VOCABULARY, (2, 64 * 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_state_is_bounded_and_can_be_saved():
 
 @pytest.mark.parametrize("name", ["recurrence", "recurrence, delta"])
 def test_state_of_a_recurrence_can_be_saved(name):
-    """It does not grow, and continues from a file of plain tensors."""
+    """The state of a recurrence does not grow, and continues from a file of plain tensors."""
     model = MODELS[name].eval()
     tokens = torch.randint(0, VOCABULARY, (2, 200), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_state_of_a_recurrence_can_be_saved(name):
 
 @pytest.mark.parametrize("more", [{}, {"policy": "block", "head_chunks": 2}, {"policy": "attention-kept"}])
 def test_training_is_truncated(more):
-    """Calls give the same gradients as `truncate` for the whole."""
+    """Training by calls has the gradients of `truncate` on the whole sequence."""
     name = "geometric" if more.get("head_chunks") else "convolution"
     model, tokens = MODELS[name].train(), torch.randint(0, VOCABULARY, (2, 64))
     labels = tokens.roll(-1, 1)

@@ -1,4 +1,4 @@
-"""A sequence chunk by chunk: output and gradients equal one pass, and the integer plan has exactly the rows in use."""
+"""A sequence in chunks: output and gradients equal one pass, and the integer plan has exactly the rows in use."""
 
 import math
 import time
@@ -46,7 +46,7 @@ random_calls = given(cases(), st.integers(1, 70), st.sampled_from([0.0, 0.0, 0.3
 
 
 def equals_one_pass(case, chunk, dropout):
-    """Any pattern, shift, documents, lengths, grouped heads; chunks shorter and longer than every segment."""
+    """Check any pattern, shift, documents, lengths, grouped heads, with chunks shorter and longer than all segments."""
     assume(case.seq_len and case.batch)
     compare(replace(case, causal=True, layout="contiguous"), chunk, dropout)
 
@@ -67,7 +67,7 @@ def test_windows_of_heads(case, chunk):
 @given(cases(longest=50), st.integers(1, 50))
 @settings(max_examples=examples(30))
 def test_carried_rows_are_the_plan(case, chunk):
-    """The number of live rows equals the plan's, and the plan has exactly the rows that later chunks see."""
+    """The number of live rows equals the plan, and the plan has exactly the rows that later chunks attend to."""
     assume(case.seq_len and case.batch)
     case = replace(case, causal=True, layout="contiguous", lengths=None)
     chunks = compare(case, chunk)
@@ -92,7 +92,7 @@ def test_carried_rows_are_the_plan(case, chunk):
 @given(st.data())
 @settings(max_examples=examples(20))
 def test_several_layers_keep_their_own_rows(data):
-    """Two layers of different patterns in one stream."""
+    """Two layers with different patterns in one stream keep separate rows."""
     first, second = data.draw(patterns(2, 2)), data.draw(patterns(2, 2))
     n, chunk = data.draw(st.integers(2, 40)), data.draw(st.integers(1, 20))
     generator = torch.Generator().manual_seed(n)
@@ -142,7 +142,7 @@ def test_chunks_out_of_order_and_of_other_lengths_are_refused():
 
 @pytest.mark.parametrize("pairs", [12.0, math.inf, 0.0])
 def test_few_carried_keys_are_tritons(pairs, monkeypatch):
-    """In both passes, up to a number of pairs; the call's own engine computes more."""
+    """Triton computes up to this number of pairs in both passes. The call's own engine computes larger calls."""
     ran, plain = {"forward": [], "backward": []}, backends.ENGINES["math"]
 
     def recorded(name, q):
@@ -159,7 +159,7 @@ def test_few_carried_keys_are_tritons(pairs, monkeypatch):
 
 
 def test_carried_keys_are_cudnns_where_triton_cannot_serve_or_was_not_asked_for():
-    """A user's engine stays; a number of pairs holds on every GPU that has one."""
+    """Triton is used with "auto" only, if it can serve. The number of pairs holds on all GPUs that have a limit."""
     gpu = Request(torch.device("cuda"), torch.bfloat16, 64, capability=(8, 0), changing=True)
     carried = backends.triton_up_to("auto", gpu)
     assert carried == (backends.CHANGING_UP_TO,) * 2 and carried[0] > 1024 * 2048
@@ -170,7 +170,7 @@ def test_carried_keys_are_cudnns_where_triton_cannot_serve_or_was_not_asked_for(
 
 @pytest.mark.gpu
 def test_few_shapes_for_cudnn(monkeypatch):
-    """It makes a plan for each shape: a stream of 32 chunks has no more than one of 8, with a short last chunk."""
+    """cuDNN plans each shape. A stream of 32 chunks with a short last one has no more shapes than a stream of 8."""
     shapes = set()
 
     def watched(name):
@@ -193,7 +193,7 @@ def test_few_shapes_for_cudnn(monkeypatch):
 
 
 def test_stored_rows_share_memory(monkeypatch):
-    """Rows do not overlap, share slabs, and are split where a slab is full."""
+    """Stored rows do not overlap. They share slabs, and are split if a slab is full."""
     monkeypatch.setattr(streams, "SLAB", 4096)
     store, cpu = Store(), torch.device("cpu")
     sizes, kinds = [1, 3, 50, 2, 1, 7], [torch.bfloat16, torch.float32, torch.float64]
@@ -213,23 +213,23 @@ def test_stored_rows_share_memory(monkeypatch):
 
 @pytest.mark.gpu
 def test_stored_rows_are_copied_beside_the_computation():
-    """Both ways while the GPU computes; rows arrive before they are read, and are copied before they are reused."""
+    """While the GPU computes, rows are copied both ways: before they are read, and before their memory is reused."""
     store, device = Store(0), torch.device("cuda", torch.cuda.current_device())
     shape, stored, copies = (4096, 2, 64), [], streams.copy_stream(device)
     want = [torch.randn(shape, device=device) for _ in range(100)]
     for x in want:
         torch.cuda._sleep(100_000)
-        rows = x + 0  # after the wait
+        rows = x + 0  # computed after the wait
         stored.append(store.put(rows))
         del rows
-        torch.full(shape, torch.nan, device=device)  # it would take the rows' memory if that were free
+        torch.full(shape, torch.nan, device=device)  # would be allocated in the rows' memory if that had been freed
     assert store.on_host == 100 * want[0].nbytes and not store.on_device
     same = []
     for i, x in enumerate(reversed(want)):
         rows = store.take(stored.pop(), device)
-        if i % 2:  # while their reader waits, the previous rows are free for the next copies
+        if i % 2:  # while the reader waits, the previous rows' memory may be used for the next copies
             torch.cuda._sleep(1_000_000)
-        same.append((rows == x).all())  # no wait for the GPU
+        same.append((rows == x).all())  # does not wait for the GPU
         del rows
     assert torch.stack(same).all()
     computing = torch.cuda.current_stream()
@@ -243,7 +243,7 @@ def test_stored_rows_are_copied_beside_the_computation():
 
 
 def test_parameter_gradients_are_summed_in_fp32():
-    """600 ones; a sum in bfloat16 stops at 256."""
+    """The gradient is a sum of 600 ones. In bfloat16 the sum would stop at 256."""
     layer = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     chunks = streaming.Chunks(600, 1, 1)
     streaming.streamed_sum(Stream(), lambda *_: layer.weight.sum(), chunks, [layer], layer.weight).backward()
@@ -251,7 +251,7 @@ def test_parameter_gradients_are_summed_in_fp32():
 
 
 def test_gradients_of_carried_rows_are_summed_in_fp32():
-    """Each of 300 chunks adds about 1 to the gradient of the first token's value."""
+    """In each of 300 chunks, the gradient of the first token's value grows by about 1."""
     case = Case(DilatedPattern.dense(), 1, 300, 1, 1, 4, causal=True)
     q, k, v = torch.zeros(3, 1, 300, 1, 4, dtype=torch.bfloat16)
     grad = torch.arange(1, 301).bfloat16().view(1, 300, 1, 1).expand(1, 300, 1, 4)

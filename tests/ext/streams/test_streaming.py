@@ -1,4 +1,4 @@
-"""Models on sequences chunk by chunk: losses, gradients and trained weights equal one pass."""
+"""Models on sequences in chunks: losses, gradients and trained weights equal one pass."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ VOCABULARY = 32
 
 
 def lm(pattern=GEOMETRIC, seed=0, **options):
-    """Build a float64 LongNetLM with weights large enough for attention to matter."""
+    """Build a float64 LongNetLM in which attention strongly affects the loss."""
     torch.manual_seed(seed)
     model = ld.LongNetLM(pattern, VOCABULARY, 16, **{"depth": 3, "num_heads": 4, "max_seq_len": 64} | options)
     model.configure_model()
@@ -29,7 +29,7 @@ def lm(pattern=GEOMETRIC, seed=0, **options):
         if p.ndim >= 2:
             torch.nn.init.normal_(p, std=0.3)
     for scale in (p for name, p in model.named_parameters() if name.endswith("recurrence.scale")):
-        torch.nn.init.normal_(scale)  # gates begin closed
+        torch.nn.init.normal_(scale)  # open the gates, which are closed at first
     return model
 
 
@@ -42,7 +42,7 @@ def text(tokens=64, batch=1, seed=1, **options):
 
 
 def gradients(model, batch, **settings):
-    """Return (loss, gradient of each parameter) of a training step."""
+    """Return (loss, {name: gradient}) of a training step."""
     model.transformer.memory = MemorySettings(**settings)
     model.zero_grad()
     torch.manual_seed(3)
@@ -122,7 +122,7 @@ def test_equals_one_pass(name):
 
 
 def test_evaluation_equals_one_pass():
-    """Losses, each token's loss, and what callbacks see."""
+    """Losses, losses by token, and values for callbacks equal one pass."""
     model, batch = lm(kv_conv=4).eval(), text(61, batch=2)
     with torch.no_grad():
         want, want_losses = model.loss_terms(batch)[0], model.token_losses(batch)
@@ -140,7 +140,7 @@ def test_evaluation_equals_one_pass():
 
 
 def test_hidden_dropout_has_the_same_masks_in_both_passes():
-    """Each chunk's sum is equal in both, chunks differ, and the generator ends as after one rising pass."""
+    """A chunk has the same masks in both passes, chunks differ, and the generator ends as after one ascending pass."""
     model, batch, sums = lm(dropout=0.3), text(), {}
     run = lambda i, layers: model._losses(*model.streaming.chunk(model, batch, i, layers), summed=True)  # noqa: E731
 
@@ -164,7 +164,7 @@ def test_hidden_dropout_has_the_same_masks_in_both_passes():
 
 
 def fit(optimizer, steps, stream=None, tokens=64, callbacks=(), **trainer):
-    """Return (losses, weights) of a fit."""
+    """Return (losses, weights) after a fit."""
     model = lm(optimizer=optimizer)
     losses = []
 
@@ -200,7 +200,7 @@ def test_the_same_loss_curve(optimizer, tol):
 
 
 def test_accumulation_clipping_and_hooks():
-    """Hooks on gradients run once a micro-batch; clipping and accumulation use the whole sequence's gradient."""
+    """Gradient hooks run once per micro-batch. Clipping and accumulation use the gradient of the whole sequence."""
     calls = {"one pass": 0, "stream": 0}
 
     class Hooked(pl.Callback):
@@ -225,7 +225,7 @@ def test_accumulation_clipping_and_hooks():
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_stages_stream(stage):
-    """Also outside of a fit; afterwards the model has its own settings back."""
+    """Stages outside of a fit stream as well. Afterwards the model has its own settings again."""
     model, loader = lm(), DataLoader([{k: v[0] for k, v in text(seed=i).items()} for i in range(3)], batch_size=1)
     chunks = []
 
@@ -250,7 +250,7 @@ def test_stages_stream(stage):
 
 
 def test_a_failed_fit_leaves_no_settings_behind():
-    """The callback that failed with one model streams the next one."""
+    """After a fit has failed, the same callback can stream another model."""
     broken, model, recompute = lm(), lm(), ActivationRecompute(stream=20)
     broken.on_train_start = lambda: 1 / 0
     quiet = {
@@ -273,7 +273,7 @@ def test_a_failed_fit_leaves_no_settings_behind():
 
 
 def test_truncated_gradients_end_at_chunks():
-    """If nothing crosses a chunk's bound they are exact; otherwise the loss is, and the gradients are not."""
+    """The loss is always exact. Gradients are exact only if no segment crosses a chunk's end."""
     walls = ld.DilatedPattern.dense(16)
     _, want_grads = gradients(lm(walls), text())
     _, grads = gradients(lm(walls), text(), stream=16, truncate=True)
@@ -287,7 +287,7 @@ def test_truncated_gradients_end_at_chunks():
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_bfloat16(precision):
-    """Weights' gradients are summed over chunks in fp32; only bf16's rounding differs from one pass."""
+    """Gradients of weights are summed over chunks in fp32, so only bf16's rounding differs from one pass."""
     model, batch = lm(), text()
     model = model.to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
@@ -300,7 +300,7 @@ def test_bfloat16(precision):
 
 
 def test_compiled_blocks():
-    """One graph serves all layers and chunks: chunk and layer are tensors, not constants."""
+    """Chunk and layer are tensors and not constants, so one graph serves all layers and chunks."""
     torch._dynamo.reset()
     want, want_grads = gradients(lm(), text())
     model = lm(compile_blocks=True)
@@ -318,7 +318,7 @@ def test_compiled_blocks():
 
 @pytest.mark.parametrize("settings", [{"policy": "block"}, {"policy": "block", "head_chunks": 4}], ids=str)
 def test_a_route_is_made_once_in_each_pass(settings, monkeypatch):
-    """One for forward, recomputation and backward together, and for all equal layers."""
+    """A chunk's route serves forward, recomputation and backward, and all layers with the same pattern."""
     routes, real = [], chunk_call.chunk_route
     monkeypatch.setattr(
         chunk_call, "chunk_route", lambda plan, i, *x: routes.append((i, plan.problem)) or real(plan, i, *x)
@@ -331,7 +331,7 @@ def test_a_route_is_made_once_in_each_pass(settings, monkeypatch):
 
 
 def test_the_host_does_not_wait_to_send_a_chunk(monkeypatch):
-    """Each chunk's tokens and labels are sent to the device from pinned memory, once in each pass."""
+    """Tokens and labels of each chunk are sent to the device from pinned memory, once per pass."""
     sent = []
     monkeypatch.setattr(streamed, "send", lambda x, device: sent.append(tuple(x.shape)) or x.to(device))
     gradients(lm(), text(61), stream=16)
@@ -339,7 +339,7 @@ def test_the_host_does_not_wait_to_send_a_chunk(monkeypatch):
 
 
 class Graphs:
-    """A backend of torch.compile that runs graphs unchanged; `calls`: (tokens, whether sizes are fixed) of each run."""
+    """A torch.compile backend that runs graphs unchanged. `calls`: (tokens, whether sizes are fixed) of each run."""
 
     def __init__(self):
         self.compiled, self.calls = 0, []
@@ -364,7 +364,7 @@ class Graphs:
 
 
 def test_whole_chunks_keep_their_graphs_after_a_shorter_one():
-    """A last chunk of another length uses a graph of any length, all before it fixed sizes: three graphs."""
+    """Full chunks have graphs of fixed size. A last chunk of another length has a graph of any size: three graphs."""
     graphs = Graphs()
     model = graphs.compile(lm())
     want, want_grads = gradients(lm(), text(61))
@@ -384,7 +384,7 @@ def test_whole_chunks_keep_their_graphs_after_a_shorter_one():
 
 
 def test_documents_of_any_number_share_graphs():
-    """Each batch may have another number of them: a graph for each would exceed torch's limit, with an error."""
+    """Batches may have different numbers of documents. With a graph for each, torch's limit would be exceeded."""
     graphs = Graphs()
     model, same = graphs.compile(lm()), lm()
     for count in (1, 2, 3, 5, 8):
@@ -415,7 +415,7 @@ def test_a_copy_of_a_compiled_model_has_its_own_weights(settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"policy": "block", "tile": 6}, {"head_chunks": 2}], ids=str)
 def test_parts_of_whole_chunks_keep_their_graphs(settings):
-    """Also if the parts of a block are compiled, for tiles of a chunk as for chunks."""
+    """The same holds if the parts of blocks are compiled, for tiles of a chunk."""
     graphs = Graphs()
     model = graphs.compile(lm())
     want, want_grads = gradients(lm(), text(61))
@@ -473,7 +473,7 @@ def test_refusals():
 @pytest.mark.parametrize("pattern", ["geometric", "hybrid"])
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
 def test_on_a_gpu(pattern, precision):
-    """Compiled blocks and recomputation, against one pass on the same GPU."""
+    """Compiled blocks with recomputation equal one pass on the same GPU."""
     patterns = {
         "geometric": ld.DilatedPattern.geometric(1024, 65536),
         "hybrid": ld.DilatedPattern.hybrid(4, 4, local=1024),
@@ -498,7 +498,7 @@ def test_on_a_gpu(pattern, precision):
 
 @pytest.mark.gpu
 def test_rows_beyond_the_budget_wait_on_the_host(monkeypatch):
-    """With a budget of 0, gradients stay the same."""
+    """With a budget of 0 all carried rows are stored on the host, and gradients do not change."""
     from lightning_dilated.ext.streams import stream
 
     model = lm(ld.DilatedPattern.geometric(64, 4096)).float().cuda()

@@ -19,14 +19,14 @@ TAGGED = (
     "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-#: like Qwen 3: thoughts stay in the last answer only
+#: as in Qwen 3, thoughts remain in the last answer only
 FORGETS = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
     "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-#: without a special token or a line break before the answer
+#: no special token and no line break before the answer
 GLUED = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -55,14 +55,14 @@ WORDS = [
 
 
 def chat(*contents: str, system: str | None = None) -> dict[str, Any]:
-    """Return a row with alternating messages of the user and the assistant."""
+    """Return a row in which messages of the user and the assistant alternate."""
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": x} for i, x in enumerate(contents)]
     return {"messages": ([{"role": "system", "content": system}] if system else []) + messages}
 
 
 def chats(count: int, seed: int = 0, most: int = 12) -> list[dict[str, Any]]:
-    """Return rows of random words, of one to three turns."""
+    """Return rows of random words with one to three turns."""
     rng = random.Random(seed)
 
     def words() -> str:
@@ -77,7 +77,7 @@ def write(path: Path, rows: Sequence[Any]) -> str:
 
 
 def bpe(vocab_size: int = 330) -> Any:
-    """A byte-level BPE of `tokenizers` with the special tokens of ChatML."""
+    """A byte-level BPE tokenizer of `tokenizers` with ChatML's special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

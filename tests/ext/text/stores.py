@@ -1,4 +1,4 @@
-"""Stores for the tests of URLs: files copied to memory:// or to s3:// of moto's server, and a record of requests."""
+"""Stores for tests of URLs: files copied to memory:// or to s3:// of moto's server, and records of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-#: login, endpoint and proxy exceptions for the AWS clients
+#: AWS credentials, without configuration files and metadata service; variables that name a proxy
 AWS = {
     "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null", "AWS_EC2_METADATA_DISABLED": "true",
@@ -21,7 +21,7 @@ PROXIES = [x for name in ("http_proxy", "https_proxy", "all_proxy") for x in (na
 
 
 def upload(folder: str | Path, url: str) -> str:
-    """Copy the files of a local folder and its subfolders below a URL, and return the URL."""
+    """Copy the files in a local folder and its subfolders to a URL. Return the URL."""
     fs, root = fsspec.core.url_to_fs(url)
     for path in sorted(Path(folder).rglob("*")):
         if path.is_file():
@@ -31,14 +31,14 @@ def upload(folder: str | Path, url: str) -> str:
 
 @contextmanager
 def s3_server(patch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Yield the URL of an empty bucket on moto's server, on 127.0.0.1, to which the environment points."""
+    """Yield the URL of an empty bucket on moto's server (127.0.0.1). Environment variables select this server."""
     from moto.server import ThreadedMotoServer
 
     for name in PROXIES:
         patch.delenv(name, raising=False)
     for name, value in AWS.items():
         patch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of another server
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # may be connected to another server
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
@@ -53,7 +53,7 @@ def s3_server(patch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 class Fetched:
-    """Records a file system's requests for content: (path, first byte, byte behind the last; None for all)."""
+    """Records requests for contents in a file system: (path, first byte, end byte), where None means the whole file."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
         self.requests: list[tuple[str, int | None, int | None]] = []
@@ -67,7 +67,7 @@ class Fetched:
         monkeypatch.setattr(cls, "cat_file", counted)
 
     def count(self) -> int:
-        """Return the bytes since the last call."""
+        """Return the number of bytes requested since the last call."""
         total = sum(stop - start for _, start, stop in self.requests)
         self.requests.clear()
         return total
@@ -81,7 +81,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def same_samples(local: Any, remote: Any, splits: tuple[str, ...] = ("train", "val", "test")) -> None:
-    """Assert that two DataModules serve the same samples in the same order."""
+    """Assert that two DataModules have the same samples in the same order."""
     for split in splits:
         a, b = local.dataset(split), remote.dataset(split)
         assert len(a) == len(b) > 0

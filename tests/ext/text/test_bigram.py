@@ -1,4 +1,4 @@
-"""The bigram baseline equals a plain loop over exactly the pairs that a split's loader serves."""
+"""The bigram baseline equals a plain loop over exactly the pairs that the loader of a split returns."""
 
 import math
 from itertools import pairwise
@@ -46,7 +46,7 @@ def test_is_cached(tmp_path: Path) -> None:
     assert module.bigram_bits_per_byte() == first
     assert module.stream.bytes_read == read
     module.bigram_bits_per_byte("test")
-    assert module.stream.bytes_read < read + 60  # the training bytes are not counted again
+    assert module.stream.bytes_read < read + 60  # the counts of the training bytes are reused
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 99, 100, 1000])

@@ -1,4 +1,4 @@
-"""The folder of blocks stays below its limit with any number of writers, and serves nothing that is damaged."""
+"""A folder of blocks stays within its limit with any number of writers, and never returns damaged blocks."""
 
 import gzip
 import multiprocessing
@@ -26,7 +26,7 @@ def key(number: int) -> str:
 
 
 def stored(cache: BlockCache) -> int:
-    """Return the bytes of all files of blocks."""
+    """Return the bytes of all block files."""
     return sum(x.stat().st_size for x in (Path(cache.folder) / "blocks").rglob("*") if x.is_file())
 
 
@@ -35,7 +35,7 @@ def test_blocks_that_were_not_used_leave(tmp_path: Path) -> None:
     for number in range(4):
         cache.put(key(number), bytes([number]) * 1000)
         os.utime(cache._path(key(number)), (number, number))
-    assert cache.get(key(0)) == bytes(1000)  # used now
+    assert cache.get(key(0)) == bytes(1000)  # key 0 was now used last
     cache.put(key(4), bytes(1000))
     assert [cache.has(key(x)) for x in range(5)] == [True, False, True, True, True]
     assert stored(cache) <= cache.limit
@@ -81,7 +81,7 @@ def test_a_wrong_count_corrects_itself(tmp_path: Path, count: str) -> None:
     (tmp_path / "bytes").write_text(count)
     for number in range(3, 12):
         cache.put(key(number), bytes(1000))
-    # a count is too low only in a manipulated folder; it is right again once the limit is reached
+    # the count is only too low in a manipulated folder; it is corrected when the limit is reached
     assert stored(cache) <= cache.limit
     assert cache.has(key(11))
 
@@ -133,7 +133,7 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
         worker.start()
     cache = BlockCache(str(tmp_path), 40 * 1004)
     while any(worker.is_alive() for worker in workers):
-        with locked(tmp_path / "lock"):  # blocks come and go under it
+        with locked(tmp_path / "lock"):  # under the lock, no blocks are written or removed
             whole = [x for x in (tmp_path / "blocks").rglob("*") if re.fullmatch("[0-9a-f]{40}", x.name)]
         assert len(whole) <= 40
         time.sleep(0.005)
@@ -171,7 +171,7 @@ def test_the_folder_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 class HeldChats:
-    """One conversation."""
+    """Data with one conversation."""
 
     def __len__(self) -> int:
         return 1
@@ -187,7 +187,7 @@ class HeldChats:
 
 
 class HeldTokenizer:
-    """Three tokens, whatever the text."""
+    """A tokenizer that returns three tokens for any text."""
 
     def digest(self) -> str:
         return "it"
@@ -198,7 +198,7 @@ class HeldTokenizer:
 
 # -- what another user put into a shared folder ------------------------------------------------------------------------
 def victim(folder: Path) -> Path:
-    """Write a folder with a file to which a link in a cache leads."""
+    """Write a folder with a file, to which a link in a cache points."""
     (folder / "victim").mkdir(parents=True)
     (folder / "victim" / "file").write_text("keep me")
     return folder / "victim"

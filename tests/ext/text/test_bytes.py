@@ -1,4 +1,4 @@
-"""ByteDataModule: samples, splits, batches, loaders in a Trainer, and errors before any work."""
+"""ByteDataModule: samples, splits, batches, its loaders in a Trainer, and errors before any work."""
 
 import multiprocessing
 import warnings
@@ -21,7 +21,7 @@ from ...examples import examples
 
 
 def write(folder: Path, size: int, seed: int = 0) -> tuple[str, np.ndarray]:
-    """Write a directory of three files with `size` bytes in all. Return it and the bytes."""
+    """Write a directory of three files with `size` bytes in total. Return it and the bytes."""
     values = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
     for name, part in zip("abc", np.array_split(values, 3), strict=True):
         (folder / name).write_bytes(part.tobytes())
@@ -171,7 +171,7 @@ def test_suffixes_with_and_without_dot(tmp_path: Path) -> None:
 def test_too_little_data(tmp_path: Path, size: int, options: dict, message: str) -> None:
     folder, _ = write(tmp_path, size)
     module = ByteDataModule(folder, **{"seq_len": 10, "val_fraction": 0, "test_fraction": 0, **options})
-    for look in (module.check, lambda: module.setup("fit"), module.train_dataloader):  # each time again
+    for look in (module.check, lambda: module.setup("fit"), module.train_dataloader):  # every call must raise
         with pytest.raises(ValueError, match=message):
             look()
 
@@ -184,7 +184,7 @@ def test_just_enough_data(tmp_path: Path, size: int) -> None:
 
 
 class Ranked(pl.Trainer):
-    """A Trainer with a strategy that claims to be one of several ranks."""
+    """A Trainer with a strategy that reports to be one of several ranks."""
 
     distributed_sampler_kwargs: dict[str, int] | None = None
 
@@ -199,7 +199,7 @@ class Ranked(pl.Trainer):
 def test_batches_are_pinned_where_there_is_a_gpu(tmp_path: Path, device: str, given: bool | None, pins: bool) -> None:
     folder, _ = write(tmp_path, 2000)
     module = ByteDataModule(folder, seq_len=10, pin_memory=given)
-    assert not module.train_dataloader().pin_memory  # without a Trainer
+    assert not module.train_dataloader().pin_memory  # no Trainer is attached yet
     strategy = SimpleNamespace(root_device=torch.device(device))
     module.trainer = SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=None)
     assert module.train_dataloader().pin_memory == module.val_dataloader().pin_memory == pins
@@ -217,7 +217,7 @@ def test_ranks_read_different_samples(tmp_path: Path, replicas: int) -> None:
     used = [index for batches in train for batch in batches for index in batch]
     assert len(used) == len(set(used)) == 179 // (4 * replicas) * 4 * replicas
     evaluated = [index for module in modules for batch in module.val_dataloader() for index in batch["index"].tolist()]
-    assert sorted(evaluated) == list(range(9))  # 100 bytes: none left out, none twice
+    assert sorted(evaluated) == list(range(9))  # 100 bytes: every sequence exactly once
     modules[0].trainer = Ranked.make(0, 1000)
     with pytest.raises(ValueError, match=r"one batch takes 4000 \(.* on 1000 data-parallel ranks"):
         modules[0].train_dataloader()
@@ -263,9 +263,9 @@ def test_all_loaders_in_a_trainer(tmp_path: Path, share: float) -> None:
     folder, _ = write(tmp_path, 500)
     module = ByteDataModule(folder, seq_len=10, batch_size=4, val_fraction=share, test_fraction=share)
     model, runner = Collector(), trainer()
-    runner.fit(model, module)  # without a validation split it trains all the same
+    runner.fit(model, module)  # training also works without a validation split
     for run in (runner.test, runner.predict):
-        # a missing split that is requested by name is an error, not an empty success
+        # if a run needs a split that is missing, it is an error, not an empty success
         with nullcontext() if share else pytest.raises(ValueError, match=r"no test split.*data\.test_fraction is 0"):
             run(model, module)
     assert len(model.seen["train"]) == (28 if share else 48)
@@ -294,7 +294,7 @@ def test_reloaded_loaders_go_on_with_the_next_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_order_is_the_same_with_workers(tmp_path: Path, workers: int) -> None:
-    assert all(process.name.startswith("pool ") for process in multiprocessing.active_children())  # no loader's
+    assert all(process.name.startswith("pool ") for process in multiprocessing.active_children())  # no loader's workers
     folder, _ = write(tmp_path, 500)
     module = ByteDataModule(folder, seq_len=10, batch_size=3, num_workers=workers, seed=1)
     order = np.random.default_rng([1, 0]).permutation(44).tolist()
@@ -315,7 +315,7 @@ def test_default_corpus() -> None:
 
 @pytest.mark.parametrize("strategy", ["auto", "ring_dilated"])
 def test_no_validation_is_no_warning(tmp_path, strategy):
-    """Lightning would warn that the total length of a list, or of its wrapper, is zero."""
+    """Without a validation split there is no warning. Lightning would warn about a list or wrapper of length zero."""
     data = ByteDataModule(write(tmp_path, 300)[0], seq_len=10, val_fraction=0, test_fraction=0)
     model = ld.LongNetLM(ld.DilatedPattern.dense(), dim=8, depth=1, num_heads=1)
     quiet = {

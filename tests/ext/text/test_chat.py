@@ -1,4 +1,4 @@
-"""Conversations as samples: labels are the assistant's words, packs equal single conversations, on any ranks."""
+"""Conversations as samples: labels are the assistant's words, and packs equal single conversations on any ranks."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def vocabulary(tmp_path_factory):
 
 @pytest.fixture
 def module(tmp_path, vocabulary):
-    """`module(rows, **options)` reads rows from a file."""
+    """Return a function: `module(rows, **options)` returns a module that reads the rows from a file."""
 
     def make(rows, **options):
         path = write(tmp_path / "chats.jsonl", rows)
@@ -47,7 +47,7 @@ def module(tmp_path, vocabulary):
 
 
 def learned(data, sample):
-    """Return the text of the labels."""
+    """Decode the labels of a sample."""
     labels = sample["labels"][sample["labels"] != -100].tolist()
     return data.tokenizer.tokenizer.decode(labels, skip_special_tokens=False)
 
@@ -112,7 +112,7 @@ def test_all_tokens(module):
     st.lists(st.text(min_size=1, max_size=20) | st.sampled_from([START, END + "\n", "\n\n"]), min_size=2, max_size=7)
 )
 def test_tagged_and_prefixes_agree(contents):
-    """Two independent ways to the same mask; special tokens in texts, too."""
+    """Tags and prefixes are independent ways to compute the mask. They agree, even if texts contain special tokens."""
     row = conversation(chat(*contents), "here")
     by_prefix, by_tags = TOKENIZERS()
     ids, mask = by_prefix.tokens(row)
@@ -121,7 +121,7 @@ def test_tagged_and_prefixes_agree(contents):
 
 
 def TOKENIZERS(cache=[]):  # noqa: B006
-    """Return tokenizers of both kinds of templates, made once."""
+    """Return tokenizers for both kinds of templates. They are cached."""
     if not cache:
         import tempfile
         from pathlib import Path
@@ -133,7 +133,7 @@ def TOKENIZERS(cache=[]):  # noqa: B006
 
 
 def test_long_conversations_are_encoded_about_twice(module, monkeypatch):
-    """The verification of prefixes is not quadratic in the number of turns."""
+    """The check of prefixes takes time proportional to the number of turns, not to its square."""
     tokenizer = TOKENIZERS()[0]
     row = conversation(chat(*["the cat sat on a mat"] * 200), "here")
     encoded, encode = [], tokenizer.encode

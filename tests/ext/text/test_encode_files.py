@@ -1,4 +1,4 @@
-"""Characters without a token: refused if they would silently be left out, counted if they become unknown tokens."""
+"""Characters without a token: an error if they would silently be dropped, a count if they become unknown tokens."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def write(folder: Path, **texts: str) -> list[str]:
 
 
 def test_characters_without_a_token_are_not_left_out(tmp_path: Path) -> None:
-    """A BPE of bases, and a genome with repeats in lower case."""
+    """A BPE of upper-case bases raises on a genome with repeats in lower case."""
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.train_from_iterator(["ACGTACGGTA" * 20], trainers.BpeTrainer(vocab_size=20, show_progress=False))
     bpe.save(str(tmp_path / "t.json"))
@@ -35,13 +35,13 @@ AFFIXED = {
     "end of a word": ("axb ax", r"a.txt holds 'x' \(U\+0078\), which the tokenizer would"),
     "inside a word": ("ab a<s>b<", r"a.txt holds '<' \(U\+003C\), which the token"),  # "<s>" is a token, "<" is none
     "all there": ("ab ax\nb<s>x", None),
-    "a word at cuts": ("c" * 2000 + "x b", None),  # c has a token inside of words only
+    "a word at cuts": ("c" * 2000 + "x b", None),  # c has a token, but not at the end of words
 }
 
 
 @pytest.mark.parametrize("name", AFFIXED)
 def test_what_is_left_out_depends_on_the_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """BPE with a suffix at the end of words: only there x has a token; pieces of 300 characters cut words."""
+    """With a BPE suffix for word ends, x has a token only there. Pieces of 300 characters split words."""
     monkeypatch.setattr(tokenizer, "PIECE", 300)
     monkeypatch.setattr(tokenizer, "OVERLAP", 128)
     text, says = AFFIXED[name]
@@ -61,7 +61,7 @@ def test_what_is_left_out_depends_on_the_word(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_is_left_out_is_seen_around_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At least one of two adjacent pieces checks each position."""
+    """Each position is checked in at least one of two adjacent pieces."""
     monkeypatch.setattr(tokenizer, "PIECE", 60)
     monkeypatch.setattr(tokenizer, "OVERLAP", 32)
     bpe = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
@@ -74,7 +74,7 @@ def test_what_is_left_out_is_seen_around_cuts(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("affix", ["end_of_word_suffix", "continuing_subword_prefix"])
 def test_a_trained_affix_is_no_reason_to_refuse(tmp_path: Path, affix: str) -> None:
-    """In "box fox bof" x comes only at the end of words, and b only at the start."""
+    """In "box fox bof", x occurs only at word ends and b only at word starts, so only these forms have tokens."""
     mark = {"end_of_word_suffix": "</w>", "continuing_subword_prefix": "##"}[affix]
     bpe = tokenizers.Tokenizer(models.BPE(**{affix: mark}))
     bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -97,7 +97,7 @@ def test_tokens_of_all_bytes_do_not_do_where_an_affix_is_needed(tmp_path: Path, 
 
 
 def test_what_is_left_out_depends_on_the_normaliser(tmp_path: Path) -> None:
-    """e and an accent have tokens, but their NFC form has none."""
+    """The letter e and the accent have tokens, but their NFC form has none."""
     bpe = tokenizers.Tokenizer(models.BPE({"e": 0, "\u0301": 1}, []))
     bpe.normalizer = normalizers.NFC()
     bpe.save(str(tmp_path / "t.json"))

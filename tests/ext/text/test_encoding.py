@@ -19,7 +19,7 @@ TEXT = "The quick brown fox jumps over the lazy dog; naïve cafés, 東京 and �
 
 
 def trained(kind: str = "bytes", size: int = 400, special: tuple[str, ...] = (END,)) -> "tokenizers.Tokenizer":
-    """Train a tiny BPE: of bytes, like GPT-2's; of characters after a mark for spaces, like Llama's; without cuts."""
+    """Train a tiny BPE: "bytes" like GPT-2, "marked" with marks for spaces like Llama, or without word splits."""
     bpe = tokenizers.Tokenizer(models.BPE(unk_token=None))
     alphabet = []
     if kind == "bytes":
@@ -50,7 +50,7 @@ def write(folder: Path, **texts: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["bytes", "marked", "composed", "plain"])
 def test_pieces_give_the_tokens_of_the_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Pieces of 300 characters, and words in random order with blanks, long runs and a special token in between."""
+    """Pieces of 300 characters cut words in random order, with blanks, long runs and special tokens between them."""
     monkeypatch.setattr(tokenizer, "PIECE", 300)
     monkeypatch.setattr(tokenizer, "OVERLAP", 128)
     trained_tokenizer, draw = trained(kind), random.Random(0)
@@ -69,7 +69,7 @@ def test_pieces_give_the_tokens_of_the_whole_text(tmp_path: Path, monkeypatch: p
 
 
 def test_what_pieces_disagree_on_is_encoded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairing of quotes depends on all text before, and each stretch has some."""
+    """The pairing of quotes depends on all earlier text, and quotes are everywhere, so no cut is possible."""
     monkeypatch.setattr(tokenizer, "PIECE", 300)
     monkeypatch.setattr(tokenizer, "OVERLAP", 128)
     bpe, draw = trained("plain"), random.Random(0)
@@ -82,7 +82,7 @@ def test_what_pieces_disagree_on_is_encoded_together(tmp_path: Path, monkeypatch
 
 
 def test_pieces_are_joined_far_from_their_ends() -> None:
-    """At the first token of the overlap's middle half if all of it agrees, ids and positions; others may differ."""
+    """Pieces join at the first token of the overlap's middle half, if ids and positions in this half agree."""
     count, quarter = tokenizer.OVERLAP, tokenizer.OVERLAP // 4
 
     def piece(begin: int, size: int, changed: int | None = None, longer: int = 0) -> tokenizer._Piece:
@@ -100,7 +100,7 @@ def test_pieces_are_joined_far_from_their_ends() -> None:
 
 
 def test_token_data_reads_it(tmp_path: Path, saved: str) -> None:
-    """Sequences are the texts one after another, and documents end where files do."""
+    """Sequences are the texts one after the other, and a document ends where a file ends."""
     texts = {"a.txt": TEXT[:200], "b.txt": "fox", "c.txt": TEXT[300:900]}
     encoded = encode_files(saved, write(tmp_path, **texts), tmp_path / "train.bin")
     assert (encoded.dtype, encoded.vocab_size, encoded.eos_token, encoded.documents) == (
@@ -131,7 +131,7 @@ def test_documents_may_be_left_out_or_named(tmp_path: Path) -> None:
 
 
 def test_a_large_vocabulary_is_written_as_uint32(tmp_path: Path) -> None:
-    """One token more than uint16 can number; ids of a vocabulary may have gaps."""
+    """One token id exceeds uint16. A vocabulary may have unused ids."""
     for top, kind in ((65535, "uint16"), (65536, "uint32")):
         vocabulary = {"[UNK]": 0, "fox": 7, "dog": top}
         bpe = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -154,7 +154,7 @@ def test_truncation_and_templates_of_the_file_are_left_alone(tmp_path: Path) -> 
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer's longest input does not depend on the file's length."""
+    """The longest input to the tokenizer does not depend on the length of the file."""
     monkeypatch.setattr(tokenizer, "PIECE", 1000)
     monkeypatch.setattr(tokenizer, "OVERLAP", 256)
     texts, real = [], tokenizer._encoded
@@ -230,7 +230,7 @@ def test_what_has_all_bytes_is_encoded_once(tmp_path: Path, saved: str, monkeypa
 
 
 def test_half_a_character_is_not_left_out(tmp_path: Path) -> None:
-    """BPE of the bytes of its training text: of ê (0xc3 0xaa) it has only the first one, which é has, too."""
+    """The BPE lacks the second byte of ê (0xc3 0xaa). It has the first, which é in its training text has, too."""
     bpe = trained()
     bpe.model = models.BPE()
     bpe.train_from_iterator(["é and ü"], trainers.BpeTrainer(special_tokens=[END], show_progress=False))

@@ -1,4 +1,4 @@
-"""Half a character in a text, such as a cut emoji's escape in JSON: every reader replaces it by U+FFFD."""
+"""A text with half of a surrogate pair, such as a cut emoji's escape in JSON: every reader replaces it by U+FFFD."""
 
 import json
 
@@ -19,7 +19,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """A BPE of bytes."""
+    """A BPE tokenizer on bytes."""
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Files by URL: requests, listings, and errors with a remedy."""
+"""Files by URL: requests, listings, and errors that contain a remedy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def opener(tmp_path: Path) -> FileOpener:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Record the seconds between retries, without waiting."""
+    """Record the seconds between retries instead of waiting."""
     seconds: list[float] = []
     monkeypatch.setattr("lightning_dilated.ext.text.remote.time.sleep", seconds.append)
     return seconds
@@ -74,10 +74,10 @@ def test_only_the_blocks_of_a_range_are_fetched(
     data = content(20 * BLOCK + 17)
     url, fetched = put("a.bin", data), Fetched(monkeypatch, "memory")
     assert opener.remote.read(url, 5 * BLOCK - 3, 5 * BLOCK + 9).tobytes() == data[5 * BLOCK - 3 : 5 * BLOCK + 9]
-    assert fetched.requests == [("/a.bin", 4 * BLOCK, 6 * BLOCK)]  # adjacent blocks in one request
+    assert fetched.requests == [("/a.bin", 4 * BLOCK, 6 * BLOCK)]  # adjacent blocks are one request
     assert fetched.count() == opener.bytes_fetched == 2 * BLOCK
     opener.remote.read(url, 4 * BLOCK, 6 * BLOCK)
-    pickle.loads(pickle.dumps(opener)).remote.read(url, 4 * BLOCK, 6 * BLOCK)  # from the disk
+    pickle.loads(pickle.dumps(opener)).remote.read(url, 4 * BLOCK, 6 * BLOCK)  # read from the disk cache
     assert fetched.count() == 0
     assert opener.remote.read(url, 0, len(data)).tobytes() == data
     assert fetched.requests == [("/a.bin", 0, 4 * BLOCK), ("/a.bin", 6 * BLOCK, len(data))]
@@ -185,12 +185,12 @@ def test_a_changed_file_is_noticed(store: str, opener: FileOpener) -> None:
     url = put("a.bin", content(3 * BLOCK))
     stream = ByteStream([url], opener=opener)
     stream.read(0, 10)
-    put("a.bin", content(3 * BLOCK, seed=1))  # of equal size
+    put("a.bin", content(3 * BLOCK, seed=1))  # the same size
     with pytest.raises(
         ValueError, match=r"a\.bin had .* when it was looked up .* keep the data unchanged .* start again"
     ):
         stream.read(BLOCK, BLOCK + 10)
-    # a new lookup reads the new file, even if the old one is in the cache
+    # a new lookup finds the new file, although the cache has the old one
     again = FileOpener(str(Path(opener.remote.cache.folder)))
     assert again.remote.read(url, 0, 10).tobytes() == content(3 * BLOCK, seed=1)[:10]
     put("a.bin", content(10))
@@ -202,7 +202,7 @@ def test_a_changed_file_is_noticed(store: str, opener: FileOpener) -> None:
 
 
 class Failing:
-    """Fails the first requests for content."""
+    """Makes the first requests for contents fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failures: int, error: Exception | None = None) -> None:
         self.left, cls = failures, fsspec.get_filesystem_class("memory")
@@ -211,7 +211,7 @@ class Failing:
         def failing(fs: Any, path: str, start: int = 0, end: int = 0, **options: Any) -> bytes:
             if self.left:
                 self.left -= 1
-                if error is None:  # a connection that breaks off
+                if error is None:  # the connection ends early
                     return cat(fs, path, start=start, end=end, **options)[:-1]
                 raise error
             return cat(fs, path, start=start, end=end, **options)
@@ -289,7 +289,7 @@ ADDRESSES = [*NO_FILES, *CHAINS]
 
 
 def entries(address: str, folder: Path) -> dict[str, Callable[[], Any]]:
-    """Return every way to pass an address, by name."""
+    """Return {name: way to pass an address}."""
     cache, opener = str(folder / "cache"), FileOpener(str(folder / "cache"))
     return {
         "expand": lambda: opener.expand(address, None, "hint"),

@@ -1,4 +1,4 @@
-"""DataModules serve the same samples from URLs as from local files, and fetch no more than these."""
+"""DataModules read the same samples from URLs as from local files, and fetch no other blocks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cached(tmp_path: Path) -> dict[str, str]:
 
 
 def modules(make: Make, folder: Path, cached: dict[str, str]) -> tuple[Any, Any]:
-    """Return the module of the local folder, and the module of its copy in a store."""
+    """Return the module of a local folder and the module of the folder's copy in a store."""
     return make(str(folder)), make(upload(folder, "memory:///data"), **cached)
 
 
@@ -111,7 +111,7 @@ def test_genomes(store: str, lambda_virus: str, cached: dict[str, str], packed: 
         local, remote = modules(genome_data, folder, cached)
     else:
         local = genome_data(str(folder))
-        local.check()  # writes the index
+        local.check()  # writes the index file
         assert (folder / f"{name}.fai").exists()
         remote = genome_data(upload(folder, "memory:///data"), **cached)
     same_samples(local, remote)
@@ -143,11 +143,11 @@ def test_a_window_of_a_large_file(store: str, tmp_path: Path, monkeypatch: pytes
     options = {"seq_len": 2 * BLOCK, "val_fraction": 0, "test_fraction": 0, "scan": False}
     data = token_data("memory:///", **options, cache_dir=str(tmp_path / "cache"))
     samples = data.dataset("train")
-    assert fetched.count() == BLOCK  # the first block, to recognize the file's format
-    half = samples.read_ranges(3, (range(BLOCK),))  # of the window, 4 MiB: what the first of two ranks reads
-    assert fetched.count() == 3 * BLOCK  # its two, and the label of its last token in the next
+    assert fetched.count() == BLOCK  # the first block, which shows the file's format
+    half = samples.read_ranges(3, (range(BLOCK),))  # first half of the 4 MiB window, for the first of two ranks
+    assert fetched.count() == 3 * BLOCK  # two blocks of tokens; the last label is in the next
     other = samples.read_ranges(3, (range(BLOCK, 2 * BLOCK),))
-    assert fetched.count() == 2 * BLOCK  # the other rank finds the shared block in the cache
+    assert fetched.count() == 2 * BLOCK  # the block that both ranks need is in the cache
     whole = token_data(str(tmp_path), **options).dataset("train")[3]
     assert torch.equal(torch.cat([half["tokens"], other["tokens"]]), whole["tokens"])
 
@@ -161,7 +161,7 @@ def test_tiles_of_a_large_slide(store: str, tmp_path: Path, monkeypatch: pytest.
     features, _ = reader.read("memory:///slides/slide_000.h5", np.arange(2000, 2100))
     local, _ = SlideReader().read(str(tmp_path / "slide_000.h5"), np.arange(2000, 2100))
     assert torch.equal(features, local)
-    assert fetched.count() <= 5 * BLOCK  # of 16 MB
+    assert fetched.count() <= 5 * BLOCK  # the file has 16 MB
 
 
 def test_heads_of_slides_are_fetched_once(store: str, folder: str, cached: dict[str, str]) -> None:
@@ -187,7 +187,7 @@ def test_a_run_goes_on_where_it_stopped(store: str, tmp_path: Path, cached: dict
     trainer.save_checkpoint(tmp_path / "stopped.ckpt")
     second, _ = trained(token_data("memory:///data", **cached), ckpt=tmp_path / "stopped.ckpt", max_steps=20)
     assert first.seen + second.seen == whole.seen
-    # a local copy resumes, too: the files have equal content
+    # the run can resume from a local copy, because contents are equal
     local, _ = trained(token_data(str(tmp_path)), ckpt=tmp_path / "stopped.ckpt", max_steps=20)
     assert local.seen == second.seen
     (tmp_path / "a.bin").write_bytes(tokens(tmp_path / "a.bin", 2000).read_bytes()[::-1])
@@ -253,6 +253,6 @@ def test_an_error_of_the_store_is_not_hidden_by_hdf5(
         ConnectionError, match=r"memory:///data/slide_\d+\.h5 could not be read in 5 tries .*reset by peer"
     ):
         samples[0]
-    # an HDF5 file with a Python source that outlives Python ends the process by a segmentation fault
+    # if an HDF5 file with a Python source exists when Python exits, the process ends with a segmentation fault
     gc.collect()
     assert not [x for x in gc.get_objects() if type(x) is RemoteFile]

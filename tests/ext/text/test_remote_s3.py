@@ -1,4 +1,4 @@
-"""DataModules read s3:// of moto's server on this machine: the same samples, on one rank and two, and by range."""
+"""DataModules on s3:// of moto's server: the samples of local files, on one rank and on two, and by range."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cached(tmp_path: Path) -> dict[str, str]:
 
 
 class Bytes:
-    """Counts the bytes of objects that s3fs fetches in this process."""
+    """Counts bytes of objects that s3fs fetches in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import s3fs
@@ -64,7 +64,7 @@ def test_tokens(root: str, tmp_path: Path, cached: dict[str, str], monkeypatch: 
     options = {"seq_len": 10_000, "scan": False}
     local, remote = token_data(str(tmp_path), **options), token_data(root, **options, **cached)
     assert equal(remote.dataset("train")[300], local.dataset("train")[300])
-    assert fetched.count <= 3 * BLOCK  # of 8
+    assert fetched.count <= 3 * BLOCK  # the file has 8 blocks
     same_samples(local, remote)
     assert fetched.count == 8 * BLOCK
     assert remote.dataset("train").fingerprint() == local.dataset("train").fingerprint()
@@ -92,13 +92,13 @@ def test_workers_after_a_fork(root: str, tmp_path: Path, folder: str, cached: di
     tokens(tmp_path / "a.bin", 2000)
     make, source = (token_data, str(tmp_path)) if kind == "tokens" else (slide_data, folder)
     local, remote = make(source), make(upload(source, root), num_workers=2, **cached)
-    remote.setup("fit")  # this process has used s3fs, and a fork lacks its thread
+    remote.setup("fit")  # a forked worker lacks the thread of s3fs, which this process has used
     batches = list(remote.train_dataloader())
     assert all(equal(a, b) for a, b in zip(local.train_dataloader(), batches, strict=True))
 
 
 class Ranks(Callback):
-    """Writes each rank's batches to a file."""
+    """Writes the batches of each rank to a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -149,7 +149,7 @@ def test_a_server_that_is_gone(root: str, tmp_path: Path, monkeypatch: pytest.Mo
 
     waits: list[float] = []
     monkeypatch.setattr("lightning_dilated.ext.text.remote.time.sleep", waits.append)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # no server listens there
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     s3fs.S3FileSystem.clear_instance_cache()

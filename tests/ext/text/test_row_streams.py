@@ -1,4 +1,4 @@
-"""Rows packed while they are read: their contents, unchanged by ranks, workers, epochs and restarts."""
+"""Rows that are packed while they are read. Their contents do not depend on ranks, workers, epochs and restarts."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ def texts(count, seed=0):
 
 @pytest.fixture
 def text(tmp_path, vocabulary):
-    """`text(rows, **options)` reads rows from a file."""
+    """Return a function: `text(rows, **options)` returns a module that reads the rows from a file."""
 
     def make(rows, **options):
         path = write(tmp_path / "texts.jsonl", rows)
@@ -71,7 +71,7 @@ def documents(lengths, first=0):
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(2, 15))
 def test_filled_rows_hold_all_tokens(lengths, size):
-    """In order, each label the next token of its document; starting at any row gives the same following rows."""
+    """Tokens are in order, labels are the next tokens of a document, and any row can be the start of reading."""
     rows = list(filled(documents(lengths), size))
     whole = torch.cat([row["tokens"] for row, _ in rows])
     labels = torch.cat([row["labels"] for row, _ in rows])
@@ -99,14 +99,14 @@ def test_packed_rows_cut_no_document(lengths, size):
 
 # -- rows ----------------------------------------------------------------------------------------------------------------
 def test_rows_are_the_texts(text):
-    """Reader i has every S-th text, with the end of a document after it."""
+    """Reader i has every S-th text. Each text ends with the token for a document's end."""
     rows = texts(12)
     data = text(rows)
     tokenizer, dataset = data.tokenizer, data.dataset("train")
     for reader in (0, 1):
         want = [x for row in rows[reader::2] for x in (*tokenizer.encode(row["text"]), 0)]
         got = torch.cat([dataset[i]["tokens"] for i in range(reader, 8, 2)])
-        assert got.tolist() == [want[i % len(want)] for i in range(len(got))]  # begins again
+        assert got.tolist() == [want[i % len(want)] for i in range(len(got))]  # starts over at the end
     row = dataset[0]
     assert (row["labels"] == -100).sum() == (row["tokens"] == 0).sum() and len(row["tokens"]) == 16
     assert set((row["cu_seqlens"][1:-1] - 1).tolist()) <= set((row["tokens"] == 0).nonzero().flatten().tolist())
@@ -136,7 +136,7 @@ def test_notes_spare_encoding_again(text, monkeypatch):
 
 
 def served(data, rank=0, replicas=1, epochs=2, skip=0):
-    """Return (number, tokens) of the rows that a rank gets."""
+    """Return [(number, tokens)] of the rows that a rank gets."""
     data._replica = lambda: (rank, replicas)
     loader = data.train_dataloader()
     if skip:

@@ -1,4 +1,4 @@
-"""StreamDataModule: every step of a stream continues the last one, on any number of ranks."""
+"""StreamDataModule: each step of a stream continues the previous step, on any number of ranks."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def module(tmp_path, seq_len=16, streams=4, **options):
 
 
 def test_batches_go_on(tmp_path):
-    """Tokens of a stream are consecutive, labels cross steps, and the next epoch is the same."""
+    """The tokens of a stream are consecutive, labels cross steps, and epochs repeat."""
     text = written(tmp_path)
     loader = module(tmp_path).train_dataloader()
     length = (950 - 1) // 4
@@ -38,7 +38,7 @@ def test_batches_go_on(tmp_path):
 
 
 def test_documents(tmp_path):
-    """A document starts after each separator, even if that is the last token of a step; its end has no label."""
+    """A document starts after each separator, even at the end of a step. The last token of a document has no label."""
     text = written(tmp_path, values=3)
     for seq_len in (1, 5, 16):
         batches = list(module(tmp_path, seq_len, 3, separator=1).train_dataloader())
@@ -65,7 +65,7 @@ def test_validation_has_the_last_short_step(tmp_path):
 
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (2, 4), (4, 1)])
 def test_ranks_serve_whole_streams_and_go_on(tmp_path, before, after):
-    """The joined batches of R ranks equal one rank's; a loader of another R continues after them."""
+    """Batches of R ranks, joined, equal the batches of one rank. A loader for another R continues after them."""
     written(tmp_path)
     data = module(tmp_path, seq_len=8).dataset("train")
 

@@ -1,4 +1,4 @@
-"""Chat templates are limited in steps and characters, even if Jinja or Python would make one huge value; panics."""
+"""Chat templates have limits on steps and characters, even where one operation would create a huge value; panics."""
 
 from __future__ import annotations
 

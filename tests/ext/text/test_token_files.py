@@ -1,4 +1,4 @@
-"""Files of tokens: every format reads alike, by range, and the error about any other file names a remedy."""
+"""Token files: all formats return the same tokens, also by range, and errors about other files name a remedy."""
 
 import gzip
 import pickle
@@ -14,7 +14,7 @@ TOKENS = np.random.default_rng(0).integers(0, 50_000, 400)
 
 
 def write(path: Path, tokens: np.ndarray = TOKENS, dtype: str = "uint16", header: int = 0) -> str:
-    """Write a .npy or a raw file, depending on the name."""
+    """Write a .npy or a raw file, according to the extension of the path."""
     if path.suffix == ".npy":
         np.save(path, tokens.astype(dtype))
     else:
@@ -80,7 +80,7 @@ TWELVE = f"{{'descr': '<u2', 'fortran_order': False, 'shape': ({10**12},)}}"
 
 
 def header(text: str, length: int | None = None) -> bytes:
-    """Return a .npy file of 50 tokens with this header."""
+    """Return the bytes of a .npy file with this header and 50 tokens."""
     declared = len(text) if length is None else length
     return b"\x93NUMPY\x02\x00" + declared.to_bytes(4, "little") + text.encode() + bytes(100)
 
@@ -108,7 +108,7 @@ def negative(folder: Path) -> Path:
 
 LLMC = np.array([20240520, 1, 400, *[0] * 253], dtype=np.int32).tobytes()
 NO_HEADER = "a.npy has no readable .npy header"
-#: a .npy file, and the words of the error
+#: name: (.npy file, part of the error)
 NPY = {
     "truncated": (
         lambda d: cut(npy(d, TOKENS), 1000),
@@ -121,7 +121,7 @@ NPY = {
     ),
     "negative": (negative, "a.npy holds token -1 at position 30 "),
 }
-#: an array, and the words of the error
+#: name: (array, part of the error)
 ARRAYS = {
     "2-D": (TOKENS.reshape(4, 100), r"a.npy holds an array of shape \(4, 100\).* save array.resh"),
     "0-D": (np.array(3), r"a.npy holds an array of shape \(\)"),
@@ -130,7 +130,7 @@ ARRAYS = {
     "objects": (np.array([{}, 1], dtype=object), "a.npy holds object"),
     "no tokens": (TOKENS[:0].astype(np.uint16), "a.npy is empty .an array of 0 tokens"),
 }
-#: the content of a .npy file, and the words of the error
+#: name: (content of a .npy file, part of the error)
 HEADERS = {
     "none": (b"x" * 900, f"{NO_HEADER}.* rename it to .bin"),
     "a negative shape": (
@@ -144,7 +144,7 @@ HEADERS = {
     "nothing": (header(""), f"{NO_HEADER} .* rename it to .bin"),
 }
 SHORT = TOKENS.astype(np.uint16).tobytes()
-#: the content of a .bin file, options of the DataModule, and the words of the error
+#: name: (content of a .bin file, options of TokenDataModule, part of the error)
 RAW = {
     "empty": (b"", {}, "a.bin is empty: write it again or leave it out"),
     "odd size": (b"x" * 801, {}, "a.bin has 801 bytes, .* whole number .* uint16 tokens of 2 bytes.* cut off"),
@@ -194,12 +194,12 @@ BAD = {
 def test_bad_files(tmp_path: Path, case: str) -> None:
     make, options, message = BAD[case]
     data = TokenDataModule(str(make(tmp_path)), **{"seq_len": 10, "vocab_size": 50_000, **options})
-    for _ in range(2):  # each time again
+    for _ in range(2):  # every call must raise
         with pytest.raises((ValueError, OSError), match=message):
             data.check()
 
 
 def test_said_is_said(tmp_path: Path) -> None:
-    """A file that looks like uint32 is read as uint16 if the caller says so."""
+    """An explicit dtype overrides detection: this file looks like uint32, and is read as uint16."""
     tokens = np.stack([TOKENS, 0 * TOKENS], 1).reshape(-1)
     assert open_files(write(tmp_path / "a.bin", tokens), dtype="uint16").read(0, 800).tolist() == tokens.tolist()

@@ -1,4 +1,4 @@
-"""TokenDataModule: sequences, documents and splits equal the plain array, and a rank reads only its slice."""
+"""TokenDataModule: sequences, documents and splits match the plain array, and a rank reads its slice only."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ TOKENS = np.random.default_rng(0).integers(0, 30, 1000)
 
 
 def module(folder: Path, tokens: np.ndarray = TOKENS, **options) -> TokenDataModule:
-    """Two files, of both kinds."""
+    """Two token files, one of each format."""
     np.save(folder / "a.npy", tokens[:333].astype(np.int32))
     (folder / "b.bin").write_bytes(tokens[333:].astype(np.uint16).tobytes())
     return TokenDataModule(
@@ -45,7 +45,7 @@ def test_sequences_lie_end_to_end_within_their_split(tmp_path: Path, eos: int | 
 
 
 def documents(tokens: list[int]) -> list[int]:
-    """Return the bounds of documents, found by a plain loop."""
+    """Return the bounds of documents, computed by a plain loop."""
     bounds = [0]
     for at, token in enumerate(tokens, 1):
         if token == EOS or at == len(tokens):
@@ -65,7 +65,7 @@ def test_documents(tmp_path_factory: pytest.TempPathFactory, tokens: list[int], 
         ends = bounds[1:].long() - 1
         inner = ends[ends < seq_len - 1]
         assert (sample["labels"][inner] == -100).all()
-        # the last token continues in the next sequence, unless it ends a document
+        # the label of the last token is in the next sequence, unless the token ends a document
         assert sample["labels"][-1] == (-100 if tokens[(i + 1) * seq_len - 1] == EOS else tokens[(i + 1) * seq_len])
         assert (sample["labels"] == -100).sum() == tokens[i * seq_len : (i + 1) * seq_len].count(EOS)
 
@@ -76,11 +76,11 @@ RANGES = [(range(0, 30),), (range(20, 30), range(40, 50)), (range(1, 50, 4),), (
 @pytest.mark.parametrize("ranges", RANGES)
 def test_range_reads_equal_whole_ones(tmp_path: Path, ranges: tuple[range, ...]) -> None:
     data = module(tmp_path, eos_token=EOS).dataset("train")
-    full, at = data[6], [p for r in ranges for p in r]  # its 50 tokens are in both files
+    full, at = data[6], [p for r in ranges for p in r]  # the 50 tokens of this sample span both files
     got = data.read_ranges(6, ranges)
     assert got.keys() == full.keys() and got["index"] == 6
     assert torch.equal(got["tokens"], full["tokens"][at]) and torch.equal(got["labels"], full["labels"][at])
-    assert torch.equal(got["cu_seqlens"], full["cu_seqlens"])  # of the whole sequence
+    assert torch.equal(got["cu_seqlens"], full["cu_seqlens"])  # bounds of the whole sequence
 
 
 @pytest.mark.parametrize("eos", [None, EOS])
@@ -88,11 +88,11 @@ def test_range_reads_equal_whole_ones(tmp_path: Path, ranges: tuple[range, ...])
 def test_a_rank_reads_its_slice(tmp_path: Path, touched, ranks: int, eos: int | None) -> None:
     data = module(tmp_path, eos_token=eos, val_fraction=0.102)
     val = data.dataset("val")
-    assert touched.count() == 333 * 4 + 667 * 2  # the check looks at every token, once
+    assert touched.count() == 333 * 4 + 667 * 2  # the check reads every token once
     parts = []
     for rank in range(ranks):
         parts.append(RankDataset(val, Place(ranks, rank))[1])
-        # tokens of its slice and one more for the last label, 2 bytes each; the slice begins at token 948, 615 of b.bin
+        # 2 bytes per token of the slice and of the last label; the slice begins at token 948, which is 615 in b.bin
         begin = 2 * (615 + rank * N // ranks)
         assert touched.take() == [("b.bin", begin, begin + 2 * (N // ranks + 1))]
     assert val.stream.bytes_read == 2 * (N + ranks)
@@ -138,7 +138,7 @@ def test_unscanned_tokens_are_checked_when_served(tmp_path: Path, touched) -> No
     assert touched.take() == []
     assert train[6]["tokens"].tolist() == TOKENS[300:350].tolist()
     with pytest.raises(ValueError, match=r"b\.bin holds token 31 at position 67 .* data.vocab_size = 30"):
-        train[7]  # its last label
+        train[7]  # token 31 is the last label
     with pytest.raises(ValueError, match=r"b\.bin holds token 31 at position 67"):
         module(tmp_path, tokens).check()
 

@@ -1,4 +1,4 @@
-"""Pools of one to four gloo ranks for the folder; a Trainer needs all ranks of its process group."""
+"""Pools of one to four gloo ranks for this folder, because a Trainer uses all ranks of its process group."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,7 +9,7 @@ from ...distributed.pool import Pool
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], Pool]]:
-    """Return a function: `pools(2)` is a pool of two ranks, started on first use."""
+    """Return a function: `pools(2)` returns a pool of two ranks, which is started on first use."""
     started: dict[int, Pool] = {}
 
     def get(ranks: int) -> Pool:

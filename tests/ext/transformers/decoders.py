@@ -42,7 +42,7 @@ FAMILIES = {
 
 
 class DoubleNorm(Gemma3RMSNorm):
-    """Gemma's norm in float64: the original sums its weight's gradient over tokens in fp32."""
+    """Gemma's norm in float64. The original computes in fp32, also the sum over tokens in its weight's gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
@@ -60,7 +60,7 @@ def decoder(
     pattern: Any = None,
     **options: Any,
 ) -> Any:
-    """Build the model of a family, with equal weights for every implementation."""
+    """Build the model of a family. The weights are the same for every implementation of attention."""
     register()
     torch.manual_seed(3)
     model_config = config(family, **options)
@@ -74,14 +74,14 @@ def decoder(
 
 
 def tokens(batch: int, length: int) -> Tensor:
-    """Draw (B, N) random tokens without padding."""
+    """Draw random tokens (B, N) without padding tokens."""
     return torch.randint(3, V, (batch, length), generator=torch.Generator().manual_seed(5))
 
 
 def step(model: Any, inputs: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
-    """Return logits at the labels (inputs by default), the loss, and the gradient of each parameter.
+    """Return logits at the labels (default: the inputs), the loss, and the gradient of each parameter.
 
-    Each label has the index of the token that predicts it. The loss is a sum in the model's dtype; transformers' is
+    A label has the index of the token that predicts it. The loss is summed in the dtype of the model; transformers uses
     fp32.
     """
     labels = inputs if labels is None else labels
@@ -94,7 +94,7 @@ def step(model: Any, inputs: Tensor, labels: Tensor | None = None, **options: An
 
 
 def close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
-    """Compare names, and values up to `tolerance` times the largest."""
+    """Assert equal names, and values that differ by at most `tolerance` times the largest value."""
     assert set(got) == set(want)
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance * max(float(value.abs().max()), 1e-3))

@@ -1,4 +1,4 @@
-"""Masks and texts of chat templates in the style of several families, against transformers' own apply_chat_template."""
+"""Masks and texts of templates in the style of several families equal transformers' own apply_chat_template."""
 
 import json
 
@@ -12,7 +12,7 @@ from ..text.chats import chat, tokenizer_json, write
 from .test_chat_transformers import hf_folder, make
 
 OPEN, CLOSE = "{% generation %}", "{% endgeneration %}"
-#: [[ and ]] mark the beginning of an answer and the end of its turn
+#: [[ and ]] mark the start of an answer and the end of its turn
 FAMILIES = {
     "ChatML": (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}[[{{ m.content }}"
@@ -41,16 +41,16 @@ FAMILIES = {
         "{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
     ),
 }  # fmt: skip
-#: a template that skips contents that are not texts, as some released models' do
+#: a template that ignores contents other than text, as some released models do
 SILENT = FAMILIES["ChatML"].replace("m.content", "(m.content if m.content is string else '')")
 
 
 def forms(family):
-    """Return (the template with tags, without)."""
+    """Return the template with tags and the template without tags."""
     tagged = family.replace("{% if role == 'model' %}[[{% endif %}", "").replace(
         "{% if role == 'model' %}]]{% endif %}", ""
     )
-    if tagged != family:  # tags enclose whole statements
+    if tagged != family:  # tags must enclose complete statements
         body = tagged[tagged.index("{% if m.content is string %}") : tagged.index("<|im_end|>") + len("<|im_end|>")]
         combined = f"{{% if role == 'model' %}}{OPEN}{body}{CLOSE}{{% else %}}{body}{{% endif %}}"
         return tagged.replace(body, combined), tagged
@@ -59,7 +59,7 @@ def forms(family):
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """`tokenizers(template)` returns a tokenizer of transformers and one of a tokenizer.json."""
+    """Return a function: `tokenizers(template)` returns a tokenizer of transformers and one from a tokenizer.json."""
     folder = tmp_path_factory.mktemp("families")
     path = tokenizer_json(folder / "own")
 
@@ -70,7 +70,7 @@ def tokenizers(tmp_path_factory):
 
 
 def theirs(tokenizer, row):
-    """Return (tokens, mask) of transformers."""
+    """Return (tokens, mask) computed by transformers."""
     encoded = tokenizer.tokenizer.apply_chat_template(
         row["messages"], tools=row.get("tools"), return_dict=True, return_assistant_tokens_mask=True
     )
@@ -120,7 +120,7 @@ def test_tools_and_calls_are_written_as_by_transformers(tokenizers):
 
 # -- contents as lists of parts ------------------------------------------------------------------------------------------
 def in_parts(row):
-    """Return the row with each content cut into two parts."""
+    """Return the row with each content split into two parts."""
     parts = lambda x: [{"type": "text", "text": x[:3]}, {"type": "text", "text": x[3:]}]  # noqa: E731
     return {"messages": [{**m, "content": parts(m["content"])} for m in row["messages"]]}
 
@@ -141,7 +141,7 @@ def test_parts_of_a_content_are_their_texts(tokenizers, family):
 
 
 def test_a_template_that_takes_parts_only(tokenizers):
-    """A text instead of parts would be lost."""
+    """Text is passed as a list of one part, because the template would drop a plain text."""
     body = "{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>"
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
@@ -209,7 +209,7 @@ CALLS = (
 
 
 def texts(data):
-    """Return (text, its learned part) of each conversation."""
+    """Return (text, part of it in labels) for each conversation."""
     decode = data.tokenizer.decode
     rows = [(x["tokens"].tolist(), [t for t in x["labels"].tolist() if t >= 0]) for x in data.dataset("train")]
     return [(decode(tokens), decode(labels)) for tokens, labels in rows]
@@ -217,7 +217,7 @@ def texts(data):
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
-    """`sources(rows)` returns the rows as JSON Lines, and as Arrow for each way of reading it."""
+    """Return a function: `sources(rows)` returns the rows as JSON Lines, and as Arrow read in each way."""
     datasets = pytest.importorskip("datasets", reason="needs the extra datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
     datasets.disable_progress_bars()
@@ -247,7 +247,7 @@ def test_a_table_adds_nothing_to_calls_and_tools(tmp_path, sources):
 
 
 def test_nulls_that_a_row_writes_stay(tmp_path, sources):
-    """In JSON, in lists, and in tables that store a column as JSON because its values have several types."""
+    """Nulls stay in JSON, in lists, and in tables that store a column of several types as JSON."""
     rows = [call("add", {"a": None, "b": [None, 1]}), call("add", {"a": "x"}), call("add", {"a": 1})]
     tokenizer = tokenizer_json(tmp_path / "own")
     lines, *_, mixed = sources(rows[:2])

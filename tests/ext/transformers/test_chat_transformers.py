@@ -1,4 +1,4 @@
-"""Conversations with tokenizers of transformers and rows of `datasets`, and training on them with HFCausalLM."""
+"""Conversations with tokenizers of transformers and rows of `datasets`, and training of HFCausalLM on them."""
 
 import lightning.pytorch as pl
 import pytest
@@ -19,7 +19,7 @@ V = 330
 
 
 def hf_folder(path, template=None):
-    """Save a folder of transformers with the tokenizer of `bpe`."""
+    """Save a transformers folder with the tokenizer of `bpe`."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe(), eos_token=END, bos_token=START)
@@ -141,12 +141,12 @@ def test_losses_of_a_pack_are_those_one_by_one(tmp_path, folder, family):
     want = sum(x for x, _ in apart)
     want.backward()
     assert count == sum(n for _, n in apart) > 0
-    torch.testing.assert_close(total, want, rtol=1e-6, atol=0)  # rotary tables are fp32
+    torch.testing.assert_close(total, want, rtol=1e-6, atol=0)  # rotary tables have fp32 rounding
     close(got, {n: p.grad for n, p in model.named_parameters()}, 1e-5)
 
 
 def train(rank, group, kind, paths, folder, cache):
-    """Return losses, validation and weights of a run in which all ranks share each row."""
+    """Return losses, validation loss and weights of a run in which all ranks share each row."""
     losses = []
 
     class Record(pl.Callback):
@@ -172,7 +172,7 @@ def train(rank, group, kind, paths, folder, cache):
 
 @pytest.mark.parametrize("kind", ["chat", "chat stream", "text stream"])
 def test_ranks_of_a_sequence_train_as_one(pools, tmp_path, folder, kind):
-    """On two ranks and, for uneven lengths, on three. Together they encode the rows of a file once."""
+    """Train on two ranks, and on three for uneven lengths. Together the ranks encode the rows of a file once."""
     rows = [{"prompt": " ".join(x["content"] for x in row["messages"]), "completion": "dry"} for row in chats(32)]
     paths = write(tmp_path / "chats.jsonl", rows)
     (want,) = pools(1).run(1, train, kind, paths, folder, str(tmp_path / "cache"))

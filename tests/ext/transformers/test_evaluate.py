@@ -1,4 +1,4 @@
-"""AccuracyByDepth and `evaluate` of decoders of transformers: answers counted by hand, tiles, ranks, and a folder."""
+"""AccuracyByDepth and `evaluate` for decoders of transformers: answers counted by hand, tiles, ranks, a folder."""
 
 import csv
 
@@ -33,7 +33,7 @@ def model_of(tile=None, family="llama", **options):
 
 
 def rows(rank, group, family, tile, strategy, folder):
-    """Return this rank's rows after a test."""
+    """Return the rows of this rank after a test."""
     world, strategy = launched(rank), dict(strategy)
     plugin = (RingDilatedFSDPStrategy if strategy.pop("fsdp", False) else RingDilatedStrategy)(**strategy)
     callback = AccuracyByDepth(folder, table=False, picture=False)
@@ -79,7 +79,7 @@ def test_ranks_equal_one(pools, tmp_path, ranks, strategy, tile):
 
 @pytest.mark.full
 def test_a_folder_of_transformers_on_the_command_line(tmp_path):
-    """Its tokenizer.json encodes the text; a folder without one needs --tokenizer."""
+    """The folder's tokenizer.json encodes the text. Without it, --tokenizer is required."""
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(["The code of a thing is 12."] * 9, 270)
@@ -102,7 +102,7 @@ def test_a_folder_of_transformers_on_the_command_line(tmp_path):
 
 
 def test_positions_that_the_model_does_not_have(tmp_path):
-    """Learned positions end; rotary ones only lose their meaning."""
+    """Learned positions have a fixed number, so longer texts raise. Rotary positions only become inaccurate."""
     model = HFCausalLM(config("GPT2Config", max_position_embeddings=32, vocab_size=9))
     with pytest.raises(
         ValueError, match="the lengths go up to 34, but the model has positions for 32 tokens: leave out"
@@ -138,7 +138,7 @@ def test_recall_by_distance(tmp_path, tile):
 
 
 def test_a_long_batch_is_warned_of_once(tmp_path, recwarn):
-    """The decoder's own warning: the advice about `max_seq_len` is for models that have it."""
+    """Only the decoder's own warning appears, because advice on `max_seq_len` is for models with that argument."""
     model = HFCausalLM(config("llama", vocab_size=9, max_position_embeddings=16))
     trainer(max_steps=1, limit_val_batches=0).fit(model, task())
     words = [str(x.message) for x in recwarn if "16" in str(x.message) and "made for" in str(x.message)]

@@ -1,4 +1,4 @@
-"""Training continues from folders of adapters as an uninterrupted run would, with a fresh optimizer."""
+"""Training continues from a folder of adapters like an uninterrupted run with a new optimizer."""
 
 import json
 
@@ -26,7 +26,7 @@ def base(tmp_path):
 
 
 def trained(base, steps=2, **options):
-    """Return a model after a few steps of AdamW."""
+    """Return a model that was trained for several steps with AdamW."""
     torch.manual_seed(6)
     model = HFCausalLM(base, HYBRID, lora=TRAINED, **options)
     train(model, steps)
@@ -34,7 +34,7 @@ def trained(base, steps=2, **options):
 
 
 def train(model, steps):
-    """Return the losses of a few steps with a fresh optimizer."""
+    """Train for several steps with a new optimizer. Return the losses."""
     optimizer, losses = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -77,7 +77,7 @@ def test_a_checkpoint_of_the_second_run_needs_no_folder(base, tmp_path):
 
 
 def test_adapters_of_peft(base, tmp_path):
-    """The folder was not written by this package."""
+    """peft wrote the folder, not this package."""
     import transformers
 
     plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -130,7 +130,7 @@ def test_misuse(base, tmp_path):
     ("mistral", {}, "model_type='llama', and this one has 'mistral'"),
 ], ids=str)  # fmt: skip
 def test_another_base(base, tmp_path, family, changes, words):
-    """transformers would leave layers out, or draw random ones; another kind of model has no such pattern."""
+    """transformers would drop layers or initialize missing ones. A model of another kind does not have this pattern."""
     trained(base, 0).save_pretrained(tmp_path / "adapters")
     other = HFCausalLM(config(family, **changes)).save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match=words):
@@ -153,7 +153,7 @@ def test_damaged_folders(base, tmp_path, name, text, words):
 
 
 def test_adapters_name_no_module(base, tmp_path, monkeypatch):
-    """peft would import `megatron_core`."""
+    """peft would import the module that `megatron_core` names."""
     (tmp_path / "evil_adapters.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.syspath_prepend(tmp_path)
     folder = trained(base, 0).save_pretrained(tmp_path / "adapters")
@@ -167,7 +167,7 @@ def test_adapters_name_no_module(base, tmp_path, monkeypatch):
 
 
 def test_no_code_of_a_base_runs(base, tmp_path, monkeypatch):
-    """And nothing asks at the terminal whether it may run."""
+    """No question at the terminal offers to run the code."""
     folder = trained(base, 0).save_pretrained(tmp_path / "adapters")
     values = {"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
     (base / "config.json").write_text(json.dumps(values))

@@ -1,4 +1,4 @@
-"""HFCausalLM: losses equal transformers' own, and a training run is equal on one rank and on two."""
+"""HFCausalLM: losses equal transformers' own, and a training run on two ranks equals one rank."""
 
 import re
 
@@ -22,7 +22,7 @@ HYBRID = {"hybrid": {"local": 4, "global_every": 2}}
 
 
 class Small(HFCausalLM):
-    """Takes the options that `strategy.runs` gives a LongNetLM, and builds a small decoder, or loads a folder."""
+    """Builds a small decoder, or loads a folder, from the arguments that `strategy.runs` passes to a LongNetLM."""
 
     def __init__(self, pattern, vocab_size, dim, depth, family="qwen3", own=None, folder=None, **options):
         options.setdefault("tile", 4)
@@ -58,19 +58,19 @@ def test_a_folder_is_trained_on(pools, tmp_path):
 
 
 def check(pools, run):
-    """Check that one rank and two have equal results. Return the losses."""
+    """Check that two ranks have the results of one rank. Return the losses."""
     want = pools(1).run(1, fit, run.but(fsdp=False))[0]
     for got in pools(2).run(2, fit, run):
         for key in ("losses", "norms", "val_loss"):
             torch.testing.assert_close(torch.tensor(got[key]), torch.tensor(want[key]), rtol=1e-6, atol=0)
-        # fp32 in Gemma's norms, enlarged by AdamW's first steps
+        # fp32 rounding in Gemma's norms, which AdamW's first steps amplify
         close(got["parameters"], want["parameters"], 1e-5)
     assert len(want["losses"]) == run.steps
     return want["losses"]
 
 
 def batch(rows=1):
-    """Return tokens and their next tokens."""
+    """Return tokens and the next tokens as labels."""
     inputs = tokens(rows, N)
     labels = inputs.roll(-1, 1)
     labels[:, -1] = -100
@@ -142,7 +142,7 @@ def test_metrics():
 
 
 def test_bits_are_named_after_what_is_known(tmp_path):
-    """Bits per byte if the data or the argument tells bytes, else per token; a saved 1 for text tokens is ignored."""
+    """Bits are per byte if the data or the argument has the bytes, else per token. A stored 1 for tokens is ignored."""
     (tmp_path / "a.txt").write_text("".join(f"line {i} of a text\n" for i in range(400)))
     data = ld.data.ByteDataModule(str(tmp_path / "a.txt"), seq_len=100, val_fraction=0.2)
     wide, many = config("llama", vocab_size=256), config("llama", vocab_size=600)

@@ -1,4 +1,4 @@
-"""HFCausalLM(compile_blocks=True): equal losses and gradients, and one graph for equal layers."""
+"""HFCausalLM(compile_blocks=True) has the same losses and gradients, and equal layers share one graph."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ HFCausalLM = ld.integrations.transformers.HFCausalLM
 
 @pytest.fixture
 def counter():
-    """Return a backend that counts graphs and compiles by AOTAutograd without Inductor."""
+    """Return a backend that counts graphs. It compiles with AOTAutograd, without Inductor."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     with torch.compiler.set_stance("default", force_backend=counter):
@@ -41,7 +41,7 @@ def step(family, compiled, data, settings=None, **options):
     ("phi", {}, MemorySettings("block", every=2), 1),
     ("llama", {"pattern": HYBRID}, MemorySettings("attention-kept"), 2),
     ("llama", {"tile": 8, "gradient_checkpointing": True}, MemorySettings("block"), 1),
-    ("llama", {"lora": {"r": 2}}, None, 2),  # the first layer's input has no gradient
+    ("llama", {"lora": {"r": 2}}, None, 2),  # the input of the first layer needs no gradient
 ], ids=str)  # fmt: skip
 def test_equal_layers_share_a_graph(counter, family, options, settings, graphs):
     if "lora" in options:

@@ -1,4 +1,4 @@
-"""HFCausalLM's tokens, typos in folders, consolidated checkpoints, and export to a plain folder of transformers."""
+"""HFCausalLM: tokens, typos in folders, consolidated checkpoints, and export to a transformers folder."""
 
 import time
 
@@ -83,7 +83,7 @@ def test_a_name_that_may_be_a_repository_is_said_before_the_hub_is_asked(tmp_pat
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------------
 def checkpoint(model, path, data=None):
-    """Return the checkpoint of a run of one step."""
+    """Return the checkpoint of a run with one step."""
     rows = [{"tokens": x[:-1], "labels": x[1:]} for x in tokens(2, N + 1)]
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = pl.Trainer(accelerator="cpu", max_steps=1, limit_val_batches=0, **quiet)
@@ -117,7 +117,7 @@ def test_consolidate_takes_every_decoder(tmp_path, kind):
 
 
 def test_keys_that_json_would_change_are_refused():
-    """Keys of a config are allowed, because transformers reads them as numbers again."""
+    """Numbers as keys are allowed in a config only, where transformers converts them back."""
     config = {"id2label": {0: "a", 5: "b"}, "pruned_heads": {1: [2]}}
     want = {"id2label": {"0": "a", "5": "b"}, "pruned_heads": {"1": [2]}}
     assert plain_arguments({"model": config}, "Model") == {"model": want}

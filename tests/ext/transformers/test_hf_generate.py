@@ -1,4 +1,4 @@
-"""Decoding of decoders with patterns equals the full pass, with every way of transformers' generate."""
+"""Decoding of decoders with patterns equals the full pass, in every mode of transformers' generate."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ PATTERNS = {
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_equal_the_full_pass(family, name):
-    """A prompt, further chunks, and single tokens, in float64."""
+    """Decode a prompt, further chunks and single tokens in float64."""
     model, inputs = decoder(family, pattern=PATTERNS[name]).eval(), tokens(2, N + NEW)
     with torch.no_grad():
         want = model(inputs, use_cache=False).logits
@@ -34,7 +34,7 @@ def test_parts_equal_the_full_pass(family, name):
 
 
 def recomputed(model, ids, steps):
-    """Return greedy tokens, each from the whole sequence."""
+    """Return greedy tokens, each computed from the whole sequence."""
     with torch.no_grad():
         for _ in range(steps):
             ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
@@ -58,7 +58,7 @@ def test_greedy_tokens_are_those_of_the_whole_sequence(name):
     {"do_sample": False, "repetition_penalty": 1.3, "eos_token_id": [5, 9, 40]},
 ], ids=str)  # fmt: skip
 def test_every_way_of_generating(options):
-    """Equal, token for token, to generating without a cache."""
+    """The tokens equal those generated without a cache."""
     model = decoder("llama", pattern=HYBRID).eval()
     ids = tokens(2, N)
     options = {"max_new_tokens": NEW, "attention_mask": torch.ones_like(ids), **options}
@@ -70,7 +70,7 @@ def test_every_way_of_generating(options):
 
 
 def test_a_conversation_goes_on():
-    """The second turn uses the cache of the first answer."""
+    """A second turn continues with the cache of the first answer."""
     model = decoder("mistral", pattern=HYBRID, eos_token_id=None).eval()
     ids, cache = tokens(1, N), dilated_cache(model.config)
     options = {"max_new_tokens": 5, "do_sample": False}
@@ -88,7 +88,7 @@ def test_the_cache_is_bounded():
         with torch.no_grad():
             model(tokens(1, length), cache=cache)
         sizes.append(cache.nbytes)
-    assert sizes[0] == sizes[1] == 2 * 2 * 2 * 4 * 8 * 8  # layers, k and v, kv heads, rows, D, float64
+    assert sizes[0] == sizes[1] == 2 * 2 * 2 * 4 * 8 * 8  # layers, k and v, kv heads, rows, D, bytes of float64
 
 
 def test_hf_causal_lm_generates():
@@ -132,7 +132,7 @@ def test_a_stream_draws_what_generate_does(pattern):
     assert torch.equal(torch.stack(drawn[0]), torch.stack(drawn[1])) and not torch.equal(
         torch.stack(drawn[0]), torch.stack(greedy)
     )
-    # rows that have ended repeat their last token, and the stream ends with the last row
+    # a row that has ended repeats its last token, and the stream ends when all rows have ended
     ends = [int(row[2]) for row in whole[:, 20:]]
     stopped = torch.stack(list(model.generate_stream(ids, 9, temperature=0, stop=ends)), 1)
     for row, full in zip(stopped, whole[:, 20:], strict=True):

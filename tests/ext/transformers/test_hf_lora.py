@@ -1,4 +1,4 @@
-"""LoRA in HFCausalLM: only adapters are trained, equally on one rank and many; folders suit peft and transformers."""
+"""LoRA in HFCausalLM trains only adapters, equally on one rank and many. peft and transformers read its folders."""
 
 import sys
 import warnings
@@ -24,7 +24,7 @@ LORA = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_pr
 
 
 def model(family="qwen3", **options):
-    """Build a small model with adapters that change its logits."""
+    """Build a small model with adapters that are not zero."""
     torch.manual_seed(2)
     return HFCausalLM(config(family), lora=LORA, **options)
 
@@ -52,7 +52,7 @@ def test_two_ranks_train_as_one(pools, name):
 
 @pytest.mark.parametrize("options", [{}, {"tile": 5}, {"gradient_checkpointing": True}], ids=str)
 def test_gradients_are_those_of_the_whole_model(options):
-    """For W + s B A, the gradients of B and A follow from the gradient of the whole weight."""
+    """The gradients of B and A equal those derived from the gradient of the whole weight W + s B A."""
     ours = model(**options).double()
     total, _ = ours.loss_terms(batch())
     total.backward()
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_whole_model(options):
     whole.decoder.load_state_dict(state)
     want, _ = whole.loss_terms(batch())
     want.backward()
-    torch.testing.assert_close(total, want, rtol=1e-6, atol=0)  # rotary tables are fp32
+    torch.testing.assert_close(total, want, rtol=1e-6, atol=0)  # rotary tables have fp32 rounding
     for layer, (a, b) in pairs.items():
         grad = whole.decoder.get_parameter(f"{layer}.weight").grad
         close({"a": a.grad, "b": b.grad}, {"a": scale * b.T @ grad, "b": scale * grad @ a.T}, 1e-6)
@@ -137,8 +137,8 @@ def test_folders(tmp_path):
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert type(merged).__name__ == "LlamaForCausalLM" and not any(is_adapter(n) for n, _ in merged.named_parameters())
     torch.testing.assert_close(merged(tokens(1, N)).logits, want, rtol=0, atol=1e-6)
-    assert HFCausalLM(tmp_path / "merged").patterns == ours.patterns  # the config of the merged model has them
-    assert torch.equal(ours(batch()), want)  # merging changed a copy
+    assert HFCausalLM(tmp_path / "merged").patterns == ours.patterns  # the merged model's config contains them
+    assert torch.equal(ours(batch()), want)  # only a copy was merged
 
     names = {path.name for path in (tmp_path / "adapters").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= names and "model.safetensors" not in names
@@ -146,11 +146,11 @@ def test_folders(tmp_path):
     adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters")
     torch.testing.assert_close(adapted(tokens(1, N)).logits, want, rtol=0, atol=1e-6)
     alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "adapters", dtype=torch.float32)
-    torch.testing.assert_close(alone(tokens(1, N)).logits, want, rtol=0, atol=1e-6)  # peft's folder names the base
+    torch.testing.assert_close(alone(tokens(1, N)).logits, want, rtol=0, atol=1e-6)  # the folder has the base's path
 
 
 def test_tied_embeddings_and_further_modules(tmp_path):
-    """A custom head that is fully trained, and a merged folder of tied embeddings."""
+    """`modules_to_save` trains copies of modules, and a folder with tied embeddings can be merged."""
     ours = HFCausalLM(config("gemma3"), lora={**LORA, "modules_to_save": ["norm"]}, tile=7)
     total, _ = ours.loss_terms(batch())
     total.backward()
@@ -175,7 +175,7 @@ def test_tied_embeddings_and_further_modules(tmp_path):
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_adapters_of_tied_embeddings_are_merged(tmp_path, family, more):  # fmt: skip
-    """The folder computes the trained function; the trained model keeps its tie."""
+    """The merged folder computes the same function, and the embeddings of the trained model remain tied."""
     ours = HFCausalLM(config(family, tie_word_embeddings=True), lora={"r": 4, **more}).eval()
     with torch.no_grad():
         for p in ours.parameters():
@@ -214,4 +214,4 @@ def test_without_peft(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModuleNotFoundError, match=r'lora needs peft: pip install "lightning-dilated\[lora\]"'):
         HFCausalLM(config("llama"), lora={"r": 2})
-    HFCausalLM(config("llama"))  # without lora peft is not needed
+    HFCausalLM(config("llama"))  # peft is not needed without `lora`

@@ -1,4 +1,4 @@
-"""LossByPosition with HFCausalLM: sums by hand, on one rank and on several."""
+"""LossByPosition with HFCausalLM equals sums computed by hand, on one rank and on several."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Memory settings of HFCausalLM: gradients are unchanged, also on ranks; unsupported settings are refused by name."""
+"""Memory settings of HFCausalLM keep the gradients, also on several ranks. Errors name unsupported settings."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def gradients(settings=None, lora=None, family="llama", pattern=None):
-    """Return loss and gradients of a step in float64, and how often each layer ran."""
+    """Return (loss and gradients of a step in float64, how many times each layer ran)."""
     torch.manual_seed(2)
     model = HFCausalLM(config(family, num_hidden_layers=3), pattern, lora=lora).double().train()
     if settings is not None:
@@ -53,7 +53,7 @@ def test_gradients_stay(name, lora):
         got, runs = gradients(settings, lora_options, family, pattern)
         close(got, want, 1e-12 if family != "gemma3" else 1e-6)  # Gemma's norms compute in fp32
         times = 1 + (settings.policy != "none")
-        in_group = settings.every > 1  # the first layer of the first group runs for the second layer's input, too
+        in_group = settings.every > 1  # the group's first layer runs again to compute the second layer's input
         assert sorted(once) == [0, 1, 2] and sorted(runs) == sorted([0, 1, 2] * times + [0] * in_group)
 
 
@@ -67,7 +67,7 @@ def test_names_stay():
 
 
 def test_what_is_saved_is_less():
-    """Counts the bytes alive after the forward."""
+    """Compare the bytes that are allocated after the forward."""
     saved = {}
     for name, settings in {"none": MemorySettings(), **SETTINGS}.items():
         torch.manual_seed(2)
@@ -83,7 +83,7 @@ def test_what_is_saved_is_less():
 
 @pytest.mark.parametrize("intermediate", [64, 688])
 def test_no_more_memory_than_with_sdpa(intermediate):
-    """Peak bytes while layers are recomputed under autocast, in which rotary tables turn q and k to fp32."""
+    """Compare peaks while layers are recomputed under autocast, where rotary tables would convert q and k to fp32."""
     peaks = {}
     sizes = {"hidden_size": 256, "num_key_value_heads": 4, "max_position_embeddings": 1024}
     for implementation in ("ring_dilated", "sdpa"):

@@ -1,4 +1,4 @@
-"""Misuse of HFCausalLM: errors that name the value and the remedy, before a wrong number or lost work."""
+"""Wrong uses of HFCausalLM raise before a number is wrong or work is lost. Errors name the value and the remedy."""
 
 import pytest
 import torch
@@ -34,14 +34,14 @@ def test_learned_positions_end(family):
     short = IDS[:, :16]
     assert torch.isfinite(learned.loss_terms({"tokens": short, "labels": short})[0])
     documents = {"tokens": IDS, "labels": IDS, "cu_seqlens": torch.tensor([0, 9, N], dtype=torch.int32)}
-    assert torch.isfinite(learned.loss_terms(documents)[0])  # positions begin anew
+    assert torch.isfinite(learned.loss_terms(documents)[0])  # each document has its own positions
 
 
 @pytest.mark.parametrize("pattern", [None, HYBRID])
 def test_generation_does_not_outgrow_learned_positions(pattern):
     learned, prompt = model(pattern, "GPT2Config", LEARNED["GPT2Config"]), IDS[:, :12]
     options = {"do_sample": False, "eos_token_id": []}
-    assert learned.generate(prompt, max_new_tokens=5, **options).shape == (1, 17)  # the last one is not read
+    assert learned.generate(prompt, max_new_tokens=5, **options).shape == (1, 17)  # the last new token is not an input
     assert len(list(learned.generate_stream(prompt, 5, temperature=0))) == 5
     for call in (
         lambda: learned.generate(prompt, max_new_tokens=6, **options),

@@ -1,4 +1,4 @@
-"""Batches of prompts of different lengths: each row equals the row alone."""
+"""Batches of prompts of different lengths: each row equals a run of the row alone."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 
 def padded(side, lengths=LENGTHS, columns=N):
-    """Return (tokens (B, N) with random padding, attention_mask, the prompts (1, n))."""
+    """Return (tokens (B, N) with random padding, attention_mask, prompts (1, n))."""
     ids, at = tokens(len(lengths), columns), torch.arange(columns)[None]
     start = {"left": lambda n: columns - n, "right": lambda n: 0, "both": lambda n: (columns - n) // 2}[side]
     starts = torch.tensor([start(n) for n in lengths])
@@ -46,20 +46,20 @@ def test_rows_and_gradients_are_those_alone(name, side):
     ("phi", "own", [7, 3, 5]), ("qwen3", "hybrid", [7, 3, 5]), ("mistral", "hybrid", [6, 6]),
 ], ids=str)  # fmt: skip
 def test_generated_rows_are_those_alone(family, name, lengths):
-    """With every cache; columns may be padding in all rows."""
+    """Rows equal runs alone, with every cache, even if some columns are padding in all rows."""
     model = decoder(family, pattern=PATTERNS[name], eos_token_id=None).eval()
     ids, mask, rows = padded("left", lengths)
     alone = torch.cat([model.generate(x, use_cache=False, **GREEDY)[:, x.shape[1] :] for x in rows])
     options = {"attention_mask": mask, **GREEDY}
     assert torch.equal(model.generate(ids, cache=dilated_cache(model.config), **options)[:, N:], alone)
     assert torch.equal(model.generate(ids, use_cache=False, **options)[:, N:], alone)
-    if name == "own":  # transformers' cache
+    if name == "own":  # the cache of transformers itself
         assert torch.equal(model.generate(ids, **options)[:, N:], alone)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_logits_of_steps_are_those_alone(name):
-    """One forward at a time, equal up to rounding."""
+    """In single forwards, each row gets the logits it gets alone, up to rounding."""
     model = decoder("qwen3", pattern=PATTERNS[name]).eval()
     ids, mask, rows = padded("left")
     new, cache = tokens(len(rows), NEW), dilated_cache(model.config)
@@ -73,7 +73,7 @@ def test_logits_of_steps_are_those_alone(name):
         got = torch.cat(parts, 1)
         for row, (prompt, later) in enumerate(zip(rows, new, strict=True)):
             want = model(torch.cat([prompt, later[None]], 1), use_cache=False).logits[0, prompt.shape[1] - 1 :]
-            torch.testing.assert_close(got[row], want, rtol=0, atol=1e-6)  # rotary tables are fp32
+            torch.testing.assert_close(got[row], want, rtol=0, atol=1e-6)  # rotary tables have fp32 rounding
     assert cache.get_seq_length() == N + NEW
 
 
@@ -118,7 +118,7 @@ def test_compiled_layers():
 
 
 def test_a_cache_is_used_again():
-    """After prompts of different lengths, for prompts of equal length."""
+    """After prompts of different lengths, a cache can be used for prompts of equal length."""
     model = decoder("llama", pattern=HYBRID, eos_token_id=None).eval()
     ids, mask, _ = padded("left")
     cache = dilated_cache(model.config)

@@ -1,4 +1,4 @@
-"""`plan` of HFCausalLM: exact for full steps under fake tensors, equal to real steps on the CPU, and the commands."""
+"""`plan` for HFCausalLM: exact for full steps under fake tensors, equal to real steps on a CPU, and the commands."""
 
 import argparse
 import runpy
@@ -80,7 +80,7 @@ def test_a_checkpointed_decoder_is_counted_so(checkpointed):
     pytest.param("gemma3", None, None, "block", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_real_step_keeps_what_was_planned(family, lora, tile, policy):
-    """Compare the bytes alive after the forward, and gradients after the backward, with a meter over real tensors."""
+    """Compare bytes after the forward, and gradients after the backward, with a meter over real tensors."""
     settings, tokens = MemorySettings(policy), 2000
     planned = model(family, lora, tile=tile)
     counted = footprint(counted_model_of(planned, "32-true", settings), (1024, 2048))
@@ -132,7 +132,7 @@ def facts(planned):
     ],
 )
 def test_flops_are_what_torch_counts(family, lora):
-    """Except norms; with a vocabulary that takes half of the products."""
+    """FLOPs are equal except for norms. With this vocabulary, the head has half of the FLOPs."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "depth": 3, "vocab_size": 8192}
     real = model(family, lora, **sizes)
     real.train()
@@ -148,7 +148,7 @@ def test_flops_are_what_torch_counts(family, lora):
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])  # the latter's head is its embedding
+@pytest.mark.parametrize("family", ["llama", "gemma3"])  # in gemma3 the head is tied to the embedding
 def test_numbers(family, lora):
     real, facts_ = model(family, lora), facts(model(family, lora))
     real.configure_model()
@@ -159,7 +159,7 @@ def test_numbers(family, lora):
 
 
 def test_own_attention_and_patterns_are_counted():
-    """Windows cost less than dense attention, and a pattern replaces them."""
+    """The model's own windows cost less than dense attention, and a pattern replaces them."""
     seconds = {}
     for name, planned in {
         "dense": model("mistral, dense"), "windows": model("mistral"), "hybrid": model("mistral", pattern=HYBRID),
@@ -180,7 +180,7 @@ def test_own_attention_and_patterns_are_counted():
     ],
 )
 def test_counted_work_is_what_torch_runs(monkeypatch, policy, tile):
-    """Compare the products of a step."""
+    """Compare the matrix products of a step."""
     monkeypatch.setattr(dry_run, "RIDGE", 0)
     sizes, tokens, depth = {"hidden_size": 32, "intermediate_size": 128, "depth": 2}, 4096, 2
     real = model(**sizes)
@@ -197,8 +197,8 @@ def test_counted_work_is_what_torch_runs(monkeypatch, policy, tile):
     assert ran == tokens * (depth * flops + 6 * real.vocab_size * 32)
 
 
-#: ms and GiB of steps, benchmarks/results/2026-11-26_h100_decoders.md and 2026-11-26_h200.md. None: the H100 run had
-#: another order than the Trainer. 56.2: without 0.5 of a second copy of the output, since removed
+#: ms and GiB of steps, from benchmarks/results/2026-11-26_h100_decoders.md and 2026-11-26_h200.md. None: the H100 run
+#: did not follow the Trainer's order. 56.2 GiB: without 0.5 GiB for a second copy of the output, which no longer exists
 DECODERS = [
     ("H100", "1.3B", None, 32768, None, "dense", 1943, None),
     ("H100", "1.3B", None, 32768, None, "hybrid", 1174, None),
@@ -217,13 +217,13 @@ DECODERS = [
 
 @pytest.fixture(scope="module")
 def script():
-    """Load benchmarks/decoder_step.py and return its names."""
+    """Load benchmarks/decoder_step.py and return its globals."""
     return runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "decoder_step.py"))
 
 
 @pytest.mark.parametrize("gpu, size, lora, tokens, tile, way, ms, gib", DECODERS)
 def test_measured_decoders(script, gpu, size, lora, tokens, tile, way, ms, gib):
-    """No step was used for fitting; required: 10 % for seconds, 1 % for memory; H200 hybrids are planned 12 % low."""
+    """No step was used to fit the plan. Seconds must be within 10 %, GiB within 1 %. H200 hybrids are 12 % low."""
     if lora is not None:
         pytest.importorskip("peft", reason="needs the extra lora")
     a = argparse.Namespace(size=size, lora=lora, seq_len=[tokens], compile=False, layer_tile=tile)

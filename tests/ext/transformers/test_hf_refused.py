@@ -1,4 +1,4 @@
-"""Decoders and batches that are not supported: every rank refuses before there is a wrong number."""
+"""Unsupported decoders and batches raise on every rank before a number is wrong."""
 
 import re
 
@@ -70,7 +70,7 @@ def test_chunks(length):
 
 
 def chunks_on_ranks(rank, group):
-    """Use shards no longer than a chunk, so no rank's mask begins anew."""
+    """Use shards up to the length of a chunk, so that no rank's mask has a second chunk."""
     with sequence(group) as ours, ours.active():
         at = torch.tensor(positions(ours, 16))
         decoder("Llama4TextConfig", dtype=torch.float32, **LLAMA4)(
@@ -137,7 +137,7 @@ def test_fewer_tokens_than_ranks_take(pools):
 
 
 def plain_empty_shard(rank, group, options):
-    """A user's training loop, as in `docs/transformers.md`."""
+    """Run a training loop of a user, as in `docs/transformers.md`."""
     with sequence(group) as ours, ours.active():
         held = len(positions(ours, 4))
         at = ours.positions(held)[None] if options.pop("positions", True) else None
@@ -146,7 +146,7 @@ def plain_empty_shard(rank, group, options):
 
 @pytest.mark.parametrize("options", [{"use_cache": False}, {}, {"positions": False}], ids=str)
 def test_a_plain_model_on_fewer_tokens_than_ranks_take(pools, options):
-    """All ranks raise at once; otherwise the rank without tokens would fail in transformers' code."""
+    """All ranks raise. Otherwise only the rank without tokens would fail, inside transformers."""
     for answer in pools(3).answers(3, plain_empty_shard, dict(options)):
         assert answer.error == "ValueError" and "rank 2 of 3 holds no token" in answer.message, answer.trace
 
@@ -183,7 +183,7 @@ def test_layers_that_share_keys():
 
 
 def test_new_keys_alone():
-    """A layer attends to its new keys without passing them to the cache."""
+    """A layer that attends to new keys only, without the cache, is refused."""
     from lightning_dilated.ext.transformers.attention import attend
     from lightning_dilated.ext.transformers.masks import visible_keys
 

@@ -1,4 +1,4 @@
-"""Rotary scaling of configs: logits equal sdpa for each kind, also on ranks; too long sequences cause a warning."""
+"""Rotary scaling of configs: logits equal sdpa for each kind, also on ranks, and too long sequences cause a warning."""
 
 import warnings
 
@@ -36,13 +36,13 @@ def options(kind):
 
 
 def logits(kind, family, inputs, **extra):
-    """Return logits of transformers with sdpa, in float64."""
+    """Return logits of transformers' sdpa in float64."""
     with torch.no_grad():
         return decoder(family, "sdpa", **options(kind))(inputs, use_cache=False, **extra).logits
 
 
 def build(kind, family):
-    """Build an HFCausalLM with equal weights."""
+    """Build an HFCausalLM with the same weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ours = HFCausalLM(config(family, **options(kind)))
@@ -59,11 +59,11 @@ def test_each_kind_equals_sdpa(kind, family):
     with torch.no_grad():
         torch.testing.assert_close(build(kind, family)({"tokens": tokens(2, N)}), want, rtol=0, atol=1e-10)
     plain = logits("theta", family, tokens(2, N))
-    assert kind == "theta" or not torch.allclose(want, plain, atol=1e-4)  # the scaling has an effect
+    assert kind == "theta" or not torch.allclose(want, plain, atol=1e-4)  # the scaling changes logits
 
 
 def part(rank, group, kind, family, layout, bounds):
-    """Return logits and positions of a rank."""
+    """Return (logits, positions) of a rank."""
     warnings.simplefilter("ignore")
     with sequence(group, layout=layout) as ours, ours.active(), torch.no_grad():
         at = positions(ours, N)
@@ -85,7 +85,7 @@ def test_each_kind_on_ranks(pools, kind):
 
 
 def alone(rank, group, kind):
-    """Run a model of transformers in a user's own loop."""
+    """Run a transformers model in a user's own loop."""
     with sequence(group) as ours, ours.active(), torch.no_grad():
         at = positions(ours, N)
         decoder("llama", **options(kind))(tokens(1, N)[:, at], position_ids=torch.tensor(at)[None], use_cache=False)
@@ -107,7 +107,7 @@ def test_longer_than_the_config_is_warned_of_once():
         warnings.simplefilter("error")
         model(batch())
         short = HFCausalLM(config("llama", max_position_embeddings=MOST))
-        short({**batch(), "cu_seqlens": torch.tensor([0, 9, N], dtype=torch.int32)})  # no document is longer
+        short({**batch(), "cu_seqlens": torch.tensor([0, 9, N], dtype=torch.int32)})  # documents are shorter
 
 
 YARN = {**KINDS["yarn"], "factor": 1.25}
@@ -137,7 +137,7 @@ def test_longer_than_the_rotary_scaling_is_warned_of_once(family, rope, message)
     "rope", [KINDS["yarn"], {**YARN, "factor": 1.44}, LLAMA3], ids=["longer", "as advised", "llama3"]
 )
 def test_rotary_scaling_that_reaches_is_not_warned_of(rope):
-    """The factor of llama3 is no ratio of lengths."""
+    """Scaled rotary positions that cover the length cause no warning. The factor of llama3 is no ratio of lengths."""
     model = HFCausalLM(config("llama", max_position_embeddings=128, rope_parameters=rope))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

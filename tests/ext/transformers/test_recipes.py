@@ -1,4 +1,4 @@
-"""Recipes of HFCausalLM: each runs at a tiny size, with random weights, on the CPU and without a network."""
+"""Each HFCausalLM recipe runs at a tiny size on a CPU, without a network and with random weights."""
 
 import csv
 import json
@@ -47,7 +47,7 @@ TRAINER = [
 
 @pytest.fixture
 def folder(tmp_path):
-    """Data, and a folder base-model with a model and its tokenizer."""
+    """A folder with data, and with base-model, which contains a model and its tokenizer."""
     write(tmp_path / "chats.jsonl", chats(40))
     write(tmp_path / "texts.jsonl", texts(40))
     HFCausalLM(config("llama", vocab_size=V, num_hidden_layers=4)).save_pretrained(tmp_path / "base-model")
@@ -62,7 +62,7 @@ def test_every_recipe_has_a_tiny_run():
 @pytest.mark.parametrize("weights", ["random", "base-model"])
 @pytest.mark.parametrize("name", TINY_RUNS)
 def test_runs_tiny(folder, name, weights):
-    """Two steps and a validation, with random weights and with the recipe's folder; then generate's tokenizer."""
+    """Train two steps and validate, with random weights and with the recipe's folder, then run `generate`."""
     model = MODEL if weights == "random" else []
     result = run_in(folder, "fit", "--config", f"{name}.yaml", *TINY_RUNS[name], *model, *TRAINER)
     assert result.code == 0, result.err[-3000:]
@@ -93,7 +93,7 @@ def test_says_how_to_run_it(folder, recipe):
 
 
 def test_a_printed_config_has_the_values_of_a_mapping(folder):
-    """So `plan`, which reads the file itself, accepts the config of a run."""
+    """`plan` reads the file itself, so the printed config must contain the values of the mapping."""
     result = run_in(folder, "fit", "--config", "sft_long.yaml", *MODEL, "--print_config")
     assert result.code == 0, result.err[-2000:]
     printed = yaml.safe_load(result.out)["model"]["init_args"]["model"]

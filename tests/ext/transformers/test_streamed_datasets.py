@@ -1,4 +1,4 @@
-"""Streamed rows of `datasets`: each reader has different rows, unchanged by workers, ranks and restarts."""
+"""Streamed rows of `datasets`: each reader has other rows, whatever the workers, ranks and restarts."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def shards(tmp_path, monkeypatch):
-    """Four Parquet files of 7, 8, 9 and 10 texts."""
+    """Four Parquet files with 7, 8, 9 and 10 texts."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
     (tmp_path / "shards").mkdir()
     for i in range(4):
@@ -92,7 +92,7 @@ def test_a_run_stops_and_goes_on(tmp_path, folder, shards):
 
 
 def test_sources(tmp_path, folder, shards):
-    """A mapping of load_dataset, a folder of save_to_disk, and a training run."""
+    """Use arguments of load_dataset, a folder of save_to_disk, and train."""
     rows = chats(9)
     path = write(tmp_path / "chats.jsonl", rows)
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")

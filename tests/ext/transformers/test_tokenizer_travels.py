@@ -1,4 +1,4 @@
-"""HFCausalLM keeps the tokenizer of its data: in checkpoints, and in the folders that transformers reads."""
+"""HFCausalLM stores the tokenizer of its data in checkpoints and in folders, where transformers reads it."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ HFCausalLM = ld.integrations.transformers.HFCausalLM
 
 @pytest.fixture
 def trained(tmp_path):
-    """`trained(**options of the model)` returns a model after two steps on conversations."""
+    """Return a function: `trained(**options of the model)` returns a model after two steps on conversations."""
     folder = hf_folder(tmp_path / "tokenizer", CHATML)
     paths = write(tmp_path / "chats.jsonl", chats(12))
 
@@ -37,7 +37,7 @@ def trained(tmp_path):
 
 
 def same(folder):
-    """Return whether a folder holds the tokenizer that the model was trained with."""
+    """Return whether the tokenizer in a folder is the tokenizer of the training."""
     own, messages = transformers.AutoTokenizer.from_pretrained(folder), chat("the cat", "sat")["messages"]
     text = own.apply_chat_template(messages, tokenize=False)
     return own.chat_template == CHATML and own.eos_token == "<|im_end|>" and own.decode(own(text)["input_ids"]) == text
@@ -55,13 +55,13 @@ def test_checkpoints_and_folders(tmp_path, trained):
         stored_tokenizer(tmp_path / "run.ckpt").encode("the cat").ids
         == stored_tokenizer(tmp_path / "later").encode("the cat").ids
     )
-    # a model loaded from a folder keeps the folder's tokenizer, whatever its training data
+    # a model from a folder keeps the folder's tokenizer, even after training on data with another
     again = HFCausalLM(str(tmp_path / "later"))
     again.save_pretrained(tmp_path / "again")
     assert same(tmp_path / "again")
     options = {"val_fraction": 0, "test_fraction": 0, "cache_dir": str(tmp_path / "cache")}
     ChatDataModule(str(tmp_path / "chats.jsonl"), str(tmp_path / "later"), 400, **options).check()
-    assert len([x for x in (tmp_path / "cache").iterdir() if x.is_dir()]) == 1  # the same tokens, so not encoded again
+    assert len([x for x in (tmp_path / "cache").iterdir() if x.is_dir()]) == 1  # equal tokens, so not encoded again
 
 
 def test_adapters(tmp_path, trained):
@@ -87,7 +87,7 @@ def test_a_model_with_fewer_tokens(tmp_path):
 
 
 def test_generate_from_the_command_line(tmp_path, trained, capsys):
-    """A checkpoint and a folder of transformers continue a prompt equally, as transformers' `generate` does."""
+    """A checkpoint and a transformers folder continue a prompt with the same tokens as transformers' `generate`."""
     model = trained(pattern={"hybrid": {"local": 8, "global_every": 2}})
     model.save_pretrained(tmp_path / "plain")
     arguments = ["--prompt", "the cat", "--max_new_tokens", "12", "--temperature", "0"]

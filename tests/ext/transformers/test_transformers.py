@@ -1,4 +1,4 @@
-"""Decoders of transformers with attn_implementation="ring_dilated" equal their own sdpa; unequal cases are refused."""
+"""attn_implementation="ring_dilated" equals sdpa for decoders of transformers. Cases that would differ are refused."""
 
 import os
 import subprocess
@@ -23,12 +23,12 @@ ld.integrations.transformers.register()
 
 
 def restarting():
-    """Return position_ids (1, N) of the documents of BOUNDS."""
+    """Return position_ids (1, N) that restart in each document of BOUNDS."""
     return torch.cat([torch.arange(b - a) for a, b in pairwise(BOUNDS)])[None]
 
 
 def padded(lengths=(N, 14, 1)):
-    """Return (tokens, labels, attention_mask) of samples padded on the right."""
+    """Return (tokens, labels, attention_mask) of samples that are padded on the right."""
     inputs = tokens(len(lengths), N)
     mask = (torch.arange(N)[None] < torch.tensor(lengths)[:, None]).long()
     return inputs, inputs.masked_fill(mask == 0, -100), mask
@@ -36,7 +36,7 @@ def padded(lengths=(N, 14, 1)):
 
 # -- equal to sdpa -------------------------------------------------------------------------------------------------------
 def equal(family, dtype, *inputs, **options):
-    """Compare a step of the model with its own step with sdpa."""
+    """Compare a step with the model's step under sdpa."""
     want = step(decoder(family, "sdpa", dtype), *inputs, **options)
     close(step(decoder(family, "ring_dilated", dtype), *inputs, **options), want, TOLERANCE[dtype])
     return want
@@ -67,14 +67,14 @@ def test_right_padding_equals_sdpa(family, dtype):
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_positions_that_jump_ahead(cache):
-    """Without a cache transformers takes them for documents; with a cache, or a mask, for one document."""
+    """Without a cache, transformers takes such positions for documents. With a cache or a mask, it does not."""
     at = (torch.arange(N) + 7 * (torch.arange(N) > 11))[None]
     for options in ({}, {"attention_mask": torch.ones(1, N)}):
         equal("mistral", torch.float64, tokens(1, N), position_ids=at, use_cache=cache, **options)
 
 
 def test_positions_of_padded_tokens():
-    """Positions as from a tokenizer's mask: 1 at padding."""
+    """Positions are computed from a mask, as tokenizers do, with 1 at padding."""
     inputs, labels, mask = padded()
     at = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
     equal("gemma3", torch.float64, inputs, labels, attention_mask=mask, position_ids=at)
@@ -95,12 +95,12 @@ def test_widths_of_windows(width):
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_cu_seq_lens_are_the_documents(cache):
-    """With restarting positions, or global ones: rotary positions are relative."""
+    """Positions may restart or count through, because rotary positions are relative."""
     bounds = torch.tensor(BOUNDS, dtype=torch.int32)
     want = step(decoder("mistral", "sdpa"), tokens(1, N), position_ids=restarting(), use_cache=False)
     bound_options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.clone(), "use_cache": cache}
     close(step(decoder("mistral"), tokens(1, N), position_ids=restarting(), **bound_options), want, 1e-10)
-    close(step(decoder("mistral"), tokens(1, N), **bound_options), want, 1e-6)  # rotary tables are fp32
+    close(step(decoder("mistral"), tokens(1, N), **bound_options), want, 1e-6)  # rotary tables have fp32 rounding
 
 
 def test_the_loss_and_gradient_checkpointing():
@@ -115,7 +115,7 @@ def test_the_loss_and_gradient_checkpointing():
     close(
         {"loss": ours.detach(), **{n: p.grad for n, p in model.named_parameters()}},
         {"loss": loss.detach(), **{n: p.grad for n, p in want.named_parameters()}},
-        1e-6,  # the loss of transformers is fp32
+        1e-6,  # transformers computes the loss in fp32
     )
 
 
@@ -181,7 +181,7 @@ PATTERNS = {
 
 
 class Recorded:
-    """Records the calls of `dilated_attention` that a model makes."""
+    """Records calls of `dilated_attention` in a model."""
 
     def __init__(self, monkeypatch):
         from lightning_dilated.ext.transformers import attention
@@ -198,7 +198,7 @@ class Recorded:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_layers_attend_by_their_patterns(name, family, monkeypatch):
-    """The inputs of o_proj are the op's outputs, with the model's number of kv heads."""
+    """The inputs of o_proj are outputs of the op that was called with the layer's pattern and all kv heads."""
     turns = {"layer_types": ["sliding_attention", "full_attention"] * 2} if family == "gemma3" else {}
     model = decoder(family, num_hidden_layers=4, **turns)
     ld.integrations.transformers.set_pattern(model, PATTERNS[name])
@@ -304,7 +304,7 @@ def test_refused_models(name):
 
 
 def test_refused_layers():
-    """Arguments that a layer may pass to the attention function."""
+    """Arguments that a layer may pass to attention, but that this package does not support, raise."""
     from lightning_dilated.ext.transformers.attention import attend
     from lightning_dilated.ext.transformers.masks import visible_keys
 
@@ -366,9 +366,9 @@ LONG = 509
 
 
 def made_in_16_bits(family, implementation, dtype=torch.bfloat16):
-    """Build the decoder in `dtype`, with weights rounded to bfloat16."""
+    """Build the decoder in `dtype` with weights that are rounded to bfloat16."""
     sizes = {"head_dim": 64, "hidden_size": 256, "max_position_embeddings": 1024, "eos_token_id": None}
-    sizes |= {"initializer_range": 0.08}  # so that scores differ
+    sizes |= {"initializer_range": 0.08}  # so that scores vary
     sizes |= {} if family == "llama" else {"sliding_window": 100}
     return decoder(family, implementation, torch.bfloat16, **sizes).to(DEVICE, dtype)
 
@@ -381,7 +381,7 @@ def distance(got, want):
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_16_bits_on_a_gpu(family):
-    """Logits, loss and gradients are as close to float32 as with sdpa; greedy tokens differ only in near ties."""
+    """Logits, loss and gradients are as close to float32 as with sdpa. Greedy tokens differ only in near ties."""
     inputs = tokens(1, LONG).to(DEVICE)
     exact = step(made_in_16_bits(family, "sdpa", torch.float32), inputs)
     models = [made_in_16_bits(family, implementation) for implementation in ("sdpa", "ring_dilated")]
@@ -434,7 +434,7 @@ def test_the_package_does_not_import_transformers():
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.0.0", "5.23.0"])
 def test_older_releases_are_refused(monkeypatch, version):
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # importing it put it there
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # imported together with register
     with pytest.raises(
         ImportError, match=rf"needs transformers 5.24 or newer, and {version} is installed: pip install"
     ):

@@ -1,4 +1,4 @@
-"""Decoders of transformers within an active sequence: joined logits, loss and gradients equal one rank."""
+"""Decoders of transformers in an active sequence: logits, loss and gradients, joined over ranks, equal one rank."""
 
 import re
 from itertools import pairwise
@@ -15,7 +15,7 @@ from .decoders import FAMILIES, close, decoder, step, tokens
 
 N = 23
 BOUNDS = [0, 9, 10, N]
-#: options of the model
+#: arguments of `decoder`
 MODELS = {
     **{name: (name, {}) for name in FAMILIES},
     "hybrid": ("llama", {"pattern": {"hybrid": {"local": 4, "global_every": 2}}}),
@@ -27,7 +27,7 @@ KINDS = ("whole", "packed", "cu_seq_lens", "padded", "rows")
 
 
 def data(kind):
-    """Return (tokens, labels, global options) of a batch; options (B, N) are cut for ranks."""
+    """Return (tokens, labels, options by token, other options) of a batch. Options (B, N) are split among ranks."""
     if kind == "even":
         return tokens(1, 32), tokens(1, 32), {"position_ids": torch.arange(32)[None]}, {"use_cache": False}
     if kind == "padded":
@@ -44,7 +44,7 @@ def data(kind):
 
 
 def part(rank, group, name, kind, settings):
-    """Return (positions, results) of a rank."""
+    """Return (positions, results) of one rank."""
     family, options = MODELS[name]
     inputs, labels, cut, whole = data(kind)
     with sequence(group, **settings) as ours, ours.active():
@@ -66,7 +66,7 @@ def check(pools, ranks, name, kind, **settings):
     if settings.get("layout", "contiguous") == "contiguous" and kind not in (
         "padded",
         "rows",
-    ):  # else they are in another order
+    ):  # with other kinds, logits are in another order
         got["logits"] = torch.cat([p["logits"] for p in parts])
     else:
         del want["logits"]
@@ -91,7 +91,7 @@ def test_dropout_in_layouts_and_exchanges(pools, settings):
 
 
 def test_dropout_drops():
-    """Dropout has an effect in the tests above."""
+    """In the tests above, dropout does change the loss."""
     family, options = MODELS["dropout"]
     model = decoder(family, **options)
     torch.manual_seed(1)
@@ -106,7 +106,7 @@ SETTINGS = {
     "gather": {"exchange": "gather"},
     "head 2": {"head_size": 2},
 }
-#: each setting and each kind; the other pairs with `-m slow`
+#: cases in CI, with each setting and each kind; other pairs run with `-m slow`
 CI = {("zigzag", "packed"), ("zigzag", "padded"), ("ring", "rows"), ("switch", "padded"), ("gather", "packed")}
 CI |= {("head 2", "whole"), ("head 2", "rows")}
 
@@ -123,7 +123,7 @@ def test_layouts_and_exchanges(pools, name, kind):
     check(pools, 2, "gemma3", kind, **SETTINGS[name])
 
 
-#: an exchange, and the models that it refuses with their reasons
+#: exchange -> {model that it refuses: reason}
 EXCHANGES = {
     "gather": {},
     "ring": {},
@@ -138,7 +138,7 @@ EXCHANGES = {
 @pytest.mark.parametrize("name", ["llama", "mistral", "hybrid", "longnet"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_every_exchange_on_four_ranks(pools, exchange, name):
-    """A butterfly supports dense layers of equal shards."""
+    """A butterfly supports only dense layers and equal shards."""
     if reason := EXCHANGES[exchange].get(name):
         for answer in pools(4).answers(4, part, name, "even", {"exchange": exchange}):
             assert answer.error == "ValueError" and re.search(f"exchange='butterfly' cannot.*{reason}", answer.message)
@@ -166,7 +166,7 @@ REFUSALS = {
 
 
 def refused(rank, group, name):
-    """Run a forward with the options of a refusal; options of N columns are cut for the rank."""
+    """Run a forward with options that are refused. Options with N columns are split among ranks."""
     family, options, _ = REFUSALS[name]
     with sequence(group) as ours, ours.active():
         model = decoder(family) if family in FAMILIES else decoder(family, dtype=torch.float32, **LLAMA4)
