@@ -37,7 +37,7 @@ PACKAGE_FOLDER = Path(__file__).resolve().parent.parent / "lightning_dilated"
 #: most lines of the core and of the package, and most imports of the package within functions of the core. A budget
 #: that is more than `SLACK` above the current number has to fall, and is raised only by taking something out, or by an
 #: issue that may add: PACKAGE holds the lines of hashed attention (issue 23)
-CORE, PACKAGE, INNER = 28_792, 65_184, 26
+CORE, PACKAGE, INNER = 28_792, 65_180, 26
 SLACK = 150
 #: most files in a folder
 FOLDER = 20

@@ -163,16 +163,12 @@ def _check_tensors(q: Any, k: Any, v: Any, z_q: Any, z_k: Any, null: Any) -> Non
                 f"{tuple(x.shape)} on {x.device}."
             )
     if z_q.shape != z_k.shape or 0 in z_q.shape[3:]:
-        raise ValueError(
-            f"z_q and z_k must have equal G and M, at least 1, got {tuple(z_q.shape)}, {tuple(z_k.shape)}."
-        )
+        raise ValueError(f"z_q and z_k need equal G and M, at least 1, got {tuple(z_q.shape)}, {tuple(z_k.shape)}.")
 
 
 def _check_options(latest: Any, probes: Any, soft: Any, code_scores: Any, groups: int, many: int) -> None:
     integer(latest, "latest", 1)
-    integer(
-        probes, "probes", 1, most=groups + 1 if many > 1 else 1, hint=f" There are {groups} groups of {many} codes."
-    )
+    integer(probes, "probes", 1, f" There are {groups} groups of {many} codes.", groups + 1 if many > 1 else 1)
     if many**groups > 2**31:
         raise ValueError(f"M ** G must be at most 2**31, got {many} ** {groups}: take fewer groups or smaller ones.")
     if not flag(soft, "soft") and not flag(code_scores, "code_scores"):
