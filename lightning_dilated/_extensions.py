@@ -23,6 +23,7 @@ NAMES = {
     "StreamState": "streams.state:StreamState",
     "export": "export.export:export",
     "attention.attention_weights": "evaluation.attention_weights:attention_weights",
+    "attention.hashed_attention": "hashed.functional:hashed_attention",
     "callbacks.AccuracyByDepth": "evaluation.accuracy_by_depth:AccuracyByDepth",
     "callbacks.AttentionWriter": "slides.attention_writer:AttentionWriter",
     "callbacks.BootstrapIntervals": "pooled.bootstrap:BootstrapIntervals",

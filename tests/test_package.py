@@ -180,6 +180,10 @@ SIGNATURES = {
         ld.recurrent_attention,
         "q k v log_decay beta kind segment causal state return_state lengths cu_seqlens sequence",
     ),
+    "hashed_attention": (
+        ld.attention.hashed_attention,
+        "q k v z_q z_k null latest probes scale lengths cu_seqlens soft code_scores",
+    ),
     "MultiheadDilatedAttention": (ld.MultiheadDilatedAttention, "embed_dim num_heads pattern"),
 }
 

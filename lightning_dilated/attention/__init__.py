@@ -9,7 +9,10 @@ from lightning_dilated.attention.modules import DilatedAttention, MultiheadDilat
 
 if TYPE_CHECKING:
     from lightning_dilated.ext.evaluation.attention_weights import attention_weights
+    from lightning_dilated.ext.hashed.functional import hashed_attention
 
 __getattr__, __dir__ = lazy_names(__name__)
 
-__all__ = ["DilatedAttention", "MultiheadDilatedAttention", "attention_weights", "dilated_attention"]
+__all__ = [
+    "DilatedAttention", "MultiheadDilatedAttention", "attention_weights", "dilated_attention", "hashed_attention",
+]  # fmt: skip

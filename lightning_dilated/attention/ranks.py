@@ -189,8 +189,7 @@ def share(
     else:
         size = group.head_size if isinstance(group.head_size, int) else 1
         chosen = plan(in_groups(problem, size, group.rank % size), group.exchange, **options)
-    ring = chosen.problem.shard.ranges(group.rank // chosen.head_size)
-    return chosen, local_spans(pieces, ring)
+    return chosen, local_spans(pieces, chosen.problem.shard.ranges(group.rank // chosen.head_size))
 
 
 def _compile(

@@ -275,5 +275,4 @@ def _positions(start: int, length: int, device: torch.device | None) -> tuple[Te
     group = active_sequence()
     if group is None:
         return torch.arange(start, start + length, device=device), start + length
-    positions = group.positions(length, device)
-    return positions, group.agreed.seq_len
+    return group.positions(length, device), group.agreed.seq_len

@@ -193,8 +193,7 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range],
             p.requires_grad for m in module.children() if m is not module.head for p in m.parameters()
         )
         products += head.shape[1] * module.vocab_size * passes(head, early)
-    readings = 2 if getattr(module, "strands", "forward") == "both" else 1
-    return readings * (2 * products * tokens + features)
+    return (2 * products * tokens + features) * (2 if getattr(module, "strands", "forward") == "both" else 1)
 
 
 def _pairs(a: MultiheadDilatedAttention, document: int | range) -> tuple[int, int]:

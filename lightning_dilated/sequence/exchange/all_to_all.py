@@ -232,8 +232,7 @@ def compile_switch(problem: Problem, rank: int, program: AllToAllProgram, device
         routes.append(_route(step, LocalRows(pieces, heads), device))
         for message in step.receives.values():
             store.add(message)
-    joined = batches(problem, program.tasks, queries, keys)
-    return CompiledSwitch(*routes, [batch.to(device) for batch in joined])
+    return CompiledSwitch(*routes, [x.to(device) for x in batches(problem, program.tasks, queries, keys)])
 
 
 def _route(step: Round, local: LocalRows, device: torch.device) -> OwnerRoute:

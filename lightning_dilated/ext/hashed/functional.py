@@ -1,0 +1,190 @@
+"""hashed_attention, the public function; it checks all arguments before any computation.
+
+Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, G groups of M codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dilated._validation import flag, integer, real
+from lightning_dilated.attention.functional import autocast, check_documents, check_rows
+from lightning_dilated.ext.hashed.lookup import FLOOR, Lookup, Reads, merge_lookups
+from lightning_dilated.ext.hashed.order import codes, merge
+from lightning_dilated.pattern.rows import check_bounds
+from lightning_dilated.sequence.group import active_sequence
+
+#: entries of a block: of lookups by code, and of soft ones
+BLOCK, SOFT_BLOCK = 64, 256
+#: most tokens of a document with soft lookups
+SOFT_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class HashedLosses:
+    """The losses of a call's codes, and the number of rows that queries read.
+
+    S_p are the rows that query p reads, m_pj is the chance that the codes of query p and row j agree, and w_pj are the
+    weights of the softmax over S_p and the null key. The losses take w as constant, so they train z_q and z_k only.
+    They are fp32 (fp64 for float64 inputs).
+
+    Attributes:
+        agree: (B, N, H), -sum over j in S_p of w_pj log m_pj: small if a query has the codes of rows that it weighs.
+        contrast: (B, N, H), -sum over j in S_p of w_pj log(m_pj / sum over i in S_p of m_pi): small if other rows of
+            S_p have other codes.
+        balance: (K,), sum over groups and codes of c log(M c), where c is the mean of softmax(z_k) over all real tokens
+            of all samples: the KL divergence from uniform, small if all codes occur.
+        spread: (K,), the same for z_q.
+        rows: (B, N, K) int64, the size of S_p. Padding has 0 here, and in agree and contrast.
+    """
+
+    agree: Tensor
+    contrast: Tensor
+    balance: Tensor
+    spread: Tensor
+    rows: Tensor
+
+
+def hashed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z_q: Tensor,
+    z_k: Tensor,
+    null: Tensor,
+    *,
+    latest: int = 64,
+    probes: int = 1,
+    scale: float | None = None,
+    lengths: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    soft: bool = False,
+    code_scores: bool = True,
+) -> tuple[Tensor, HashedLosses]:
+    """Attention to earlier rows that have the query's learned code, at a cost that grows with N.
+
+    A code is the index of the largest logit in each group, the lowest index of equal ones. Query p reads the `latest`
+    last rows j <= p of its document in which z_k has the code that z_q has at p. With `probes`, it also reads the
+    latest rows of further codes, with the second largest logit of one group: the groups in which both differ least. The
+    score of a row is scale q.k + log m, m = product over groups of max(sum(softmax(z_q) softmax(z_k)), 1e-30), the
+    chance that the codes agree. One softmax runs over the rows and a null key of score `null` and value 0.
+
+    The choice of rows has no gradient: the losses train the codes. Add their means, weighted, to your loss.
+
+    Sorting finds the rows, O(N log N); scores are O(N (64 + latest)) for any codes; memory is O(N). Products are in
+    fp32 (fp64 for float64), also under autocast. Two runs give equal bits. Gradients cannot be differentiated again.
+    Pass q and k before rotary positions.
+
+    Args:
+        q: (B, N, H, D), any floating dtype.
+        k, v: (B, N, K, D) with K dividing H; query head h reads kv head h // (H / K).
+        z_q, z_k: (B, N, K, G, M) logits, any floating dtype; M ** G is at most 2**31.
+        null: (H,), any floating dtype.
+        latest: the most rows of a code that a query reads.
+        probes: the codes that a query looks up, at most G + 1.
+        scale: scale of q.k; 1/sqrt(D) if None.
+        lengths: (B,) integers, the real tokens of each right-padded sample; padding gives 0.
+        cu_seqlens: (documents + 1,) integers that rise from 0 to N, the bounds of documents (B = 1).
+        soft: read all rows j <= p, in O(N^2) and for documents of at most 8,192 tokens, to begin the training of codes;
+            `latest` and `probes` have no effect.
+        code_scores: False leaves log m out of the scores, so that the losses alone train the codes; only with `soft`.
+
+    Returns:
+        out (B, N, H, D) in q's dtype, and `HashedLosses`: agree and contrast (B, N, H), small if a query has the codes
+        of the rows that it weighs, and of no others; balance and spread (K,), small if all codes occur; and the number
+        of rows that each query reads (B, N, K).
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is allowed.
+        NotImplementedError: if a `SequenceGroup` of more than one rank is active.
+    """
+    group = active_sequence()
+    if group is not None and group.ranks > 1:
+        raise NotImplementedError(
+            f"hashed attention computes on one rank so far, and the active SequenceGroup has {group.ranks} ranks. Train "
+            "with sequence_size=1, or take dilated_attention or recurrent_attention."
+        )
+    q, k, v = autocast(q, k, v)
+    _check_tensors(q, k, v, z_q, z_k, null)
+    _check_options(latest, probes, soft, code_scores, *z_q.shape[3:])
+    scale = q.shape[3] ** -0.5 if scale is None else real(scale, "scale")
+    documents, sizes = _documents(q, lengths, cu_seqlens)
+    longest = max(sizes, default=0)
+    if soft and longest > SOFT_TOKENS:
+        raise ValueError(f"soft=True takes at most {SOFT_TOKENS:,} tokens a document, got {longest:,}: set soft=False.")
+
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    z_q, z_k, null = (x.to(dtype) for x in (z_q, z_k, null))
+    documents, shape, tokens = documents.to(q.device), k.shape[:3], sum(sizes)
+    if tokens < documents.numel():
+        z_q, z_k = (x.masked_fill((documents < 0)[:, :, None, None, None], 0) for x in (z_q, z_k))
+    if soft:  # one code for all
+        row_codes = lookup_codes = torch.zeros(*shape, 1, dtype=torch.int64, device=q.device)
+    else:
+        row_codes, lookup_codes = codes(z_k.detach()), codes(z_q.detach(), probes)
+    reach, block = (longest, SOFT_BLOCK) if soft else (min(latest, longest), BLOCK)
+    order = merge(row_codes, lookup_codes, documents, tokens, reach, block)
+    chance_q, chance_k = z_q.softmax(-1), z_k.softmax(-1)
+    with torch.autocast(q.device.type, enabled=False):
+        rows = (x.flatten(0, 2) for x in (q.unflatten(2, (shape[2], -1)), k, v, chance_q, chance_k))
+        read = Lookup.apply(order, lookup_codes.shape[3], (scale, code_scores), *rows)
+        read = Reads(*(x.unflatten(0, shape) for x in read))
+        out, agree, contrast = merge_lookups(read, null.view(shape[2], -1))
+    counts = torch.zeros(lookup_codes.numel() + 1, dtype=torch.int64, device=q.device)
+    counts = counts.scatter(0, order.lookups, order.end - order.begin)[:-1].view(lookup_codes.shape).sum(-1)
+    balance, spread = (_divergence(x, documents >= 0) for x in (chance_k, chance_q))
+    return out.to(q.dtype), HashedLosses(agree, contrast, balance, spread, counts)
+
+
+def _divergence(chances: Tensor, real: Tensor) -> Tensor:
+    """Return (K,), the KL divergence from uniform of mean chances (B, N, K, G, M) of real tokens (B, N), over groups."""
+    mean = (chances * real[:, :, None, None, None]).sum((0, 1)) / real.sum().clamp_min(1)
+    return (mean * (mean * chances.shape[-1]).clamp_min(FLOOR).log()).sum((-2, -1))
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+def _check_tensors(q: Any, k: Any, v: Any, z_q: Any, z_k: Any, null: Any) -> None:
+    check_rows(q, k, v)
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}.")
+    logits = "(B, N, K, G, M)", 5, k.shape[:3]
+    scores = "(H,)", 1, q.shape[2:3]
+    for name, x, (letters, dims, first) in (("z_q", z_q, logits), ("z_k", z_k, logits), ("null", null, scores)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor {letters}, got {type(x).__name__}.")
+        if x.ndim != dims or x.shape[: len(first)] != first or not x.is_floating_point() or x.device != q.device:
+            raise ValueError(
+                f"{name} must be a floating tensor {letters} on {q.device} that begins with {tuple(first)}; got {x.dtype} "
+                f"{tuple(x.shape)} on {x.device}."
+            )
+    if z_q.shape != z_k.shape or 0 in z_q.shape[3:]:
+        raise ValueError(f"z_q and z_k need equal G and M, at least 1, got {tuple(z_q.shape)}, {tuple(z_k.shape)}.")
+
+
+def _check_options(latest: Any, probes: Any, soft: Any, code_scores: Any, groups: int, many: int) -> None:
+    integer(latest, "latest", 1)
+    integer(probes, "probes", 1, f" There are {groups} groups of {many} codes.", groups + 1 if many > 1 else 1)
+    if many**groups > 2**31:
+        raise ValueError(f"M ** G must be at most 2**31, got {many} ** {groups}: take fewer groups or smaller ones.")
+    if not flag(soft, "soft") and not flag(code_scores, "code_scores"):
+        raise ValueError("code_scores=False goes with soft=True, which trains codes; set one of them to True.")
+    flag(code_scores, "code_scores")
+
+
+def _documents(q: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor, list[int]]:
+    """Return (B, N) int64, the number of each token's document, -1 for padding; and the tokens of each document."""
+    batch, seq_len = q.shape[:2]
+    lengths, cu_seqlens = check_documents(q, lengths, cu_seqlens)
+    if cu_seqlens is not None:
+        sizes = torch.tensor(check_bounds(cu_seqlens.tolist(), seq_len)).diff()
+        return torch.arange(len(sizes)).repeat_interleave(sizes)[None], sizes.tolist()
+    counts = [seq_len] * batch if lengths is None else lengths.tolist()
+    if any(not 0 <= n <= seq_len for n in counts):
+        raise ValueError(f"lengths must lie in 0..{seq_len} (the padded length), got {counts[:8]}.")
+    real = torch.arange(seq_len) < torch.tensor(counts, dtype=torch.int64)[:, None]
+    return torch.where(real, torch.arange(batch)[:, None], -1), counts

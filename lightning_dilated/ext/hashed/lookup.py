@@ -1,0 +1,136 @@
+"""The scores and sums of hashed attention, block by block of the merged order, and their gradients.
+
+Parts of all blocks are computed one after another, and again in the backward, so memory is O(N). Sums have a fixed order.
+
+Shape letters: B batch, N tokens, K kv heads, R tokens B N K, g query heads of a kv head, D head dim, G groups of M codes,
+P lookups of a query, b blocks of T entries, S rows that a block may read, C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_dilated.ext.hashed.order import Order
+
+#: a smaller chance counts as this one, and has no gradient: products of chances stay in the range of float32
+FLOOR = 1e-30
+#: numbers of a part's scores and chances: 32 MB in fp32, and some times that in the backward
+PART = 1 << 23
+
+
+class Inputs(NamedTuple):
+    """The rows of all tokens: q (R, g, D), k and v (R, D), chances of codes (R, G, M), which sum to 1 over M."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    chance_q: Tensor
+    chance_k: Tensor
+
+
+class Reads(NamedTuple):
+    """Results of lookups, without the null key; 0 or -inf if a lookup reads no row."""
+
+    out: Tensor  # (R, P, g, D), the mean of v under the softmax of scores
+    lse: Tensor  # (R, P, g), the log of the sum of exp(score)
+    match: Tensor  # (R, P, g), the mean of log chances under the same softmax, taken as constant
+    chance: Tensor  # (R, P), the log of the sum of chances
+
+
+def attend(inputs: Inputs, reads: Tensor, scale: float, code_scores: bool) -> Reads:
+    """Return the results (b, T, ...) of blocks: q (b, T, g, D), chance_q (b, T, G, M), k, v and chance_k (b, S, ...)."""
+    q, k, v, chance_q, chance_k = inputs
+    empty = ~reads.any(-1, keepdim=True)
+    match = (chance_q.transpose(1, 2) @ chance_k.permute(0, 2, 3, 1)).clamp_min(FLOOR).log().sum(1)
+    scores = (q.flatten(1, 2) @ k.mT).unflatten(1, q.shape[1:3]) * scale
+    scores = (scores + match[:, :, None] if code_scores else scores).masked_fill(~reads[:, :, None], -torch.inf)
+    top = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True).masked_fill(empty[:, :, None], 1)
+    share = weights / total
+    return Reads(
+        (share.flatten(1, 2) @ v).unflatten(1, q.shape[1:3]),
+        (total.log() + top)[..., 0].masked_fill(empty, -torch.inf),
+        (share.detach() * match[:, :, None]).sum(-1),
+        match.masked_fill(~(reads | empty), -torch.inf).logsumexp(-1).masked_fill(empty[..., 0], -torch.inf),
+    )
+
+
+def parts(order: Order, inputs: Inputs) -> Iterator[tuple[Tensor, Inputs, Tensor, Tensor]]:
+    """Yield some blocks after others: rows (b, S) by sorted order, and inputs, reads and lookups (b T,) for `attend`."""
+    size, most, dtype = order.block, order.block + order.reach, inputs.chance_q.dtype
+    step = max(1, PART // (size * most * (3 * inputs.q.shape[1] + 2 * inputs.chance_q.shape[1])))
+    offsets = torch.arange(-order.reach, size, device=order.first.device)
+    for i in range(0, len(order.first), step):
+        entries = slice(i * size, (i + step) * size)
+        rows = order.first[i : i + step, None] + offsets
+        begin, end = (x[entries].view(-1, size, 1) for x in (order.begin, order.end))
+        query, row = order.tokens[entries].view(-1, size), order.rows[rows.clamp(0, len(order.rows) - 1)]
+        numbers = (query, row, row, query, row)
+        block = Inputs(*(x[i].to(dtype) for x, i in zip(inputs, numbers, strict=True)))
+        yield rows, block, (rows[:, None] >= begin) & (rows[:, None] < end), order.lookups[entries]
+
+
+class Lookup(torch.autograd.Function):
+    """Compute the `Reads` of all lookups of an order, from the tensors of `Inputs`."""
+
+    @staticmethod
+    def forward(ctx: Any, order: Order, probes: int, settings: tuple[float, bool], *tensors: Tensor) -> Any:
+        inputs = Inputs(*tensors)
+        (tokens, group, dim), new = inputs.q.shape, inputs.chance_q.new_full
+        size = tokens * probes + 1  # entries that are no lookups write the last
+        shapes = (size, group, dim), (size, group), (size, group), (size,)
+        results = [new(*x) for x in zip(shapes, (0, -torch.inf, 0, -torch.inf), strict=True)]
+        for _, block, reads, lookups in parts(order, inputs):
+            for result, x in zip(results, attend(block, reads, *settings), strict=True):
+                result[lookups] = x.flatten(0, 1)
+        ctx.save_for_backward(*tensors)
+        ctx.order, ctx.probes, ctx.settings = order, probes, settings
+        return tuple(x[:-1].unflatten(0, (tokens, probes)) for x in results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        order, inputs = ctx.order, Inputs(*ctx.saved_tensors)
+        grads = tuple(torch.cat([x.flatten(0, 1), x.new_zeros(1, *x.shape[2:])]) for x in grads)
+        new, widths = grads[0].new_zeros, [x.shape[1:].numel() for x in (inputs.k, inputs.v, inputs.chance_k)]
+        queries = [new(len(grads[0]), *x.shape[1:]) for x in (inputs.q, inputs.chance_q)]
+        # L rows before the first, and T after the last, are none
+        sums = new(order.reach + len(order.rows) + order.block, sum(widths))
+        for rows, block, reads, lookups in parts(order, inputs):
+            with torch.enable_grad(), torch.autocast(inputs.q.device.type, enabled=False):
+                read = attend(Inputs(*(x.requires_grad_() for x in block)), reads, *ctx.settings)
+                wanted = [x[lookups].view(y.shape) for x, y in zip(grads, read, strict=True)]
+                q, k, v, chance_q, chance_k = torch.autograd.grad(read, block, wanted)
+            for total, x in zip(queries, (q, chance_q), strict=True):
+                total[lookups] = x.flatten(0, 1)
+            columns = torch.cat([k, v, chance_k.flatten(2)], -1).flatten(0, 1)
+            number = (rows - rows[0, 0]).flatten()
+            # rows of several blocks are added in sorted order: on a GPU, index_add_ adds in any order
+            columns, lengths = columns[number.argsort(stable=True)], torch.bincount(number)
+            first = int(rows[0, 0]) + order.reach
+            place = sums[first : first + len(lengths)]
+            place += torch.segment_reduce(columns, "sum", lengths=lengths, unsafe=True, initial=0)
+        d_q, d_chance_q = (x[:-1].unflatten(0, (-1, ctx.probes)).sum(1) for x in queries)
+        by_token = new(len(inputs.k), sum(widths))
+        by_token[order.rows] = sums[order.reach : order.reach + len(order.rows)]
+        d_k, d_v, d_chance_k = by_token.split(widths, -1)
+        results = (d_q, d_k, d_v, d_chance_q, d_chance_k)
+        return None, None, None, *(x.reshape(y.shape).to(y.dtype) for x, y in zip(results, inputs, strict=True))
+
+
+def merge_lookups(read: Reads, null: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out (B, N, H, D), agree and contrast (B, N, H) of `read` (B, N, K, P, ...) and the null key (K, g)."""
+    null_key = null[:, None].expand_as(read.lse[:, :, :, :1])
+    share = torch.cat([null_key, read.lse], 3).softmax(3)[:, :, :, 1:]
+    out = (share[..., None] * read.out).sum(3)
+    constant = share.detach()
+    match = (constant * read.match).sum(3)
+    empty = torch.isinf(read.chance).all(-1, keepdim=True)
+    total = read.chance.masked_fill(empty, 0).logsumexp(-1, keepdim=True)
+    return out.flatten(2, 3), -match.flatten(2, 3), (constant.sum(3) * total - match).flatten(2, 3)
