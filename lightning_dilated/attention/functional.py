@@ -117,7 +117,7 @@ def dilated_attention(
             One CUDA graph then serves all rows of up to N tokens with this number of documents, empty ones included.
             If the kernels do not serve the call, for example with another engine, `lengths` and `cu_seqlens` on a GPU
             are copied to the host, which waits for them and raises ValueError for values that would be clamped.
-        return_lse: also return the natural logarithm of the softmax denominator, without a gradient.
+        return_lse: whether to return lse, the natural logarithm of the softmax denominator, which has no gradient.
         engine: "auto", "sdpa", or the name of an engine; `DilatedAttention.engine_choice` explains "auto"'s choice.
         sequence: the ranks that share the sequence. q, k and v contain this rank's N tokens (0 on an empty shard).
             `lengths` and `cu_seqlens` describe the whole sequence. Every rank must make the same call. None means the

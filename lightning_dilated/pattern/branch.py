@@ -26,7 +26,7 @@ class _Branch:
     heads: tuple[int, ...] | None
 
     def residues(self) -> tuple[Self, ...]:
-        """Return the branch itself, because a head uses only one of its residues."""
+        """Return the branch itself; a `Window`, which may use several residues, overrides this."""
         return (self,)
 
     def serves(self, head: int) -> bool:
@@ -134,7 +134,7 @@ class Window(_Branch):
         _fix_heads_and_offset(self)
 
     def residues(self) -> tuple[Window, ...]:
-        """Return one window for each residue, because a head uses only one residue of each branch."""
+        """Return a window for each residue, because a head may use only one residue of each branch."""
         if self.offset is not None or self.dilation_rate == 1:
             return (self,)
         return tuple(replace(self, offset=o) for o in range(self.dilation_rate))

@@ -158,7 +158,7 @@ def _merge_requests(
     q, out, lse = tensors
     if selected is not None and not len(
         selected.flat
-    ):  # no query reads the rows, but other ranks wait for the exchange
+    ):  # no query reads the rows; take part in the exchange for the other ranks
         for _ in arrivals:
             pass
         return
