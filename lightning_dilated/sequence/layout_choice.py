@@ -32,7 +32,7 @@ def cheapest_layout(
     """Return "contiguous" or "zigzag" for the causal attention of a model.
 
     The cost of a layout, in whole femtoseconds, is the sum of the mean computation of a rank, the time of each layer's
-    cheapest exchange, and the wait for the busiest rank. "zigzag" is chosen if it costs over a tenth less.
+    cheapest exchange, and the wait for the busiest rank. "zigzag" is chosen only if it costs over a tenth less.
 
     Args:
         patterns: the pattern of each layer.

@@ -65,7 +65,7 @@ class BranchRows:
 
 
 def classes(problem: Problem, document: Document, branch: int) -> list[SegmentClass]:
-    """Return classes of a branch's segments in a document: short first, whole by start modulo T, short last."""
+    """Return the classes of a branch's segments: a short first one, whole ones by start modulo T, a short last one."""
     spec, total = problem.pattern.branches[branch], problem.shard.total
     width = segment_width(spec, document.length)
     turns = total // math.gcd(width, total)
@@ -175,7 +175,7 @@ def _last_of_members(rows: range, members: frozenset[int], total: int) -> int | 
 def _branch_rows(
     problem: Problem, last_row: LastRow, group: int, by_offset: bool
 ) -> dict[tuple[Document, int], list[BranchRows]]:
-    """Return the taken rows by document and `group` of heads; `by_offset`: heads of one offset have equal rows."""
+    """Return the rows to take by document and group of heads; `by_offset`: heads with equal offsets take equal rows."""
     out: dict[tuple[Document, int], list[BranchRows]] = {}
     for document in problem.documents:
         for branch in range(len(problem.pattern.branches)):
@@ -200,7 +200,7 @@ def _rows_of_branch(problem: Problem, document: Document, branch: int, head: int
         taken = range(0) if last is None else clip(rows, rows.start, last + 1)
         if not joins or group.segment.stop - group.segment.start < width:
             loose.append(Repeated(taken, group.number, group.period))
-        elif taken:  # if so, rows of each whole segment are taken
+        elif taken:  # then rows are taken from every whole segment
             end = group.segment.stop + (group.number - 1) * group.period
             whole = range(min(rows.start, whole.start) if whole else rows.start, max(end, whole.stop), rate)
             skipped.append(Repeated(clip(rows, last + 1, rows.stop), group.number, group.period))

@@ -41,7 +41,7 @@ def hierarchical_why_not(problem: Problem, per_node: int) -> str | None:
 
 
 def hierarchical_program(problem: Problem, rank: int, per_node: int) -> Program:
-    """Return two rounds: a row enters each other node at the rank with its owner's number; that rank spreads it."""
+    """Return two rounds: owners send rows to the ranks with the same number in other nodes, which spread them there."""
     ranks = problem.shard.ranks
     node, number = divmod(rank, per_node)
     mates = range(node * per_node, (node + 1) * per_node)
