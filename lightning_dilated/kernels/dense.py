@@ -40,7 +40,7 @@ OVER_ROWS = {16: (64, 64, 4, 2), 32: (64, 64, 4, 2), 64: (64, 64, 4, 2), 128: (6
 WIDE_BACKWARD = {16: (32, 32, 4, 1), 32: (32, 32, 4, 1), 64: (32, 32, 4, 1), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)}
 #: rows of a program that computes delta
 DELTA_ROWS = 64
-#: arguments for which Triton compiles no special versions by value
+#: arguments for which Triton compiles one version for all values
 COUNTS = ["heads", "n", "m", "tiles", "lower", "upper", "state", "threshold"]
 
 

@@ -243,8 +243,8 @@ def _find(
     head, kv head, tokens of the sample or document).
 
     The rate has 32 bits unless rows are FAR apart, because its products with strides need registers in the inner loops.
-    With LENGTHS there may be fewer rows than the tiles can hold, or none. Without LENGTHS the tokens are 0. With BITS
-    `lengths` are the bounds of documents.
+    With LENGTHS, there may be fewer rows than the tiles can hold, or none. Without LENGTHS, the tokens are 0. With
+    BITS, `lengths` are the bounds of documents.
     """
     if BITS:
         return _find_in_document(jobs, job_of, first_of, lengths, TILE, FAR, BITS)

@@ -125,7 +125,7 @@ def add(totals: Sequence[Tensor], rows: Tensor, parts: Sequence[Tensor], distinc
         totals: (m, D) tensors with stride 1 along D and equal row strides.
         rows: (G, n) rows of the totals, contiguous.
         parts: (G, n, D) tensors with stride 1 along D.
-        distinct: whether no row occurs twice. If so, the sums do not depend on an order.
+        distinct: whether no row occurs twice. If so, sums do not depend on the order of addition.
     """
     count, sizes = rows.numel(), _sizes(parts[0].shape[-1])
     a, b = parts[0], parts[-1]

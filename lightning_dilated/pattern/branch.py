@@ -101,8 +101,8 @@ class Branch(_Branch):
 class Window(_Branch):
     """A sliding window: query p sees key j of its document if r divides p - j and |p - j| < width * r (causal: j <= p).
 
-    With rate 1 a causal query sees the `width` latest tokens. Without an `offset` every position sees itself. A window
-    with a width of 2 or more has no walls (positions that no information crosses).
+    With rate 1, a causal query sees the `width` latest tokens. Without an `offset`, every position sees itself. A
+    window with a width of 2 or more has no walls (positions that no information crosses).
 
     Args:
         width: keys that a causal query sees, itself included; without causal attention a query sees 2 width - 1 keys.
@@ -147,7 +147,7 @@ class Global(_Branch):
     Global tokens, such as the class token of a slide, see every token, and every token sees them. The cost is O(N).
 
     Args:
-        tokens: g, the number of global tokens. In a shorter document all tokens are global.
+        tokens: g, the number of global tokens. In a shorter document, all tokens are global.
         heads: the query heads that use this branch; None means all heads.
 
     Raises:

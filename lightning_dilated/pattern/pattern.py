@@ -164,8 +164,8 @@ class DilatedPattern:
     ) -> list[DilatedPattern]:
         """Make the patterns of `depth` layers with local segments, and with a few heads that see the whole sequence.
 
-        In layers `global_first`, `global_first + global_every`, ... the last `global_heads` kv heads, and their query
-        heads, have dense attention over the whole sequence. All other heads have segments of `local` tokens.
+        In layers `global_first`, `global_first + global_every`, ..., the last `global_heads` kv heads and their query
+        heads have dense attention over the whole sequence. All other heads have segments of `local` tokens.
 
         Args:
             depth: layers of the model.
@@ -372,7 +372,7 @@ class DilatedPattern:
         causal: bool,
         num_kv_heads: int | None = None,
     ) -> Explanation:
-        """Return a printable report: walls, dead residues, layers until full reach, FLOPs, keys per row, and sight.
+        """Return a printable report: walls, dead residues, layers to full reach, FLOPs, keys per row, pairs by distance.
 
         It is for `depth` layers with this pattern at `seq_len` tokens. If layers differ, call `model.explain(seq_len)`.
         """
@@ -389,8 +389,8 @@ class DilatedPattern:
     ) -> Any:
         """Plot the attention pattern as a matplotlib Figure, and write it to `path` unless `path` is None.
 
-        With `head` the figure shows only this head. Otherwise it shows all heads together and up to three single heads,
-        if possible with different branches.
+        With `head`, the figure shows only this head. Otherwise it shows all heads together, and up to three single
+        heads, if possible with different branches.
         """
         return hook("plot a pattern")(self, seq_len, num_heads, causal, path, head, num_kv_heads)
 

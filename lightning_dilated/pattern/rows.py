@@ -129,7 +129,7 @@ def head_rows(start: int, stop: int, first: int, rate: int, offset: int) -> rang
 
 
 def padded_keys(pattern: DilatedPattern, branch: AnyBranch, seq_len: int, keys: int) -> int:
-    """Return n_pad, the zero keys of a head in a segment where it has `keys` keys: ceil(min(w, N) / r) - keys.
+    """Return n_pad, the number of zero keys of a head with `keys` keys in a segment: ceil(min(w, N) / r) - keys.
 
     It is 0 unless padding="attended". Callers omit pads from causal attention, because all pads follow the queries.
     """
@@ -246,8 +246,8 @@ class Block:
     Row i of head j in segment s is position first + s * segment_stride + j * position_step + i * row_stride. In a
     strided view of (B, N, H, D) the next head may be at another position, so heads with different offsets share a call.
     Each row also sees `pads` zero keys (padding="attended"). With a `width`, row i sees row j only if |i - j| < width.
-    With `keys` = (first, rows) each row sees these `rows` positions instead of the block's rows, or no key if attention
-    is causal and the keys follow the block's rows.
+    With `keys` = (first, rows), each row sees these `rows` positions instead of the block's rows, or no key if
+    attention is causal and the keys follow the block's rows.
     """
 
     branch: int

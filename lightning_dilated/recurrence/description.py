@@ -28,7 +28,7 @@ class Recurrence:
             or "delta" (Infini-attention, arXiv 2404.07143). If attention is not causal, only "linear" is allowed.
         segment: number of tokens per memory segment; only "linear" and "delta" need and allow it.
         conv: taps of a short convolution over q, k and v for the memory, initially the identity; 0 means none.
-        gate_init: initial `scale`. With 0 the memory does not change the layer's output until it is trained.
+        gate_init: initial `scale`. With 0, the memory does not change the layer's output until `scale` is trained.
 
     Raises:
         TypeError, ValueError: if an argument is invalid. The message states its value and the allowed values.

@@ -63,7 +63,7 @@ class ThreadedGloo:
         return _thread(os.getpid()).submit(self.backend.allgather, [tensors], [own])
 
     def close(self) -> None:
-        """Close the connection. This waits for gathers that other ranks have not joined."""
+        """Close the connection; wait for gathers that other ranks have not joined."""
         self.backend = None
 
 
@@ -304,7 +304,7 @@ class Consensus:
         return f"the ranks of the sequence disagree, so nothing was {done}. " + ". ".join(lines)
 
     def _even_out(self, control: ControlGroup) -> None:
-        """Pad every rank's queue to the longest, so that all issue the same number of collectives; then clear it."""
+        """Pad every rank's queue to the longest one, so that the ranks issue equally many collectives; clear it."""
         if self.may_defer:
             waiting = len(self.deferred)
             most, self._calls = torch.stack(control.gather(torch.tensor([waiting, self._calls]))).amax(0).tolist()

@@ -229,7 +229,7 @@ class SequenceGroup:
     def trusting(self) -> Iterator[None]:
         """On GPUs, defer the checks of calls that equal earlier calls. Call `settle` before using results.
 
-        Without this context a rank waits in each call for the hosts of all other ranks.
+        Without this context, a rank waits in each call for the hosts of all other ranks.
         """
         before, self._trusted = self._trusted, True
         try:

@@ -36,8 +36,8 @@ from lightning_dilated.sequence.shard import GIB, Shard, check_exchange
 
 #: at most this number of ranks is priced, evenly spread over all ranks
 PRICED = 8
-#: attention FLOP/s (both passes) and memory bytes/s of an H200, which convert waiting for a busier rank and a switch's
-#: fp32 copies to seconds; and the bytes of these copies per element of q
+#: attention FLOP/s (both passes) and memory bytes/s of an H200, and bytes of a switch's fp32 copies per element of q,
+#: for the seconds of these copies and of waiting for a busier rank
 FLOPS, MEMORY, COPIED = 400e12, 4e12, 40
 #: slowdown of causal attention over a whole long sequence, by the owners of a switch, relative to pieces on zigzag
 #: ranks: 931 ms and 867 ms for 524,288 tokens on four H200
@@ -238,7 +238,7 @@ def busiest_pairs(problem: Problem, exchange: str, ranks: Sequence[int]) -> int:
 
 
 def mean_pairs(problem: Problem, exchange: str, ranks: Sequence[int]) -> float:
-    """Return the mean number of pairs of `ranks`; for a switch, of their queries, as a few ranks may own no segment."""
+    """Return the mean pairs of `ranks`. For a few ranks of a switch, count by query: these ranks may own no segment."""
     by_queries = exchange == "switch" and len(ranks) < problem.shard.ranks and not problem.shard.interleaved
     return sum(rank_pairs(problem, "gather" if by_queries else exchange, rank) for rank in ranks) / len(ranks)
 

@@ -1,6 +1,6 @@
 """Requirements of attention over a sharded sequence: the call as a `Problem`, and each rank's row requests.
 
-A row request lists query rows of a rank and the key rows on other shards that they see. All numbers are integers.
+A row request lists query rows of a rank, and the key rows that they see on other shards. All numbers are integers.
 
 Shape letters: N tokens, H query heads, R ranks, w segment length, r dilation rate, o offset.
 """

@@ -122,7 +122,7 @@ class Shard:
 
     @property
     def longest(self) -> int:
-        """L, the tokens of the rank with most: rank 0, or in zigzag R - 1, because rank 0 has the short last chunk."""
+        """L, the most tokens of a rank. Rank 0 has them; in zigzag rank R - 1, as rank 0 has the short last chunk."""
         return max(self.length(0), self.length(self.ranks - 1))
 
     def owner(self, position: int) -> tuple[int, int]:

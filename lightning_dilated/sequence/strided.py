@@ -1,9 +1,9 @@
 """Closed forms of the strided layout: the rows of a rank that other ranks read, and the pairs that a rank computes.
 
 A rank holds every T-th position, so every segment extends over all ranks, and a rank has a piece of each segment.
-Segments with equal starts modulo T look the same to the ranks, so that one segment represents them all. If the rate of
-a branch divides its segment length, its rows form one progression over the whole document. In causal attention no
-reader needs the last rows of each segment; these rows then form progressions with the segment length as step.
+Segments with equal starts modulo T look the same to the ranks, so that one segment represents them all. If a branch's
+rate divides its segment length, the branch's rows form one progression over the whole document. In causal attention, no
+reader needs the last rows of each segment; the unneeded rows form progressions with the segment length as step.
 
 Shape letters: N tokens, R ranks, T = R * members, w segment length, r dilation rate, o offset.
 """

@@ -44,8 +44,8 @@ def _cudnn_backward(
 
 #: largest storage of a copy, as a multiple of the storage of q or the gradient
 MOST_SPREAD = 4
-#: shapes and strides of q, k, v -> strides of grad and out in the first backward with them. Entries are never removed,
-#: because torch never removes its graphs: without an entry, a later call could read its gradient with wrong strides
+#: {shapes and strides of q, k, v: strides of grad and out in their first backward}. Entries are never removed, because
+#: torch never removes its graphs: without an entry, a later call could read its gradient with wrong strides
 _READ: dict[tuple, tuple[tuple[int, ...], ...]] = {}
 
 
@@ -91,7 +91,7 @@ def _log_copies() -> None:
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int | None:
-    """Return the memory from a tensor's first to its last element, in elements; None if elements may overlap."""
+    """Return the number of elements in the memory that a tensor spans; None if two of its elements may overlap."""
     extent = 1
     for stride, n in sorted((s, n) for n, s in zip(shape, strides, strict=True) if n > 1):
         if stride < extent:

@@ -64,8 +64,8 @@ class Call:
 
 
 class Layout(NamedTuple):
-    """Properties of q (B, N, H, D) for planning, whether there is dropout, and whether `lengths`, or the bounds of
-    2**bits documents, are on the device."""
+    """Facts for planning: properties of q (B, N, H, D), whether there is dropout, and whether the device has lengths,
+    or (if `bits` is not 0) the bounds of 2**bits documents."""
 
     shape: Sequence[int]
     dtype: torch.dtype

@@ -193,12 +193,12 @@ def _add_requests(
 
 
 def _select(selected: Rows | None, x: Tensor) -> Tensor:
-    """Return the selected rows (1, n, 1, D) of a (B, L, H, D) tensor, or the tensor."""
+    """Return the selected rows (1, n, 1, D) of a (B, L, H, D) tensor; without a selection, return the tensor."""
     return x if selected is None else selected.take(x)[None, :, None]
 
 
 def _select_lse(selected: Rows | None, lse: Tensor) -> Tensor:
-    """Return the selected rows (1, 1, n) of a (B, H, L) tensor, or the tensor."""
+    """Return the selected rows (1, 1, n) of a (B, H, L) tensor; without a selection, return the tensor."""
     return lse if selected is None else selected.take(lse.transpose(1, 2))[None, None]
 
 

@@ -2,7 +2,7 @@
 
 Step j pairs a rank with rank XOR 2^(j-1). Each of the two belongs to one half of 2^j shards, and sends the rows of its
 half that branches with segments of 2^j shards or more read. A head moves (S/2) log2 R rows (S = w/r rows of a segment).
-Offsets must nest: a wide branch must read a subset of the rows of the next narrower branch. In the hierarchical form a
+Offsets must nest: a wide branch must read a subset of the rows of the next narrower branch. In the hierarchical form, a
 rank receives a part of the rows that its node needs, and the ranks of the node exchange them over faster links.
 """
 

@@ -1,6 +1,6 @@
 """gather: each owner sends a row to every rank that needs it. It serves any pattern and layout.
 
-The flat form is one all-to-all. In the hierarchical form a row enters each other node once; the ranks of the node then
+The flat form is one all-to-all. In the hierarchical form, a row enters each other node once; the ranks of the node then
 spread it over their faster links.
 """
 

@@ -106,7 +106,7 @@ def merge(messages: Iterable[Message]) -> Message:
 # -- volume ------------------------------------------------------------------------------------------------------------
 @dataclass
 class Units:
-    """Counts of units in the tensors' dtype (`own`), fp32 units (`wide`: gradients, outputs), fp32 `numbers` (lse)."""
+    """Counts of units in the tensors' dtype (`own`) or fp32 (`wide`: gradients, outputs), and fp32 `numbers` (lse)."""
 
     own: float = 0
     wide: float = 0

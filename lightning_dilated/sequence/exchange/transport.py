@@ -168,7 +168,7 @@ class Posted:
 
 @contextlib.contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU, run the body on the exchange's stream, after all work queued so far. This has no effect on a CPU.
+    """On a GPU, run the body on the exchange's stream, after all work queued so far; on a CPU, just run the body.
 
     Memory allocated in the body belongs to that stream. A tensor that the caller's stream reads must be allocated
     before the body, or read only after `Posted.wait`; free it only after `rejoin`.
