@@ -39,7 +39,7 @@ class DilatedPattern:
             fields. A window of rate r becomes r windows, one for each residue.
         offsets: the rule for the offset of head h in a branch of rate r: "interleaved" is h mod r (the LongNet paper),
             "blocked" is h // ceil(H / r) (torchscale and GigaPath checkpoints). A branch's `offset` takes precedence.
-        offset_heads: "query", or "kv": with grouped-query attention the offset follows the kv head.
+        offset_heads: "query", or "kv": in grouped-query attention, the offset follows the kv head.
         padding: "masked", or "attended" to reproduce released checkpoints, in which zero pads get softmax weight.
 
     Raises:

@@ -20,8 +20,8 @@ from lightning_dilated.attention.backends.sdpa import CPU_FLASH, CUDNN, FLASH
 from lightning_dilated.attention.backends.triton import TRITON
 from lightning_dilated.attention.backends.windows import with_windows
 
-#: {compute capability: limit in FLOPs}. If the mean FLOPs of a block, forward and backward, are below the limit,
-#: triton's grouped launches are faster than a call of cuDNN for each block, which costs the host 0.2 ms in each pass
+#: {compute capability: limit in FLOPs}. If the mean FLOPs of a block in both passes are below the limit, triton's
+#: grouped launches are faster than a call of cuDNN per block. Such a call takes about 0.2 ms on the host in each pass
 GROUPED_BELOW: dict[tuple[int, int], float] = {(9, 0): 1.0e11}
 #: the limit for other compute capabilities, with which triton's grouped launches are never preferred
 DEFAULT = 0.0

@@ -133,7 +133,7 @@ UNIT = 131072 * 12 * 64
 FORWARD = 4 * UNIT
 #: limits in the backward for dense and thin branches (small calls are faster with more segments)
 DENSE, THIN = UNIT, 2 * UNIT
-#: the largest call, in such triples, that the backward computes as one chunk
+#: the most elements of q with which the backward is one chunk
 ONE_PIECE = 2 * UNIT
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: most rows in the parts of all branches, per row of q; above it, blocks are merged one by one, one part at a time
@@ -239,7 +239,7 @@ def _is_result(parts: Sequence[Tensor], index: int | None, out: Tensor) -> bool:
 def _descend(device: torch.device, chunk: Chunk, make: Callable, combine: Callable, parts: list) -> None:
     """Walk through a span's outermost chunk, given its `parts`.
 
-    On a GPU the inner chunks alternate between two streams, so that the sums and last waves of one chunk run
+    On a GPU, the inner chunks alternate between two streams, so that the sums and last waves of one chunk run
     concurrently with the products of the next chunk. Chunks write different rows, and free memory on their stream.
     """
     if device.type != "cuda" or len(chunk.inner) < 2:

@@ -137,7 +137,7 @@ class RowExchange:
         total: list[Tensor] | None = None,
         carried: tuple[Tensor, Tensor] | None = None,
     ) -> list[Tensor]:
-        """Compute `Executor.backward`; `carried` are (rows of the forward, their gradients, updated in place)."""
+        """Compute `Executor.backward`; `carried`: rows of the forward, and their gradients to update in place."""
         grad, q, k, v, out = tensors
         with BackwardRun(self.route, self.wires[1], k, v, received, lse.dtype, carried) as run:
             arrivals = ((x.batches, x.rows, x.grads) for x in run.arrivals())

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def entries(
     blocks: tuple[Block, ...], heads: int, kv: bool, device: torch.device, start: int, length: int, stream: int = 0
 ) -> Entries:
-    """Return the table of the blocks' rows at positions start..start + length, by query head, or if `kv` by kv head.
+    """Return the table of the blocks' rows at positions start..start + length, by query head (by kv head if `kv`).
 
     Each stream has its own table, because freed memory is reused on its stream only.
     """
@@ -52,7 +52,7 @@ def entries(
 
 
 def rows_by_head(blocks: tuple[Block, ...], heads: int, kv: bool) -> list[list[tuple[int, ...]]]:
-    """Return the entries of the blocks of each query head, or if `kv` of each kv head.
+    """Return the entries of the blocks of each query head (of each kv head if `kv`).
 
     An entry is (block, head in the block, first position, segments, width, rows, rate).
     """
@@ -350,7 +350,7 @@ def _document(window: HeadWindow, document: int, part: tuple[int, int] | None, t
 
 
 def _rows(blocks: tuple[Block, ...], heads: int, kv: bool) -> tuple[Tensor, Tensor]:
-    """Return the entries by query head (if `kv`, by kv head), as in `Outputs`, and their number by head."""
+    """Return the entries by query head (by kv head if `kv`), as in `Outputs`, and their number by head."""
     rows = rows_by_head(blocks, heads, kv)
     table = torch.tensor([x for head_rows in rows for x in head_rows], dtype=torch.int32).reshape(-1, 7)
     return table, torch.tensor([len(head_rows) for head_rows in rows], dtype=torch.int64)

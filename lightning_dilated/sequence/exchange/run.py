@@ -175,7 +175,7 @@ class Arrival:
 class Run:
     """Rows of one call in transit. Create a run before the local work, and iterate over its arrivals afterwards.
 
-    On a GPU a program that saves rows posts all rounds immediately, on a separate stream that overlaps with local work.
+    On a GPU, a program that saves rows posts all rounds at once, on a separate stream that overlaps with local work.
 
     Args:
         wire: None for a program without rounds.
