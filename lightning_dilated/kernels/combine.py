@@ -260,7 +260,7 @@ def _span_program(
     """Return a program's (index of span and head, head, sample in the span, sample, first position, inside, live, step,
     start, document, begin).
 
-    For each row, `inside` and `live` say if it is in the span and in the sample; its document begins at `begin`.
+    For each row, `inside` and `live` say if the row is in the span and in the sample; its document begins at `begin`.
     """
     head, tile = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads
     number = tl.load(span_of + tile)

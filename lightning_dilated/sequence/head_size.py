@@ -44,7 +44,7 @@ class TradeBytes:
 
 
 def in_groups(problem: Problem, size: int, member: int = 0) -> Problem:
-    """Return the problem of the ranks with number `member` in groups of `size`; `problem` must be without groups."""
+    """Return the problem of rank number `member` in each group of `size` ranks; `problem` must be without groups."""
     single = problem.shard
     shard = replace(single, ranks=single.ranks // size, members=size)
     first, stop = problem.heads

@@ -39,7 +39,7 @@ def cheapest_layout(
         seq_len: N, the longest sequence.
         num_heads, num_kv_heads: H and K.
         ranks: R, the ranks that share a sequence.
-        head_size: ranks of a head-parallel group.
+        head_size: number of ranks in a head-parallel group.
         prices: `ranks_per_node` and `links` of `planner.plan`; heads have 64 features of 16 bits.
 
     Raises:

@@ -200,7 +200,7 @@ def make_problem(
         cu_seqlens: bounds of packed documents, instead of `lengths`.
         lengths: tokens of each sample.
         batch: number of samples of N tokens, without `lengths` and `cu_seqlens`.
-        head_size: ranks of a head-parallel group, a divisor of `ranks`.
+        head_size: number of ranks in a head-parallel group, a divisor of `ranks`.
 
     Raises:
         TypeError, ValueError: if an argument is invalid. The message names it.
@@ -244,7 +244,7 @@ def mean_pairs(problem: Problem, exchange: str, ranks: Sequence[int]) -> float:
 
 
 def joint_pairs(problem: Problem, rank: int) -> int:
-    """Count the pairs of a rank's requests: the key is not in the query's run of consecutive positions on the rank."""
+    """Count the pairs of a rank's requests, with keys outside the query's run of consecutive positions on the rank."""
     if problem.shard.interleaved:
         return strided.query_pairs(problem, rank)
     return sum(request.pairs for request in row_requests(problem, rank))

@@ -115,7 +115,7 @@ def _heads_by_offset(problem: Problem, branch: int) -> dict[int, list[int]]:
 
 
 def _pairs(rows: range, queries: range, causal: bool) -> int:
-    """Count (query, row) pairs; the queries are some of the rows (causal: pairs with rows not after the query)."""
+    """Count (query, row) pairs; the queries are some of the rows. If causal, leave out rows after the query."""
     n = len(queries)
     if not n or not causal:
         return n * len(rows)

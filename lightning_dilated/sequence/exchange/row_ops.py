@@ -152,7 +152,7 @@ class ManyRanges:
         self._numbers, self._each = (np.repeat(first, count) + within)[order], np.repeat(count, count)[order]
 
     def find(self, document: Document, head: int, rows: range, sample: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (indices in `rows`, numbers in the store) of the elements of `rows` in the store, int64."""
+        """Return (indices in `rows`, numbers in the store), int64, of all elements of `rows` that are in the store."""
         group = self._group_of.get((document, head))
         if group is None or not rows:
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -188,7 +188,7 @@ class ReceivedRows:
     def find(
         self, document: Document, head: int, rows: range, sample: int
     ) -> Iterator[tuple[Progression, Progression]]:
-        """Yield (indices in `rows`, numbers in the store) of the elements of `rows` in the store."""
+        """Yield (indices in `rows`, numbers in the store) of the elements of `rows` that are in the store."""
         if self.carried is not None:
             for at, number in zip(*(x.tolist() for x in self.carried.find(document, head, rows, sample)), strict=True):
                 yield (at, 1, 1), (number, 1, 1)
@@ -437,7 +437,7 @@ def take(x: Tensor, rows: Tensor) -> Tensor:
 def take_apart(store: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first and second halves, (..., D) each, of rows of an (n, 2, D) store.
 
-    On a GPU many rows are copied to separate memory, because causal cuDNN is a third slower if K and V interleave.
+    On a GPU, many rows are copied to separate memory, because causal cuDNN is a third slower if K and V interleave.
     """
     if not _use_kernel(store, rows):
         return store[rows].unbind(-2)

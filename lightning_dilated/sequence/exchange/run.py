@@ -232,7 +232,7 @@ class Run:
         return [posted for posted in self._posted if posted is not None]
 
     def _begin(self) -> None:
-        """Post all rounds, or only the first; also the second if the first only copies the rank's own rows (ring)."""
+        """Post all rounds, or only the first, or the first two if the first only copies the rank's own rows (ring)."""
         rounds = self.compiled.rounds
         copied = (
             len(rounds) > 1 and not (rounds[0].receives.keys() - {self.wire.rank}) and not len(rounds[1].packing.store)
