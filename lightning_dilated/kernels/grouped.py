@@ -75,7 +75,7 @@ class Grid:
     Attributes:
         programs: number of programs.
         job: (programs,) int32, the job of each program.
-        first: (jobs,) int32, the first program of each job; with bounds of documents (jobs, 4), then its `slots`.
+        first: (jobs,) int32, each job's first program; with bounds of documents (jobs, 4), followed by its `slots`.
     """
 
     programs: int

@@ -1,6 +1,6 @@
 """ring: rows travel from rank to rank until no later rank needs them; a rank holds the rows of one round at a time.
 
-In the backward the rows travel again, and each rank sends its part of a row's gradient directly to the row's owner.
+In the backward, the rows travel again, and each rank sends its part of a row's gradient directly to the row's owner.
 """
 
 from __future__ import annotations
