@@ -21,7 +21,7 @@ def send(x: Tensor, device: torch.device) -> Tensor:
 
 def _copies_directly(x: Tensor, device: torch.device) -> bool:
     """Return whether `x.to` never makes the host wait, or pinned memory cannot be used: in traced code, for tensor
-    subclasses, and during the capture of a CUDA graph, because a replay would read pinned memory that was reused."""
+    subclasses, and while a CUDA graph is captured, because a replay would read pinned memory that was reused."""
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return True
     if x.device.type != "cpu" or device.type != "cuda" or not x.numel():
@@ -35,7 +35,7 @@ ASSUMED: list[bool] = []
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 GIB = 2**30
-#: bytes of a GPU that `leave_room` keeps free; the most bytes that CUDA, NCCL and libraries use when it is called
+#: GPU bytes that `leave_room` keeps free, and the most that CUDA, NCCL and libraries use when `leave_room` is called
 ROOM, LIBRARIES = GIB, 6 * GIB
 
 _limits: dict[torch.device, float] = {}

@@ -110,14 +110,14 @@ def dilated_attention(
         dropout: probability with which a (query, key) pair of a branch is dropped. This function has no eval mode: pass
             0.0 outside training. torch's CPU generator seeds the mask, so `torch.manual_seed` reproduces it.
         lengths: (B,) integers, the number of real tokens of each right-padded sample. Output rows of padding are 0. The
-            kernels read lengths on q's GPU without making the host wait, also in a CUDA graph, and clamp them to 0..N.
+            kernels read lengths on q's GPU, even in a CUDA graph, without making the host wait, and clamp them to 0..N.
         cu_seqlens: int32 (documents + 1,), bounds of documents packed into one sample (B = 1). Segments restart at each
-            document, and attention does not cross its bounds. Bounds on the CPU must rise from 0 to N. With one rank
+            document, and attention does not cross its bounds. Bounds on the CPU must rise from 0 to N. With one rank,
             they can be on q's GPU, where the kernels clamp them to 0..N, and output rows after the last bound are 0.
-            One CUDA graph then serves all rows of up to N tokens with this number of documents, empty ones included.
-            If the kernels do not serve the call, for example with another engine, `lengths` and `cu_seqlens` on a GPU
-            are copied to the host, which waits for them and raises ValueError for values that would be clamped.
-        return_lse: also return the natural logarithm of the softmax denominator, without a gradient.
+            One CUDA graph then serves all rows of up to N tokens with this number of documents, empty ones included. If
+            the kernels do not serve the call, for example with another engine, `lengths` and `cu_seqlens` on a GPU are
+            copied to the host, which waits for them and raises ValueError for values that would be clamped.
+        return_lse: whether to return lse, the natural logarithm of the softmax denominator, which has no gradient.
         engine: "auto", "sdpa", or the name of an engine; `DilatedAttention.engine_choice` explains "auto"'s choice.
         sequence: the ranks that share the sequence. q, k and v contain this rank's N tokens (0 on an empty shard).
             `lengths` and `cu_seqlens` describe the whole sequence. Every rank must make the same call. None means the
@@ -260,7 +260,7 @@ def check_rows(q: Any, k: Any, v: Any) -> None:
     if q.shape[:2] != k.shape[:2]:
         raise ValueError(
             f"q and k must have the same B and N, got {tuple(q.shape[:2])} and {tuple(k.shape[:2])}: tokens attend to their "
-            "own sequence (for new tokens after others see new_cache of MultiheadDilatedAttention, or state= of "
+            "own sequence (for new tokens after others, see new_cache of MultiheadDilatedAttention, or state= of "
             "recurrent_attention)."
         )
     if q.shape[3] != k.shape[3]:

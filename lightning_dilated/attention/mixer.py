@@ -11,12 +11,12 @@ class Mixer(nn.Module):
     A mixer with `mixes` changes keys and values before their rotation. It defines
 
         mix(query, lengths, cu_seqlens, place): return a function of the concatenated k and v, (B, N, 2 K D).
-        mix_new(cache): return this function for new tokens that follow a cache.
+        mix_new(cache): return the same function for new tokens that follow a cache.
 
     A mixer with `adds` adds to the heads' outputs. It defines, for rows q, k and v before their rotation,
 
         add(query, rows, lengths, cu_seqlens, place): return (B, N, H, D).
-        add_new(query, rows, cache): return this for new tokens that are not yet in the cache.
+        add_new(query, rows, cache): return the same for new tokens, before the cache contains them.
 
     `place` is the layer's place in a stream, or None. A mixer that does not support streams raises ValueError unless
     `place` is None. `sequence_halo` fetches neighbouring tokens from other ranks. A cache stores the mixer's state for the
@@ -24,7 +24,7 @@ class Mixer(nn.Module):
 
     Attributes:
         option: the layer's option, for messages.
-        token_flops: forward FLOPs of a token, without matrices.
+        token_flops: forward FLOPs per token, without products with weight matrices.
     """
 
     option = ""

@@ -95,8 +95,8 @@ class Projection:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return (q, k, v, unrotated q, unrotated k) with weight ((H + 2 K) D, E) and bias ((H + 2 K) D,).
 
-        `group` is H / K. Without rotary positions all are views of one projection. With them v is projected separately,
-        because v as a view would keep the unrotated q and k in memory until the backward.
+        `group` is H / K. Without rotary positions, all results are views of one projection. With them, v is projected
+        separately, because a view would keep the unrotated q and k in memory until the backward.
         """
         kv, linear = len(weight) // (group + 2), nn.functional.linear
         heads = lambda y: y.unflatten(-1, (-1, self.head_dim))  # noqa: E731
@@ -339,8 +339,8 @@ class MultiheadDilatedAttention(nn.Module):
             positions: global positions (N,) or (B, N) for rotary or xPos, or their table. None means 0..N-1, or in an
                 active `SequenceGroup` the positions of this rank's tokens.
             cache: earlier rows, for causal calls: a cache from `new_cache`, which also stores the new tokens; or the
-                layer's place in a stream, if `query` is a chunk of a stream. It needs a call on one rank. The exception
-                is a cache of prompts that ranks share: prompts are read in the active group, new tokens outside of it.
+                layer's place in a stream, if `query` is a chunk of a stream. Such calls run on one rank. The exception
+                is a cache of prompts that ranks share: it reads prompts in the active group, and new tokens outside.
 
         Returns:
             (out with query's shape, None).
@@ -391,7 +391,7 @@ class MultiheadDilatedAttention(nn.Module):
         q, k, v = projected[:3]
         adding = [m for m in self.mixers if m.adds]
         unrotated = projected[3:] if adding else ()
-        del projected  # the attention needs the memory
+        del projected  # frees memory for the attention
         out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal, chunk=place)
         for mixer in adding:
             out = out + mixer.add(query, (*unrotated, v), *documents, place).to(out.dtype)

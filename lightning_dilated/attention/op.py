@@ -1,8 +1,8 @@
 """The attention op, registered with torch: forward, backward, shapes for tracing, autograd, and FLOPs.
 
 For any number of branches the op saves q, k, v, out, lse and the rows received from other ranks for the backward. FLOPs
-count the pattern's pairs, with two matmuls a pair in the forward (4 D) and five in the backward (10 D). As in torch's
-counts, softmax, merge and padding are left out.
+count the pattern's pairs, with two products per pair in the forward (4 D) and five in the backward (10 D). As in
+torch's counts, softmax, merge and padding are left out.
 Shape letters: B batch, N tokens (of this rank), H query heads, K kv heads, D head dim.
 """
 
@@ -35,8 +35,8 @@ def run_forward(
     """Return (out (B, N, H, D), lse (B, H, N), received rows (n, D), number of the call); `spec` is `CallSpec.code`.
 
     The received rows are a result because the backward needs them again: if recomputation saves this op's results, they
-    are sent only once. The number, () int64 on the CPU, identifies the call on all ranks. On one rank received rows and
-    number are empty, (0,). `place`, (2,) int64 on the CPU, is the (layer, chunk) of a stream.
+    are sent only once. The number, () int64 on the CPU, identifies the call on all ranks. On one rank, received rows
+    and number are empty, (0,). `place`, (2,) int64 on the CPU, is the (layer, chunk) of a stream.
     """
     resolved = resolve(spec, q, k, lengths, cu_seqlens, seed, place)
     out, lse, received = resolved.executor.forward((q, k, v), True)
@@ -115,8 +115,8 @@ def attention_pairs(
 ) -> int:
     """Return the number of (query, key) pairs. While tracing, lengths have no values, so every row counts.
 
-    With several ranks count the pairs of this rank's queries (with head groups, of its heads). The ranks' numbers sum
-    to the number on one rank. In a stream count the pairs of the chunk's queries; tracing assumes the first chunk.
+    On several ranks, count the pairs of this rank's queries and heads; the ranks' counts sum to the count on one rank.
+    In a stream, count the pairs of the chunk's queries; tracing assumes the first chunk.
     """
     lengths, cu_seqlens, place = (None if is_fake(x) else x for x in (lengths, cu_seqlens, place))
     call = spec, q, k, (lengths, cu_seqlens)
@@ -124,7 +124,7 @@ def attention_pairs(
     return find_context(name).pairs(*call, place) if name else whole_pairs(*call)
 
 
-#: last arguments of both ops, after the tensors of rows
+#: schema of the last arguments of both ops, after the tensors of rows
 _OPTIONS = "Tensor? lengths, Tensor? cu_seqlens, Tensor? seed, str spec, Tensor? place=None"
 _OP = Op(
     "attention",

@@ -81,7 +81,7 @@ def compare(
     backward: bool,
     chunk: int | None = None,
 ) -> tuple[Agreement, str]:
-    """Return the ranks' agreement on a call (`chunk`: its tokens in a stream), and the name of an engine for it."""
+    """Return the ranks' agreement on a call, and the name of an engine for it. `chunk`: tokens of a stream's chunk."""
     request = Request.of(q, spec.dropout, spec.scale)
     # fail early if no engine serves the call; the engine itself is chosen later, when block sizes are known
     engine = group.guard(functools.partial(choose, log=False), spec.engine, request).engine
@@ -165,7 +165,7 @@ def _shared(
 
 
 def for_passes(make: Callable[[Traffic], Any], traffic: tuple[Traffic, Traffic]) -> tuple[Any, Any]:
-    """Make one object for the forward and one for the backward."""
+    """Return the objects that `make` returns for the traffic of the forward and of the backward."""
     return make(traffic[0]), make(traffic[1])
 
 
@@ -177,8 +177,8 @@ def share(
     seq_len: int,
     sizes: Mapping[str, int],
 ) -> tuple[Plan, tuple[Span, ...]]:
-    """Return the plan for this rank's ring, and the parts of documents that this rank computes locally; `sizes` are the
-    planner's head_dim and element_size."""
+    """Return this rank's plan, and the parts of documents that it computes locally. `sizes`: head_dim and
+    element_size."""
     pieces = [Document(s.batch, s.batches, s.start, s.start + s.length) for s in documents]
     shard = group.shard(seq_len)
     problem = Problem(*window[:3], spec.causal, shard, straddling(pieces, shard), window.heads)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning_dilated.sequence.planner import Plan
     from lightning_dilated.sequence.requirements import Document
 
-#: the length of a sequence is expected to change from call to call unless it is a multiple of this number
+#: a sequence length that is not a multiple of this number is expected to change from call to call
 LENGTH_GRAIN = 64
 
 
@@ -129,8 +129,8 @@ def _read(lengths: Tensor) -> Tensor:
 def _cut(
     code: str, shape: torch.Size, kv_heads: int, dtype: torch.dtype, device: torch.device, bits: int, _: tuple
 ) -> grouped.Grouped | None:
-    """Return the executor of a call of one rank with lengths, or bounds of up to 2**bits documents, on the device. The
-    caller passes them to its method `cut`. Return None if no kernel can read them."""
+    """Return the executor of a call of one rank if kernels can read lengths, or bounds of up to 2**bits documents, on
+    the device, else None. The caller passes lengths or bounds to the executor's method `cut`."""
     spec = decode(code)
     request = Request(device, dtype, shape[3], spec.dropout > 0, spec.scale)
     if spec.sequence or spec.engine not in ("auto", TRITON.name) or TRITON.why_not(request) or 0 in shape:
@@ -141,7 +141,7 @@ def _cut(
         return None
     call = Call(TRITON, head_window(spec, shape[2], kv_heads), spec.causal, spec.scale)
     layout = Layout(shape, dtype, device, spec.dropout > 0, True, bits)
-    at_once = max(1, grouped.LIMIT // shape[1:].numel())  # samples of a launch
+    at_once = max(1, grouped.LIMIT // shape[1:].numel())  # most samples of a launch
     samples = [Span(i, min(at_once, shape[0] - i), 0, shape[1]) for i in range(0, shape[0], at_once)]
     works = grouped.plan(call, samples, layout)
     return None if works is None else grouped.Grouped(call, works)

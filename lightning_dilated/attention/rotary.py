@@ -165,7 +165,7 @@ class RotaryTable:
 
 
 class Rotary(nn.Module):
-    """Tables of rotary position embedding (arXiv 2104.09864); with `xpos_scale_base` also xPos (arXiv 2212.10554).
+    """Tables of rotary position embedding (arXiv 2104.09864), with xPos (arXiv 2212.10554) if `xpos_scale_base` is set.
 
     Args:
         head_dim: D, even.

@@ -19,8 +19,8 @@ from lightning_dilated.pattern.rows import Block
 class Span:
     """Documents of equal length: the tokens [start, start + length) of samples batch, ..., batch + batches - 1.
 
-    On a shard the tokens may be a part of a document with `whole` tokens (None means `length`), in which they begin at
-    `offset`. Row 0 of the shard has the global position `origin`.
+    On a shard, they may be a part of a document. The document has `whole` tokens (None means `length`), and the part
+    begins at its token `offset`. Row 0 of the shard has the global position `origin`.
     """
 
     batch: int

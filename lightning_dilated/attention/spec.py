@@ -21,7 +21,7 @@ class CallSpec:
         sequence: the name of the `SequenceGroup` that shares the sequence; "" for one rank.
         needs_grad: whether a backward will follow.
         window: () if q has all heads. (first, H, K) if q has only heads first, first + 1, ... of the H query heads, and
-            k and v have only the matching kv heads of K.
+            k and v only the matching ones of the K kv heads.
         context: the name of the `Context` that has the earlier rows; "" for a whole sequence.
     """
 

@@ -24,7 +24,7 @@ def _missing() -> str | None:
 
 
 def interpreted() -> bool:
-    """Return whether Triton's interpreter runs the kernels, on CPU tensors too. Their first import fixes the choice."""
+    """Return whether the kernels run in Triton's interpreter, as on CPU tensors; fixed when they are first imported."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

@@ -146,7 +146,7 @@ def _merge(
             at, segment, j, row, more_segments, more_rows, exists & (t < written), column, PART, ALIGN, DIM, BLOCK
         )
         acc, most, total = merge_part(acc, most, total, value, part_lse)
-    known = total != 0  # NaN counts as known, so that NaN reaches the output
+    known = total != 0  # true for NaN, so that NaN reaches the output
     share = 1 / tl.where(known, total, 1.0)
     acc = acc * share[:, None]
     to = _target(out, out_sb, out_sn, out_sh, sample, head, first, origin, step, column, TOKENS)
@@ -228,7 +228,7 @@ def merge_parts(
         weights: log-sum-exp of the parts, (G, J, n) fp32 each.
         entries: the table of the parts' rows.
         span: (samples, start, stop, origin): positions start..stop are written to rows origin + position.
-        in_place: whether one part has all rows and shares memory with `out`. Rows that only it has are left unchanged.
+        in_place: whether one part has all rows and shares memory with `out`. Rows in no other part stay unchanged.
     """
     lse_views, addresses = (lse, lse.stride(0), lse.stride(2), lse.stride(1)), _addresses(parts, weights, out.device)
     _launch(_merge, MERGE, out, lse_views, parts, addresses, entries, entries.every, span, {"IN_PLACE": in_place})
@@ -260,7 +260,7 @@ def _span_program(
     """Return a program's (index of span and head, head, sample in the span, sample, first position, inside, live, step,
     start, document, begin).
 
-    For each row, `inside` and `live` say if it is in the span and in the sample; its document begins at `begin`.
+    For each row, `inside` and `live` say if the row is in the span and in the sample; its document begins at `begin`.
     """
     head, tile = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads
     number = tl.load(span_of + tile)
@@ -364,7 +364,7 @@ def _grouped_merge(
             part_lse = tl.load(weights + row + more_rows, mask=exists, other=float("-inf"))
             value = _job_rows(parts, row, more_rows, exists, column, DIM, BLOCK)
             acc, most, total = merge_part(acc, most, total, value, part_lse)
-    known = total != 0  # NaN counts as known, so that NaN reaches the output
+    known = total != 0  # true for NaN, so that NaN reaches the output
     acc = acc / tl.where(known, total, 1.0)[:, None]
     target = start + first + step * tl.arange(0, TOKENS)
     to = out + batch * out_sb + head * out_sh + column[None, :] + target[:, None] * out_sn

@@ -26,21 +26,21 @@ from lightning_dilated.kernels.tiles import (
 )
 
 # Each table maps the number of columns of a tile to (query rows, key rows, warps, stages).
-#: the forward, 16-bit types; for 64 and 128 columns the best of six tried on an H200
+#: the forward with 16-bit types; the entries for 64 and 128 columns are the best of six tried on an H200
 CONFIGS = {16: (128, 64, 4, 3), 32: (128, 64, 4, 3), 64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 4, 2)}
-#: the forward, float32; exact products need more registers and shared memory
+#: the forward with float32, which needs more registers and shared memory for exact products
 WIDE = {16: (64, 32, 4, 2), 32: (64, 32, 4, 2), 64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 16, 4, 2)}
-#: the backward over keys, 16-bit types; for 64 and 128 columns the best of six or seven tried on an H200
+#: the backward over keys with 16-bit types; the entries for 64 and 128 columns are the best of six or seven on an H200
 OVER_KEYS = {16: (64, 64, 4, 2), 32: (64, 64, 4, 2), 64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 32, 4, 1)}
-#: the causal backward over keys, 16-bit types
+#: the causal backward over keys with 16-bit types
 OVER_KEYS_CAUSAL = {**OVER_KEYS, 64: (32, 64, 4, 3)}
-#: the backward over query rows, 16-bit types
+#: the backward over query rows with 16-bit types
 OVER_ROWS = {16: (64, 64, 4, 2), 32: (64, 64, 4, 2), 64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)}
-#: both kernels of the backward, float32
+#: both kernels of the backward with float32
 WIDE_BACKWARD = {16: (32, 32, 4, 1), 32: (32, 32, 4, 1), 64: (32, 32, 4, 1), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)}
 #: rows of a program that computes delta
 DELTA_ROWS = 64
-#: arguments for which Triton compiles no special versions by value
+#: arguments for which Triton compiles one version for all values
 COUNTS = ["heads", "n", "m", "tiles", "lower", "upper", "state", "threshold"]
 
 
@@ -290,7 +290,7 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
     drop: Drop | None = None, band: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dq, dk, dv of q (G, J, n, D) and k, v (G, J, m, D) from the gradient of out, out and lse (G, J, n).
+    """Return dq, dk, dv of q (G, J, n, D) and k, v (G, J, m, D) from out's gradient, out, and lse (G, J, n).
 
     lse must be contiguous. If out and lse include more keys than k, dq is the part of the gradient that these k and v
     contribute. `band`: see `forward`.

@@ -37,7 +37,7 @@ JOB = (
     "kv_head_step", "position_step", "offset", "origin", "branch", "pads",
 )  # fmt: skip
 #: columns of the table for bounds on the device: N, t, o, w, (o - t) mod r, r, _, head, segment numbers that each
-#: document adds to the N / w of the row (0 if rows need no segment number), kv head, _, _, first row of the buffer, 0,
+#: document needs besides the N / w of the row (0 if rows need no numbers), kv head, _, _, first row of the buffer, 0,
 #: branch, segment length (at most N). w and r are limited to N + t, because larger values give the same positions
 DOCUMENT_JOB = (
     "tokens", "shift", "residue", "width", "first_residue", "rate", "", "head", "numbers", "kv_head", "", "", "offset",
@@ -49,8 +49,8 @@ PREPARED = 64
 ENDLESS = 2**30
 #: a divisor larger than every position: the quotient is 0
 NONE = 2**31 - 1
-#: (query rows, key rows, warps, stages) by columns of a tile, if they differ from `dense` because finding the job also
-#: needs registers. FORWARD and OVER_ROWS are for calls that are not causal: the best of ten tried on an H200
+#: {columns of a tile: (query rows, key rows, warps, stages)} where `dense` has others, because finding the job also
+#: needs registers. FORWARD and OVER_ROWS serve calls that are not causal; they are the best of ten tried on an H200
 OVER_KEYS = {128: (32, 64, 4, 2)}
 FORWARD = {64: (128, 64, 8, 3)}
 OVER_ROWS = {64: (128, 64, 8, 3)}
@@ -75,7 +75,7 @@ class Grid:
     Attributes:
         programs: number of programs.
         job: (programs,) int32, the job of each program.
-        first: (jobs,) int32, the first program of each job; with bounds of documents (jobs, 4), also the job's `slots`.
+        first: (jobs,) int32, each job's first program; with bounds of documents (jobs, 4), followed by its `slots`.
     """
 
     programs: int
@@ -178,11 +178,11 @@ class GroupedDrop:
 
 
 def slots(width: int, shift: int, rate: int, tile: int, tokens: int) -> tuple[int, int, int]:
-    """Return (a, b, c): tiles of document d that begin at bounds[d] // a + bounds[d] // b + c * d do not overlap.
+    """Return (a, b, c): documents share no tile if document d begins at tile bounds[d] // a + bounds[d] // b + c * d.
 
     The job has segments of `width`, and tiles of `tile` rows. All documents are within a row of N = `tokens`.
     """
-    positions = rate * tile  # of a tile
+    positions = rate * tile  # that a tile spans
     if width - shift >= tokens or (width % positions == 0 and shift % positions == 0):
         return positions, NONE, 1  # ceil(L / positions) tiles for a document of L tokens
     if width <= positions:
@@ -243,8 +243,8 @@ def _find(
     head, kv head, tokens of the sample or document).
 
     The rate has 32 bits unless rows are FAR apart, because its products with strides need registers in the inner loops.
-    With LENGTHS there may be fewer rows than the tiles can hold, or none. Without LENGTHS the tokens are 0. With BITS
-    `lengths` are the bounds of documents.
+    With LENGTHS, there may be fewer rows than the tiles can hold, or none. Without LENGTHS, the tokens are 0. With
+    BITS, `lengths` are the bounds of documents.
     """
     if BITS:
         return _find_in_document(jobs, job_of, first_of, lengths, TILE, FAR, BITS)
@@ -327,7 +327,7 @@ def _grouped_forward(
         jobs, job_of, first_of, lengths, ROWS, FAR, LENGTHS, BITS
     )
     if CAUSAL:
-        tile = tiles - 1 - tile  # the longest first
+        tile = tiles - 1 - tile  # tiles with most keys first
     if LENGTHS and tile * ROWS >= n:
         return
     i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
@@ -473,7 +473,7 @@ def _grouped_rows(
         jobs, job_of, first_of, lengths, ROWS, FAR, LENGTHS, BITS
     )
     if CAUSAL:
-        tile = tiles - 1 - tile  # the longest first
+        tile = tiles - 1 - tile  # tiles with most keys first
     if LENGTHS and tile * ROWS >= n:
         return
     i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)

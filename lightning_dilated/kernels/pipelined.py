@@ -57,7 +57,7 @@ def _over(
     acc, most, total, p, q, k, v, g, h, i, low, high, m, scale,
     CAUSAL: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Continue the online softmax over keys low..high. Adds p of the tile before to acc; the caller adds the last p."""
+    """Continue the online softmax over keys low..high. acc lacks the p of the last tile, which the caller adds."""
     for first in tl.range(low, high, KEYS):
         key = _load(k, g, h, first, KEYS, BLOCK)
         score = tl.dot(q, tl.trans(key))
@@ -81,7 +81,7 @@ def _pipelined(
     if RAGGED:
         whole = m // KEYS * KEYS
     if CAUSAL:
-        tile = tiles - 1 - tile  # longest first
+        tile = tiles - 1 - tile  # tiles with most keys first
         high = tl.minimum((tile + 1) * ROWS, m)
         whole = tile * ROWS // KEYS * KEYS
     i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)

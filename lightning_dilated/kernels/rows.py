@@ -125,7 +125,7 @@ def add(totals: Sequence[Tensor], rows: Tensor, parts: Sequence[Tensor], distinc
         totals: (m, D) tensors with stride 1 along D and equal row strides.
         rows: (G, n) rows of the totals, contiguous.
         parts: (G, n, D) tensors with stride 1 along D.
-        distinct: whether no row occurs twice. If so, the sums do not depend on an order.
+        distinct: whether no row occurs twice. If so, sums do not depend on the order of addition.
     """
     count, sizes = rows.numel(), _sizes(parts[0].shape[-1])
     a, b = parts[0], parts[-1]
@@ -157,7 +157,7 @@ ROTARY_ELEMENTS, ROTARY_WARPS = 512, 4
 
 @triton.jit
 def _turn(source, s_sh, target, t_sh, heads, cos, sin, mask, copied, group, COPIES: tl.constexpr, HALF: tl.constexpr):
-    """Write (a c - b s, b c + a s) for the halves a and b of every head; a and b for heads of a copied kv head."""
+    """Write (a c - b s, b c + a s) for the halves a and b of each head, but (a, b) for heads of a copied kv head."""
     c, s = cos, sin
     for head in range(heads):
         if COPIES:
@@ -220,7 +220,7 @@ def rotary(
     joint: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, back: bool,
     copied: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """Rotate joint (B, N, H + K, D) into q (B, N, H, D) and k (B, N, K, D), or gradients of q and k `back` into joint.
+    """Rotate joint (B, N, H + K, D) into q (B, N, H, D) and k (B, N, K, D), or if `back` their gradients into joint.
 
     Args:
         joint, q, k: tensors with stride 1 along D and any other strides.

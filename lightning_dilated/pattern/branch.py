@@ -26,7 +26,7 @@ class _Branch:
     heads: tuple[int, ...] | None
 
     def residues(self) -> tuple[Self, ...]:
-        """Return the branch itself, because a head uses only one of its residues."""
+        """Return the branch itself; a `Window`, which may use several residues, overrides this."""
         return (self,)
 
     def serves(self, head: int) -> bool:
@@ -101,8 +101,8 @@ class Branch(_Branch):
 class Window(_Branch):
     """A sliding window: query p sees key j of its document if r divides p - j and |p - j| < width * r (causal: j <= p).
 
-    With rate 1 a causal query sees the `width` latest tokens. Without an `offset` every position sees itself. A window
-    with a width of 2 or more has no walls (positions that no information crosses).
+    With rate 1, a causal query sees the `width` latest tokens. Without an `offset`, every position sees itself. A
+    window with a width of 2 or more has no walls (positions that no information crosses).
 
     Args:
         width: keys that a causal query sees, itself included; without causal attention a query sees 2 width - 1 keys.
@@ -134,7 +134,7 @@ class Window(_Branch):
         _fix_heads_and_offset(self)
 
     def residues(self) -> tuple[Window, ...]:
-        """Return one window for each residue, because a head uses only one residue of each branch."""
+        """Return a window for each residue, because a head may use only one residue of each branch."""
         if self.offset is not None or self.dilation_rate == 1:
             return (self,)
         return tuple(replace(self, offset=o) for o in range(self.dilation_rate))
@@ -147,7 +147,7 @@ class Global(_Branch):
     Global tokens, such as the class token of a slide, see every token, and every token sees them. The cost is O(N).
 
     Args:
-        tokens: g, the number of global tokens. In a shorter document all tokens are global.
+        tokens: g, the number of global tokens. In a shorter document, all tokens are global.
         heads: the query heads that use this branch; None means all heads.
 
     Raises:

@@ -72,8 +72,8 @@ def layer_patterns(
 ) -> tuple[DilatedPattern, ...]:
     """Return the pattern of each of `depth` layers.
 
-    In layers 1, 3, ... `shift_layers="odd"` shifts segments shorter than `shift_below` (all finite segments if None) by
-    w // 2, so that consecutive layers have different boundaries.
+    In layers 1, 3, ..., `shift_layers="odd"` shifts segments shorter than `shift_below` (all finite segments if None)
+    by w // 2, so that consecutive layers have different boundaries.
 
     Raises:
         ValueError: if an option is unknown or has no effect, or if a pattern cannot be shifted or is shifted already.

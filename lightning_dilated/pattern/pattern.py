@@ -39,7 +39,7 @@ class DilatedPattern:
             fields. A window of rate r becomes r windows, one for each residue.
         offsets: the rule for the offset of head h in a branch of rate r: "interleaved" is h mod r (the LongNet paper),
             "blocked" is h // ceil(H / r) (torchscale and GigaPath checkpoints). A branch's `offset` takes precedence.
-        offset_heads: "query", or "kv": with grouped-query attention the offset follows the kv head.
+        offset_heads: "query", or "kv": in grouped-query attention, the offset follows the kv head.
         padding: "masked", or "attended" to reproduce released checkpoints, in which zero pads get softmax weight.
 
     Raises:
@@ -164,24 +164,24 @@ class DilatedPattern:
     ) -> list[DilatedPattern]:
         """Make the patterns of `depth` layers with local segments, and with a few heads that see the whole sequence.
 
-        In layers `global_first`, `global_first + global_every`, ... the last `global_heads` kv heads, and their query
-        heads, have dense attention over the whole sequence. All other heads have segments of `local` tokens.
+        In layers `global_first`, `global_first + global_every`, ..., the last `global_heads` kv heads and their query
+        heads have dense attention over the whole sequence. All other heads have segments of `local` tokens.
 
         Args:
             depth: layers of the model.
             num_heads, num_kv_heads: query heads and kv heads of the model; None means one kv head per query head.
             local: tokens of a local segment.
             global_every: distance between layers with dense heads.
-            global_heads: number of dense kv heads in such a layer; "all" makes it a layer of ordinary attention.
+            global_heads: number of dense kv heads in such a layer; "all" gives it ordinary attention.
             far: a pattern with further branches for layers without a dense head; its offset rule applies to them.
             shifted: whether local segments of layers 1, 3, ... begin half a segment earlier, so that consecutive layers
                 have different boundaries.
-            global_first: the first layer with dense heads, counted from 0; None means `global_every - 1`. With None a
-                model learned to copy over distances around 32,768 tokens. With 0 it learned nothing
-                (benchmarks/results/2026-11-24_h100_strains.md). To look up single keys use 0 and `kv_conv`: one dense
-                head in the first of four layers recalled 99.99 % at 65,536 tokens, one in the last layer 0.06 %
-                (benchmarks/results/2026-11-24_h100_recall_first.md). Models with dense heads in layer 0 and the default
-                layers recalled keys; one seed of two copied (benchmarks/results/2026-11-25_h200_learning.md).
+            global_first: first layer with dense heads, counted from 0; None means `global_every - 1`. With None, a model
+                learned to copy over some 32,768 tokens, but not with 0 (benchmarks/results/2026-11-24_h100_strains.md).
+                To look up single keys, use 0 and `kv_conv`: with a dense head in layer 0 of four, recall at 65,536
+                tokens was 99.99 %, in the last layer 0.06 % (benchmarks/results/2026-11-24_h100_recall_first.md).
+                With dense heads in layer 0 and the default layers, models recalled keys, but only one of two seeds
+                learned to copy (benchmarks/results/2026-11-25_h200_learning.md).
             window: whether to use sliding windows of `local` tokens, which have no boundaries, in place of segments.
 
         Raises:
@@ -372,7 +372,7 @@ class DilatedPattern:
         causal: bool,
         num_kv_heads: int | None = None,
     ) -> Explanation:
-        """Return a printable report: walls, dead residues, layers to full reach, FLOPs, keys a row, sight by distance.
+        """Return a printable report: walls, dead residues, layers to full reach, FLOPs, keys per row, pairs by distance.
 
         It is for `depth` layers with this pattern at `seq_len` tokens. If layers differ, call `model.explain(seq_len)`.
         """
@@ -387,10 +387,10 @@ class DilatedPattern:
         head: int | None = None,
         num_kv_heads: int | None = None,
     ) -> Any:
-        """Plot the attention pattern as a matplotlib Figure, and write it to `path` unless that is None.
+        """Plot the attention pattern as a matplotlib Figure, and write it to `path` unless `path` is None.
 
-        With `head` the figure shows only this head. Otherwise it shows all heads together and up to three single heads,
-        if possible with different branches.
+        With `head`, the figure shows only this head. Otherwise it shows all heads together, and up to three single
+        heads, if possible with different branches.
         """
         return hook("plot a pattern")(self, seq_len, num_heads, causal, path, head, num_kv_heads)
 

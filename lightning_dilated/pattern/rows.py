@@ -110,7 +110,7 @@ def segment_at(branch: AnyBranch, seq_len: int, position: int) -> Segment:
 
 
 def segment_classes(width: int, shift: int, length: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (start, number, tokens, first index) for each class of equal segments: cut first, full, cut last."""
+    """Yield (start, number, tokens, first index) of the cut first segment, the full segments and the cut last one."""
     start = 0
     if shift:
         start = min(width - shift, length)
@@ -129,7 +129,7 @@ def head_rows(start: int, stop: int, first: int, rate: int, offset: int) -> rang
 
 
 def padded_keys(pattern: DilatedPattern, branch: AnyBranch, seq_len: int, keys: int) -> int:
-    """Return n_pad, the zero keys of a head in a segment where it has `keys` keys: ceil(min(w, N) / r) - keys.
+    """Return n_pad, the number of zero keys of a head with `keys` keys in a segment: ceil(min(w, N) / r) - keys.
 
     It is 0 unless padding="attended". Callers omit pads from causal attention, because all pads follow the queries.
     """
@@ -243,11 +243,11 @@ def row_pairs(rows: int, width: int | None, causal: bool) -> int:
 class Block:
     """`segments` x `heads` x `rows` positions that one kernel call serves.
 
-    Row i of head j in segment s is position first + s * segment_stride + j * position_step + i * row_stride. The head
-    stride of a strided view of (B, N, H, D) may also move along the sequence, so heads of different offsets share a
-    call. Each row also sees `pads` zero keys (padding="attended"). With a `width`, row i sees row j only if
-    |i - j| < width. With `keys` = (first, rows) each row sees these `rows` positions instead of the block's rows, or
-    no key if attention is causal and the keys follow the block's rows.
+    Row i of head j in segment s is position first + s * segment_stride + j * position_step + i * row_stride. In a
+    strided view of (B, N, H, D) the next head may be at another position, so heads with different offsets share a call.
+    Each row also sees `pads` zero keys (padding="attended"). With a `width`, row i sees row j only if |i - j| < width.
+    With `keys` = (first, rows), each row sees these `rows` positions instead of the block's rows, or no key if
+    attention is causal and the keys follow the block's rows.
     """
 
     branch: int
@@ -417,7 +417,7 @@ def _head_strides(num_heads: int, num_kv_heads: int, rate: int) -> tuple[int, ..
 
 @functools.lru_cache(maxsize=16384)
 def _runs(all_rows: tuple[_HeadRows, ...], strides: tuple[int, ...]) -> tuple[list[_HeadRows], ...]:
-    """Group heads into the fewest runs with equal steps of head, kv head and first position, as strided views need."""
+    """Group heads into the fewest runs with equal steps of head, kv head and first position, for strided views."""
     best: list[list[_HeadRows]] | None = None
     for stride in strides:
         runs: list[list[_HeadRows]] = []

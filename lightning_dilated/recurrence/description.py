@@ -17,18 +17,18 @@ SEGMENTED = ("linear", "delta")
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A memory of constant size besides dilated attention: D x D numbers a kv head, which every later token reads.
+    """A memory of constant size besides dilated attention: D x D numbers per kv head, which every later token reads.
 
     The heads' outputs are A + scale sigmoid(W_g x) RMSNorm(M), where A is dilated attention, M is `recurrent_attention`
-    of the same q, k and v before rotation, x is the layer's input and `scale` is a learned number a head. The memory is
-    not a branch of the softmax. It reaches across a pattern's walls and to positions that no head uses, but is lossy.
+    of the same q, k and v before rotation, x is the layer's input and `scale` is learned per head. The memory is not a
+    branch of the softmax. It reaches across a pattern's walls and to positions that no head uses, but is lossy.
 
     Args:
         kind: "gated_delta" (Gated DeltaNet, arXiv 2412.06464), with decay and write strength computed from x; "linear"
             or "delta" (Infini-attention, arXiv 2404.07143). If attention is not causal, only "linear" is allowed.
-        segment: tokens of a memory segment; linear and delta need it.
+        segment: number of tokens per memory segment; only "linear" and "delta" need and allow it.
         conv: taps of a short convolution over q, k and v for the memory, initially the identity; 0 means none.
-        gate_init: initial `scale`. With 0 the memory does not change the layer's output until it is trained.
+        gate_init: initial `scale`. With 0, the memory does not change the layer's output until `scale` is trained.
 
     Raises:
         TypeError, ValueError: if an argument is invalid. The message states its value and the allowed values.
@@ -67,7 +67,7 @@ class Recurrence:
             )
 
     def flops(self, heads: int, kv_heads: int, head_dim: int) -> int:
-        """Return the memory's forward FLOPs a token: writes to each kv head's matrix, and reads for each query head."""
+        """Return the memory's forward FLOPs per token: writes to each kv head's matrix, reads for each query head."""
         written = 2 if self.kind == "linear" else 4
         return (written * kv_heads + 2 * heads) * head_dim**2
 

@@ -154,7 +154,7 @@ def _grad(x: Tensor) -> bool:
 
 
 def sequence_mean(x: Tensor, dim: int = 1, mask: Tensor | None = None, sequence: SequenceGroup | None = None) -> Tensor:
-    """Return the mean of x over the tokens of the whole sequence. Each token counts once, also with unequal shards.
+    """Return the mean of x over the tokens of the whole sequence. Each token counts once, even if shards are unequal.
 
     Args:
         x: (B, L, ...) or any shape with this rank's tokens along `dim`.
@@ -184,7 +184,7 @@ def _guarded(group: SequenceGroup | None, check: Any, *arguments: Any) -> Any:
 
 
 def axis(x: Tensor, dim: int) -> int:
-    """Return `dim` counted from 0."""
+    """Return `dim`, which may be negative, as a number counted from 0."""
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim={dim} lies outside the {x.ndim} dimensions of x, {tuple(x.shape)}.")
     return dim % x.ndim

@@ -63,7 +63,7 @@ class ThreadedGloo:
         return _thread(os.getpid()).submit(self.backend.allgather, [tensors], [own])
 
     def close(self) -> None:
-        """Close the connection. This waits for gathers that other ranks have not joined."""
+        """Close the connection; wait for gathers that other ranks have not joined."""
         self.backend = None
 
 
@@ -99,7 +99,7 @@ def connections() -> set[Connection]:
 
 
 def forget_connections(before: set[Connection], groups: Iterable[dist.ProcessGroup]) -> list[ThreadedGloo]:
-    """Forget and return the connections of `groups`, and a run's channels that are not in `before`.
+    """Forget and return the connections of `groups`, and all channels of runs except the ones in `before`.
 
     The caller closes them. The next run makes new connections. The control thread ends with the last connection.
     """
@@ -113,7 +113,7 @@ def forget_connections(before: set[Connection], groups: Iterable[dist.ProcessGro
 
 
 class ControlGroup:
-    """The ranks of a process group, connected by gloo; `backend` is a separate connection, or None for the group's."""
+    """The ranks of a process group, connected by gloo; `backend` is a separate connection, None uses the group's."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None, channel: str = "") -> None:
         self.group, self.ranks = group, dist.get_world_size(group)
@@ -163,7 +163,7 @@ def differing(everyone: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 _REFUSED = -1
 #: most remembered agreements, and most deferred checks
 REMEMBERED, DEFERRED = 64, 256
-#: the remedy if ranks would choose exchanges by different link speeds
+#: the advice if ranks have different link speeds, by which they might choose different exchanges
 ONE_FILE = (
     "Measure them once with `lightning-dilated bench links --output FILE` and give every rank that file by links= or "
     "LIGHTNING_DILATED_LINKS, or all of them links=Links()"
@@ -213,7 +213,7 @@ class Consensus:
     def agree(
         self, facts: dict[str, Any], length: int, seed: int, call: Any, later: bool, check: Callable[[Agreement], None]
     ) -> Agreement:
-        """Return the agreement, or the expected one if its check is deferred; `check` raises for impossible lengths."""
+        """Return the agreement, or the expected one if its check is deferred; `check` refuses impossible lengths."""
         if self.control.ranks == 1:
             agreed = Agreement((length,), seed, self._next_number())
             check(agreed)
@@ -304,7 +304,7 @@ class Consensus:
         return f"the ranks of the sequence disagree, so nothing was {done}. " + ". ".join(lines)
 
     def _even_out(self, control: ControlGroup) -> None:
-        """Pad every rank's queue to the longest, so that all issue the same number of collectives; then clear it."""
+        """Pad every rank's queue to the longest one, so that the ranks issue equally many collectives; clear it."""
         if self.may_defer:
             waiting = len(self.deferred)
             most, self._calls = torch.stack(control.gather(torch.tensor([waiting, self._calls]))).amax(0).tolist()

@@ -50,9 +50,9 @@ class SequenceGroup:
     Args:
         group: a torch.distributed process group; None is the world.
         layout: "contiguous", "zigzag", "strided" or "chunked": which positions a rank holds (see `Shard`).
-        stream: in the chunked layout, the tokens of a chunk; all ranks share each chunk (`MemorySettings.stream`).
+        stream: number of tokens per chunk in the chunked layout; all ranks share each chunk (`MemorySettings.stream`).
         exchange: "auto", or one of `sequence.exchange.EXCHANGES`.
-        head_size: ranks of a head-parallel group; its ranks trade tokens for heads, and the exchange runs between
+        head_size: number of ranks in a head-parallel group. They exchange tokens for heads, and `exchange` runs between
             groups. "auto" is the cheapest size for each call (see `sequence.head_size`), or 1 in the chunked layout.
         ranks_per_node: ranks that share fast links; None means all ranks.
         loss_group: the ranks that add their losses, including data-parallel ranks; None means the sequence's ranks.
@@ -108,8 +108,8 @@ class SequenceGroup:
         self.plan: Plan | None = None
         self.was_active = False
         self.loss_group = self.group if loss_group is None else loss_group
-        self.shares = 0  # calls of `loss_share`
-        self.unshared: str | None = None  # why losses cannot be added now
+        self.shares = 0  # number of calls of `loss_share`
+        self.unshared: str | None = None  # the reason why losses cannot be added now
         self._remembered: OrderedDict[Any, Any] = OrderedDict()
         self.timeout = timeout
         self._consensus: Consensus | None = Consensus(self.group, timeout)
@@ -143,7 +143,7 @@ class SequenceGroup:
     def active(self) -> Iterator[SequenceGroup]:
         """Make `dilated_attention` without `sequence=` use this group inside the context, in this thread only.
 
-        With recomputation of activations, run the backward inside the context, too: it calls `dilated_attention` again.
+        If activations are recomputed, run the backward in the same context, because it calls `dilated_attention` again.
         """
         self.was_active = True
         with _active.with_top(self):
@@ -229,7 +229,7 @@ class SequenceGroup:
     def trusting(self) -> Iterator[None]:
         """On GPUs, defer the checks of calls that equal earlier calls. Call `settle` before using results.
 
-        Without this context a rank waits in each call for the hosts of all other ranks.
+        Without this context, a rank waits in each call for the hosts of all other ranks.
         """
         before, self._trusted = self._trusted, True
         try:
@@ -253,7 +253,7 @@ class SequenceGroup:
         self._open().refuse(error)
 
     def guard(self, check: Callable[..., Any], *args: Any) -> Any:
-        """Return check(*args); if it raises on this rank, the other ranks raise, too, instead of waiting."""
+        """Return check(*args). If it raises on this rank, all other ranks raise an error instead of waiting."""
         try:
             return check(*args)
         except Exception as error:

@@ -28,8 +28,8 @@ from lightning_dilated.sequence.planner import (
 )
 from lightning_dilated.sequence.requirements import Problem, crosses, straddling
 
-#: bytes of GPU memory that a trade of tokens for heads reads and writes in both passes, for each element of q (with its
-#: output and both gradients), and for each element of k and of v; counted from the copies in bf16
+#: bytes of GPU memory that an exchange of tokens for heads reads and writes in both passes: for each element of q, with
+#: its output and both gradients, and for each element of k or v; counted from the copies in bf16
 TRADED_Q, TRADED_KV = 90, 50
 #: collectives of a trade, forward and backward
 ROUNDS = 3, 5
@@ -44,7 +44,7 @@ class TradeBytes:
 
 
 def in_groups(problem: Problem, size: int, member: int = 0) -> Problem:
-    """Return the problem of the ranks with number `member` in groups of `size`; `problem` must be without groups."""
+    """Return the problem of rank number `member` in each group of `size` ranks; `problem` must be without groups."""
     single = problem.shard
     shard = replace(single, ranks=single.ranks // size, members=size)
     first, stop = problem.heads
@@ -84,7 +84,7 @@ def head_prices(
     links: Links = DEFAULTS,
     exchange_memory: int | None = None,
 ) -> tuple[tuple[HeadPrice, ...], tuple[tuple[int, str], ...]]:
-    """Return (prices of the sizes that serve a call, (size, reason) of the others); for arguments see `planner.plan`.
+    """Return the prices of all sizes that serve a call, and (size, reason) of the others; arguments: `planner.plan`.
 
     `problem` must be without groups. A group must be inside a node, and cannot have more ranks than the call has heads.
 
@@ -142,7 +142,7 @@ def _price(
 def trade_price(
     problem: Problem, size: int, head_dim: int, element_size: int, links: Links = DEFAULTS
 ) -> tuple[int, float]:
-    """Return (bytes that a rank receives, seconds) of trading tokens for heads and back, in forward and backward."""
+    """Return (bytes that a rank receives, seconds) for exchanging tokens for heads, and back, in both passes."""
     samples = sum(d.samples for d in problem.documents)
     ranks = problem.shard.ranks  # `problem` has no head-parallel groups
     # the first group and the last two; one of the last two may be short or empty
@@ -166,7 +166,7 @@ def _uneven(problem: Problem, size: int, head_dim: int) -> float:
 
 
 def _joined(problem: Problem, grouped: Problem, head_dim: int) -> float:
-    """Return the extra seconds of causal attention over whole segments that single ranks would compute in pieces."""
+    """Return the extra seconds of causal attention in whole segments, which single ranks would compute in pieces."""
     if not problem.causal or crosses(grouped):
         return 0.0
     chosen = priced_ranks(problem.shard.ranks)

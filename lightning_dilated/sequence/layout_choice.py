@@ -32,14 +32,14 @@ def cheapest_layout(
     """Return "contiguous" or "zigzag" for the causal attention of a model.
 
     The cost of a layout, in whole femtoseconds, is the sum of the mean computation of a rank, the time of each layer's
-    cheapest exchange, and the wait for the busiest rank. "zigzag" is chosen if it costs over a tenth less.
+    cheapest exchange, and the wait for the busiest rank. "zigzag" is chosen only if it costs over a tenth less.
 
     Args:
         patterns: the pattern of each layer.
         seq_len: N, the longest sequence.
         num_heads, num_kv_heads: H and K.
         ranks: R, the ranks that share a sequence.
-        head_size: ranks of a head-parallel group.
+        head_size: number of ranks in a head-parallel group.
         prices: `ranks_per_node` and `links` of `planner.plan`; heads have 64 features of 16 bits.
 
     Raises:

@@ -20,7 +20,7 @@ class Links:
     """Link speeds for prices: bytes/s of a GPU inside a node and between nodes, seconds of a round and a message.
 
     The defaults are speeds of H200 nodes: 259 GB/s was measured for an all-to-all over NVLink, 50 GB/s is one 400 Gb/s
-    adapter per GPU, and a round is an all-to-all of a few bytes. `lightning-dilated bench links` measures your links.
+    adapter per GPU, and the round time is for a few bytes. `lightning-dilated bench links` measures your links.
 
     Attributes:
         near, far: bytes/s that a GPU receives from its own node, and from other nodes.

@@ -36,17 +36,17 @@ from lightning_dilated.sequence.shard import GIB, Shard, check_exchange
 
 #: at most this number of ranks is priced, evenly spread over all ranks
 PRICED = 8
-#: attention FLOP/s (both passes) and memory bytes/s of an H200, and bytes of a switch's fp32 copies per element of q.
-#: They convert waiting for a busier rank, and these copies, to seconds
+#: attention FLOP/s (both passes) and memory bytes/s of an H200, and bytes of a switch's fp32 copies per element of q,
+#: for the seconds of these copies and of waiting for a busier rank
 FLOPS, MEMORY, COPIED = 400e12, 4e12, 40
-#: slowdown of causal attention over a whole long sequence (owners of a switch) relative to the pieces of zigzag ranks;
-#: 931 and 867 ms for 524,288 tokens on four H200
+#: slowdown of causal attention over a whole long sequence, by the owners of a switch, relative to pieces on zigzag
+#: ranks: 931 ms and 867 ms for 524,288 tokens on four H200
 SWITCH_SLOWDOWN = 1.08
 #: "auto" leaves out exchanges that save more than this many times the rank's own rows of K and V
 MAX_SAVED_RATIO = 4
 #: default link speeds of prices
 DEFAULTS = Links()
-#: the memory of an exchange is counted on all ranks up to this number; if there are more, on the priced ranks only
+#: with up to this number of ranks, the memory of an exchange is counted on all of them, else on the priced ranks
 LISTED_RANKS = 64
 
 
@@ -200,7 +200,7 @@ def make_problem(
         cu_seqlens: bounds of packed documents, instead of `lengths`.
         lengths: tokens of each sample.
         batch: number of samples of N tokens, without `lengths` and `cu_seqlens`.
-        head_size: ranks of a head-parallel group, a divisor of `ranks`.
+        head_size: number of ranks in a head-parallel group, a divisor of `ranks`.
 
     Raises:
         TypeError, ValueError: if an argument is invalid. The message names it.
@@ -238,13 +238,13 @@ def busiest_pairs(problem: Problem, exchange: str, ranks: Sequence[int]) -> int:
 
 
 def mean_pairs(problem: Problem, exchange: str, ranks: Sequence[int]) -> float:
-    """Return the mean pairs of `ranks`. A few ranks may own no segment, so a switch counts their queries' pairs."""
+    """Return the mean pairs of `ranks`. For a few ranks of a switch, count by query: these ranks may own no segment."""
     by_queries = exchange == "switch" and len(ranks) < problem.shard.ranks and not problem.shard.interleaved
     return sum(rank_pairs(problem, "gather" if by_queries else exchange, rank) for rank in ranks) / len(ranks)
 
 
 def joint_pairs(problem: Problem, rank: int) -> int:
-    """Count the pairs of a rank's requests: pairs with rows beyond one run of its own consecutive positions."""
+    """Count the pairs of a rank's requests, with keys outside the query's run of consecutive positions on the rank."""
     if problem.shard.interleaved:
         return strided.query_pairs(problem, rank)
     return sum(request.pairs for request in row_requests(problem, rank))
@@ -290,7 +290,7 @@ def held(problem: Problem, exchange: str, rank: int, per_node: int, head_dim: in
 
 
 def most_held(problem: Problem, exchange: str, per_node: int, head_dim: int, element_size: int) -> int:
-    """Return the most bytes that any rank holds at once, with any window of heads of a head-parallel group."""
+    """Return the most bytes that any rank holds at once, over all members of a head-parallel group."""
     ranks = problem.shard.ranks
     listed = range(ranks) if ranks <= LISTED_RANKS else priced_ranks(ranks)
     return max(held(x, exchange, r, per_node, head_dim, element_size) for x in members_of(problem) for r in listed)

@@ -1,6 +1,6 @@
 """Requirements of attention over a sharded sequence: the call as a `Problem`, and each rank's row requests.
 
-A row request lists query rows of a rank and the key rows on other shards that they see. All numbers are integers.
+A row request lists query rows of a rank, and the key rows that they see on other shards. All numbers are integers.
 
 Shape letters: N tokens, H query heads, R ranks, w segment length, r dilation rate, o offset.
 """
@@ -188,7 +188,7 @@ def wide_segments(problem: Problem, piece: range) -> Iterator[BranchSegment]:
 
 # -- row requests ------------------------------------------------------------------------------------------------------
 def row_requests(problem: Problem, rank: int) -> Iterator[RowRequest]:
-    """Yield a rank's requests for rows beyond one run of its own consecutive positions."""
+    """Yield a rank's requests for rows that are not in the query's run of consecutive positions on the rank."""
     for piece in problem.shard.ranges(rank):
         yield from piece_requests(problem, piece)
 
@@ -221,7 +221,7 @@ def piece_requests(problem: Problem, piece: range) -> Iterator[RowRequest]:
 def _window_requests(
     problem: Problem, segment: BranchSegment, head: int, rows: range, queries: range, width: int
 ) -> Iterator[RowRequest]:
-    """Yield requests for a window's rows near the ends of a run of queries, with the queries that see these rows."""
+    """Yield requests for rows that windows see beyond the ends of a run of queries, with the queries that see them."""
     request = functools.partial(RowRequest, segment.document, segment.branch, head)
     at = rows.index(queries[0])
     before = rows[max(0, at - width + 1) : at]

@@ -1,9 +1,9 @@
 """Closed forms of the strided layout: the rows of a rank that other ranks read, and the pairs that a rank computes.
 
 A rank holds every T-th position, so every segment extends over all ranks, and a rank has a piece of each segment.
-Segments with equal starts modulo T look the same to the ranks, so that one segment represents them all. If the rate of
-a branch divides its segment length, its rows form one progression over the whole document. In causal attention no
-reader needs the last rows of each segment; these rows then form progressions with the segment length as step.
+Segments with equal starts modulo T look the same to the ranks, so that one segment represents them all. If a branch's
+rate divides its segment length, the branch's rows form one progression over the whole document. In causal attention, no
+reader needs the last rows of each segment; the unneeded rows form progressions with the segment length as step.
 
 Shape letters: N tokens, R ranks, T = R * members, w segment length, r dilation rate, o offset.
 """
@@ -65,7 +65,7 @@ class BranchRows:
 
 
 def classes(problem: Problem, document: Document, branch: int) -> list[SegmentClass]:
-    """Return classes of a branch's segments in a document: short first, whole by start modulo T, short last."""
+    """Return the classes of a branch's segments: a short first one, whole ones by start modulo T, a short last one."""
     spec, total = problem.pattern.branches[branch], problem.shard.total
     width = segment_width(spec, document.length)
     turns = total // math.gcd(width, total)
@@ -115,7 +115,7 @@ def _heads_by_offset(problem: Problem, branch: int) -> dict[int, list[int]]:
 
 
 def _pairs(rows: range, queries: range, causal: bool) -> int:
-    """Count pairs of queries, a subset of the rows, with the rows (causal: with rows not after the query)."""
+    """Count (query, row) pairs; the queries are some of the rows. If causal, leave out rows after the query."""
     n = len(queries)
     if not n or not causal:
         return n * len(rows)
@@ -175,7 +175,7 @@ def _last_of_members(rows: range, members: frozenset[int], total: int) -> int | 
 def _branch_rows(
     problem: Problem, last_row: LastRow, group: int, by_offset: bool
 ) -> dict[tuple[Document, int], list[BranchRows]]:
-    """Return the taken rows by document and `group` of heads; `by_offset`: heads of one offset have equal rows."""
+    """Return the rows to take by document and group of heads; `by_offset`: heads with equal offsets take equal rows."""
     out: dict[tuple[Document, int], list[BranchRows]] = {}
     for document in problem.documents:
         for branch in range(len(problem.pattern.branches)):
@@ -200,7 +200,7 @@ def _rows_of_branch(problem: Problem, document: Document, branch: int, head: int
         taken = range(0) if last is None else clip(rows, rows.start, last + 1)
         if not joins or group.segment.stop - group.segment.start < width:
             loose.append(Repeated(taken, group.number, group.period))
-        elif taken:  # if so, rows of each whole segment are taken
+        elif taken:  # then rows are taken from every whole segment
             end = group.segment.stop + (group.number - 1) * group.period
             whole = range(min(rows.start, whole.start) if whole else rows.start, max(end, whole.stop), rate)
             skipped.append(Repeated(clip(rows, last + 1, rows.stop), group.number, group.period))

@@ -1,7 +1,7 @@
 """The registry of engines, and the choice of "auto" for a call.
 
-The thresholds below were measured on an H200 (`benchmarks/results/2026-11-21_h200_speed.md`). Change an entry for
-another machine; `engine=` overrides all of them.
+The thresholds below were measured on an H200 (`benchmarks/results/2026-11-21_h200_speed.md`). For another machine,
+change the entries. The argument `engine=` overrides all of them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lightning_dilated.attention.backends.sdpa import CPU_FLASH, CUDNN, FLASH
 from lightning_dilated.attention.backends.triton import TRITON
 from lightning_dilated.attention.backends.windows import with_windows
 
-#: compute capability -> FLOPs (mean of a block, forward and backward) below which triton's grouped launches are faster
-#: than one call of cuDNN for each block; such a call takes about 0.2 ms on the host in each pass
+#: {compute capability: limit in FLOPs}. If the mean FLOPs of a block in both passes are below the limit, triton's
+#: grouped launches are faster than a call of cuDNN per block. Such a call takes about 0.2 ms on the host in each pass
 GROUPED_BELOW: dict[tuple[int, int], float] = {(9, 0): 1.0e11}
-#: the threshold for other compute capabilities: triton's grouped launches are never preferred
+#: the limit for other compute capabilities, with which triton's grouped launches are never preferred
 DEFAULT = 0.0
-#: the same if shapes change from call to call, because the host takes about 30 ms to compile a cuDNN graph for a new
-#: shape. With blocks of this many FLOPs, triton is slower than cuDNN by about this time in twelve layers on an H100
+#: the same for shapes that change from call to call: the host takes about 30 ms to compile a cuDNN graph for a new
+#: shape. With blocks at the limit, twelve layers of triton take about 30 ms longer than cuDNN on an H100
 CHANGING_BELOW: dict[tuple[int, int], float] = {(9, 0): 5.0e12}
-#: for keys from other ranks or chunks: compute capability -> most (query, key) pairs of a head with which triton's
-#: forward, which updates the running result in place, is faster than cuDNN's forward and a merge
+#: for keys from other ranks or chunks, {compute capability: limit}. Up to this number of (query, key) pairs in a head,
+#: triton's forward, which updates the running result in place, is faster than cuDNN's forward and a merge
 CHAINED_UP_TO: dict[tuple[int, int], float] = {(9, 0): 2.0**24}
-#: the same for the forward and backward of batches with shapes that change from call to call
+#: the same limit for shapes that change from call to call; it also holds in the backward
 CHANGING_UP_TO = 2.0**24
 
 __all__ = [
@@ -75,7 +75,7 @@ class Choice:
 
 
 def environment(device: torch.device) -> tuple[object, ...]:
-    """Return settings outside the request that affect the choice of engine and executor, and may change at any time."""
+    """Return the settings outside the request that affect the choice of engine and executor. They can change."""
     capability = kernels.capability(device) or (0, 0)
     limits = [table.get(capability, DEFAULT) for table in (GROUPED_BELOW, CHANGING_BELOW)]
     impl = torch.nn.attention.current_flash_attention_impl()
@@ -88,14 +88,14 @@ def engine_names() -> list[str]:
 
 
 def for_rows(engine: Engine, rows: int) -> Engine:
-    """Return the engine, or the math engine if there are too few rows of queries or keys for it."""
+    """Return `engine`, or the math engine if a block has fewer query rows or key rows than `engine` supports."""
     return engine if rows >= engine.min_rows else MATH
 
 
 def for_band(engine: Engine, request: Request) -> Engine:
-    """Return the engine if it supports bands, else another engine that does.
+    """Return `engine`, or an engine that supports bands if `engine` does not.
 
-    On a GPU this is triton or math; cuDNN itself computes long windows if nvidia-cudnn-frontend is installed.
+    On a GPU, the other engine is triton or math. If nvidia-cudnn-frontend is installed, cuDNN computes long windows.
     """
     if engine.bands:
         return engine
@@ -129,7 +129,7 @@ def _candidates(name: str) -> tuple[str, ...]:
 
 
 def _grouped(request: Request) -> str | None:
-    """Return why triton's grouped launches are preferred to engines that are called block by block; None if not."""
+    """Return the reason to prefer triton's grouped launches to engines that are called block by block, or None."""
     capability = request.capability or kernels.capability(request.device)
     if capability is None:
         return None
@@ -140,7 +140,7 @@ def _grouped(request: Request) -> str | None:
 
 
 def triton_up_to(name: str, request: Request) -> tuple[float, float]:
-    """Return (forward, backward): most pairs of a head for which "auto" computes keys from other ranks with triton."""
+    """Return the most pairs in a head with which triton computes keys from other ranks, for forward and backward."""
     if name != "auto" or request.device.type != "cuda" or TRITON.why_not(request) is not None:
         return 0.0, 0.0
     if request.changing:
@@ -170,7 +170,7 @@ def choose(name: str, request: Request, log: bool = True) -> Choice:
     With `log`, log the choice of "auto" at level INFO, once for each kind of call.
 
     Raises:
-        ValueError: if no engine of `name` does. The message lists reasons and the engines that serve the request.
+        ValueError: if no engine of `name` serves it. The message lists reasons, and the engines that serve the request.
     """
     rejected, candidates = dict[str, str](), _candidates(name)
     if name == "auto" and (grouped := _grouped(request)) is not None and TRITON.why_not(request) is None:

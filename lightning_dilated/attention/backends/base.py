@@ -93,7 +93,7 @@ class Engine:
         forward_into: None, or forward(..., into), which updates a running state in place: into = (out (B, L, H, D),
             lse (B, H, L), flat rows of out for the query rows (G, J, n), number of additional zero keys).
         min_rows: fewest query rows and key rows; the op gives smaller blocks to the math engine.
-        available: device -> None, or the reason why the engine cannot run there.
+        available: a function that returns None for a device that can run the engine, else the reason why it cannot.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Sliding windows by cuDNN: computes a band in one call, with graphs of nvidia-cudnn-frontend (extra `windows`).
+"""Sliding windows by cuDNN: one call computes a band, with a graph of nvidia-cudnn-frontend (extra `windows`).
 
-torch's cuDNN attention has no bands. Building a graph for each shape, strides, scale and band takes time. The Triton
-kernels therefore compute short blocks, which vary in length, and they compute bands that cuDNN refuses.
+torch's cuDNN attention has no bands. Each combination of shape, strides, scale and band needs a graph, which takes time
+to build. The Triton kernels therefore compute short blocks, which vary in length, and bands that cuDNN refuses.
 Shape letters: G samples and segments, J heads, n rows, D head dim.
 """
 
@@ -66,7 +66,7 @@ def _place(x: Tensor) -> _Place:
 
 
 def _serves(q: Tensor, k: Tensor, band: Band) -> bool:
-    """Return whether graphs support the block: it is long, rows see themselves, and no stride of 0 repeats elements."""
+    """Return whether graphs support the block: it is long, a row sees itself, and no stride repeats elements."""
     dense = all(step for x in (q, k) for n, step in zip(x.shape, x.stride(), strict=True) if n > 1)
     return q.shape == k.shape and q.shape[2] >= FEWEST and band.lower <= 0 <= band.upper and dense
 

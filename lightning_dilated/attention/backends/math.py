@@ -24,7 +24,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _tiles(q: Tensor, keys: int, band: Band | None, dropout: bool = False) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield (groups, rows, keys) rectangles of scores within the budget; with a band, only keys that a row sees."""
+    """Yield (groups, rows, keys) of tiles of scores within the budget; with a band, omit keys that no row sees."""
     groups, heads, rows, _ = q.shape
     budget = (SCORE_BUDGET // DROPOUT_ROOM if dropout else SCORE_BUDGET) // max(1, heads)
     band = band or Band(-rows, keys)

@@ -35,7 +35,7 @@ def _without_dropout(function: Callable) -> Callable:
 def _cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Call cuDNN's backward with the strides that its cached graph reads, or flash's if copies would be too large."""
+    """Call cuDNN's backward with the strides of its cached graph; if copies would be too large, call flash's."""
     restrided = _with_first_strides((q, k, v), grad, out)
     if restrided is None:
         return compat.flash_attention_backward(grad, q, k, v, out, lse, causal, scale)
@@ -44,8 +44,8 @@ def _cudnn_backward(
 
 #: largest storage of a copy, as a multiple of the storage of q or the gradient
 MOST_SPREAD = 4
-#: shapes and strides of q, k, v -> strides of grad and out in the first backward with them. Entries are never removed,
-#: because torch never removes its graphs: without an entry, a later call could read its gradient with wrong strides
+#: {shapes and strides of q, k, v: strides of grad and out in their first backward}. Entries are never removed, because
+#: torch never removes its graphs: without an entry, a later call could read its gradient with wrong strides
 _READ: dict[tuple, tuple[tuple[int, ...], ...]] = {}
 
 
@@ -55,11 +55,11 @@ def _with_first_strides(inputs: tuple[Tensor, Tensor, Tensor], *read: Tensor) ->
     torch (seen in 2.11) caches the graph of cuDNN's backward only by the shapes and strides of q, k and v. The graph
     reads grad and out with the strides of its first call. With other strides, gradients are wrong, without an error.
 
-    Return None if flash attention is available and copies would take far more memory, as in a short call after a long
-    call.
+    Return None if flash attention is available and a copy would take far more memory than its original, as in a short
+    call after a long call.
     """
     key = tuple((x.shape, x.stride()) for x in inputs)
-    if (first := _READ.get(key)) is None:  # an expanded gradient shares memory, so a copy cannot have its strides
+    if (first := _READ.get(key)) is None:  # elements of an expanded tensor share memory, so no copy has its strides
         first = _READ.setdefault(
             key, tuple((x.contiguous() if _extent(x.shape, x.stride()) is None else x).stride() for x in read)
         )
@@ -91,7 +91,7 @@ def _log_copies() -> None:
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int | None:
-    """Return the number of elements from a tensor's first to its last; None if two elements may share memory."""
+    """Return the number of elements in the memory that a tensor spans; None if two of its elements may overlap."""
     extent = 1
     for stride, n in sorted((s, n) for n, s in zip(shape, strides, strict=True) if n > 1):
         if stride < extent:
@@ -116,8 +116,8 @@ def _cuda_available(device: torch.device, name: str, op: str) -> str | None:
     return f"{name} needs compute capability 8.0" if version < (8, 0) else compat.missing_op(op)
 
 
-# Observed: cuDNN refuses a single row, and without an error returns NaN for fp32 and None for no rows. The CPU op kills
-# the process if there are no rows. All three mask before they scale, so causal results with scale <= 0 are wrong.
+# Observed: cuDNN refuses a single row. For fp32 it returns NaN, and for no rows None, both without an error. The CPU op
+# kills the process if there are no rows. All mask before they scale, so causal results with scale <= 0 are wrong.
 CPU_FLASH = Engine(
     name="cpu_flash",
     forward=_without_dropout(compat.cpu_flash_attention_forward),

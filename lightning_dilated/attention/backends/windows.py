@@ -18,9 +18,9 @@ from torch import Tensor
 from lightning_dilated.attention.backends.base import Band, Engine, Terms, merge
 from lightning_dilated.attention.backends.math import MATH
 
-#: the math engine is equally fast for narrower windows
+#: narrowest window that is computed by blocks; the math engine is equally fast for narrower windows
 NARROW = 16
-#: elements of the blocks that are computed in one call
+#: most elements in the blocks of one call
 AT_ONCE = 1 << 24
 
 
@@ -79,7 +79,7 @@ class _Piece:
 
 
 def _pieces(n: int, width: int, causal: bool, size: int) -> Iterator[_Piece]:
-    """Yield pieces with all pairs of a window over n rows; a row has `size` elements in all samples and heads."""
+    """Yield pieces that contain all pairs of a window over n rows; `size`: elements of a row over samples and heads."""
     blocks = n // width
     step, end = max(1, AT_ONCE // (size * width)), blocks * width
     for first in range(0, blocks, step):

@@ -36,9 +36,9 @@ def choose(call: Call, spans: Sequence[Span], q: Layout) -> Executor:
 
 
 def _with_global_tokens(call: Call, spans: Sequence[Span], q: Layout) -> WithGlobalTokens | None:
-    """Return an executor that computes global tokens separately; None if there are none, or `Blockwise` computes all.
+    """Return an executor that computes global tokens separately; None if there are none, or if it gains nothing.
 
-    With dropout the other branches must come first in the pattern, because the mask depends on a branch's index.
+    With dropout, the other branches must come first in the pattern, because the mask depends on a branch's index.
     """
     pattern = call.window.pattern
     local_pattern, is_global = without_global(pattern), [b.tokens is not None for b in pattern.branches]

@@ -41,8 +41,8 @@ class HeadWindow(NamedTuple):
 class Call:
     """Settings that all blocks of one call share.
 
-    If `branches` is set, only the branches with these indices are computed. `max_triton_pairs`, for forward and backward:
-    triton computes batches of keys from other ranks or chunks that have up to this number of pairs in a head.
+    If `branches` is set, only the branches with these indices are computed. Triton computes batches of keys from other
+    ranks or chunks with at most `max_triton_pairs` pairs in a head; the two limits are for forward and backward.
     """
 
     engine: Engine
@@ -64,8 +64,8 @@ class Call:
 
 
 class Layout(NamedTuple):
-    """Properties of q (B, N, H, D) for planning, whether there is dropout, and whether `lengths`, or the bounds of
-    2**bits documents, are on the device."""
+    """Facts for planning: properties of q (B, N, H, D), whether there is dropout, and whether the device has lengths,
+    or (if `bits` is not 0) the bounds of 2**bits documents."""
 
     shape: Sequence[int]
     dtype: torch.dtype
@@ -82,10 +82,10 @@ class Executor(Protocol):
         """Return this executor with a dropout mask."""
 
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (out (B, N, H, D), lse (B, H, N), rows to save for the backward or None) of q, k and v.
+        """Return out (B, N, H, D) and lse (B, H, N) of q, k and v, and rows to save for the backward, or None.
 
-        Rows without a key are 0, and -inf in lse. lse is fp32 (fp64 for float64). out has the same dtype, or q's dtype
-        with `final`, which promises that nothing will be merged into it.
+        A row without a key is 0 in out and -inf in lse. Both are fp32 (fp64 for float64). If `final`, nothing will be
+        merged into out, and out may have q's dtype.
         """
 
     def backward(

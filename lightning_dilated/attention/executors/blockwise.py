@@ -60,7 +60,7 @@ class Blockwise:
         return total
 
     def _only(self, inputs: Sequence[Tensor]) -> tuple[Span, Block] | None:
-        """Return the only block if it has every row of q and k, because its results are the results of the call."""
+        """Return the only block if it has every row of q and k; its results are then the results of the call."""
         batch, seq_len, heads, _ = inputs[0].shape
         blocks = self.call.blocks(self.spans[0]) if len(self.spans) == 1 else ()
         if len(blocks) != 1 or heads != inputs[1].shape[2]:
@@ -91,7 +91,7 @@ def _single_block(call: Call, inputs: Sequence[Tensor], span: Span, block: Block
 
 
 def _rows_of(part: Tensor, like: Tensor) -> Tensor:
-    """Return a (G, J, n, D) part of all rows as a contiguous tensor with the shape of `like`, (B, N, H, D)."""
+    """Convert a part (G, J, n, D) that has all rows to a contiguous tensor with the shape of `like`, (B, N, H, D)."""
     return part.transpose(1, 2).reshape(like.shape).contiguous()
 
 

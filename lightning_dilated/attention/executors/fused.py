@@ -34,8 +34,8 @@ Part = TypeVar("Part")
 class Chunk:
     """Positions [start, stop) of a span.
 
-    The parts of `blocks` are computed when the chunk begins and freed when it ends. `inner` are smaller chunks with the
-    blocks of narrower or denser branches. Parts are combined in chunks without inner chunks.
+    The parts of `blocks` are computed when the chunk begins and freed when it ends. `inner` lists smaller chunks, with
+    the blocks of narrower or denser branches. Parts are combined in the chunks that have no inner chunks.
     """
 
     start: int
@@ -57,7 +57,7 @@ def layout(
     Args:
         document: tokens of the document.
         part: (start, stop) in the document.
-        limits: most positions of a chunk (with dense branches, with thin branches: parts of at most half the rows).
+        limits: most positions of a chunk with dense branches (parts of more than half the rows), and of other chunks.
         at_once: a branch that is computed for all positions at once, because its part is not larger than the result.
     """
     length, branches = part[1] - part[0], frozenset(range(len(window.pattern.branches)))
@@ -84,19 +84,19 @@ def layout(
 def _levels(
     pattern: DilatedPattern, num_heads: int, limits: tuple[int, int], names: frozenset[int], length: int
 ) -> list[tuple[int, frozenset[int]]]:
-    """Return (positions of a chunk, its branches) by level; the first level, a span, has branches that fit no chunk."""
+    """Return (positions of a chunk, branches) by level. Level 0 is a span, with the branches that fit no chunk."""
     branches = pattern.branches
     dense = {i for i in names if 2 * len(branches[i].heads or range(num_heads)) > num_heads * branches[i].dilation_rate}
     fine, inner = _fitting(pattern, dense, limits[0], 1)
     coarse, middle = _fitting(pattern, names - inner, limits[1], fine)
-    # the largest multiples of all segments within the limits
+    # chunks are the largest multiples of all their segments within the limits
     cuts = [(coarse * (limits[1] // coarse), middle), (fine * (limits[0] // fine), inner)]
     cuts = [(step, taken) for step, taken in cuts if taken and step < length]
     return [(length, frozenset(range(len(branches))).difference(*(taken for _, taken in cuts))), *cuts]
 
 
 def _fitting(pattern: DilatedPattern, among: Iterable[int], limit: int, step: int) -> tuple[int, frozenset[int]]:
-    """Return a multiple of `step`, at most `limit`, and the branches with segments that end at all its multiples."""
+    """Return m, a multiple of `step` up to `limit`, and the branches in which a segment ends at each multiple of m."""
     taken = set()
     for i in sorted(among, key=lambda i: pattern.branches[i].segment_length or math.inf):
         branch = pattern.branches[i]
@@ -129,14 +129,14 @@ def every_block(chunk: Chunk) -> list[Block]:
 
 #: limits of chunks are multiples of this number of (position, head, feature) triples (131,072 tokens, 12 heads of 64)
 UNIT = 131072 * 12 * 64
-#: limit in the forward, which has one tensor in memory; the backward has three and the engine's workspace
+#: the limit in the forward, which holds one tensor of results; the backward holds three and the engine's workspace
 FORWARD = 4 * UNIT
-#: limits in the backward: branches with most rows, and all others (small calls are faster with more segments)
+#: limits in the backward for dense and thin branches (small calls are faster with more segments)
 DENSE, THIN = UNIT, 2 * UNIT
-#: a call up to this size is one chunk in the backward
+#: the most elements of q with which the backward is one chunk
 ONE_PIECE = 2 * UNIT
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: most rows of parts for each row of q; patterns with more overlap are merged block by block, with one part in memory
+#: most rows in the parts of all branches, per row of q; above it, blocks are merged one by one, one part at a time
 OVERLAP = 2.5
 
 
@@ -146,7 +146,7 @@ def serves(pattern: DilatedPattern, q: Layout) -> bool:
 
 
 def suits(pattern: DilatedPattern, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Return whether the kernels support a q (B, N, H, D), and the parts of all branches fit in memory together."""
+    """Return whether the kernels support q (B, N, H, D), and whether the parts of all branches fit in memory."""
     batch, tokens, heads, _ = shape
     overlap = sum(len(b.heads or range(heads)) / heads / b.dilation_rate for b in pattern.branches)
     fits = batch < 2**16 and tokens < 2**31 - 2**16  # limits of a launch's grid, and of positions in 32 bits
@@ -154,7 +154,7 @@ def suits(pattern: DilatedPattern, shape: Sequence[int], dtype: torch.dtype) -> 
 
 
 def captured(device: torch.device) -> bool:
-    """Return whether a CUDA graph is recording. Its replay would read addresses from a table that has been freed."""
+    """Return whether a CUDA graph is recording. Its replay would read addresses from a table that is freed by then."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -164,12 +164,12 @@ def forward_pieces(call: Call, spans: Sequence[Span], inputs: Sequence[Tensor], 
 
 
 def backward_pieces(call: Call, spans: Sequence[Span], tensors: Sequence[Tensor], add: bool) -> Pieces:
-    """Return the pieces of the backward, which may `add` to gradients; `tensors` are grad, q, k, v and out."""
+    """Return the pieces of the backward. `add`: it adds to given gradients; `tensors` are grad, q, k, v and out."""
     if tensors[1].numel() <= ONE_PIECE:
         return _pieces(call, spans, tensors, (ONE_PIECE, ONE_PIECE), not add)
     pieces, _ = _pieces(call, spans, tensors, (DENSE, THIN), False)
     branch = None if add or len(pieces) > 1 else _result_branch(call, spans, tensors)
-    # do not join a branch that chunks cut: the engine's workspace for all rows would take more memory than this saves
+    # compute a branch at once only if no chunk cuts it: else the engine's workspace for all rows outweighs the saving
     at_once = any(b.branch == branch for _, chunk in pieces for b in chunk.blocks)
     return pieces, branch if at_once else None
 
@@ -239,7 +239,7 @@ def _is_result(parts: Sequence[Tensor], index: int | None, out: Tensor) -> bool:
 def _descend(device: torch.device, chunk: Chunk, make: Callable, combine: Callable, parts: list) -> None:
     """Walk through a span's outermost chunk, given its `parts`.
 
-    On a GPU the inner chunks alternate between two streams, so that the sums and last waves of one chunk run
+    On a GPU, the inner chunks alternate between two streams, so that the sums and last waves of one chunk run
     concurrently with the products of the next chunk. Chunks write different rows, and free memory on their stream.
     """
     if device.type != "cuda" or len(chunk.inner) < 2:

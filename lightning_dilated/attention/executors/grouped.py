@@ -35,7 +35,7 @@ _recorded: dict[int, Work] = {}
 
 
 def plan(call: Call, spans: Sequence[Span], q: Layout) -> tuple[Work, ...] | None:
-    """Return the tables of a call on tensors like q, a few launches each; None if `Grouped` does not serve the call."""
+    """Return the tables of a call on tensors like q, each for a few launches; None if `Grouped` does not serve it."""
     if call.engine.name != "triton" or q.dtype not in fused.DTYPES or not kernels.available(q.device):
         return None
     if q.shape[3] > 256 or not spans or not fits(spans, q.shape) or global_tokens(call.window.pattern):
@@ -57,7 +57,7 @@ def fits(spans: Sequence[Span], shape: Sequence[int]) -> bool:
 
 
 def block_flops(window: HeadWindow, causal: bool, spans: Sequence[Span], shape: Sequence[int]) -> float:
-    """Return the mean FLOPs of a block's forward and backward in a (B, N, H, D) call; inf if it cannot be grouped."""
+    """Return a block's mean FLOPs, forward and backward, in a (B, N, H, D) call; inf if blocks cannot be grouped."""
     pattern = without_global(window.pattern)  # blocks of global tokens are computed one by one
     if not spans or not fits(spans, shape) or pattern is None:
         return math.inf
@@ -112,7 +112,7 @@ def _drop(call: Call, device: torch.device) -> GroupedDrop | None:
 
 @functools.lru_cache(maxsize=64)
 def _states(mask: Dropout, branches: int, device: torch.device, stream: int) -> Tensor:
-    """Return (branches,) int64 on the device, sent on `stream`; cached for the backward of the call."""
+    """Return the hash states (branches,) int64 on the device, sent on `stream`; cached for the call's backward."""
     return send(mask.states(branches), device)
 
 

@@ -137,7 +137,7 @@ class RowExchange:
         total: list[Tensor] | None = None,
         carried: tuple[Tensor, Tensor] | None = None,
     ) -> list[Tensor]:
-        """Compute `Executor.backward`; `carried` are (rows of the forward, their gradients, updated in place)."""
+        """Compute `Executor.backward`; `carried`: rows of the forward, and their gradients to update in place."""
         grad, q, k, v, out = tensors
         with BackwardRun(self.route, self.wires[1], k, v, received, lse.dtype, carried) as run:
             arrivals = ((x.batches, x.rows, x.grads) for x in run.arrivals())
@@ -158,7 +158,7 @@ def _merge_requests(
     q, out, lse = tensors
     if selected is not None and not len(
         selected.flat
-    ):  # no query reads the rows, but other ranks wait for the exchange
+    ):  # no query reads the rows; take part in the exchange for the other ranks
         for _ in arrivals:
             pass
         return
@@ -193,12 +193,12 @@ def _add_requests(
 
 
 def _select(selected: Rows | None, x: Tensor) -> Tensor:
-    """Return the selected rows (1, n, 1, D) of a (B, L, H, D) tensor, or the tensor."""
+    """Return the selected rows (1, n, 1, D) of a (B, L, H, D) tensor; without a selection, return the tensor."""
     return x if selected is None else selected.take(x)[None, :, None]
 
 
 def _select_lse(selected: Rows | None, lse: Tensor) -> Tensor:
-    """Return the selected rows (1, 1, n) of a (B, H, L) tensor, or the tensor."""
+    """Return the selected rows (1, 1, n) of a (B, H, L) tensor; without a selection, return the tensor."""
     return lse if selected is None else selected.take(lse.transpose(1, 2))[None, None]
 
 

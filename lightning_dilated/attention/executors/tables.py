@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def entries(
     blocks: tuple[Block, ...], heads: int, kv: bool, device: torch.device, start: int, length: int, stream: int = 0
 ) -> Entries:
-    """Return the table of the blocks' rows at positions start..start + length, by output head (kv head with `kv`).
+    """Return the table of the blocks' rows at positions start..start + length, by query head (by kv head if `kv`).
 
     Each stream has its own table, because freed memory is reused on its stream only.
     """
@@ -52,7 +52,7 @@ def entries(
 
 
 def rows_by_head(blocks: tuple[Block, ...], heads: int, kv: bool) -> list[list[tuple[int, ...]]]:
-    """Return, for each output head (kv head with `kv`), the entries of its blocks.
+    """Return the entries of the blocks of each query head (of each kv head if `kv`).
 
     An entry is (block, head in the block, first position, segments, width, rows, rate).
     """
@@ -108,7 +108,7 @@ class _Document:
         jobs: (blocks, 16) int64, without offsets.
         windows: (blocks,) int32, as in `Work`.
         rows: by query head and by kv head: entries (entries, 7) int32, and their number for each head.
-        step, tiles: step and tiles of the programs that combine results, in one sample.
+        step, tiles: distance between the rows of a program that combines results, and number of tiles in one sample.
     """
 
     jobs: Tensor
@@ -133,8 +133,8 @@ def work_of(
     `bits`, the bounds of 2**bits documents in the only span are on the device.
 
     Raises:
-        LookupError: if the table does not exist yet while a CUDA graph records, because it cannot be sent then; or if
-            positions need more than 32 bits.
+        LookupError: if positions need more than 32 bits, or if a CUDA graph records before the table exists, because
+            the table cannot be sent then.
     """
     return _work(call.window, tuple(map(_fields, spans)), device, sizes, tokens, cut, bits)
 
@@ -221,7 +221,7 @@ def _windows(widths: Tensor, to: functools.partial[Tensor]) -> Tensor | None:
 
 
 def bits_of(documents: int) -> int:
-    """Return the bits for the index of a document, at least 2. Rounding up lets a few tables serve all rows."""
+    """Return the bits that a document's index needs, at least 2, rounded up so that a few tables serve all rows."""
     return max(2, (documents - 1).bit_length())
 
 
@@ -244,7 +244,7 @@ def packed_jobs(window: HeadWindow, tokens: int, documents: int) -> Tensor:
             if not branch.serves(h) or o >= longest:
                 continue
             w, r = segment_width(branch, tokens), min(branch.dilation_rate, longest)
-            numbers = 0 if r == 1 else 2 if t else 1  # without numbers, rows of two segments could coincide
+            numbers = 0 if r == 1 else 2 if t else 1  # segments need numbers, else their rows could coincide
             numbered = tokens // w + numbers * documents if numbers else 0
             head, kv_head = h - heads[0], h // group - heads[0] // group
             length = min(branch.segment_length or tokens, tokens)
@@ -350,7 +350,7 @@ def _document(window: HeadWindow, document: int, part: tuple[int, int] | None, t
 
 
 def _rows(blocks: tuple[Block, ...], heads: int, kv: bool) -> tuple[Tensor, Tensor]:
-    """Return the entries by output head (kv head with `kv`), as in `Outputs`, and the number of entries by head."""
+    """Return the entries by query head (by kv head if `kv`), as in `Outputs`, and their number by head."""
     rows = rows_by_head(blocks, heads, kv)
     table = torch.tensor([x for head_rows in rows for x in head_rows], dtype=torch.int32).reshape(-1, 7)
     return table, torch.tensor([len(head_rows) for head_rows in rows], dtype=torch.int64)

@@ -1,9 +1,9 @@
 """All-to-all exchanges of tokens for heads: `switch`, by (segment, head), and head-parallel groups of neighbours.
 
 switch: the owner of a (segment, head) receives the rows of q, k and v, computes the attention and returns the outputs.
-The ranks that hold a segment own it in turn, by head and branch. This balances causal work. Any number of heads works
-with any number of ranks. With one segment for all tokens this is Ulysses (arXiv 2309.14509). Segments inside a shard do
-not move.
+The heads and branches of a segment go in turn to the ranks that hold it, which balances causal work. Any number of
+heads works with any number of ranks. One segment for all tokens is Ulysses (arXiv 2309.14509). Segments inside a shard
+do not move.
 Head-parallel groups: each rank gets all tokens of the group for its window of heads. Windows may be uneven; if a window
 cuts a group of query heads that share a kv head, both ranks get the kv head and its gradients are summed.
 Shape letters: B samples, L tokens of a rank, G tokens of the group, H heads, D head dim, M ranks of the group; an owner
@@ -59,13 +59,13 @@ def windows(num_heads: int, num_kv_heads: int, members: int) -> list[tuple[int, 
 
 @dataclass
 class HeadGroup:
-    """Ranks, including this rank, that trade tokens for heads; `lengths` are the numbers of tokens of the ranks."""
+    """Ranks, including this rank, that exchange tokens for heads; `lengths` are their numbers of tokens."""
 
     wire: Wire
     lengths: tuple[int, ...]
 
     def to_heads(self, tensors: Sequence[Tensor], cuts: Sequence[Windows]) -> list[Tensor]:
-        """Exchange (B, L, H, D) tensors of one dtype and D, each cut at its windows, for (B, G, own window, D)."""
+        """Exchange tensors (B, L, H, D) of one dtype and D for (B, G, own window, D); `cuts` has each one's windows."""
         batch, length, _, dim = tensors[0].shape
         rank, widths = self.wire.rank, [[b - a for a, b in cut] for cut in cuts]
         parts = [

@@ -1,9 +1,9 @@
 """butterfly: log2 R pairwise steps; after step j a rank holds the rows that branches with segments of 2^j shards read.
 
-Step j pairs a rank with rank XOR 2^(j-1). Each rank sends the rows of its half of the pair's 2^j shards that branches
-with at least that width read. A head moves (S/2) log2 R rows (S = w/r rows of a segment). Offsets must nest: a wide
-branch must read a subset of the rows of the next narrower branch. In the hierarchical form each rank receives a part of
-the rows that its node needs, and the ranks of the node exchange these rows over their faster links.
+Step j pairs a rank with rank XOR 2^(j-1). Each of the two belongs to one half of 2^j shards, and sends the rows of its
+half that branches with segments of 2^j shards or more read. A head moves (S/2) log2 R rows (S = w/r rows of a segment).
+Offsets must nest: a wide branch must read a subset of the rows of the next narrower branch. In the hierarchical form, a
+rank receives a part of the rows that its node needs, and the ranks of the node exchange them over faster links.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _swap(problem: Problem, rank: int, partner: int, level: int, share: tuple[in
 
 
 def half(problem: Problem, rank: int, level: int, share: tuple[int, int] = (0, 1)) -> Message:
-    """Return rows of a rank's half of 2^level shards for branches at least that wide; `share` = (i, m): rows[i::m]."""
+    """Return the rows of a rank's half in step `level`; with `share` = (i, m) only every m-th row, from row i on."""
     local = problem.shard.seq_len // problem.shard.ranks
     start = (rank >> (level - 1) << (level - 1)) * local
     stop = start + (local << (level - 1))
@@ -135,7 +135,7 @@ def hierarchical_why_not(problem: Problem, per_node: int) -> str | None:
 
 
 def hierarchical_program(problem: Problem, rank: int, per_node: int) -> Program:
-    """Return rounds as in `program`; from other nodes a rank receives 1 in `per_node` rows and sends it to its node."""
+    """Return rounds as in `program`; of another node's rows a rank gets 1 in `per_node`, and spreads it in its node."""
     rounds, inside = [], per_node.bit_length() - 1
     node, number = divmod(rank, per_node)
     for level in range(1, problem.shard.ranks.bit_length()):

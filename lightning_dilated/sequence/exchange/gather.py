@@ -1,6 +1,6 @@
 """gather: each owner sends a row to every rank that needs it. It serves any pattern and layout.
 
-The flat form is one all-to-all. In the hierarchical form a row enters each other node once; the ranks of the node then
+The flat form is one all-to-all. In the hierarchical form, a row enters each other node once; the ranks of the node then
 spread it over their faster links.
 """
 
@@ -41,7 +41,7 @@ def hierarchical_why_not(problem: Problem, per_node: int) -> str | None:
 
 
 def hierarchical_program(problem: Problem, rank: int, per_node: int) -> Program:
-    """Return two rounds: a row enters each other node at the rank with its owner's number; that rank spreads it."""
+    """Return two rounds: owners send rows to the ranks with the same number in other nodes, which spread them there."""
     ranks = problem.shard.ranks
     node, number = divmod(rank, per_node)
     mates = range(node * per_node, (node + 1) * per_node)

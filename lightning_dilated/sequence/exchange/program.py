@@ -1,4 +1,4 @@
-"""Programs: a rank's part of an exchange as integers, in rounds of messages that list rows; and the volume it receives.
+"""Programs: a rank's part of an exchange, as rounds of messages that list rows by integers, and the volume received.
 
 Sender and receiver compute each message with the same function of the same problem, so they need no control message to
 agree on its rows. Volumes are counted without listing messages; `near` is inside a rank's node, `far` outside.
@@ -75,7 +75,7 @@ def count(message: Iterable[RowSet]) -> int:
 
 
 def rows_for(problem: Problem, readers: Iterable[int], source: int) -> Message:
-    """Return the rows that rank `source` holds and a reader needs, each row once; `source` may be a reader, too."""
+    """Return the rows that rank `source` holds and any reader needs, each row once; `source` may be a reader."""
     if problem.shard.interleaved:
         return strided_message(strided.rows_read(problem, frozenset(readers), source))
     messages = [rows_held_by(problem, needed_rows(problem, x), source) for x in readers]
@@ -106,7 +106,7 @@ def merge(messages: Iterable[Message]) -> Message:
 # -- volume ------------------------------------------------------------------------------------------------------------
 @dataclass
 class Units:
-    """Counts of units in the tensors' dtype (`own`), fp32 units (`wide`: gradients, outputs), fp32 `numbers` (lse)."""
+    """Counts of units in the tensors' dtype (`own`) or fp32 (`wide`: gradients, outputs), and fp32 `numbers` (lse)."""
 
     own: float = 0
     wide: float = 0
@@ -119,7 +119,7 @@ class Units:
 
 @dataclass
 class Volume:
-    """Units that a rank receives by (pass, "near" | "far"), rounds and messages of both passes, and units saved."""
+    """Units that a rank receives, by (pass, "near" or "far"); rounds and messages of both passes; units saved."""
 
     rounds: int
     messages: int
@@ -144,7 +144,7 @@ class Origins:
     Attributes:
         total: number of rows.
         ranks: ranks that hold any of the rows.
-        held_by: a function that returns how many of the rows given ranks hold together.
+        held_by: a function that takes ranks and returns the number of rows that they hold together.
     """
 
     total: int
@@ -193,7 +193,7 @@ def _held_count(problem: Problem, needs: RowsByHead, ranks: Iterable[int]) -> in
 
 
 def _sources(problem: Problem, needs: RowsByHead) -> set[int]:
-    """Return the ranks that hold rows of `needs`; for a range with a step up to a chunk, all ranks that it spans."""
+    """Return the ranks that hold rows of `needs`. A step of at most a chunk skips no rank between a range's ends."""
     shard, ranks = problem.shard, set()
     for pieces in needs.values():
         for rows in pieces:

@@ -1,6 +1,6 @@
 """ring: rows travel from rank to rank until no later rank needs them; a rank holds the rows of one round at a time.
 
-In the backward the rows travel again, and each rank sends its part of a row's gradient directly to the row's owner.
+In the backward, the rows travel again, and each rank sends its part of a row's gradient directly to the row's owner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_dilated.sequence.requirements import Problem
 
 
 def program(problem: Problem, rank: int, per_node: int) -> Program:
-    """Return rounds: round 0 copies own rows that interleave with queries, round t brings rows of rank - t (mod R)."""
+    """Return rounds. Round 0 copies own rows that interleave with queries; in round t, rows of rank - t arrive."""
     ranks = problem.shard.ranks
     own_rows = rows_for(problem, [rank], rank)
     rounds = [Round({rank: own_rows}, {rank: own_rows})] if own_rows else [Round()]
@@ -33,7 +33,7 @@ def program(problem: Problem, rank: int, per_node: int) -> Program:
 
 
 def travelling(problem: Problem, source: int, hops: int) -> Message:
-    """Return the rows of `source` that arrive after `hops` hops, because the receiving or a later rank needs them."""
+    """Return the rows of `source` that travel for `hops` hops or more: the receiver or a later rank needs them."""
     ranks = problem.shard.ranks
     return rows_for(problem, [(source + x) % ranks for x in range(hops, ranks)], source)
 
@@ -47,7 +47,7 @@ def _arriving(problem: Problem, source: int, hops: int) -> int:
 
 
 def returning(problem: Problem, rank: int, hops: int) -> Round:
-    """Return the round of gradients for round `hops`: each rank sends them to the owner of the rows that it used."""
+    """Return the round after round `hops` in which each rank sends gradients of rows that it used to their owner."""
     ranks = problem.shard.ranks
     owner, user = (rank - hops) % ranks, (rank + hops) % ranks
     step = Round()
@@ -56,7 +56,7 @@ def returning(problem: Problem, rank: int, hops: int) -> Round:
     return step
 
 
-#: up to this many ranks `volume` counts all travelling rows; with more ranks, only rows that the rank itself needs
+#: up to this many ranks, `volume` counts all travelling rows; with more ranks, only rows that the rank itself needs
 COUNTED = 16
 
 

@@ -24,7 +24,7 @@ from lightning_dilated.sequence.exchange.program import Message, RowSet
 from lightning_dilated.sequence.ranges import intersect, remove
 from lightning_dilated.sequence.requirements import Document, Problem, RowRequest
 
-#: numbers as (start, step, count)
+#: an arithmetic progression as (start, step, count)
 Progression = tuple[int, int, int]
 
 
@@ -152,7 +152,7 @@ class ManyRanges:
         self._numbers, self._each = (np.repeat(first, count) + within)[order], np.repeat(count, count)[order]
 
     def find(self, document: Document, head: int, rows: range, sample: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (indices in `rows`, numbers in the store) of the elements of `rows` in the store, int64."""
+        """Return (indices in `rows`, numbers in the store), int64, of all elements of `rows` that are in the store."""
         group = self._group_of.get((document, head))
         if group is None or not rows:
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -167,7 +167,7 @@ class ManyRanges:
 
 @dataclass
 class ReceivedRows:
-    """A store of rows: carried rows (or None), then received rows, set after set; a set is stored sample by sample."""
+    """A store of rows: first carried rows, if any, then the received sets of rows; a set is stored sample by sample."""
 
     size: int = 0
     ranges: dict[tuple[Document, int], RangeIndex] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class ReceivedRows:
     def find(
         self, document: Document, head: int, rows: range, sample: int
     ) -> Iterator[tuple[Progression, Progression]]:
-        """Yield (indices in `rows`, numbers in the store) of the elements of `rows` in the store."""
+        """Yield (indices in `rows`, numbers in the store) of the elements of `rows` that are in the store."""
         if self.carried is not None:
             for at, number in zip(*(x.tolist() for x in self.carried.find(document, head, rows, sample)), strict=True):
                 yield (at, 1, 1), (number, 1, 1)
@@ -409,7 +409,7 @@ MAX_SELECTED_SHARE = 0.25
 
 
 def select_rows(numbers: Sequence[Tensor], total: int, length: int, heads: int) -> tuple[Rows | None, list[Tensor]]:
-    """Return (selection of the rows with these flat numbers, numbers in it), or (None, `numbers`) for too many rows.
+    """Return the selection of the rows `numbers`, and their numbers in it; None and `numbers` if they are too many.
 
     The limit is `MAX_SELECTED_SHARE`. With a selection, only these rows need an fp32 copy, not the whole tensor.
     """
@@ -437,7 +437,7 @@ def take(x: Tensor, rows: Tensor) -> Tensor:
 def take_apart(store: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first and second halves, (..., D) each, of rows of an (n, 2, D) store.
 
-    On a GPU many rows are copied to separate memory, because causal cuDNN is a third slower if K and V interleave.
+    On a GPU, many rows are copied to separate memory, because causal cuDNN is a third slower if K and V interleave.
     """
     if not _use_kernel(store, rows):
         return store[rows].unbind(-2)
@@ -465,7 +465,7 @@ def pack_rows(a: Tensor, b: Tensor, rows: Tensor, at: Tensor | None, buffer: Ten
 
 
 def add_at(total: Tensor, rows: Tensor, parts: Sequence[Tensor], distinct: bool = False) -> None:
-    """Add parts (G, n, D), rounded to the dtype of `total`, to its rows: one part to (m, D), two parts to (m, 2, D).
+    """Add one part (G, n, D) to rows of `total` (m, D), or two parts to (m, 2, D), rounded to `total`'s dtype.
 
     Args:
         rows: (G, n) row numbers.

@@ -39,7 +39,7 @@ from lightning_dilated.sequence.requirements import Problem, RowRequest, row_req
 
 @dataclass
 class GradientReturn:
-    """The return of a round's gradients: rows `leaving` are sent back and added to the rows that `packing` has read."""
+    """A round's gradients on the way back: `leaving` are sent, and received ones are added to the rows of `packing`."""
 
     leaving: Tensor | slice
     sends: dict[int, int]
@@ -175,7 +175,7 @@ class Arrival:
 class Run:
     """Rows of one call in transit. Create a run before the local work, and iterate over its arrivals afterwards.
 
-    On a GPU a program that saves rows posts all rounds immediately, on a separate stream that overlaps with local work.
+    On a GPU, a program that saves rows posts all rounds at once, on a separate stream that overlaps with local work.
 
     Args:
         wire: None for a program without rounds.
@@ -202,7 +202,7 @@ class Run:
             self._begin()
 
     def _store(self, make: Callable[..., Tensor], carried: Tensor | None, arrived: Tensor | None = None) -> Tensor:
-        """Return (size, 2, D): carried rows, then arrived rows or memory for them. One kind alone is not copied."""
+        """Return (size, 2, D): carried rows, then arrived rows or memory for them; copy only if there are both."""
         if carried is None:
             return make((self.compiled.size, 2, self.k.shape[3])) if arrived is None else arrived
         if self.compiled.size == len(carried):
@@ -232,7 +232,7 @@ class Run:
         return [posted for posted in self._posted if posted is not None]
 
     def _begin(self) -> None:
-        """Post the first round, or all rounds; also the second if the first has no rows from other ranks (ring)."""
+        """Post all rounds, or only the first, or the first two if the first only copies the rank's own rows (ring)."""
         rounds = self.compiled.rounds
         copied = (
             len(rounds) > 1 and not (rounds[0].receives.keys() - {self.wire.rank}) and not len(rounds[1].packing.store)
@@ -302,7 +302,7 @@ class BackwardRun(Run):
         self._sum = torch.zeros(rows, 2, k.shape[3], dtype=wide, device=k.device)
 
     def arrivals(self) -> Iterator[Arrival]:
-        """Yield one arrival with all batches if the rows were saved, else (ring) one for each round of moving rows."""
+        """Yield one arrival with all batches if the rows were saved; otherwise (ring) one arrival for each round."""
         if self.compiled.keep:
             self._grads = self._store(self._sum.new_zeros, self._carried)
             later = (batch for step in self.compiled.rounds for batch in step.batches)
@@ -341,7 +341,7 @@ class BackwardRun(Run):
         self._returning.append((number, posted))
 
     def _collect(self, leave: int = 0) -> None:
-        """Add the gradients of all rounds but the last `leave`, and send gradients of relayed rows one round back."""
+        """Add gradients of all returning rounds but the last `leave`; send gradients of relayed rows a round back."""
         while len(self._returning) > leave:
             number, posted = self._returning.pop(0)
             arrived = (posted.follow if self._ahead else posted.wait)()

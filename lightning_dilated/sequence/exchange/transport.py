@@ -1,7 +1,7 @@
 """Transport: the collective that all exchanges use, an all-to-all of rows, with a record of bytes and times.
 
 All ranks enter collectives in the order of the program, so they cannot deadlock. Ranks without a message for each other
-exchange no bytes. GPU times are measured by events that the host does not wait for, other times by the wall clock.
+exchange no bytes. GPU times are measured by events that the host does not wait for, and other times by the wall clock.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Posted:
         """Wait without a record of the wait, for code that relays rows and computes nothing."""
         if self.work is not None:
             self.work.wait()
-            if self.rows.device.type != "cuda":  # on a GPU another stream may wait, too
+            if self.rows.device.type != "cuda":  # on a GPU, a second stream may wait for the same work
                 self.work = None
                 if self.flight is not None:
                     self.flight.end = mark(self.rows.device)
@@ -168,10 +168,10 @@ class Posted:
 
 @contextlib.contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU, run the body on the exchange's stream, after all work queued so far. This has no effect on a CPU.
+    """On a GPU, run the body on the exchange's stream, after all work queued so far; on a CPU, just run the body.
 
-    Memory allocated in the body belongs to that stream. Tensors that the caller's stream reads must be allocated before
-    the body, or read after `Posted.wait`; free them after `rejoin`.
+    Memory allocated in the body belongs to that stream. A tensor that the caller's stream reads must be allocated
+    before the body, or read only after `Posted.wait`; free it only after `rejoin`.
     """
     if device.type != "cuda":
         yield
