@@ -165,7 +165,7 @@ def headline(rows: list[dict[str, Any]]) -> str:
 
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
-    """Return a table of percent of right answers: a line for each length, a column for each depth, and their mean."""
+    """Return a table of the percentage of right answers, with a line per length, and columns per depth and for all."""
     table = Table()
     for name in ("tokens", *(f"{depth:g} %" for depth in _depths(rows)), "all"):
         table.add_column(name, justify="right")

@@ -25,15 +25,15 @@ Test how much of its context a language model uses: filler states a value, the e
 if each of its tokens is the likeliest one. Prints the share of right answers by length and depth, and writes
 accuracy_by_depth.csv and a picture of each task into --out. Nothing is downloaded: texts are made by rule from --seed.
 """
-#: tokens per tile of a transformers decoder's logits
+#: number of tokens per tile of a transformers decoder's logits
 _TILE = 1024
 
 
 #: options of the samples: default and meaning
 _SAMPLES = {
-    "num_values": (3, "for multi_value: values of a key"),
+    "num_values": (3, "for multi_value: number of values of a key"),
     "hops": (3, "for tracing: statements between the value and the variable that is asked for"),
-    "value_digits": (5, "for text: digits of a value"),
+    "value_digits": (5, "for text: number of digits of a value"),
     "vocabulary": (32, "for tokens: number of symbols for keys, and for values"),
     "fillers": (16, "for tokens: kinds of filler"),
     "key_tokens": (1, "for tokens: symbols of a key"),
@@ -92,7 +92,7 @@ def _add_samples(p: argparse.ArgumentParser) -> None:
         default="text",
         help="text, or tokens for a model that was trained on LongContextDataModule(form='tokens')",
     )
-    p.add_argument("--distractors", type=int, help="keys that are not asked for (default: 3, for multi_key 15)")
+    p.add_argument("--distractors", type=int, help="number of keys not asked for (default: 3; 15 for multi_key)")
     for name, (default, meaning) in _SAMPLES.items():
         p.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: %(default)s)")
 

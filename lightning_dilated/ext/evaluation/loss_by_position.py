@@ -21,7 +21,7 @@ from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.ext.evaluation.counting import CountsAnswers, Report, append_rows, check_model, datamodule
 from lightning_dilated.sequence import active_sequence
 
-#: octaves of positions, up to 2^48 tokens; parts of a sequence
+#: number of octaves of positions, enough for 2^48 tokens; and number of equal parts of a sequence
 OCTAVES, EIGHTHS = 48, 8
 FIELDS = ("step", "part", "first", "last", "tokens", "bits")
 
@@ -104,7 +104,7 @@ class LossByPosition(pl.Callback):
 
 
 def _places(batch: Mapping[str, Any], shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Return (position of each token in its document, tokens of the document), (B, L) int64 on the CPU."""
+    """Return each token's position in its document, and the document's length: two tensors (B, L) int64 on the CPU."""
     size, local = shape
     positions = token_positions(0, local)
     group = active_sequence()

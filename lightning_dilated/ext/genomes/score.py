@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         default="forward",
         help="strands to read; both: the mean of both scores (default: %(default)s)",
     )
-    p.add_argument("--flank", type=int, default=8, help="for a LongNetMLM, as above (default: %(default)s)")
+    p.add_argument("--flank", type=int, default=8, help="bases, for a LongNetMLM, see above (default: %(default)s)")
     p.add_argument("--batch_size", type=int, default=8, help="windows computed at a time (default: %(default)s)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
     p.add_argument("--cache_dir", help="folder for unpacked gzip files (default: GenomeDataModule's)")

@@ -108,7 +108,7 @@ class Masking:
         lengths: Tensor | None = None,
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (the model's input, True for tokens to predict): (B, L) int64 and (B, L) bool.
+        """Return the model's input (B, L) int64, and a mask (B, L) bool of the tokens to predict.
 
         Args:
             tokens: (B, L) int64.
@@ -285,7 +285,7 @@ class LongNetMLM(TokenModel):
 
         Args:
             sequences, strands, batch_size: see `LongNetLM.score`.
-            passes: K; pass j masks tokens j, j + K, ... together, with N / K times less work and less context. None: N.
+            passes: K (None: N); pass j masks tokens j, j + K, ... at once: N / K times less work, with less context.
             ignore_tokens: tokens that are not scored; None: tokens that are never masked, and N for a genome.
 
         Raises:
@@ -319,7 +319,7 @@ class LongNetMLM(TokenModel):
         return self.masking.apply(tokens, stream, index, positions, batch.get("lengths"), documents)
 
     def masked_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (nats, at least fp32; True if the likeliest token is right; row of the sample), each (M,)."""
+        """Return three tensors (M,): nats (at least fp32), whether the likeliest token is right, and the sample's row."""
         x, chosen = self._states(batch)
         x = x[chosen]
         tile, labels = loss_tile(self.transformer.memory.tile, self.vocab_size), batch["tokens"][chosen]
@@ -337,18 +337,18 @@ class LongNetMLM(TokenModel):
         return torch.stack([losses, (logits.detach().argmax(-1) == labels).to(losses)], -1)[None]
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return (sum of nats over the masked tokens, number of masked tokens)."""
+        """Return the sum of nats over the masked tokens, and the number of masked tokens."""
         if type(self).masked_terms is not _MASKED_TERMS or "masked_terms" in vars(self):
             losses, right, _ = self.masked_terms(batch)
             return losses.sum(), torch.full((), len(right), device=losses.device)
         x, chosen = self._states(batch)
         labels = batch["tokens"].masked_fill(~chosen, IGNORE)
-        if self.vocab_size > self.dim:  # else logits of all tokens cost less than waiting for the number of masks
+        if self.vocab_size > self.dim:  # for a smaller V, all logits cost less than to wait for the number of masks
             x, labels = x[chosen][None], labels[chosen][None]
         return self._losses(x, labels, summed=True), chosen.sum()
 
     def _states(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return (hidden states before the last norm (B, N, E), True for tokens to predict (B, N))."""
+        """Return hidden states before the last norm (B, N, E), and a mask (B, N) of the tokens to predict."""
         self.configure_model()
         inputs, chosen = self.masked(batch)
         return self._read(inputs, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens")), chosen

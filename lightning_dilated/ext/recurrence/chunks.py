@@ -59,7 +59,7 @@ def grouped(q: Tensor, index: Tensor, kv_heads: int) -> Tensor:
 
 
 def fading(log_decay: Tensor) -> Tensor:
-    """Return the share of token j that remains at token i, (T, K, C, C): exp(sum of log_decay (T, K, C) over j + 1..i).
+    """Return the share of each token j that remains at each token i, exp(sum of log_decay over j + 1..i): (T, K, C, C).
 
     Each j has a separate sum, because a difference of prefix sums loses digits after a very negative log_decay.
     """

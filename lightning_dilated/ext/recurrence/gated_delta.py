@@ -29,7 +29,7 @@ from lightning_dilated.kernels.tiles import block_dim, read
 
 #: C
 SLOTS = 64
-#: columns of the state for each program; passes over chunks with wide tiles or fp32 rows take the smaller number,
+#: number of state columns per program; passes over chunks with wide tiles or fp32 rows take the smaller number,
 #: because they need more registers
 COLUMNS, FEW_COLUMNS = 64, 32
 #: `input_precision` of products with factors that need more than TF32's 11 bits: three TF32 products keep 22 of 24

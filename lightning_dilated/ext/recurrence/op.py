@@ -28,8 +28,8 @@ from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.recurrence.description import Recurrence
 from lightning_dilated.sequence.group import find_sequence, no_sequence
 
-#: tokens of each sample that one rank computes in one window. With 12 heads of 64, intermediate results of gated_delta
-#: take about 50 KiB a token in the forward and 90 KiB in the backward
+#: number of tokens per sample that a rank computes in one window. With 12 heads of 64, intermediate results of
+#: gated_delta take about 50 KiB per token in the forward and 90 KiB in the backward
 WINDOW = 1 << 14
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_dilated._compat.torch import real_tensors
 from lightning_dilated._device import send
 
-#: tokens of a chunk for kinds without memory segments
+#: number of tokens of a chunk for kinds without memory segments
 CHUNK = 64
 
 
@@ -269,7 +269,7 @@ class _Rows:
 
 
 def _states(call: Call, piece_numbers: Sequence[int], runs: Sequence[Run], rank: int) -> tuple[Tensor, ...]:
-    """Return (started, begins, outgoing, continued, finals) of `Tables`."""
+    """Return the tables `started`, `begins`, `outgoing`, `continued` and `finals` of `Tables`."""
     number = len(call.documents)
     started, begins, continued = [], [], []
     outgoing = torch.full((len(piece_numbers), call.batch), len(runs))

@@ -19,7 +19,7 @@ from lightning_dilated._validation import integer
 from lightning_dilated.ext.slides.files import H5, PT, EmptySlide, Slide, slide_name
 from lightning_dilated.ext.slides.labels import Row
 
-#: minimum number of cells per tile; few tiles share a cell if tissue is cut on separate grids, many in a wrong unit
+#: minimum ratio of cells to tiles: separate grids of tissue let a few tiles share a cell, but in a wrong unit many do
 UNIQUE = 0.9
 #: minimum number of distances between neighbours to judge the tile size
 ENOUGH = 16
@@ -240,7 +240,7 @@ class Inventory:
     """The slides of a SlideDataModule with their splits and labels, in one order.
 
     `labels` has a number or (time, event) for each slide, `groups` the names of the slides' groups, such as patients.
-    `by_column`: the splits are from the csv. `largest`: (x, y), the largest coordinates of each slide.
+    `by_column`: whether the splits are from the csv. `largest`: the largest coordinates (x, y) of each slide.
     """
 
     slides: list[Slide]
@@ -275,7 +275,7 @@ def matched(
 def inspected(
     inspect: Any, files: list[str], rows: list[Row] | None, leave_out: bool
 ) -> tuple[list[Slide], list[Row] | None]:
-    """Return (`inspect(path)` of each file, their rows); empty slides are an error, or dropped with a warning."""
+    """Return `inspect(path)` of each file, and its row. Empty slides are an error, or are dropped with a warning."""
     empty: list[str] = []
 
     def inspect_one(path: str) -> Slide | None:

@@ -116,7 +116,7 @@ def _wrong(path: str, attributes: Mapping[str, Any], name: str, what: str) -> Va
 # HDF5 follows links, virtual data sets and external storage to any file that the user can read, and returns zeros for
 # rows that were never written, up to the number in a header. Both are refused before a row is read.
 
-#: maximum bytes that a byte on disk may unpack to: deflate reaches 1,032 on zeros
+#: maximum number of bytes that a byte on disk may unpack to: deflate reaches 1,032 on zeros
 LARGEST_RATIO = 1100
 #: maximum number of links that are followed
 _LINKS = 16
@@ -265,7 +265,7 @@ H5 = (".h5", ".hdf5")
 PT = (".pt", ".pth")
 #: suffixes of images, which names of feature files and ids of a csv may include
 IMAGES = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vsi", ".czi")
-#: maximum rows of one read, to bound the memory of conversion and checks
+#: maximum number of rows of one read, to bound the memory of conversion and checks
 BLOCK = 4096
 #: rows at most this far apart are read together, because a call costs as much as reading a few rows
 NEAR = 16
@@ -403,7 +403,7 @@ class SlideReader:
     def _finite(self, path: str, values: Tensor, tiles: np.ndarray) -> Tensor:
         """Return the values of these tiles in the reader's dtype. Raises ValueError if one is not finite."""
         out = values.to(self.dtype)
-        # one pass without a mask: the float64 sum of finite values of these types is finite
+        # check by a sum, which needs no mask: in float64, finite values of these types have a finite sum
         if out.sum(dtype=torch.float64).isfinite():
             return out
         wrong = (~out.isfinite()).any(1).nonzero()
@@ -425,7 +425,7 @@ class SlideReader:
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[tuple[_Rows, _Rows | None]]:
-        """Yield (features, coords) of an open file, after all checks that do not read a row."""
+        """Yield the features and coords of an open file, after all checks that do not read a row."""
         refuse_special(path)
         opened = opened_h5(path, self.opener) if path.lower().endswith(H5) else _pt(path, self.features, self.opener)
         with opened as arrays:

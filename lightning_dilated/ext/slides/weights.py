@@ -34,7 +34,7 @@ OUTER = {"patch_embed.proj": "patch_embed", "encoder.layer_norm": "transformer.n
 OWN = re.compile(r"(cls_token$|patch_embed\.|transformer\.|norm\.)")
 _LAYERS = re.compile(r"encoder\.layers\.([0-9]+)\.")
 _OWN_LAYERS = re.compile(r"transformer\.blocks\.([0-9]+)\.")
-#: layers of GigaPath's published slide encoders, by features and width
+#: number of layers of GigaPath's published slide encoders, by features and width
 PUBLISHED = {(1536, 768): 12, (1536, 1024): 24, (1536, 1536): 12, (384, 384): 12}
 
 

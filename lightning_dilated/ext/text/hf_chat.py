@@ -55,7 +55,7 @@ class ChatStreamDataModule(ReadsConversations, StreamedDataModule):
 
     Args:
         paths, tokenizer, seq_len, template, train_on, too_long, column: see `ChatDataModule`. A repository is streamed.
-        pack_tokens: maximum tokens of a row; null is `seq_len`.
+        pack_tokens: maximum number of tokens of a row; null is `seq_len`.
         readers, epoch_rows, val_paths, test_paths, val_limit, num_workers, pin_memory, cache_dir: see
             `StreamedDataModule`.
 

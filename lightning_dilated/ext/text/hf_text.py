@@ -44,10 +44,10 @@ class TextStreamDataModule(LoadsTokenizer[TextTokenizer], StreamedDataModule):
     its end.
 
     Args:
-        paths: files (.jsonl, .json, .parquet), directories or globs, folders of `datasets.save_to_disk`; or the
-            arguments of `datasets.load_dataset` as a mapping, {path: owner/name, split: train}, which is streamed.
-            All formats except JSON need the extra `datasets`.
-        tokenizer: a folder of transformers or the name of a repository; or a tokenizer.json.
+        paths: files (.jsonl, .json, .parquet), directories or globs, folders of `datasets.save_to_disk`; or a mapping
+            of arguments of `datasets.load_dataset`, {path: owner/name, split: train}, to stream that data set. All
+            formats except JSON need the extra `datasets`.
+        tokenizer: a folder that transformers saved, or the name of a repository; or a tokenizer.json.
         seq_len: N, tokens of a row.
         column: the name of the text in a row.
         eos_token: the text of the token that ends a document; null is the tokenizer's own end token.

@@ -90,7 +90,7 @@ class Padding:
 
 
 def _refuse(wrong: Tensor, left: Tensor, group: SequenceGroup | None) -> None:
-    """Raise for samples with holes, `wrong` (B,) bool, or with padding on the `left` (B,) if ranks share them."""
+    """Raise if samples have holes (`wrong` (B,) bool), or if ranks share samples with padding on the `left` (B,)."""
     if bool(wrong.any()):
         raise ValueError(
             f"attention_mask of sample {int(wrong.int().argmax())} has holes: ring_dilated takes real tokens in one run, "
