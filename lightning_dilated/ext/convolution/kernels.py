@@ -225,7 +225,7 @@ def backward(
 
     Args:
         sums: (B P, W, C) fp32, stride 1 along C; receives parts of weight's gradient, which is their sum over B P.
-        rows: tokens of a program, a power of two; a sample has P = ceil(N / rows) programs.
+        rows: number of tokens per program, a power of two; a sample has P = ceil(N / rows) programs.
         dtype: dtype of dx; None: x's.
     """
     dx, sizes = x.new_empty(x.shape, dtype=dtype), BACKWARD.sizes(x.shape[2], rows)

@@ -44,7 +44,7 @@ _SAMPLES = {
 
 
 def load_causal_model(path: str | Path, tile: int | None = None) -> DilatedModule:
-    """Load a model as `load_any` does. Raises ValueError also for a model that does not predict the next token."""
+    """Load a model as `load_any` does, but raise ValueError if the model does not predict the next token."""
     model = load_any(path, tile)
     if not model.predicts_next_token:
         raise ValueError(
@@ -141,7 +141,7 @@ def checked_folder(path: str) -> Path:
 
 
 def tokenizer_of(args: argparse.Namespace, model: LongNetLM | HFCausalLM, folder: Path) -> str | None:
-    """Return the path of the tokenizer for text; None for bytes. A checkpoint's tokenizer is written into `folder`.
+    """Return the path of the tokenizer for text, or None for bytes. A checkpoint's tokenizer is written into `folder`.
 
     Raises: ValueError if the model needs a tokenizer that is not known.
     """

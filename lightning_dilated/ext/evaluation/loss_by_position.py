@@ -199,7 +199,7 @@ class RecallByDistance(CountsAnswers):
         """Count a batch's predictions (B, L) at this rank's positions; labels without a distance are left out."""
         if self._counts is None or self._distances is None:
             return
-        positions = token_positions(0, predictions.shape[1])  # collective, also on ranks without labels
+        positions = token_positions(0, predictions.shape[1])  # collective, so ranks without labels call it
         labels = batch["labels"]
         distances = torch.stack([self._distances(index)[positions] for index in batch["index"].tolist()])
         octave = torch.frexp(distances.double()).exponent.long() - 1  # floor(log2), exact; -1 for 0
@@ -212,7 +212,7 @@ class RecallByDistance(CountsAnswers):
         self._counts[1].index_add_(0, octaves, torch.ones_like(octaves))
 
     def evaluate(self, trainer: pl.Trainer, split: str, right: list[int], labels: list[int]) -> Report:
-        """Return the rows of a table and {suffix: accuracy} to log, from right answers and labels by counter."""
+        """Return table rows, and {suffix: accuracy} to log, from each counter's numbers of right answers and labels."""
         rows = [_recall_row(i, right[i], labels[i]) for i in range(OCTAVES) if labels[i]]
         return rows, {"": sum(right) / sum(labels), **{f"_{row['first']}": row["accuracy"] for row in rows}}
 

@@ -36,7 +36,7 @@ class LongContextSamples(RuleSamples):
         self.cell_of = task.cell
 
     def length_of(self, index: int) -> int:
-        """Return the tokens of sample `index`. Raises IndexError if there is no such sample."""
+        """Return the number of tokens of sample `index`. Raises IndexError if there is no such sample."""
         return self.cell_of(self.split, index).length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class LongContextDataModule(RuleDataModule):
         num_values: for multi_value, number of values of a key.
         hops: for tracing, number of statements from the value's variable to the variable that is asked for.
         value_digits: for text, number of digits of a value.
-        vocabulary: for tokens, number of symbols for keys, and also for values.
+        vocabulary: for tokens, number of symbols for keys, and of symbols for values.
         fillers: for tokens, number of different filler tokens.
         key_tokens, value_tokens: for tokens, number of symbols of a key and of a value.
         batch_size, train_size, seed, num_workers, pin_memory: see `RuleDataModule`.
@@ -248,7 +248,7 @@ class LongContextDataModule(RuleDataModule):
 
     @staticmethod
     def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return a batch, padded to the longest sample; without "lengths" if all have the same length."""
+        """Return a batch, padded to the longest sample, with "lengths" unless all samples have the same length."""
         longest = max(len(sample["tokens"]) for sample in samples)
         for name, fill in _PADDING.items():
             for sample in samples:

@@ -22,7 +22,7 @@ def sample_generator(seed: int, split: str, index: int) -> np.random.Generator:
 
 
 class RuleSamples(Dataset):
-    """Samples that a DataModule's `make(rng, split)` draws: mappings; the entries `along` have N positions.
+    """Samples that a DataModule's `make(rng, split)` draws. They are mappings with N positions in the entries `along`.
 
     Args:
         task: the DataModule.
@@ -50,7 +50,7 @@ class RuleSamples(Dataset):
         return sample_generator(self.seed, self.split, index)
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """Return the sample with its sequences at the positions `ranges` only."""
+        """Return the sample, but only the positions `ranges` of its sequences."""
         sample = self[index]
         positions = torch.tensor([position for x in ranges for position in x], dtype=torch.int64)
         return {name: value[positions] if name in self.along else value for name, value in sample.items()}

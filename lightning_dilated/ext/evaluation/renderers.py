@@ -168,7 +168,7 @@ class TextForm:
         return encoding.ids[:first], encoding.ids[first:]
 
     def filler(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Draw lines uniformly, and cut off the beginning of the first one, so that `count` tokens remain."""
+        """Draw lines uniformly, and cut off their beginning, so that `count` tokens remain."""
         if not count:
             return np.zeros(0, np.int64), np.zeros(1, np.int64)
         drawn = np.zeros(0, np.int64)

@@ -29,7 +29,7 @@ from lightning_dilated.ext.files.files import ByteStream
 from lightning_dilated.ext.genomes.bases import CODES, ILLEGAL, N_CODE, OTHER
 from lightning_dilated.ext.text.block_cache import cache_root, locked, private_folder, within
 
-#: maximum ratio of unpacked to packed bytes (gzip reaches 1,032), and bytes of text that are always allowed
+#: maximum ratio of unpacked to packed bytes (gzip reaches 1,032), and number of bytes that are always allowed
 MOST_PACKED = 100
 SMALL = 1 << 24
 #: maximum number of characters of a line of a VCF or BED file
@@ -327,7 +327,7 @@ class Record:
     line_bytes: int
     # set by the scan
     checksum: int = 0
-    others: int = 0  # IUPAC letters that became N
+    others: int = 0  # number of IUPAC letters that became N
     run_starts: np.ndarray | None = None  # bounds of runs of N, sorted; two runs may be adjacent
     run_stops: np.ndarray | None = None
 
@@ -380,7 +380,7 @@ class Genome:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that were read from the files after the scan, including line ends."""
+        """Number of bytes that were read from the files after the scan, including line ends."""
         return self.stream.bytes_read
 
     def read(self, number: int, start: int, stop: int) -> np.ndarray:

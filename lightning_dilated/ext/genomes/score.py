@@ -106,7 +106,7 @@ def genome_model(path: str) -> TokenModel:
 
 
 def window_of(model: TokenModel, window: int | None) -> int:
-    """Return the bases of a window: the option if given, else the model's length."""
+    """Return the number of bases of a window: the option if given, else the model's length."""
     if window is not None:
         return integer(window, "--window", 2)
     if model.max_seq_len is None:

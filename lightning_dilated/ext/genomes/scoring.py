@@ -19,7 +19,7 @@ from lightning_dilated.ext.genomes.variants import AlleleWindows
 from lightning_dilated.memory.chunked_loss import IGNORE
 from lightning_dilated.models.longnet.lm import Strands
 
-#: maximum vocabulary of a genome: bases, N, and some more for a mask token or padding
+#: maximum vocabulary size of a genome: bases, N, and some more for a mask token or padding
 MOST_GENOME_TOKENS = 16
 
 
@@ -217,8 +217,8 @@ def site_log_probabilities(model: Any, rows: Sequence[tuple[Tensor, Tensor]]) ->
 
 # -- two alleles -------------------------------------------------------------------------------------------------------
 def compared_sites(windows: AlleleWindows, flank: int) -> Tensor:
-    """Return the sites (M,) to compare in both windows: for a substitution the tokens that differ, which are masked
-    together; else all tokens from `flank` before the alleles to `flank` after them."""
+    """Return the sites (M,) to compare in both windows: for a substitution, the tokens that differ, which are masked
+    together; otherwise all tokens from `flank` before the alleles to `flank` after them."""
     if windows.substitution:
         return (windows.reference != windows.alternative).nonzero()[:, 0]
     return torch.arange(max(0, windows.start - flank), min(len(windows.reference), windows.stop + flank))

@@ -296,7 +296,7 @@ class LongNetMLM(TokenModel):
         return hook("score sequences")(self, sequences, strands, passes, ignore_tokens, batch_size)
 
     def masked(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return (the model's input, True for tokens to predict) of this rank's part of a batch, (B, N) int64 and bool.
+        """Return the input (B, N) int64 and a mask (B, N) of tokens to predict, for this rank's part of a batch.
 
         In training mode the masks depend on the Trainer's step (0 without a Trainer); otherwise they are fixed.
 
@@ -331,7 +331,7 @@ class LongNetMLM(TokenModel):
         return terms[:, 0], terms[:, 1].detach() > 0, sample
 
     def _terms(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Return (nats, 1 if the likeliest token is right) as (1, M, 2), from states (1, M, E) and labels (1, M)."""
+        """Return nats, and 1 or 0 for a right or wrong likeliest token, (1, M, 2), from states (1, M, E) and labels."""
         logits, labels = self._logits(x[0]), labels[0]
         losses = token_nats(logits, labels, self.compile_blocks)
         return torch.stack([losses, (logits.detach().argmax(-1) == labels).to(losses)], -1)[None]

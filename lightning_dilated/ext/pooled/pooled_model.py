@@ -85,7 +85,7 @@ class PooledModule(TransformerModel):
         layer_decay: d in (0, 1]: layer i of `depth` learns with d^(depth + 1 - i) times the learning rate; the input
             projection counts as layer 0, the head and last norm as depth + 1 (as in BEiT, arXiv 2106.08254).
         freeze_encoder: train the head only; all other modules stay in eval mode.
-        lora_rank: train the head and low-rank updates of the blocks, of this rank (arXiv 2106.09685; extra `lora`).
+        lora_rank: train the head, and low-rank updates of the blocks with this rank (arXiv 2106.09685; extra `lora`).
         lora_alpha: the updates are scaled by lora_alpha / lora_rank; None: twice the rank.
 
     Metrics of validation and test, named after the stage, as in `val_mse`, are exact over the epoch and all ranks:

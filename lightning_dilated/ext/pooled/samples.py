@@ -20,7 +20,7 @@ class EpochScores(Float64Metric):
     If batches contain `index`, samples are sorted by it, so their order is the same on any number of ranks.
 
     Args:
-        columns: C, scores of a sample.
+        columns: C, the number of scores of a sample.
         label_columns: number of values in a label; None for labels (B,).
     """
 

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from lightning_dilated.ext.recurrence.rules import positive, ratio, unit
 from lightning_dilated.ext.recurrence.runs import Tables
 
-#: number of chunks, at least 2, from which runs are passed in groups, to save launches, which limit a GPU here
+#: runs of at least this number of chunks (2 or more) are passed in groups, to save launches, which limit a GPU here
 GROUPED_FROM = 32
 
 

@@ -90,7 +90,7 @@ def recurrent_attention(
     - "gated_delta" (Gated DeltaNet, arXiv 2412.06464): with q and k of length 1, S_t = a_t (I - b_t k_t k_t^T) S_{t-1}
       + b_t k_t v_t^T and out_t = S_t^T q_t, where a = exp(log_decay) and b = beta.
     - "linear" (Infini-attention, arXiv 2404.07143): memory segments have `segment` tokens. The output of a token is
-      phi(q) S / phi(q) z, where S and z sum over earlier segments (if not causal, over all others); 0 without any.
+      phi(q) S / phi(q) z, where S and z sum over earlier segments (if not causal, all others), or 0 if there are none.
     - "delta" (the same paper): a segment adds Phi^T (V - D Phi S) instead of Phi^T V. The paper divides by Phi z of
       earlier segments. Here, D = 1 / max(Phi z, Phi Phi^T 1) divides by the segment's own sum if that is larger;
       otherwise a segment with more keys than all earlier segments could expand the state.
@@ -112,7 +112,7 @@ def recurrent_attention(
         log_decay: (B, N, K), finite and at most 0, for gated_delta.
         beta: (B, N, K), between 0 and 1 (up to 2 for negative eigenvalues), for gated_delta.
         segment: m, for linear and delta.
-        causal: False is allowed only for linear; tokens then also read later tokens.
+        causal: whether tokens read only earlier tokens; False is allowed only for linear.
         state: the state that an earlier call returned, with an entry for each sample, or for each document of
             `cu_seqlens`. Its gradient flows to the earlier call; `state.detach()` stops it.
         return_state: also return the state after the last token of each sample or document.
@@ -336,7 +336,7 @@ def _check_gates(kind: str, k: Tensor, log_decay: Any, beta: Any) -> None:
 def _check_segment(kind: str, segment: Any) -> None:
     if kind in SEGMENTED:
         if segment is None:
-            raise ValueError(f"kind={kind!r} needs segment, the tokens of a memory segment, such as segment=2048.")
+            raise ValueError(f"kind={kind!r} needs segment, the tokens per memory segment, such as segment=2048.")
         integer(segment, "segment", 1)
     elif segment is not None:
         raise ValueError(f"segment={segment!r} belongs to kinds {', '.join(SEGMENTED)}, not to {kind!r}; leave it out.")

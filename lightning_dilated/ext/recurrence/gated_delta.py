@@ -33,11 +33,11 @@ SLOTS = 64
 #: because they need more registers
 COLUMNS, FEW_COLUMNS = 64, 32
 #: `input_precision` of products with factors that need more than TF32's 11 bits: three TF32 products keep 22 of 24
-#: bits. "ieee" uses no tensor cores; it would spill thousands of bytes a thread and take minutes to compile
+#: bits. "ieee" uses no tensor cores; it would spill thousands of bytes per thread and take minutes to compile
 EXACT = "tf32x3"
 #: `input_precision` of the inverse for 16-bit rows; its error for similar keys is at most 1.6e-3, under half of bf16's
 SOLVED = "tf32"
-#: (warps, stages) of each kernel, by columns of a tile, for 16-bit rows
+#: (warps, stages) of each kernel for 16-bit rows, by the number of columns of a tile
 CONFIGS = {
     "invert": {64: (2, 1), 128: (4, 1)},
     "pass": {64: (4, 2), 128: (8, 1)},
@@ -47,7 +47,7 @@ CONFIGS = {
     "queries": {64: (4, 1), 128: (8, 1)},
     "gradients": {64: (4, 1), 128: (8, 1)},
 }
-#: warps for fp32 rows, with products that use both halves of each number; the inverse needs fewer, for tiles of 32
+#: warps for fp32 rows, as products use both halves of each number; the inverse needs fewer, as its tiles are 32 wide
 WIDE_WARPS = {kernel: 4 if kernel == "invert" else 8 for kernel in CONFIGS}
 
 
@@ -194,7 +194,7 @@ def column_of(x, x_sr, first, count, i):
 
 @triton.jit
 def read_turned(base, i, stride, column, rows, DIM: tl.constexpr):
-    """Load the transpose of `read`, for first factors, because Triton 3.4 to 3.7.0 may transpose registers wrongly."""
+    """Load the transpose of `read`, as a first factor, because Triton 3.4 to 3.7.0 may transpose registers wrongly."""
     at = base + i.to(tl.int64)[None, :] * stride + column[:, None]
     return tl.load(at, mask=(i < rows)[None, :] & (column < DIM)[:, None], other=0.0)
 

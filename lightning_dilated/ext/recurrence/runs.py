@@ -115,7 +115,7 @@ class Tables:
         keys: (T, C) for each slot, the row of its key and value in a concatenation: tokens of pieces and halos, pending
             rows of the state, and a row of zeros.
         outputs: (B L,) the slot of each token; T C for a token without a document.
-        closed: (T,) whether the chunk is a memory segment that ends in it.
+        closed: (T,) whether the chunk contains the end of a memory segment.
         last: (runs,) the last chunk of each run.
         started: (runs,) index of the document with pending sums for the run's first chunk; number of documents if none.
         begins: (runs,) index of the state before each run, among incoming states (pieces, B) and then initial states.

@@ -48,7 +48,7 @@ def received(rounds: tuple[Round, ...], owners: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def choose(owners: tuple[int, ...]) -> tuple[Round, ...]:
-    """Return the rounds in which the busiest rank receives fewer maps, or one if equal; `owners`: the pieces' ranks."""
+    """Return one round, or several if the busiest rank then receives fewer maps; `owners` holds each piece's rank."""
     if len(owners) > MOST:
         return doubling(len(owners))
     return min((all_to_later(len(owners)), doubling(len(owners))), key=lambda rounds: received(rounds, owners))

@@ -32,7 +32,7 @@ NARROW, SMALL = 16, 64
 WINDOW_MEMORY = 5 << 30
 #: runs are passed in groups if the longest has at least this number of chunks; a group has about the square root of it
 GROUPED_FROM = 32
-#: runs times kv heads from which a GPU is busy without groups
+#: least product of the numbers of runs and kv heads that keeps a GPU busy without groups
 BUSY = 256
 
 
@@ -130,7 +130,7 @@ def gated_delta(
         q: (rows, H, D), with W = E; None: no output.
         k, v: (rows, K, D) and (rows, K, E), in the same dtype, with any strides.
         log_decay, beta: (rows, K) fp32.
-        begin: (n, K, D, W) fp32, state before each run; [1 | 0] gives the runs' maps. Values change the last E columns.
+        begin: (n, K, D, W) fp32, state before each run; [1 | 0] gives the runs' maps. Values go into the last E columns.
         read: whether the output's values are used; if not, they are arbitrary, and only its gradient is computed.
     """
     tensors = q, k, v, log_decay, beta, begin
@@ -147,7 +147,7 @@ def held_bytes(
     backward: bool,
     cut: bool = True,
 ) -> int | None:
-    """Return the kernels' peak bytes in addition to a call's inputs and results; None if they do not serve the call.
+    """Return the kernels' peak bytes in addition to a call's inputs and results, or None if they do not serve the call.
 
     Args:
         tokens, heads, dims: B L, (H, K) and (D, E).
@@ -159,7 +159,7 @@ def held_bytes(
         return None
     stored = 2 if dtype == torch.bfloat16 else 4  # bytes of a number in `Rows.stored`
     state, row = stored * dim * values / CHUNK, stored * values
-    held = state + row + CHUNK * max(2, dtype.itemsize) + 12 + 8  # 8 for gates in fp32
+    held = state + row + CHUNK * max(2, dtype.itemsize) + 12 + 8  # the 8 bytes are gates in fp32
     if cut or backward:
         held += heads[0] / heads[1] * values * dtype.itemsize  # a window's output, or an output that no gradient needs
     if backward:

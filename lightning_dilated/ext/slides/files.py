@@ -31,7 +31,7 @@ from lightning_dilated.ext.text.remote import RemoteFile
 # CLAM writes `patch_size` and `downsampled_level_dim`, which count pixels of the level `patch_level`, and `downsample`,
 # the number of level-0 pixels per pixel of that level. Coordinates of both programs count level-0 pixels.
 
-#: pixels that no slide reaches; a larger attribute is not a size
+#: number of pixels that no slide reaches; an attribute that is larger is not a size
 _LARGEST = 1 << 31
 
 
@@ -41,7 +41,7 @@ def states_overlap(attributes: Mapping[str, Any]) -> bool:
 
 
 def tile_size_of(path: str, attributes: Mapping[str, Any]) -> int | None:
-    """Return the side of a tile in level-0 pixels, less a stated overlap (`states_overlap`); None if not stated.
+    """Return the side of a tile in level-0 pixels, less a stated overlap (`states_overlap`), or None if not stated.
 
     Raises: ValueError for an invalid attribute, with file and attribute.
     """
@@ -166,7 +166,7 @@ def _h5_of_url(h5py: Any, path: str, opener: FileOpener) -> Iterator[Any]:
             if isinstance(error, OSError):
                 raise _unreadable(path, error) from error
             raise
-        # the traceback's frames keep the file open; HDF5 closing it after the end of Python would crash the process
+        # the traceback's frames keep the file open; if HDF5 closed it after the end of Python, the process would crash
         for x in (error, store_error):
             traceback.clear_frames(x.__traceback__)
         if store_error is error:

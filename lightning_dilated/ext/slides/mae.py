@@ -105,7 +105,7 @@ class SlidePretrainer(SlideBackbone):
     def hidden_tiles(
         self, index: Tensor, positions: Tensor, lengths: Tensor | None, documents: Documents | None = None
     ) -> Tensor:
-        """Return the tiles that this step hides, (B, L) bool on the CPU, of slides `index` (B,) at `positions` (L,).
+        """Return a mask (B, L) on the CPU of the tiles that this step hides, for slides `index` (B,), `positions` (L,).
 
         For D slides packed into one row, `index` is (D,), and `positions` count within each slide.
         """

@@ -304,7 +304,7 @@ class SlideDataModule(SplitDataModule):
 
     @property
     def feature_dim(self) -> int:
-        """F, features of a tile."""
+        """F, the number of features of a tile."""
         return self.inventory.slides[0].width
 
     @property
@@ -314,7 +314,7 @@ class SlideDataModule(SplitDataModule):
 
     @property
     def longest(self) -> int:
-        """Maximum positions of a sample."""
+        """Maximum number of positions of a sample."""
         return max(data.length_of(i) for data in map(self.dataset, SPLITS) for i in range(len(data)))
 
     def dataset(self, split: str) -> SlideSequences:

@@ -85,11 +85,11 @@ class SlideSequences(Dataset):
         return f"{named}{MARK}{self._content}"
 
     def tiles_of(self, index: int) -> int:
-        """Return T, the tiles of a sample."""
+        """Return T, the number of tiles of a sample."""
         return sum(map(self._taken, self._known(index)))
 
     def length_of(self, index: int) -> int:
-        """Return N, the positions of a sample; reads no file."""
+        """Return N, the number of positions of a sample, without reading a file."""
         return self.tiles_of(index) + self.class_token
 
     def __getitem__(self, index: int) -> dict[str, Any]:

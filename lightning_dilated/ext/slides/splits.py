@@ -51,7 +51,7 @@ def deal_groups(groups: list[str], labels: list[int] | None, folds: int, seed: i
         )
     strata = _strata(groups, labels)
     order = [names[i] for i in np.random.default_rng([seed, folds]).permutation(len(names))]
-    order.sort(key=lambda name: strata[name])  # stable: shuffled within a class
+    order.sort(key=lambda name: strata[name])  # a stable sort, so each class stays shuffled
     fold_of = {name: i % folds for i, name in enumerate(order)}
     return [fold_of[group] for group in groups]
 

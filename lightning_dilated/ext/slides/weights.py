@@ -77,7 +77,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def released_parameters(depth: int) -> dict[str, tuple[str, ...]]:
-    """Return {ours: names in a release} of an encoder of `depth` layers; several names are concatenated."""
+    """Return {our name: names in a release} for `depth` layers; weights of several names are concatenated."""
     modules = {ours: (theirs,) for theirs, ours in OUTER.items()}
     for i in range(depth):
         old, new = f"encoder.layers.{i}", f"transformer.blocks.{i}"
@@ -183,7 +183,7 @@ def sizes_of(state: Mapping[str, Tensor], where: str = "the weights") -> dict[st
 def load_backbone(model: Any, path: str | Path) -> None:
     """Copy the encoder's weights of a file into `model`; its head or decoder does not change.
 
-    Raises: FileNotFoundError or ValueError, also if the model's sizes differ from the file's, with the settings.
+    Raises: FileNotFoundError or ValueError; if the model's sizes differ from the file's, the message has the settings.
     """
     _check_settings(model, path)
     weights = own_weights(read_weights(path), str(path), model.grid, report=True)
@@ -206,7 +206,7 @@ def load_backbone(model: Any, path: str | Path) -> None:
 
 
 def _check_settings(model: Any, path: str | Path) -> None:
-    """Raise ValueError if a checkpoint of ours has other heads, tile size or grid; shapes do not show these."""
+    """Raise ValueError if a checkpoint of ours has other heads, tile size or grid, which shapes do not show."""
     stored = read_file(path)
     settings = stored.get("hyper_parameters") if isinstance(stored, Mapping) else None
     for name in ("num_heads", "tile_size", "grid") if isinstance(settings, Mapping) else ():

@@ -83,7 +83,7 @@ class ByteDataModule(SequenceDataModule):
     continues exactly from a checkpoint; validation and test have the order of the files.
 
     Args:
-        paths: files, directories (read recursively) or globs, or URLs of these; null: files of Python's library.
+        paths: files, directories (read recursively), globs, or URLs of these; null: files of Python's standard library.
         seq_len: N, tokens of a sequence (each sample reads N + 1 bytes).
         batch_size: B, sequences of a batch on each device.
         val_fraction: share of the bytes for validation, from 0 (none) to below 1.

@@ -26,9 +26,9 @@ from lightning_dilated.ext.text.tokenizer import end_token, load_tokenizer, pani
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-#: number of characters of a piece, and characters that it shares with the next piece
+#: number of characters of a piece, and number of characters that it shares with the next piece
 PIECE, OVERLAP = 1 << 17, 1 << 12
-#: pieces that are encoded in one call, on several cores
+#: number of pieces that are encoded in one call, on several cores
 _AT_ONCE = 8
 #: maximum number of characters of pieces that are encoded together because they could not be joined
 LONGEST = 1 << 23
@@ -47,7 +47,7 @@ class EncodedFiles:
         files: number of texts.
         documents: number of end tokens, including end tokens that a text spells out.
         tokens: number of tokens in the file.
-        text_bytes: bytes of the texts.
+        text_bytes: number of bytes of the texts.
         unknown: number of unknown tokens, which replace text outside the vocabulary.
         dtype: "uint16" or "uint32".
         vocab_size: vocabulary size of the tokenizer.
@@ -287,7 +287,7 @@ def _joined(tokenizer: Tokenizer, left: _Piece, pieces: list[_Piece]) -> _Piece:
 
 
 def marking_dropped(tokenizer: Tokenizer) -> tuple[Tokenizer, int] | None:
-    """Return a tokenizer that emits a mark for dropped text, and this mark; None if `tokenizer` drops nothing.
+    """Return a tokenizer that emits a mark for dropped text, and this mark, or None if `tokenizer` drops nothing.
 
     BPE without an unknown token silently drops text that its vocabulary lacks. A character may be dropped only at the
     end of a word, only inside a word, or only after normalisation, so it is not enough to encode single characters.

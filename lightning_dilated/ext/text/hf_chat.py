@@ -28,7 +28,7 @@ class ChatEncoder:
     longer: int = 0
 
     def __call__(self, row: Any, where: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return (tokens, marks), or None to skip the row. Raises ValueError for a long row with `too_long` "error"."""
+        """Return tokens and marks, or None to skip the row. Raises ValueError for a long row if `too_long` says so."""
         ids, learn = self.tokenizer.tokens(conversation(row, where, self.column), self.train_on)
         if len(ids) <= self.seq_len:
             return ids, learn

@@ -22,7 +22,7 @@ class TextEncoder:
     end: int
 
     def __call__(self, row: Any, where: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return (tokens, marks), or None for an empty text. Raises ValueError for a row without a text."""
+        """Return tokens and marks, or None for an empty text. Raises ValueError for a row without a text."""
         text = row.get(self.column) if isinstance(row, Mapping) else None
         if not isinstance(text, str):
             columns = ", ".join(map(repr, row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"

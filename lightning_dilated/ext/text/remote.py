@@ -29,7 +29,7 @@ BLOCK = 1 << 20
 RUN = 16
 #: maximum number of blocks that a process holds in memory
 HELD = 16
-#: concurrent requests when many files are looked up
+#: number of concurrent requests when many files are looked up
 THREADS = 16
 #: tries of a request, and seconds before the second try; each further wait is twice as long
 TRIES = 5

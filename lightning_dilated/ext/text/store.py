@@ -77,7 +77,7 @@ def encoded(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str, cache
         column: see `conversation`.
         cache_dir: folder of the stores; None: `chat` in the package's cache folder.
 
-    Raises: ValueError for the first row that is not a conversation, and as `ChatTokenizer.tokens`; OSError.
+    Raises: OSError; ValueError for the first row that is not a conversation, or that `ChatTokenizer.tokens` refuses.
     """
     root = cache_root() / "chat" if cache_dir is None else Path(cache_dir).expanduser()
     private_folder(root)

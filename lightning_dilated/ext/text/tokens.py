@@ -419,7 +419,7 @@ class TokenDataModule(SequenceDataModule):
         self._parts: dict[str, _Part] | None = None
 
     def tokenizer_files(self) -> dict[str, str] | None:
-        """Return {name: text} of the files of `data.tokenizer`, for checkpoints; None without a tokenizer.
+        """Return {name: text} of the files of `data.tokenizer`, for checkpoints, or None without a tokenizer.
 
         Raises: as `load_text_tokenizer`; also ValueError for a tokenizer with more than `vocab_size` tokens.
         """

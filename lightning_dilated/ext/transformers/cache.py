@@ -141,7 +141,7 @@ class _Layer(CacheLayerMixin):
         return self.rows.length + self.skipped
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (number of keys, position of the first key), counting new tokens only."""
+        """Return the number of new keys, and the position of the first one; `update` returns no other keys."""
         return query_length, self.get_seq_length()
 
     def get_max_length(self) -> int:

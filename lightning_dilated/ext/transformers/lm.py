@@ -130,7 +130,7 @@ class HFCausalLM(WithTokenizer):
         self.tile = None if tile is None else integer(tile, "tile", 1)
         self._check_fit()
         self._length_checked = False
-        self._adapted: tuple[Any, ...] = ()  # peft's wrapper of the decoder; in a tuple, so not a submodule
+        self._adapted: tuple[Any, ...] = ()  # peft's wrapper of the decoder, in a tuple, so that it is no submodule
         names = ("lora", "tile", "gradient_checkpointing", "compile_blocks", "bytes_per_token")
         self.save_hyperparameters({"model": self.config.to_dict(), **{name: getattr(self, name) for name in names}})
 
@@ -535,7 +535,7 @@ def refuse_sharded(module: nn.Module, why: str) -> None:
 
 
 def decoder_of(folder: Path, tile: int | None = None) -> HFCausalLM | None:
-    """Return the model of a folder that transformers or peft saved, built on first use; None for other folders.
+    """Return the model of a folder that transformers or peft saved, built on first use, or None for other folders.
 
     Args:
         tile: tile of the loss; ignored if the decoder does not support it.

@@ -31,7 +31,7 @@ class Padding:
 
     @classmethod
     def of(cls, mask: Tensor, group: SequenceGroup | None = None) -> Padding | None:
-        """Return the padding of a mask (B, L), 1 or True for real tokens; None if all are real. Collective in a group.
+        """Return the padding of a mask (B, L) of real tokens, or None if all tokens are real. Collective in a group.
 
         Raises: ValueError for padding between real tokens, and for left padding of a sequence that ranks share.
         """
