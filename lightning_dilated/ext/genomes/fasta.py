@@ -57,7 +57,7 @@ class GenomeDataModule(SequenceDataModule):
         cache_dir: null is `genomes` in the package's cache folder ($LIGHTNING_DILATED_CACHE, or lightning-dilated in
             $XDG_CACHE_HOME or ~/.cache). If missing, it is created for this user alone (mode 0700).
         cache_gib: maximum GiB of blocks of URLs there, see `FileOpener`; decompressed files are not counted.
-        pack_tokens: null does not pack. A number is the maximum of bases in a batch on each device. It makes records
+        pack_tokens: null does not pack. A number is the maximum number of bases in a batch on each device; it makes records
             shorter than a window, and bases after the last whole window of a record, samples of their own length (at
             least two bases), and packs samples into one row: {"tokens": (1, n), "labels": (1, n), "cu_seqlens":
             (D + 1,) int32 on the CPU, the bounds of the D samples, "index": (D,)}.
@@ -197,7 +197,7 @@ class GenomeDataModule(SequenceDataModule):
         return [region for region in cut if region.stop > region.start]
 
     def _short_ones(self, genome: Genome) -> list[tuple[str, int]]:
-        """Return (name, bases) of records shorter than a window; with a BED file, read it and return its regions."""
+        """Return names and lengths of records, or of regions of the BED file (read here), that are below a window."""
         ones = [(record.name, record.length) for record in genome.records]
         if self.bed is not None:
             self._bed_regions = read_bed(self.bed, genome.records, self.opener)

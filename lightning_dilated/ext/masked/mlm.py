@@ -331,7 +331,7 @@ class LongNetMLM(TokenModel):
         return terms[:, 0], terms[:, 1].detach() > 0, sample
 
     def _terms(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Return nats, and 1 or 0 for a right or wrong likeliest token, (1, M, 2), from states (1, M, E) and labels."""
+        """Return (1, M, 2): nats, and 1 if the likeliest token is right, else 0, from states (1, M, E) and labels."""
         logits, labels = self._logits(x[0]), labels[0]
         losses = token_nats(logits, labels, self.compile_blocks)
         return torch.stack([losses, (logits.detach().argmax(-1) == labels).to(losses)], -1)[None]

@@ -185,7 +185,7 @@ def _pass_groups(
 
 
 def _multiplied(transition: Transition) -> Transition:
-    """Return the same map, with X^T Y (T, K, D, D) as `right`, which is no larger than Y if C >= D, and no `left`."""
+    """Return the same map with `right` = X^T Y (T, K, D, D) and no `left`; X^T Y is no larger than Y if C >= D."""
     return Transition(transition.decay, None, transition.left.mT @ transition.right)
 
 

@@ -94,9 +94,9 @@ class ByteDataModule(SequenceDataModule):
         pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
         suffixes: file endings to take from a directory, such as ['.txt']; null for all.
         pack_tokens: null does not pack. A number makes samples of files, or of pieces of N bytes of longer files,
-            instead of sequences across files, and is the maximum of bytes in a batch on each device. A batch is one row
-            of D packed samples, {"tokens": (1, n), "labels": (1, n), "cu_seqlens": (D + 1,) int32 bounds of the samples
-            on the CPU, "index": (D,)}. A file's last byte has the label -100.
+            instead of sequences across files, and is the maximum number of bytes in a batch on each device. A batch is
+            one row of D packed samples, {"tokens": (1, n), "labels": (1, n), "cu_seqlens": (D + 1,) int32 bounds of the
+            samples on the CPU, "index": (D,)}. A file's last byte has the label -100.
         cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null: `remote` in the package's cache folder)
             and its maximum size in GiB, see `FileOpener`.
 

@@ -240,7 +240,7 @@ class RemoteFiles:
         return hashlib.blake2b(repr((url, *self.state(url), number, BLOCK)).encode(), digest_size=20).hexdigest()
 
     def _fetch(self, url: str, start: int, stop: int) -> bytes:
-        """Return bytes of a file; raises if its state has changed."""
+        """Return bytes of a file. Raises ValueError if its state has changed."""
         state = self.state(url)
 
         def request() -> bytes:

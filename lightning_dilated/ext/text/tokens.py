@@ -360,8 +360,8 @@ class TokenDataModule(SequenceDataModule):
         val_limit: maximum number of sequences of the validation split; null for all.
         scan: check every token before training; false: check only the tokens of batches, without finding documents.
         pack_tokens: null does not pack. A number makes samples of whole documents (by `eos_token`), or of pieces of N
-            tokens of longer documents, instead of sequences that cut documents, and is the maximum of tokens in a batch
-            on each device. A batch is one row of D packed samples, and "index" is (D,).
+            tokens of longer documents, instead of sequences that cut documents, and is the maximum number of tokens in
+            a batch on each device. A batch is one row of D packed samples, and "index" is (D,).
         seed, num_workers, pin_memory: see `SplitDataModule`.
         cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null: `remote` in the package's cache folder)
             and its maximum size in GiB, see `FileOpener`. `scan` fetches all files; turn it off for large ones.
