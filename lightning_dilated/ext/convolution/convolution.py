@@ -187,7 +187,7 @@ class Seen:
 
     Attributes:
         documents: (B or 1, rows) int32, the index of each row's document; None: no documents.
-        lengths: (B,) rows before the padding of each sample; None: no padding.
+        lengths: (B,) number of rows before the padding of each sample; None: no padding.
     """
 
     documents: Tensor | None = None

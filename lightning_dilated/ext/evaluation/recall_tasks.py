@@ -60,8 +60,8 @@ class RuleDataModule(SplitDataModule):
     """Base of the synthetic tasks; a subclass defines `make` and `rule`.
 
     Args:
-        seq_len: N, tokens of a sequence.
-        batch_size: B, sequences of a batch on each device.
+        seq_len: N, number of tokens of a sequence.
+        batch_size: B, number of sequences of a batch on each device.
         train_size, val_size, test_size: number of samples of each split; validation and test may be 0.
         seed, num_workers, pin_memory: see `SplitDataModule`; `seed` also determines the samples.
 

@@ -43,8 +43,8 @@ class GenomeDataModule(SequenceDataModule):
 
     Args:
         paths: files, directories (read recursively) or globs, or URLs of them.
-        seq_len: N, bases of a window.
-        batch_size: B, windows of a batch on each device.
+        seq_len: N, number of bases of a window.
+        batch_size: B, number of windows of a batch on each device.
         val_fraction, test_fraction: shares of each record, taken from its end; null is 0.05, or 0 if `val_names` or
             `test_names` is set. With a test_fraction of 1 everything is test data, for `predict` and `test`.
         val_names, test_names: names of records that are validation (or test) data as a whole.

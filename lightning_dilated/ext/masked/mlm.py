@@ -115,7 +115,7 @@ class Masking:
             stream: two numbers that distinguish uses of one sample, such as (1, training step).
             index: (B,) integers, the samples' numbers.
             positions: (L,) int64, global; on the CPU, because finding their blocks would wait for a GPU.
-            lengths: (B,) tokens of each sample; later tokens are padding and never chosen.
+            lengths: (B,) number of tokens of each sample; later tokens are padding and never chosen.
             documents: D samples packed into one row; then `index` is (D,), and `positions` count in each sample.
         """
         device = tokens.device

@@ -31,7 +31,7 @@ def all_to_later(pieces: int) -> tuple[Round, ...]:
 
 
 def doubling(pieces: int) -> tuple[Round, ...]:
-    """Return 1 + log2(P - 1) rounds: pieces receive the map 1 piece back, then composed maps 1, 2, 4, ... pieces back."""
+    """Return 1 + log2(P - 1) rounds: pieces get a map from 1 back, then composed ones from 1, 2, 4, ... pieces back."""
     rounds: list[Round] = [tuple((target - 1, target) for target in range(1, pieces))]
     step = 1
     while step + 1 < pieces:

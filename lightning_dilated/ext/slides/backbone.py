@@ -181,7 +181,7 @@ class SlideBackbone(TransformerModel):
     Parameters: `patch_embed` (F to E), `cls_token`, `transformer` and a final `norm` (eps 1e-6).
 
     Args:
-        feature_dim: F, features of the tile encoder.
+        feature_dim: F, number of features of the tile encoder.
         dim: E; the defaults of the sizes are GigaPath's 12l768d.
         depth: number of layers.
         num_heads: attention heads.
@@ -320,7 +320,7 @@ class SlideBackbone(TransformerModel):
         Args:
             features: (B, L, F).
             coords: (B, L, 2), -1 in the blank row.
-            lengths: (B,), rows of the whole slides, including the blank row.
+            lengths: (B,), number of rows of the whole slides, including the blank row.
             change: replaces projected tiles (B, L, E) at positions (L,), before positions are added.
             documents: the slides packed into one row (B = 1), each with a blank row in front.
         """

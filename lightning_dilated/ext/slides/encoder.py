@@ -241,7 +241,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         Args:
             features: (B, T, F), any floating dtype; padded on the right.
             coords: (B, T, 2), x and y in whole pixels of each tile's upper left corner.
-            lengths: (B,), tiles of each slide; None: no padding. Padding does not change a slide's embedding.
+            lengths: (B,), number of tiles of each slide; None: no padding. Padding does not change a slide's embedding.
             all_layers: return a list, with embeddings from the first layer's input and from each layer's output.
 
         Returns:

@@ -323,7 +323,7 @@ class _Rows:
         return torch.from_numpy(np.ascontiguousarray(rows, dtype=dtype))
 
     def pick(self, rows: np.ndarray) -> Tensor:
-        """Return (n, W) of increasing rows, in one read from the first to the last."""
+        """Return the n rows with these increasing numbers, (n, W), in one read from the first to the last."""
         block = self.read(int(rows[0]), int(rows[-1]) + 1)
         return block if len(block) == len(rows) else block[torch.from_numpy(rows - rows[0])]
 

@@ -80,7 +80,7 @@ class SlideDataModule(SplitDataModule):
             val_fraction 0, or a split column with test in every line, all slides are tested or predicted.
         unmatched: "error" raises if a slide has no line or a line has no slide; "leave_out" drops such slides and lines
             with a warning, and also slides without a tile.
-        batch_size: B, slides of a batch on each device.
+        batch_size: B, number of slides of a batch on each device.
         class_token: put a blank row first.
         max_tiles: maximum number of tiles of a slide; null for no limit.
         over: action for slides with more tiles: "error" raises; "sample" takes a new random subset in each epoch.

@@ -23,7 +23,7 @@ class ByteSequences(Dataset):
     Args:
         stream: the stream of bytes.
         start, stop: the range of the stream, in bytes.
-        seq_len: N, tokens of a sequence.
+        seq_len: N, number of tokens of a sequence.
         limit: maximum number of sequences.
     """
 
@@ -84,8 +84,8 @@ class ByteDataModule(SequenceDataModule):
 
     Args:
         paths: files, directories (read recursively), globs, or URLs of these; null: files of Python's standard library.
-        seq_len: N, tokens of a sequence (each sample reads N + 1 bytes).
-        batch_size: B, sequences of a batch on each device.
+        seq_len: N, number of tokens of a sequence (each sample reads N + 1 bytes).
+        batch_size: B, number of sequences of a batch on each device.
         val_fraction: share of the bytes for validation, from 0 (none) to below 1.
         test_fraction: share of the bytes for test, from 0 to below 1.
         val_limit: maximum number of sequences of the validation split; null for all.

@@ -28,7 +28,7 @@ class StreamSequences(Dataset):
     Args:
         text: the tokens.
         start, stop: the range of the text.
-        seq_len: N, tokens of a step.
+        seq_len: N, number of tokens of a step.
         streams: S.
         separator: the token that ends a document; None treats the text as one document.
         vocab_size: tokens must be below this number; None allows any token.
@@ -101,7 +101,7 @@ class StreamDataModule(SequenceDataModule):
 
     Args:
         paths: files, directories (read recursively) or globs, or URLs of them.
-        seq_len: N, tokens of a step.
+        seq_len: N, number of tokens of a step.
         streams: S, a multiple of the data-parallel ranks.
         separator: the byte or token that ends a document; tokens do not see earlier documents. null: no separator.
         vocab_size: null reads files as bytes (256 values); a number reads token files, as in `TokenDataModule`.

@@ -48,7 +48,7 @@ class TextStreamDataModule(LoadsTokenizer[TextTokenizer], StreamedDataModule):
             of arguments of `datasets.load_dataset`, {path: owner/name, split: train}, to stream that data set. All
             formats except JSON need the extra `datasets`.
         tokenizer: a folder that transformers saved, or the name of a repository; or a tokenizer.json.
-        seq_len: N, tokens of a row.
+        seq_len: N, number of tokens of a row.
         column: the name of the text in a row.
         eos_token: the text of the token that ends a document; null is the tokenizer's own end token.
         readers, epoch_rows, val_paths, test_paths, val_limit, num_workers, pin_memory, cache_dir: see

@@ -31,7 +31,7 @@ RUN = 16
 HELD = 16
 #: number of concurrent requests when many files are looked up
 THREADS = 16
-#: tries of a request, and seconds before the second try; each further wait is twice as long
+#: number of tries of a request, and seconds to wait before the second try; each further wait is twice as long
 TRIES = 5
 WAIT = 1.0
 _MAGIC = re.compile(r"[*?\[]")

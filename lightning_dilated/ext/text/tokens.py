@@ -347,9 +347,9 @@ class TokenDataModule(SequenceDataModule):
     Args:
         paths: files, directories (read recursively, .npy and .bin) or globs, or URLs of these. A .npy contains one row
             of uint16, uint32, int32 or int64; a .bin contains numbers of `dtype` after `header` bytes.
-        seq_len: N, tokens of a sequence (each sample reads N + 1).
+        seq_len: N, number of tokens of a sequence (each sample reads N + 1).
         vocab_size: number of different tokens; the data and the model are checked against it.
-        batch_size: B, sequences of a batch on each device.
+        batch_size: B, number of sequences of a batch on each device.
         val_paths, test_paths: files for validation and for test, instead of a share of `paths`.
         val_fraction, test_fraction: shares of the tokens of `paths`, taken from the end; null: 0.05, or 0 if
             `val_paths` or `test_paths` is set.

@@ -127,7 +127,7 @@ def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[
 
 
 def _check_model(module: nn.Module, documents: Tensor | None) -> None:
-    """Raise if rotary frequencies or other layers need the whole sequence, or if other layers would mix documents."""
+    """Raise if rotary frequencies or layers need the whole of a shared sequence, or if layers would mix documents."""
     group, config = active_sequence(), getattr(module, "config", None)
     shared = group is not None and group.ranks > 1
     if shared and follows_length(config):
