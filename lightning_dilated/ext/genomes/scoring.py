@@ -172,7 +172,7 @@ def _causal(model: Any, sequences: Sequence[Tensor], never: Sequence[int], batch
 def _masked(
     model: Any, sequences: Sequence[Tensor], never: Sequence[int], passes: int | None, batch_size: int
 ) -> Tensor:
-    """Return (B, 2) float64: the sum of nats of tokens, each masked and predicted from the others; and their number."""
+    """Return (B, 2) float64: the sum of nats of tokens that are masked and predicted, and their number."""
     rows = []
     for number, tokens in enumerate(sequences):
         scored, step = _scored(tokens, never), passes or len(tokens)

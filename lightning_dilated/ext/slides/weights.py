@@ -265,9 +265,9 @@ def check_depth(depth: int, requested: int | None, published: int | None, where:
     """Raise ValueError if a file has another number of layers than requested, or fewer than the published model.
 
     Args:
-        depth: layers of the file.
+        depth: number of layers of the file.
         requested: the argument `depth`, if it was passed.
-        published: layers of the published model of these sizes, if any; errors call it `what`.
+        published, what: number of layers of the published model of these sizes, if any; and its name, for errors.
     """
     if requested is not None and requested != depth:
         raise ValueError(f"{where} has {depth} layers, and depth={requested} was asked for: is the file complete?")
