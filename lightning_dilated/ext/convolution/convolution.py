@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: dtypes that the kernels support, and their maximum number of taps (loops over taps are unrolled)
 DTYPES, MOST_TAPS = (torch.bfloat16, torch.float16, torch.float32), 8
-#: tokens over which a backward program sums the gradient of the weight, a power of two
+#: number of tokens over which a backward program sums the gradient of the weight, a power of two
 ROWS = 256
 
 
@@ -65,7 +65,7 @@ class ShortConvolution(Mixer):
     Args:
         channels: C.
         taps: W, at least 2.
-        causal: True: a token reads itself and the W - 1 tokens before it; False: (W - 1) // 2 taps precede the token.
+        causal: whether all W - 1 neighbours of a token precede it; if not, (W - 1) // 2 precede it, and others follow.
 
     Raises:
         TypeError, ValueError: for `taps` that is not an integer of at least 2; the message calls it kv_conv.
@@ -86,7 +86,7 @@ class ShortConvolution(Mixer):
         cu_seqlens: Tensor | None = None,
         chunk: LayerPlace | None = None,
     ) -> Tensor:
-        """Return (B, L, C) from x (B, L, C): all tokens, this rank's in an active `SequenceGroup`, or a stream's chunk.
+        """Convolve x (B, L, C): all tokens, or this rank's in an active `SequenceGroup`, or a stream's chunk.
 
         Args:
             lengths: (B,) on the CPU, number of real tokens of each right-padded sample, in the whole sequence.
@@ -123,7 +123,7 @@ class ShortConvolution(Mixer):
             grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
             return CONVOLUTION(x, weight, lengths, cu_seqlens, None, self.right, group.name, grad)[0]
         n, left, same = x.shape[1], self.taps - 1 - self.right, None
-        if lengths is not None or cu_seqlens is not None:  # else n may be symbolic
+        if lengths is not None or cu_seqlens is not None:  # otherwise n may be symbolic, and there is no table
             seen = Seen.of(range(-left, n + self.right), lengths, cu_seqlens, x.device)
             same = seen.table(n, left, self.right, x.device)
         return _convolved(nn.functional.pad(x, (0, 0, left, self.right)), weight, left, same)
@@ -187,7 +187,7 @@ class Seen:
 
     Attributes:
         documents: (B or 1, rows) int32, the index of each row's document; None: no documents.
-        lengths: (B,) rows before the padding of each sample; None: no padding.
+        lengths: (B,) number of rows before the padding of each sample; None: no padding.
     """
 
     documents: Tensor | None = None
@@ -210,7 +210,7 @@ class Seen:
         return Neighbours(len(weight) - 1 - right, self.documents, self.lengths)
 
     def table(self, n: int, left: int, right: int, device: torch.device) -> Tensor | None:
-        """Return which neighbours the n rows between `left` and `right` read, (B or 1, n, W) bool; None: all."""
+        """Return a mask (B or 1, n, W) of the neighbours that the n rows between `left` and `right` read; None: all."""
         if self.documents is not None:
             return self.documents.unfold(1, left + 1 + right, 1) == self.documents[:, left : left + n, None]
         if self.lengths is None:
@@ -274,7 +274,7 @@ def local_convolution_backward(
     cu_seqlens: Tensor | None,
     right: int,
 ) -> list[Tensor]:
-    """Return the gradient of each part, and (n, W, C) fp32; its sum over n is the gradient of the weight."""
+    """Return the gradient of each part, and a tensor (n, W, C) fp32 that sums over n to the gradient of the weight."""
     from lightning_dilated.ext.convolution.kernels import backward
 
     parts, neighbours = [_dense(x) for x in parts], _seen(parts[0], lengths, cu_seqlens).neighbours(weight, right)
@@ -368,7 +368,7 @@ class _Ranks:
         return unflat(self.route.fetch(flat(x), halo_wire(self.group, self.group.forward_traffic)), x)
 
     def runs(self, x: Tensor, halo: Tensor) -> Iterator[tuple[Tensor, Seen, slice]]:
-        """Yield (rows with neighbours, their `Seen`, slice of local tokens) for each run of consecutive positions."""
+        """Yield, per run of consecutive positions, rows with neighbours, their `Seen` and the slice of local tokens."""
         start, route = 0, self.route
         for run, rows in zip(route.chunks, route.surround(x, halo), strict=True):
             seen = Seen.of(range(run.start - route.left, run.stop + route.right), *self.documents, x.device)
@@ -399,7 +399,7 @@ def run_forward(
     x: Tensor, weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, place: Tensor | None, right: int,
     where: str, grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (y (B, L, C), rows read, number of the call); `where` names the group of ranks or a stream's context."""
+    """Return y (B, L, C), the rows read, and the call's number; `where` names the group of ranks or stream context."""
     near = _neighbours(x, weight, (lengths, cu_seqlens), place, right, where, grad, None)
     read = near.read(x)
     parts = [_run(rows, weight, right, seen) for rows, seen, _ in near.runs(x, read)]

@@ -109,7 +109,7 @@ def halo_route(shard: Shard, rank: int, left: int, right: int) -> HaloRoute:
 
 
 def _halo_rows(shard: Shard, rank: int, left: int, right: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (row of the halo, its owner, its local row there) for all rows inside the sequence, in order."""
+    """Yield each halo row that is inside the sequence, in order, with the rank that owns it and its local row there."""
     for number, chunk in enumerate(shard.ranges(rank)):
         around = [*range(chunk.start - left, chunk.start), *range(chunk.stop, chunk.stop + right)]
         for slot, position in enumerate(around, number * (left + right)):
@@ -167,7 +167,7 @@ def sequence_halo(
 
     A local function of tokens gives the same result on any number of ranks if it is applied to each chunk:
     `torch.cat([f(chunk) for chunk in sequence_halo(x, 3)], 1)`, where f maps (B, 3 + n, E) to (B, n, E). Each rank
-    receives `left + right` rows a chunk; the owners of these rows add their gradients. See also `SequenceConv1d`.
+    receives `left + right` rows per chunk, and in the backward returns their gradients. See also `SequenceConv1d`.
 
     Args:
         x: (B, L, ...) or any shape with this rank's tokens along `dim`.
@@ -180,8 +180,8 @@ def sequence_halo(
         must use this chunk, because all ranks must run the backward, which exchanges gradients.
 
     Raises:
-        TypeError, ValueError: for numbers below 0, a `dim` that x does not have, and the strided layout; also, on every
-            rank, if shapes or dtypes differ between ranks or a rank's number of tokens is not its shard's.
+        TypeError, ValueError: for numbers below 0, a `dim` that x does not have, and the strided layout; on every rank,
+            if shapes or dtypes differ between ranks, or the number of tokens of one rank is not its shard's.
     """
     group = active_sequence() if sequence is None else sequence
     if group is None:

@@ -25,7 +25,7 @@ class Tile:
     Attributes:
         elements: tokens times channels.
         channels: maximum number of channels.
-        warps: warps of a program, for more threads than channels; the threads read the weights as they multiply.
+        warps: warps of a program, more than its channels need; their threads read the weights while they multiply.
         stages: number of tiles that a backward program has in flight: tiles that it prefetches, and the current tile.
     """
 
@@ -40,9 +40,9 @@ class Tile:
         return {"TOKENS": min(tokens, self.elements // width), "CHANNELS": width, "num_warps": self.warps}
 
 
-#: 16 elements a thread in the forward; 8 in the backward, where registers hold a sum for each tap and element
+#: tiles with 16 elements per thread in the forward, and 8 in the backward, which keeps a sum per tap and element
 FORWARD, BACKWARD = Tile(4096, 128, 8), Tile(1024, 64, 4, 2)
-#: maximum tokens of a tile
+#: maximum number of tokens of a tile
 TOKENS = 256
 
 
@@ -53,7 +53,7 @@ class Neighbours:
     Attributes:
         left: number of tokens before it.
         documents: (B or 1, N) int32, the index of each token's document; None: no documents.
-        lengths: (B,) integers, tokens of each right-padded sample; tokens do not read the padding. None: no padding.
+        lengths: (B,) number of tokens of each right-padded sample, which do not read the padding. None: no padding.
     """
 
     left: int
@@ -61,7 +61,7 @@ class Neighbours:
     lengths: Tensor | None = None
 
     def arguments(self, x: Tensor) -> tuple[tuple[Tensor | int, ...], dict[str, object]]:
-        """Return (tensors and stride, constants) for a kernel over x (B, N, C); x is passed for missing tensors."""
+        """Return a kernel's arguments (tensors and stride) and constants; x (B, N, C) replaces missing tensors."""
         documents, lengths = (x if y is None else y for y in (self.documents, self.lengths))
         stride = 0 if len(documents) == 1 else documents.stride(0)
         constants = {"LEFT": self.left, "PACKED": self.documents is not None, "PADDED": self.lengths is not None}
@@ -70,7 +70,7 @@ class Neighbours:
 
 @triton.jit
 def _pairs(reader, source, reader_document, source_document, end, tokens, PACKED: tl.constexpr, PADDED: tl.constexpr):
-    """Return whether each reader reads its source; both must be inside the sequence."""
+    """Return whether each reader reads its source; False if one of them is outside the sequence."""
     visible = (reader >= 0) & (reader < tokens) & (source >= 0) & (source < tokens)
     if PACKED:
         visible &= reader_document == source_document
@@ -225,7 +225,7 @@ def backward(
 
     Args:
         sums: (B P, W, C) fp32, stride 1 along C; receives parts of weight's gradient, which is their sum over B P.
-        rows: tokens of a program, a power of two; a sample has P = ceil(N / rows) programs.
+        rows: number of tokens per program, a power of two; a sample has P = ceil(N / rows) programs.
         dtype: dtype of dx; None: x's.
     """
     dx, sizes = x.new_empty(x.shape, dtype=dtype), BACKWARD.sizes(x.shape[2], rows)

@@ -1,1 +1,1 @@
-"""Tests of a long context: tasks, samples, losses by distance and depth."""
+"""Tests of how models use a long context: tasks, samples, and results by position, distance and depth."""

@@ -89,7 +89,7 @@ class AccuracyByDepth(CountsAnswers):
             row.index_add_(0, index, values.sum(1).to(self._counts.device))
 
     def evaluate(self, trainer: pl.Trainer, split: str, right: list[int], labels: list[int]) -> Report:
-        """Return the rows of a table and {suffix: accuracy} to log, from right answers and labels by counter."""
+        """Return table rows, and {suffix: accuracy} to log, from each counter's numbers of right answers and labels."""
         rows = rows_of(datamodule(trainer), split, trainer.global_step, right, labels)
         chosen = {"": rows, **{f"_{n}": _with_length(rows, n) for n in _lengths(rows)}}
         return rows, {x: sum(r["right"] for r in y) / sum(r["samples"] for r in y) for x, y in chosen.items()}
@@ -127,7 +127,7 @@ def check_fits(model: Any, data: LongContextDataModule) -> None:
 def rows_of(
     data: LongContextDataModule, split: str, step: int, right: Sequence[int], labels: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return a row for each length and depth from right tokens and labels of each sample."""
+    """Return a row for each length and depth, from each sample's numbers of right tokens and labels."""
     cells: dict[Any, list[tuple[int, int]]] = {}
     for index, pair in enumerate(zip(right, labels, strict=True)):
         if pair[1]:
@@ -165,7 +165,7 @@ def headline(rows: list[dict[str, Any]]) -> str:
 
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
-    """Return a table of percent of right answers: a line for each length, a column for each depth, and their mean."""
+    """Return a table of the percentage of right answers, with a line per length, and columns per depth and for all."""
     table = Table()
     for name in ("tokens", *(f"{depth:g} %" for depth in _depths(rows)), "all"):
         table.add_column(name, justify="right")

@@ -40,7 +40,7 @@ def attention_weights(
 
     Args:
         q: (B, N, H, D) queries, as `dilated_attention` takes them.
-        k: (B, N, K, D) keys, K dividing H.
+        k: (B, N, K, D) keys, where K divides H.
         pattern: who attends to whom.
         queries: Q positions in [0, N), the same in every sample; [0] for a class token at the start.
         causal, scale, lengths, cu_seqlens: as in `dilated_attention`.

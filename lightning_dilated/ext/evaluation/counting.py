@@ -1,4 +1,4 @@
-"""CountsAnswers: the base of AccuracyByDepth and RecallByDistance; and a function to append rows to a CSV.
+"""CountsAnswers, the base of AccuracyByDepth and RecallByDistance, and a function that appends rows to a CSV.
 
 Shape letters: B batch, L tokens of this rank, C counters.
 """

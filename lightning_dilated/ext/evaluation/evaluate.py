@@ -25,15 +25,15 @@ Test how much of its context a language model uses: filler states a value, the e
 if each of its tokens is the likeliest one. Prints the share of right answers by length and depth, and writes
 accuracy_by_depth.csv and a picture of each task into --out. Nothing is downloaded: texts are made by rule from --seed.
 """
-#: tokens per tile of a transformers decoder's logits
+#: number of tokens per tile of a transformers decoder's logits
 _TILE = 1024
 
 
 #: options of the samples: default and meaning
 _SAMPLES = {
-    "num_values": (3, "for multi_value: values of a key"),
+    "num_values": (3, "for multi_value: number of values of a key"),
     "hops": (3, "for tracing: statements between the value and the variable that is asked for"),
-    "value_digits": (5, "for text: digits of a value"),
+    "value_digits": (5, "for text: number of digits of a value"),
     "vocabulary": (32, "for tokens: number of symbols for keys, and for values"),
     "fillers": (16, "for tokens: kinds of filler"),
     "key_tokens": (1, "for tokens: symbols of a key"),
@@ -44,7 +44,7 @@ _SAMPLES = {
 
 
 def load_causal_model(path: str | Path, tile: int | None = None) -> DilatedModule:
-    """Load a model as `load_any` does. Raises ValueError also for a model that does not predict the next token."""
+    """Load a model as `load_any` does, but raise ValueError if the model does not predict the next token."""
     model = load_any(path, tile)
     if not model.predicts_next_token:
         raise ValueError(
@@ -92,7 +92,7 @@ def _add_samples(p: argparse.ArgumentParser) -> None:
         default="text",
         help="text, or tokens for a model that was trained on LongContextDataModule(form='tokens')",
     )
-    p.add_argument("--distractors", type=int, help="keys that are not asked for (default: 3, for multi_key 15)")
+    p.add_argument("--distractors", type=int, help="number of keys not asked for (default: 3; 15 for multi_key)")
     for name, (default, meaning) in _SAMPLES.items():
         p.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: %(default)s)")
 
@@ -141,7 +141,7 @@ def checked_folder(path: str) -> Path:
 
 
 def tokenizer_of(args: argparse.Namespace, model: LongNetLM | HFCausalLM, folder: Path) -> str | None:
-    """Return the path of the tokenizer for text; None for bytes. A checkpoint's tokenizer is written into `folder`.
+    """Return the path of the tokenizer for text, or None for bytes. A checkpoint's tokenizer is written into `folder`.
 
     Raises: ValueError if the model needs a tokenizer that is not known.
     """

@@ -21,7 +21,7 @@ from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.ext.evaluation.counting import CountsAnswers, Report, append_rows, check_model, datamodule
 from lightning_dilated.sequence import active_sequence
 
-#: octaves of positions, up to 2^48 tokens; parts of a sequence
+#: number of octaves of positions, enough for 2^48 tokens; and number of equal parts of a sequence
 OCTAVES, EIGHTHS = 48, 8
 FIELDS = ("step", "part", "first", "last", "tokens", "bits")
 
@@ -104,7 +104,7 @@ class LossByPosition(pl.Callback):
 
 
 def _places(batch: Mapping[str, Any], shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Return (position of each token in its document, tokens of the document), (B, L) int64 on the CPU."""
+    """Return each token's position in its document, and the document's length: two tensors (B, L) int64 on the CPU."""
     size, local = shape
     positions = token_positions(0, local)
     group = active_sequence()
@@ -199,7 +199,7 @@ class RecallByDistance(CountsAnswers):
         """Count a batch's predictions (B, L) at this rank's positions; labels without a distance are left out."""
         if self._counts is None or self._distances is None:
             return
-        positions = token_positions(0, predictions.shape[1])  # collective, also on ranks without labels
+        positions = token_positions(0, predictions.shape[1])  # collective, so ranks without labels call it
         labels = batch["labels"]
         distances = torch.stack([self._distances(index)[positions] for index in batch["index"].tolist()])
         octave = torch.frexp(distances.double()).exponent.long() - 1  # floor(log2), exact; -1 for 0
@@ -212,7 +212,7 @@ class RecallByDistance(CountsAnswers):
         self._counts[1].index_add_(0, octaves, torch.ones_like(octaves))
 
     def evaluate(self, trainer: pl.Trainer, split: str, right: list[int], labels: list[int]) -> Report:
-        """Return the rows of a table and {suffix: accuracy} to log, from right answers and labels by counter."""
+        """Return table rows, and {suffix: accuracy} to log, from each counter's numbers of right answers and labels."""
         rows = [_recall_row(i, right[i], labels[i]) for i in range(OCTAVES) if labels[i]]
         return rows, {"": sum(right) / sum(labels), **{f"_{row['first']}": row["accuracy"] for row in rows}}
 

@@ -36,7 +36,7 @@ class LongContextSamples(RuleSamples):
         self.cell_of = task.cell
 
     def length_of(self, index: int) -> int:
-        """Return the tokens of sample `index`. Raises IndexError if there is no such sample."""
+        """Return the number of tokens of sample `index`. Raises IndexError if there is no such sample."""
         return self.cell_of(self.split, index).length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -105,16 +105,16 @@ class LongContextDataModule(RuleDataModule):
     Args:
         task: "needle", "multi_key", "multi_value" or "tracing".
         lengths: N of the samples, including question and answer.
-        depths: 0 to 100.
-        samples_per_cell: samples of each length and depth, in validation and in test.
+        depths: percentages from 0 to 100.
+        samples_per_cell: number of samples of each length and depth, in validation and in test.
         form: "text" or "tokens".
         tokenizer: for text, a tokenizer.json or a folder with one, as transformers saves it; null for bytes. A sample
             begins with the special tokens that the tokenizer adds before a text.
         distractors: number of distractors; null is 3, and 15 for multi_key.
-        num_values: for multi_value, values of a key.
-        hops: for tracing, statements from the value's variable to the variable that is asked for.
-        value_digits: for text, digits of a value.
-        vocabulary: for tokens, number of symbols for keys, and also for values.
+        num_values: for multi_value, number of values of a key.
+        hops: for tracing, number of statements from the value's variable to the variable that is asked for.
+        value_digits: for text, number of digits of a value.
+        vocabulary: for tokens, number of symbols for keys, and of symbols for values.
         fillers: for tokens, number of different filler tokens.
         key_tokens, value_tokens: for tokens, number of symbols of a key and of a value.
         batch_size, train_size, seed, num_workers, pin_memory: see `RuleDataModule`.
@@ -248,7 +248,7 @@ class LongContextDataModule(RuleDataModule):
 
     @staticmethod
     def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return a batch, padded to the longest sample; without "lengths" if all have the same length."""
+        """Return a batch, padded to the longest sample, with "lengths" unless all samples have the same length."""
         longest = max(len(sample["tokens"]) for sample in samples)
         for name, fill in _PADDING.items():
             for sample in samples:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: {task: default distractors}
+#: {task: default number of distractors}
 DISTRACTORS = {"needle": 3, "multi_key": 15, "multi_value": 3, "tracing": 3}
 TASKS = tuple(DISTRACTORS)
 
@@ -48,7 +48,7 @@ class Task:
     Attributes:
         name: one of TASKS.
         distractors: number of keys that are not asked for; in "tracing", number of chains.
-        num_values: values of a key in "multi_value"; else 1.
+        num_values: number of values of a key: 1, except in "multi_value".
         hops: in "tracing", number of statements between the value and the variable that is asked for; else 0.
     """
 

@@ -22,7 +22,7 @@ def sample_generator(seed: int, split: str, index: int) -> np.random.Generator:
 
 
 class RuleSamples(Dataset):
-    """Samples that a DataModule's `make(rng, split)` draws: mappings; the entries `along` have N positions.
+    """Samples that a DataModule's `make(rng, split)` draws. They are mappings with N positions in the entries `along`.
 
     Args:
         task: the DataModule.
@@ -50,7 +50,7 @@ class RuleSamples(Dataset):
         return sample_generator(self.seed, self.split, index)
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """Return the sample with its sequences at the positions `ranges` only."""
+        """Return the sample, but only the positions `ranges` of its sequences."""
         sample = self[index]
         positions = torch.tensor([position for x in ranges for position in x], dtype=torch.int64)
         return {name: value[positions] if name in self.along else value for name, value in sample.items()}
@@ -60,8 +60,8 @@ class RuleDataModule(SplitDataModule):
     """Base of the synthetic tasks; a subclass defines `make` and `rule`.
 
     Args:
-        seq_len: N, tokens of a sequence.
-        batch_size: B, sequences of a batch on each device.
+        seq_len: N, number of tokens of a sequence.
+        batch_size: B, number of sequences of a batch on each device.
         train_size, val_size, test_size: number of samples of each split; validation and test may be 0.
         seed, num_workers, pin_memory: see `SplitDataModule`; `seed` also determines the samples.
 
@@ -132,10 +132,10 @@ class FarRecallDataModule(RuleDataModule):
 
     Args:
         seq_len: N.
-        num_pairs: pairs of a sequence.
+        num_pairs: number of pairs in a sequence.
         vocabulary: V, number of different keys and also of values.
-        num_queries: queries of a sequence, at least one of each key; null is `num_pairs`.
-        pair_tokens: tokens of a pair, and of a query with its answer: 2, or 1.
+        num_queries: number of queries in a sequence, at least one of each key; null is `num_pairs`.
+        pair_tokens: number of tokens of a pair, and of a query together with its answer: 2 or 1.
         batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory: see `RuleDataModule`.
 
     Raises: TypeError or ValueError for values outside these ranges, or a half without room for its pairs or queries.
@@ -175,7 +175,7 @@ class FarRecallDataModule(RuleDataModule):
                 f"data.seq_len is {seq_len}, but {self.num_queries} pairs or queries of {pair_tokens} tokens in each half "
                 f"need {2 * pair_tokens * self.num_queries}: raise data.seq_len or lower data.num_pairs or data.num_queries"
             )
-        #: tokens of the task: filler, keys, and values or pairs
+        #: number of tokens of the task: filler, keys, and values or pairs
         self.vocab_size = 1 + self.vocabulary * (2 if pair_tokens == 2 else 1 + self.vocabulary)
 
     def rule(self) -> str:
@@ -213,7 +213,7 @@ class FarRecallDataModule(RuleDataModule):
         return torch.from_numpy(distances)
 
     def _draw(self, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-        """Return (keys of the pairs, their values, their first positions, pair of each query, query positions)."""
+        """Return keys, values and first positions of the pairs, then each query's pair and the queries' positions."""
         count, half, size = self.num_pairs, self.seq_len // 2, self.pair_tokens
         keys = 1 + rng.permutation(self.vocabulary)[:count]
         values = 1 + self.vocabulary + rng.integers(0, self.vocabulary, count)

@@ -45,7 +45,7 @@ class Form(Protocol):
     """A way to write problems.
 
     Attributes:
-        vocab_size: tokens of the vocabulary.
+        vocab_size: number of tokens in the vocabulary.
         keys, values: numbers of different keys and values.
     """
 
@@ -56,7 +56,7 @@ class Form(Protocol):
     def parts(self, problem: Problem) -> Parts: ...
 
     def filler(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return (F = `count` tokens, increasing places from 0 to F at which they may be cut; None: at any place)."""
+        """Return F = `count` tokens, and the increasing places (0 to F) at which they may be cut, or None for all."""
         ...
 
     def rule(self) -> str:
@@ -117,11 +117,11 @@ def _digits(number: int, base: int, count: int) -> list[int]:
 class TextForm:
     """Lines of English: keys are pairs of words, values are numbers, and filler sentences mention neither.
 
-    Each line is encoded separately, and the question together with its answer.
+    Each line is encoded separately, but the question is encoded together with its answer.
 
     Args:
         task: one of TASKS; each task has its own sentences.
-        value_digits: digits of a value; the first is not 0.
+        value_digits: number of digits of a value; the first digit is not 0.
         tokenizer: a tokenizer.json, or a folder with one; None for bytes.
     """
 
@@ -160,7 +160,7 @@ class TextForm:
         return Parts(self._beginning, self._encode(lines), *self._split(question, answer))
 
     def _split(self, question: str, answer: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of question and answer, encoded together; a token across the border is the answer's."""
+        """Encode question and answer together; return the tokens of each. A token that spans both is the answer's."""
         if self._tokenizer is None:
             return list(question.encode()), list(answer.encode())
         encoding = self._tokenizer.encode(question + answer, add_special_tokens=False)
@@ -168,7 +168,7 @@ class TextForm:
         return encoding.ids[:first], encoding.ids[first:]
 
     def filler(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Draw lines uniformly, and cut off their beginning to return `count` tokens."""
+        """Draw lines uniformly, and cut off their beginning, so that `count` tokens remain."""
         if not count:
             return np.zeros(0, np.int64), np.zeros(1, np.int64)
         drawn = np.zeros(0, np.int64)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 LETTERS = "ACGTN"
 N_CODE = 4
-#: codes in `CODES` of an IUPAC letter for several bases, and of a character that is no nucleotide
+#: code in `CODES` of an IUPAC letter that means several bases, and code of a character that is no nucleotide
 OTHER, ILLEGAL = 5, 255
 #: COMPLEMENTS[code] is the code of the base on the other strand
 COMPLEMENTS = (3, 2, 1, 0, N_CODE)

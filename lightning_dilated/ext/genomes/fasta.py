@@ -43,8 +43,8 @@ class GenomeDataModule(SequenceDataModule):
 
     Args:
         paths: files, directories (read recursively) or globs, or URLs of them.
-        seq_len: N, bases of a window.
-        batch_size: B, windows of a batch on each device.
+        seq_len: N, number of bases of a window.
+        batch_size: B, number of windows of a batch on each device.
         val_fraction, test_fraction: shares of each record, taken from its end; null is 0.05, or 0 if `val_names` or
             `test_names` is set. With a test_fraction of 1 everything is test data, for `predict` and `test`.
         val_names, test_names: names of records that are validation (or test) data as a whole.
@@ -54,13 +54,13 @@ class GenomeDataModule(SequenceDataModule):
         max_n_fraction: maximum share of N in a window under "skip", from 0 to 1.
         short: action for records shorter than a window: "error" raises; "skip" leaves them out and logs their names.
         val_limit: maximum number of windows of the validation split; null for all.
-        cache_dir: null is genomes in the package's cache folder ($LIGHTNING_DILATED_CACHE, or lightning-dilated in
+        cache_dir: null is `genomes` in the package's cache folder ($LIGHTNING_DILATED_CACHE, or lightning-dilated in
             $XDG_CACHE_HOME or ~/.cache). If missing, it is created for this user alone (mode 0700).
         cache_gib: maximum GiB of blocks of URLs there, see `FileOpener`; decompressed files are not counted.
-        pack_tokens: maximum bases of a batch on each device. Records shorter than a window, and bases after the last
-            whole window of a record, are then samples of their own length (at least two bases). Samples are packed into
-            one row: {"tokens": (1, n), "labels": (1, n), "cu_seqlens": (D + 1,) int32 on the CPU, the bounds of the D
-            samples, "index": (D,)}. null does not pack.
+        pack_tokens: null does not pack. A number is the maximum number of bases in a batch on each device; it makes records
+            shorter than a window, and bases after the last whole window of a record, samples of their own length (at
+            least two bases), and packs samples into one row: {"tokens": (1, n), "labels": (1, n), "cu_seqlens":
+            (D + 1,) int32 on the CPU, the bounds of the D samples, "index": (D,)}.
         bed: a BED file, plain or .gz: only its regions are cut into windows, from a region's first base on; each base
             is in the split of its place in the record. A region with a strand is read on that strand (-: from its last
             base on), regardless of `reverse_complement`. `short` then applies to regions. Regions may overlap.
@@ -197,7 +197,7 @@ class GenomeDataModule(SequenceDataModule):
         return [region for region in cut if region.stop > region.start]
 
     def _short_ones(self, genome: Genome) -> list[tuple[str, int]]:
-        """Return (name, bases) of records shorter than a window; with a BED file, read it and return its regions."""
+        """Return names and lengths of records, or of regions of the BED file (read here), that are below a window."""
         ones = [(record.name, record.length) for record in genome.records]
         if self.bed is not None:
             self._bed_regions = read_bed(self.bed, genome.records, self.opener)
@@ -312,19 +312,19 @@ class GenomeWindows(Dataset):
         sizes = self._regions[:, 2] - self._regions[:, 1]
         self._ends = np.cumsum(np.maximum(0, -(-(sizes - 1) // seq_len)) if ragged else sizes // seq_len)
         self.windows = int(self._ends[-1]) if regions else 0
-        #: bases of all windows, including windows with too many N
+        #: number of bases in all windows, including windows with too many N
         self.bases = int(self._all_lengths().sum())
         self._kept = None if max_n is None else self._with_few_n(max_n)
         count = self.windows if self._kept is None else len(self._kept)
-        self.left_out = self.windows - count  # windows with too many N
+        self.left_out = self.windows - count  # number of windows with too many N
         self.count = count if limit is None else min(count, limit)
         if ragged:
-            #: bases of each window
+            #: number of bases of each window
             lengths = self._all_lengths()
             self.lengths = (lengths if self._kept is None else lengths[self._kept])[: self.count]
 
     def _all_lengths(self) -> np.ndarray:
-        """Return the bases of each window, including windows with too many N."""
+        """Return the number of bases of each window, including windows with too many N."""
         lengths = np.full(self.windows, self.seq_len, dtype=np.int64)
         if self.ragged:
             sizes, last = self._regions[:, 2] - self._regions[:, 1], np.diff(self._ends, prepend=0)
@@ -347,7 +347,7 @@ class GenomeWindows(Dataset):
         return np.flatnonzero(np.concatenate(enough))
 
     def length_of(self, index: int) -> int:
-        """Return the bases of a window. Raises IndexError if there is no such window."""
+        """Return the number of bases of a window. Raises IndexError if there is no such window."""
         _, first, last, _ = self._place(index)
         return last - first
 
@@ -367,7 +367,7 @@ class GenomeWindows(Dataset):
         self.epoch = epoch
 
     def where(self, index: int) -> tuple[str, str, int]:
-        """Return (file, record name, first base counted from 0) of a window in the file. Raises IndexError."""
+        """Return a window's file, its record's name, and its first base, counted from 0. Raises IndexError."""
         number, start, _, _ = self._place(index)
         return self.genome.records[number].file, self.genome.records[number].name, start
 
@@ -408,7 +408,7 @@ class GenomeWindows(Dataset):
         return {"tokens": torch.cat(tokens), "labels": target, "index": index}
 
     def _place(self, index: int) -> tuple[int, int, int, int]:
-        """Return (record number, first base, last base + 1, region number) of a window."""
+        """Return a window's record number, its first base, its last base + 1, and its region number."""
         if not 0 <= index < self.count:
             raise IndexError(f"window {index} was asked for, but there are {self.count}")
         window = index if self._kept is None else int(self._kept[index])
@@ -443,14 +443,14 @@ class PlacedWindows(Dataset):
     def __init__(self, windows: GenomeWindows, strands: str, named: bool = False) -> None:
         self.windows, self.named, self.seq_len = windows, named, windows.seq_len
         self.flips = {"forward": (False,), "reverse": (True,), "both": (False, True)}[strands]
-        #: bases of each sample
+        #: number of bases of each sample
         self.lengths = np.repeat([windows.length_of(i) for i in range(len(windows))], len(self.flips))
 
     def __len__(self) -> int:
         return len(self.windows) * len(self.flips)
 
     def length_of(self, index: int) -> int:
-        """Return the bases of a sample. Raises IndexError if there is no such sample."""
+        """Return the number of bases of a sample. Raises IndexError if there is no such sample."""
         return int(self.lengths[index])
 
     def __getitem__(self, index: int) -> dict[str, Any]:

@@ -29,10 +29,10 @@ from lightning_dilated.ext.files.files import ByteStream
 from lightning_dilated.ext.genomes.bases import CODES, ILLEGAL, N_CODE, OTHER
 from lightning_dilated.ext.text.block_cache import cache_root, locked, private_folder, within
 
-#: maximum ratio of unpacked to packed bytes (gzip reaches 1,032), and bytes of text that are always allowed
+#: maximum ratio of unpacked to packed bytes (gzip reaches 1,032), and number of bytes that are always allowed
 MOST_PACKED = 100
 SMALL = 1 << 24
-#: maximum characters of a line of a VCF or BED file
+#: maximum number of characters of a line of a VCF or BED file
 LONGEST = 1 << 26
 
 
@@ -90,7 +90,7 @@ def _clean(blocks: Iterator[bytes]) -> Iterator[bytes]:
 def table_rows(
     path: str | Path, what: str, columns: int, opener: FileOpener | None = None, blanks: bool = False
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line number from 1, its first `columns` fields) of a text file (or URL), plain or compressed by gzip.
+    """Yield each line's number, from 1, and first `columns` fields, of a text file or URL, plain or compressed by gzip.
 
     A byte order mark, empty lines and lines that begin with # are skipped. Lines end in LF, CR or both.
 
@@ -99,8 +99,8 @@ def table_rows(
         blanks: whether blanks separate the fields of a line without a tab; otherwise only tabs do.
 
     Raises:
-        FileNotFoundError, ValueError: for a file that is missing or cannot be decompressed; for a line of more than
-            `LONGEST` characters, or with a field that is not UTF-8, with the line; for fields of more than MOST_PACKED
+        FileNotFoundError, ValueError: for a file that is missing or cannot be decompressed; with the line's number, for
+            a line of more than `LONGEST` characters, or a field that is not UTF-8; for fields of more than MOST_PACKED
             times the size of a packed file (above SMALL characters).
     """
     refuse_special(str(path))
@@ -192,7 +192,7 @@ def _cached(path: str, cache: Path, suffix: str, opener: FileOpener, version: ob
 def read_index(
     path: str, source: str, cache: Path, opener: FileOpener | None = None
 ) -> list[tuple[str, int, int, int, int]]:
-    """Return (name, bases, byte of the first base, bases a line, bytes a line) of each record, from samtools' .fai.
+    """Return name, number of bases, byte of the first base, and bases and bytes per line of each record, from its .fai.
 
     An index next to the file is used unless it is older than the file. Otherwise an index is written there, or into
     `cache` if that fails. For a URL, the index next to it is copied into `cache`, or a new index is written there.
@@ -327,7 +327,7 @@ class Record:
     line_bytes: int
     # set by the scan
     checksum: int = 0
-    others: int = 0  # IUPAC letters that became N
+    others: int = 0  # number of IUPAC letters that became N
     run_starts: np.ndarray | None = None  # bounds of runs of N, sorted; two runs may be adjacent
     run_stops: np.ndarray | None = None
 
@@ -380,7 +380,7 @@ class Genome:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that were read from the files after the scan, including line ends."""
+        """Number of bytes that were read from the files after the scan, including line ends."""
         return self.stream.bytes_read
 
     def read(self, number: int, start: int, stop: int) -> np.ndarray:
@@ -459,7 +459,7 @@ def _scan_record(stream: ByteStream, record: Record, begin: int) -> None:
 
 
 def _check_between(stream: ByteStream, record: Record, start: int, stop: int, name: str | None) -> None:
-    """Check that bytes [start, stop) hold one header, with this `name`; no header for None, after the last record."""
+    """Check that bytes [start, stop) hold only a header with this `name`, or if it is None (at the end), no header."""
     if not 0 <= start <= stop <= len(stream) or stop - start > 1 << 20:
         raise stale(record.file, f"record {record.name!r}")
     lines = [line for line in stream.read(start, stop).tobytes().splitlines() if line.strip() and line[:1] != b";"]

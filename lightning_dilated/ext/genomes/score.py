@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         default="forward",
         help="strands to read; both: the mean of both scores (default: %(default)s)",
     )
-    p.add_argument("--flank", type=int, default=8, help="for a LongNetMLM, as above (default: %(default)s)")
+    p.add_argument("--flank", type=int, default=8, help="bases, for a LongNetMLM, see above (default: %(default)s)")
     p.add_argument("--batch_size", type=int, default=8, help="windows computed at a time (default: %(default)s)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
     p.add_argument("--cache_dir", help="folder for unpacked gzip files (default: GenomeDataModule's)")
@@ -106,7 +106,7 @@ def genome_model(path: str) -> TokenModel:
 
 
 def window_of(model: TokenModel, window: int | None) -> int:
-    """Return the bases of a window: the option if given, else the model's length."""
+    """Return the number of bases of a window: the option if given, else the model's length."""
     if window is not None:
         return integer(window, "--window", 2)
     if model.max_seq_len is None:

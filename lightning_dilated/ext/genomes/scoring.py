@@ -19,7 +19,7 @@ from lightning_dilated.ext.genomes.variants import AlleleWindows
 from lightning_dilated.memory.chunked_loss import IGNORE
 from lightning_dilated.models.longnet.lm import Strands
 
-#: maximum vocabulary of a genome: bases, N, and some more for a mask token or padding
+#: maximum vocabulary size of a genome: bases, N, and some more for a mask token or padding
 MOST_GENOME_TOKENS = 16
 
 
@@ -40,7 +40,7 @@ class Scores(NamedTuple):
 
 
 class AlleleScores(NamedTuple):
-    """Scores of the two alleles of M variants, on the CPU: for each allele (M,) float64 nats and numbers of tokens."""
+    """Log-likelihoods in nats of both alleles of M variants, and the numbers of scored tokens: (M,) float64, CPU."""
 
     reference: Tensor
     alternative: Tensor
@@ -98,7 +98,7 @@ def _tokens(model: Any, number: int, sequence: Any) -> Tensor:
 
 
 def padded(sequences: Sequence[Tensor], device: Any) -> tuple[Tensor, Tensor | None]:
-    """Return (tokens (B, N) on the device, right-padded with 0; lengths (B,) on the CPU, or None if all are N)."""
+    """Return tokens (B, N) on the device, right-padded with 0, and lengths (B,) on the CPU, or None if all are N."""
     sizes = [len(x) for x in sequences]
     tokens = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
     return send(tokens, device), None if min(sizes) == max(sizes) else torch.tensor(sizes)
@@ -149,12 +149,12 @@ def score(
 
 
 def _scored(tokens: Tensor, never: Sequence[int]) -> Tensor:
-    """Return a mask (N,) bool of the tokens that count."""
+    """Return a mask (N,) bool of the tokens that are scored."""
     return ~torch.isin(tokens, torch.tensor(never, dtype=tokens.dtype))
 
 
 def _causal(model: Any, sequences: Sequence[Tensor], never: Sequence[int], batch_size: int) -> Tensor:
-    """Return (B, 2) float64: nats of all tokens except the first, given the tokens before each; and their number."""
+    """Return (B, 2) float64: the sum of nats of all tokens but the first, given the tokens before; and their number."""
     out = torch.zeros(len(sequences), 2, dtype=torch.float64)
     for numbers in in_batches([len(x) for x in sequences], batch_size):
         chosen = [sequences[i] for i in numbers]
@@ -172,7 +172,7 @@ def _causal(model: Any, sequences: Sequence[Tensor], never: Sequence[int], batch
 def _masked(
     model: Any, sequences: Sequence[Tensor], never: Sequence[int], passes: int | None, batch_size: int
 ) -> Tensor:
-    """Return (B, 2) float64: nats of the tokens, each masked and predicted from the others; and their number."""
+    """Return (B, 2) float64: the sum of nats of tokens that are masked and predicted, and their number."""
     rows = []
     for number, tokens in enumerate(sequences):
         scored, step = _scored(tokens, never), passes or len(tokens)
@@ -184,13 +184,13 @@ def _masked(
     return _site_nats(model, rows, len(sequences), batch_size)
 
 
-#: (indices of the results that a row adds to, for each of them the tokens (N,) to score, sites (M,)); the model reads
-#: the first of these tokens, with all sites masked
+#: a row that the model reads: indices of the results that it adds to; a sequence of tokens (N,) for each of these
+#: results, to score; and sites (M,). The model reads the first of these sequences, with all sites masked
 MaskedRow = tuple[Sequence[int], Sequence[Tensor], Tensor]
 
 
 def _site_nats(model: Any, rows: Sequence[MaskedRow], results: int, batch_size: int) -> Tensor:
-    """Return (results, 2) float64: nats of the tokens at the sites, and their number."""
+    """Return (results, 2) float64: the sum of nats of the tokens at the sites, and the number of these tokens."""
     out = torch.zeros(results, 2, dtype=torch.float64)
     for numbers in in_batches([len(texts[0]) for _, texts, _ in rows], batch_size):
         chosen = [rows[i] for i in numbers]
@@ -203,7 +203,7 @@ def _site_nats(model: Any, rows: Sequence[MaskedRow], results: int, batch_size: 
 
 
 def site_log_probabilities(model: Any, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Return, for each (tokens (N,), sites (M,)), log-probabilities (M, V) float64 at the sites, all sites masked."""
+    """Return log-probabilities (M, V) float64 at the sites (M,) of each row's tokens (N,), with all sites masked."""
     tokens, lengths = padded([x for x, _ in rows], model.embedding.weight.device)
     at = torch.zeros(tokens.shape, dtype=torch.bool)
     for row, (_, sites) in zip(at, rows, strict=True):
@@ -217,8 +217,8 @@ def site_log_probabilities(model: Any, rows: Sequence[tuple[Tensor, Tensor]]) ->
 
 # -- two alleles -------------------------------------------------------------------------------------------------------
 def compared_sites(windows: AlleleWindows, flank: int) -> Tensor:
-    """Return the sites (M,) to compare in both windows: for a substitution the tokens that differ, which are masked
-    together; else all tokens from `flank` before the alleles to `flank` after them."""
+    """Return the sites (M,) to compare in both windows: for a substitution, the tokens that differ, which are masked
+    together; otherwise all tokens from `flank` before the alleles to `flank` after them."""
     if windows.substitution:
         return (windows.reference != windows.alternative).nonzero()[:, 0]
     return torch.arange(max(0, windows.start - flank), min(len(windows.reference), windows.stop + flank))
@@ -247,7 +247,7 @@ def score_alleles(
 def _masked_alleles(
     model: Any, variants: Sequence[AlleleWindows], other: bool, flank: int, never: Sequence[int], batch_size: int
 ) -> Tensor:
-    """Return (variants, 2 alleles, 2) float64: nats at the sites, and their number."""
+    """Return (variants, 2, 2) float64: for each allele the sum of nats at the sites, and the number of sites."""
     rows: list[MaskedRow] = []
     for number, alleles in enumerate(variants):
         sites = compared_sites(alleles, flank)

@@ -108,14 +108,14 @@ class Masking:
         lengths: Tensor | None = None,
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (the model's input, True for tokens to predict): (B, L) int64 and (B, L) bool.
+        """Return the model's input (B, L) int64, and a mask (B, L) bool of the tokens to predict.
 
         Args:
             tokens: (B, L) int64.
             stream: two numbers that distinguish uses of one sample, such as (1, training step).
             index: (B,) integers, the samples' numbers.
             positions: (L,) int64, global; on the CPU, because finding their blocks would wait for a GPU.
-            lengths: (B,) tokens of each sample; later tokens are padding and never chosen.
+            lengths: (B,) number of tokens of each sample; later tokens are padding and never chosen.
             documents: D samples packed into one row; then `index` is (D,), and `positions` count in each sample.
         """
         device = tokens.device
@@ -285,7 +285,7 @@ class LongNetMLM(TokenModel):
 
         Args:
             sequences, strands, batch_size: see `LongNetLM.score`.
-            passes: K; pass j masks tokens j, j + K, ... together, with N / K times less work and less context. None: N.
+            passes: K (None: N); pass j masks tokens j, j + K, ... at once: N / K times less work, with less context.
             ignore_tokens: tokens that are not scored; None: tokens that are never masked, and N for a genome.
 
         Raises:
@@ -296,7 +296,7 @@ class LongNetMLM(TokenModel):
         return hook("score sequences")(self, sequences, strands, passes, ignore_tokens, batch_size)
 
     def masked(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return (the model's input, True for tokens to predict) of this rank's part of a batch, (B, N) int64 and bool.
+        """Return the input (B, N) int64 and a mask (B, N) of tokens to predict, for this rank's part of a batch.
 
         In training mode the masks depend on the Trainer's step (0 without a Trainer); otherwise they are fixed.
 
@@ -319,7 +319,7 @@ class LongNetMLM(TokenModel):
         return self.masking.apply(tokens, stream, index, positions, batch.get("lengths"), documents)
 
     def masked_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (nats, at least fp32; True if the likeliest token is right; row of the sample), each (M,)."""
+        """Return three tensors (M,): nats (at least fp32), whether the likeliest token is right, and the sample's row."""
         x, chosen = self._states(batch)
         x = x[chosen]
         tile, labels = loss_tile(self.transformer.memory.tile, self.vocab_size), batch["tokens"][chosen]
@@ -331,24 +331,24 @@ class LongNetMLM(TokenModel):
         return terms[:, 0], terms[:, 1].detach() > 0, sample
 
     def _terms(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Return (nats, 1 if the likeliest token is right) as (1, M, 2), from states (1, M, E) and labels (1, M)."""
+        """Return (1, M, 2): nats, and 1 if the likeliest token is right, else 0, from states (1, M, E) and labels."""
         logits, labels = self._logits(x[0]), labels[0]
         losses = token_nats(logits, labels, self.compile_blocks)
         return torch.stack([losses, (logits.detach().argmax(-1) == labels).to(losses)], -1)[None]
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return (sum of nats over the masked tokens, number of masked tokens)."""
+        """Return the sum of nats over the masked tokens, and the number of masked tokens."""
         if type(self).masked_terms is not _MASKED_TERMS or "masked_terms" in vars(self):
             losses, right, _ = self.masked_terms(batch)
             return losses.sum(), torch.full((), len(right), device=losses.device)
         x, chosen = self._states(batch)
         labels = batch["tokens"].masked_fill(~chosen, IGNORE)
-        if self.vocab_size > self.dim:  # else logits of all tokens cost less than waiting for the number of masks
+        if self.vocab_size > self.dim:  # for a smaller V, all logits cost less than to wait for the number of masks
             x, labels = x[chosen][None], labels[chosen][None]
         return self._losses(x, labels, summed=True), chosen.sum()
 
     def _states(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return (hidden states before the last norm (B, N, E), True for tokens to predict (B, N))."""
+        """Return hidden states before the last norm (B, N, E), and a mask (B, N) of the tokens to predict."""
         self.configure_model()
         inputs, chosen = self.masked(batch)
         return self._read(inputs, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens")), chosen

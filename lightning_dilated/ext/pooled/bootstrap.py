@@ -30,8 +30,8 @@ COLUMNS = ("metric", "value", "low", "high", "level", "samples", "groups", "resa
 class BootstrapIntervals(pl.Callback):
     """Write `test_metrics.csv` into the run folder after `test`, with a row for each metric of the model's head.
 
-    Each metric has a percentile bootstrap interval (Efron 1979, doi 10.1214/aos/1176344552); a table is printed, too.
-    Predictions of all ranks are gathered. A resample draws G of the G groups of samples, with replacement.
+    Each metric has a percentile bootstrap interval (Efron 1979, doi 10.1214/aos/1176344552). The rows are also printed.
+    Predictions of all ranks are gathered. A resample draws G times from the G groups of samples, with replacement.
     Slides of a patient are not independent, so `group_column` of SlideDataModule defines the groups; without it each
     sample is a group. The interval depends only on the predictions and `seed`, not on the number of ranks. It shows how
     much the metric would vary with other patients of this cohort, not with another training.
@@ -132,7 +132,7 @@ def bootstrap(
     Args:
         metrics: function of scores (S, C) and labels (S, ...).
         scores, labels: for all samples.
-        groups: (S,) numbers from 0 to G - 1; each occurs.
+        groups: (S,) the number of each sample's group; every number from 0 to G - 1 occurs.
         resamples, level, seed: as in `BootstrapIntervals`.
     """
     rng, count = np.random.default_rng([seed]), int(groups.max()) + 1

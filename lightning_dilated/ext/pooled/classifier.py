@@ -29,9 +29,9 @@ from lightning_dilated.sequence import SequenceSpec
 class LongNetClassifier(PooledModule):
     """Bidirectional LongNet with a pooled prediction: a class, an ordered class, or numbers.
 
-    Batches are mappings with `features` (B, N, F) or `tokens` (B, N) and `label` (B,), and optionally `lengths` (B,) of
-    samples that are padded on the right. D samples packed into one row have B = 1, `cu_seqlens` (D + 1,) int32 on the
-    CPU, and `label` (D,); predictions are then (D,).
+    Batches are mappings with `features` (B, N, F) or `tokens` (B, N), and `label` (B,). Right-padded samples also need
+    `lengths` (B,). D samples packed into one row have B = 1, `cu_seqlens` (D + 1,) int32 on the CPU, and `label` (D,);
+    predictions are then (D,).
 
     Args:
         pattern: see `TransformerModel`.
@@ -40,13 +40,13 @@ class LongNetClassifier(PooledModule):
         task: "classification", "regression", "ordinal" or "survival"; None makes embeddings only.
         num_classes: the number of classes, or of a regression's targets (None: 1); see `PooledModule`.
         pool: embedding of a sequence: "mean" over its tokens' states, or the state of its "first" token.
-        options: of `PooledModule` and `TransformerModel`, except residual_dtype, shift_layers and shift_below.
+        options: options of `PooledModule` and `TransformerModel`, except residual_dtype, shift_layers and shift_below.
 
     Raises:
         ValueError, TypeError: for an invalid argument; the message names it.
     """
 
-    #: coordinates stay on the host to be checked for blank rows, because reading them from a GPU would wait for it
+    #: coordinates stay on the host, so that the check for blank rows need not wait for a GPU
     host_entries = (*PooledModule.host_entries, "coords")
     sequence_spec = SequenceSpec(
         {"features": 1, "tokens": 1}, whole=["label", "lengths", "cu_seqlens", "index", "slide_id"]

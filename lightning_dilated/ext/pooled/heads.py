@@ -28,7 +28,7 @@ class Head(nn.Module):
 
     name: str
     classes: int
-    #: number of scores of a sample; number of values in its label, None if the label is a class
+    #: number of scores of a sample; and number of values in a label, None if a label is the number of a class
     columns: int
     label_columns: int | None = None
     #: True if the loss compares all samples of an epoch, so that it is not a sum over batches

@@ -26,7 +26,7 @@ from lightning_dilated.models.transformer_model import TransformerModel
 from lightning_dilated.pattern.layers import LayersLike
 from lightning_dilated.sequence import active_sequence, sequence_sum
 
-#: linear layers of a block that get updates, and its parameters outside linear layers (joint projection of q, k, v)
+#: linear layers of a block that get updates, and other parameters that do: the joint projection to q, k and v
 LAYERS = ("out_proj", "fc1", "fc2", "gate")
 PARAMETERS = ("attention.in_proj_weight",)
 
@@ -73,7 +73,7 @@ class PooledModule(TransformerModel):
     Args:
         pattern, options: see `TransformerModel`.
         task: "classification", "regression", "ordinal", "survival" (labels (B, 2): time, event); None: embeddings only.
-        num_classes: C, the number of classes, targets of a regression (None: 1) or bins of discrete survival (None: 4).
+        num_classes: C, the number of classes, of a regression's targets (None: 1), or of survival's bins (None: 4).
         regression_loss: "mse" or "smooth_l1".
         class_weights: factors of each class's training loss: a list of C numbers; or "balanced", S / (C S_c) for a
             class with S_c of the S training samples, so that classes count equally and a sample's mean weight is 1.
@@ -85,11 +85,11 @@ class PooledModule(TransformerModel):
         layer_decay: d in (0, 1]: layer i of `depth` learns with d^(depth + 1 - i) times the learning rate; the input
             projection counts as layer 0, the head and last norm as depth + 1 (as in BEiT, arXiv 2106.08254).
         freeze_encoder: train the head only; all other modules stay in eval mode.
-        lora_rank: rank of low-rank updates of the blocks, which train with the head (arXiv 2106.09685; extra `lora`).
+        lora_rank: train the head, and low-rank updates of the blocks with this rank (arXiv 2106.09685; extra `lora`).
         lora_alpha: the updates are scaled by lora_alpha / lora_rank; None: twice the rank.
 
-    Metrics of validation and test are exact over the epoch and all ranks: `auroc`, `balanced_accuracy` and
-    `quadratic_kappa`; or `mse` and `r2`; or Harrell's `concordance`. Their names begin with the stage, as in `val_mse`.
+    Metrics of validation and test, named after the stage, as in `val_mse`, are exact over the epoch and all ranks:
+    `auroc`, `balanced_accuracy` and `quadratic_kappa` of classes, `mse` and `r2`, or Harrell's `concordance`.
     """
 
     also_in_config = ("classes", "tile_order")
@@ -137,7 +137,7 @@ class PooledModule(TransformerModel):
         self.predict_embeddings = flag(predict_embeddings, "predict_embeddings")
         self.layer_decay, self.freeze_encoder = layer_decay, flag(freeze_encoder, "freeze_encoder")
         self.head: nn.Module | None = None
-        #: the label last moved to a device, its version, and the head's checked copy or the error it raised
+        #: the label that was last moved to a device, its version, and the head's checked copy of it or the head's error
         self._read: tuple[Any, int, Any] = None, 0, None
         #: names of the head's classes, and the order of a slide's tiles; set by training on data that has them
         self.classes: list[str] | None = None
@@ -310,7 +310,7 @@ class PooledModule(TransformerModel):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
     def _outcome(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return (logits (B, C), checked labels)."""
+        """Return logits (B, C) and the checked labels."""
         if self.task is None:
             raise ValueError(
                 f"this {type(self).__name__} makes embeddings only: give task and num_classes to train it."
@@ -345,7 +345,7 @@ class PooledModule(TransformerModel):
         return checked
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """Return (sum of losses, weighted by class; number of samples), equal on all ranks of the sequence.
+        """Return the class-weighted sum of losses and the number of samples, equal on all ranks of the sequence.
 
         For Cox's likelihood, the second value is the number of events.
         """
@@ -457,11 +457,11 @@ def first_token(x: Tensor, positions: Tensor, documents: Documents | None = None
         return documents.first(x)
     # in every layout, position 0 is the first position of one rank's shard
     holds = active_sequence() is None or bool((positions[:1] == 0).any())
-    return sequence_sum(x[:, : int(holds)].sum(1))  # other ranks add an empty sum, to keep it in the graph
+    return sequence_sum(x[:, : int(holds)].sum(1))  # the empty sum of other ranks keeps x in their graphs
 
 
 def check_lengths(lengths: Any, rows: int, least: int, what: str) -> Tensor | None:
-    """Return lengths (B,) int64 on the CPU. Raises ValueError for one below `least`, or above `rows` if `rows` >= 0.
+    """Return lengths (B,) int64 on the CPU. Raises ValueError for one below `least`, or above a non-negative `rows`.
 
     While torch traces the call, values are not checked, because the graph serves any values.
     """

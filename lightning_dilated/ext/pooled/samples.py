@@ -20,7 +20,7 @@ class EpochScores(Float64Metric):
     If batches contain `index`, samples are sorted by it, so their order is the same on any number of ranks.
 
     Args:
-        columns: C, scores of a sample.
+        columns: C, the number of scores of a sample.
         label_columns: number of values in a label; None for labels (B,).
     """
 
@@ -50,7 +50,7 @@ class EpochScores(Float64Metric):
         self.index.append((unknown if index is None else index.to(scores.device)).detach().double())
 
     def compute(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (scores (S, C), labels, index (S,), -1 if unknown), fp64."""
+        """Return, in fp64, the scores (S, C), the labels, and the index (S,), which is -1 if unknown."""
         whole = lambda x: torch.cat(x) if isinstance(x, list) else x  # noqa: E731 - gathered states are one tensor
         return whole(self.scores), whole(self.labels), whole(self.index)
 
@@ -68,7 +68,7 @@ def check_documents(batch: Mapping[str, Any], rows: int, least: int, what: str) 
 
     Args:
         rows: B of the batch.
-        least: minimum number of tokens of a sample; `what` is the reason.
+        least, what: minimum number of tokens of a sample, and the reason for it, which errors state.
     """
     bounds = batch.get("cu_seqlens")
     if bounds is None:

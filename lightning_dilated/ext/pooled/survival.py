@@ -21,7 +21,7 @@ from lightning_dilated.ext.pooled.heads import Head
 LOSSES = ("discrete", "cox")
 #: number of time bins if num_classes is None
 BINS = 4
-#: rows of a chunk when every sample is compared with every other
+#: number of rows of a chunk when every sample is compared with every other
 ROWS = 1024
 
 
@@ -54,7 +54,7 @@ class SurvivalHead(Head):
 
 
 class HazardHead(SurvivalHead):
-    """Discrete-time survival: K logits of hazards h_k, the probability of the event in bin k if in no earlier bin.
+    """Discrete-time survival: K logits of hazards. h_k is the probability of the event in bin k, if it was not earlier.
 
     Gensheimer & Narasimhan 2019, doi 10.7717/peerj.6257. Bin k contains the times from edge k - 1 to below edge k; the
     last bin has no upper edge. A sample with an event in bin k has the loss -log h_k - sum over j < k of log(1 - h_j).

@@ -1,4 +1,4 @@
-"""Add a recurrent memory to a layer's heads, in whole sequences, in chunks of a stream and in decoding.
+"""Add the output of a recurrent memory to a layer's heads, for whole sequences, chunks of a stream and decoding.
 
 Shape letters: B batch, N tokens (of this rank), n new tokens, E embedding dim, H query heads, K kv heads, D head dim,
 W taps of the convolution.
@@ -29,10 +29,10 @@ EPS = 1e-6
 
 
 class Decay(nn.Module):
-    """Compute log_decay = -exp(A_log) softplus(a + dt_bias), as in Gated DeltaNet, in fp32 (fp64) for all model dtypes.
+    """Compute log_decay = -exp(A_log) softplus(a + dt_bias), as in Gated DeltaNet, in fp32 (fp64 for float64 models).
 
-    The parameters stay in fp32 if the model is cast to 16 bits, also by `Trainer(precision="bf16-true")`, because bf16
-    has too few digits for a decay near 1 and for small updates of log-values.
+    The parameters stay in fp32 even if the model is cast to 16 bits, as by `Trainer(precision="bf16-true")`, because
+    bf16 has too few digits for a decay near 1 and for small updates of log-values.
     """
 
     keeps_fp32 = True
@@ -110,7 +110,7 @@ class RecurrentBranch(Mixer):
         self.decay = Decay(num_kv_heads, **factory) if gated else None
 
     def fast_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that train at `LR_SCALE` (models/learning_rate.py) times the rate, without decay."""
+        """Return parameters that train without weight decay, at `LR_SCALE` (models/learning_rate.py) times the rate."""
         return [self.scale, *([] if self.decay is None else self.decay.parameters())]
 
     def forward(
@@ -149,7 +149,7 @@ class RecurrentBranch(Mixer):
         return self(query, *rows, lengths, cu_seqlens, place)
 
     def add_new(self, x: Tensor, rows: Sequence[Tensor], cache: KVCache) -> Tensor:
-        """See `Mixer.add_new`. The cache stores the state after the tokens."""
+        """See `Mixer.add_new`. The cache stores the state after the new tokens."""
         (q, k, v), new = rows, x.shape[1]
         if self.conv is not None:
             parts = [y.flatten(2) for y in rows]
@@ -185,7 +185,7 @@ class RecurrentBranch(Mixer):
         return self._by_heads(self.conv.together([y.flatten(2) for y in (q, k, v)], lengths, cu_seqlens, place))
 
     def _controls(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return (log_decay, beta), each (B, N, K); (None, None) for kinds without gates."""
+        """Return log_decay and beta, each (B, N, K), or None and None for kinds without gates."""
         if self.controls is None or self.decay is None:
             return None, None
         a, b = self.controls(x).chunk(2, -1)
@@ -193,7 +193,7 @@ class RecurrentBranch(Mixer):
         return self.decay(a), b.to(wide).sigmoid()
 
     def _gated(self, memory: Tensor, x: Tensor) -> Tensor:
-        """Normalize and gate the memory, in fp32 or wider; return it in its dtype."""
+        """Normalize and gate the memory in fp32 or fp64, and return the result in the memory's own dtype."""
         wide = torch.promote_types(memory.dtype, torch.float32)
         gate = self.out_gate(x).to(wide).sigmoid() * self.scale.to(wide)
         rows = memory.to(wide)

@@ -15,12 +15,12 @@ from torch.nn.functional import pad
 from lightning_dilated.ext.recurrence.rules import positive, ratio, unit
 from lightning_dilated.ext.recurrence.runs import Tables
 
-#: least chunks of a run (2 or more) that are passed in groups, because launches, not products, limit a GPU here
+#: runs of at least this number of chunks (2 or more) are passed in groups, to save launches, which limit a GPU here
 GROUPED_FROM = 32
 
 
 class Transition(NamedTuple):
-    """The map S -> a S - X^T Y S of each chunk: a (T, K, 1, 1), None for 1; X and Y (T, K, C, D), None for 0."""
+    """The map S -> a S - X^T Y S of each chunk. a (T, K, 1, 1) is None if it is 1; X, Y (T, K, C, D) are None if 0."""
 
     decay: Tensor | None = None  # a
     left: Tensor | None = None  # X
@@ -43,7 +43,7 @@ class GatedChunks(NamedTuple):
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Return the rows of x (rows, ...) at `index` (T, C), as (T, C, ...); 0 at the index `rows`."""
+    """Return the rows of x (rows, ...) at `index` (T, C), as (T, C, ...); an index equal to `rows` gives a row of 0."""
     return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[index]
 
 
@@ -59,14 +59,14 @@ def grouped(q: Tensor, index: Tensor, kv_heads: int) -> Tensor:
 
 
 def fading(log_decay: Tensor) -> Tensor:
-    """Return the share of token j that remains at token i, (T, K, C, C): exp(sum of log_decay (T, K, C) over j + 1..i).
+    """Return the share of each token j that remains at each token i, exp(sum of log_decay over j + 1..i): (T, K, C, C).
 
     Each j has a separate sum, because a difference of prefix sums loses digits after a very negative log_decay.
     """
     width = log_decay.shape[-1]
     later = torch.ones(width, width, dtype=torch.bool, device=log_decay.device).triu()
     between = log_decay[..., None].masked_fill(later, 0).cumsum(-2)
-    return between.masked_fill_(later.triu(1), -torch.inf).exp_()  # in place: the largest tensors of a forward
+    return between.masked_fill_(later.triu(1), -torch.inf).exp_()  # in place, as no tensor of a forward is larger
 
 
 def gated_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, tables: Tables) -> GatedChunks:
@@ -91,8 +91,8 @@ def gated_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tenso
 
 
 class SegmentChunks(NamedTuple):
-    """Memory segments of linear and delta: features Phi (T, K, C, D) and values V (T, K, C, E), 0 in empty slots, and
-    sums (T, K, D, E + 1), which are [Phi^T V | Phi^T 1]."""
+    """Memory segments of the kinds linear and delta: features Phi (T, K, C, D) and values V (T, K, C, E), which are 0
+    in empty slots, and their sums [Phi^T V | Phi^T 1] (T, K, D, E + 1)."""
 
     keys: Tensor
     values: Tensor
@@ -116,16 +116,16 @@ def delta_transition(chunks: SegmentChunks, normalizer: Tensor, closed: Tensor) 
 
 
 def read_normalized(q: Tensor, state: Tensor, tables: Tables) -> Tensor:
-    """Return phi(q) M / phi(q) z (T, K, G, C, E) of q (rows, H, D) and [M | z] (T, K, D, E + 1); 0 if phi(q) z is 0."""
+    """Return phi(q) M / phi(q) z (T, K, G, C, E), or 0 if phi(q) z is 0; `state` is [M | z] (T, K, D, E + 1)."""
     read = positive(grouped(q, tables.queries, state.shape[1])) @ state[:, :, None]
     return ratio(read[..., :-1], read[..., -1:])
 
 
 def pass_states(transition: Transition, added: Tensor, begin: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return (the state before each chunk (T, K, D, E), the state after each run (n, K, D, E)).
+    """Return the state before each chunk, (T, K, D, E), and the state after each run, (n, K, D, E).
 
     Args:
-        added: (T, K, D, E).
+        added: (T, K, D, E), the B of each chunk's map.
         begin: (n, K, D, E) the state before each run.
         counts: `Tables.counts`.
     """
@@ -157,7 +157,7 @@ def _pass_steps(transition: Transition, added: Tensor, begin: Tensor, counts: tu
 def _pass_groups(
     transition: Transition, added: Tensor, begin: Tensor, group: int, number: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute `pass_states` for runs of equal length, in `number` groups of `group` chunks and the remaining chunks.
+    """Compute `pass_states` for runs of equal length: `number` groups of `group` chunks each, then the last few chunks.
 
     A first pass computes the maps of all groups in parallel. Then a loop computes the state before each group, and a
     second pass computes the states before all chunks in parallel. This takes 2 * group + number steps instead of
@@ -185,7 +185,7 @@ def _pass_groups(
 
 
 def _multiplied(transition: Transition) -> Transition:
-    """Replace `right` by X^T Y (T, K, D, D), which is not larger if C >= D, and `left` by None."""
+    """Return the same map with `right` = X^T Y (T, K, D, D) and no `left`; X^T Y is no larger than Y if C >= D."""
     return Transition(transition.decay, None, transition.left.mT @ transition.right)
 
 

@@ -47,8 +47,8 @@ class Output(Enum):
 class Inputs:
     """This rank's tensors: q (B, L, H, D), k (B, L, K, D), v (B, L, K, E), log_decay and beta (B, L, K).
 
-    log_decay and beta are None, except for gated_delta. All tensors have the dtype of the state. If `kernels`
-    is True, Triton kernels compute the call, and q, k and v keep their dtype.
+    log_decay and beta are None for kinds other than gated_delta. All tensors have the dtype of the state; but if
+    `kernels` is True, Triton kernels compute the call, and q, k and v keep their own dtype.
     """
 
     q: Tensor
@@ -64,7 +64,7 @@ class Inputs:
 
 
 class Computation:
-    """One call on one rank; `scan`: exchanges states with other ranks, None on one rank."""
+    """One call on one rank. `scan` exchanges states with other ranks; it is None if there is only one rank."""
 
     def __init__(self, kind: str, inputs: Inputs, call: Call, state: RecurrentState, scan: Scan | None) -> None:
         self.kind, self.inputs, self.call, self.state, self.scan = kind, inputs, call, state, scan
@@ -73,7 +73,7 @@ class Computation:
         self.tables: Tables = cpu_tables.states_to(device) if inputs.kernels else cpu_tables.to(device)
 
     def run(self, return_state: bool, output: Output = Output.READ) -> tuple[Tensor, RecurrentState | None]:
-        """Return (out (B, L, H, E), the state after the call or None)."""
+        """Return the output (B, L, H, E), and with `return_state` the state after the call, else None."""
         if self.kind == "gated_delta":
             out, state = self._gated(return_state, output)
         elif self.call.after:
@@ -101,7 +101,7 @@ class Computation:
     def _by_kernels(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, output: Output
     ) -> tuple[Tensor, Tensor]:
-        """Return (out (B L, H, E), the state after each run)."""
+        """Return the output (B L, H, E) and the state after each run."""
         rows, places = (k, v, log_decay, beta), layout(self.call, self.rank, k.shape[1])
         begin = self._begins(self.state.matrix, lambda states: gated_delta(None, *rows, states, places)[1], False)
         query = None if output is Output.NONE else q
@@ -187,7 +187,7 @@ class Computation:
 
     # -- states -----------------------------------------------------------------------------------------------------
     def _states(self, transition: Transition, added: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (the state before each chunk, the state after each run); `initial`: (S, K, D, E) before documents."""
+        """Return the states before chunks and after runs; `initial` (S, K, D, E): states before documents."""
 
         def after(states: Tensor) -> Tensor:
             missing = states.shape[3] - added.shape[3]
@@ -198,7 +198,7 @@ class Computation:
         return pass_states(transition, added, begins, self.tables.counts)
 
     def _begins(self, initial: Tensor, after: Callable[[Tensor], Tensor], sums: bool) -> Tensor:
-        """Return the state before each run, (n, K, D, E); `initial`: (S, K, D, E) states before documents.
+        """Return the state before each run, (n, K, D, E); `initial` (S, K, D, E): the state before each document.
 
         Args:
             after: maps states before runs (n, K, D, W) to states after them; it adds values to the last E columns only.
@@ -239,6 +239,6 @@ class Computation:
 
 
 def pieces(ranges: Sequence[Sequence[range]]) -> tuple[tuple[int, range], ...]:
-    """Return (rank, positions) of each non-empty piece, in the order of the sequence."""
+    """Return the rank and the positions of each non-empty piece, in the order of the sequence."""
     every = [(rank, piece) for rank, rank_pieces in enumerate(ranges) for piece in rank_pieces if piece]
     return tuple(sorted(every, key=lambda pair: pair[1].start))

@@ -89,13 +89,13 @@ def recurrent_attention(
 
     - "gated_delta" (Gated DeltaNet, arXiv 2412.06464): with q and k of length 1, S_t = a_t (I - b_t k_t k_t^T) S_{t-1}
       + b_t k_t v_t^T and out_t = S_t^T q_t, where a = exp(log_decay) and b = beta.
-    - "linear" (Infini-attention, arXiv 2404.07143): tokens are in memory segments of `segment` tokens. A token reads
-      phi(q) S / phi(q) z of earlier segments, 0 in the first one; if not causal, of all segments except its own.
+    - "linear" (Infini-attention, arXiv 2404.07143): memory segments have `segment` tokens. The output of a token is
+      phi(q) S / phi(q) z, where S and z sum over earlier segments (if not causal, all others), or 0 if there are none.
     - "delta" (the same paper): a segment adds Phi^T (V - D Phi S) instead of Phi^T V. The paper divides by Phi z of
       earlier segments. Here, D = 1 / max(Phi z, Phi Phi^T 1) divides by the segment's own sum if that is larger;
       otherwise a segment with more keys than all earlier segments could expand the state.
 
-    Pass q and k without rotary positions. Products are computed in fp32 (fp64 for float64), also under autocast; on
+    Pass q and k without rotary positions. Products are computed in fp32 (fp64 for float64), even under autocast; on
     GPUs leave `torch.backends.cuda.matmul.allow_tf32` off. Memory is O(N). For tensors without values (meta,
     FakeTensorMode) results have no values.
 
@@ -112,7 +112,7 @@ def recurrent_attention(
         log_decay: (B, N, K), finite and at most 0, for gated_delta.
         beta: (B, N, K), between 0 and 1 (up to 2 for negative eigenvalues), for gated_delta.
         segment: m, for linear and delta.
-        causal: False is allowed only for linear; tokens then also read later tokens.
+        causal: whether tokens read only earlier tokens; False is allowed only for linear.
         state: the state that an earlier call returned, with an entry for each sample, or for each document of
             `cu_seqlens`. Its gradient flows to the earlier call; `state.detach()` stops it.
         return_state: also return the state after the last token of each sample or document.
@@ -127,7 +127,7 @@ def recurrent_attention(
         out (B, N, H, E) in v's dtype; with `return_state` also a `RecurrentState` in fp32 (fp64).
 
     Raises:
-        TypeError, ValueError: for an invalid argument, on every rank, also if ranks pass different arguments. The
+        TypeError, ValueError: on every rank, if an argument is invalid on one rank or differs between ranks. The
             message names the argument, its value and the allowed values."""
     out, after = recur(
         *(q, k, v, log_decay, beta), kind=kind, segment=segment, causal=causal, state=state, return_state=return_state,
@@ -139,7 +139,7 @@ def recurrent_attention(
 def recur(
     *rows: Any, output: Output = Output.READ, return_state: bool = False, sequence: Any = None, **settings: Any
 ) -> tuple[Tensor, RecurrentState | None]:
-    """Compute `recurrent_attention`, but return (out, state or None); see `Output` for the values of out."""
+    """Compute `recurrent_attention`, but always return two values: the output (see `Output`), and the state or None."""
     group = group_of(sequence)
     check = partial(_checked, return_state=return_state, group=group, **settings)
     checked = check(*rows) if group is None else group.guard(check, *rows)
@@ -159,7 +159,7 @@ def _readable(x: Tensor) -> bool:
 
 
 def _shapes(checked: _Checked, return_state: bool) -> tuple[Tensor, RecurrentState | None]:
-    """Return the results of a call on tensors without values; the results have no values, but require gradients."""
+    """Return the results of a call on tensors without values. They have no values either, but require gradients."""
     q, k, v = checked.inputs.all[:3]
     anchor = torch.stack([x.sum().to(checked.dtype) for x in checked.tensors()]).sum()
     out = (v.new_zeros(*q.shape[:3], v.shape[3], dtype=checked.dtype) + anchor).to(v.dtype)
@@ -325,7 +325,7 @@ def _check_gates(kind: str, k: Tensor, log_decay: Any, beta: Any) -> None:
                 f"{name} must be a floating tensor {tuple(k.shape[:3])} on {k.device}, a number for each token and kv "
                 f"head; got {x.dtype} {tuple(x.shape)} on {x.device}."
             )
-        # values are checked only on the CPU, because on other devices this would wait for the device
+        # values are checked only on the CPU, because reading them from another device would wait for it
         if x.device.type == "cpu" and x.numel() and not torch.compiler.is_compiling() and _readable(x):
             low, high = (float(edge) for edge in x.detach().aminmax())
             if low < least or high > most or low == -torch.inf:
@@ -336,7 +336,7 @@ def _check_gates(kind: str, k: Tensor, log_decay: Any, beta: Any) -> None:
 def _check_segment(kind: str, segment: Any) -> None:
     if kind in SEGMENTED:
         if segment is None:
-            raise ValueError(f"kind={kind!r} needs segment, the tokens of a memory segment, such as segment=2048.")
+            raise ValueError(f"kind={kind!r} needs segment, the tokens per memory segment, such as segment=2048.")
         integer(segment, "segment", 1)
     elif segment is not None:
         raise ValueError(f"segment={segment!r} belongs to kinds {', '.join(SEGMENTED)}, not to {kind!r}; leave it out.")

@@ -29,15 +29,15 @@ from lightning_dilated.kernels.tiles import block_dim, read
 
 #: C
 SLOTS = 64
-#: columns of the state for each program; passes over chunks with wide tiles or fp32 rows take the smaller number,
+#: number of state columns per program; passes over chunks with wide tiles or fp32 rows take the smaller number,
 #: because they need more registers
 COLUMNS, FEW_COLUMNS = 64, 32
 #: `input_precision` of products with factors that need more than TF32's 11 bits: three TF32 products keep 22 of 24
-#: bits. "ieee" uses no tensor cores; it would spill thousands of bytes a thread and take minutes to compile
+#: bits. "ieee" uses no tensor cores; it would spill thousands of bytes per thread and take minutes to compile
 EXACT = "tf32x3"
-#: `input_precision` of the inverse for 16-bit rows; for similar keys the error is at most 1.6e-3, under half of bf16's
+#: `input_precision` of the inverse for 16-bit rows; its error for similar keys is at most 1.6e-3, under half of bf16's
 SOLVED = "tf32"
-#: (warps, stages) of each kernel, by columns of a tile, for 16-bit rows
+#: (warps, stages) of each kernel for 16-bit rows, by the number of columns of a tile
 CONFIGS = {
     "invert": {64: (2, 1), 128: (4, 1)},
     "pass": {64: (4, 2), 128: (8, 1)},
@@ -47,7 +47,7 @@ CONFIGS = {
     "queries": {64: (4, 1), 128: (8, 1)},
     "gradients": {64: (4, 1), 128: (8, 1)},
 }
-#: warps for fp32 rows, with products that use both halves of each number; the inverse needs fewer, for tiles of 32
+#: warps for fp32 rows, as products use both halves of each number; the inverse needs fewer for its tiles of 32
 WIDE_WARPS = {kernel: 4 if kernel == "invert" else 8 for kernel in CONFIGS}
 
 
@@ -194,7 +194,7 @@ def column_of(x, x_sr, first, count, i):
 
 @triton.jit
 def read_turned(base, i, stride, column, rows, DIM: tl.constexpr):
-    """Load the transpose of `read`, for first factors, because Triton 3.4 to 3.7.0 may transpose registers wrongly."""
+    """Load the transpose of `read`, as a first factor, because Triton 3.4 to 3.7.0 may transpose registers wrongly."""
     at = base + i.to(tl.int64)[None, :] * stride + column[:, None]
     return tl.load(at, mask=(i < rows)[None, :] & (column < DIM)[:, None], other=0.0)
 
@@ -287,7 +287,7 @@ def _pass(
     MAPS: tl.constexpr, STORE: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Pass a block of columns of the state through the chunks of a run or group; MAPS: from [1 | 0], not `begin`."""
+    """Pass a block of the state's columns through the chunks of a run or group, from `begin`; if MAPS, from [1 | 0]."""
     item, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     d, i = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -330,7 +330,7 @@ def pass_groups(
     BACK: tl.constexpr, SUMS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Pass a block of columns of the state through a run's groups, S -> A S + B; BACK: in reverse, by S -> A^T S + B.
+    """Pass a block of the state's columns through a run's groups by S -> A S + B; if BACK, in reverse by A^T S + B.
 
     Column c of B is column sums_first + c - extra of `sums`, or 0 if c < extra.
     """
@@ -409,7 +409,7 @@ def invert(rows: Rows, chunks: Chunks) -> Inverse:
 def _launch_pass(
     rows: Rows, chunks: Chunks, inverse: Inverse, items: Tensor, begin: Tensor | None, width: int, passed: Passed | None
 ) -> Tensor:
-    """Return the state after each item, (items, K, D, W); `begin`: the states before them, or None for [1 | 0]."""
+    """Return the state after each item, (items, K, D, W); `begin`: the state before each item, or None for [1 | 0]."""
     last = torch.empty(len(items), rows.heads, rows.dim, width, dtype=torch.float32, device=rows.k.device)
     columns = rows.passed_columns(width)
     _pass[(len(items) * rows.heads, triton.cdiv(width, columns))](
@@ -423,7 +423,7 @@ def _launch_pass(
 
 
 def maps_of_groups(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (the maps of groups, the state before each group, the state after each run), from `begin` (n, K, D, W)."""
+    """Return the maps of groups, the states before groups, and the states after runs; `begin`: states before runs."""
     assert chunks.groups is not None and chunks.members is not None
     dim, values, width = rows.dim, rows.v.shape[2], begin.shape[3]
     maps = _launch_pass(rows, chunks, inverse, chunks.groups, None, dim + values, None)

@@ -62,7 +62,7 @@ def _sums(
     GROUP: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs' gradients of the rows that a chunk adds, (C, W), and of the state before it, (D, W)."""
+    """Write the gradients that outputs give to the rows that a chunk adds (C, W) and to the state before it (D, W)."""
     at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     chunk = at // heads
     first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
@@ -143,7 +143,7 @@ def _queries(
     GROUP: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write dq, the outputs' gradient of unit keys (C, D), and the queries' part of the gradient of totals."""
+    """Write dq, the gradient that outputs give to unit keys (C, D), and the one that they give to totals by queries."""
     at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     chunk = at // heads
     first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
@@ -318,7 +318,7 @@ def launch_sums(rows: Rows, chunks: Chunks, inverse: Inverse, reading: Reading) 
 def launch_back(
     rows: Rows, chunks: Chunks, inverse: Inverse, passed: Passed, sums: tuple[Tensor, Tensor] | None, last: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (gradient of `begin`, gradient of the state after each chunk (T, K, D, W), X (T, K, C, W))."""
+    """Return the gradients of `begin` and of the state after each chunk, (T, K, D, W), and X (T, K, C, W)."""
     width, columns = last.shape[3], rows.passed_columns(last.shape[3])
     after, solved = torch.empty_like(passed.before), torch.empty_like(passed.new)
     to_new, to_state = sums or (after, after)

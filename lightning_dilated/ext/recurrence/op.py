@@ -28,8 +28,8 @@ from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.recurrence.description import Recurrence
 from lightning_dilated.sequence.group import find_sequence, no_sequence
 
-#: tokens of each sample that one rank computes in one window. With 12 heads of 64, intermediate results of gated_delta
-#: take about 50 KiB a token in the forward and 90 KiB in the backward
+#: number of tokens per sample that a rank computes in one window. With 12 heads of 64, intermediate results of
+#: gated_delta take about 50 KiB per token in the forward and 90 KiB in the backward
 WINDOW = 1 << 14
 
 
@@ -76,7 +76,7 @@ def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None], grads:
 def part_forward(
     part: Part, tensors: Sequence[Tensor | None], before: RecurrentState, settings: dict[str, Any]
 ) -> tuple[Tensor, RecurrentState]:
-    """Return (out (B, n, H, D), the state after the part); on one rank, compute the part window by window."""
+    """Compute a part, window by window if on one rank; return its output (B, n, H, D) and the state after it."""
     windows = _windows(part, tensors, settings)
     if len(windows) == 1:
         return part.run(tensors, before, settings)
@@ -98,10 +98,10 @@ def part_backward(
     grad: Tensor,
     later: Sequence[Tensor] | None,
 ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """Compute the part again; return (gradients of q, k, v, log_decay and beta, gradients of the state before it).
+    """Compute the part again; return the gradients of q, k, v, log_decay and beta, and of the state before the part.
 
     Args:
-        later: gradients of the state after the part, in the order of `RecurrentState.floating`; None: it has none.
+        later: gradients of the state after the part, in the order of `RecurrentState.floating`; None: no gradients.
     """
     windows, results = _windows(part, tensors, settings), like_inputs(*tensors)
     befores = [before]
@@ -136,7 +136,7 @@ def _window_backward(
         grads = gradients(outputs, inputs, [grad, *(later or ())])
     for total, x in zip(into, _rows(grads[:5]), strict=True):
         total.copy_(x)
-    state = before.with_tensors(grads[5:])  # samples that begin a document did not read it
+    state = before.with_tensors(grads[5:])  # samples in which a document begins here did not read the state
     return list(state.where(window.begins(), state.zeros()).floating())
 
 
@@ -188,7 +188,7 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
 def _long(
     tensors: Sequence[Tensor | None], lengths: Tensor | None, cu_seqlens: Tensor | None, spec: str
 ) -> Part | None:
-    """Return a long causal call of one rank as a `Part`, to compute it window by window; None for other calls."""
+    """Return a long causal call of one rank as a `Part`, which is computed window by window; return None for others."""
     kind, _, causal, sequence = RecurrenceSpec.decode(spec)
     q = tensors[0]
     assert q is not None

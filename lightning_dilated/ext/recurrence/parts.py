@@ -42,7 +42,7 @@ class Part(NamedTuple):
         return [self.span.start in starts for starts in self.starts]
 
     def before(self, known: RecurrentState | None, tensors: Tensors, settings: dict[str, Any]) -> RecurrentState:
-        """Return the state before the part: `known`, or an empty state for None and for samples that begin here."""
+        """Return the state before the part: `known`, if given; it is empty for samples that begin a document here."""
         q, k, v = (x for x in tensors[:3] if x is not None)
         dtype, shape = torch.promote_types(q.dtype, torch.float32), (*k.shape[2:], v.shape[3])
         empty = empty_state(settings["kind"], settings["segment"] or 1, len(q), shape, q, dtype)
@@ -51,7 +51,7 @@ class Part(NamedTuple):
     def run(
         self, tensors: Tensors, state: RecurrentState, settings: dict[str, Any], output: Output = Output.READ
     ) -> tuple[Tensor, RecurrentState]:
-        """Run the part from the state before it; return (out, the state after it); see `Output` for the values of out.
+        """Run the part from the state before it; return the output (see `Output`) and the state after the part.
 
         If documents begin inside the part, samples are computed one by one.
         """

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def positive(x: Tensor) -> Tensor:
-    """Return elu(x) + 1, the features of linear and delta. Below 0, exp(x) keeps digits that elu(x) + 1 would lose."""
+    """Return elu(x) + 1, the features of kinds linear and delta, computed as exp(x) below 0 to lose no digits."""
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 

@@ -1,4 +1,4 @@
-"""Compute index tables between a rank's tokens and its chunks. A run, a document's part in a piece, is cut into chunks.
+"""Compute index tables of a rank's tokens and chunks. A run, the part of a document in one piece, is cut into chunks.
 
 Shape letters: B batch, L tokens of this rank, m tokens of a memory segment, C slots of a chunk, T chunks of all runs.
 """
@@ -17,12 +17,12 @@ from torch import Tensor
 from lightning_dilated._compat.torch import real_tensors
 from lightning_dilated._device import send
 
-#: tokens of a chunk for kinds without memory segments
+#: number of tokens of a chunk for kinds without memory segments
 CHUNK = 64
 
 
 class Document(NamedTuple):
-    """Tokens start to stop - 1 of a sample; `before`: tokens of earlier calls in its open memory segment."""
+    """Tokens start to stop - 1 of a sample; `before`: number of tokens of its open memory segment in earlier calls."""
 
     sample: int
     start: int
@@ -40,7 +40,7 @@ class Call:
         pieces: (rank, positions) of each non-empty range of consecutive positions, in the order of the sequence.
         segment: m; None if the state changes with every token.
         pending_rows: whether states store tokens of the open segment as rows (delta), not as sums (linear).
-        after: whether a memory segment that a piece cuts needs its tokens after the piece (not causal).
+        after: whether a piece that ends inside a memory segment needs the segment's later tokens (if not causal).
     """
 
     documents: tuple[Document, ...]
@@ -51,19 +51,19 @@ class Call:
     after: bool = False
 
     def runs(self) -> Iterator[tuple[int, int, range]]:
-        """Yield (piece, document, positions) for each part of a document within one piece."""
+        """Yield the piece's number, the document's number, and positions, for each part of a document in one piece."""
         for (number, (_, piece)), (index, doc) in itertools.product(enumerate(self.pieces), enumerate(self.documents)):
             start, stop = max(piece.start, doc.start), min(piece.stop, doc.stop)
             if start < stop:
                 yield number, index, range(start, stop)
 
     def seen(self, document: int, position: int) -> int:
-        """Return how many tokens of a position's memory segment precede the position."""
+        """Return the number of tokens before a position that are in the same memory segment."""
         doc = self.documents[document]
         return 0 if self.segment is None else (doc.before + position - doc.start) % self.segment
 
     def unseen(self, document: int, position: int) -> int:
-        """Return how many tokens from a position on are in the previous token's memory segment; 0 unless `after`."""
+        """Return the number of tokens from a position on that are in the previous token's segment; 0 unless `after`."""
         seen = self.seen(document, position)
         if not (self.after and seen and self.segment):
             return 0
@@ -71,7 +71,7 @@ class Call:
 
     @functools.cached_property
     def halo(self) -> tuple[int, int]:
-        """(left, right): most tokens before and after a piece that a rank needs to complete memory segments."""
+        """The maximum numbers of tokens before and after a piece that a rank needs to complete memory segments."""
         left = right = 0
         for _, doc, part in self.runs():
             left = max(left, min(self.seen(doc, part.start), part.start - self.documents[doc].start))
@@ -112,14 +112,14 @@ class Tables:
         width: C.
         counts: for each step i, the number of runs with an i-th chunk.
         queries: (T, C) for each slot, the row of its token among B L rows; B L for an empty slot.
-        keys: (T, C) for each slot, the row of its key and value among tokens of pieces and halos, pending rows of the
-            state, and a row of zeros.
+        keys: (T, C) for each slot, the row of its key and value in a concatenation: tokens of pieces and halos, pending
+            rows of the state, and a row of zeros.
         outputs: (B L,) the slot of each token; T C for a token without a document.
-        closed: (T,) whether the chunk is a memory segment that ends in it.
+        closed: (T,) whether the chunk contains the end of a memory segment.
         last: (runs,) the last chunk of each run.
-        started: (runs,) the document with pending sums for the run's first chunk; the number of documents if none.
-        begins: (runs,) index of the state before each run, among incoming states (pieces, B) and initial states.
-        outgoing: (pieces, B) the run with the state after the piece; the number of runs if the state passes unchanged.
+        started: (runs,) index of the document with pending sums for the run's first chunk; number of documents if none.
+        begins: (runs,) index of the state before each run, among incoming states (pieces, B) and then initial states.
+        outgoing: (pieces, B) index of the run that computes the state after the piece; number of runs if unchanged.
         continued: (runs,) whether a run continues a document of an earlier piece.
         finals: (documents,) index of the state after each document, among runs, initial states (of empty documents),
             and a row of zeros.
@@ -157,7 +157,7 @@ class Tables:
         return torch.cat([every[:0], *(every[:n] for n in self.counts)])
 
 
-@functools.lru_cache(maxsize=8)  # few, because tables are as long as the sequence
+@functools.lru_cache(maxsize=8)  # a small cache, because tables are as long as the sequence
 @torch.inference_mode(False)  # no inference tensors, because a training call may reuse the cached tables
 @real_tensors()
 def tables(call: Call, rank: int, chunk: int) -> Tables:
@@ -217,7 +217,7 @@ def _runs(call: Call, piece_numbers: Sequence[int]) -> Iterator[Run]:
 
 
 def _narrowed(call: Call, runs: list[Run]) -> tuple[int, list[Run]]:
-    """Return (C, runs) without leading slots that are empty in all runs because the state contains their sums."""
+    """Return C and the runs after removing leading slots that are empty in all runs, as the state has their sums."""
     unused = min((run.skipped - _before(call, run) for run in runs), default=0)
     runs = [run._replace(skipped=run.skipped - unused) for run in runs]
     return max((run.slots for run in runs), default=1), runs
@@ -269,7 +269,7 @@ class _Rows:
 
 
 def _states(call: Call, piece_numbers: Sequence[int], runs: Sequence[Run], rank: int) -> tuple[Tensor, ...]:
-    """Return (started, begins, outgoing, continued, finals) of `Tables`."""
+    """Return the tables `started`, `begins`, `outgoing`, `continued` and `finals` of `Tables`."""
     number = len(call.documents)
     started, begins, continued = [], [], []
     outgoing = torch.full((len(piece_numbers), call.batch), len(runs))

@@ -21,7 +21,7 @@ from lightning_dilated.sequence.group import SequenceGroup
 
 #: one round of the exchange: pairs (sending piece, receiving piece)
 Round = tuple[tuple[int, int], ...]
-#: most pieces for `all_to_later`
+#: maximum number of pieces for `all_to_later`
 MOST = 32
 
 
@@ -31,7 +31,7 @@ def all_to_later(pieces: int) -> tuple[Round, ...]:
 
 
 def doubling(pieces: int) -> tuple[Round, ...]:
-    """Return 1 + log2(P - 1) rounds: pieces receive the previous piece's map, then composed maps 1, 2, 4, ... back."""
+    """Return 1 + log2(P - 1) rounds: pieces get a map from 1 back, then composed ones from 1, 2, 4, ... pieces back."""
     rounds: list[Round] = [tuple((target - 1, target) for target in range(1, pieces))]
     step = 1
     while step + 1 < pieces:
@@ -48,7 +48,7 @@ def received(rounds: tuple[Round, ...], owners: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def choose(owners: tuple[int, ...]) -> tuple[Round, ...]:
-    """Return the rounds in which the busiest rank receives fewer maps; if equal, one round. `owners`: rank by piece."""
+    """Return one round, or several if the busiest rank then receives fewer maps; `owners` holds each piece's rank."""
     if len(owners) > MOST:
         return doubling(len(owners))
     return min((all_to_later(len(owners)), doubling(len(owners))), key=lambda rounds: received(rounds, owners))
@@ -66,7 +66,7 @@ class Scan:
     Args:
         owners: the rank of each piece.
         number: the call's number, for error messages.
-        inputs: the call's inputs. If they require gradients, the results of every rank do, also on empty shards.
+        inputs: the call's inputs. If they require gradients, the results on every rank do, even on an empty shard.
     """
 
     def __init__(

@@ -102,7 +102,7 @@ class RecurrentState:
 def empty_state(
     kind: str, segment: int, samples: int, shape: tuple[int, int, int], like: Tensor, dtype: torch.dtype
 ) -> RecurrentState:
-    """Return the state before the first token; `shape`: (K, D, E); `like`: a tensor on the device."""
+    """Return the state before the first token; `shape` is (K, D, E), and `like` is any tensor on the right device."""
     heads, dim, values = shape
     zeros = lambda *size: torch.zeros(samples, heads, *size, device=like.device, dtype=dtype)  # noqa: E731
     tokens = torch.zeros(samples, dtype=torch.int64)

@@ -28,11 +28,11 @@ LARGEST = 128
 #: largest D and E with tiles of 16 columns, and largest D and E for which kernels with 16-bit rows have 4 warps
 NARROW, SMALL = 16, 64
 #: bytes that a window of a long call may use in its backward. Each window computes the states before its groups of
-#: chunks again, which takes a tenth of the time if windows are half as long
+#: chunks again; with windows half as long, this would take a tenth of the time
 WINDOW_MEMORY = 5 << 30
-#: runs are passed in groups if the longest run has this number of chunks or more; a group has about its square root
+#: runs are passed in groups if the longest has at least this number of chunks; a group has about the square root of it
 GROUPED_FROM = 32
-#: with this number of runs times kv heads or more, a GPU is busy without groups
+#: least product of the numbers of runs and kv heads that keeps a GPU busy without groups
 BUSY = 256
 
 
@@ -52,7 +52,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def proven(dtype: torch.dtype, dim: int, values: int) -> bool:
-    """Return whether the kernels were verified on a GPU for these D and E, at most `LARGEST`.
+    """Return whether the kernels were verified on a GPU for these D and E, if both are at most `LARGEST`.
 
     Tiles of 16 columns with 8 warps fail: on Hopper, Triton 3.6 lets four of the warps read beyond shared memory.
     """
@@ -124,14 +124,14 @@ def gated_delta(
     places: Layout,
     read: bool = True,
 ) -> tuple[Tensor | None, Tensor]:
-    """Return (output (rows, H, E), state after each run (n, K, D, W)); the output is 0 in rows without a run.
+    """Return the output (rows, H, E), 0 in rows without a run, and the state after each run, (n, K, D, W).
 
     Args:
         q: (rows, H, D), with W = E; None: no output.
         k, v: (rows, K, D) and (rows, K, E), in the same dtype, with any strides.
         log_decay, beta: (rows, K) fp32.
-        begin: (n, K, D, W) fp32, state before each run. Only the last E columns get values added; [1 | 0] yields maps.
-        read: whether the output's values are used; if not, they are arbitrary, and the output is only differentiated.
+        begin: (n, K, D, W) fp32, state before each run; [1 | 0] gives the runs' maps. Values go into the last E columns.
+        read: whether the output's values are used; if not, they are arbitrary, and only its gradient is computed.
     """
     tensors = q, k, v, log_decay, beta, begin
     differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -147,7 +147,7 @@ def held_bytes(
     backward: bool,
     cut: bool = True,
 ) -> int | None:
-    """Return the kernels' peak bytes in addition to a call's inputs and results; None if they do not serve the call.
+    """Return the kernels' peak bytes in addition to a call's inputs and results, or None if they do not serve the call.
 
     Args:
         tokens, heads, dims: B L, (H, K) and (D, E).
@@ -159,7 +159,7 @@ def held_bytes(
         return None
     stored = 2 if dtype == torch.bfloat16 else 4  # bytes of a number in `Rows.stored`
     state, row = stored * dim * values / CHUNK, stored * values
-    held = state + row + CHUNK * max(2, dtype.itemsize) + 12 + 8  # with gates in fp32
+    held = state + row + CHUNK * max(2, dtype.itemsize) + 12 + 8  # the 8 bytes are gates in fp32
     if cut or backward:
         held += heads[0] / heads[1] * values * dtype.itemsize  # a window's output, or an output that no gradient needs
     if backward:
@@ -168,12 +168,12 @@ def held_bytes(
         held += (dim * (1 + heads[0] / heads[1]) + values) * dtype.itemsize + 8  # gradients of a window
     chunks = -(-tokens // CHUNK)
     groups = 4 * dim * (dim + 4 * values) * (chunks // math.isqrt(max(chunks, 1)) + 2)
-    return round(heads[1] * (chunks * CHUNK * held + groups + 40 * dim * values))  # plus states between windows
+    return round(heads[1] * (chunks * CHUNK * held + groups + 40 * dim * values))  # the last term: states of windows
 
 
 @functools.lru_cache(maxsize=256)
 def window(batch: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> int:
-    """Return the tokens of each of B samples in a window, a power of two; see `held_bytes` for the arguments."""
+    """Return the number of tokens per sample in a window, a power of two; see `held_bytes` for the arguments."""
     tokens = 1 << 14
     while (held_bytes(2 * max(1, batch) * tokens, heads, dims, dtype, True) or math.inf) <= WINDOW_MEMORY:
         tokens *= 2

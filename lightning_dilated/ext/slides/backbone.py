@@ -108,7 +108,7 @@ def cells_of(coords: Tensor, counted: Tensor, tile_size: int) -> Tensor:
 
 @torch.library.custom_op("lightning_dilated::checked_cells", mutates_args=())
 def checked_cells(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> Tensor:
-    """Return `cells_of` after `check_coords` as one graph node, so that compiled models check coordinates, too."""
+    """Return `cells_of` after `check_coords` as one graph node, so that compiled models also check coordinates."""
     if not (coords.is_cuda and torch.cuda.is_current_stream_capturing()):  # a capture cannot read values
         check_coords(coords, counted, tile_size, grid)
     return cells_of(coords, counted, tile_size)
@@ -125,7 +125,7 @@ def _filled(coords: Tensor, counted: Tensor) -> Tensor:
 
 
 RELEASED_RATES = (1, 2, 4, 8, 16)
-#: tiles along an axis of the largest slide that GigaPath's segments are designed for
+#: number of tiles along an axis of the largest slide that GigaPath's segments are designed for
 RELEASED_SIDE = 1024
 
 
@@ -181,13 +181,13 @@ class SlideBackbone(TransformerModel):
     Parameters: `patch_embed` (F to E), `cls_token`, `transformer` and a final `norm` (eps 1e-6).
 
     Args:
-        feature_dim: F, features of the tile encoder.
+        feature_dim: F, number of features of the tile encoder.
         dim: E; the defaults of the sizes are GigaPath's 12l768d.
         depth: number of layers.
         num_heads: attention heads.
-        segment_lengths: tokens of the branches; None: GigaPath's, 2^linspace(10, log2 of the most tiles, 5).
-        dilation_rates: rates of the branches; None: GigaPath's 1, 2, 4, 8, 16.
-        max_wsi_size: pixels along an axis of the largest slide, which determines the segments; None: 1024 tiles.
+        segment_lengths: tokens per segment in each branch; None: GigaPath's, 2^linspace(10, log2 of the most tiles, 5).
+        dilation_rates: dilation rate of each branch; None: GigaPath's 1, 2, 4, 8, 16.
+        max_wsi_size: pixels along an axis of the largest slide, which determine the segments; None: 1024 tiles' pixels.
         tile_size: side of a tile, in the pixels of coords.
         grid: cells of the positions along an axis; fixed by the weights (GigaPath: 1000).
         padding: "masked", exact attention, or "attended", as released weights were trained (the softmax includes zero
@@ -315,12 +315,12 @@ class SlideBackbone(TransformerModel):
         change: Callable[[Tensor, Tensor], Tensor] | None = None,
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (tokens (B, L, E), positions (L,) in the slide) of this rank's rows; each slide's first row is blank.
+        """Return tokens (B, L, E) and their positions (L,) in the slide, from a rank's rows; slides begin with a blank.
 
         Args:
             features: (B, L, F).
             coords: (B, L, 2), -1 in the blank row.
-            lengths: (B,), rows of the whole slides, including the blank row.
+            lengths: (B,), number of rows of the whole slides, including the blank row.
             change: replaces projected tiles (B, L, E) at positions (L,), before positions are added.
             documents: the slides packed into one row (B = 1), each with a blank row in front.
         """

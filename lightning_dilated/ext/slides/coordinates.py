@@ -19,9 +19,9 @@ from lightning_dilated._validation import integer
 from lightning_dilated.ext.slides.files import H5, PT, EmptySlide, Slide, slide_name
 from lightning_dilated.ext.slides.labels import Row
 
-#: minimum number of cells per tile; few tiles share a cell if tissue is cut on separate grids, many in a wrong unit
+#: minimum ratio of cells to tiles: separate grids of tissue let a few tiles share a cell, but in a wrong unit many do
 UNIQUE = 0.9
-#: minimum number of distances between neighbours to judge the tile size
+#: minimum number of distances between neighbours that is needed to judge the tile size
 ENOUGH = 16
 
 
@@ -84,7 +84,7 @@ def tile_cells(coords: np.ndarray, tile_size: int) -> np.ndarray:
 
 
 def tile_step(coords: np.ndarray) -> int | None:
-    """Return the most common distance of neighbours in a row or column; None if no row or column has two tiles."""
+    """Return the most common distance of neighbours in a row or column, or None if no row or column has two tiles."""
     gaps = _gaps(coords)
     if not len(gaps):
         return None
@@ -231,7 +231,7 @@ def grid_fault(coords: np.ndarray, tile_size: int, grid: int, tile_size_known: b
 
 
 # -- files, the csv and sizes ------------------------------------------------------------------------------------------
-#: maximum faults listed in one error
+#: maximum number of faults that one error lists
 SHOWN = 5
 
 
@@ -240,7 +240,7 @@ class Inventory:
     """The slides of a SlideDataModule with their splits and labels, in one order.
 
     `labels` has a number or (time, event) for each slide, `groups` the names of the slides' groups, such as patients.
-    `by_column`: the splits are from the csv. `largest`: (x, y), the largest coordinates of each slide.
+    `by_column`: whether the splits are from the csv. `largest`: the largest coordinates (x, y) of each slide.
     """
 
     slides: list[Slide]
@@ -275,7 +275,7 @@ def matched(
 def inspected(
     inspect: Any, files: list[str], rows: list[Row] | None, leave_out: bool
 ) -> tuple[list[Slide], list[Row] | None]:
-    """Return (`inspect(path)` of each file, their rows); empty slides are an error, or dropped with a warning."""
+    """Return `inspect(path)` of each file, and its row. Empty slides are an error, or are dropped with a warning."""
     empty: list[str] = []
 
     def inspect_one(path: str) -> Slide | None:
@@ -316,7 +316,7 @@ def check_sizes(slides: list[Slide], max_tiles: int | None) -> None:
 
 
 def one_tile_size(slides: list[Slide], tile_size: int | None) -> int | None:
-    """Return the tile side that option and slides state; None if none does. Raises ValueError if they disagree."""
+    """Return the tile side that option and slides state, or None if none does. Raises ValueError if they disagree."""
     stated = {s.tile_size: s.path for s in reversed(slides) if s.tile_size}
     if tile_size is not None:
         # a smaller size is the distance of overlapping tiles, which `overlap_fault` compares with the coordinates

@@ -63,7 +63,7 @@ def layer_weights(
         q, k = args[:2]
         weights.append(attention_weights(q, k, core.pattern, queries, scale=core.scale, **options))
 
-    with torch.compiler.set_stance("force_eager"):  # because a hook would make torch recompile the block
+    with torch.compiler.set_stance("force_eager"):  # otherwise torch would recompile the block, because it has a hook
         for i, block in enumerate(transformer.blocks[: max(layers) + 1]):
             cores = [m for m in block.modules() if isinstance(m, DilatedAttention)] if i in layers else []
             hooks = [core.register_forward_pre_hook(look, with_kwargs=True) for core in cores]
@@ -241,7 +241,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         Args:
             features: (B, T, F), any floating dtype; padded on the right.
             coords: (B, T, 2), x and y in whole pixels of each tile's upper left corner.
-            lengths: (B,), tiles of each slide; None: no padding. Padding does not change a slide's embedding.
+            lengths: (B,), number of tiles of each slide; None: no padding. Padding does not change a slide's embedding.
             all_layers: return a list, with embeddings from the first layer's input and from each layer's output.
 
         Returns:
@@ -251,7 +251,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         """
         _one_rank("tiles alone are encoded on one rank; on several give batches with a blank row to `embed`.")
         x, rows = self._tiles(features, coords, lengths)
-        layers: list[Tensor] = []  # without the stack's own last norm
+        layers: list[Tensor] = []  # pooled before the stack's own last norm
         pool = partial(self._pool, positions=torch.arange(x.shape[1]), lengths=rows)
         watch = (lambda y: layers.append(pool(y))) if all_layers else None
         out = self.transformer(self.dropout(x), lengths=rows, watch=watch)
@@ -303,7 +303,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         return maps if layer == "all" else maps[0]
 
     def _tiles(self, features: Tensor, coords: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return (class token and tiles (B, 1 + T, E), lengths (B,) that count both)."""
+        """Return class token and tiles (B, 1 + T, E), and lengths (B,), which count both."""
         self.configure_model()
         if isinstance(features, Tensor) and features.ndim == 3 and not features.shape[1]:
             raise ValueError("a slide has at least one tile; got features without tiles.")

@@ -31,7 +31,7 @@ from lightning_dilated.ext.text.remote import RemoteFile
 # CLAM writes `patch_size` and `downsampled_level_dim`, which count pixels of the level `patch_level`, and `downsample`,
 # the number of level-0 pixels per pixel of that level. Coordinates of both programs count level-0 pixels.
 
-#: pixels that no slide reaches; a larger attribute is not a size
+#: number of pixels that no slide reaches; an attribute that is larger is not a size
 _LARGEST = 1 << 31
 
 
@@ -41,7 +41,7 @@ def states_overlap(attributes: Mapping[str, Any]) -> bool:
 
 
 def tile_size_of(path: str, attributes: Mapping[str, Any]) -> int | None:
-    """Return the side of a tile in level-0 pixels, less a stated overlap (`states_overlap`); None if not stated.
+    """Return the side of a tile in level-0 pixels, less a stated overlap (`states_overlap`), or None if not stated.
 
     Raises: ValueError for an invalid attribute, with file and attribute.
     """
@@ -116,7 +116,7 @@ def _wrong(path: str, attributes: Mapping[str, Any], name: str, what: str) -> Va
 # HDF5 follows links, virtual data sets and external storage to any file that the user can read, and returns zeros for
 # rows that were never written, up to the number in a header. Both are refused before a row is read.
 
-#: maximum bytes that a byte on disk may unpack to: deflate reaches 1,032 on zeros
+#: maximum number of bytes that a byte on disk may unpack to: deflate reaches 1,032 on zeros
 LARGEST_RATIO = 1100
 #: maximum number of links that are followed
 _LINKS = 16
@@ -166,7 +166,7 @@ def _h5_of_url(h5py: Any, path: str, opener: FileOpener) -> Iterator[Any]:
             if isinstance(error, OSError):
                 raise _unreadable(path, error) from error
             raise
-        # the traceback's frames keep the file open; HDF5 closing it after the end of Python would crash the process
+        # the traceback's frames keep the file open; if HDF5 closed it after the end of Python, the process would crash
         for x in (error, store_error):
             traceback.clear_frames(x.__traceback__)
         if store_error is error:
@@ -265,7 +265,7 @@ H5 = (".h5", ".hdf5")
 PT = (".pt", ".pth")
 #: suffixes of images, which names of feature files and ids of a csv may include
 IMAGES = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vsi", ".czi")
-#: maximum rows of one read, to bound the memory of conversion and checks
+#: maximum number of rows of one read, to bound the memory of conversion and checks
 BLOCK = 4096
 #: rows at most this far apart are read together, because a call costs as much as reading a few rows
 NEAR = 16
@@ -323,7 +323,7 @@ class _Rows:
         return torch.from_numpy(np.ascontiguousarray(rows, dtype=dtype))
 
     def pick(self, rows: np.ndarray) -> Tensor:
-        """Return (n, W) of increasing rows, in one read from the first to the last."""
+        """Return the n rows with these increasing numbers, (n, W), in one read from the first to the last."""
         block = self.read(int(rows[0]), int(rows[-1]) + 1)
         return block if len(block) == len(rows) else block[torch.from_numpy(rows - rows[0])]
 
@@ -403,7 +403,7 @@ class SlideReader:
     def _finite(self, path: str, values: Tensor, tiles: np.ndarray) -> Tensor:
         """Return the values of these tiles in the reader's dtype. Raises ValueError if one is not finite."""
         out = values.to(self.dtype)
-        # one pass without a mask: the float64 sum of finite values of these types is finite
+        # check by a sum, which needs no mask: in float64, finite values of these types have a finite sum
         if out.sum(dtype=torch.float64).isfinite():
             return out
         wrong = (~out.isfinite()).any(1).nonzero()
@@ -425,7 +425,7 @@ class SlideReader:
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[tuple[_Rows, _Rows | None]]:
-        """Yield (features, coords) of an open file, after all checks that do not read a row."""
+        """Yield the features and coords of an open file, after all checks that do not read a row."""
         refuse_special(path)
         opened = opened_h5(path, self.opener) if path.lower().endswith(H5) else _pt(path, self.features, self.opener)
         with opened as arrays:

@@ -16,7 +16,7 @@ from lightning_dilated.data.opener import refuse_url
 from lightning_dilated.ext.slides.coordinates import check_coordinates, tile_cells
 from lightning_dilated.ext.slides.files import H5, SlideReader, import_h5py
 
-#: maximum cells of a picture; more raise an error, because they are probably a mistake
+#: maximum number of cells of a picture; more raise an error, because they are probably a mistake
 MOST_CELLS = 10**8
 
 
@@ -45,7 +45,7 @@ def heat_map(weights: Any, coords: Any, tile_size: int = 256) -> np.ndarray:
     return grid
 
 
-#: for pictures without a thumbnail: maximum pixels of the longer side, and of a tile's side
+#: for pictures without a thumbnail: maximum number of pixels of the longer side, and of a tile's side
 LONGEST, LARGEST_TILE = 2048, 16
 #: maximum difference between the proportions of a thumbnail and of the slide
 PROPORTION = 0.05
@@ -134,7 +134,7 @@ def _factors(path: Any, shape: tuple[int, int], slide_size: tuple[int, int] | No
     if abs(factors[0] / factors[1] - 1) > PROPORTION:
         raise ValueError(
             f"thumbnail {os.fspath(path)} has {shape[1]} x {shape[0]} pixels, but the slide has {slide_size[0]} x "
-            f"{slide_size[1]}, other proportions: is it of another slide, or rotated?"
+            f"{slide_size[1]}, other proportions: is it rotated, or a picture of another slide?"
         )
     return factors
 
@@ -205,7 +205,7 @@ def _in_file_order(path: str, values: np.ndarray, coords: np.ndarray, tiles: np.
     lost = [tuple(x) for x in coords.tolist() if tuple(x) not in indices]
     if lost:
         raise ValueError(
-            f"{path} has no tile at {lost[0]} ({len(lost)} of {len(coords)} are missing): is it another slide?"
+            f"{path} has no tile at {lost[0]} ({len(lost)} of {len(coords)} are missing): are the weights of another slide?"
         )
     out = np.full((len(tiles), *values.shape[1:]), np.nan, dtype=values.dtype)
     out[[indices[tuple(x)] for x in coords.tolist()]] = values

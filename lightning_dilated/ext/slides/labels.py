@@ -18,7 +18,7 @@ from lightning_dilated.data.module import SPLITS
 from lightning_dilated.data.opener import FileOpener, is_url
 from lightning_dilated.ext.slides.files import slide_name
 
-#: maximum characters of a line
+#: maximum number of characters of a line
 LONGEST = 1 << 22
 
 
@@ -166,7 +166,7 @@ def _row(where: str, line: int, values: list[str], header: dict[str, int], colum
 def class_numbers(
     path: str, rows: Iterable[Row], classes: list[str] | None, trained: bool = False
 ) -> tuple[list[str], list[int]]:
-    """Return (classes, class number of each row). If `classes` is None, labels are sorted, whole numbers by value.
+    """Return the classes and each row's class number. If `classes` is None, labels are sorted, whole numbers by value.
 
     Args:
         path, rows: path of the csv, for errors, and its rows.
@@ -223,7 +223,7 @@ def _written_whole(word: str) -> str:
 
 
 def survival_of(path: str, rows: Iterable[Row], columns: Columns) -> list[tuple[float, float]]:
-    """Return (time, event) of each row: event is 1 if it happened at that time, 0 if it had not by then (censored).
+    """Return (time, event) of each row; `event` is 1 if it happened at `time`, 0 if it had not by then (censored).
 
     Raises:
         ValueError: with the line, for a time that is negative or not finite, or an event other than 0 and 1; and if no

@@ -32,7 +32,7 @@ class SlidePretrainer(SlideBackbone):
 
     Batches are mappings with `features`, `coords`, `lengths` or `cu_seqlens` as in `SlideEncoder`, and `index` (B,), or
     (D,) for packed slides: the slide's number in the data set. Hidden tiles depend only on (mask_seed, optimizer step,
-    index, position), not on the number of ranks or a resume. Validation hides the same tiles every time.
+    index, position), so neither the number of ranks nor a resume changes them. Validation always hides the same tiles.
 
     Args:
         mask_ratio: probability in (0, 1) that a tile is hidden.
@@ -92,7 +92,7 @@ class SlidePretrainer(SlideBackbone):
         return copy
 
     def token_features(self) -> tuple[int, ...]:
-        """Return (features of a row and of the decoder's input, mean features of the decoder's output per row)."""
+        """Return the features of a row plus the decoder's input, and the mean number of predicted features per row."""
         return self.feature_dim + self.decoder_dim, round(self.hiding.p * self.feature_dim)
 
     def planning_notes(self) -> list[str]:
@@ -105,7 +105,7 @@ class SlidePretrainer(SlideBackbone):
     def hidden_tiles(
         self, index: Tensor, positions: Tensor, lengths: Tensor | None, documents: Documents | None = None
     ) -> Tensor:
-        """Return the tiles that this step hides, (B, L) bool on the CPU, of slides `index` (B,) at `positions` (L,).
+        """Return a mask (B, L) on the CPU of the tiles that this step hides, for slides `index` (B,), `positions` (L,).
 
         For D slides packed into one row, `index` is (D,), and `positions` count within each slide.
         """
@@ -121,7 +121,7 @@ class SlidePretrainer(SlideBackbone):
         return hidden.flatten().nonzero()[:, 0]
 
     def reconstruct(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return (predictions, targets), each (M, F) and at least fp32, of this rank's hidden tiles."""
+        """Return predictions and targets of this rank's hidden tiles, each (M, F) and at least fp32."""
         self.configure_model()
         checked_by_all(_check_index, batch)
         checked_by_all(self._check_entries, batch)
@@ -145,7 +145,7 @@ class SlidePretrainer(SlideBackbone):
         return self.decoder_predict(x.flatten(0, 1)[rows]).to(target.dtype), target
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
-        """Return (sum of the mean squared errors of this rank's hidden tiles, number of these tiles)."""
+        """Return the sum of the mean squared errors of this rank's hidden tiles, and the number of these tiles."""
         predicted, target = self.reconstruct(batch)
         return (predicted - target).square().mean(1).sum(), len(target)
 

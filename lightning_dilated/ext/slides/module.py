@@ -47,7 +47,7 @@ from lightning_dilated.sequence.shard import SequenceSpec
 _HINT = "pass existing .h5 or .pt files, directories or globs in data.paths"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-#: shifts if there are no slides
+#: the shifts of slides if there are no slides
 _EMPTY = np.empty((0, 2), np.int64)
 
 
@@ -80,9 +80,9 @@ class SlideDataModule(SplitDataModule):
             val_fraction 0, or a split column with test in every line, all slides are tested or predicted.
         unmatched: "error" raises if a slide has no line or a line has no slide; "leave_out" drops such slides and lines
             with a warning, and also slides without a tile.
-        batch_size: B, slides of a batch on each device.
+        batch_size: B, number of slides of a batch on each device.
         class_token: put a blank row first.
-        max_tiles: maximum tiles of a slide; null for no limit.
+        max_tiles: maximum number of tiles of a slide; null for no limit.
         over: action for slides with more tiles: "error" raises; "sample" takes a new random subset in each epoch.
         order: order of a slide's tiles in the sequence, which changes what a dilated branch sees: "raster", by rows of
             the slide from top to bottom and left to right, or "file", as in the file. null takes the order that the
@@ -98,7 +98,7 @@ class SlideDataModule(SplitDataModule):
         num_workers: processes that load batches; 0 loads in the main process.
         pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous (null: if there is a
             GPU). Slides are large, and page-locked memory is not freed.
-        pack_tokens: maximum positions of a batch on each device: slides are packed into one row, in place of
+        pack_tokens: maximum number of positions of a batch on each device: slides are packed into one row, in place of
             `batch_size` padded ones; null does not pack. A larger slide gets its own batch. Batches are then
             {"features": (1, N, F), "coords": (1, N, 2), "cu_seqlens": (D + 1,) int32 on the CPU, bounds of the D slides
             with their blank rows, "label", "index": (D,), "slide_id": list of D names}.
@@ -210,7 +210,7 @@ class SlideDataModule(SplitDataModule):
         self.check_values = one_of(check_values, "data.check_values", ("first", "all"))
         self._inventory: Inventory | None = None
         self._logged_unchecked = False
-        #: from the running model: its classes and order of tiles in training, and its (tile_size, grid)
+        #: set by the model that runs: the classes and the order of tiles of its training, and its (tile_size, grid)
         self._trained_classes: list[str] | None = None
         self._trained_order: str | None = None
         self._places: tuple[int | None, int | None] = None, None
@@ -304,7 +304,7 @@ class SlideDataModule(SplitDataModule):
 
     @property
     def feature_dim(self) -> int:
-        """F, features of a tile."""
+        """F, the number of features of a tile."""
         return self.inventory.slides[0].width
 
     @property
@@ -314,7 +314,7 @@ class SlideDataModule(SplitDataModule):
 
     @property
     def longest(self) -> int:
-        """Maximum positions of a sample."""
+        """Maximum number of positions of a sample."""
         return max(data.length_of(i) for data in map(self.dataset, SPLITS) for i in range(len(data)))
 
     def dataset(self, split: str) -> SlideSequences:
@@ -389,7 +389,7 @@ class SlideDataModule(SplitDataModule):
         inventory = inventory or self.inventory
         if split in inventory.splits:
             return None
-        if split == "train":  # requested, unless every slide is for testing
+        if split == "train":  # always requested, unless every slide is for testing
             only = set(inventory.splits) == {"test"} and (inventory.by_column or self.test_fraction == 1)
             return "all slides are in the test split; see data.test_fraction and data.split_column" if only else None
         if inventory.by_column:
@@ -451,7 +451,7 @@ class SlideDataModule(SplitDataModule):
 
     # -- the parts of check --------------------------------------------------------------------------------------------
     def _splits(self, rows: list[Row] | None, groups: list[str], strata: list[int] | None) -> tuple[list[str], bool]:
-        """Return (split of each slide, whether the splits are from the csv)."""
+        """Return the split of each slide, and whether the splits are from the csv."""
         if rows is not None and rows[0].split is not None:
             column = "split" if self.columns.split == "auto" else str(self.columns.split)
             if self.folds is not None:

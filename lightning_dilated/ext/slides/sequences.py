@@ -35,7 +35,7 @@ class SlideSequences(Dataset):
         slides: headers of the files.
         labels: one per sample, a number or several; None for none.
         class_token: whether a blank row comes first.
-        max_tiles: maximum tiles of a slide; a larger slide gives a random subset that depends only on (seed, epoch,
+        max_tiles: most tiles of a slide; a larger slide gives a random subset, which depends only on (seed, epoch,
             index in `slides`). None for all.
         order: order of a slide's tiles: "file", or "raster": by rows of the slide from top to bottom and left to right.
         seed: seed of the subsets.
@@ -85,11 +85,11 @@ class SlideSequences(Dataset):
         return f"{named}{MARK}{self._content}"
 
     def tiles_of(self, index: int) -> int:
-        """Return T, the tiles of a sample."""
+        """Return T, the number of tiles of a sample."""
         return sum(map(self._taken, self._known(index)))
 
     def length_of(self, index: int) -> int:
-        """Return N, the positions of a sample; reads no file."""
+        """Return N, the number of positions of a sample, without reading a file."""
         return self.tiles_of(index) + self.class_token
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -98,8 +98,8 @@ class SlideSequences(Dataset):
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
         """Return the sample at the positions `ranges`, in this order; "length" is N. Positions from N on are padding.
 
-        Only the tiles at these positions are read (and rows between tiles that are a few rows apart, as in the strided
-        layout; with order="raster" all coordinates).
+        Only the tiles at these positions are read, and rows between tiles that are a few rows apart, as in the strided
+        layout. With order="raster", all coordinates are read.
 
         Raises:
             IndexError: if there is no such sample or a position is negative.
@@ -123,7 +123,7 @@ class SlideSequences(Dataset):
         return sample if self.labels is None else {**sample, "label": self.labels[index]}
 
     def _read(self, slide: int, tiles: np.ndarray) -> tuple[torch.Tensor, Any]:
-        """Return (features, shifted coords) of some of a slide's selected tiles."""
+        """Return features and shifted coords of some of a slide's selected tiles."""
         features, coords = self.reader.read(self.slides[slide].path, self._rows(slide)[tiles])
         if coords is None or self.shifts is None:
             return features, coords
@@ -146,14 +146,14 @@ class SlideSequences(Dataset):
         return tiles if self.max_tiles is None else min(tiles, self.max_tiles)
 
     def _known(self, index: int) -> list[int]:
-        """Return the indices in `slides` of a sample."""
+        """Return the indices in `slides` of a sample's slides."""
         if not 0 <= index < len(self._members):
             raise IndexError(f"slide {index} was asked for, but there are {len(self._members)}")
         return self._members[index]
 
 
 def _placed(parts: list[torch.Tensor], rows: np.ndarray, count: int, blank: int) -> torch.Tensor:
-    """Return (count, W) with the values of `parts` at `rows` and `blank` elsewhere."""
+    """Return a tensor (count, W) with the rows of `parts` at the indices `rows`, and `blank` in all other rows."""
     if len(parts) == 1 and len(rows) == count:
         return parts[0]  # a slide may be large: no copy
     out = parts[0].new_full((count, parts[0].shape[1]), blank)

@@ -51,7 +51,7 @@ def deal_groups(groups: list[str], labels: list[int] | None, folds: int, seed: i
         )
     strata = _strata(groups, labels)
     order = [names[i] for i in np.random.default_rng([seed, folds]).permutation(len(names))]
-    order.sort(key=lambda name: strata[name])  # stable: shuffled within a class
+    order.sort(key=lambda name: strata[name])  # a stable sort, so each class stays shuffled
     fold_of = {name: i % folds for i, name in enumerate(order)}
     return [fold_of[group] for group in groups]
 
@@ -79,8 +79,8 @@ def split_groups(
     """Return the split of each slide: random groups according to the fractions, with each class in its share.
 
     Slides of one group stay together. A split with a fraction above 0 gets at least one group. If its number of groups
-    is at least the number of classes, it gets one of each class, except the last group of a class, which is for
-    training. A group counts as its rarest class: the class that the fewest groups have. The result depends only on the
+    is at least the number of classes, it gets one of each class; but the last group of a class is kept for training.
+    A group counts as its rarest class: the class that the fewest groups have. The result depends only on the
     names of the groups, their classes and the seed.
 
     Args:
@@ -126,7 +126,7 @@ def _quotas(counts: dict[int, int], unassigned: dict[int, list[str]], size: int,
     out = {c: min(int(exact[c]), available[c]) for c in counts}
     if size >= len(counts):
         out = {c: max(out[c], min(1, available[c])) for c in counts}
-    # `max` takes the first of equal remainders; the order of classes is random
+    # if remainders are equal, `max` takes the first one; this is a random class, because the order of classes is random
     while (missing := size - sum(out.values())) > 0:
         c = max((c for c in counts if out[c] < available[c]), key=lambda c: exact[c] - out[c])
         out[c] += 1

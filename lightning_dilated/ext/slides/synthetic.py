@@ -38,7 +38,7 @@ def write_synthetic_slides(
     Args:
         folder: created if missing; files of the same names are replaced.
         slides: number of slides.
-        tiles: minimum and maximum tiles of a slide; T is drawn between them.
+        tiles: minimum and maximum number of tiles of a slide; T is drawn between them.
         features: F.
         classes: slides take labels 0 to classes - 1 in rotation.
         tile_size: side of a tile in level-0 pixels; coordinates are multiples of it.

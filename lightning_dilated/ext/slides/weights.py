@@ -34,7 +34,7 @@ OUTER = {"patch_embed.proj": "patch_embed", "encoder.layer_norm": "transformer.n
 OWN = re.compile(r"(cls_token$|patch_embed\.|transformer\.|norm\.)")
 _LAYERS = re.compile(r"encoder\.layers\.([0-9]+)\.")
 _OWN_LAYERS = re.compile(r"transformer\.blocks\.([0-9]+)\.")
-#: layers of GigaPath's published slide encoders, by features and width
+#: number of layers of GigaPath's published slide encoders, by features and width
 PUBLISHED = {(1536, 768): 12, (1536, 1024): 24, (1536, 1536): 12, (384, 384): 12}
 
 
@@ -77,7 +77,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def released_parameters(depth: int) -> dict[str, tuple[str, ...]]:
-    """Return {ours: names in a release} of an encoder of `depth` layers; several names are concatenated."""
+    """Return {our name: names in a release} for `depth` layers; weights of several names are concatenated."""
     modules = {ours: (theirs,) for theirs, ours in OUTER.items()}
     for i in range(depth):
         old, new = f"encoder.layers.{i}", f"transformer.blocks.{i}"
@@ -183,7 +183,7 @@ def sizes_of(state: Mapping[str, Tensor], where: str = "the weights") -> dict[st
 def load_backbone(model: Any, path: str | Path) -> None:
     """Copy the encoder's weights of a file into `model`; its head or decoder does not change.
 
-    Raises: FileNotFoundError or ValueError, also if the model's sizes differ from the file's, with the settings.
+    Raises: FileNotFoundError or ValueError; if the model's sizes differ from the file's, the message has the settings.
     """
     _check_settings(model, path)
     weights = own_weights(read_weights(path), str(path), model.grid, report=True)
@@ -206,7 +206,7 @@ def load_backbone(model: Any, path: str | Path) -> None:
 
 
 def _check_settings(model: Any, path: str | Path) -> None:
-    """Raise ValueError if a checkpoint of ours has other heads, tile size or grid; shapes do not show these."""
+    """Raise ValueError if a checkpoint of ours has other heads, tile size or grid, which shapes do not show."""
     stored = read_file(path)
     settings = stored.get("hyper_parameters") if isinstance(stored, Mapping) else None
     for name in ("num_heads", "tile_size", "grid") if isinstance(settings, Mapping) else ():
@@ -265,9 +265,9 @@ def check_depth(depth: int, requested: int | None, published: int | None, where:
     """Raise ValueError if a file has another number of layers than requested, or fewer than the published model.
 
     Args:
-        depth: layers of the file.
+        depth: number of layers of the file.
         requested: the argument `depth`, if it was passed.
-        published: layers of the published model of these sizes, if any; errors call it `what`.
+        published, what: number of layers of the published model of these sizes, if any; and its name, for errors.
     """
     if requested is not None and requested != depth:
         raise ValueError(f"{where} has {depth} layers, and depth={requested} was asked for: is the file complete?")

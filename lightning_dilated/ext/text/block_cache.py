@@ -22,11 +22,11 @@ from pathlib import Path
 VARIABLE = "LIGHTNING_DILATED_CACHE"
 #: evict down to this share of the limit, so that evictions come in batches
 STAYS = 0.9
-#: bytes of the checksum at the end of a block's file
+#: number of bytes of the checksum at the end of a block's file
 _CHECKSUM = 4
 #: number of lock files for fetches; two blocks may share one
 _LOCKS = 1024
-#: seconds after which a temporary file counts as left over by a dead process
+#: number of seconds after which a temporary file counts as left over by a dead process
 _ABANDONED = 3600
 
 
@@ -137,7 +137,7 @@ class BlockCache:
 
     Args:
         folder: folder of the blocks; created with the first block.
-        limit: maximum bytes of all blocks; 0 stores none. Each process applies its own limit.
+        limit: maximum number of bytes of all blocks; 0 stores none. Each process applies its own limit.
     """
 
     folder: str
@@ -189,7 +189,7 @@ class BlockCache:
 
     @contextlib.contextmanager
     def fetching(self, key: str) -> Iterator[None]:
-        """Hold a lock while fetching a block, so that other processes wait for it instead of fetching it too."""
+        """Hold a lock while fetching a block, so that other processes wait for the block and do not fetch it again."""
         if self.limit == 0:
             yield
             return

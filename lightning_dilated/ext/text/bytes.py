@@ -23,8 +23,8 @@ class ByteSequences(Dataset):
     Args:
         stream: the stream of bytes.
         start, stop: the range of the stream, in bytes.
-        seq_len: N, tokens of a sequence.
-        limit: the most sequences.
+        seq_len: N, number of tokens of a sequence.
+        limit: maximum number of sequences.
     """
 
     def __init__(self, stream: ByteStream, start: int, stop: int, seq_len: int, limit: int | None = None) -> None:
@@ -38,7 +38,7 @@ class ByteSequences(Dataset):
         return self.count
 
     def fingerprint(self) -> str:
-        """Return a digest of the files' names, sizes and some blocks, and of the range."""
+        """Return a digest of the range, and of the files' names, sizes and some of their blocks."""
         return (
             f"{self.stream.fingerprint()}, {self.count} sequences from byte {self.start}{MARK}{self.stream.content()}"
         )
@@ -83,22 +83,22 @@ class ByteDataModule(SequenceDataModule):
     continues exactly from a checkpoint; validation and test have the order of the files.
 
     Args:
-        paths: files, directories (read recursively) or globs, or URLs of these; null: Python's standard library.
-        seq_len: N, tokens of a sequence (each sample reads N + 1 bytes).
-        batch_size: B, sequences of a batch on each device.
+        paths: files, directories (read recursively), globs, or URLs of these; null: files of Python's standard library.
+        seq_len: N, number of tokens of a sequence (each sample reads N + 1 bytes).
+        batch_size: B, number of sequences of a batch on each device.
         val_fraction: share of the bytes for validation, from 0 (none) to below 1.
         test_fraction: share of the bytes for test, from 0 to below 1.
-        val_limit: the most sequences of the validation split; null for all.
+        val_limit: maximum number of sequences of the validation split; null for all.
         seed: seed of the training order.
         num_workers: processes that load batches; 0 loads in the main process.
         pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
         suffixes: file endings to take from a directory, such as ['.txt']; null for all.
-        pack_tokens: the most bytes of a batch on each device. Then samples are files, or pieces of N bytes of longer
-            files, instead of sequences across files. A batch is one row of D packed samples, {"tokens": (1, n),
-            "labels": (1, n), "cu_seqlens": (D + 1,) int32 bounds of the samples on the CPU, "index": (D,)}. A file's
-            last byte has the label -100. null: do not pack.
-        cache_dir, cache_gib: for URLs, the folder for fetched blocks (null: remote in the package's cache folder) and its
-            limit in GiB, see `FileOpener`.
+        pack_tokens: null does not pack. A number makes samples of files, or of pieces of N bytes of longer files,
+            instead of sequences across files, and is the maximum number of bytes in a batch on each device. A batch is
+            one row of D packed samples, {"tokens": (1, n), "labels": (1, n), "cu_seqlens": (D + 1,) int32 bounds of the
+            samples on the CPU, "index": (D,)}. A file's last byte has the label -100.
+        cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null: `remote` in the package's cache folder)
+            and its maximum size in GiB, see `FileOpener`.
 
     Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
     """

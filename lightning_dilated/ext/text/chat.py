@@ -41,13 +41,13 @@ class ChatDataModule(ReadsConversations, SplitDataModule):
         paths: files (.jsonl, .json, .parquet), directories or globs, folders of `datasets.save_to_disk`; or the
             arguments of `datasets.load_dataset` as a mapping: {path: owner/name, split: train}. All formats except JSON
             need the extra `datasets`. A row has `messages`, a list of {"role", "content"}, or `prompt`, `completion`.
-        tokenizer: a folder of transformers or the name of a repository, with its chat template; or a tokenizer.json.
-        seq_len: maximum tokens of a conversation.
+        tokenizer: a folder that transformers saved, or a repository's name, with a chat template; or a tokenizer.json.
+        seq_len: maximum number of tokens of a conversation.
         template: a Jinja chat template, or a file that holds one, in place of the tokenizer's own.
         train_on: "assistant" trains on tokens that the assistant writes, "all" on every token.
         too_long: action for conversations of more than `seq_len` tokens: "error" raises, "skip" omits, "cut" cuts them.
-        pack_tokens: maximum tokens of a row, see `SplitDataModule`; null is `seq_len`. 1 puts each conversation into
-            its own row.
+        pack_tokens: maximum number of tokens of a row, see `SplitDataModule`; null is `seq_len`. 1 puts each
+            conversation into its own row.
         val_paths, test_paths: conversations for validation and for test, instead of a share of `paths`.
         val_fraction, test_fraction: shares of the conversations of `paths`, taken from the end; null is 0.05, or 0 if
             `val_paths` or `test_paths` is set.
@@ -141,7 +141,7 @@ class ChatDataModule(ReadsConversations, SplitDataModule):
         return encoded(rows, self.tokenizer, self.train_on, self.column, self.cache_dir)
 
     def _fitting(self, store: TokenStore, numbers: np.ndarray, split: str) -> Conversations:
-        """Return the split's conversations; longer ones are skipped or cut, or raise ValueError, as `too_long` says."""
+        """Return the split's conversations. If one is longer than `seq_len`, `too_long` skips it, cuts it or raises."""
         lengths = np.diff(store.bounds)[numbers]
         longer = lengths > self.seq_len
         if not longer.any():

@@ -25,7 +25,7 @@ class RangedSamples(Dataset):
     what: str
 
     def piece(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (tokens, labels) at positions [start, stop) of a sample, int64; one more token is read."""
+        """Return tokens and labels, int64, at positions [start, stop) of a sample; this reads one more token."""
         raise TypeError(f"{type(self).__name__} must define piece(index, start, stop).")
 
     def __len__(self) -> int:
@@ -62,8 +62,8 @@ class Documents(RangedSamples):
     Args:
         stream: the stream of bytes or tokens.
         bounds: (documents + 1,) bounds of documents in the stream, increasing.
-        seq_len: the most tokens of a sample.
-        limit: the most samples.
+        seq_len: maximum number of tokens of a sample.
+        limit: maximum number of samples.
     """
 
     what = "document"
@@ -80,7 +80,7 @@ class Documents(RangedSamples):
         self.lengths = np.minimum(seq_len, self.ends - self.begins)
 
     def fingerprint(self) -> str:
-        """Return a digest of the files' names, sizes and some blocks, and of the bounds of samples."""
+        """Return a digest of the bounds of samples, and of the files' names, sizes and some of their blocks."""
         places = hashlib.blake2b(self.begins.tobytes() + self.lengths.tobytes(), digest_size=8).hexdigest()
         return f"{self.stream.fingerprint()}, {len(self)} documents {places}{MARK}{self.stream.content()}"
 

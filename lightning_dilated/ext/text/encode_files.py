@@ -2,8 +2,8 @@
 
 A long text is encoded in overlapping pieces. Neighbouring pieces are joined at a run of tokens on which they agree, far
 from the ends of both. The result equals an encoding of the whole text if the tokenizer looks at most OVERLAP // 2 =
-2,048 characters before and after the start of a token. Tokenizers that cut at words meet this condition if no word is
-longer. Pieces that disagree are encoded together, or raise an error. A dependence on more distant text is NOT detected
+2,048 characters before and after the start of a token. Tokenizers that cut at words do so if no word is longer than
+that. Pieces that disagree are encoded together, or raise an error. A dependence on more distant text is NOT detected
 while the pieces agree; a pre-tokenizer that pairs quotes ('"[^"]*"') thousands of characters apart is an example.
 """
 
@@ -26,11 +26,11 @@ from lightning_dilated.ext.text.tokenizer import end_token, load_tokenizer, pani
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-#: characters of a piece, and characters that it shares with the next piece
+#: number of characters of a piece, and number of characters that it shares with the next piece
 PIECE, OVERLAP = 1 << 17, 1 << 12
-#: pieces that are encoded in one call, on several cores
+#: number of pieces that are encoded in one call, on several cores
 _AT_ONCE = 8
-#: maximum characters of pieces that are encoded together because they could not be joined
+#: maximum number of characters of pieces that are encoded together because they could not be joined
 LONGEST = 1 << 23
 #: minimum number of tokens on which two pieces must agree
 _AGREE = 4
@@ -47,7 +47,7 @@ class EncodedFiles:
         files: number of texts.
         documents: number of end tokens, including end tokens that a text spells out.
         tokens: number of tokens in the file.
-        text_bytes: bytes of the texts.
+        text_bytes: number of bytes of the texts.
         unknown: number of unknown tokens, which replace text outside the vocabulary.
         dtype: "uint16" or "uint32".
         vocab_size: vocabulary size of the tokenizer.
@@ -80,8 +80,8 @@ def encode_files(
     """Encode UTF-8 text files, each one document, into a .bin of uint16 (a vocabulary of up to 65,536) or uint32.
 
     A text of more than 131,072 characters is encoded in pieces. The tokens equal an encoding of the whole text if the
-    tokenizer looks at most 2,048 characters around a token (see above). A tokenizer that looks farther, as to
-    pair quotes, may split such a text differently, without an error. A special token that a text spells out becomes
+    tokenizer looks at most 2,048 characters around a token (see above). A tokenizer that looks farther, for example to
+    pair quotes, may split such a text differently without an error. If a text spells out a special token, it becomes
     that token, as in the library. No special tokens are added at the ends. `out` appears only when it is complete.
 
     Args:
@@ -255,7 +255,7 @@ def _encoded(tokenizer: Tokenizer, pieces: Iterator[_Text]) -> Iterator[_Piece]:
 
 
 def _seam(left: _Piece, right: _Piece) -> tuple[int, int] | None:
-    """Return (index in left, index in right) of the first token in the middle half of the overlap, or None.
+    """Return the indices, in left and in right, of the first common token in the middle half of the overlap, or None.
 
     None means that the pieces differ there. A token that depends on at most OVERLAP // 2 characters around it is
     correct in at least one of the pieces, so tokens on which the pieces agree are correct.
@@ -287,10 +287,10 @@ def _joined(tokenizer: Tokenizer, left: _Piece, pieces: list[_Piece]) -> _Piece:
 
 
 def marking_dropped(tokenizer: Tokenizer) -> tuple[Tokenizer, int] | None:
-    """Return (a tokenizer that emits a mark for dropped text, the mark), or None if `tokenizer` drops nothing.
+    """Return a tokenizer that emits a mark for dropped text, and this mark, or None if `tokenizer` drops nothing.
 
     BPE without an unknown token silently drops text that its vocabulary lacks. A character may be dropped only at the
-    end of a word, only inside a word, or only after normalisation, so encoding single characters is no sufficient test.
+    end of a word, only inside a word, or only after normalisation, so it is not enough to encode single characters.
     The other tokens may differ from the tokens of `tokenizer`.
     """
     state = json.loads(tokenizer.to_str())

@@ -28,7 +28,7 @@ class StreamSequences(Dataset):
     Args:
         text: the tokens.
         start, stop: the range of the text.
-        seq_len: N, tokens of a step.
+        seq_len: N, number of tokens of a step.
         streams: S.
         separator: the token that ends a document; None treats the text as one document.
         vocab_size: tokens must be below this number; None allows any token.
@@ -48,7 +48,7 @@ class StreamSequences(Dataset):
     ) -> None:
         self.text, self.start, self.seq_len, self.streams = text, start, seq_len, streams
         self.separator, self.vocab_size = separator, vocab_size
-        #: tokens of a stream; each token has a next token as its label
+        #: number of tokens of a stream; one more is left for the label of the last token
         self.length = max(0, stop - start - 1) // streams
         self.steps = self.length // seq_len if whole else -(-self.length // seq_len)
 
@@ -56,7 +56,7 @@ class StreamSequences(Dataset):
         return self.steps * self.streams
 
     def fingerprint(self) -> str:
-        """Return a string that depends on the files' names, sizes and some blocks, the range, and the streams."""
+        """Return a string that depends on the range, the streams, and the names, sizes and some blocks of the files."""
         place = f"{self.streams} streams of {self.length} tokens from token {self.start}, separator {self.separator}"
         return f"{self.text.fingerprint()}, {place}{MARK}{self.text.content()}"
 
@@ -96,15 +96,15 @@ class StreamDataModule(SequenceDataModule):
 
     Batches: `tokens` (B, n) int64; `labels` (B, n) int64, the next token of each token, also across steps, and -100 for
     a separator; `starts` (B, n) bool, True at the start of a stream or document; `stream` (B,) int64, the numbers of
-    the streams; `position` (B,) int64, tokens of the stream before this step; `index` (B,) int64. n is N, but the last
-    step of a stream may be shorter; training leaves it out.
+    the streams; `position` (B,) int64, the number of tokens of the stream before this step; `index` (B,) int64. n is N,
+    except in the last step of a stream, which may be shorter, and which training then leaves out.
 
     Args:
         paths: files, directories (read recursively) or globs, or URLs of them.
-        seq_len: N, tokens of a step.
+        seq_len: N, number of tokens of a step.
         streams: S, a multiple of the data-parallel ranks.
-        separator: the byte or token that ends a document; tokens do not see earlier documents. null: one document.
-        vocab_size: null reads bytes, 256 different values; a number reads token files as `TokenDataModule` does.
+        separator: the byte or token that ends a document; tokens do not see earlier documents. null: no separator.
+        vocab_size: null reads files as bytes (256 values); a number reads token files, as in `TokenDataModule`.
         dtype: dtype of .bin token files, see `TokenDataModule`.
         val_fraction, test_fraction: shares of the tokens for validation and test, taken from the end; below 1.
         num_workers, pin_memory: see `SplitDataModule`.

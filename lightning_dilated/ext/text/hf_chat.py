@@ -28,7 +28,7 @@ class ChatEncoder:
     longer: int = 0
 
     def __call__(self, row: Any, where: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return (tokens, marks), or None to skip the row. Raises ValueError for a long row with `too_long` "error"."""
+        """Return tokens and marks, or None to skip the row. Raises ValueError for a long row if `too_long` says so."""
         ids, learn = self.tokenizer.tokens(conversation(row, where, self.column), self.train_on)
         if len(ids) <= self.seq_len:
             return ids, learn
@@ -55,7 +55,7 @@ class ChatStreamDataModule(ReadsConversations, StreamedDataModule):
 
     Args:
         paths, tokenizer, seq_len, template, train_on, too_long, column: see `ChatDataModule`. A repository is streamed.
-        pack_tokens: maximum tokens of a row; null is `seq_len`.
+        pack_tokens: maximum number of tokens of a row; null is `seq_len`.
         readers, epoch_rows, val_paths, test_paths, val_limit, num_workers, pin_memory, cache_dir: see
             `StreamedDataModule`.
 

@@ -22,7 +22,7 @@ class TextEncoder:
     end: int
 
     def __call__(self, row: Any, where: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return (tokens, marks), or None for an empty text. Raises ValueError for a row without a text."""
+        """Return tokens and marks, or None for an empty text. Raises ValueError for a row without a text."""
         text = row.get(self.column) if isinstance(row, Mapping) else None
         if not isinstance(text, str):
             columns = ", ".join(map(repr, row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
@@ -44,11 +44,11 @@ class TextStreamDataModule(LoadsTokenizer[TextTokenizer], StreamedDataModule):
     its end.
 
     Args:
-        paths: files (.jsonl, .json, .parquet), directories or globs, folders of `datasets.save_to_disk`; or the
-            arguments of `datasets.load_dataset` as a mapping, {path: owner/name, split: train}, which is streamed.
-            All formats except JSON need the extra `datasets`.
-        tokenizer: a folder of transformers or the name of a repository; or a tokenizer.json.
-        seq_len: N, tokens of a row.
+        paths: files (.jsonl, .json, .parquet), directories or globs, folders of `datasets.save_to_disk`; or a mapping
+            of arguments of `datasets.load_dataset`, {path: owner/name, split: train}, to stream that data set. All
+            formats except JSON need the extra `datasets`.
+        tokenizer: a folder that transformers saved, or the name of a repository; or a tokenizer.json.
+        seq_len: N, number of tokens of a row.
         column: the name of the text in a row.
         eos_token: the text of the token that ends a document; null is the tokenizer's own end token.
         readers, epoch_rows, val_paths, test_paths, val_limit, num_workers, pin_memory, cache_dir: see

@@ -68,7 +68,7 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def end_token(self, name: str | None = None) -> int:
-        """Return the id of the end token `name`; None: the tokenizer's default. Raises ValueError if it is missing."""
+        """Return the id of the end token `name`, or of the default if None. Raises ValueError if it is missing."""
 
     @abstractmethod
     def files(self) -> dict[str, str]:

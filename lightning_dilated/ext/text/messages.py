@@ -62,7 +62,7 @@ def is_learned(message: Mapping[str, Any]) -> bool:
 
 
 def part_texts(message: Mapping[str, Any]) -> list[str] | None:
-    """Return the texts of a content that is a list of parts; None if the content is a text or missing."""
+    """Return the texts of a content that is a list of parts, or None if the content is a text or missing."""
     content = message.get("content")
     return None if content is None or isinstance(content, str) else [x["text"] for x in content]
 
@@ -103,7 +103,7 @@ def _is_text(content: Any) -> bool:
 
 
 def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
-    """Return a list of objects, or None if it is empty; the list or each object may be JSON text. Raises ValueError."""
+    """Return a list of objects, or None for an empty list. The list, or each object, may be JSON. Raises ValueError."""
     read = _from_json(value, what)
     several = [read] if isinstance(read, Mapping) else read or []
     objects = [_from_json(x, what) for x in several] if isinstance(several, list) else [None]

@@ -108,7 +108,7 @@ class PackedReaders:
         self.readers, self.encode, self.pack, self.size = readers, encode, pack, size
 
     def rows(self, reader: int, start: Position = Position(), endless: bool = True) -> Rows:  # noqa: B008
-        """Yield (row, position of the next row) from `start` on; `endless` starts over at the end of the source.
+        """Yield each row from `start` on with the position of the next row; `endless` starts over at the source's end.
 
         Raises: ValueError if a whole pass has no document.
         """
@@ -161,7 +161,7 @@ class StreamedRows(Dataset):
         return self.identity
 
     def set_epoch(self, epoch: int) -> None:
-        """Count row numbers from the beginning of an epoch."""
+        """Set the epoch; row numbers then count from its beginning."""
         self.epoch = epoch
 
     def length_of(self, index: int) -> int:
@@ -260,9 +260,9 @@ class StreamedDataModule(SplitDataModule):
 
     Args:
         paths: files (.jsonl, .json, .parquet), directories or globs, folders of `datasets.save_to_disk`; or the
-            arguments of `datasets.load_dataset` as a mapping, {path: owner/name, split: train}, which is streamed.
-        seq_len: maximum tokens of a document.
-        row_tokens: maximum tokens of a row.
+            arguments of `datasets.load_dataset` as a mapping, {path: owner/name, split: train}, to stream a data set.
+        seq_len: maximum number of tokens of a document.
+        row_tokens: maximum number of tokens of a row.
         readers: S, independent passes through the source; a multiple of the data-parallel ranks times their loader
             workers. Rows depend on S. An S that divides the number of files is fastest.
         epoch_rows: rows of an epoch, a multiple of S; training continues across epochs.

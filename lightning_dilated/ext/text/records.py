@@ -24,9 +24,9 @@ from lightning_dilated.ext.text.tokenizer import whole_texts
 SUFFIXES = [".jsonl", ".json", ".parquet"]
 #: files that mark a folder of `save_to_disk`
 _SAVED = ("dataset_info.json", "dataset_dict.json")
-#: bytes that are read at a time to find line breaks
+#: number of bytes that are read at a time to find line breaks
 _BLOCK = 1 << 24
-#: maximum bytes of a line of JSON Lines
+#: maximum number of bytes of a line of JSON Lines
 LONGEST = 1 << 28
 
 

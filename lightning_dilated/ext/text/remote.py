@@ -24,14 +24,14 @@ from lightning_dilated._validation import check_address
 from lightning_dilated.data.opener import CACHE_GIB, is_url, scheme_of
 from lightning_dilated.ext.text.block_cache import BlockCache, cache_root
 
-#: bytes of a block, and the maximum number of blocks in one request
+#: number of bytes of a block, and the maximum number of blocks in one request
 BLOCK = 1 << 20
 RUN = 16
 #: maximum number of blocks that a process holds in memory
 HELD = 16
-#: concurrent requests when many files are looked up
+#: number of concurrent requests when many files are looked up
 THREADS = 16
-#: tries of a request, and seconds before the second try; each further wait is twice as long
+#: number of tries of a request, and seconds to wait before the second try; each further wait is twice as long
 TRIES = 5
 WAIT = 1.0
 _MAGIC = re.compile(r"[*?\[]")
@@ -97,7 +97,7 @@ class RemoteFiles:
         limit = int(cache_gib * 2**30)
         folder = cache_root() / "remote" if cache_dir is None else Path(cache_dir).expanduser()
         self.cache = BlockCache(str(folder), limit)
-        #: bytes that this copy of the object fetched from stores
+        #: number of bytes that this copy of the object fetched from stores
         self.bytes_fetched = 0
         self._states: dict[str, FileState] = {}
         self._held: OrderedDict[str, bytes] = OrderedDict()
@@ -124,7 +124,7 @@ class RemoteFiles:
             if not files:
                 expected = "no file" if suffixes is None else f"no file ending in {', '.join(suffixes)}"
                 raise FileNotFoundError(f"the folder {url} holds {expected} (hidden ones are left out); {hint}")
-        # a store may format times in listings differently, so use a listing only for states with a content version
+        # use the state from a listing only if it has a content version, because listings may write times differently
         self._states |= {name: _state_of(name, x) for name, x in files.items() if any(x.get(y) for y in _VERSIONS)}
         return list(files)
 
@@ -184,7 +184,7 @@ class RemoteFiles:
         return out
 
     def pieces(self, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
-        """Yield short ranges (URL, start, stop), in order, fetched several at a time, without blocks or cache."""
+        """Yield the bytes of short ranges (URL, start, stop), in order; fetch several at a time, without the cache."""
         with ThreadPoolExecutor(THREADS) as pool:
             yield from pool.map(lambda x: self._fetch(*x), ranges)
 
@@ -240,7 +240,7 @@ class RemoteFiles:
         return hashlib.blake2b(repr((url, *self.state(url), number, BLOCK)).encode(), digest_size=20).hexdigest()
 
     def _fetch(self, url: str, start: int, stop: int) -> bytes:
-        """Return bytes of a file; raises if its state has changed."""
+        """Return bytes of a file. Raises ValueError if its state has changed."""
         state = self.state(url)
 
         def request() -> bytes:
@@ -354,7 +354,7 @@ def explained(url: str, error: Exception) -> Exception:
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
-    """Return (file system, path in it). fsspec keeps one file system per process."""
+    """Return the file system of a URL, and the path in it. fsspec keeps one file system per process."""
     from fsspec.core import url_to_fs
 
     check_address(url)
@@ -389,7 +389,7 @@ def _check_same(url: str, state: FileState) -> None:
 
 
 def _listed(url: str) -> tuple[bool, dict[str, dict[str, Any]]]:
-    """Return (whether the URL is a folder, {URL of a file: its `info`}); a file lists itself."""
+    """Return whether the URL is a folder, and {URL: `info`} of the files in it, or of the URL if that is a file."""
     fs, path = _filesystem(url)
     info = fs.info(path)
     if info.get("type") != "directory":

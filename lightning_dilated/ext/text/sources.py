@@ -24,7 +24,7 @@ from lightning_dilated.ext.text.records import (
     without_fillers,
 )
 
-#: rows per batch from a stream of `datasets`
+#: number of rows per batch from a stream of `datasets`
 _AT_ONCE = 16
 
 
@@ -34,7 +34,7 @@ class Readers(Protocol):
     count: int
 
     def rows(self, reader: int, start: int) -> Iterator[tuple[Any, str]]:
-        """Yield (row, its location for errors) of one pass of a reader, beginning at its row `start`."""
+        """Yield each row, and its location for errors, in one pass of a reader from its row `start` on."""
         ...
 
 

@@ -62,7 +62,7 @@ class TokenStore:
         return len(self.first)
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Return [start, stop) of the array `name`, `tokens` or `learn`."""
+        """Return entries [start, stop) of the array `name`, which is "tokens" or "learn"."""
         if name not in self._maps:
             with open(opened(self.folder / name, self.folder.parent), "rb") as file:
                 self._maps[name] = np.memmap(file, dtype=_ARRAYS[name], mode="r", shape=(int(self.bounds[-1]),))
@@ -77,7 +77,7 @@ def encoded(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str, cache
         column: see `conversation`.
         cache_dir: folder of the stores; None: `chat` in the package's cache folder.
 
-    Raises: ValueError for the first row that is not a conversation, and as `ChatTokenizer.tokens`; OSError.
+    Raises: OSError; ValueError for the first row that is not a conversation, or that `ChatTokenizer.tokens` refuses.
     """
     root = cache_root() / "chat" if cache_dir is None else Path(cache_dir).expanduser()
     private_folder(root)
@@ -139,7 +139,7 @@ class Conversations(RangedSamples):
     Args:
         store: the tokens.
         numbers: (S,) for each sample, the number of its conversation in the store.
-        seq_len: maximum tokens of a sample; longer conversations are cut.
+        seq_len: maximum number of tokens of a sample; longer conversations are cut.
     """
 
     what = "conversation"
@@ -149,7 +149,7 @@ class Conversations(RangedSamples):
         self.lengths = np.minimum(np.diff(store.bounds)[numbers], seq_len)
 
     def fingerprint(self) -> str:
-        """Return a string that depends on all tokens, and on the choice and lengths of the samples."""
+        """Return a string that depends on all tokens, and on the numbers and lengths of the samples."""
         places = hashlib.blake2b(self.numbers.tobytes() + self.lengths.tobytes(), digest_size=8).hexdigest()
         return f"{len(self)} conversations {places}{MARK}{self.store.digest}"
 
@@ -162,7 +162,7 @@ class Conversations(RangedSamples):
 
 
 def next_tokens(ids: np.ndarray, learn: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens (count,) and labels (count,). A label is the next token, or -100 at the end or if not learned."""
+    """Return tokens and labels, (count,) each: a label is the next token, or -100 if that is missing or not learned."""
     labels = np.full(count, IGNORE, dtype=np.int64)
     labels[: len(ids) - 1] = np.where(learn[1:], ids[1:], IGNORE)[:count]
     return ids[:count], labels

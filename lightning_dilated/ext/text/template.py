@@ -45,14 +45,14 @@ class ChatTokenizer(TextTokenizer):
 
     @abstractmethod
     def render(self, conversation: Conversation, count: int | None = None, asks: bool = False) -> str:
-        """Return the text of the first `count` messages (None: all); `asks` appends the header of an answer."""
+        """Return the text of the first `count` messages, or of all if None; `asks` appends the header of an answer."""
 
     @abstractmethod
     def tagged(self, conversation: Conversation) -> tuple[list[int], list[int]]:
-        """Return (tokens, 1 for tokens inside the template's {% generation %} tags)."""
+        """Return tokens, and for each token 1 if it is inside the template's {% generation %} tags, else 0."""
 
     def tokens(self, conversation: Conversation, learn: str = "assistant") -> tuple[np.ndarray, np.ndarray]:
-        """Return (tokens (N,) int64, mark of each token to train on (N,) bool).
+        """Return tokens (N,) int64, and a mask (N,) bool of the tokens to train on.
 
         Args:
             learn: "assistant" for tokens that the assistant writes, "all" for every token; both skip messages that
@@ -138,7 +138,7 @@ def template_text(template: str) -> str:
 
 # -- the assistant's tokens --------------------------------------------------------------------------------------------
 def _by_prefixes(tokenizer: ChatTokenizer, chat: Conversation) -> tuple[list[int], list[int]]:
-    """Return (tokens, 1 for the assistant's tokens), by comparing prefixes of the conversation."""
+    """Return tokens, and a 1 for each one of the assistant's, else a 0, by comparing prefixes of the conversation."""
     ids = tokenizer.encode(tokenizer.render(chat))
     mask = [0] * len(ids)
     answers = [i for i, x in enumerate(chat.messages) if x["role"] == ANSWERS and is_learned(x)]
@@ -150,8 +150,8 @@ def _by_prefixes(tokenizer: ChatTokenizer, chat: Conversation) -> tuple[list[int
 def _spans(
     tokenizer: ChatTokenizer, chat: Conversation, ids: list[int], numbers: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """Return (begin, trimmed end, end) of the tokens of each message in `numbers`; an answer begins after its header.
-    The trimmed end excludes white space after a special token. Raises ValueError if a prefix renders differently."""
+    """Return begin, trimmed end and end of the tokens of each message in `numbers`; an answer begins after its header.
+    The trimmed end excludes white space after a special token. Raises ValueError if a prefix differs from the whole."""
     if not numbers:
         return []
     text = tokenizer.render(chat)
@@ -335,10 +335,10 @@ def _spend(characters: int = 0, steps: int = 1) -> None:
         left.spend(characters, steps)
 
 
-#: parts of a format string that hold widths, for `%` and for braces; and fields that take a width from an argument
+#: parts of a format string (with `%` or braces) that may hold widths; and fields that take a width from an argument
 _FIELDS = re.compile(r"[%)][-#0 +.\d]*|\{[^{}]*|(?<=\})[^{}]*\}")
 _ASKS = re.compile(r"[%)][-#0 +.\d]*\*|\{[^{}]*\{")
-#: functions with integer arguments that are not sizes; "" is a macro, and its body is counted instead
+#: functions with integer arguments that are not sizes; "" means a macro, because its body is counted instead
 _NO_SIZES = {"", "append", "d", "default", "dict", "get", "join", "namespace", "replace", "reject", "rejectattr"}
 _NO_SIZES |= {"select", "selectattr", "set"}
 
@@ -354,7 +354,7 @@ def _size(value: Any, widths: bool = False) -> int:
 
 
 def _size_of_format(form: str, values: Any) -> int:
-    """Return the maximum characters of a formatted string; integer values count only if they are widths."""
+    """Return the maximum number of characters of a formatted string; integer values count only if they are widths."""
     asks = _ASKS.search(form) is not None
     most = max([1, *(_size(x, asks) for x in values if asks or not isinstance(x, int))])
     return max(1, len(form) + _size(" ".join(_FIELDS.findall(form)), True)) * most
@@ -403,7 +403,7 @@ def bounded_environment() -> type[Any]:
         def visit_Template(self, node: Any, frame: Any = None) -> None:
             for inner in (*node.find_all(nodes.For), *node.find_all(nodes.Macro), *node.find_all(nodes.CallBlock)):
                 text = sum(len(x.data) for x in inner.find_all(nodes.TemplateData))
-                steps = 1 if isinstance(inner, nodes.For) else 8  # about the cost of a call
+                steps = 1 if isinstance(inner, nodes.For) else 8  # 8 is about the cost of a call
                 costs = [nodes.Const(text), nodes.Const(steps)]
                 count = nodes.Call(nodes.EnvironmentAttribute("spend"), costs, [], None, None)
                 inner.body.insert(0, nodes.ExprStmt(count).set_lineno(inner.lineno))

@@ -158,7 +158,7 @@ def _added(tokenizer: Tokenizer, ids: list[int], shown: int) -> str:
 
 
 def end_token(tokenizer: Tokenizer, path: str, name: str | None, how: str) -> int:
-    """Return the id of the end-of-document token `name`; None: the only special token. `how` is the error's remedy.
+    """Return the id of the end-of-document token `name`, or of the only special token if None. `how` is a remedy.
 
     Raises: ValueError for an unknown name, or for None if the tokenizer does not have exactly one special token.
     """

@@ -56,7 +56,7 @@ def token_file(path: str, size: int, dtype: str | None, header: int, opener: Fil
 
     Args:
         path: a path, or a URL for `opener`.
-        dtype, header: for raw (.bin) files: the dtype (None: uint16), and the number of bytes before the first token.
+        dtype, header: of raw (.bin) files, the dtype (None: uint16) and the number of bytes before the first token.
 
     Raises: ValueError naming the file and a remedy.
     """
@@ -144,7 +144,7 @@ def _refuse_foreign(path: str, size: int, first: bytes) -> None:
 
 
 def _refuse_wider(path: str, tokens: np.ndarray) -> None:
-    """Raise ValueError if a file looks like uint32: if it is read as uint16, every second number is small."""
+    """Raise ValueError if a file that is read as uint16 looks like uint32: every second number is small."""
     even, odd = tokens[0::2], tokens[1::2]
     if len(odd) >= 64 and int(odd.max()) * 64 < int(even.max()):
         raise ValueError(
@@ -208,7 +208,7 @@ class TokenStream:
         return out
 
     def chunks(self, size: int = 1 << 22) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (position of the first token, tokens) for consecutive pieces of at most `size` tokens."""
+        """Yield consecutive pieces of at most `size` tokens, each as the position of its first token and its tokens."""
         for begin in range(0, len(self), size):
             yield begin, self.read(begin, min(begin + size, len(self)))
 
@@ -249,7 +249,7 @@ def checked(tokens: torch.Tensor, vocab_size: int, stream: ByteStream | TokenStr
 
 
 class TokenDocuments(Documents):
-    """The `Documents` of a stream of tokens; reading a token of `vocab_size` or more raises ValueError."""
+    """The `Documents` of a stream of tokens; to read a token that is not below `vocab_size` raises ValueError."""
 
     def __init__(
         self, stream: TokenStream, bounds: np.ndarray, seq_len: int, limit: int | None, vocab_size: int
@@ -266,7 +266,7 @@ class TokenSequences(ByteSequences):
 
     Args:
         stream, start, stop, seq_len, limit: as in `ByteSequences`, counted in tokens.
-        vocab_size: reading a token of this number or more raises ValueError.
+        vocab_size: to read a token that is not below this number raises ValueError.
         eos_token, ends: the token that ends a document, and its sorted positions in the stream; None: no documents.
     """
 
@@ -285,7 +285,7 @@ class TokenSequences(ByteSequences):
         self.vocab_size, self.eos_token, self.ends = vocab_size, eos_token, ends
 
     def fingerprint(self) -> str:
-        """Return a digest of the files' names, sizes and some blocks, of the range, and of the end token."""
+        """Return a digest of the range, of the end token, and of the files' names, sizes and some of their blocks."""
         place = f"{self.count} sequences from token {self.start}, ends {self.eos_token}"
         return f"{self.stream.fingerprint()}, {place}{MARK}{self.stream.content()}"
 
@@ -342,31 +342,31 @@ class TokenDataModule(SequenceDataModule):
     1, and on every rank "cu_seqlens" (D + 1,) int32, on the CPU, has the bounds of the documents in the whole sequence.
     A document ends after its `eos_token`, which has the label -100. Labels are from the same split. A rank reads its
     slice of a sequence. Only `check` reads every token once, in every process, to find invalid tokens and the ends of
-    documents. It takes about two seconds of a core for a gigabyte of uint16, and no time with `scan: false`.
+    documents. This takes about two core seconds per gigabyte of uint16; `scan: false` turns it off.
 
     Args:
         paths: files, directories (read recursively, .npy and .bin) or globs, or URLs of these. A .npy contains one row
             of uint16, uint32, int32 or int64; a .bin contains numbers of `dtype` after `header` bytes.
-        seq_len: N, tokens of a sequence (each sample reads N + 1).
+        seq_len: N, number of tokens of a sequence (each sample reads N + 1).
         vocab_size: number of different tokens; the data and the model are checked against it.
-        batch_size: B, sequences of a batch on each device.
+        batch_size: B, number of sequences of a batch on each device.
         val_paths, test_paths: files for validation and for test, instead of a share of `paths`.
         val_fraction, test_fraction: shares of the tokens of `paths`, taken from the end; null: 0.05, or 0 if
             `val_paths` or `test_paths` is set.
         dtype: dtype of .bin files: uint8 (bytes), uint16, uint32, int32 or int64; null: uint16, unless the file looks like
             uint32, which is an error.
-        header: bytes before the first token of .bin files (llm.c has 1024).
+        header: number of bytes before the first token of .bin files (1024 in files of llm.c).
         eos_token: the token that ends a document; null: the data is one text.
-        val_limit: the most sequences of the validation split; null for all.
+        val_limit: maximum number of sequences of the validation split; null for all.
         scan: check every token before training; false: check only the tokens of batches, without finding documents.
-        pack_tokens: the most tokens of a batch on each device. Then samples are whole documents (by `eos_token`), or
-            pieces of N tokens of longer documents, instead of sequences that cut documents. A batch is one row of D
-            packed samples, and "index" is (D,). null: do not pack.
+        pack_tokens: null does not pack. A number makes samples of whole documents (by `eos_token`), or of pieces of N
+            tokens of longer documents, instead of sequences that cut documents, and is the maximum number of tokens in
+            a batch on each device. A batch is one row of D packed samples, and "index" is (D,).
         seed, num_workers, pin_memory: see `SplitDataModule`.
-        cache_dir, cache_gib: for URLs, the folder for fetched blocks (null: remote in the package's cache folder) and its
-            limit in GiB, see `FileOpener`. `scan` fetches all files once; set it to false for large files.
-        tokenizer: the tokenizer that made the tokens, a tokenizer.json or a folder of transformers; checkpoints store
-            it for `generate`. null: no tokenizer.
+        cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null: `remote` in the package's cache folder)
+            and its maximum size in GiB, see `FileOpener`. `scan` fetches all files; turn it off for large ones.
+        tokenizer: the tokenizer that made the tokens: a tokenizer.json, or a folder that transformers saved.
+            Checkpoints store it for `generate`. null: no tokenizer.
 
     Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
     """
@@ -419,7 +419,7 @@ class TokenDataModule(SequenceDataModule):
         self._parts: dict[str, _Part] | None = None
 
     def tokenizer_files(self) -> dict[str, str] | None:
-        """Return {name: text} of the files of `data.tokenizer`, for checkpoints; None without a tokenizer.
+        """Return {name: text} of the files of `data.tokenizer`, for checkpoints, or None without a tokenizer.
 
         Raises: as `load_text_tokenizer`; also ValueError for a tokenizer with more than `vocab_size` tokens.
         """
@@ -494,7 +494,7 @@ class TokenDataModule(SequenceDataModule):
     def _scanned(self, streams: dict[str, TokenStream]) -> dict[str, np.ndarray]:
         if not self.scan:
             return {name: np.empty(0, dtype=np.int64) for name in streams}
-        # separate streams, so that `bytes_read` counts only tokens of batches
+        # scan separate streams, so that `bytes_read` of the others counts only tokens of batches
         ends = {
             name: scan(TokenStream(x.files, x.opener), self.vocab_size, self.eos_token) for name, x in streams.items()
         }

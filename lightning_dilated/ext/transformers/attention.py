@@ -49,13 +49,13 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return (out (B, N, H, D), None) of query (B, H, N, D), key and value (B, K, N, D), as AttentionInterface does.
+    """Return (out (B, N, H, D), None) for query (B, H, N, D), key and value (B, K, N, D), as AttentionInterface asks.
 
     Args:
         module: the attention layer; its config may hold patterns, see `set_pattern`.
         attention_mask: the result of `masks.visible_keys`.
         dropout, scaling, is_causal, sliding_window: the layer's options.
-        position_ids, cu_seq_lens_q, cu_seq_lens_k: define documents; positions are global on ranks.
+        position_ids, cu_seq_lens_q, cu_seq_lens_k: define the documents; on ranks, positions must be global.
 
     Raises: ValueError for anything that would not be computed exactly, with the reason and a remedy.
     """
@@ -127,7 +127,7 @@ def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[
 
 
 def _check_model(module: nn.Module, documents: Tensor | None) -> None:
-    """Raise if rotary frequencies, or layers other than attention, need the whole sequence or would mix documents."""
+    """Raise if rotary frequencies or layers need the whole of a shared sequence, or if layers would mix documents."""
     group, config = active_sequence(), getattr(module, "config", None)
     shared = group is not None and group.ranks > 1
     if shared and follows_length(config):

@@ -62,7 +62,7 @@ def check_tokens(tokens: Any, vocab_size: int, name: str, least: int) -> None:
         kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
         raise TypeError(f"{name} must be a tensor of token numbers, int64 (B, N); got {kind}.")
     if tokens.ndim != 2:
-        raise ValueError(f"{name} must be (B, N), got {tuple(tokens.shape)}: give a batch, also of one sample.")
+        raise ValueError(f"{name} must be (B, N), got {tuple(tokens.shape)}: give a batch, even of one sample.")
     if tokens.device.type != "cpu" or is_fake(tokens) or not tokens.numel():
         return
     low, high = (int(x) for x in tokens.aminmax())
@@ -151,7 +151,7 @@ def check_padding(mask: Any, tokens: Tensor) -> None:
 
 
 def step_arguments(mask: Tensor | None, new: int) -> dict[str, Tensor]:
-    """Return a decoder's arguments for the last `new` tokens under a mask (B, N) of all tokens; {} without a mask."""
+    """Return a decoder's arguments for the last `new` tokens, given a mask (B, N) of all tokens, or {} without one."""
     if mask is None:
         return {}
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)

@@ -64,7 +64,7 @@ class DilatedCache(Cache):
 
 
 class _Layer(CacheLayerMixin):
-    """The cache of a layer. Counts for transformers include `skipped` columns of padding, which are not stored."""
+    """The cache of a layer. Lengths that transformers gets include `skipped` columns of padding, which have no rows."""
 
     supports_early_init = False
 
@@ -110,7 +110,7 @@ class _Layer(CacheLayerMixin):
         return decode_attention(q, k, v, self.rows, scale)
 
     def _begin(self, padding: Padding | None) -> None:
-        """Store the padding and lengths of the prompts; all layers share the clock."""
+        """Store the padding of the prompts, and their lengths in the clock, which all layers share."""
         lengths = None
         if padding is not None:
             padding.check_prompts()
@@ -141,7 +141,7 @@ class _Layer(CacheLayerMixin):
         return self.rows.length + self.skipped
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return (number of keys, position of the first key), counting new tokens only."""
+        """Return the number of new keys, and the position of the first one; `update` returns no other keys."""
         return query_length, self.get_seq_length()
 
     def get_max_length(self) -> int:

@@ -42,7 +42,7 @@ def other_kinds(config: Any) -> list[str]:
 def refuse_states(config: Any) -> None:
     """Raise ValueError for a decoder with layers that mix tokens by a state or a filter instead of attention.
 
-    Such layers run over a whole row: packed documents would see each other, and each rank would start from no state.
+    These layers run over a whole row: packed documents would see each other, and each rank would start without a state.
     """
     if kinds := other_kinds(config):
         raise ValueError(

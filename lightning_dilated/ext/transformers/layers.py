@@ -182,7 +182,7 @@ class Loop(nn.ModuleList):
 
 
 def _runners(stack: DecoderLayers, layers: list[nn.Module]) -> list[Callable[..., Tensor]] | None:
-    """Return callables that replace the layers; None if the decoder runs its layers unchanged."""
+    """Return callables that replace the layers, or None if the decoder runs its layers unchanged."""
     if stack.takes_the_loop and len(layers) == len(stack.blocks) and layers[0].training:
         return _deferred(stack, layers)
     return [partial(_called, layer) for layer in layers] if stack.compiled else None

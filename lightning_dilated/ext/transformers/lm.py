@@ -61,8 +61,8 @@ class HFCausalLM(WithTokenizer):
 
     Batches have the format of `LongNetLM`: mappings with `tokens` (B, N) and `labels` (B, N), the next token of each
     position or -100; optionally `lengths` (B,) and `cu_seqlens` as in `dilated_attention`. Rotary positions are global
-    on every rank and restart with each document. Perplexity is logged with each mean loss, and bits per byte if the
-    mean bytes of a token are known, else bits per token.
+    on every rank and restart with each document. With each mean loss, its perplexity is logged, and bits per byte, or
+    bits per token if the mean number of bytes of a token is unknown.
 
     Args:
         model: a folder or hub repository, to load its weights; or a config (of transformers, or its values as a mapping
@@ -82,11 +82,11 @@ class HFCausalLM(WithTokenizer):
             `callbacks.ActivationRecompute` replaces it.
         compile_blocks: compile every layer on its first run by torch.compile, and on a GPU the loss of vocabularies of
             at least 1,024 tokens; generation stays uncompiled.
-        bytes_per_token: mean bytes of a token; bits per byte are loss / (ln 2 bytes_per_token). None: the value of the
+        bytes_per_token: mean bytes of a token; bits per byte are loss / (ln 2 bytes_per_token). None: the value in the
             data, such as `ByteDataModule`; if the data has none, `bits_per_token` is logged.
         optimizer, lr_scheduler: see `DilatedModule`.
 
-    A checkpoint holds the config and all weights, also weights frozen by `lora`; it loads without `model`'s folder.
+    A checkpoint holds the config and all weights, even those that `lora` froze; it loads without `model`'s folder.
 
     Raises:
         ModuleNotFoundError: without transformers, or for `lora` without peft.
@@ -130,7 +130,7 @@ class HFCausalLM(WithTokenizer):
         self.tile = None if tile is None else integer(tile, "tile", 1)
         self._check_fit()
         self._length_checked = False
-        self._adapted: tuple[Any, ...] = ()  # peft's wrapper of the decoder; in a tuple, so not a submodule
+        self._adapted: tuple[Any, ...] = ()  # peft's wrapper of the decoder, in a tuple, so that it is no submodule
         names = ("lora", "tile", "gradient_checkpointing", "compile_blocks", "bytes_per_token")
         self.save_hyperparameters({"model": self.config.to_dict(), **{name: getattr(self, name) for name in names}})
 
@@ -228,7 +228,7 @@ class HFCausalLM(WithTokenizer):
 
     @contextlib.contextmanager
     def _call(self, batch: Mapping[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Yield (tokens, options of the decoder's forward); masks and positions in the context are global."""
+        """Yield the tokens and options of the decoder's forward; in the context, masks and positions are global."""
         tokens, options = self._arguments(batch)
         bounds, group = batch.get("cu_seqlens"), active_sequence()
         agreed = None if group is None else group.agreed  # lengths that ranks exchanged with the positions
@@ -263,7 +263,7 @@ class HFCausalLM(WithTokenizer):
             rank_zero_warn(warning)
 
     def _arguments(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Return (tokens, options of the decoder's forward)."""
+        """Return the tokens and options of the decoder's forward."""
         self._check_batch(batch)
         tokens, lengths, bounds = batch["tokens"], batch.get("lengths"), batch.get("cu_seqlens")
         if bounds is None:
@@ -300,7 +300,7 @@ class HFCausalLM(WithTokenizer):
             return self.decoder(tokens, **options).logits
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return (sum of nats, number of counted labels)."""
+        """Return the sum of nats over counted labels, and the number of these labels."""
         losses = self._losses(batch, summed=self.watch_losses is None)
         if self.watch_losses is not None:
             self.watch_losses(batch, losses)
@@ -333,7 +333,7 @@ class HFCausalLM(WithTokenizer):
 
     @torch.no_grad()
     def _show_likeliest(self, batch: Mapping[str, Any], likeliest: Callable[[Tensor], Tensor]) -> None:
-        """Pass the likeliest token at each label to `watch_predictions`; `likeliest` takes a mask (B, L) of labels."""
+        """Call `watch_predictions` with the likeliest token at each label, from `likeliest(mask of labels (B, L))`."""
         if self.watch_predictions is not None:
             counted = batch["labels"] != IGNORE
             tokens = torch.full(counted.shape, IGNORE, device=counted.device)
@@ -491,8 +491,8 @@ class HFCausalLM(WithTokenizer):
         """Write a folder of transformers, which loads without this package; its config contains the patterns, if any.
 
         With `lora` the folder is peft's: it holds the adapters and the name of their base model, plus a
-        `decoder_config.json` with which `HFCausalLM(folder)` continues training. If the data has a tokenizer, it is
-        written too. On several ranks, call it on one rank only.
+        `decoder_config.json` with which `HFCausalLM(folder)` continues training. The data's tokenizer, if any, is
+        written into the folder. On several ranks, call this method on one rank only.
 
         Args:
             merge: add the updates to the weights, in a copy, and write the whole model.
@@ -535,7 +535,7 @@ def refuse_sharded(module: nn.Module, why: str) -> None:
 
 
 def decoder_of(folder: Path, tile: int | None = None) -> HFCausalLM | None:
-    """Return the model of a folder that transformers or peft saved, built on first use; None for other folders.
+    """Return the model of a folder that transformers or peft saved, built on first use, or None for other folders.
 
     Args:
         tile: tile of the loss; ignored if the decoder does not support it.

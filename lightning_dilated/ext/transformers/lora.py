@@ -120,7 +120,7 @@ def wide_adapters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def keep_wide(module: nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """Restore the fp32 values `before`, from `wide_adapters`, in adapters that were since cast to 16 bits."""
+    """Restore the fp32 values that `wide_adapters` returned, `before`, in adapters that were then cast to 16 bits."""
     for name, values in before.items():
         p = module.get_parameter(name)
         if p.dtype in (torch.bfloat16, torch.float16):

@@ -46,7 +46,7 @@ class VisibleKeys:
         window: number of keys that a token sees, including itself; None: all earlier tokens.
         padding: padding of the samples, or None.
         has_padding_mask: whether the caller gave an `attention_mask`; transformers then ignores documents.
-        starts: (D - 1,) first tokens of all documents but the first on this rank, as transformers reads position_ids.
+        starts: (D - 1,) where this rank's documents begin, except its first one, as transformers reads position_ids.
         known: whether `known_documents` set `bounds`; if True, `bounds` alone defines the documents.
         bounds: int32 (D + 1,) on the CPU, the global bounds of packed documents; None: one document.
         follows: whether the tokens continue the tokens of a `DilatedCache`.
@@ -118,7 +118,7 @@ def visible_keys(
             "(cache_implementation='static'). Leave it out, pass cache=dilated_cache(model.config, max_length=N), or load "
             "the model with attn_implementation='sdpa'."
         )
-    offsets = cast(int, q_offset), kv_offset  # a tensor only on ranks, where a cache is refused below
+    offsets = cast(int, q_offset), kv_offset  # q_offset is a tensor only on ranks, where a cache is refused below
     if offsets != (0, 0) or kv_length != q_length:
         return _mask_after_cache(batch_size, (q_length, kv_length), offsets, **options)
     return _mask_of_whole(batch_size, q_length, **options)
@@ -134,7 +134,7 @@ def _mask_after_cache(
 ) -> VisibleKeys | CachedStep:
     """Return the mask of `lengths` (queries, keys) that begin at positions `offsets` after a cache."""
     checked_on_all(_refuse_cache_on_ranks, active_sequence(), *lengths)
-    if _follows(lengths, offsets) and local_size != 1:  # transformers' cache of a window of 1 has the same sizes
+    if _follows(lengths, offsets) and local_size != 1:  # with a window of 1, transformers' own cache has these sizes
         padding = None if attention_mask is None else Padding.of(attention_mask)
         none = torch.empty(0, dtype=torch.int64)
         return VisibleKeys(lengths[0], local_size, padding, attention_mask is not None, none, follows=True)
@@ -205,7 +205,7 @@ def _intervals(
     device: torch.device | str,
     added: bool,
 ) -> Tensor:
-    """Check that each token sees one interval of keys, and return the starts (D - 1,) of later documents on the CPU.
+    """Check that each token sees one interval of keys; return `VisibleKeys.starts`, (D - 1,) on the CPU.
 
     For each token p the function is evaluated at p + 1 (unseen), p, p - 1 (unseen if p starts a document), the first
     key of the interval, and the key before it (unseen). `added`: the model adds its own functions to the mask.
@@ -233,7 +233,7 @@ def _intervals(
             "ring_dilated computes causal attention, dense or in a sliding window, but this model's mask is another one, "
             f"such as two-way attention, or blocks that see each other both ways. {SDPA}"
         )
-    # skipped on ranks, because the positions of a layout jump in every row
+    # ranks skip this check, because the positions of their layout jump in every row
     if batch > 1 and active_sequence() is None and bool(further.any()):
         raise ValueError(_several_rows(batch) + " A model that attends within chunks of tokens is not supported.")
     return further.any(0).nonzero()[:, 0].cpu() + 1

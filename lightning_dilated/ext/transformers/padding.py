@@ -31,7 +31,7 @@ class Padding:
 
     @classmethod
     def of(cls, mask: Tensor, group: SequenceGroup | None = None) -> Padding | None:
-        """Return the padding of a mask (B, L), 1 or True for real tokens; None if all are real. Collective in a group.
+        """Return the padding of a mask (B, L) of real tokens, or None if all tokens are real. Collective in a group.
 
         Raises: ValueError for padding between real tokens, and for left padding of a sequence that ranks share.
         """
@@ -90,7 +90,7 @@ class Padding:
 
 
 def _refuse(wrong: Tensor, left: Tensor, group: SequenceGroup | None) -> None:
-    """Raise for samples with holes, `wrong` (B,) bool, or with padding on the `left` (B,) if ranks share them."""
+    """Raise if samples have holes (`wrong` (B,) bool), or if ranks share samples with padding on the `left` (B,)."""
     if bool(wrong.any()):
         raise ValueError(
             f"attention_mask of sample {int(wrong.int().argmax())} has holes: ring_dilated takes real tokens in one run, "

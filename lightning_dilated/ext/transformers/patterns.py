@@ -98,7 +98,7 @@ def has_pattern(module: Any) -> bool:
 
 
 def own_pattern(module: Any) -> DilatedPattern | None:
-    """Return the pattern that `set_pattern` set for an attention layer; None if unset, or with a `fixed_pattern`.
+    """Return the pattern that `set_pattern` set for an attention layer, or None if unset, or with a `fixed_pattern`.
 
     Raises: ValueError for a layer without `layer_idx` if there are several patterns.
     """

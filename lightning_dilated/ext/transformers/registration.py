@@ -17,8 +17,8 @@ OLDEST = (5, 24)
 def register() -> None:
     """Let `from_pretrained` and `from_config` of transformers take `attn_implementation="ring_dilated"`.
 
-    Such a model computes exactly its own attention, dense or in sliding windows; `set_pattern` replaces this attention
-    by patterns. In an active `SequenceGroup`, ranks share the tokens of a sequence. A second call changes nothing.
+    With it, a model computes exactly its own attention, dense or in sliding windows, unless `set_pattern` gives it
+    patterns. In an active `SequenceGroup`, ranks share the tokens of a sequence. A second call changes nothing.
 
     Raises:
         ModuleNotFoundError: if transformers is missing; the message names the extra that installs it.
@@ -51,7 +51,7 @@ def dilated_cache(config: Any, max_length: int | None = None) -> Any:
 
     Args:
         config: the model's config, or the model.
-        max_length: maximum tokens of a sample; None: the cache grows.
+        max_length: maximum number of tokens of a sample; None: the cache grows.
 
     Returns:
         A `Cache` of transformers, with `nbytes`.

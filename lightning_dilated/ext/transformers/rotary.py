@@ -39,7 +39,7 @@ def follows_length(config: Any) -> bool:
 
 
 def check_rope(config: Any) -> None:
-    """Raise ValueError for rotary options that transformers only warns about, or rejects later, building the model."""
+    """Raise ValueError for rotary options that transformers only warns about, or rejects later as it builds a model."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -83,7 +83,7 @@ def length_warning(config: Any, length: int) -> str | None:
 
 
 def _stretched_to(parameters: dict[str, Any]) -> int:
-    """Return the number of tokens that rotary parameters stretch positions to; 0 if they do not."""
+    """Return the number of tokens to which rotary parameters stretch positions, or 0 if they do not stretch them."""
     factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings")
     return round(factor * original) if parameters.get("rope_type") in BY_RATIO and factor and original else 0
 
@@ -94,13 +94,13 @@ def _factor(length: int, original: int) -> str:
 
 @contextlib.contextmanager
 def furthest_position(position: int) -> Iterator[None]:
-    """Context in which decoders prepared by `whole_lengths` use frequencies of a sequence that ends at `position`."""
+    """Open a context in which decoders that `whole_lengths` prepared take `position` as the end of the sequence."""
     with _furthest.with_top(position):
         yield
 
 
 def whole_lengths(decoder: nn.Module) -> None:
-    """Make a decoder's rotary layers take the sequence length from `furthest_position` if they depend on it."""
+    """Make rotary layers that depend on the sequence length take it from `furthest_position`."""
     for module in decoder.modules():
         if hasattr(module, "rope_type") and follows_length(getattr(module, "config", None)):
             module.register_forward_pre_hook(_append, with_kwargs=True)

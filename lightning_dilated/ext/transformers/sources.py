@@ -70,7 +70,7 @@ def _tokenizer(folder: str | None) -> dict[str, str] | None:
 
 
 def _read_config(model: Any) -> tuple[str | None, Any]:
-    """Return (folder or repository of the weights, or None for random weights; config)."""
+    """Return the folder or repository of the weights, or None for random weights; and the config."""
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(model, (str, Path)):
@@ -131,7 +131,7 @@ def _check_folder(model: str | Path) -> None:
 
 
 def _without_its_code(model: str | Path) -> Any:
-    """Return the config without running a repository's code; transformers would prompt at the terminal."""
+    """Return the config without running a repository's code, and without transformers' prompt at the terminal."""
     from transformers import AutoConfig
 
     try:
@@ -153,7 +153,7 @@ def _without_its_code(model: str | Path) -> Any:
         ) from None
 
 
-#: old names that transformers reads and stores under new ones
+#: old names of options, which transformers reads, but stores under new names
 _FORMER_NAMES = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "transformers_version")
 
 
