@@ -28,7 +28,7 @@ NOT_FINITE = "holds parameters that are not finite (NaN or infinity)"
 
 
 def name_of(step: int) -> str:
-    """Return the folder name of the checkpoint at a step."""
+    """Return the name of the folder for the checkpoint of step `step`."""
     return f"step-{step:08d}"
 
 
@@ -138,7 +138,7 @@ def listed(folder: Path) -> list[SavedFolder]:
 
 
 def newest_valid(folder: Path, peers: RankGroup) -> tuple[SavedFolder | None, list[str]]:
-    """Return the newest undamaged checkpoint with finite parameters, and the problems of newer ones, on all ranks."""
+    """On all ranks, return the newest undamaged checkpoint with finite parameters, and the problems of newer ones."""
     problems = []
     for saved in peers.gather(listed(folder) if peers.rank == 0 else None)[0] or []:
         problem = saved.damage(peers) or (None if saved.finite else f"{saved.path} {NOT_FINITE}")

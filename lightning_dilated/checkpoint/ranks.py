@@ -102,7 +102,7 @@ def _run(
         call()
         ended.append(None)
     except BaseException as raised:
-        ended.append(raised)  # set before the store is used, because a lost store must not hide the error
+        ended.append(raised)  # append before the store is used, because a lost store must not hide the error
         if not known_to_all(raised):
             with suppress(RuntimeError):
                 store.set("failed", f"rank {rank}: {reason(raised)}")

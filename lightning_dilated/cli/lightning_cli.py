@@ -79,7 +79,7 @@ def import_public_classes() -> None:
 class DilatedCLI(LightningCLI):
     """LightningCLI with any DilatedModule as model and any LightningDataModule as data, both by `class_path`.
 
-    The optimizer is set in `model.init_args.optimizer`, because the parameters of a top-level one are replaced later.
+    The optimizer is set in `model.init_args.optimizer`; a top-level one would get parameters that are replaced later.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -159,7 +159,7 @@ class DilatedCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Make the trainer, with this package's model table and progress bar instead of Lightning's.
 
-        Unless the recipe has such callbacks, add PredictionWriter in `predict`, and BootstrapIntervals for classifiers in `test`.
+        Unless the recipe has them, add PredictionWriter in `predict`, and BootstrapIntervals to test a classifier.
         """
         trainer = super().instantiate_trainer(**kwargs)
         config = self.config.get(str(self.subcommand), self.config)  # without subcommands, the whole config

@@ -157,15 +157,15 @@ class SplitDataModule(pl.LightningDataModule):
         return loader
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
-        """Return a loader of the validation split in order, or [] if there is no such split."""
+        """Return a loader of the validation split in the dataset's order, or [] if there is no such split."""
         return self._eval_loader("val")
 
     def test_dataloader(self) -> DataLoader | list[DataLoader]:
-        """Return a loader of the test split in order, or [] if there is no such split."""
+        """Return a loader of the test split in the dataset's order, or [] if there is no such split."""
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> DataLoader | list[DataLoader]:
-        """Return a loader of `predict_dataset` in order, or [] if there is no test split."""
+        """Return a loader of `predict_dataset` in the dataset's order, or [] if there is no test split."""
         return self._eval_loader("test", self.predict_dataset)
 
     def predict_dataset(self) -> Dataset:
@@ -238,7 +238,7 @@ class SplitDataModule(pl.LightningDataModule):
         return self.trainer.strategy.root_device.type == "cuda"
 
     def _eval_loader(self, split: str, make: Callable[[], Dataset] | None = None) -> DataLoader | list[DataLoader]:
-        """Return a loader that yields a split, or the dataset that `make` returns, in order."""
+        """Return a loader that yields a split, or the dataset that `make` returns, in the dataset's order."""
         missing = self.wanted(split)
         if missing is not None:
             if self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING):
@@ -295,7 +295,7 @@ class SequenceDataModule(SplitDataModule):
     def check_length(
         self, split: str, size: int, total: int, items: str, samples: Sized, change: str | None = None
     ) -> None:
-        """Raise ValueError if a split has too few items, such as bytes (`size`), for a single sample."""
+        """Raise ValueError if a split with `size` items (such as bytes) is too small for a single sample."""
         if len(samples):
             return
         if change is None:

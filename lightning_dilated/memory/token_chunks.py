@@ -46,7 +46,7 @@ def tiled(
 
 
 def step_of(tile: int | None, x: Tensor) -> int:
-    """Return how many tokens of each sample are in a tile of `tile` tokens of all samples; None: all tokens."""
+    """Return the number of tokens that a tile has of each sample; `tile` counts all samples' tokens, None: no tiles."""
     return max(1, x.shape[1]) if tile is None else max(1, tile // max(1, x.shape[0]))
 
 

@@ -41,7 +41,7 @@ def batches_in(batch: Any, loaders: Any) -> list[Any]:
 
 
 class LoaderStates:
-    """The states of a stage's metrics for all loaders except the current one, which the metrics themselves contain."""
+    """Stores each loader's states of a stage's metrics; the current loader's states are in the metrics themselves."""
 
     def __init__(self) -> None:
         self._number = 0

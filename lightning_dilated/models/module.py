@@ -91,7 +91,7 @@ class DilatedModule(Pretrained, LearningRate):
     sequence_spec: SequenceSpec | None = None
     #: entries of a batch that stay on the CPU, so that the host can read their values without waiting for a GPU
     host_entries: tuple[str, ...] = ("lengths", "cu_seqlens")
-    #: names of attributes, strings or lists of strings, that config.json stores in addition to hyperparameters
+    #: attributes that config.json stores in addition to hyperparameters; their values are strings or lists of strings
     also_in_config: tuple[str, ...] = ()
     #: whether the model predicts the batch's `label`
     predicts_label = False
@@ -257,7 +257,7 @@ class DilatedModule(Pretrained, LearningRate):
         return (max(1, numbers // width),)
 
     def reads_logits(self) -> bool:
-        """Return True if the first of `token_features` counts logits that the loss reads. The model must be built."""
+        """Return True if the loss reads logits, counted by the first of `token_features`. The model must be built."""
         return isinstance(getattr(self, "head", None), nn.Linear)  # `step_flops` uses the same test
 
     def planning_notes(self) -> list[str]:

@@ -47,7 +47,7 @@ _RESERVED = ("class_path", "init_args", "dict_kwargs")
 def file_arguments(hparams: Any, where: str | Path, but: Collection[str] = ()) -> dict[str, Any]:
     """Return a model's arguments from a file as plain values, without optimizer, scheduler and Lightning's additions.
 
-    A `class_path` may name only a class in `VALUES`; the result has its public name. `make_values` makes the objects.
+    A `class_path` may name only a class in `VALUES` and is replaced by its public name. `make_values` makes the objects.
 
     Args:
         hparams: nested mappings and lists, as in a recipe.

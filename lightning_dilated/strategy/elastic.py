@@ -1,4 +1,4 @@
-"""Jobs in which the number of ranks changes: count the launched nodes, and fix the number of sequences in a step."""
+"""Support for jobs in which the number of ranks changes: launched nodes, and a fixed number of sequences in a step."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class Loaders:
         else:
             loader.collate_fn = RankCollate(loader.collate_fn, _known(spec), self.place)
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
-            # not by Lightning's global rank, because the ranks of a sequence must augment it equally
+            # Lightning's own seeds differ by global rank, but the ranks of a sequence must augment it in the same way
             loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.data_rank)
         loader.worker_init_fn = WorkerWithoutSignals(loader.worker_init_fn)
         return loader

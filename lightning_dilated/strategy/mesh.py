@@ -40,7 +40,7 @@ class MeshSizes:
         world: number of all ranks.
         sequence_size: number of ranks that share a sequence; "auto": all ranks of a region; a list: the largest number
             in it that divides the number of ranks of a region.
-        head_size: number of ranks that exchange tokens for heads; stored as 1 if "auto", when each call chooses it.
+        head_size: number of ranks that exchange tokens for heads; "auto" becomes 1 here, because each call chooses.
         regions: number of parts of the job that train apart between outer steps.
 
     Raises:

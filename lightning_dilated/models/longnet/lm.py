@@ -264,7 +264,7 @@ class LongNetLM(TokenModel):
 
         Args:
             caches: caches of earlier tokens, from `model.transformer.new_caches()`; each call extends them.
-            last_only: return only logits (B, 1, V): of the last token if True, or of the token at indices (B,).
+            last_only: True: return only the last token's logits, (B, 1, V); indices (B,): only logits of these tokens.
         """
         self.configure_model()
         x = self._hidden(tokens, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens, caches=caches)
@@ -460,7 +460,7 @@ class LongNetLM(TokenModel):
     def truncated_parts(self, batch: Any) -> list[range] | None:
         """Return the last batch's tokens as ranges of positions in documents; gradients stop at the ends of ranges.
 
-        Return None if gradients reach whole documents, as in a batch without streams unless `memory.truncate` is set.
+        Return None if gradients reach whole documents, which is so without streams and without `memory.truncate`.
         Also return None if ranks share chunks; then the counted FLOPs of truncated training are too high.
         """
         if not isinstance(batch, Mapping) or "tokens" not in batch:
@@ -494,7 +494,7 @@ class LongNetLM(TokenModel):
             self.streaming.load(checkpoint)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Free the stream states from before the batch."""
+        """Free the states that the streams had before this batch."""
         super().on_train_batch_end(outputs, batch, batch_idx)
         self._tell_streams("finish_batch")
 
