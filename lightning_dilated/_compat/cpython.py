@@ -21,7 +21,7 @@ def avoid_frame_chunk_edge(function: Callable[..., Result]) -> Callable[..., Res
     with other threads. At some depths of the caller, loops over blocks run at the end of a chunk. A larger
     `co_stacksize` in the code object gives the function its own chunk, for about 9 us a call.
 
-    CPython 3.11, 3.12 and releases of 3.13 and 3.14 before March 2026 need this; then a fix added a spare chunk
+    CPython 3.11 and 3.12 need this, as do releases of 3.13 and 3.14 before March 2026, when a fix added a spare chunk
     (https://github.com/python/cpython/issues/142183). It is harmless in later releases. Known to work in 3.11 to 3.14.
     """
 

@@ -197,8 +197,8 @@ def allow_any_length(x: Tensor) -> None:
 def without_runtime_asserts(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function without assertions about sizes that are only known at run time.
 
-    Before torch 2.13, the assertion that the number of received rows is not negative makes the compilation of a
-    backward fail that saves these rows. Uses `torch._dynamo.config.do_not_emit_runtime_asserts` in 2.11 and 2.12.
+    Before torch 2.13, a backward that saves received rows fails to compile, because of the assertion that their number
+    is not negative. Uses `torch._dynamo.config.do_not_emit_runtime_asserts` in 2.11 and 2.12.
     """
     if torch.__version__ >= "2.13":  # a TorchVersion, which is compared by numbers
         return compiled

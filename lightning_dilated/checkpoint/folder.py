@@ -221,7 +221,7 @@ def warn_of_skipped(problems: list[str], loaded: Path) -> None:
 
 
 def read_tensors(folder: Path, below: str = "", select: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
-    """Read the entries of `.distcp` files to the CPU that have names that begin with `below` and that `select` accepts.
+    """Read entries of `.distcp` files to the CPU, if their name begins with `below` and `select` accepts it.
 
     Raises:
         FileNotFoundError, ValueError: if files are missing or cannot be read.

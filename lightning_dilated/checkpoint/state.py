@@ -50,7 +50,7 @@ def to_names(state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn
 
 
 def to_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict of `to_names` with numbers again, which count the parameters of all groups in order."""
+    """Undo `to_names`: replace names of parameters by numbers, which count the parameters of all groups in order."""
     order = [name for group in state["param_groups"] for name in group["params"]]
     return renamed({"state": {}, **state}, {name: i for i, name in enumerate(order)})
 

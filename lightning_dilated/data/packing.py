@@ -120,7 +120,7 @@ def _by_sample(x: range, bounds: np.ndarray) -> Iterator[tuple[int, range]]:
 
 
 def collate_pack(packs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Make a batch of one pack with `cu_seqlens` (D + 1,), token entries (1, N, ...) and other entries (D,) or lists."""
+    """Make a batch of one pack: `cu_seqlens` (D + 1,), token entries (1, N, ...) and other entries (D,) or lists."""
     (pack,) = packs
     batch: dict[str, Any] = {"cu_seqlens": pack["cu_seqlens"]}
     for name, value in pack.items():

@@ -191,7 +191,7 @@ class BlockMemory(nn.Module):
         cu_seqlens: Tensor | None,
         cache: LayerContext,
     ) -> Tensor:
-        """Run the block on tokens that follow a cache; if it is compiled, only the parts after attention are."""
+        """Run the block on tokens that follow a cache; in a compiled block, only parts after attention are compiled."""
         a = self.attention_layer
         if self._compile_options is None or self.attention is not a or any(map(has_hooks, self.modules())):
             return self._feed(self._attend(x, positions, lengths, cu_seqlens, cache, None), None)

@@ -110,7 +110,7 @@ def token_nats(logits: Tensor, labels: Tensor, compiled: bool = False) -> Tensor
     from probabilities. For the label it needs 1 - p, which is computed from the loss to be exact even if p is near 1.
 
     Args:
-        compiled: on a GPU, if V is at least `WIDE`, compile the passes over the logits into one for each direction.
+        compiled: on a GPU, if V is at least `WIDE`, compile forward and backward so that each reads the logits once.
 
     Raises:
         IndexError, RuntimeError: if a label is neither `IGNORE` nor in 0 to V - 1; RuntimeError for a double backward.

@@ -86,7 +86,7 @@ class AttentionParts:
     Attributes:
         norm: a function (x, dtype) that returns the normalized x in this dtype; it must compute each token alone.
         modules: modules with the parameters that `norm` reads.
-        arguments: a function (q, k, v, window=..., needs_grad=...) that returns `functional.op_arguments`.
+        arguments: a function (q, k, v, window=..., needs_grad=...) that returns the op's arguments (`op_arguments`).
         tile: number of tokens, in all samples together, that are normalized and projected at a time; None: all.
     """
 
@@ -167,7 +167,7 @@ class _Projection:
     step: int
 
     def _groups(self, window: tuple[int, int], rotary: bool) -> list[list[slice]]:
-        """Return groups of slices of the weight's rows; each group is one product, which rotated q and k share."""
+        """Return slices of the weight's rows in groups, one for each product; if rotated, q and k share a product."""
         q, k, v = self.chunks.rows(window)
         return [[q, k], [v]] if rotary else [[q], [k], [v]]
 

@@ -2,7 +2,7 @@
 
 A copy to the host starts as soon as the tensor is computed. The tensor is freed when the next copy starts, in the order
 of the computing stream, so that at most two tensors are on the GPU even if the host runs ahead. The backward copies
-the next tensor back while it uses the current one, or with groups of blocks, while it runs a group's first block.
+the next tensor back while it uses the current one or, with groups of blocks, while it runs a group's first block.
 """
 
 from __future__ import annotations

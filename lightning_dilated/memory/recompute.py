@@ -87,7 +87,7 @@ def _in_its_sequence(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tens
     return run_in_sequence
 
 
-#: the ops that have their results saved by "attention-kept"; extensions add their ops
+#: the ops with results that "attention-kept" saves; extensions add their own ops
 KEPT: list[Any] = [ATTENTION]
 
 #: "none" saves all tensors that the backward needs; "block" saves only the block's input; "attention-kept" also saves
@@ -108,7 +108,7 @@ def result_is_unused() -> bool:
 
 
 class _Anew(AbstractContextManager):
-    """A context that enters a new one from `make` each time: a retained graph's context is entered in each backward."""
+    """Enters a new context from `make` each time: torch enters this object in each backward of a retained graph."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make, self._entered = make, []

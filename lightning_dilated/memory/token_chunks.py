@@ -46,7 +46,7 @@ def tiled(
 
 
 def step_of(tile: int | None, x: Tensor) -> int:
-    """Return the number of tokens that a tile has of each sample; `tile` counts all samples' tokens, None: no tiles."""
+    """Return how many tokens of each sample are in a tile; `tile` is the number in all samples, None for no tiles."""
     return max(1, x.shape[1]) if tile is None else max(1, tile // max(1, x.shape[0]))
 
 
@@ -182,7 +182,7 @@ def tile_gradients(
         grad: gradient of the result; may be overwritten. None: compute gradients of the sum.
 
     Returns:
-        The sum of run(*rows) or None if `grad` is given, and each leaf's gradient in at least fp32, None if not read.
+        The sum of run(*rows) (None if `grad` is given), and each leaf's gradient in at least fp32 (None if not read).
     """
     sums: list[Tensor | None] = [None] * len(leaves)
     whole = None
@@ -266,7 +266,7 @@ def products_backward(
 
     Args:
         grads: gradient (B, N, R) of each product.
-        into: (B, N, E), any dtype; None: do not compute its gradient. If `add` is True, the gradient is added to it.
+        into: (B, N, E), any dtype; the gradient replaces its values, or is added to them if `add`. None: not needed.
         trained: whether the weights are trained; if not, their gradients are None.
     """
     wide = torch.promote_types(weights[0].dtype, torch.float32)

@@ -32,7 +32,7 @@ def drop_path_factors(rate: float, depth: int, x: Tensor, samples: int | None = 
     """Draw factors (depth, 2, B, 1, 1) for attention and feed-forward in each layer; None if `rate` is 0.
 
     A factor is 0 with a layer's probability p, else 1 / (1 - p). All ranks of a sequence drop the same samples, because
-    they use rank 0's seed. It comes from torch's CPU generator, so `torch.manual_seed` makes results reproducible.
+    they use rank 0's seed. The seed is from torch's CPU generator, so `torch.manual_seed` makes results reproducible.
 
     Args:
         rate: probability in the last layer, in [0, 1).

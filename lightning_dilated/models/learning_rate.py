@@ -21,7 +21,7 @@ LR_SCALE = 10.0
 
 
 def fast_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the trainable parameters that train at `LR_SCALE` times the learning rate: layers list them."""
+    """Return the layers' trainable `fast_parameters`, which are trained at `LR_SCALE` times the learning rate."""
     layers = [m for m in module.modules() if m is not module and callable(getattr(m, "fast_parameters", None))]
     return [p for layer in layers for p in layer.fast_parameters() if p.requires_grad]  # type: ignore[operator]
 

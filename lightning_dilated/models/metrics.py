@@ -41,14 +41,14 @@ def batches_in(batch: Any, loaders: Any) -> list[Any]:
 
 
 class LoaderStates:
-    """Stores each loader's states of a stage's metrics; the current loader's states are in the metrics themselves."""
+    """Stores a stage's metric states for each loader; the current loader's states are in the metrics themselves."""
 
     def __init__(self) -> None:
         self._number = 0
         self._states: dict[int, list[tuple[dict[str, Any], int]]] = {}
 
     def switch(self, metrics: Sequence[Metric], number: int) -> None:
-        """Store the current loader's state, and load the state of loader `number` into the metrics, or reset them."""
+        """Store the current loader's states, and load the states of loader `number`, which are empty at first."""
         if number == self._number:
             return
         self._states[self._number] = [(_copied(metric), metric.update_count) for metric in metrics]

@@ -217,7 +217,7 @@ class DilatedModule(Pretrained, LearningRate):
     def example_batch(self, tokens: int) -> dict[str, Any]:
         """Return a batch of one sequence of N random tokens on the CPU, with all entries that training needs.
 
-        `plan` calls this in a mode where tensors have no values: make tensors that the host reads by `host_tensor`.
+        `plan` calls this in a mode where tensors have no values, so use `host_tensor` to make tensors for the host.
         `build` must make `self.transformer`, a `DilatedTransformer` of `self.depth` blocks with `self.patterns`, and
         may compile it only if `self.compile_blocks` is true.
         """

@@ -47,7 +47,7 @@ _RESERVED = ("class_path", "init_args", "dict_kwargs")
 def file_arguments(hparams: Any, where: str | Path, but: Collection[str] = ()) -> dict[str, Any]:
     """Return a model's arguments from a file as plain values, without optimizer, scheduler and Lightning's additions.
 
-    A `class_path` may name only a class in `VALUES` and is replaced by its public name. `make_values` makes the objects.
+    A `class_path` may name only a class in `VALUES`, and becomes its public name. `make_values` makes the objects.
 
     Args:
         hparams: nested mappings and lists, as in a recipe.
@@ -343,7 +343,7 @@ def class_path(model: Any) -> str:
 
 
 def current_class_path(path: str) -> str:
-    """Return a class's current dotted name, or public name in this package; raise ValueError for a removed class."""
+    """Return a class's current name, in this package the public one; raise ValueError for a removed class."""
     if (message := removed_name(path)) is not None:
         raise ValueError(message)
     package, _, qualified = path.partition(".")
@@ -381,7 +381,7 @@ def plain_arguments(hparams: Mapping[str, Any], owner: str) -> dict[str, Any]:
     return plain
 
 
-#: mappings in a config of transformers that may have numbers as keys; transformers reads these keys from strings, too
+#: mappings in a config of transformers that may have numbers as keys, which transformers also reads from strings
 _NUMBERED = {"id2label", "pruned_heads"}
 
 

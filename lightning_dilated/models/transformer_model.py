@@ -57,7 +57,7 @@ def options_of(cls: type) -> dict[str, Any]:
 
 
 class _NamedArguments:
-    """Stores a call's arguments by name, refuses unknown ones. Separate, as jsonargparse reads a class's `__new__`."""
+    """Stores a call's arguments by name, refuses unknown ones. A base class: jsonargparse reads a class's `__new__`."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         self = super().__new__(cls)

@@ -202,7 +202,7 @@ def compare_loader(
 
 
 def compare_loaders(facts: dict[str, str], batches: int | None, sizes: MeshSizes) -> list[int | None]:
-    """Compare the loaders of all ranks, and return each rank's number of batches; a failed rank has {"error": text}.
+    """Compare all ranks' loaders, and return each rank's number of batches; a failed rank's `facts` has an "error".
 
     Raises:
         ValueError: on every rank, naming a rank that failed, or the ranks of a sequence that read different data.

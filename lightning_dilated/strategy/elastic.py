@@ -69,7 +69,7 @@ class GlobalBatch:
 
         Raises:
             ValueError: if the loader has no batch size, or too few batches for a step; if batch size x data_ranks does
-                not divide `sequences`; if other settings accumulate gradients; if the module steps its optimizers.
+                not divide `sequences`; if other settings accumulate gradients; if the module itself steps optimizers.
         """
         self.restore()
         self._refuse_others(trainer)

@@ -18,8 +18,8 @@ def layout_for(
     """Return the layout that "auto" means for a module.
 
     The layout is "zigzag" only for a causal module that declares `takes_any_layout`, its heads and its patterns, and
-    only if zigzag costs less for the longest sequence. Streams, an exchange other than "auto" and a limit of its memory
-    get "contiguous": memory depends on the batch size and the head dimension, unknown before the first call.
+    only if zigzag costs less for the longest sequence. Streams, an exchange other than "auto" and a memory limit get
+    "contiguous": memory depends on the batch size and the head dimension, which are unknown before the first call.
 
     Args:
         module: the LightningModule.
@@ -42,7 +42,7 @@ def layout_for(
 
 
 def takes_any_layout(module: Any) -> bool:
-    """Return `module.takes_any_layout`, but False if a user's class redefines methods in `POSITIONED` and not this."""
+    """Return `takes_any_layout`; False if a user's class redefines a method in `POSITIONED` but not this attribute."""
     for owner in type(module).__mro__:
         if "takes_any_layout" in vars(owner):
             return bool(owner.takes_any_layout)

@@ -200,7 +200,7 @@ _END = 0
 
 
 class OnSecondInterrupt:
-    """A thread that calls `act` at the second SIGINT: the main thread, if in a collective, would run no handler.
+    """A thread that calls `act` at the second SIGINT, because the main thread runs no handler during a collective.
 
     The interpreter writes the number of each signal into a pipe, which the thread reads.
     """

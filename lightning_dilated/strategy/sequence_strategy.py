@@ -156,7 +156,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
 
     @override
     def teardown(self) -> None:
-        """Restore the loaders and free the routes; if an exception or Lightning's Tuner ended the run, close it."""
+        """Restore the loaders, free the routes, and if an exception or Lightning's Tuner ended the run, close it."""
         if self._loaders is not None:
             self._loaders.restore()
         if self._global_batch is not None:

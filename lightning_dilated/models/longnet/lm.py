@@ -444,7 +444,7 @@ class LongNetLM(TokenModel):
                 label of the token before it.
             state: from the previous call; None at the start of the sequences.
             chunk: number of tokens computed at a time.
-            starts: (B, n) bool, True at the first token of each document; tokens see no earlier document. None: no new
+            starts: (B, n) bool, True at the first token of each document, which sees no earlier document. None: no new
                 document starts. The first token of a sequence always starts a document.
             per_token: return nats (B, n) without gradients instead of their sum.
 
