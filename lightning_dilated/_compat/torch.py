@@ -85,7 +85,7 @@ MemoryFormatEncoding = metadata._MEM_FORMAT_ENCODING
 
 
 def stored_layout(name: str) -> torch.layout:
-    """Return the layout with a name. `.metadata` files pickle layouts as calls to `torch.serialization._get_layout`."""
+    """Return the layout named `name`: `.metadata` files pickle a layout as a call to `serialization._get_layout`."""
     return _get_layout(name)
 
 

@@ -114,7 +114,7 @@ class SavedFolder:
 
 
 def _check(manifest: dict[str, Any]) -> None:
-    """Raise ValueError if a manifest has a value that `commit` would not write, such as another type."""
+    """Raise ValueError if a manifest has a value that `commit` would not write, such as one of a wrong type."""
     for name in ("step", "written"):
         if type(manifest[name]) is not int:
             raise ValueError(f"{name} is {manifest[name]!r:.60}, not a number")

@@ -125,7 +125,7 @@ _calls: Counter[str] = Counter()
 
 
 def reason(error: BaseException) -> str:
-    """Return an error's reason in one line; if torch.distributed.checkpoint gathered failures, name each rank's."""
+    """Return an error's reason in one line, or each rank's reason if the error contains failures of several ranks."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
         return "; ".join(f"rank {rank}: {reason(failure)}" for rank, (failure, _) in sorted(failures.items()))

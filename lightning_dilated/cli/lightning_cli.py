@@ -159,7 +159,7 @@ class DilatedCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Make the trainer, with this package's model table and progress bar instead of Lightning's.
 
-        Unless the recipe has them, add PredictionWriter in `predict`, and BootstrapIntervals to test a classifier.
+        Add PredictionWriter for `predict`, and BootstrapIntervals for `test` of a classifier, if the recipe has none.
         """
         trainer = super().instantiate_trainer(**kwargs)
         config = self.config.get(str(self.subcommand), self.config)  # without subcommands, the whole config

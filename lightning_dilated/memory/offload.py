@@ -127,7 +127,7 @@ class Host:
         return offloaded
 
     def _release_leaving(self) -> None:
-        """Free the last copied tensor's GPU memory, to be reused after its copy has finished."""
+        """Free the GPU memory of the last copied tensor; it is reused only after the copy has finished."""
         if self._leaving is not None:
             self._leaving.release()
             self._leaving = None
@@ -175,7 +175,7 @@ def _not_offloaded() -> None:
 
 
 class _Buffer:
-    """Host memory that is registered with CUDA here, because torch rounds pinned memory up to a power of two."""
+    """Host memory that this class registers with CUDA, because torch would round pinned memory up to a power of two."""
 
     def __init__(self, size: int, pinned: bool) -> None:
         self.size = size

@@ -444,7 +444,7 @@ def _folder(path: str | Path, **options: Any) -> Path:
     download = library_of("huggingface_hub").snapshot_download
     try:
         return Path(download(str(path), allow_patterns=[CONFIG, WEIGHTS, *PATTERNS], **options))
-    except Exception as error:  # offline, no access, or a missing repository or revision
+    except Exception as error:  # such as no connection, no access, or a missing repository or revision
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise FileNotFoundError(
             f"{path}: no such folder here, and it cannot be downloaded ({type(error).__name__}: {lines[0][:160]})."

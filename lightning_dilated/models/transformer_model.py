@@ -75,7 +75,7 @@ def _constructors(cls: type) -> tuple[list[inspect.Signature], type]:
 
 
 def _positional(cls: type) -> Iterator[str]:
-    """Yield the names of positional arguments; if a constructor takes `*args`, also of the next one."""
+    """Yield the names of a constructor's positional arguments, and if it takes `*args`, of the next constructor's."""
     signatures, package_class = _constructors(cls)
     for signature in [*signatures, inspect.signature(vars(package_class)["__init__"])]:
         parameters = list(signature.parameters.values())[1:]

@@ -33,7 +33,7 @@ FEW = 12
 BASES = (DilatedModule, pl.LightningDataModule, Optimizer, LRScheduler)
 
 
-#: types that a parser reads without importing anything or reading files; subclasses of Enum and PurePath also count
+#: types that a parser reads without importing anything or reading files, as subclasses of Enum and PurePath
 PLAIN = {
     *(Any, str, int, float, bool, complex, type(None), list, tuple, set, frozenset, dict, Mapping, Sequence, Iterable)
 }

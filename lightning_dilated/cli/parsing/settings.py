@@ -12,7 +12,7 @@ import yaml
 
 from lightning_dilated.cli.errors import fail
 
-#: the parts of a setting's name without `class_path` and `init_args`, such as ("model", "dim"); ("model",): the class
+#: the parts of a setting's name except `class_path` and `init_args`: ("model", "dim"), or ("model",) for the class
 Key = tuple[str, ...]
 CONFIG: Key = ("config",)
 

@@ -370,7 +370,7 @@ class LongNetLM(TokenModel):
         Args:
             sequences: strings of bases (for a model of a genome), tokens (N,) each, or a tensor (B, N).
             strands: strands of a genome to read: "forward", "reverse", or "both" for the mean of both log-likelihoods.
-            ignore_tokens: tokens that are not scored; None: N for a genome, none otherwise.
+            ignore_tokens: tokens that are not scored; None: the base "N" of a genome, and no token of other data.
             batch_size: number of sequences computed at a time; a batch has sequences of similar length.
 
         Raises:
