@@ -257,7 +257,7 @@ class SequenceDataModule(SplitDataModule):
 
     Args:
         seq_len: N, tokens of a sequence.
-        val_limit: the most sequences that validation uses; null: all.
+        val_limit: maximum number of sequences that validation uses; null: all.
         batch_size, seed, num_workers, pin_memory, pack_tokens: see `SplitDataModule`.
     """
 
@@ -284,7 +284,7 @@ class SequenceDataModule(SplitDataModule):
         self.val_limit = None if val_limit is None else integer(val_limit, "data.val_limit", 1)
 
     def limit(self, split: str) -> int | None:
-        """Return the most sequences of a split; None for all."""
+        """Return the maximum number of a split's sequences to use; None: use all."""
         return self.val_limit if split == "val" else None
 
     @property

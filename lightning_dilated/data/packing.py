@@ -28,7 +28,7 @@ def pack_bounds(lengths: np.ndarray, budget: int, start: int = 0) -> np.ndarray:
 
     Args:
         lengths: number of tokens of each sample, in the epoch's order; a sample above the budget is a pack of its own.
-        budget: the most tokens of a pack.
+        budget: maximum number of tokens in a pack.
     """
     ends, bounds = np.cumsum(lengths, dtype=np.int64), [start]
     while bounds[-1] < len(lengths):
@@ -45,7 +45,7 @@ class PackedSamples(Dataset):
 
     Args:
         dataset: has `length_of(index)` or `lengths`, and has `read_ranges(index, ranges)`, which returns a mapping.
-        budget: the most tokens of a pack.
+        budget: maximum number of tokens in a pack.
         along: names of entries with a value for each token; other entries have one value for each sample.
     """
 

@@ -27,7 +27,7 @@ from lightning_dilated.memory.recompute import in_groups, recomputed, result_is_
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.memory.token_chunks import step_of, tiled
 
-#: the most graphs of a part of a block: for tiles, last tiles and further lengths, each with and without gradients
+#: maximum number of graphs for a part of a block: for tiles, last tiles and lengths, each with and without gradients
 GRAPHS = 64
 
 

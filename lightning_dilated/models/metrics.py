@@ -105,7 +105,7 @@ class TokenMean(Float64Metric):
         return (self.total / self.tokens).float()
 
 
-#: the most copies that run at a time; their pinned memory is allocated only once, because allocation waits for the GPU
+#: maximum number of copies at a time; their pinned memory is allocated only once, because allocation waits for the GPU
 SLOTS = 8
 
 

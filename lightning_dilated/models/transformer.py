@@ -413,7 +413,7 @@ class DilatedTransformer(StackMemory):
         """Make an empty cache for every block.
 
         Args:
-            max_length: the most tokens of a sample, to allocate caches at their final size; see `KVCache`.
+            max_length: maximum number of tokens of a sample, to allocate caches at their final size; see `KVCache`.
             lengths: the number of tokens of each sample's prompt, if prompts are padded on the right; see `Clock`.
         """
         return hook("caches of a stack")(self, max_length, lengths)

@@ -32,7 +32,7 @@ from lightning_dilated.pattern.rows import dense_kv_heads
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import layer_recurrences, plain_recurrences
 
-#: the most features that a hidden state may have; a feed-forward may have 8 times this number
+#: maximum number of features of a hidden state; a feed-forward may have 8 times this number
 WIDTH = 1 << 20
 #: arguments that are not saved, because they are not part of the model or are saved in another form
 NOT_SAVED = (

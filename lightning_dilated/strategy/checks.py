@@ -37,14 +37,14 @@ def computed_in(module: torch.nn.Module, device: str) -> torch.dtype:
     return next((p.dtype for p in module.parameters()), torch.float32)
 
 
-#: the most elements of a tensor that an error lists; for a larger tensor the error shows a digest
+#: maximum number of elements of a tensor that an error lists; for a larger tensor it shows a digest
 SHOWN = 16
 
 
 def loader_facts(loader: Any) -> dict[str, str]:
     """Return the properties of a loader that must be equal on all ranks of a sequence, without reading samples.
 
-    A dataset may define `fingerprint()`, which returns a string that differs if the samples differ.
+    A dataset may define `fingerprint()`, which returns different strings if the samples of two datasets differ.
     """
     if not isinstance(loader, DataLoader):
         return {"loader": type(loader).__name__}
@@ -202,7 +202,7 @@ def compare_loader(
 
 
 def compare_loaders(facts: dict[str, str], batches: int | None, sizes: MeshSizes) -> list[int | None]:
-    """Compare all ranks' loaders, and return each rank's number of batches; a failed rank's `facts` has an "error".
+    """Compare all ranks' loaders, and return each rank's number of batches; `facts` of a failed rank has an "error".
 
     Raises:
         ValueError: on every rank, naming a rank that failed, or the ranks of a sequence that read different data.
