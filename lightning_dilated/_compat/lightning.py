@@ -48,7 +48,7 @@ def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
 
 
 def process_group_backend(strategy: DDPStrategy | ModelParallelStrategy) -> str:
-    """Return the backend of the strategy's future process group: `_get_process_group_backend`."""
+    """Return the backend of the strategy's future process group (`_get_process_group_backend`)."""
     return strategy._get_process_group_backend()
 
 
@@ -78,12 +78,12 @@ def destroy_process_group_at_exit() -> None:
 
 
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:
-    """Return the checkpoint that `Trainer.save_checkpoint` would write: `_checkpoint_connector.dump_checkpoint`."""
+    """Return the checkpoint that `Trainer.save_checkpoint` would write (`_checkpoint_connector.dump_checkpoint`)."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
 def resume_from(trainer: Any, path: Path) -> None:
-    """Load a checkpoint after a fit has begun (`ckpt_path` loads earlier), by `_checkpoint_connector.resume_start`."""
+    """Load a checkpoint later than `ckpt_path` does, after a fit has begun, by `_checkpoint_connector.resume_start`."""
     trainer._checkpoint_connector.resume_start(path)
 
 
@@ -99,7 +99,7 @@ def replace_sampler_choice(trainer: Any, wrap: Callable[[Callable[..., Any]], Ca
 
 
 def _keep_batches(prepare: Callable[..., Any], dataloader: Any, shuffle: bool, mode: Any) -> Any:
-    """Run `_data_connector._prepare_dataloader`, and keep the batches of a loader with torch's BatchSampler.
+    """Run `_data_connector._prepare_dataloader`, but keep the batch size of a loader that has torch's BatchSampler.
 
     Lightning would read `dataloader.sampler`, which is not the sampler of the BatchSampler, and lose the batch size.
     """
@@ -131,23 +131,23 @@ def combined_loaders(trainer: Any) -> Any:
 
 
 def evaluated_loaders(trainer: Any) -> int:
-    """Return the number of loaders that an evaluation reads one after another: `_evaluation_loop.num_dataloaders`."""
+    """Return the number of loaders that an evaluation reads one after another (`_evaluation_loop.num_dataloaders`)."""
     loop = trainer._evaluation_loop
     return loop.num_dataloaders if loop._is_sequential else 1
 
 
 def logs_this_step(trainer: Any) -> bool:
-    """Return True if this batch's values are sent to the loggers: `_logger_connector.should_update_logs`."""
+    """Return True if this batch's values are sent to the loggers (`_logger_connector.should_update_logs`)."""
     return trainer._logger_connector.should_update_logs
 
 
 def logged_step(trainer: Any) -> int:
-    """Return the step under which Lightning logs a training batch: `fit_loop.epoch_loop._batches_that_stepped`."""
+    """Return the step under which Lightning logs a training batch (`fit_loop.epoch_loop._batches_that_stepped`)."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def is_accumulating(trainer: Any) -> bool:
-    """Return True if the optimizer does not step after this batch: `fit_loop.epoch_loop._should_accumulate`."""
+    """Return True if the optimizer does not step after this batch (`fit_loop.epoch_loop._should_accumulate`)."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
@@ -164,7 +164,7 @@ def checkpoint_after_optimizer_steps(trainer: pl.Trainer) -> None:
 
 
 def saves_by_time(callback: Any) -> bool:
-    """Return True if a callback is a ModelCheckpoint that saves by time: `_train_time_interval`."""
+    """Return True if a callback is a ModelCheckpoint that saves by time (`_train_time_interval`)."""
     return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
 
 
@@ -174,7 +174,7 @@ def _unless_accumulating(hook: Callable[..., None], trainer: Any, *args: Any) ->
 
 
 def set_received_sigterm(trainer: Any) -> None:
-    """Make a Trainer end as after SIGTERM: `_signal_connector.received_sigterm`, read-only on the Trainer itself."""
+    """Make a Trainer end as after SIGTERM (`_signal_connector.received_sigterm`; the Trainer's own is read-only)."""
     trainer._signal_connector.received_sigterm = True
 
 
@@ -221,14 +221,14 @@ class SignalHooks:
 
 
 def _nothing(*args: Any) -> None:
-    """Do nothing, instead of the broadcast before a batch; unlike a lambda, this function can be pickled."""
+    """Do nothing, in place of the broadcast before a batch. Unlike a lambda, this function can be pickled."""
 
 
 class EndsRuns(_SubprocessScriptLauncher):
     """A launcher that calls `strategy.end_run()` after the last hook of a run.
 
     `Strategy.teardown` is too early, because `on_fit_end` and the teardown hooks run later and may call collectives.
-    Only after an exception `Strategy.teardown` runs last, see `is_over`.
+    It runs last only after an exception or Lightning's Tuner, see `is_over`.
     """
 
     starts_processes = True
@@ -255,7 +255,7 @@ def end_runs(strategy: Any) -> None:
 
 
 def is_over(trainer: Any) -> bool:
-    """Return True if an exception or Lightning's Tuner ended the run: `Strategy.teardown` then runs after all hooks."""
+    """Return True if an exception or Lightning's Tuner ended the run; then `Strategy.teardown` runs after all hooks."""
     tuned = isinstance(sys.exc_info()[1], _TunerExitException)
     return tuned or trainer.state.status == TrainerStatus.INTERRUPTED
 
@@ -272,13 +272,13 @@ def forget_launched_processes(launcher: Any) -> None:
 
 
 def set_update_count(metric: Any, count: int) -> None:
-    """Set the number of updates of a torchmetrics metric and clear its cached value; torchmetrics 1.8 and 1.9."""
+    """Set a torchmetrics metric's number of updates and clear its cached value. Works in torchmetrics 1.8 and 1.9."""
     metric._update_count, metric._computed = count, None
 
 
 # -- the position in the training data ---------------------------------------------------------------------------------
 def batches_finished(trainer: pl.Trainer) -> int:
-    """Return the number of all finished training batches: `epoch_loop.batch_progress.total.processed`."""
+    """Return the number of training batches finished in all epochs (`epoch_loop.batch_progress.total.processed`)."""
     total: Any = trainer.fit_loop.epoch_loop.batch_progress.total  # its declared class has no `processed`
     return total.processed
 
@@ -295,7 +295,7 @@ def set_batches_finished(trainer: pl.Trainer, count: int) -> None:
 
 
 def epoch_batches_finished(trainer: pl.Trainer) -> int:
-    """Return the number of this epoch's finished training batches: `epoch_loop.batch_progress.current.processed`."""
+    """Return the number of this epoch's finished training batches (`epoch_loop.batch_progress.current.processed`)."""
     current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return current.processed
 
@@ -325,7 +325,7 @@ restricted_classmethod = _restricted_classmethod
 
 
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
-    """Return the Trainer that runs the module, or None if there is none: `module.trainer` would raise an error."""
+    """Return the Trainer that runs the module, or None without a Trainer; `module.trainer` would raise an error."""
     return module._trainer
 
 
@@ -350,12 +350,12 @@ def migrated(checkpoint: dict[str, Any], source: Any) -> dict[str, Any]:
     return _pl_migrate_checkpoint(checkpoint, checkpoint_path=path)
 
 
-#: (checkpoint that is being loaded, `strict`); constructors compare layers with its tensors before allocating layers
+#: the checkpoint that is being loaded, and `strict`; models compare its tensors with layers before allocating these
 LOADED: ContextVar[tuple[dict[str, Any], bool | None] | None] = ContextVar("loaded", default=None)
 
 
 def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, changes: dict[str, Any]) -> Any:
-    """Make a module from a checkpoint's hyperparameters, updated by `changes`, and load its weights on their device.
+    """Make a module from a checkpoint's hyperparameters, updated by `changes`, and load the weights to their device.
 
     Uses `_load_state`. `hyper_parameters` must not contain `_instantiator`, so that the values are passed to the
     constructor and not to a parser.
@@ -374,7 +374,7 @@ def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | 
 
 @functools.cache
 def argument_types(cls: Any) -> dict[str, list[Any]]:
-    """Return {argument of a class: types by which jsonargparse reads it}; a dataclass has several types.
+    """Return {argument of a class: the types that jsonargparse reads it by}; an argument with a dataclass has several.
 
     Uses `_typehint` of jsonargparse's actions. Known to work with jsonargparse 4.44 to 4.53.
     """
@@ -388,7 +388,7 @@ def argument_types(cls: Any) -> dict[str, list[Any]]:
 
 
 def given_hyperparameters() -> dict[str, Any]:
-    """Return the class and the recipe values from which the command line makes a module; {} in other programs.
+    """Return the class and the recipe values that the command line makes a module from; {} in other programs.
 
     LightningCLI passes these values only to `save_hyperparameters`, by `_given_hyperparameters`.
     """

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 # -- meshes, modules and loaders ---------------------------------------------------------------------------------------
 
-#: base classes without public names: of modules that normalize over tokens, pool neighbours, pool all tokens, convolve
+#: base classes (not public) of modules that normalize over tokens, pool neighbours, pool all tokens, or convolve
 TOKEN_NORMS = (batchnorm._BatchNorm, instancenorm._InstanceNorm, nn.GroupNorm)
 POOLS = (pooling._MaxPoolNd, pooling._AvgPoolNd, pooling._LPPoolNd)
 ADAPTIVE_POOLS = (pooling._AdaptiveAvgPoolNd, pooling._AdaptiveMaxPoolNd)
@@ -48,21 +48,21 @@ def default_store() -> dist.Store:
 
 
 def use_autograd_cache(enabled: bool) -> AbstractContextManager[None]:
-    """Return a context that turns torch.compile's on-disk cache of graphs on or off: `torch._functorch.config`."""
+    """Return a context that turns torch.compile's on-disk cache of graphs on or off (`torch._functorch.config`)."""
     from torch._functorch import config  # imports the compiler
 
     return config.patch(enable_autograd_cache=enabled)
 
 
 def uses_autograd_cache() -> bool:
-    """Return True if torch.compile uses its on-disk cache: `torch._functorch.config.enable_autograd_cache`."""
+    """Return True if torch.compile uses its on-disk cache (`torch._functorch.config.enable_autograd_cache`)."""
     from torch._functorch import config
 
     return config.enable_autograd_cache
 
 
 def whole_graphs_in_ddp() -> AbstractContextManager[None]:
-    """Return a context in which torch.compile does not split graphs at DDP's buckets: `config.optimize_ddp`."""
+    """Return a context in which torch.compile does not split graphs at DDP's buckets (`config.optimize_ddp`)."""
     return torch._dynamo.config.patch(optimize_ddp=False)
 
 
@@ -72,8 +72,8 @@ def map_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None
 
 
 def set_dataset(loader: DataLoader, dataset: Any) -> None:
-    """Replace a loader's dataset by one of the same length, bypassing `DataLoader.__setattr__`, which raises an error
-    because the sampler was made for the first dataset."""
+    """Replace a loader's dataset by one of the same length. `DataLoader.__setattr__`, which is bypassed, would raise
+    an error because the sampler was made for the first dataset."""
     vars(loader)["dataset"] = dataset
 
 
@@ -85,7 +85,7 @@ MemoryFormatEncoding = metadata._MEM_FORMAT_ENCODING
 
 
 def stored_layout(name: str) -> torch.layout:
-    """Return a layout by name. `.metadata` files pickle a layout as a call to `torch.serialization._get_layout`."""
+    """Return the layout named `name`: `.metadata` files pickle a layout as a call to `serialization._get_layout`."""
     return _get_layout(name)
 
 
@@ -101,7 +101,7 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def collectives_begun(group: dist.ProcessGroup | dist.ProcessGroupGloo) -> int:
-    """Return the number of collectives that a group has begun on this rank: `_get_sequence_number_for_group`."""
+    """Return the number of collectives that a group has begun on this rank (`_get_sequence_number_for_group`)."""
     return group._get_sequence_number_for_group()
 
 
@@ -119,7 +119,7 @@ def gloo_backend(group: dist.ProcessGroup, name: str, timeout: timedelta | None)
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
 def in_backward() -> bool:
-    """Return True if this thread runs a backward: `torch._C._current_graph_task_id` is -1 outside of a backward.
+    """Return True if this thread runs a backward. Outside of a backward `torch._C._current_graph_task_id` is -1.
 
     torch has no public API for this.
     """
@@ -184,21 +184,21 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
 
 
 def allow_recompiles(kinds: int) -> None:
-    """Raise `torch._dynamo.config.recompile_limit`; by default a function is compiled for at most 8 kinds of inputs."""
+    """Increase `torch._dynamo.config.recompile_limit`: by default a function is compiled for only 8 kinds of inputs."""
     config = torch._dynamo.config
     config.recompile_limit = max(kinds, config.recompile_limit)
 
 
 def allow_any_length(x: Tensor) -> None:
-    """Let graphs for a tensor (n,) accept any length n, even with `dynamic=False`: `maybe_mark_dynamic`."""
+    """Let graphs for a tensor (n,) accept any length n, even with `dynamic=False` (`maybe_mark_dynamic`)."""
     torch._dynamo.maybe_mark_dynamic(x, 0)
 
 
 def without_runtime_asserts(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function without assertions about sizes that are only known at run time.
 
-    Before torch 2.13, the assertion that the number of received rows is not negative stops the compilation of a
-    backward that saves these rows. Uses `torch._dynamo.config.do_not_emit_runtime_asserts` in 2.11 and 2.12.
+    Before torch 2.13, a backward that saves received rows fails to compile, because of the assertion that their number
+    is not negative. Uses `torch._dynamo.config.do_not_emit_runtime_asserts` in 2.11 and 2.12.
     """
     if torch.__version__ >= "2.13":  # a TorchVersion, which is compared by numbers
         return compiled
@@ -226,7 +226,7 @@ def saved_by_op(mode: Any) -> MutableMapping[Any, Any]:
 
 
 def uncompiled(module: nn.Module) -> Callable[..., Any]:
-    """Return a module's uncompiled call, which runs all hooks (also FSDP's): `Module._call_impl`."""
+    """Return a module's uncompiled call (`Module._call_impl`), which runs all hooks, including FSDP's."""
     return module._call_impl
 
 
@@ -243,7 +243,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def hooks_paused(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Disable the hooks of these leaf tensors within the context: `Tensor._backward_hooks`."""
+    """Disable the hooks of these leaf tensors within the context, by `Tensor._backward_hooks`."""
     hooked = [(x, x._backward_hooks) for x in tensors if x._backward_hooks]
     try:
         for x, _ in hooked:
@@ -329,7 +329,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def bare_copy(module: Module) -> Module:
-    """Return a shallow copy of a module without parameters, buffers, hooks, and children that have parameters.
+    """Return a shallow copy of a module that has no parameters, no buffers, no hooks, and no children with parameters.
 
     Attributes that `nn.Module.__init__` sets are taken from a new module, because a shallow copy would share them.
     """
@@ -346,18 +346,18 @@ def real_tensors() -> contextlib.AbstractContextManager[Any]:
 
 # -- traced tensors ----------------------------------------------------------------------------------------------------
 def below_autograd(op: Any, *args: Any) -> Any:
-    """Call an op's backends from its autograd kernel (see `torch.library.Library.impl`); works in torch 2.4 to 2.13."""
+    """Call an op below autograd, from its own autograd kernel (see `torch.library.Library.impl`); torch 2.4 to 2.13."""
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
 
 def transformed() -> bool:
-    """Return True within a transform of torch.func: `torch._C._functorch.peek_interpreter_stack`."""
+    """Return True within a transform of torch.func (`torch._C._functorch.peek_interpreter_stack`)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def refuse_transforms(name: str, *args: Any) -> None:
-    """Raise RuntimeError for derivatives that the op `name` does not implement; some would silently be zero."""
+    """Raise RuntimeError for derivatives that the op `name` does not implement, because some would silently be 0."""
     tensors = [x for x in args if isinstance(x, Tensor)]
     recorded = transformed() and torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if recorded or any(unpack_dual(x).tangent is not None for x in tensors):
@@ -368,7 +368,7 @@ def refuse_transforms(name: str, *args: Any) -> None:
 
 
 def is_fake(x: object) -> bool:
-    """Return True if x is a tensor without data, as in tracing: `torch._subclasses.fake_tensor.FakeTensor`."""
+    """Return True if x is a tensor without data, as in tracing (`torch._subclasses.fake_tensor.FakeTensor`)."""
     return isinstance(x, FakeTensor)
 
 

@@ -22,9 +22,9 @@ class ActivationRecompute(pl.Callback):
         policy: "block" saves only a block's input. "attention-kept" also saves the attention's output, log-sum-exp and
             exchanged rows, so that neither attention nor communication is repeated. "none" saves all activations.
         every: with "block", save only the input of every n-th block. The backward recomputes a group of n blocks, and
-            then each of its blocks, so most blocks run forward three times.
-        offload: store saved block inputs in pinned host memory, copied during the computation: a fraction of them (up
-            to 1), or up to this number of GiB on each rank (above 1).
+            then each of its blocks again, so most blocks run forward three times.
+        offload: the part of the saved block inputs to store in pinned host memory, by copies during the computation. Up
+            to 1, it is a fraction of them; above 1, it is a limit in GiB on each rank.
         tile: number of tokens for which norms, feed-forward, and the loss of models over tokens are computed at a time, with
             explicit gradients, so that no tensor of tokens x hidden features or tokens x vocabulary exists. The feed-forward
             is then computed twice with every policy.
@@ -32,15 +32,15 @@ class ActivationRecompute(pl.Callback):
             one chunk at a time. They are projected three times, or four times with a policy. Not available with LoRA.
         stream: number of tokens in a chunk. Longer sequences are computed chunk by chunk, forward and again in the
             backward. Memory holds one chunk, and the keys and values that later chunks read. Other settings apply to a
-            chunk. Loss and gradients are equal to one pass, except that hidden dropout draws other masks. For
+            chunk. Loss and gradients are as in one pass, except that hidden dropout draws other masks. Only for
             LongNetLM. Each rank streams its own sequences (sequence_size=1), or ranks share every chunk (the strategy's
             layout="chunked"). Validation, test and predict also stream. Progress bars show the current chunk.
         truncate: with `stream`, stop gradients at the boundaries of chunks (truncated back-propagation through time),
-            and compute each chunk once. The loss is equal to one pass; the gradients differ.
+            and compute each chunk once. The loss is the same as in one pass, but the gradients differ.
 
     Raises:
-        ValueError: for other values. When a run starts, for a LightningModule without a TransformerBlock; for `every` and
-            `offload`, without a DilatedTransformer; for `stream`, if it is not a causal language model.
+        ValueError: for other values. When a run starts, also for a model without a TransformerBlock, for `every` and
+            `offload` without a DilatedTransformer, and for `stream` without a causal language model.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ActivationRecompute(pl.Callback):
 
     def _set(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._refuse_shared(trainer)
-        self.teardown(trainer, pl_module, "")  # Lightning does not call this after a failed run
+        self.teardown(trainer, pl_module, "")  # Lightning does not call teardown after a failed run
         self._before = set_memory(pl_module, self.settings)
         streams = self.settings.stream is not None
         self._watch(hook("progress of chunks")(trainer) if streams and trainer.is_global_zero else None)

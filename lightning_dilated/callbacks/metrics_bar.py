@@ -9,14 +9,14 @@ from lightning.pytorch.callbacks import RichProgressBar
 from rich import get_console
 from rich.progress import BarColumn
 
-#: columns of the terminal that are not for the bar: 47 for epoch, batches, times and speed, and 23 for metrics
+#: number of a terminal's columns beside the bar: 47 for epoch, batches, times and speed, and 23 for metrics
 BESIDE = 70
 #: smallest and largest width of the bar in columns
 LEAST, MOST = 8, 40
 
 
 class MetricsProgressBar(RichProgressBar):
-    """Lightning's `RichProgressBar` with a shorter bar in narrow terminals, and without "-2" as the last epoch.
+    """Lightning's `RichProgressBar` with a shorter bar in narrow terminals, and without "-2" as the number of epochs.
 
     Rich gives the bar and the metrics equal widths, and truncates `val_bits_per_byte` in a terminal of 80 columns. Here
     metrics have 23 columns, and the bar has the remaining 8 to 40 columns.

@@ -107,8 +107,8 @@ def write(
     """Write a checkpoint, rename it to `path` when it is complete, and remove older ones; every rank must call this.
 
     Args:
-        tensors: this rank's part, nested, on the CPU; a tensor that several ranks pass under one name is written once.
-        meta: the bytes of `meta.pt`, from rank 0.
+        tensors: this rank's tensors, nested, on the CPU; a tensor that several ranks pass by one name is written once.
+        meta: the bytes of `meta.pt`, which rank 0 writes.
         parameters: names in the state dict; the checkpoint counts towards `keep` only if these tensors are finite.
 
     Raises:
@@ -154,13 +154,13 @@ def _write(
 
 
 def _clear(folder: Path, peers: RankGroup) -> None:
-    """Remove any file, folder or link at a new checkpoint's path: through a link, files would be written elsewhere."""
+    """Remove any file, folder or link at a new checkpoint's path; through a link, its target would be written."""
     if peers.rank == 0 and os.path.lexists(folder):
         remove(folder)
 
 
 def _full_disk(error: str, folder: Path, needed: int, peers: RankGroup) -> str | None:
-    """Return a message, equal on all ranks, if the disk was too full to write `needed` bytes; else None."""
+    """Return a message, the same on all ranks, if the disk was too full to write `needed` bytes, else None."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
@@ -179,7 +179,7 @@ def _write_files(
     tensors: dict[str, Any], meta: bytes, folder: Path, peers: RankGroup, what: str
 ) -> dict[str, dict[str, Any]]:
     """Write this rank's files, and return their manifest entries."""
-    writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # otherwise it needs a GPU
+    writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # any other value needs a GPU
     planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # if ranks differ, keep the lowest rank's values
     dcp.save(tensors, storage_writer=writer, planner=planner, process_group=peers.group, no_dist=peers.size == 1)
     return peers.together(what, _write_meta, meta, folder, peers)
@@ -207,21 +207,21 @@ def _commit(
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 def checked(path: Path, peers: RankGroup) -> Path:
-    """Return the valid checkpoint at a path, or the newest valid one in it; warn of damaged newer ones."""
+    """Return the valid checkpoint at a path, or the newest valid one in this folder; warn of newer damaged ones."""
     folder, problems = find_valid(path, peers)
     warn_of_skipped(problems, folder)
     return folder
 
 
 def warn_of_skipped(problems: list[str], loaded: Path) -> None:
-    """Warn of checkpoints that were skipped, with their problems."""
+    """Warn that checkpoints were skipped, and list their problems; do nothing without problems."""
     if problems:
         kind = "checkpoints" if all(problem.endswith(NOT_FINITE) for problem in problems) else "damaged checkpoints"
         rank_zero_warn(f"{kind} were skipped, and {loaded} is loaded: {'; '.join(problems)}.")
 
 
 def read_tensors(folder: Path, below: str = "", select: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
-    """Read entries of `.distcp` files to the CPU, if a name begins with `below` and `select(name)` is True.
+    """Read entries of `.distcp` files to the CPU, if their name begins with `below` and `select` accepts it.
 
     Raises:
         FileNotFoundError, ValueError: if files are missing or cannot be read.
@@ -240,14 +240,14 @@ def read_tensors(folder: Path, below: str = "", select: Callable[[str], bool] = 
 
 
 def _nested(flat: dict[tuple[Any, ...], Any]) -> Any:
-    """Turn {path: value} into nested mappings, and into lists where all keys are numbers."""
+    """Turn {path: value} into nested mappings; a mapping in which all keys are numbers becomes a list."""
     if () in flat:
         return flat[()]
     groups: dict[Any, dict[tuple[Any, ...], Any]] = {}
     for path, value in flat.items():
         groups.setdefault(path[0], {})[path[1:]] = value
     nested = {key: _nested(group) for key, group in groups.items()}
-    # only lists have numbers as keys, because optimizer states have names (`to_names`)
+    # only lists have numbers as keys, because optimizer states are stored by parameter names (`to_names`)
     return [nested[i] for i in sorted(nested)] if nested and all(isinstance(k, int) for k in nested) else nested
 
 
@@ -311,7 +311,7 @@ def _model_and_optimizers(tensors: dict[str, Any], folder: Path) -> dict[str, An
 def load_sharded(folder: Path, module: nn.Module, optimizers: list[Any], strict: bool = True) -> dict[str, Any]:
     """Load a folder into a module with sharded parameters and its optimizers; every rank must call this.
 
-    Lightning's strategy would let torch unpickle the folder.
+    This replaces the loading of Lightning's strategy, which would let torch unpickle the folder.
 
     Returns:
         Lightning's checkpoint without the tensors of module and optimizers.
@@ -332,7 +332,7 @@ def load_sharded(folder: Path, module: nn.Module, optimizers: list[Any], strict:
 
 
 def load_whole_states(module: nn.Module, optimizers: list[Any], states: list[dict[str, Any]]) -> None:
-    """Load optimizer states of a one-file checkpoint into optimizers of sharded parameters; every rank must call this.
+    """Load a one-file checkpoint's optimizer states into optimizers of sharded parameters; every rank must call this.
 
     The states number the parameters of all groups in order, as torch's optimizers do. Lightning would interpret these
     numbers as positions in `module.parameters()`.
@@ -363,7 +363,7 @@ def load_whole_states(module: nn.Module, optimizers: list[Any], states: list[dic
 def load_folder_with(
     strategy: ModelParallelStrategy, find: Callable[[Path], Path], checkpoint_path: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """Load a file as ModelParallelStrategy does; load a folder, which `find` checks, without unpickling it."""
+    """Load a file as ModelParallelStrategy does, or a folder, which `find` checks and which is not unpickled."""
     check_input(checkpoint_path)
     if not Path(checkpoint_path).is_dir():
         return type(strategy).load_checkpoint(strategy, checkpoint_path, *args, **kwargs)

@@ -28,7 +28,7 @@ NOT_FINITE = "holds parameters that are not finite (NaN or infinity)"
 
 
 def name_of(step: int) -> str:
-    """Return the folder name of the checkpoint at a step."""
+    """Return the name of the folder for the checkpoint of step `step`."""
     return f"step-{step:08d}"
 
 
@@ -87,7 +87,7 @@ class SavedFolder:
         return cls(path, int(named[1]) if named else 0, written, broken=broken)
 
     def quick_damage(self) -> str | None:
-        """Return a description of the first missing file or wrong size; None if names and sizes are right."""
+        """Return a description of the first file that is missing or has a wrong size; None if there is none."""
         if self.broken:
             return self.broken
         for name, entry in self.files.items():
@@ -99,7 +99,7 @@ class SavedFolder:
         return None
 
     def damage(self, peers: RankGroup) -> str | None:
-        """Return a description of damage, or None; each rank checks some files, and every rank must call this."""
+        """Return a description of the damage, or None. Every rank must call this, and checks a part of the files."""
         return next((problem for problem in peers.gather(self._damage(peers)) if problem), None)
 
     def _damage(self, peers: RankGroup) -> str | None:
@@ -114,7 +114,7 @@ class SavedFolder:
 
 
 def _check(manifest: dict[str, Any]) -> None:
-    """Raise ValueError if a value has another type than `commit` writes."""
+    """Raise ValueError if a manifest has a value that `commit` would not write, such as one of a wrong type."""
     for name in ("step", "written"):
         if type(manifest[name]) is not int:
             raise ValueError(f"{name} is {manifest[name]!r:.60}, not a number")
@@ -138,7 +138,7 @@ def listed(folder: Path) -> list[SavedFolder]:
 
 
 def newest_valid(folder: Path, peers: RankGroup) -> tuple[SavedFolder | None, list[str]]:
-    """Return, on all ranks, the newest undamaged checkpoint with finite parameters, and the problems of newer ones."""
+    """On all ranks, return the newest undamaged checkpoint with finite parameters, and the problems of newer ones."""
     problems = []
     for saved in peers.gather(listed(folder) if peers.rank == 0 else None)[0] or []:
         problem = saved.damage(peers) or (None if saved.finite else f"{saved.path} {NOT_FINITE}")
@@ -157,8 +157,8 @@ def is_checkpoint(path: Path) -> bool:
 def find_valid(path: Path, peers: RankGroup) -> tuple[Path, list[str]]:
     """Return the checkpoint to load from a path, and the problems of newer checkpoints; every rank must call this.
 
-    If the path is one checkpoint, return the path. The checkpoint must be valid, unless another program wrote it
-    without a manifest. If the path is a folder of several checkpoints, return the newest valid one.
+    If the path is one checkpoint, return the path. The checkpoint must be valid, but is not checked if another program
+    wrote it without a manifest. If the path is a folder of several checkpoints, return the newest valid one.
 
     Raises:
         FileNotFoundError: for a folder without a checkpoint.
@@ -182,7 +182,7 @@ def find_valid(path: Path, peers: RankGroup) -> tuple[Path, list[str]]:
 
 
 def none_valid(folder: Path, problems: list[str]) -> str:
-    """Return the error message for a folder in which every checkpoint is damaged or not finite."""
+    """Return the error message for a folder in which every checkpoint is damaged or contains NaN or infinity."""
     kind, remedy = "whole", "Restore the files, or take"
     if any(problem.endswith(NOT_FINITE) for problem in problems):
         kind, remedy = "whole and finite", "A ckpt_path that names one of them loads it nevertheless; or take"
@@ -224,10 +224,10 @@ def prune(folder: Path, keep: int) -> None:
     complete = 0
     for i, saved in enumerate(listed(folder)):
         if complete >= keep or (i > 0 and not saved.finite):
-            removed = _aside(saved.path, "removed")  # a half removed one would look damaged
+            removed = _aside(saved.path, "removed")  # a half removed checkpoint would look damaged under its own name
             with contextlib.suppress(OSError):
                 remove(removed)
-                saved.path.rename(removed)  # for a link: the link, not its target
+                saved.path.rename(removed)  # renames a link itself, not its target
                 remove(removed)
         complete += saved.finite and saved.quick_damage() is None
 
@@ -241,7 +241,7 @@ def remove(path: Path) -> None:
 
 
 def clean(folder: Path) -> list[str]:
-    """Remove the half written and half removed checkpoints of a killed job, and restore one that it was replacing.
+    """Remove what a killed job half wrote or half removed, and restore a checkpoint that it was replacing.
 
     Return the names of the half written checkpoints.
     """

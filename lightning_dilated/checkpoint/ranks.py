@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from lightning_dilated._compat.torch import default_store
 
 T = TypeVar("T")
-#: seconds between two checks whether another rank has failed
+#: seconds between two checks for a failure of another rank
 POLL = 1.0
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """A group of `size` ranks, and this process's `rank`; `group` None: the default process group, or a single rank."""
+    """A group of `size` ranks with this process as `rank`; `group` is None for the default group or a single rank."""
 
     rank: int = 0
     size: int = 1
@@ -42,7 +42,7 @@ class RankGroup:
         return any(self.gather(value))
 
     def together(self, what: str, call: Callable[..., T], *args: Any) -> T:
-        """Return `call(*args)`; if it fails on any rank, raise OSError on all, with `what`, ranks and reasons."""
+        """Return `call(*args)`. If it fails on any rank, raise OSError on all, naming `what`, the ranks and reasons."""
         value, error, local_reason = None, None, None
         try:
             value = call(*args)
@@ -58,7 +58,7 @@ class RankGroup:
         return value  # type: ignore[return-value]
 
     def watched(self, what: str, call: Callable[..., object], *args: Any) -> None:
-        """Run, on every rank, a call in which ranks wait for each other; if only one rank fails, all ranks raise.
+        """Run a call in which ranks wait for each other; if any rank fails, all raise. Every rank must call this.
 
         Raises:
             OSError: an error that `call` raised on all ranks (`known_to_all`), or on one rank only. In the second case
@@ -102,14 +102,14 @@ def _run(
         call()
         ended.append(None)
     except BaseException as raised:
-        ended.append(raised)  # before using the store: a lost store must not hide the error
+        ended.append(raised)  # append before the store is used, because a lost store must not hide the error
         if not known_to_all(raised):
             with suppress(RuntimeError):
                 store.set("failed", f"rank {rank}: {reason(raised)}")
 
 
 def failure(text: str, known_to_all: bool = True) -> OSError:
-    """Return an error of a checkpoint; not `known_to_all`: only this rank has it, and others may wait in the group."""
+    """Return a checkpoint's error. If it is not `known_to_all`, the other ranks may still wait in the group."""
     error = OSError(text)
     error.known_to_all = known_to_all  # type: ignore[attr-defined]
     return error
@@ -125,7 +125,7 @@ _calls: Counter[str] = Counter()
 
 
 def reason(error: BaseException) -> str:
-    """Return an error's reason in one line; if torch.distributed.checkpoint gathered failures, each rank's reason."""
+    """Return an error's reason in one line, or each rank's reason if the error contains failures of several ranks."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
         return "; ".join(f"rank {rank}: {reason(failure)}" for rank, (failure, _) in sorted(failures.items()))

@@ -40,7 +40,7 @@ def load_file(source: str | Path | IO[bytes], mapped: bool = False, map_location
 
     Args:
         source: a path, or an open file.
-        mapped: if `source` is a path, map the tensors into memory, so that they are read when they are used.
+        mapped: map a path's tensors into memory, so that they are read from disk only when they are used.
         map_location: as in torch.load.
 
     Raises:
@@ -106,7 +106,7 @@ def _check_archive(source: Any) -> int:
 def check_sizes(stored: Any, size: int) -> None:
     """Raise ValueError if a tensor among nested values has more bytes than its file, which has `size` bytes.
 
-    A stored tensor may be a view that expands one value to 10^12 rows; operations on it would allocate that memory.
+    A stored tensor may be a view that expands one value to 10^12 rows, and operations on it would then need the memory.
     """
     todo, visited = [("it", stored)], set()
     while todo:
@@ -122,9 +122,9 @@ def check_sizes(stored: Any, size: int) -> None:
 
 
 METADATA = ".metadata"
-#: torch's warning if one rank reads alone, as these readers do on purpose
+#: the warning that torch prints if one rank reads alone, as these readers do on purpose
 ALONE = "torch.distributed is disabled, unavailable or uninitialized"
-#: maximum number of elements in a byte: a 4-bit optimizer state is stored with the dtype that it represents
+#: maximum number of elements in a byte of a file: for a 4-bit state, the file declares the dtype that it represents
 DENSEST = 2
 #: torch's classes for the records of a `.metadata` file
 _RECORDS = (
@@ -188,7 +188,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _checked(stored: Any, folder: Path) -> Metadata:
-    """Return copies of the records, made from plain values that agree with each other and with the files."""
+    """Return copies of the records, made of plain values, after checking these against each other and the files."""
     if not isinstance(stored, Metadata):
         raise ValueError(f"it holds {type(stored).__name__}, not the metadata of a checkpoint")
     entries = _entries(dict(stored.storage_data), folder)
@@ -204,7 +204,7 @@ def _checked(stored: Any, folder: Path) -> Metadata:
 
 
 def _entries(stored: dict[Any, Any], folder: Path) -> dict[MetadataIndex, StorageInfo]:
-    """Return {index: StorageInfo} of all tensor parts and values; each must be inside a regular file of the folder."""
+    """Return {index: StorageInfo} of all tensor parts and other values, after checking that each is inside a file."""
     sizes: dict[str, int] = {}
     entries, listed = {}, 0
     for index, info in stored.items():
@@ -226,7 +226,7 @@ def _entries(stored: dict[Any, Any], folder: Path) -> dict[MetadataIndex, Storag
 
 
 def _file_size(folder: Path, name: str) -> int:
-    """Return the number of bytes of a file; refuse names that contain a folder, and names of pipes and devices."""
+    """Return a file's number of bytes; refuse a name with a folder in it, and anything that is no regular file."""
     if PurePosixPath(name).name != name or PureWindowsPath(name).name != name:
         raise ValueError(f"it names the file {name!r}, which is not in this folder")
     path = folder / name
@@ -238,7 +238,7 @@ def _file_size(folder: Path, name: str) -> int:
 
 
 def _described(key: Any, about: Any, entries: dict[MetadataIndex, StorageInfo]) -> Any:
-    """Return the record of a tensor or another value; refuse a part that declares more elements than the files hold."""
+    """Return the record of a tensor or another value; refuse a part with more elements than the files can hold."""
     if isinstance(about, kinds.BytesStorageMetadata):
         return kinds.BytesStorageMetadata()
     if not isinstance(about, TensorStorageMetadata) or not isinstance(about.properties.dtype, torch.dtype):
@@ -299,7 +299,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """A variant of torch's planner that reads entries other than tensors with `weights_only=True`, too."""
+    """A variant of torch's planner that reads all entries with `weights_only=True`, not only tensors."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         """Read a value, and store it under its name."""

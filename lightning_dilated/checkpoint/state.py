@@ -21,7 +21,7 @@ from lightning_dilated._validation import check_input
 
 
 def trainer_state(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return Lightning's checkpoint as (tensors, everything else), without copying the tensors.
+    """Return two parts of Lightning's checkpoint, the tensors and everything else, without copying the tensors.
 
     A strategy with outer steps adds their state and, under "regions", this region's own parameters and optimizers.
     """
@@ -40,17 +40,17 @@ def trainer_state(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 # -- optimizer states --------------------------------------------------------------------------------------------------
-# torch's get_optimizer_state_dict also returns names, and `load_sharded` uses it. It is not used here, because it would
-# take an optimizer step if there is no state yet, and raise for parameters that the module does not have.
+# torch's get_optimizer_state_dict, which `load_sharded` uses, also returns names. It is not used here, because it would
+# take an optimizer step if there is no state yet, and raise an error for parameters that the module does not have.
 def to_names(state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
-    """Replace numbers of parameters by names in an optimizer's state dict, if it has numbers."""
+    """Return an optimizer's state dict in which names of parameters replace their numbers; existing names stay."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = {id(p): name for name, p in module.named_parameters()}
     return renamed(state, {i: names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)})
 
 
 def to_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """Undo `to_names`: number the parameters of all groups in order."""
+    """Undo `to_names`: replace names of parameters by numbers, which count the parameters of all groups in order."""
     order = [name for group in state["param_groups"] for name in group["params"]]
     return renamed({"state": {}, **state}, {name: i for i, name in enumerate(order)})
 
@@ -66,7 +66,7 @@ def renamed(state: dict[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
 # -- torchao's optimizer states of 4 or 8 bits, tensors made of other tensors ------------------------------------------
 #: {class of torchao's low-bit states: its module}
 LOW_BIT = {f"OptimState{x}": f"torchao.optim.subclass_{x.lower()}" for x in ("4bit", "8bit", "Fp8")}
-#: the key in files for those attributes of a state that are not tensors; files of 0.2.0 and earlier use the old key
+#: the key in files for a state's attributes other than tensors; files of 0.2.0 and earlier use the old key
 _ATTRIBUTES, _OLD_ATTRIBUTES = "attributes", "told"
 
 
@@ -98,7 +98,7 @@ def unflatten_low_bit(value: Any) -> Any:
 
 
 def read_to_host(io: Any) -> None:
-    """Make Lightning's own CheckpointIO load to the host and run no code of a file; do not change other CheckpointIOs.
+    """Make Lightning's own CheckpointIO load to the host and run no code of a file; leave other classes as they are.
 
     Lightning passes a function as map_location, with which torch cannot read low-bit states. By default, Lightning
     reads a checkpoint from a URL with weights_only=False.
@@ -108,7 +108,7 @@ def read_to_host(io: Any) -> None:
 
 
 def _read_safely(io: Any, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """Load to the host as `TorchCheckpointIO.load_checkpoint` does, safely unless the caller sets weights_only=False.
+    """Call `TorchCheckpointIO.load_checkpoint` to load to the host; weights_only is True unless the caller sets False.
 
     Raises: ValueError for a fifo or device, which would block, and for a URL of a store that is not in `STORES`.
     """
@@ -123,7 +123,7 @@ def low_bit_name(optimizer: Any) -> str | None:
 
 
 def refuse_one_file(optimizers: Iterable[Any], why: str) -> None:
-    """Raise ValueError for sharded low-bit states: torch cannot gather them into one file, or shard them from one file.
+    """Raise ValueError for sharded low-bit states, as torch cannot gather them into one file or shard them from one.
 
     The message begins with `why`, the reason why the states would be in one file.
     """
@@ -148,19 +148,19 @@ def refuse_replicated_low_bit(names: Iterable[str], folder: Any) -> None:
 
 # -- staging -----------------------------------------------------------------------------------------------------------
 class HostStager:
-    """Copies state to host buffers that are reused from one checkpoint to the next; buffers for a GPU are pinned.
+    """Copies state to host buffers, which later checkpoints use again; buffers for tensors of a GPU are pinned.
 
-    torch.distributed.checkpoint's DefaultStager and async_save (torch 2.13) are not used. The stager raises for
-    torchao's low-bit states, and copies the whole storage of a view. Python joins async_save's thread at exit, so a
-    rank with dead peers would not end. This thread also ends after dcp.save, although all ranks must then write
-    checksums and the manifest and rename the folder.
+    torch.distributed.checkpoint's DefaultStager and async_save (torch 2.13) are not used. The stager raises an error
+    for torchao's low-bit states, and copies the whole storage of a view. At exit Python waits for async_save's thread,
+    so a rank with dead peers would not end. And this thread ends after dcp.save, before ranks have written checksums
+    and the manifest, and have renamed the folder.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def stage(self, value: Any, skip: set[str] = frozenset(), name: str = "") -> Any:  # type: ignore[assignment]
-        """Return a copy of a nested value without the replicated tensors that `skip` names (see `replicated_sizes`)."""
+        """Return a copy of a nested value without the replicated tensors in `skip`, named as in `replicated_sizes`."""
         if isinstance(value, Mapping):
             named = {k: (f"{name}.{k}", v) for k, v in value.items()}
             return {k: self.stage(v, skip, n) for k, (n, v) in named.items() if not (is_replicated(v) and n in skip)}
@@ -199,7 +199,7 @@ def replicated_sizes(value: Any, name: str = "") -> dict[str, int]:
 
 
 def replication_digest(sizes: dict[str, int], state: Any) -> str | None:
-    """Return a digest that is equal on ranks with the same unsharded tensors; None on a rank with shards."""
+    """Return a digest of the names and sizes of a rank's unsharded tensors; None on a rank with sharded tensors."""
     return None if is_sharded(state) else hashlib.blake2b(repr(sorted(sizes.items())).encode()).hexdigest()
 
 
@@ -223,7 +223,7 @@ def plain_tensors(named: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
 
 
 def bits_by_name(state: Any, names: set[str]) -> dict[str, int]:
-    """Return {name: `bits`} of tensors in nested mappings if `names` contains the name, as in `replicated_sizes`."""
+    """Return {name: `bits`} of the tensors in nested mappings that `names` contains, named as in `replicated_sizes`."""
     chosen = plain_tensors((name, x) for name, x in _flat(state) if name in names)
     sums = [bits(x) for x in chosen.values()]
     device = max((x.device for x in sums), key=lambda device: device.type != "cpu", default=None)
@@ -241,7 +241,7 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def unlike_replicas(every: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> str:
-    """Return an error message that names the tensors and ranks of the job that differ; `every`: each rank's `bits`."""
+    """Return an error message that names the tensors and ranks that differ; `every` is each rank's `bits_by_name`."""
     names = [name for name in every[0] if len({x.get(name) for x in every}) > 1]
     usual = max(every, key=every.count)
     odd = [rank for rank, x in zip(ranks, every, strict=True) if x != usual]
@@ -269,9 +269,9 @@ def equal_names(sizes: dict[str, int], module: nn.Module) -> set[str]:
 
 
 def assign_writers(sizes: dict[str, int], ranks: int, module: nn.Module) -> list[set[str]]:
-    """Return the names that each rank writes. Each tensor, the largest first, goes to the rank with the fewest bytes.
+    """Return the names that each rank writes: tensors, the largest first, are given to the rank with the fewest bytes.
 
-    Only tensors that are equal on all ranks (`equal_names`) are distributed; rank 0 writes others, such as statistics.
+    This holds for tensors that are equal on all ranks (`equal_names`); rank 0 writes others, such as statistics.
     """
     equal = equal_names(sizes, module)
     names, loads = [set() for _ in range(ranks)], [0] * ranks
@@ -309,5 +309,5 @@ def are_finite(state: Mapping[str, Any], names: Iterable[str]) -> bool:
     values = (state.get(name) for name in names)
     local = (value.to_local() if isinstance(value, DTensor) else value for value in values)
     numbers = (x for x in local if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()))
-    # in chunks, because the results of isfinite need memory, too
+    # in chunks, because the result of isfinite also needs memory
     return all(bool(chunk.isfinite().all()) for x in numbers for chunk in x.detach().flatten().split(1 << 22))

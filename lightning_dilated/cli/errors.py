@@ -1,4 +1,4 @@
-"""Errors of the command line, printed as one line, or with a traceback if LIGHTNING_DILATED_TRACEBACK is set."""
+"""Errors of the command line: printed in one line, or with a traceback if LIGHTNING_DILATED_TRACEBACK is set."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_device(name: str) -> None:
 
 
 def summarize_error(message: str) -> str:
-    """Shorten the parser's nested report, which lists every type that it tried, to the lines with the error."""
+    """Reduce the parser's nested report, which lists every type that was tried, to the lines with the error."""
     noise = ("Given value type", "Given value: Namespace", "Given value: NestedArg", "Subtypes:", "Errors:")
     noise += ("- Expected a <class 'NoneType'>", "Does not validate against any")
     lines = [line.strip() for line in message.splitlines()]

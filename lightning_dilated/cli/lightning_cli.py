@@ -35,7 +35,7 @@ CKPT_WORDS = ("best", "last", "hpc", "registry")
 
 
 def with_checkpoint(argv: list[str]) -> list[str]:
-    """Order the arguments by priority: recipes, the checkpoint's model settings, then other options, which win."""
+    """Order the arguments so that later ones override earlier ones: recipes, checkpoint's model settings, options."""
     listed, values, class_name = options(argv), settings(argv), chosen_classes(argv)["model"]
     path = dict(values).get(("ckpt_path",))
     is_folder = bool(path) and Path(path).is_dir()
@@ -79,7 +79,7 @@ def import_public_classes() -> None:
 class DilatedCLI(LightningCLI):
     """LightningCLI with any DilatedModule as model and any LightningDataModule as data, both by `class_path`.
 
-    The optimizer is in `model.init_args.optimizer`: a top-level one would refer to parameters that are replaced later.
+    The optimizer is set in `model.init_args.optimizer`; a top-level one would get parameters that are replaced later.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -99,7 +99,7 @@ class DilatedCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Set the default data: Python's source code."""
-        if not dict(settings(sys.argv[1:])).get(("data",)):  # otherwise another class would get these defaults
+        if not dict(settings(sys.argv[1:])).get(("data",)):  # else the class that is named would get these defaults
             parser.set_defaults({"data": {"class_path": "lightning_dilated.data.ByteDataModule"}})
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -120,7 +120,7 @@ class DilatedCLI(LightningCLI):
         """Do nothing, because `parse_arguments` has already read the checkpoint."""
 
     def before_instantiate_classes(self) -> None:
-        """Set the model's `max_seq_len` to the data's length if the recipe does not set it; see `with_length`."""
+        """Set the model's `max_seq_len` to the data's sequence length if no recipe sets it; see `with_length`."""
         config = self.config.get(str(self.subcommand), self.config)
         model, data = config.model, config.data.get("init_args") or {}
         with contextlib.suppress(ValueError):  # the parser will report a class that cannot be imported
@@ -138,7 +138,7 @@ class DilatedCLI(LightningCLI):
     def check_data(self) -> None:
         """Run the data's own checks, and refuse ByteDataModule for a model that takes other inputs.
 
-        Except in fit, data uses the label classes that the checkpoint was trained on, because it may lack some of them.
+        Except in fit, the data takes the label classes from the checkpoint, because it may lack some of them.
         """
         dims = getattr(self.model.sequence_spec, "dims", None)  # None if the spec is missing
         is_text = type(self.datamodule) is ByteDataModule  # subclasses may have other batches
@@ -159,7 +159,7 @@ class DilatedCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Make the trainer, with this package's model table and progress bar instead of Lightning's.
 
-        Unless the recipe has them, add a writer of predictions for `predict`, and intervals for `test` of a classifier.
+        Add PredictionWriter for `predict`, and BootstrapIntervals for `test` of a classifier, if the recipe has none.
         """
         trainer = super().instantiate_trainer(**kwargs)
         config = self.config.get(str(self.subcommand), self.config)  # without subcommands, the whole config
@@ -176,7 +176,7 @@ class DilatedCLI(LightningCLI):
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the command; report an error before the first step in one line, as a wrong setting."""
+        """Run the command; print an error before the first step in one line, as for a wrong setting."""
         path = self.config[subcommand].get("ckpt_path")
         resumed = bool(path) and Path(path).is_file()
         steps_before = read_checkpoint(path).get("global_step", 0) if resumed else 0
@@ -202,7 +202,7 @@ class DilatedCLI(LightningCLI):
 
 
 def run_recipe(ckpt_path: Any) -> Path | None:
-    """Return the config.yaml of a checkpoint's run: next to the file, or up to two folders above; else None."""
+    """Return the config.yaml of a checkpoint's run, in the file's folder or up to two folders above; else None."""
     folders = list(Path(str(ckpt_path)).parents)[:3] if ckpt_path and Path(str(ckpt_path)).is_file() else []
     return next((folder / "config.yaml" for folder in folders if (folder / "config.yaml").is_file()), None)
 

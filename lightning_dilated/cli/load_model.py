@@ -1,4 +1,4 @@
-"""Checkpoints for the commands: read a file without running its code, and make the file's model."""
+"""Checkpoints for the commands: read a file without running its code, and make the model in the file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def stored_class(stored: dict[str, Any]) -> str:
-    """Return the dotted name of the model's class in a checkpoint; LongNetLM if an old checkpoint has no name."""
+    """Return the dotted name of a checkpoint's model class; LongNetLM if the checkpoint is so old that it has none."""
     named = stored_hparams(stored).get("_class_path") or stored.get("class_path")
     return current_class_path(str(named or "lightning_dilated.LongNetLM"))
 
@@ -55,7 +55,7 @@ def checkpoint_settings(path: str, class_name: str | None, set_here: set[str]) -
     Args:
         path: a .ckpt file.
         class_name: the model's class in recipes and options; None: the checkpoint's class.
-        set_here: model arguments that recipes and options set; the checkpoint's values of these need not be plain.
+        set_here: model arguments that recipes and options set; the checkpoint's values for them may be of any kind.
     """
     stored = read_checkpoint(path)
     named = stored_class(stored)
@@ -118,7 +118,7 @@ def load_any(path: str | Path, tile: int | None = None) -> DilatedModule:
         tile: the tile of a HFCausalLM's loss, if the decoder supports tiles.
 
     Raises:
-        FileNotFoundError, ValueError: as in `load_module`; for folders without config.json, adapters without a model.
+        FileNotFoundError, ValueError: as in `load_module`; for a folder without config.json; if adapters lack a model.
         ModuleNotFoundError: for a folder of transformers if the library is not installed.
     """
     folder = Path(path)

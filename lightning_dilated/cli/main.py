@@ -24,7 +24,7 @@ NOISE = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # about Lightning's own code
     "Starting from v1.9.0, `tensorboardX` has been removed",  # about the default logger, which config.yaml names
 )
-#: about the record of best checkpoints, which only fit continues
+#: a warning about the record of the best checkpoints, which matters only in fit
 NOISE_UNLESS_FIT = "The dirpath has changed from"
 
 HELP = f"""usage: {PROG} COMMAND [--config RECIPE.yaml] [--KEY VALUE ...]
@@ -60,7 +60,7 @@ LIGHTNING_DILATED_TRACEBACK=1 an error shows where it was noticed.
 
 
 def quiet(command: str) -> None:
-    """Hide messages of libraries that appear at every start, and that users can do nothing about."""
+    """Hide messages of libraries that appear at every start and that users cannot change."""
     for message in NOISE if command == "fit" else (*NOISE, NOISE_UNLESS_FIT):
         warnings.filterwarnings("ignore", message=message)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):

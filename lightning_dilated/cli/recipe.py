@@ -21,7 +21,7 @@ def recipe_folders() -> list[Path]:
 
 
 def find_recipe(name: str) -> str:
-    """Return the path of a config: `name` if this file exists, else the package's recipe with this name."""
+    """Return the path of a config, which is the file `name` if it exists, else the package's recipe of this name."""
     if Path(name).is_file():
         return name
     in_package = Path(name).parent in (Path("."), Path("recipes"))  # a path in any other folder is taken literally
@@ -34,7 +34,7 @@ def find_recipe(name: str) -> str:
 
 
 def with_recipes(argv: list[str]) -> list[str]:
-    """Replace the name after each --config by the path of the file."""
+    """Replace the recipe's name after each --config by the path of the recipe."""
     words = list(argv)
     for i, word in enumerate(words):
         if word in ("--config", "-c") and i + 1 < len(words):
@@ -45,7 +45,7 @@ def with_recipes(argv: list[str]) -> list[str]:
 
 
 def class_of(path: Path, class_path: Any, package: str) -> Any:
-    """Import the class of a class_path; a name without a module is a name in `package`."""
+    """Import the class of a class_path; a class_path without a module is a name in `package`."""
     name = str(class_path)
     try:
         return pkgutil.resolve_name(name if "." in name else f"{package}.{name}")
@@ -56,7 +56,7 @@ def class_of(path: Path, class_path: Any, package: str) -> Any:
 def with_length(cls: Any, arguments: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
     """Set `max_seq_len` in a model's arguments to the data's N, if it is unset and the rotary bases depend on it."""
     known = isinstance(cls, type) and issubclass(cls, DilatedModule) and cls.length_from_data
-    # ask the parser, as in `fit`: it follows **options, and leaves out arguments that the class sets itself
+    # the parser, which `fit` also uses, follows **options and leaves out arguments that the class sets itself
     takes = known and "max_seq_len" in ArgumentParser().add_class_arguments(cls, fail_untyped=False)
     base = arguments.get("rotary_base")
     follows = base is None or "length" in (base if isinstance(base, list) else [base])

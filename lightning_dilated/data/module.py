@@ -26,7 +26,7 @@ from lightning_dilated.data.packing import ALONG, PackedSamples, PackingSampler,
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 
 SPLITS = ("train", "val", "test")
-#: default share of the data for validation, and for test
+#: default share of the data for validation; the default share for test is the same
 SHARE = 0.05
 
 
@@ -38,9 +38,9 @@ class SplitDataModule(pl.LightningDataModule):
     (`balanced_classes`).
 
     Args:
-        batch_size: B, samples of a batch on each device.
+        batch_size: B, the number of samples in a batch on each device.
         seed: seed of the training order.
-        num_workers: processes that load batches; 0 loads in the main process.
+        num_workers: number of processes that load batches; 0 loads in the main process.
         pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
         pack_tokens: the most tokens of a batch on each device. Instead of `batch_size` padded rows, a batch is one row of
             D samples in the order of the epoch, with their bounds `cu_seqlens` (D + 1,) int32 on the CPU. Entries with
@@ -51,20 +51,20 @@ class SplitDataModule(pl.LightningDataModule):
 
     #: the function that makes a batch from samples; None: torch's default
     collate: Callable[[list[Any]], Any] | None = None
-    #: entries with one value for each token, which packs concatenate; other entries have one value for each sample
+    #: names of entries with a value for each token, which packs concatenate; others have one value for each sample
     along: tuple[str, ...] = ALONG
     #: whether each epoch shuffles the training samples
     shuffles = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Raise TypeError for removed arguments, with their replacements."""
+        """Raise TypeError for an argument that was removed; the error names its replacement."""
         for message in filter(None, map(removed, kwargs)):
             raise TypeError(message)
         return super().__new__(cls)
 
     @restricted_classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as Lightning does, but pass the file's hyperparameters to the constructor without a parser.
+        """Load as Lightning does, but pass the file's hyperparameters directly to the constructor, not to a parser.
 
         Raises: ValueError for a fifo or device, and for a URL that `check_address` refuses.
         """
@@ -90,7 +90,7 @@ class SplitDataModule(pl.LightningDataModule):
         self.seed = integer(seed, "data.seed", 0)
         self.num_workers = integer(num_workers, "data.num_workers", 0)
         self.pin_memory = None if pin_memory is None else flag(pin_memory, "data.pin_memory")
-        # no sample is used twice, so a rank may get no sample from a short validation split
+        # a rank may get no sample of a short validation split, because no sample is used twice
         self.allow_zero_length_dataloader_with_multiple_devices = True
         #: the object that opens files by path or URL
         self.opener = FileOpener()
@@ -99,7 +99,7 @@ class SplitDataModule(pl.LightningDataModule):
 
     # -- defined by subclasses ------------------------------------------------------------------------------------------
     def check(self) -> None:
-        """Check the data on disk, once; raise OSError or ValueError with the problem and a remedy."""
+        """Check the data on disk, once for each run; raise OSError or ValueError with the problem and a remedy."""
         raise TypeError(f"{type(self).__name__} must define check(), which looks at its files.")
 
     def dataset(self, split: str) -> Dataset:
@@ -107,7 +107,7 @@ class SplitDataModule(pl.LightningDataModule):
         raise TypeError(f"{type(self).__name__} must define dataset(split).")
 
     def wanted(self, split: str) -> str | None:
-        """Return None if the settings request a split, else a description of the setting that leaves it out."""
+        """Return None if the settings include the split, else a description of the setting that leaves it out."""
         return None
 
     def balanced_classes(self) -> list[int] | None:
@@ -148,8 +148,8 @@ class SplitDataModule(pl.LightningDataModule):
         if isinstance(sampler, PackingSampler):
             self._check_packs(sampler)
             sampler.after_set_epoch = loader.tell_length
-        # Lightning does not restore loaders if the checkpoint ends an epoch, or if configure_optimizers read
-        # trainer.estimated_stepping_batches
+        # needed because Lightning does not restore loaders if the checkpoint is from the end of an epoch, or if
+        # configure_optimizers read trainer.estimated_stepping_batches
         if self._resume_state is not None:
             loader.load_state_dict(self._resume_state)
             self._resume_state = None
@@ -157,15 +157,15 @@ class SplitDataModule(pl.LightningDataModule):
         return loader
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
-        """Return a loader of the validation split in order, or [] if there is no such split."""
+        """Return a loader of the validation split in the dataset's order, or [] if there is no such split."""
         return self._eval_loader("val")
 
     def test_dataloader(self) -> DataLoader | list[DataLoader]:
-        """Return a loader of the test split in order, or [] if there is no such split."""
+        """Return a loader of the test split in the dataset's order, or [] if there is no such split."""
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> DataLoader | list[DataLoader]:
-        """Return a loader of `predict_dataset` in order, or [] if there is no test split."""
+        """Return a loader of `predict_dataset` in the dataset's order, or [] if there is no test split."""
         return self._eval_loader("test", self.predict_dataset)
 
     def predict_dataset(self) -> Dataset:
@@ -182,7 +182,7 @@ class SplitDataModule(pl.LightningDataModule):
         if self.trainer is None:
             self._resume_state = state
         elif self.trainer.state.fn == TrainerFn.FITTING:
-            # a module may request the loader in configure_optimizers, before some strategies restore the data state
+            # the loader exists if a module requested it in configure_optimizers, which may run before this method
             if state is not None and self._train_loader is not None:
                 self._train_loader.load_state_dict(state)
             else:
@@ -206,14 +206,14 @@ class SplitDataModule(pl.LightningDataModule):
             raise ValueError(f"there is no train split to fit on: {missing}")
 
     def _sampled(self, dataset: Dataset, rank: int, replicas: int, **order: Any) -> tuple[Dataset, ResumableSampler]:
-        """Return the dataset, packed if requested, and this rank's sampler over it."""
+        """Return the dataset, packed if `pack_tokens` is set, and this rank's sampler over it."""
         if self.pack_tokens is None:
             return dataset, ResumableSampler(dataset, replicas, rank, **order)
         packed = PackedSamples(dataset, self.pack_tokens, self.along)
         return packed, PackingSampler(packed, replicas, rank, **order)
 
     def _check_packs(self, sampler: PackingSampler) -> None:
-        """Raise ValueError for fewer packs than replicas; log the number of samples that are too long to pack."""
+        """Raise ValueError if there are fewer packs than replicas; log how many samples are too long to pack."""
         lengths, replicas = sampler.dataset.lengths, sampler.num_replicas
         if len(sampler) == 0:
             raise ValueError(
@@ -238,7 +238,7 @@ class SplitDataModule(pl.LightningDataModule):
         return self.trainer.strategy.root_device.type == "cuda"
 
     def _eval_loader(self, split: str, make: Callable[[], Dataset] | None = None) -> DataLoader | list[DataLoader]:
-        """Return a loader that yields a split, or the dataset `make()`, in order."""
+        """Return a loader that yields a split, or the dataset that `make` returns, in the dataset's order."""
         missing = self.wanted(split)
         if missing is not None:
             if self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING):
@@ -257,7 +257,7 @@ class SequenceDataModule(SplitDataModule):
 
     Args:
         seq_len: N, tokens of a sequence.
-        val_limit: the most sequences of the validation split; null for all.
+        val_limit: maximum number of sequences that validation uses; null: all.
         batch_size, seed, num_workers, pin_memory, pack_tokens: see `SplitDataModule`.
     """
 
@@ -284,7 +284,7 @@ class SequenceDataModule(SplitDataModule):
         self.val_limit = None if val_limit is None else integer(val_limit, "data.val_limit", 1)
 
     def limit(self, split: str) -> int | None:
-        """Return the most sequences of a split; None for all."""
+        """Return the maximum number of a split's sequences to use; None: use all."""
         return self.val_limit if split == "val" else None
 
     @property
@@ -295,7 +295,7 @@ class SequenceDataModule(SplitDataModule):
     def check_length(
         self, split: str, size: int, total: int, items: str, samples: Sized, change: str | None = None
     ) -> None:
-        """Raise ValueError if a split has no sample, because its `size` items (such as bytes) are too few."""
+        """Raise ValueError if a split with `size` items (such as bytes) is too small for a single sample."""
         if len(samples):
             return
         if change is None:
@@ -333,8 +333,8 @@ def split_fractions(
     """Return the shares of the "val" and "test" split.
 
     Args:
-        fractions: the user's `data.<split>_fraction` for each split. None means 0.05, or 0 if any split has separate
-            data, so that by default no training data is taken away.
+        fractions: the user's `data.<split>_fraction` for each split. None means 0.05; but if any split has separate
+            data, None means 0, so that all other data is for training.
         separate: for each split, whether it has separate data.
         option: the last part of the option for separate data, such as "paths" in `data.val_paths`.
         all_test: allow a test share of 1, which leaves no training data.
@@ -374,7 +374,7 @@ def split_bounds(total: int, shares: dict[str, float]) -> dict[str, tuple[int, i
 # A thread of the worker sends a batch. An error in this thread is only printed, and the training process would wait
 # forever. So the collate function detects entries that cannot be sent: its errors reach the training process.
 class SendableCollate:
-    """A collate function that makes its batches `sendable`; `collate` None: torch's default."""
+    """A collate function with `sendable` batches; it calls `collate`, or torch's default if `collate` is None."""
 
     def __init__(self, collate: Callable[[Any], Any] | None = None) -> None:
         self.collate = default_collate if collate is None else collate
@@ -396,7 +396,7 @@ def sendable(batch: Any) -> Any:
 
 
 def detached(batch: Any) -> Any:
-    """Return the batch with detached tensors; containers are copied only if a tensor in them has a gradient."""
+    """Return the batch with detached tensors; containers are copied only if a tensor in them requires a gradient."""
     if isinstance(batch, Tensor):
         return batch.detach() if batch.requires_grad else batch
     if isinstance(batch, Mapping):
@@ -421,7 +421,7 @@ def rebuilt(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
 
 
 class _WithoutArrays(pickle.Pickler):
-    """A pickler that skips tensors and plain arrays, because they are large and can always be sent."""
+    """A pickler that skips tensors and numeric arrays, which are large and can always be sent."""
 
     def persistent_id(self, x: Any) -> str | None:
         if isinstance(x, Tensor) and not x.is_leaf:

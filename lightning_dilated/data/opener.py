@@ -45,7 +45,7 @@ class FileOpener:
 
     @property
     def bytes_fetched(self) -> int:
-        """The number of bytes that this copy of the object has fetched from remote stores."""
+        """The number of bytes that this object, without its copies in workers, has fetched from remote stores."""
         return 0 if self._remote is None else self._remote.bytes_fetched
 
     def expand(self, url: str, suffixes: Sequence[str] | None, hint: str) -> list[str]:
@@ -69,7 +69,7 @@ class FileOpener:
         return open(path, "rb")
 
     def bytes_of(self, url: str) -> Any:
-        """Return a remote file as an array of bytes; slices of it are fetched when they are read."""
+        """Return a remote file as an array of bytes, which fetches its slices when they are read."""
         return self.remote.bytes_of(url)
 
     def pieces(self, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
@@ -77,6 +77,6 @@ class FileOpener:
         return self.remote.pieces(ranges) if ranges else iter(())
 
     def check_workers(self, num_workers: int) -> None:
-        """Raise ValueError if URLs need the memory of this process, which loader workers cannot read."""
+        """Raise ValueError if workers could not read the opened URLs, because these need the memory of this process."""
         if self._remote is not None:
             self._remote.check_workers(num_workers)

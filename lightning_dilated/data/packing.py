@@ -24,11 +24,11 @@ IGNORE = -100
 
 
 def pack_bounds(lengths: np.ndarray, budget: int, start: int = 0) -> np.ndarray:
-    """Return bounds (P + 1,) int64, from `start`: pack p has samples [bounds[p], bounds[p + 1]) of the epoch's order.
+    """Return bounds (P + 1,) int64 of P packs: pack p has samples bounds[p] to bounds[p + 1] - 1 of the epoch's order.
 
     Args:
-        lengths: number of tokens of each sample, in the order of the epoch; a sample above the budget is one pack.
-        budget: the most tokens of a pack.
+        lengths: number of tokens of each sample, in the epoch's order; a sample above the budget is a pack of its own.
+        budget: maximum number of tokens in a pack.
     """
     ends, bounds = np.cumsum(lengths, dtype=np.int64), [start]
     while bounds[-1] < len(lengths):
@@ -41,12 +41,12 @@ def pack_bounds(lengths: np.ndarray, budget: int, start: int = 0) -> np.ndarray:
 class PackedSamples(Dataset):
     """A dataset that is indexed by packs: an item is one row of D samples with their bounds `cu_seqlens` (D + 1,).
 
-    Its length and all other attributes are the inner dataset's. A number as index means a pack of one sample.
+    Its length and its other attributes are the inner dataset's. An index that is a number means a pack of one sample.
 
     Args:
-        dataset: it has `length_of(index)` or `lengths`, and `read_ranges(index, ranges)`, which returns a mapping.
-        budget: the most tokens of a pack.
-        along: entries with one value for each token; other entries have one value for each sample.
+        dataset: has `length_of(index)` or `lengths`, and has `read_ranges(index, ranges)`, which returns a mapping.
+        budget: maximum number of tokens in a pack.
+        along: names of entries with a value for each token; other entries have one value for each sample.
     """
 
     def __init__(self, dataset: Any, budget: int, along: Sequence[str] = ALONG) -> None:
@@ -84,7 +84,7 @@ class PackedSamples(Dataset):
         for x in ranges:
             for i, inside in _by_sample(x, bounds):
                 whole[i] = self._read(members[i], (inside,), along)
-        for i, number in enumerate(members):  # samples without requested positions
+        for i, number in enumerate(members):  # samples that have no requested position
             if whole[i] is None:
                 whole[i] = self._read(number, (), along)
         row: dict[str, Any] = {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in along.items()}
@@ -92,7 +92,7 @@ class PackedSamples(Dataset):
         return {**row, "cu_seqlens": torch.from_numpy(bounds.astype(np.int32))}
 
     def _read(self, number: int, ranges: tuple[range, ...], along: dict[str, list[torch.Tensor]]) -> dict[str, Any]:
-        """Return a sample's entries without those that have a value for each token, which are added to `along`."""
+        """Read a sample, append its entries with a value for each token to `along`, and return its other entries."""
         sample = self.dataset.read_ranges(number, ranges)
         for name in self.along:
             if name in sample:
@@ -110,7 +110,7 @@ def _members(pack: int | tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _by_sample(x: range, bounds: np.ndarray) -> Iterator[tuple[int, range]]:
-    """Yield (index of a sample in the pack, positions in the sample) for each sample with positions in x, in order."""
+    """Yield, in order, each sample with positions in x: its index in the pack, and these positions in the sample."""
     at = x.start
     while at < x.stop:
         i = int(np.searchsorted(bounds, at, side="right")) - 1
@@ -120,7 +120,7 @@ def _by_sample(x: range, bounds: np.ndarray) -> Iterator[tuple[int, range]]:
 
 
 def collate_pack(packs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Make a batch of one pack: `cu_seqlens` (D + 1,), token entries (1, N, ...), others (D,) or a list of strings."""
+    """Make a batch of one pack: `cu_seqlens` (D + 1,), token entries (1, N, ...) and other entries (D,) or lists."""
     (pack,) = packs
     batch: dict[str, Any] = {"cu_seqlens": pack["cu_seqlens"]}
     for name, value in pack.items():
@@ -150,12 +150,12 @@ class PackingSampler(ResumableSampler):
 
     The packs of an epoch are the same on any number of ranks: rank r of R takes packs r, r + R, r + 2R, ... So after n
     batches on each rank, exactly the samples of the first n R packs are used. The number of packs differs between
-    epochs, because the order differs. `len` counts the packs of the current epoch; between epochs, of the next one.
+    epochs, because the order differs. `len` counts the packs of the current epoch, or between epochs of the next one.
 
     Args:
         dataset: `PackedSamples`.
         num_replicas, rank, shuffle, seed: see `ResumableSampler`.
-        drop_last: leave out up to R - 1 packs, so that all ranks get the same number.
+        drop_last: leave out up to R - 1 packs, so that all ranks get equally many.
     """
 
     dataset: PackedSamples
@@ -166,11 +166,11 @@ class PackingSampler(ResumableSampler):
         self._known: dict[tuple[int, int], np.ndarray] = {}
 
     def bounds(self, start: int = 0) -> np.ndarray:
-        """Return the bounds (P + 1,) of packs in the current epoch's order, beginning at index `start`."""
+        """Return the bounds (P + 1,) of the packs in the current epoch's order from the sample `start` on."""
         for (epoch, first), known in self._known.items():
             if epoch == self.epoch and first <= start:
                 at = int(np.searchsorted(known, start))
-                if at < len(known) and known[at] == start:  # the packs from this bound on are the same
+                if at < len(known) and known[at] == start:  # packs that begin at the same sample are the same
                     return known[at:]
         if any(epoch != self.epoch for epoch, _ in self._known):
             self._known.clear()
@@ -179,7 +179,7 @@ class PackingSampler(ResumableSampler):
         return bounds
 
     def packs(self, start: int = 0) -> int:
-        """Return the number of all ranks' packs in the current epoch, beginning at index `start`."""
+        """Return the number of all ranks' packs in the current epoch from the sample `start` of its order on."""
         count = len(self.bounds(start)) - 1
         return count // self.num_replicas * self.num_replicas if self.drop_last else count
 
@@ -193,7 +193,7 @@ class PackingSampler(ResumableSampler):
         return len(range(self.rank, self.packs(), self.num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch as in `ResumableSampler`; after a resumed epoch, enter the next one, which `len` counts."""
+        """Set the epoch as in `ResumableSampler`; after a resumed epoch enter the next one, so that `len` counts it."""
         super().set_epoch(epoch)
         if self._resumed and not self._positioned and self.consumed > 0:
             self.restore(self.epoch + 1, 0)

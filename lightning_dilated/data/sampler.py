@@ -18,7 +18,7 @@ from lightning_dilated._compat.lightning import (
 )
 
 _STATE_KEYS = ("epoch", "samples", "seed", "num_samples", "seq_len", "shuffle")
-#: in a fingerprint, separates names and sizes from the digest of content, which old checkpoints lack
+#: the text in a fingerprint between names with sizes and the digest of content, which old checkpoints lack
 MARK = "; content "
 
 
@@ -71,7 +71,7 @@ class ResumableSampler(DistributedSampler):
                 )
             self._members = [np.flatnonzero(numbers == c) for c in np.unique(numbers)]
         self.consumed = 0  # samples of this epoch that all ranks together have used
-        self._positioned = True  # the next pass starts at (epoch, consumed), not in the next epoch
+        self._positioned = True  # True: the next pass starts at (epoch, consumed), not in the next epoch
         self._resumed = False
         self.on_set_epoch: Callable[[], None] | None = None  # called before Lightning sets the epoch
         self.after_set_epoch: Callable[[], None] | None = None  # called afterwards if `epochs_differ`
@@ -113,35 +113,35 @@ class ResumableSampler(DistributedSampler):
             self.epoch, self.consumed, self._positioned = epoch, 0, True
 
     def restore(self, epoch: int, consumed: int) -> None:
-        """Start the next pass in `epoch` after `consumed` of its samples, counted over all ranks."""
+        """Let the next pass start in `epoch`, after the `consumed` samples that all ranks together have used."""
         self.epoch, self.consumed, self._positioned, self._resumed = epoch, consumed, True, True
 
     def position_after(self, samples: int, batches: int, batch_size: int) -> int:
-        """Return the number of used samples of this epoch on all ranks, after `batches` more batches on each rank."""
+        """Return how many of the epoch's samples all ranks will have used after `batches` more batches on each rank."""
         return min(samples + batches * batch_size * self.num_replicas, len(self.dataset))  # type: ignore[arg-type]
 
     def batches_after(self, samples: int, batch_size: int, drop_last: bool) -> int:
-        """Return the number of this rank's remaining batches in an epoch, after `samples` used samples."""
+        """Return how many batches this rank still has in an epoch after all ranks have used `samples` samples."""
         remaining, step = len(self.dataset) - samples, batch_size * self.num_replicas  # type: ignore[arg-type]
         return remaining // step if drop_last else -(-remaining // step)
 
     def batch_identity(self, batch_size: int) -> dict[str, Any]:
-        """Return the global batch size for checkpoints; if it has changed at a resume, batch counts are translated."""
+        """Return the global batch size for checkpoints; if it changes between runs, batch counts are translated."""
         return {"global_batch_size": batch_size * self.num_replicas}
 
     def start_pass(self) -> None:
-        """Enter the next epoch, unless the position was set, or no sample has been used since the last pass."""
+        """Enter the next epoch, unless the position was set or the current epoch has no used sample."""
         if not self._positioned and self.consumed > 0:
             self.epoch, self.consumed = self.epoch + 1, 0
         self._positioned = False
 
 
-#: number of rounds for which the orders of classes are drawn together
+#: number of rounds for which the class orders are drawn in one call
 _ROUNDS = 1024
 
 
 def balanced_order(members: Sequence[np.ndarray], seed: int, start: int, count: int) -> np.ndarray:
-    """Return `count` samples, beginning at index `start`, of an endless order that draws all C classes equally often.
+    """Return `count` samples, from index `start` on, of an endless order that draws all C classes equally often.
 
     Each round of C samples has every class once, in random order. A round takes the next sample of each class; after
     all samples of a class were used, they are shuffled again. The order depends only on `members` and `seed`.
@@ -186,11 +186,11 @@ class ResumableLoader(DataLoader):
     """
 
     trainer: pl.Trainer | None = None
-    _handed_out: tuple[int, int] = (-1, 0)  # at the last yield: (batches finished by Lightning, used samples)
+    _handed_out: tuple[int, int] = (-1, 0)  # before the last yield: (batches finished by Lightning, used samples)
     _loaded_samples: int | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # a generator, because Lightning calls iter() before it sets the epoch, and workers must not prefetch earlier
+        # a generator, which starts later than iter(): Lightning sets the epoch in between, before workers may prefetch
         sampler = self.sampler
         if not isinstance(sampler, ResumableSampler):  # Trainer(overfit_batches=...) sets its own sampler
             yield from super().__iter__()
@@ -204,7 +204,7 @@ class ResumableLoader(DataLoader):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the data's identity as plain values; after a whole epoch, the next epoch's start."""
+        """Return the position (after a whole epoch, the next epoch's start) and the data's identity as plain values."""
         if not isinstance(self.sampler, ResumableSampler):
             return {}
         epoch, samples = self.sampler.epoch, self.sampler.consumed
@@ -231,7 +231,7 @@ class ResumableLoader(DataLoader):
             )
         epoch, samples = int(state["epoch"]), int(state["samples"])
         self.sampler.restore(epoch, samples)
-        if samples > 0 and self._batches_after(samples) == 0:  # less than a batch of the new size is left
+        if samples > 0 and self._batches_after(samples) == 0:  # less than a batch of the new size remains
             epoch, samples = epoch + 1, 0
             self.sampler.restore(epoch, samples)
         self._handed_out = (-1, 0)
@@ -288,11 +288,11 @@ class ResumableLoader(DataLoader):
         }
 
     def _position_after(self, samples: int, batches: int) -> int:
-        """Return the number of used samples on all ranks, `batches` batches after `samples`."""
+        """Return how many samples all ranks will have used `batches` batches after they have used `samples`."""
         return cast(ResumableSampler, self.sampler).position_after(samples, batches, int(self.batch_size or 1))
 
     def _batches_after(self, samples: int) -> int:
-        """Return the number of this rank's remaining batches in an epoch, after `samples` used samples."""
+        """Return how many batches this rank still has in an epoch after all ranks have used `samples` samples."""
         sampler = cast(ResumableSampler, self.sampler)
         return sampler.batches_after(samples, int(self.batch_size or 1), self.drop_last)
 
@@ -308,7 +308,7 @@ class ResumableLoader(DataLoader):
         return len(self) if self.trainer is None else int(min(len(self), self.trainer.num_training_batches))
 
     def _translate_progress(self) -> None:
-        """Translate Lightning's count of finished batches in the resumed epoch to the current batch size, only once."""
+        """Translate Lightning's count of batches finished in the resumed epoch to the new batch size, only once."""
         samples, self._loaded_samples = self._loaded_samples, None
         if samples is None or self.trainer is None:
             return
@@ -319,7 +319,7 @@ class ResumableLoader(DataLoader):
 
 
 def same_fingerprint(stored: object, current: object) -> bool:
-    """Return True if a checkpoint's fingerprint matches the data's; compare content if both fingerprints include it."""
+    """Return True if a checkpoint's fingerprint matches the data's; content is compared only if both include it."""
     if isinstance(stored, str) and isinstance(current, str) and (MARK in stored) != (MARK in current):
         return stored.split(MARK)[0] == current.split(MARK)[0]
     return stored == current

@@ -20,7 +20,7 @@ NAMES = (
     "merges.txt",
 )
 _TEMPLATE = re.compile(r"additional_chat_templates/\w[\w.-]*\.jinja")
-#: these names as patterns for huggingface_hub
+#: patterns of these names for huggingface_hub
 PATTERNS = (*NAMES, "additional_chat_templates/*.jinja")
 
 
@@ -30,7 +30,7 @@ def is_known(name: object) -> bool:
 
 
 def checked_files(files: Any, where: str) -> dict[str, str] | None:
-    """Check a tokenizer's files from `where`, and return them; return None for None.
+    """Check a tokenizer's files, which are from `where`, and return them; return None for None.
 
     Raises: ValueError unless the files are {name of a tokenizer's file: text}, including tokenizer.json.
     """

@@ -27,7 +27,7 @@ from lightning_dilated.memory.recompute import in_groups, recomputed, result_is_
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.memory.token_chunks import step_of, tiled
 
-#: limit of graphs for a part of a block: for tiles, last tiles and lengths, each with and without gradients
+#: maximum number of graphs for a part of a block: for tiles, last tiles and lengths, each with and without gradients
 GRAPHS = 64
 
 
@@ -35,7 +35,7 @@ class BlockMemory(nn.Module):
     """The base class of a transformer block: runs attention and feed-forward according to its memory settings.
 
     A subclass makes the layers `attention_norm`, `attention`, `ffn_norm`, `ffn` and `dropout`, and then sets `memory`.
-    It defines these parts, which run and are compiled separately (`drop`: factors of stochastic depth):
+    It defines these parts, which run and are compiled separately; `drop` is the factors of stochastic depth:
 
         _attend(x, positions, lengths, cu_seqlens, cache, drop): x + attention(norm(x)), of (B, N, E).
         _normed(x, dtype): norm(x), the input of attention's projection, in the projection's dtype.
@@ -74,7 +74,7 @@ class BlockMemory(nn.Module):
 
     @property
     def recompute(self) -> str:
-        """The policy of `memory`."""
+        """The recomputation policy, which is a part of `memory`."""
         return self._memory.policy
 
     @recompute.setter
@@ -82,7 +82,7 @@ class BlockMemory(nn.Module):
         self.memory = replace(self._memory, policy=policy)
 
     def _check_bare(self, settings: MemorySettings) -> None:
-        """Raise or warn if head chunks would bypass other modules or hooks, because they read the weights directly."""
+        """Raise or warn if other modules or hooks would not run, because head chunks read the weights directly."""
         if self.attention is not self.attention_layer:
             raise ValueError(
                 f"head_chunks={settings.head_chunks} is not offered with LoRA: {type(self.attention).__name__} around the "
@@ -103,7 +103,7 @@ class BlockMemory(nn.Module):
 
     # -- compilation ---------------------------------------------------------------------------------------------------
     def compile(self, **options: Any) -> None:
-        """Compile as `nn.Module.compile` does, or in parts if the settings run the block in parts."""
+        """Compile the whole block, as `nn.Module.compile` does, or each part if the settings run parts separately."""
         self._compile_options = options
         self._compile_parts()
 
@@ -132,14 +132,14 @@ class BlockMemory(nn.Module):
         return CompiledPart(part, self._compile_options or {}, self._shapes[name], asserts)
 
     def _piece(self, name: str, part: Callable[..., Any], whole: bool) -> Callable[..., Any]:
-        """Return a part of the block, compiled if the block is compiled; `whole`: for a whole chunk or tile."""
+        """Return a part of the block, compiled if the block is; `whole`: the inputs are a whole chunk or tile."""
         piece = self._pieces.get(name, part)
         return piece.whole if whole and isinstance(piece, CompiledPart) else piece
 
     def _of_tiles(
         self, name: str, part: Callable[..., Any], tile: int | None, x: Tensor, whole: bool
     ) -> Callable[..., Any]:
-        """Return `_piece` for tiles of x (B, N, E); the last tile may be shorter. `whole`: x is a whole chunk."""
+        """Return `_piece` to run on tiles of x (B, N, E), even a shorter last one. `whole`: x is a whole chunk."""
         if name not in self._pieces:
             return part
         step = min(step_of(tile, x), x.shape[1])
@@ -147,7 +147,7 @@ class BlockMemory(nn.Module):
         return lambda y, *inputs: self._piece(name, part, recurs and y.shape[1] == step)(y, *inputs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out compiled parts, which refer to this block's weights; a copy runs uncompiled, as in `nn.Module`."""
+        """Leave out compiled parts, which refer to this block's weights. A copy is not compiled, as in `nn.Module`."""
         return {**super().__getstate__(), "_pieces": {}}
 
     # -- running -------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class BlockMemory(nn.Module):
         cu_seqlens: Tensor | None,
         cache: LayerContext,
     ) -> Tensor:
-        """Run tokens that follow a cache's tokens; in a compiled block, the parts after attention are compiled too."""
+        """Run the block on tokens that follow a cache; in a compiled block, only parts after attention are compiled."""
         a = self.attention_layer
         if self._compile_options is None or self.attention is not a or any(map(has_hooks, self.modules())):
             return self._feed(self._attend(x, positions, lengths, cu_seqlens, cache, None), None)
@@ -247,7 +247,7 @@ _tails: dict[str, Callable[..., Tensor]] = {}
 
 
 def _compiled_tail(options: dict[str, Any]) -> Callable[..., Tensor]:
-    """Return `BlockMemory.tail`, compiled once with these options for all blocks."""
+    """Return `BlockMemory.tail`, compiled with these options; all blocks with equal options share it."""
     key = repr(options)
     if key not in _tails:
         # with fullgraph, torch raises an error after too many recompilations
@@ -261,12 +261,12 @@ def _is_whole(cache: object) -> bool:
 
 
 def _by_token(drop: Tensor | None) -> bool:
-    """Return True if the factors of stochastic depth are (1, N, 1), for documents, instead of (B, 1, 1)."""
+    """Return True if there is a factor of stochastic depth for each token (1, N, 1), not for each sample (B, 1, 1)."""
     return drop is not None and drop.shape[1] > 1
 
 
 class StackMemory(nn.Module):
-    """The base class of a stack of `blocks`: runs them in groups and offloads their inputs by its memory settings."""
+    """The base class of a stack of `blocks`, which runs them in groups and offloads their inputs as `memory` says."""
 
     blocks: nn.ModuleList
 
@@ -294,7 +294,7 @@ class StackMemory(nn.Module):
         self._memory, self._host = settings, Host(settings.offload)
 
     def free_host_memory(self) -> None:
-        """Free the host memory of offloaded block inputs; a forward is lost if its backward has not run yet."""
+        """Free the host memory of offloaded block inputs; the backward of an earlier forward then raises an error."""
         self._host.close()
 
     def _run(self, layers: list[Callable[[Tensor], Tensor]], x: Tensor, grouped: bool = True) -> Tensor:

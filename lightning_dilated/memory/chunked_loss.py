@@ -1,4 +1,4 @@
-"""Sums over all tokens that are computed in tiles with their gradients; cross-entropy that saves only the logits.
+"""Sums over tokens, computed in tiles together with their gradients; a cross-entropy that saves only the logits.
 
 Shape letters: B batch, N tokens, M tokens, V vocabulary.
 """
@@ -28,10 +28,10 @@ from lightning_dilated.memory.token_chunks import (
 
 
 def tiled_sum(run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: int | None, *rows: Tensor) -> Tensor:
-    """Return the sum of run(*rows) over all tokens, computed as in `tiled`, with its gradients in the same pass.
+    """Return the sum of run(*rows) over all tokens, computed in tiles, and compute its gradients in the same pass.
 
-    The backward only scales these gradients. Until then they need as much memory as the rows that require a gradient
-    and the weights in at least fp32. Modules with backward hooks run as in `tiled` instead, because the hooks would see
+    The backward only scales these gradients. Until then they need the memory of the rows that require a gradient, and
+    of the weights in at least fp32. Modules with backward hooks run as in `tiled` instead, because the hooks would see
     gradients of the sum and not of the loss.
 
     Args:
@@ -99,7 +99,7 @@ WIDE = 1024
 
 
 def loss_tile(tile: int | None, vocab: int) -> int | None:
-    """Return the tokens in a tile of logits, fewer than `tile` for a wide vocabulary; None: all tokens."""
+    """Return the number of tokens in a tile of logits, below `tile` for a wide vocabulary; None: all tokens."""
     return None if tile is None else min(tile, max(LEAST, MOST // vocab))
 
 
@@ -107,10 +107,10 @@ def token_nats(logits: Tensor, labels: Tensor, compiled: bool = False) -> Tensor
     """Return the nats (M,) of labels (M,) for logits (M, V), in at least fp32; 0 if the label is `IGNORE`.
 
     The result equals `nn.functional.cross_entropy` of logits in fp32. The gradient is computed in the logits' dtype
-    from probabilities. For the label, 1 - p is computed from the loss, so that it is exact for likely tokens, too.
+    from probabilities. For the label it needs 1 - p, which is computed from the loss to be exact even if p is near 1.
 
     Args:
-        compiled: on a GPU, if V is at least `WIDE`, compile to one pass over the logits forward and one backward.
+        compiled: on a GPU, if V is at least `WIDE`, compile forward and backward so that each reads the logits once.
 
     Raises:
         IndexError, RuntimeError: if a label is neither `IGNORE` nor in 0 to V - 1; RuntimeError for a double backward.
@@ -124,7 +124,7 @@ def _fuses(logits: Tensor, compiled: bool) -> bool:
 
 
 def _places(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mask (M,) of the ignored labels, and the index (M, 1) of each label, 0 if it is ignored."""
+    """Return a mask (M,) of ignored labels, and the labels as indices (M, 1), in which 0 replaces ignored labels."""
     left_out = labels == IGNORE
     return left_out, labels.masked_fill(left_out, 0)[:, None]
 
@@ -176,7 +176,7 @@ class _FusedNats(torch.autograd.Function):
 
 @functools.cache
 def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile once. After too many recompiles torch runs the function uncompiled: more memory, equal results."""
+    """Compile a function once. After too many recompiles torch runs it uncompiled: more memory, equal results."""
     return torch.compile(run)
 
 

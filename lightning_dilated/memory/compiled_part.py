@@ -18,7 +18,7 @@ FIXED = 2
 
 
 class CompiledPart:
-    """A compiled function of x (B, N, E) and other arguments, for any length; `whole` is for lengths that recur.
+    """A compiled function of x (B, N, E) and other arguments, for any length; call `whole` for lengths that recur.
 
     torch compiles the second length for all lengths, and runs the latest graph that accepts the inputs. After one
     shorter chunk or tile, such as the last of a sequence, all chunks would run in this slower graph. So `whole` uses
@@ -27,8 +27,8 @@ class CompiledPart:
     Args:
         part: the function.
         options: options of torch.compile; if they set `dynamic`, `whole` has no separate graphs.
-        shapes: shapes of x with graphs of fixed sizes; `whole` adds shapes to this set.
-        asserts: keep assertions about sizes that are only known at run time.
+        shapes: a set of the shapes of x that have graphs of fixed sizes; `whole` adds shapes to it.
+        asserts: whether to keep assertions about sizes that are only known at run time.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class CompiledPart:
         return self._any(*args, **kwargs)
 
     def whole(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Call with a whole chunk or tile. Only the first `FIXED` shapes get graphs of fixed sizes."""
+        """Call the function on a whole chunk or tile. Only the first `FIXED` shapes get graphs of fixed sizes."""
         if len(self._shapes) < FIXED:
             self._shapes.add(x.shape)
         for bounds in (y for y in (*args, *kwargs.values()) if isinstance(y, Tensor) and y.ndim == 1):

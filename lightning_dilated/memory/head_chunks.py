@@ -1,4 +1,4 @@
-"""Attention over a chunk of heads at a time: q, k, v and their gradients exist only for one chunk at a time.
+"""Attention in chunks of heads, one after another: q, k, v and their gradients exist for only one chunk at a time.
 
 The forward saves the input before its norm, the output of all heads, the log-sum-exp and the rows received from other
 ranks. The backward projects the input to q, k and v again, for each chunk of heads.
@@ -40,7 +40,7 @@ class HeadChunks:
     Args:
         heads, kv_heads, head_dim: H, K, D.
         chunks: number of chunks; query heads that share a kv head are in the same chunk.
-        unrotated: kv heads without positions.
+        unrotated: indices of the kv heads without positions.
 
     Raises:
         ValueError: for more chunks than kv heads.
@@ -60,7 +60,7 @@ class HeadChunks:
 
     @property
     def windows(self) -> list[tuple[int, int]]:
-        """The query heads (first, stop) of each chunk."""
+        """The window (first, stop) of each chunk's query heads."""
         return windows(self.heads, self.kv_heads, self.chunks)
 
     def table(self, window: tuple[int, int], tables: Sequence[Tensor]) -> RotaryTable:
@@ -84,9 +84,9 @@ class AttentionParts:
     """The functions that attention in chunks of heads calls.
 
     Attributes:
-        norm: (x, dtype) -> the norm of x in that dtype, to be projected; it must compute each token alone.
+        norm: a function (x, dtype) that returns the normalized x in this dtype; it must compute each token alone.
         modules: modules with the parameters that `norm` reads.
-        arguments: (q, k, v, window=..., needs_grad=...) -> the arguments of the op, see `functional.op_arguments`.
+        arguments: a function (q, k, v, window=..., needs_grad=...) that returns the op's arguments (`op_arguments`).
         tile: number of tokens, in all samples together, that are normalized and projected at a time; None: all.
     """
 
@@ -100,7 +100,7 @@ class AttentionParts:
 def attend_in_chunks(
     chunks: HeadChunks, parts: AttentionParts, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Tensor
 ) -> Tensor:
-    """Normalize and project x (B, N, E), and return the heads' output (B, N, H, D); `tables`: `RotaryTable.rows()`."""
+    """Return the heads' output (B, N, H, D) for x (B, N, E) before its norm; `tables` is `RotaryTable.rows()`."""
     check_whole(parts.modules)
     return _Chunked.apply(chunks, parts, len(tables), x, weight, bias, *tables, *trained(parts.modules))
 
@@ -167,7 +167,7 @@ class _Projection:
     step: int
 
     def _groups(self, window: tuple[int, int], rotary: bool) -> list[list[slice]]:
-        """Return groups of rows of the weight, one for each product; rotated q and k share a product."""
+        """Return slices of the weight's rows in groups, one for each product; if rotated, q and k share a product."""
         q, k, v = self.chunks.rows(window)
         return [[q, k], [v]] if rotary else [[q], [k], [v]]
 
@@ -175,7 +175,7 @@ class _Projection:
         return self.parts.norm(x, self.dtype)
 
     def _grouped(self, y: Tensor | None, groups: list[list[slice]]) -> list[Tensor | None]:
-        """Return each group's rows of a weight or bias."""
+        """Return the rows of a weight or bias in each group."""
         return [None if y is None else torch.cat([y[rows] for rows in group]).to(self.dtype) for group in groups]
 
     def forward(
@@ -200,7 +200,7 @@ class _Projection:
         dx: Tensor | None,
         add: bool,
     ) -> None:
-        """Write gradients of weight and bias to `totals` and of the norm to `dx`, unless these are None.
+        """Write gradients of weight and bias to `totals`, and of the normed rows to `dx`, unless a target is None.
 
         Args:
             grads: gradients of q, k and v; the list is emptied to free them early.

@@ -1,8 +1,8 @@
 """Offloads saved tensors to pinned host memory until the backward; copies overlap with computation.
 
 A copy to the host starts as soon as the tensor is computed. The tensor is freed when the next copy starts, in the order
-of the computing stream, so that at most two tensors are on the GPU although the host runs ahead. The backward copies
-the next tensor back while it uses the current one; with groups of blocks, while a group's first block runs.
+of the computing stream, so that at most two tensors are on the GPU even if the host runs ahead. The backward copies
+the next tensor back while it uses the current one or, with groups of blocks, while it runs a group's first block.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor
 from lightning_dilated._validation import real
 
 GIB = 2**30
-#: free buffers of other lengths are released if all buffers together would exceed ROOM times the peak use
+#: if no free buffer fits and all buffers together would exceed ROOM times the peak use, the free ones are released
 ROOM = 4
 #: the buffers that are registered with CUDA
 _PINNED: weakref.WeakSet[_Buffer] = weakref.WeakSet()
 
 
 def pinned_bytes() -> int:
-    """Return the bytes of host memory that this process registered for saved tensors, without torch's pinned memory."""
+    """Return the bytes of host memory registered for saved tensors by this process, without torch's pinned memory."""
     return sum(buffer.size for buffer in list(_PINNED))
 
 
 def check_offload(offload: Any) -> float:
-    """Return the budget: 0: none; up to 1: a fraction of the saved tensors; above 1: GiB of host memory."""
+    """Return a checked budget: 0 for none, a fraction of the saved tensors up to 1, or GiB of host memory above 1."""
     hint = " 0 is none; up to 1 is a fraction of the saved block inputs; above 1 is GiB."
     return real(offload, "offload", least=0, hint=hint)
 
@@ -43,13 +43,13 @@ class Host:
         self.budget = check_offload(budget)
         self._free: list[_Buffer] = []
         self._total, self._most = 0, 0  # bytes of all buffers; peak of the bytes in use
-        self._order: list[Callable[[], _Offloaded | None]] = []  # the latest forward's, by number
+        self._order: list[Callable[[], _Offloaded | None]] = []  # the tensors of the latest forward, by number
         self._waiting: weakref.WeakSet[_Offloaded] = weakref.WeakSet()  # tensors of all forwards
         self._leaving: _Offloaded | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def __reduce__(self) -> tuple[type[Host], tuple[float]]:
-        """Make copies (also by pickle) without buffers, because buffers in use belong to forwards of this object."""
+        """Copy and pickle without the buffers, because buffers in use belong to forwards of this object."""
         return Host, (self.budget,)
 
     @property
@@ -62,7 +62,7 @@ class Host:
 
         Args:
             number, count: x is the `number`-th of `count` tensors of this forward.
-            deferred: the backward's use of x does not start the copy of the tensor before x; `prefetch(number)` does.
+            deferred: when the backward uses x, do not copy back the tensor before x; `prefetch(number)` does this.
         """
         if number == 0:
             self._order.clear()
@@ -118,7 +118,7 @@ class Host:
         """Start the copy of x to the host, and free the tensor that was copied before x."""
         last = self._order[-1]() if self._order else None
         if last is not None and last.where == x.data_ptr() and last.tensor is not None:
-            return last  # autograd saves x a second time
+            return last  # autograd saves the same x again
         offloaded = _Offloaded(self, x, len(self._order), deferred)
         self._order.append(weakref.ref(offloaded))
         self._release_leaving()
@@ -127,7 +127,7 @@ class Host:
         return offloaded
 
     def _release_leaving(self) -> None:
-        """Free the last copied tensor on the GPU after its copy has finished."""
+        """Free the GPU memory of the last copied tensor; it is reused only after the copy has finished."""
         if self._leaving is not None:
             self._leaving.release()
             self._leaving = None
@@ -149,7 +149,7 @@ class Host:
         used = self._total - sum(free.size for free in self._free) + (size if buffer is None else buffer.size)
         self._most = max(self._most, used)
         if buffer is None:
-            if self._total + size > ROOM * self._most:  # longer sequences do not fit in earlier buffers
+            if self._total + size > ROOM * self._most:  # sequences became longer, and earlier buffers are too small
                 self._free_buffers()
             buffer = _Buffer(size, self.on_gpu)
             self._total += size
@@ -171,11 +171,11 @@ class Host:
 
 
 def _not_offloaded() -> None:
-    """Return None: a reference for a tensor that stays on the GPU."""
+    """Return None, like a dead reference, for a tensor that stays on the GPU."""
 
 
 class _Buffer:
-    """Host memory that is registered with CUDA here, because torch rounds pinned memory up to a power of two."""
+    """Host memory that this class registers with CUDA, because torch would round pinned memory up to a power of two."""
 
     def __init__(self, size: int, pinned: bool) -> None:
         self.size = size
@@ -213,11 +213,11 @@ class _Offloaded:
         if buffer is None:
             return
         if getattr(self, "tensor", None) is not None:
-            self._wait()  # a running copy back is not needed any more, but must finish before the buffer is reused
+            self._wait()  # a copy may still run, and must finish before the buffer is reused
         self._host.put(buffer)
 
     def forget(self) -> None:
-        """Drop the buffer, after which the tensor cannot be restored."""
+        """Drop the buffer and the tensor, which then cannot be restored."""
         self._buffer = self.tensor = None
 
     def _flat(self) -> Tensor:
@@ -241,7 +241,7 @@ class _Offloaded:
             torch.cuda.current_stream(self._like[2]).wait_event(self._done)
 
     def release(self) -> None:
-        """Free the tensor on the device; the current stream reuses its memory only after the copy."""
+        """Free the tensor on the device; the current stream reuses its memory only after the copy to the host."""
         self._wait()
         self.tensor = None
 
@@ -258,7 +258,7 @@ class _Offloaded:
                 self.tensor.copy_(self._flat(), non_blocking=True)
 
     def restore(self) -> Tensor:
-        """Return the tensor on its device; unless deferred, start the copy of the tensor that is needed next."""
+        """Return the tensor on its device; unless `deferred`, start to copy back the tensor that is needed next."""
         self.fetch()
         self._wait()
         tensor, self.tensor = self.tensor, None

@@ -1,4 +1,4 @@
-"""Activation recomputation: the backward runs a block again on its saved input, with equal autocast and random numbers.
+"""Activation recomputation: the backward runs a block again on its saved input, with the same autocast and RNG states.
 
 Shape letters: B batch, N tokens, E embedding dim.
 """
@@ -30,7 +30,7 @@ from lightning_dilated.sequence.group import present_sequence
 
 
 def forget_casts() -> None:
-    """Clear autocast's cache of cast weights: casts without gradients must not be used where gradients are needed."""
+    """Clear autocast's cache of cast weights, as casts made without gradients must not be used with gradients."""
     if torch.is_autocast_cache_enabled():
         torch.clear_autocast_cache()
 
@@ -40,7 +40,7 @@ class ForwardContext:
 
     Args:
         like: a tensor on the device of the computation.
-        random: also store random states, because these parts draw random numbers.
+        random: whether to store random states, because the parts draw random numbers.
     """
 
     def __init__(self, like: Tensor, random: bool = False) -> None:
@@ -51,7 +51,7 @@ class ForwardContext:
             self._autocast = {
                 "enabled": torch.is_autocast_enabled(kind),
                 "dtype": torch.get_autocast_dtype(kind),
-                "cache_enabled": torch.is_autocast_cache_enabled(),  # compiled parts depend on it
+                "cache_enabled": torch.is_autocast_cache_enabled(),  # graphs of compiled parts depend on this
             }
         self._states = (torch.get_rng_state(), *get_device_states(like)) if random else None
         self._in_sequence = present_sequence()
@@ -87,14 +87,14 @@ def _in_its_sequence(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tens
     return run_in_sequence
 
 
-#: the ops that "attention-kept" saves the results from; extensions add their ops
+#: the ops with results that "attention-kept" saves; extensions add their own ops
 KEPT: list[Any] = [ATTENTION]
 
 #: "none" saves all tensors that the backward needs; "block" saves only the block's input; "attention-kept" also saves
 #: the op's results (output, log-sum-exp, rows received from other ranks), so that attention and its exchange run once
 POLICIES = ("none", "attention-kept", "block")
 
-_running = threading.local()  # per thread, because a GPU's backward has its own thread
+_running = threading.local()  # a value for each thread, because a GPU's backward runs in its own thread
 
 
 def check_policy(name: str) -> str:
@@ -103,12 +103,12 @@ def check_policy(name: str) -> str:
 
 
 def result_is_unused() -> bool:
-    """Return True in the second run of a checkpointed function, which only saves intermediate results."""
+    """Return True in the second run of a checkpointed function, which only has to save intermediate results."""
     return getattr(_running, "unused", False)
 
 
 class _Anew(AbstractContextManager):
-    """Enters a new context from `make` each time, because torch enters it in each backward of a retained graph."""
+    """Enters a new context from `make` each time: torch enters this object in each backward of a retained graph."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make, self._entered = make, []
@@ -144,7 +144,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _retained(mode: Any) -> Iterator[None]:
-    """Enter torch's mode of the second run; if the graph is retained, restore the results that the mode removes."""
+    """Enter `mode`, torch's context of the second run; if the graph is retained, restore results that it removes."""
     saved = saved_by_op(mode).items() if backward_is_retained() else ()
     before = {op: copy.copy(results) for op, results in saved}
     try:
@@ -155,12 +155,12 @@ def _retained(mode: Any) -> Iterator[None]:
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of the first run and of the second run, in the backward."""
+    """Return the contexts for the run in the forward and for the second run in the backward."""
     return _Anew(partial(_result_unused, False)), _Anew(partial(_result_unused, True))
 
 
 def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: bool = False) -> Tensor:
-    """Return run(x), (B, N, E), by torch's checkpoint (arXiv 1604.06174), also under torch.compile.
+    """Return run(x) (B, N, E), recomputed by torch's checkpoint (arXiv 1604.06174); it may run under torch.compile.
 
     Args:
         policy: "block" or "attention-kept".
@@ -184,9 +184,9 @@ def _retained_contexts(
 
 
 def in_groups(layers: list[Callable[[Tensor], Tensor]], x: Tensor, every: int, host: Host) -> Tensor:
-    """Run the layers one after another, and save only the first input of each group of layers, on the GPU or the host.
+    """Run the layers one after another, but save only the input of each group of layers, on the GPU or in `host`.
 
-    The backward runs a group again to get its layers' inputs; then each layer recomputes itself.
+    The backward runs a group again to get the inputs of its layers; then each layer recomputes its activations.
 
     Args:
         layers: functions from (B, N, E) to (B, N, E).
@@ -197,8 +197,8 @@ def in_groups(layers: list[Callable[[Tensor], Tensor]], x: Tensor, every: int, h
         group = layers[first : first + every]
         grouped = len(group) > 1 and not torch.compiler.is_compiling()  # hooks do not compile
         with host.offloading(x, number, len(starts), grouped):
-            # a group is recomputed when the gradient of its last layer is known; the earlier group's input is copied
-            # back while the backward of this group's first layer runs
+            # `fetch` copies the earlier group's input back while the backward of this group's first layer runs, and not
+            # already when the group is recomputed
             fetch = partial(_on_gradient, partial(host.prefetch, number)) if grouped else None
             x = _group(group, x, fetch) if len(group) > 1 else group[0](x)
     return x

@@ -8,8 +8,8 @@ from lightning_dilated._validation import flag, integer
 from lightning_dilated.memory.offload import check_offload
 from lightning_dilated.memory.recompute import check_policy
 
-#: tiles that are projected together for a chunk of heads. A projection has fewer features a token than the feed-forward
-#: and runs once for each chunk, so that with single tiles the GPU would wait for kernel launches.
+#: number of tiles that are projected together for a chunk of heads. A projection has fewer features than the
+#: feed-forward and runs once for each chunk: for single tiles, the GPU would wait for kernel launches.
 NARROW = 8
 
 
@@ -19,12 +19,12 @@ class MemorySettings:
 
     Attributes:
         policy: which tensors each block saves, one of `recompute.POLICIES`.
-        every: with "block", save only the input of every n-th block. The backward recomputes a group of n blocks, then
-            its blocks, one at a time.
-        offload: share of the saved block inputs to store in pinned host memory: a fraction (up to 1) or GiB (above 1).
-        tile: tokens, in all samples together, that norm, feed-forward and residual compute at a time, and also
-            last norm, output projection and loss (fewer for a wide vocabulary: `chunked_loss.loss_tile`); None: all.
-            With head chunks, NARROW times this number are projected at a time, to q, k and v and from the heads.
+        every: with "block", save only the input of every n-th block. The backward recomputes a group of n blocks, and
+            then each of its blocks.
+        offload: the part of saved block inputs to store in pinned host memory: up to 1 a fraction of them, above 1 GiB.
+        tile: number of tokens, in all samples together, that a block's norm, feed-forward and residual compute at a
+            time, and likewise last norm, output projection and loss (see `chunked_loss.loss_tile`); None: all. With
+            head chunks, the projections to q, k and v and from the heads compute NARROW times this number at a time.
         head_chunks: number of chunks of heads; q, k and v are computed for one chunk after another.
         stream: number of tokens in a chunk of a sequence. The model computes the chunks forward one after another, then
             each again with its backward; the other settings apply to a chunk. Causal language models only.

@@ -29,11 +29,11 @@ def tiled(
     """Return run(*rows), computed in tiles of tokens.
 
     Args:
-        run: takes tensors with samples in dim 0 and tokens in dim 1; a token's result must depend on that token alone.
+        run: a function of tensors with samples in dim 0 and tokens in dim 1; it must compute each token alone.
         modules: modules with the parameters that `run` uses; other parameters get no gradient.
-        tile: the most tokens of a tile, in all samples together; None: one tile.
+        tile: maximum number of tokens in a tile, in all samples together; None: one tile.
         rows: (B, N, ...), such as hidden states and labels; rows that require a gradient get one.
-        unused: the result will not be read, so do not compute its values; it has the shape of `rows[0]`.
+        unused: return a tensor without values, in the shape of `rows[0]`, because the result will not be read.
 
     Raises:
         ValueError: if FSDP shards a module within a layer separately from the rest of the layer.
@@ -46,7 +46,7 @@ def tiled(
 
 
 def step_of(tile: int | None, x: Tensor) -> int:
-    """Return the number of tokens of each sample in a tile; `tile` counts the tokens of all samples, None: no tiles."""
+    """Return how many tokens of each sample are in a tile; `tile` is the number in all samples, None for no tiles."""
     return max(1, x.shape[1]) if tile is None else max(1, tile // max(1, x.shape[0]))
 
 
@@ -109,7 +109,7 @@ def check_same_parameters(modules: Sequence[nn.Module], before: dict[nn.Paramete
 
 
 def only_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a Function's backward refuse a double backward, which would omit the gradients computed inside it."""
+    """Make a Function's backward refuse a double backward, which would miss gradients computed inside the backward."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor) -> Any:
@@ -182,7 +182,7 @@ def tile_gradients(
         grad: gradient of the result; may be overwritten. None: compute gradients of the sum.
 
     Returns:
-        The sum of run(*rows) if `grad` is None, and the gradients of `leaves` in at least fp32, None if not read.
+        The sum of run(*rows) (None if `grad` is given), and each leaf's gradient in at least fp32 (None if not read).
     """
     sums: list[Tensor | None] = [None] * len(leaves)
     whole = None
@@ -231,7 +231,7 @@ def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
 
 
 def products_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype of `nn.functional.linear`: autocast's if enabled, except for float64; else the weight's."""
+    """Return the dtype of `nn.functional.linear`: autocast's, or the weight's without autocast or for float64."""
     kind = x.device.type
     if kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -266,7 +266,7 @@ def products_backward(
 
     Args:
         grads: gradient (B, N, R) of each product.
-        into: (B, N, E) of any dtype; None: this gradient is not needed. With `add`, add the gradient to its values.
+        into: (B, N, E), any dtype; the gradient replaces its values, or is added to them if `add`. None: not needed.
         trained: whether the weights are trained; if not, their gradients are None.
     """
     wide = torch.promote_types(weights[0].dtype, torch.float32)
@@ -284,7 +284,7 @@ def products_backward(
 
 
 def _multiply(grad: Tensor, weight: Tensor, into: Tensor, add: bool) -> None:
-    """Write grad times weight to `into`; with `add`, add it."""
+    """Write grad times weight to `into`, or add it to `into` if `add` is True."""
     if into.dtype != weight.dtype:
         part = grad @ weight
         into.add_(part) if add else into.copy_(part)

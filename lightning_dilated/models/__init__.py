@@ -1,4 +1,4 @@
-"""LightningModules with dilated attention; subclass DilatedModule to write your own."""
+"""LightningModules with dilated attention; subclass DilatedModule to write your own model."""
 
 from typing import TYPE_CHECKING
 

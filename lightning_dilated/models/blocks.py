@@ -29,14 +29,14 @@ def drop_path_rates(rate: float, depth: int) -> list[float]:
 
 
 def drop_path_factors(rate: float, depth: int, x: Tensor, samples: int | None = None) -> Tensor | None:
-    """Draw factors (depth, 2, B, 1, 1), 0 or 1 / (1 - p), for the two halves of every layer; None if `rate` is 0.
+    """Draw factors (depth, 2, B, 1, 1) for attention and feed-forward in each layer; None if `rate` is 0.
 
-    All ranks of a sequence drop the same samples, because they use rank 0's seed, as attention dropout does. The seed
-    comes from torch's CPU generator, so results are reproducible with `torch.manual_seed`.
+    A factor is 0 with a layer's probability p, else 1 / (1 - p). All ranks of a sequence drop the same samples, because
+    they use rank 0's seed. The seed is from torch's CPU generator, so `torch.manual_seed` makes results reproducible.
 
     Args:
         rate: probability in the last layer, in [0, 1).
-        x: (B, N, E), for its batch size, dtype and device.
+        x: (B, N, E); only its batch size, dtype and device are used.
         samples: number of samples packed into one row; None: B.
     """
     if rate == 0:
@@ -63,15 +63,15 @@ class BlockOptions:
         drop_path: probability of stochastic depth in the last layer (arXiv 1603.09382), linear from 0 in the first.
         sub_layernorm: add norms before the output projections of attention and feed-forward (arXiv 2210.06423).
         position_encoding: "rotary", "xpos" (rotary with decay, arXiv 2212.10554) or "none".
-        xpos_scale_base: tokens over which xPos decays.
-        engine: attention backend, "auto" for the fastest that fits.
-        kv_conv: taps, usually 4, of a short convolution on the keys and values of every layer, which mixes neighbouring
-            tokens before attention. None: no convolution.
+        xpos_scale_base: number of tokens over which xPos decays.
+        engine: attention backend; "auto": the fastest one that supports the call.
+        kv_conv: number of taps, usually 4, of a short convolution on every layer's keys and values, which mixes
+            neighbouring tokens before attention. None: no convolution.
         residual_dtype: dtype of the hidden states between blocks. Under mixed precision the default is float32;
             "bfloat16" halves the memory that recomputation saves.
         rotary_base: base of the layer's rotary positions.
-        global_rotary: whether dense heads have positions. False helps to look up keys in sequences longer than those in
-            training (docs/patterns.md).
+        global_rotary: whether dense heads have rotary positions. False helps these heads to find keys in sequences that
+            are longer than in training (docs/patterns.md).
 
     Raises:
         ValueError, TypeError: naming the option.
@@ -107,7 +107,7 @@ class BlockOptions:
             real(getattr(self, name), name, least=0, below=1)
 
     def with_base(self, base: float | None) -> BlockOptions:
-        """Return these options with another rotary base; None: without positions."""
+        """Return a copy of the options with the rotary base `base`, or without positions if `base` is None."""
         return replace(self, position_encoding="none") if base is None else replace(self, rotary_base=base)
 
 

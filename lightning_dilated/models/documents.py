@@ -70,12 +70,12 @@ def _holds(dtype: torch.dtype, kind: str) -> bool:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a row, and the document of each of this rank's tokens; all on the CPU.
+    """The sizes of a row's documents, and the places of this rank's tokens in these documents; all on the CPU.
 
     Attributes:
-        sizes: (D,) int64, tokens of each document in the whole row.
-        number: (L,) int64, the document of each of this rank's tokens.
-        position: (L,) int64, the token's position in its document.
+        sizes: (D,) int64, the number of tokens of each document in the whole row.
+        number: (L,) int64, the index of the document that each of this rank's tokens belongs to.
+        position: (L,) int64, the position of each of these tokens in its document.
     """
 
     sizes: Tensor
@@ -84,7 +84,7 @@ class Documents:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, tokens: int) -> Documents:
-        """Make Documents from the bounds (D + 1,) of documents in the whole row, and L = `tokens`."""
+        """Make Documents from the documents' bounds (D + 1,) in the whole row, and this rank's number of tokens."""
         bounds, positions = torch.as_tensor(cu_seqlens).cpu().long(), token_positions(0, tokens)
         number = torch.searchsorted(bounds, positions, right=True).clamp(1, len(bounds) - 1) - 1
         return cls(bounds.diff(), number, positions - bounds[number])
@@ -101,13 +101,13 @@ class Documents:
         return sequence_sum(rows)
 
     def mean(self, x: Tensor, start: int = 0) -> Tensor:
-        """Return each document's mean of x (1, L, E) over positions from `start` on: (D, E) on every rank."""
+        """Return the mean of x (1, L, E) over each document's positions from `start` on: (D, E) on every rank."""
         wide = torch.promote_types(x.dtype, torch.float32)
         total = self.sum(x[0].to(wide), self.position >= start)
         return (total / send((self.sizes - start).clamp(min=1), x.device)[:, None]).to(x.dtype)
 
     def sum(self, x: Tensor, counted: Tensor | None = None) -> Tensor:
-        """Return each document's sum of x (L, ...): (D, ...) on every rank.
+        """Return the sum of x (L, ...) over each document: (D, ...) on every rank.
 
         With `counted` (L,), sum only the tokens where it is True; x may be NaN at the other tokens.
         """
@@ -122,7 +122,7 @@ class Documents:
 
 
 def sample_documents(batch: Mapping[str, Any], tokens: int) -> Documents | None:
-    """Return the documents of a batch if each is a sample with its own number in `index`, else None.
+    """Return the documents of a batch if each of them is a sample with an entry in `index`, else None.
 
     Args:
         tokens: L, this rank's number of tokens.
@@ -136,7 +136,7 @@ def sample_documents(batch: Mapping[str, Any], tokens: int) -> Documents | None:
 def mean_token(
     x: Tensor, positions: Tensor, lengths: Tensor | None, start: int = 0, documents: Documents | None = None
 ) -> Tensor:
-    """Return each sample's mean of x (B, L, E) over positions from `start` on: (B, E) on every rank.
+    """Return the mean of x (B, L, E) over each sample's positions from `start` on: (B, E) on every rank.
 
     For a row of D `documents`, return the mean of each document, (D, E).
     """

@@ -21,7 +21,7 @@ LR_SCALE = 10.0
 
 
 def fast_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the trainable parameters that layers list in `fast_parameters`; `LR_SCALE` multiplies their rate."""
+    """Return the layers' trainable `fast_parameters`, which are trained at `LR_SCALE` times the learning rate."""
     layers = [m for m in module.modules() if m is not module and callable(getattr(m, "fast_parameters", None))]
     return [p for layer in layers for p in layer.fast_parameters() if p.requires_grad]  # type: ignore[operator]
 
@@ -29,8 +29,8 @@ def fast_parameters(module: nn.Module) -> list[nn.Parameter]:
 class LearningRate(pl.LightningModule):
     """A mixin that adds the attribute `lr` to a module that makes its own optimizer.
 
-    `Tuner.lr_find` and `LearningRateFinder` look for this attribute. Their sweep gives all groups the same rate. A rate
-    that is set after the sweep respects each group's `lr_scale` and the schedule.
+    `Tuner.lr_find` and `LearningRateFinder` look for this attribute. During their sweep all groups have the same rate.
+    A value that is set after the sweep is scaled by each group's `lr_scale` and by the schedule.
     """
 
     _make_optimizer: Callable[[Any], Optimizer]
@@ -72,7 +72,7 @@ class LearningRate(pl.LightningModule):
         return optimizer
 
     def on_train_start(self) -> None:
-        """Restore each group's rate, because Lightning's finder gives all groups the same rate."""
+        """Restore each group's own rate after Lightning's finder, which gives all groups the same rate."""
         rates, self._group_rates = self._group_rates, None
         for optimizer, group_rates in zip(self.trainer.optimizers, rates or [], strict=False):
             for group, rate in zip(optimizer.param_groups, group_rates, strict=True):

@@ -15,10 +15,10 @@ from lightning_dilated._compat.lightning import set_update_count
 
 
 def each_batch(batch: Any, loaders: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to each loader's batch in a combined batch; keep the nesting, with None for exhausted loaders.
+    """Apply a function to each loader's batch in a combined batch; return the results in the same nesting.
 
     Args:
-        batch: a batch of CombinedLoader, nested as the loaders are, or the batch of one loader.
+        batch: a batch of CombinedLoader, nested as the loaders are, with None for a loader at its end; or one batch.
         loaders: a mapping or list of loaders, which may be nested; any other object is one loader.
     """
     if isinstance(loaders, Mapping) and isinstance(batch, Mapping) and batch.keys() == loaders.keys():
@@ -41,14 +41,14 @@ def batches_in(batch: Any, loaders: Any) -> list[Any]:
 
 
 class LoaderStates:
-    """The metric states of a stage for all loaders but the current one; the metrics contain the current state."""
+    """Stores a stage's metric states for each loader; the current loader's states are in the metrics themselves."""
 
     def __init__(self) -> None:
         self._number = 0
         self._states: dict[int, list[tuple[dict[str, Any], int]]] = {}
 
     def switch(self, metrics: Sequence[Metric], number: int) -> None:
-        """Store the current loader's state, and load the state of loader `number` into the metrics, empty at first."""
+        """Store the current loader's states, and load the states of loader `number`, which are empty at first."""
         if number == self._number:
             return
         self._states[self._number] = [(_copied(metric), metric.update_count) for metric in metrics]
@@ -73,7 +73,7 @@ def _moved(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class Float64Metric(Metric):
-    """A metric in float64 that moves with its module to another device, but ignores casts: sums would overflow."""
+    """A metric that moves with its module to another device, but stays in float64, where sums do not overflow."""
 
     full_state_update = False
 
@@ -105,7 +105,7 @@ class TokenMean(Float64Metric):
         return (self.total / self.tokens).float()
 
 
-#: most copies in flight; their pinned memory is allocated only once, because allocation waits for the GPU
+#: maximum number of copies at a time; their pinned memory is allocated only once, because allocation waits for the GPU
 SLOTS = 8
 
 

@@ -91,7 +91,7 @@ class DilatedModule(Pretrained, LearningRate):
     sequence_spec: SequenceSpec | None = None
     #: entries of a batch that stay on the CPU, so that the host can read their values without waiting for a GPU
     host_entries: tuple[str, ...] = ("lengths", "cu_seqlens")
-    #: names of attributes that config.json stores in addition to hyperparameters, each a string or a list of strings
+    #: attributes that config.json stores in addition to hyperparameters; their values are strings or lists of strings
     also_in_config: tuple[str, ...] = ()
     #: whether the model predicts the batch's `label`
     predicts_label = False
@@ -124,7 +124,7 @@ class DilatedModule(Pretrained, LearningRate):
         self._suffix = ""  # appended to the names of logged metrics
         self._loader_states = {stage: LoaderStates() for stage in STAGES}
         self._patterns: tuple[DilatedPattern, ...] = ()
-        self._explained: int | None = 0  # longest checked sequence; None after advice was given
+        self._explained: int | None = 0  # length of the longest checked sequence; None after advice was given
         self._warned_of_length = False
         means = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
         self.mean_loss: Mapping[str, TokenMean] = means  # type: ignore[assignment]  # torch declares plain modules
@@ -170,14 +170,14 @@ class DilatedModule(Pretrained, LearningRate):
         raise TypeError(f"{type(self).__name__} must define loss_terms(batch), which returns (sum of losses, tokens).")
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Return {name: value} of further metrics that follow from a mean loss (a scalar), to log with the loss.
+        """Return {name: value} of further metrics, computed from a mean loss (a scalar), to log with the loss.
 
-        They are not logged if a subclass redefines the loss but not this method: its loss may have another meaning.
+        They are not logged if a subclass redefines the loss but not this method, as its loss may mean something else.
         """
         return {}
 
     def _derived(self, loss: Tensor) -> dict[str, Tensor]:
-        """Return `derived_metrics`, or {} if a subclass has since redefined the loss."""
+        """Return `derived_metrics`, or {} if the class that defines them has a subclass that redefines the loss."""
         names = {"derived_metrics", "loss_terms", "token_losses", "token_mean"}
         latest = next(x for owner in (self, *type(self).__mro__) if (x := names & vars(owner).keys()))
         return self.derived_metrics(loss) if "derived_metrics" in latest else {}
@@ -191,7 +191,7 @@ class DilatedModule(Pretrained, LearningRate):
         return self._patterns
 
     def explain(self, seq_len: int) -> Explanation:
-        """Explain which tokens the layers' patterns reach at N tokens (see `DilatedPattern.explain`); `print` it."""
+        """Return a printable explanation of the tokens that the layers' patterns reach in a sequence of N tokens."""
         causal = getattr(self, "causal", False)
         kv_heads = getattr(self, "num_kv_heads", None)
         reach = hook("explain patterns")(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
@@ -217,9 +217,9 @@ class DilatedModule(Pretrained, LearningRate):
     def example_batch(self, tokens: int) -> dict[str, Any]:
         """Return a batch of one sequence of N random tokens on the CPU, with all entries that training needs.
 
-        `plan` calls this in a mode of fake tensors without values: use `host_tensor` for tensors that the model reads
-        on the host. `build` must make `self.transformer`, a `DilatedTransformer` of `self.depth` blocks with
-        `self.patterns`, and may compile it only if `self.compile_blocks` is true.
+        `plan` calls this in a mode where tensors have no values, so use `host_tensor` to make tensors for the host.
+        `build` must make `self.transformer`, a `DilatedTransformer` of `self.depth` blocks with `self.patterns`, and
+        may compile it only if `self.compile_blocks` is true.
         """
         raise TypeError(
             f"{type(self).__name__} must define example_batch(tokens), which returns a batch of one sequence of random "
@@ -235,7 +235,7 @@ class DilatedModule(Pretrained, LearningRate):
     def planning_copy(self, depth: int) -> Self:
         """Return an unbuilt copy with another number of blocks, without pretrained weights and compilation.
 
-        Redefine this method if the loss reads values of tensors, because fake tensors have no values.
+        Redefine this method if the loss reads the values of tensors, which tensors do not have while `plan` runs.
         """
         copy: Any = bare_copy(self)
         copy._built, copy._patterns = False, cycle_to(self.patterns, depth) if self.patterns else ()
@@ -247,7 +247,7 @@ class DilatedModule(Pretrained, LearningRate):
         return copy
 
     def token_features(self) -> tuple[int, ...]:
-        """Return, for each stack, the features of a token that linear layers outside of the blocks read or write.
+        """Return, for each stack, how many features of a token the linear layers outside of the blocks read or write.
 
         By default the model has one stack, and these layers are the model's direct children. The model must be built.
         """
@@ -257,7 +257,7 @@ class DilatedModule(Pretrained, LearningRate):
         return (max(1, numbers // width),)
 
     def reads_logits(self) -> bool:
-        """Return True if a token's loss reads logits over the first of `token_features`. The model must be built."""
+        """Return True if the first of `token_features` is a number of logits; the model must be built."""
         return isinstance(getattr(self, "head", None), nn.Linear)  # `step_flops` uses the same test
 
     def planning_notes(self) -> list[str]:
@@ -285,7 +285,7 @@ class DilatedModule(Pretrained, LearningRate):
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return nn.Module's parameters; without a Trainer build the layers first, as in the three methods below."""
+        """Return nn.Module's parameters; without a Trainer build the layers first, as the next methods also do."""
         return super(DilatedModule, self._built_outside()).named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch overloads it
@@ -295,7 +295,7 @@ class DilatedModule(Pretrained, LearningRate):
         return super(DilatedModule, self._built_outside()).load_state_dict(*args, **kwargs)
 
     def load_without_values(self, state_dict: Mapping[str, Any], whole: bool = True) -> Self | None:
-        """Compare a state dict with layers on the meta device: a file may declare sizes that do not fit in memory.
+        """Compare a state dict with layers on the meta device, as a file may declare sizes that do not fit in memory.
 
         Args:
             whole: whether the state dict must contain all tensors.
@@ -304,7 +304,7 @@ class DilatedModule(Pretrained, LearningRate):
             The model on the meta device; None if another package's `build` needs values.
 
         Raises:
-            ValueError: for more layers than tensors, unless another package's `build` may share tensors.
+            ValueError: for more layers than tensors, unless `build` is another package's, which may share tensors.
             RuntimeError: for tensors of another size, as in nn.Module's `load_state_dict`.
         """
         depth, builds_here = getattr(self, "depth", 0), _is_ours(type(self).build)
@@ -353,7 +353,7 @@ class DilatedModule(Pretrained, LearningRate):
         return len(parts) != 1 or parts[0] is not batch
 
     def _shifted(self, batch: Any) -> Any:
-        """Shift the entries that `sequence_spec` names in `shift`, unless a strategy has already shifted them."""
+        """Shift the entries that `sequence_spec.shift` names, unless a strategy has already shifted them."""
         done = hasattr(getattr(attached_trainer(self), "strategy", None), "sequence")
         if done or not (self.sequence_spec and self.sequence_spec.shift):
             return batch
@@ -419,7 +419,7 @@ class DilatedModule(Pretrained, LearningRate):
             )
 
     def token_mean(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return (mean loss over the batch's tokens, number of tokens); a batch without tokens has loss 0.
+        """Return the mean loss over the batch's tokens, and their number, both scalar; without tokens the loss is 0.
 
         If ranks share a sequence, return this rank's share of the mean over all ranks' tokens, and this rank's number
         of tokens. Batches that CombinedLoader combines count as one batch.
@@ -430,7 +430,7 @@ class DilatedModule(Pretrained, LearningRate):
         return loss_share(total, tokens), tokens
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the mean loss over the tokens of the batch; this rank's share of it if ranks share a sequence."""
+        """Return the mean loss over the batch's tokens, or this rank's share of this mean if ranks share a sequence."""
         share, _ = self.token_mean(each_batch(batch, self._loaders(), self._shifted))
         loss = loss_sum(share)
         self.log("train_loss", loss, batch_size=1)
@@ -445,7 +445,7 @@ class DilatedModule(Pretrained, LearningRate):
             self.trainer.progress_bar_metrics["train_loss"] = loss
 
     def on_fit_start(self) -> None:
-        """Switch to training mode, because Lightning does not, and loaded encoders are in eval mode."""
+        """Switch to training mode: Lightning does not do this, and loaded encoders are in eval mode."""
         checkpoint_after_optimizer_steps(self.trainer)
         self._shown = DeferredScalar()  # the last fit may have used another device
         self.train()
@@ -511,7 +511,7 @@ class DilatedModule(Pretrained, LearningRate):
         self._report_all("test")
 
     def _evaluate_all(self, stage: str, batch: Any, loader: int) -> None:
-        """Add a batch, or the batches in a combined batch, to the metrics of its loader."""
+        """Add a batch, or all batches in a combined batch, to the metrics of the loader with this index."""
         self._of_loader(stage, loader)
         for part in batches_in(batch, self._loaders()):
             self._evaluate(stage, part)
@@ -535,8 +535,8 @@ class DilatedModule(Pretrained, LearningRate):
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return optimizer groups that contain every trainable parameter once.
 
-        Matrices get the optimizer's weight decay; vectors and norms get none. Gates and decays of recurrences get no
-        decay and `LR_SCALE` times the learning rate. A group's `lr_scale` is a factor of the optimizer's learning rate.
+        Matrices get the optimizer's weight decay; vectors and norms get none. Parameters of the recurrences' gates and
+        decays get no weight decay, and `LR_SCALE` times the learning rate, which their group stores as `lr_scale`.
         """
         fast = fast_parameters(self)
         numbers = {id(p) for p in fast}
@@ -564,9 +564,9 @@ class DilatedModule(Pretrained, LearningRate):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip as Lightning does, and also for fused optimizers under bf16-mixed.
+        """Clip as Lightning does, but under bf16-mixed do not refuse fused optimizers.
 
-        Lightning refuses fused optimizers because they unscale gradients after clipping, but bf16 has no loss scaler.
+        Lightning refuses them because they unscale gradients after clipping, but bf16-mixed does not scale the loss.
         """
         plugin = self.trainer.precision_plugin
         if not isinstance(plugin, MixedPrecision) or plugin.scaler is not None:

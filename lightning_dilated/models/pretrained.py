@@ -47,7 +47,7 @@ _RESERVED = ("class_path", "init_args", "dict_kwargs")
 def file_arguments(hparams: Any, where: str | Path, but: Collection[str] = ()) -> dict[str, Any]:
     """Return a model's arguments from a file as plain values, without optimizer, scheduler and Lightning's additions.
 
-    A `class_path` may name only a class in `VALUES`; the result has its public name. `make_values` makes the objects.
+    A `class_path` may name only a class in `VALUES`, and becomes its public name. `make_values` makes the objects.
 
     Args:
         hparams: nested mappings and lists, as in a recipe.
@@ -55,7 +55,7 @@ def file_arguments(hparams: Any, where: str | Path, but: Collection[str] = ()) -
         but: names of arguments that the caller sets; they are left out.
 
     Raises:
-        ValueError: for another class (naming the file, the class and a remedy), and for names that no parser accepts.
+        ValueError: for any other class, naming the file, the class and a remedy; for names that no parser accepts.
     """
     if not isinstance(hparams, Mapping):
         raise ValueError(f"{where} has {type(hparams).__name__} instead of a mapping of hyperparameters.")
@@ -69,13 +69,13 @@ def file_arguments(hparams: Any, where: str | Path, but: Collection[str] = ()) -
 
 
 class _Checked:
-    """Checks the values of a file, and limits their number, because YAML's references can repeat a value many times."""
+    """Checks a file's values and limits their number, because references in YAML can repeat one value very often."""
 
     def __init__(self, where: str | Path) -> None:
         self.where, self.left = where, 100_000
 
     def value(self, value: Any, name: str, depth: int = 0) -> Any:
-        """Return the value with public names for the classes in `VALUES`; raise ValueError for another class."""
+        """Return the value, with public names for classes in `VALUES`; raise ValueError for any other class."""
         self.left -= 1
         if self.left < 0 or depth > 100:
             raise ValueError(f"{self.where} has endlessly nested hyperparameters.")
@@ -128,7 +128,7 @@ def _remedy(name: str) -> str:
 
 
 def make_values(value: Any) -> Any:
-    """Replace each mapping that has a class_path, in a checked value, by an object of this class in `VALUES`."""
+    """Return a checked value in which each mapping with a class_path has become an object of that class."""
     if isinstance(value, dict) and "class_path" in value:
         cls = VALUES[value["class_path"].rpartition(".")[2]]
         return cls(**make_values(value.get("init_args") or {}))
@@ -161,7 +161,7 @@ def class_in_file(cls: type, path: Any, where: str | Path, loader: str) -> Any:
 
 
 def imported(path: str) -> Any:
-    """Return the object with a dotted name if it is public here or in an imported module, else None; never import."""
+    """Return the object with a dotted name if it is public here or in a module that is already imported, else None."""
     public = path.removeprefix(f"{PACKAGE}.")
     if public != path and public in NAMES:
         return place(NAMES[public])
@@ -170,14 +170,14 @@ def imported(path: str) -> Any:
 
 
 def _yaml(text: str) -> Any:
-    """Parse YAML with jsonargparse's scanner, but without types, to accept any text that another loader accepts."""
+    """Parse YAML by jsonargparse's scanner, with scalars as texts, so that it accepts all that other loaders accept."""
     return yaml.load(text, getattr(yaml, "CBaseLoader", yaml.BaseLoader))
 
 
 def _inside(value: str) -> list[Any]:
-    """List the values, in JSON or YAML, that a parser may read from a string or from the file that the string names.
+    """List the values that a parser may read from a string, or from the file that it names, as JSON or YAML.
 
-    yaml raises ConstructorError if the YAML is not plain, such as a mapping as a key, and another loader may accept it.
+    Raises yaml's ConstructorError for a tag, or a mapping as a key, because other loaders may accept these.
     """
     texts, values = [value], []
     with contextlib.suppress(OSError, ValueError):
@@ -189,7 +189,7 @@ def _inside(value: str) -> list[Any]:
         try:
             values.append(_yaml(text))
         except yaml.constructor.ConstructorError:
-            if "=" in text or "!" in text:  # a tag or a mapping as a key, which other loaders accept
+            if "=" in text or "!" in text:  # a tag or a mapping as a key, which other loaders may accept
                 raise
         except (yaml.YAMLError, ValueError):  # not YAML
             continue
@@ -197,7 +197,7 @@ def _inside(value: str) -> list[Any]:
 
 
 def layers_of(numbers: Iterable[str], tensors: int, where: str | Path) -> int:
-    """Return the number of layers in a file: the largest layer number plus 1.
+    """Return the number of layers in a file, which is the largest layer number plus 1.
 
     Args:
         numbers: layer numbers, as digits, from the names of tensors.
@@ -343,7 +343,7 @@ def class_path(model: Any) -> str:
 
 
 def current_class_path(path: str) -> str:
-    """Return a class's current name, public for this package's classes; raise ValueError for a removed class."""
+    """Return a class's current name, in this package the public one; raise ValueError for a removed class."""
     if (message := removed_name(path)) is not None:
         raise ValueError(message)
     package, _, qualified = path.partition(".")
@@ -381,7 +381,7 @@ def plain_arguments(hparams: Mapping[str, Any], owner: str) -> dict[str, Any]:
     return plain
 
 
-#: mappings with numbers as keys in a config of transformers, which also reads these keys from strings
+#: mappings in a config of transformers that may have numbers as keys, which transformers also reads from strings
 _NUMBERED = {"id2label", "pruned_heads"}
 
 
@@ -444,7 +444,7 @@ def _folder(path: str | Path, **options: Any) -> Path:
     download = library_of("huggingface_hub").snapshot_download
     try:
         return Path(download(str(path), allow_patterns=[CONFIG, WEIGHTS, *PATTERNS], **options))
-    except Exception as error:  # offline, no access, or a missing repository or revision
+    except Exception as error:  # such as no connection, no access, or a missing repository or revision
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise FileNotFoundError(
             f"{path}: no such folder here, and it cannot be downloaded ({type(error).__name__}: {lines[0][:160]})."

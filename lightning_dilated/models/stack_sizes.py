@@ -33,12 +33,12 @@ class BlockSizes(NamedTuple):
 
     Attributes:
         dim, hidden: E, and the hidden features of the feed-forward.
-        projection: parameters of the projections to q, k and v.
-        feed_forward: parameters of the feed-forward.
+        projection: number of parameters of the projections to q, k and v.
+        feed_forward: number of parameters of the feed-forward.
         windows: whether the block's heads can attend in groups, one after another.
         tiles: whether the feed-forward can run in tiles of tokens.
-        updated: (parameters of a weight, parameters of the update that is added to it before the product); (0, 0)
-            without an update.
+        updated: the number of parameters of a weight, and of the update (such as LoRA's) that is added to it before
+            the product; (0, 0) without an update.
     """
 
     dim: int

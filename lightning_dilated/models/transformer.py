@@ -36,11 +36,11 @@ from lightning_dilated.sequence import SequenceSpec
 #: values of a model's `rotary_base`
 BasesLike: TypeAlias = float | str | Sequence[float | str] | None
 
-#: the base if the length of sequences is unknown
+#: the rotary base if the length of sequences is unknown
 USUAL = 10_000.0
 #: "Base of RoPE Bounds Context Length" (arXiv 2405.14591), equation 13: the smallest base for N tokens is 0.0424 N^1.628
 FACTOR, POWER = 0.0424, 1.628
-#: tolerance, because the constants have three digits: the base 1e4, for 1,996 tokens, is accepted for segments of 2,048
+#: tolerance, because the constants have three digits: the base 1e4 serves 1,996 tokens, and is accepted for 2,048
 TOLERANCE = 1.05
 
 
@@ -61,11 +61,11 @@ def layer_bases(
     """Return the rotary base of each of `depth` layers; None for a layer without positions.
 
     Args:
-        rotary_base: a number; "length", `base_of_length` of `max_seq_len`; "none", no positions; a list of these for layers
-            0, 1, ..., which repeats; or None: "length" if `max_seq_len` is set, else 10,000.
-        max_seq_len: the longest sequence that the model is made for.
+        rotary_base: a number; "length" for `base_of_length(max_seq_len)`; "none" for no positions; a list of these for
+            layers 0, 1, ..., which repeats; or None: "length" if `max_seq_len` is set, else 10,000.
+        max_seq_len: the length of the longest sequence that the model is made for.
         depth: number of layers.
-        position_encoding: the model's; with "none" no layer has positions.
+        position_encoding: the model's option; with "none" no layer has positions.
 
     Raises:
         TypeError, ValueError: for another value, a list that is empty or longer than `depth`, and "length" without
@@ -118,8 +118,8 @@ def rotary_hint(
 
     Args:
         bases, patterns: one for each layer.
-        seq_len: N; None: the model's `max_seq_len`, or any length without it.
-        max_seq_len, global_rotary: the model's.
+        seq_len: N; None: the model's `max_seq_len`, or any length if that is None.
+        max_seq_len, global_rotary: the model's options.
     """
     longest = seq_len or max_seq_len or math.inf
     for layer, (base, pattern) in enumerate(zip(bases, patterns, strict=True)):
@@ -143,19 +143,19 @@ def rotary_hint(
 
 
 def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range], training: bool = True) -> int:
-    """Count the FLOPs of a module's blocks and of an output projection `head` over tokens, on all ranks together.
+    """Count the FLOPs of a module's blocks and of its output projection `head`, on all ranks together.
 
     A product with a matrix of P weights takes 2 P a token forward and 4 P backward. Half of the backward is for the
     weight's gradient, unless the weight is frozen; half is for the input's gradient, unless all earlier parameters are
-    frozen. A pair of a query and a key takes 4 D forward and 10 D backward (none if all earlier parameters are frozen),
-    or 6 D if truncated back-propagation carried the key without gradient. A recurrence takes `Recurrence.flops`
-    forward and twice that backward. Parameters are assumed to be used in the module's order. Norms, activations,
-    recomputation and pooled heads are not counted, as usual (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+    frozen. A pair of a query and a key takes 4 D forward and 10 D backward, or 6 D backward for a key that truncated
+    back-propagation carries without gradient; 0 if all earlier parameters are frozen. A recurrence takes twice as much
+    backward as forward (`Recurrence.flops`). Parameters are assumed to be used in the module's order. As usual, norms,
+    activations, recomputation and pooled heads are not counted (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 
     Args:
         tokens: number of tokens in all samples, including padding.
-        documents: the number of tokens of each document or unpadded sample. In a causal module it may be a range of
-            positions in a document, for tokens that also attend to carried keys before the range.
+        documents: the number of tokens of each document or unpadded sample. In a causal module, a range of positions
+            in a document instead of a number means that its tokens also attend to carried keys before the range.
         training: count forward and backward; False: forward only.
 
     Raises:
@@ -197,14 +197,14 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range],
 
 
 def _pairs(a: MultiheadDilatedAttention, document: int | range) -> tuple[int, int]:
-    """Return the number of pairs with keys of the document or its part, and of pairs with carried keys."""
+    """Return the numbers of query-key pairs: with keys inside the document (or its range), and with carried keys."""
     if isinstance(document, range):
         return pairs_of_part(a.attention.pattern, document, a.num_heads, a.num_kv_heads)
     return pairs(a.attention.pattern, document, a.num_heads, a.num_kv_heads, a.attention.causal), 0
 
 
 def _trained_before(module: nn.Module) -> dict[nn.Parameter, bool]:
-    """Map each parameter to True if an earlier parameter is trained."""
+    """Return {parameter: whether any earlier parameter is trained}."""
     before, so_far = {}, False
     for p in module.parameters():
         before[p] = so_far
@@ -220,9 +220,9 @@ class Inputs(NamedTuple):
 
     Attributes:
         x: hidden states (B, N, E).
-        lengths: (B,) numbers of tokens, if samples are padded.
-        cu_seqlens: (D + 1,) bounds of the documents that are packed into one row.
-        positions: (N,) or (B, N).
+        lengths: (B,), the number of tokens of each sample, if samples are padded.
+        cu_seqlens: (D + 1,), the bounds of the documents that are packed into one row.
+        positions: (N,) or (B, N), the positions of the tokens.
         drops: factors of stochastic depth: (depth, 2, B, 1, 1), or (depth, 2, 1, N, 1) with documents.
     """
 
@@ -279,7 +279,7 @@ class DilatedTransformer(StackMemory):
         self.norm = make_norm(options.norm, dim)
         self.drop_path = options.drop_path
         self.residual_dtype = options.residual_dtype and getattr(torch, options.residual_dtype)
-        #: one for each block, None for a block without positions
+        #: the rotary positions of each block, or None for a block without positions
         self.rotaries: list[Rotary | None] = [block.attention.rotary for block in self.blocks]
         #: CUDA graphs of the blocks' training step; None: kernels are launched without graphs
         self.graphs: Any = None
@@ -303,12 +303,12 @@ class DilatedTransformer(StackMemory):
         """Map (B, N, E) to (B, N, E).
 
         Args:
-            positions: (N,), global; None: from 0 on, or after the cached tokens.
+            positions: (N,), in the whole sequence; None: from 0 on, or from the number of cached tokens on.
             lengths, cu_seqlens: see `dilated_attention`.
             caches: one for each block.
             chunk: each block's position in a stream, if x is a chunk of a stream; needs `positions`.
-            watch: a function, called with the input and with every block's output.
-            normed: False: do not apply the last norm.
+            watch: a function that is called with the input and with every block's output.
+            normed: whether to apply the last norm.
         """
         x = self.residual(x)
         drops = self._drops(x, cu_seqlens) if caches is None else None
@@ -368,7 +368,7 @@ class DilatedTransformer(StackMemory):
 
     def _tables(self, x: Tensor, positions: Tensor | None, caches: Sequence[Any] | None) -> list[RotaryTable | None]:
         """Return each block's table of rotary positions; blocks with the same base share a table."""
-        dtype = autocast(x[:0])[0].dtype  # dtype of q and k; xPos factors must not overflow in it
+        dtype = autocast(x[:0])[0].dtype  # the dtype of q and k, in which xPos factors must not overflow
         start, furthest, tables = caches[0].length if caches else 0, None, {}
         if caches and positions is None:
             positions, furthest = caches[0].token_positions(x)
@@ -402,8 +402,8 @@ class DilatedTransformer(StackMemory):
     def compile_blocks(self) -> None:
         """Compile each block in place, as one graph; compiled blocks need a rotary table instead of positions."""
         kinds = len({block.attention_layer.attention.pattern for block in self.blocks})
-        # graphs for each pattern: with and without gradients, for whole sequences and chunks, static and dynamic lengths,
-        # and for `CompiledPart` with whole chunks
+        # the graphs for a pattern: with and without gradients, for whole sequences and for chunks, for static and for
+        # dynamic lengths, and the graphs of `CompiledPart` for whole chunks
         allow_recompiles(24 * kinds)
         for block in self.blocks:
             block.compile(fullgraph=True)
@@ -412,7 +412,7 @@ class DilatedTransformer(StackMemory):
         """Make an empty cache for every block.
 
         Args:
-            max_length: the longest sample, in tokens, for caches that are allocated at their final size; see `KVCache`.
+            max_length: maximum number of tokens of a sample, to allocate caches at their final size; see `KVCache`.
             lengths: the number of tokens of each sample's prompt, if prompts are padded on the right; see `Clock`.
         """
         return hook("caches of a stack")(self, max_length, lengths)
@@ -427,8 +427,8 @@ def _watched(layer: Callable[[Tensor], Tensor], watch: Callable[[Tensor], None],
 def init_weights(model: nn.Module, depth: int, dim: int) -> None:
     """Draw matrices from Normal(0, std), output projections from Normal(0, std / sqrt(2 depth)); set biases to 0.
 
-    std = sqrt(2 / (5 dim)), about 0.02 at a `dim` of 1024 (Nguyen and Salazar 2019, arXiv 1910.05895, SmallInit). With 0.02
-    at every width, narrow models hardly learn.
+    std = sqrt(2 / (5 dim)) is about 0.02 for a `dim` of 1024 (SmallInit in Nguyen and Salazar 2019, arXiv 1910.05895).
+    With 0.02 at every width, narrow models would hardly learn.
     """
     std = (2 / (5 * integer(dim, "dim", 1))) ** 0.5
     for name, parameter in model.named_parameters():
@@ -458,7 +458,7 @@ def longest(batch: Any, spec: SequenceSpec | None, group: Any) -> int:
 
     Args:
         batch: this rank's part of a batch.
-        spec: names the entries that are sequences.
+        spec: the spec that names the entries that are sequences; None: unknown.
         group: the ranks of the sequence; their latest call contains N. None for one rank.
     """
     if not isinstance(batch, Mapping):

@@ -32,7 +32,7 @@ from lightning_dilated.pattern.rows import dense_kv_heads
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import layer_recurrences, plain_recurrences
 
-#: limit of the number of features of a hidden state; a feed-forward may have 8 times this number
+#: maximum number of features of a hidden state; a feed-forward may have 8 times this number
 WIDTH = 1 << 20
 #: arguments that are not saved, because they are not part of the model or are saved in another form
 NOT_SAVED = (
@@ -57,7 +57,7 @@ def options_of(cls: type) -> dict[str, Any]:
 
 
 class _NamedArguments:
-    """Stores a call's arguments by name, refuses unknown ones; a base class, because jsonargparse reads `__new__`."""
+    """Stores a call's arguments by name, refuses unknown ones. A base class: jsonargparse reads a class's `__new__`."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         self = super().__new__(cls)
@@ -68,14 +68,14 @@ class _NamedArguments:
 
 
 def _constructors(cls: type) -> tuple[list[inspect.Signature], type]:
-    """Return the signatures of constructors in user classes, and this package's first base class with a constructor."""
+    """Return the signatures of user classes' constructors, and the first class of this package with a constructor."""
     owners = [base for base in cls.__mro__ if "__init__" in vars(base)]
     first = next(i for i, base in enumerate(owners) if base.__module__.startswith("lightning_dilated."))
     return [inspect.signature(vars(base)["__init__"]) for base in owners[:first]], owners[first]
 
 
 def _positional(cls: type) -> Iterator[str]:
-    """Yield the names of positional arguments, also of the next base's constructor if a constructor takes `*args`."""
+    """Yield the names of a constructor's positional arguments, and if it takes `*args`, of the next constructor's."""
     signatures, package_class = _constructors(cls)
     for signature in [*signatures, inspect.signature(vars(package_class)["__init__"])]:
         parameters = list(signature.parameters.values())[1:]
@@ -87,7 +87,7 @@ def _positional(cls: type) -> Iterator[str]:
 def _check_names(cls: type, names: Collection[str]) -> None:
     """Raise TypeError for a keyword that this package's constructor does not take.
 
-    A user's constructor may take keywords that it does not name, except keywords that a class of this package sets.
+    If a user's class has a constructor, its unnamed keywords are accepted, unless a class of this package sets them.
     """
     signatures, package_class = _constructors(cls)
     known = options_of(package_class).keys() | {name for signature in signatures for name in signature.parameters}
@@ -108,7 +108,7 @@ def _no_argument(cls: type, name: str, known: Collection[str], hint: str | None 
 def _defaults(cls: type) -> dict[str, Any]:
     """Return {argument: default} of the arguments that a checkpoint stores.
 
-    A user's constructor sets the arguments that it does not name, unless it passes all arguments on by `*args`.
+    If a user's class has a constructor, only its own arguments count, unless it passes all others on by `*args`.
     """
     signatures, package_class = _constructors(cls)
     parameters = list(signatures[0].parameters.values()) if signatures else []
@@ -132,9 +132,9 @@ class TransformerModel(_NamedArguments, DilatedModule):
         rotary_base: a number; or "length": the base for `max_seq_len` tokens, max(1e4, 0.0424 N^1.628) rounded up to a power
             of ten (the bound of arXiv 2405.14591); or "none": no positions; or a list of these for layers 0, 1, ..., which
             repeats. None: "length" if `max_seq_len` is set, else 10,000, which serves 2,000 tokens.
-        max_seq_len: the longest sequence that the model is made for; stored in checkpoints together with the rotary bases.
-            It does not follow the data, but the command line sets it to the data's if a recipe sets neither this nor
-            `rotary_base`.
+        max_seq_len: the length of the longest sequence that the model is made for; checkpoints store it and the rotary
+            bases. If a recipe sets neither this nor `rotary_base`, the command line takes the data's length; in Python
+            it does not follow the data.
         recurrence: a memory of constant size, in addition to the pattern, that compresses all earlier tokens: a `Recurrence`
             or its mapping ({"kind": "gated_delta"}); or a list of these for layers 0, 1, ..., which repeats, with None for
             a layer without memory. None: no layer has one.
@@ -146,8 +146,8 @@ class TransformerModel(_NamedArguments, DilatedModule):
         cuda_graphs: record the blocks' training step on a GPU as CUDA graphs, one for each shape of a batch, and replay
             them. Use it for short sequences, if launching kernels takes longer than running them. It needs one rank for
             each sequence, and no recomputation or attention dropout.
-        graph_padding: the most padding, as a share of the tokens, that is added to batches with `lengths` and to packed
-            rows to reduce the number of graphs. Less than 64 tokens a row are always allowed. The padding is logged.
+        graph_padding: the most padding, as a share of the tokens, that batches with `lengths` and packed rows get to
+            reduce the number of graphs. Fewer than 64 tokens a row are always allowed. The share of padding is logged.
         linear_dtype: "float8": linear layers of the blocks, except the projection to q, k and v, multiply in float8 by
             torchao, on an H100 or later; for wide models with `compile_blocks`. None: the precision of the run.
         optimizer, lr_scheduler: see `DilatedModule`.
@@ -222,7 +222,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
         positions = self.rotary_bases, self.patterns, None, max_seq_len, self.options.global_rotary
         if hint := rotary and rotary_hint(*positions):
             rank_zero_warn(f"{type(self).__name__}: {hint}")
-        with torch.device("meta"):  # make one layer without storage, to raise errors for wrong sizes and options here
+        with torch.device("meta"):  # make one layer without storage, so that wrong sizes and options raise errors here
             self._transformer(depth=1)
         self._save_arguments()
 

@@ -12,13 +12,13 @@ from lightning_dilated.models.module import DilatedModule
 
 
 class WithTokenizer(DilatedModule):
-    """A DilatedModule over tokens of text."""
+    """A DilatedModule over tokens of text that stores its tokenizer's files."""
 
     #: {name: contents} of the tokenizer's files, read from the weights' checkpoint or folder; None: no tokenizer
     tokenizer_files: dict[str, str] | None = None
 
     def current_tokenizer(self) -> dict[str, str] | None:
-        """Return the files of the tokenizer of the Trainer's data; if the data has none, return `tokenizer_files`."""
+        """Return the tokenizer's files of the Trainer's data, or `tokenizer_files` if the data has no tokenizer."""
         read_data_files = self._data_setting("tokenizer_files")
         return (read_data_files() if callable(read_data_files) else None) or self.tokenizer_files
 

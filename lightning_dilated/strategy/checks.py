@@ -37,14 +37,14 @@ def computed_in(module: torch.nn.Module, device: str) -> torch.dtype:
     return next((p.dtype for p in module.parameters()), torch.float32)
 
 
-#: errors list the elements of tensors up to this size, and a digest of larger tensors
+#: maximum number of elements of a tensor that an error lists; for a larger tensor it shows a digest
 SHOWN = 16
 
 
 def loader_facts(loader: Any) -> dict[str, str]:
     """Return the properties of a loader that must be equal on all ranks of a sequence, without reading samples.
 
-    A dataset may define `fingerprint()`, which returns different strings for different samples.
+    A dataset may define `fingerprint()`, which returns different strings if the samples of two datasets differ.
     """
     if not isinstance(loader, DataLoader):
         return {"loader": type(loader).__name__}
@@ -128,7 +128,7 @@ def settings_of(module: pl.LightningModule, options: Mapping[str, Any]) -> dict[
 
 
 def parameters_of(module: nn.Module) -> dict[str, str]:
-    """Describe the parameters that all ranks share: shape, dtype, frozen or not."""
+    """Describe each parameter that all ranks share: its shape, its dtype, and whether it is frozen."""
     ignored = own_parameters(module)
     named = [(name, p) for name, p in module.named_parameters() if name not in ignored and not is_lazy(p)]
     return {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}" for n, p in named}
@@ -182,10 +182,10 @@ def compare_loader(
     """Shard a loader and compare it over all ranks of the job, even if `shard` fails on this rank.
 
     Returns:
-        The sharded loader, and None or the reason why losses cannot be added over ranks in each step of the stage.
+        The sharded loader, and the reason why a step of the stage cannot add losses over ranks, or None if it can.
 
     Raises:
-        ValueError: on every rank, see `compare_loaders` and `check_equal_batches`; where `shard` failed, its error.
+        ValueError: on every rank; see `compare_loaders` and `check_equal_batches`. A failed rank raises its own error.
     """
     sharded, facts, error = loader, {}, None
     try:
@@ -202,10 +202,10 @@ def compare_loader(
 
 
 def compare_loaders(facts: dict[str, str], batches: int | None, sizes: MeshSizes) -> list[int | None]:
-    """Compare the loaders of all ranks, and return the number of batches of each rank; `facts` may contain an "error".
+    """Compare all ranks' loaders, and return each rank's number of batches; `facts` of a failed rank has an "error".
 
     Raises:
-        ValueError: on every rank of the job, naming the ranks of a sequence that read different data, or a failed rank.
+        ValueError: on every rank, naming a rank that failed, or the ranks of a sequence that read different data.
     """
     gathered: list[Any] = [None] * sizes.world
     dist.all_gather_object(gathered, (facts, batches))
@@ -234,11 +234,11 @@ def number_of_batches(loader: Any, trainer: Any, stage: str) -> int | None:
 
 
 def check_equal_batches(batches: list[Any], stage: str, sizes: MeshSizes, shards_parameters: bool) -> str | None:
-    """Return None if all ranks have equally many batches, else the reason why losses cannot be added in each step.
+    """Return None if all ranks have equally many batches, else the reason why a step cannot add losses over ranks.
 
     Raises:
         ValueError: if the numbers differ in a stage where each step needs all ranks: in training, and in every stage if
-            parameters are sharded. Also if a rank has no evaluation batch: Lightning would reduce metrics without it.
+            parameters are sharded. Also if only some ranks have evaluation batches, and would wait for the others.
     """
     if len(set(batches)) == 1:
         return None
@@ -260,7 +260,7 @@ def check_equal_batches(batches: list[Any], stage: str, sizes: MeshSizes, shards
 
 
 def compare_training(trainer: Any, sizes: MeshSizes, shards_parameters: bool) -> None:
-    """Compare the ranks' numbers of training batches at the first step, counted over all loaders and up to `max_steps`.
+    """At the first step, compare how many batches each rank will train on, over all loaders and up to `max_steps`.
 
     Raises:
         ValueError: on every rank, if the numbers differ.

@@ -30,29 +30,29 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
     `Trainer(strategy="ring_dilated")` takes the defaults. A region of one rank trains the module without DDP.
 
     Args:
-        sequence_size: ranks that share a sequence; "auto": all ranks; [8, 4, 2]: the largest of these numbers that
-            divides the number of ranks. Other ranks hold other samples (data parallel).
-        head_size: neighbouring ranks of a node that exchange tokens for heads within a sequence. "auto": each call
+        sequence_size: number of ranks that share a sequence; "auto": all ranks; a list such as [8, 4, 2]: the largest
+            number in it that divides the number of ranks. Other ranks hold other samples (data parallel).
+        head_size: number of neighbouring ranks of a node that exchange tokens for heads. "auto": each attention call
             takes the size with the least planned cost; `print(strategy.sequence.plan)` lists the costs.
         exchange: the algorithm that moves rows between ranks; "auto": the one with the least planned cost.
         layout: which positions a rank holds. "auto": "contiguous" or "zigzag", whichever the planner expects to cost
             less for the patterns of all layers and the longest sequence that the DataModule or the model declares.
-            "auto" means "contiguous" for streams, packed rows, named exchanges, a limit `exchange_memory_gib`, and
-            modules that do not declare `takes_any_layout`. "chunked": each rank holds a piece of every chunk of
-            ActivationRecompute(stream=TOKENS), and ranks compute each chunk together.
+            "auto" is always "contiguous" for streams, packed rows, an `exchange` other than "auto", a limit
+            `exchange_memory_gib`, and modules that do not declare `takes_any_layout`. "chunked": each rank holds a part
+            of every chunk of ActivationRecompute(stream=TOKENS), and the ranks compute each chunk together.
         ranks_per_node: number of ranks that are connected by fast links; None: the ranks of a node.
         timeout: seconds after which a rank that waits for another rank raises an error.
         allow: names of modules that may run although they mix tokens or samples, because they are correct on shards.
         process_group_backend: "nccl" or "gloo"; None: by the device.
         start_method: how to start further processes; "popen" runs the script again.
-        check_first_batch: compare the results of one rank and of all ranks on the head of the first batch.
+        check_first_batch: check on the start of the first batch that all ranks compute the same results as one rank.
         find_unused_parameters: DDP's option for models with parameters that are unused in some steps.
         links: a file from `lightning-dilated bench links`, for exchange="auto"; None: this machine's file, else defaults.
-        global_batch: sequences of an optimizer step, on any number of ranks: gradients accumulate over
+        global_batch: number of sequences in an optimizer step, on any number of ranks: gradients accumulate over
             global_batch / (sequences at a time x the loader's batch size) batches, and an epoch ends with a whole step.
             None: the Trainer's `accumulate_grad_batches`.
-        bucket_cap_mb: MiB of gradients that DDP sums at a time during the backward. None: on GPUs of one node, one sum
-            after the backward, which costs less than sums that overlap with the backward; else DDP's default, 25.
+        bucket_cap_mb: MiB of gradients that DDP sums at a time during the backward. None: DDP's default, 25; but GPUs
+            of one node compute a single sum after the backward, which costs less than sums that overlap with it.
         regions: number of parts of the job that train apart between outer steps, each on consecutive ranks with its own mesh
             and samples; "auto": one for each node. Each region has its own gradients, clipping and training loss.
         outer: the outer steps that synchronize the regions' parameters; required for several regions, allowed for one.
@@ -61,13 +61,13 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
             stores at a time for an attention call; send buffers and the exchange of `head_size` are not counted.
             exchange="auto" takes the cheapest exchange within the limit. If no exchange fits, or the named exchange
             does not fit, the first call raises an error that lists the memory of every exchange. None: no limit.
-        check_replicas: optimizer steps between two comparisons of the parameters' bits on all ranks of a region. If
-            ranks differ, an error names them; on a GPU it is raised at the next comparison. None: compare only before a
-            checkpoint.
+        check_replicas: number of optimizer steps between two checks that all ranks of a region have parameters with the
+            same bits. If ranks differ, an error names them; on a GPU it is raised at the next check. None: check only
+            before a checkpoint.
 
     Raises:
         OSError: in the constructor, if the file `links` does not exist.
-        TypeError, ValueError: in the constructor; for sizes that do not divide the number of ranks, in `Trainer(...)`.
+        TypeError, ValueError: in the constructor, but in `Trainer(...)` if a size does not divide the number of ranks.
         MisconfigurationException: in `Trainer(...)`, in an interactive session with start_method="popen".
     """
 
@@ -147,10 +147,10 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a file as Lightning does, or a folder of ShardedCheckpoint or ring_dilated_fsdp.
 
-        Folders are read without running code, for any `weights_only`.
+        Reading a folder runs no code from it, even with `weights_only=False`.
         """
         peers = RankGroup(self.global_rank, self.world_size)
-        if not peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see the folder must enter too
+        if not peers.any(Path(checkpoint_path).is_dir()):  # also on a rank that does not see the folder
             read_to_host(self.checkpoint_io)
             return self._of_this_region(super().load_checkpoint(checkpoint_path, *args, **kwargs))
         return self._of_this_region(read_whole(checked(Path(checkpoint_path), peers), self.sizes.regions, self.region))

@@ -1,4 +1,4 @@
-"""Jobs with a changing number of ranks: the number of launched nodes, and a fixed number of sequences per step."""
+"""Support for jobs in which the number of ranks changes: launched nodes, and a fixed number of sequences in a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_launched(devices: int, nodes: int) -> None:
     """Compare the Trainer's ranks with the ranks that torchrun started.
 
     Raises:
-        ValueError: if they differ, or nodes have different numbers of ranks.
+        ValueError: if the numbers differ, or if nodes have different numbers of ranks.
     """
     if not dist.is_torchelastic_launched():
         return
@@ -59,17 +59,17 @@ class GlobalBatch:
 
     def __init__(self, sequences: int) -> None:
         self.sequences = sequences
-        self._set = 1  # the value that this object has set `accumulate_grad_batches` to
-        self._limited: tuple[Any, Any] | None = None  # (Trainer, its `limit_train_batches`)
+        self._set = 1  # the value of `accumulate_grad_batches` that this object has set
+        self._limited: tuple[Any, Any] | None = None  # the Trainer and its original `limit_train_batches`
 
     def set_accumulation(self, trainer: Any, loader: Any, data_ranks: int) -> None:
-        """Set the Trainer's `accumulate_grad_batches` for a training loader that `data_ranks` data ranks share.
+        """Set the Trainer's `accumulate_grad_batches` for a training loader that is split over `data_ranks` data ranks.
 
         If the loader's length is known and constant, also round `limit_train_batches` down to whole steps.
 
         Raises:
-            ValueError: if the loader has no batch size or less than a step; if batch size x data_ranks does not divide
-                `sequences`; if another setting accumulates gradients; if the module steps its optimizers itself.
+            ValueError: if the loader has no batch size, or too few batches for a step; if batch size x data_ranks does
+                not divide `sequences`; if other settings accumulate gradients; if the module itself steps optimizers.
         """
         self.restore()
         self._refuse_others(trainer)

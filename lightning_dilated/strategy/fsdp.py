@@ -59,7 +59,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     """
 
     shards_parameters = True
-    _accumulates = False  # True before the last micro-batch of a step, while gradients are not reduced
+    _accumulates = False  # True in the micro-batches before a step's last one, which do not reduce gradients
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         Lightning does not pass `Trainer.fit(weights_only=...)` to strategies that shard parameters.
         """
         peers = RankGroup(self.global_rank, self.world_size)
-        if peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see the folder must join the checks too
+        if peers.any(Path(checkpoint_path).is_dir()):  # also on a rank that does not see the folder
             return self._load_folder(checked(Path(checkpoint_path), peers))
         if peers.any(Path(checkpoint_path).is_file()):
             refuse_one_file(self.optimizers, f"{checkpoint_path} is one file")
@@ -198,7 +198,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
                 path.unlink()
 
     def _load_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        """Load weights by Lightning, but optimizer states here: Lightning mixes up states of another strategy."""
+        """Load weights by Lightning, but not optimizer states: it would misread the states of other strategies."""
         check_input(path)
         optimizers, self.optimizers = self.optimizers, []
         try:
@@ -212,7 +212,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state; in a single file, parameters are numbered as in torch's optimizers."""
+        """Return an optimizer's state; for a checkpoint of one file, number the parameters as torch's optimizers do."""
         if not writes_one_file(self):
             return super().optimizer_state(optimizer)
         assert self.model is not None
@@ -226,7 +226,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         assert self.model is not None and module is not None  # Lightning calls this after the set-up
         if self.optimizers:  # validate, test and predict need only weights
             refuse_replicated_low_bit(read_metadata(folder).state_dict_metadata, folder)
-        with use_autograd_cache(False):  # torch creates optimizer states by a step, which may compile
+        with use_autograd_cache(False):  # torch creates missing states by an optimizer step, which may compile
             return self._of_this_region(load_sharded(folder, self.model, self.optimizers, module.strict_loading))
 
     @override

@@ -18,16 +18,16 @@ def layout_for(
     """Return the layout that "auto" means for a module.
 
     The layout is "zigzag" only for a causal module that declares `takes_any_layout`, its heads and its patterns, and
-    only if zigzag costs less for the longest sequence. Streams, named exchanges and limits of the exchange's memory get
+    only if zigzag costs less for the longest sequence. Streams, an exchange other than "auto" and a memory limit get
     "contiguous": memory depends on the batch size and the head dimension, which are unknown before the first call.
 
     Args:
         module: the LightningModule.
-        tokens: N, the longest sequence; None if neither the model nor the data declare it.
+        tokens: N, the length of the longest sequence; None if neither the model nor the data declare it.
         ranks: number of ranks that share a sequence.
         exchange: the strategy's option.
-        stream: tokens of a chunk of a stream, or None.
-        prices: `exchange_memory` (the limit in bytes, or None) and further keyword arguments of `cheapest_layout`.
+        stream: number of tokens in a chunk of a stream; None without streams.
+        prices: keyword arguments of `cheapest_layout`, including `exchange_memory`, the limit in bytes or None.
     """
     fixed = ranks == 1 or exchange != "auto" or stream is not None or prices["exchange_memory"]
     if fixed or not tokens or not takes_any_layout(module) or not getattr(module, "causal", False):
@@ -52,7 +52,7 @@ def takes_any_layout(module: Any) -> bool:
 
 
 def declared_length(module: Any, data: Any) -> int | None:
-    """Return the longest sequence that the DataModule, else the model, declares; None for packed rows of documents."""
+    """Return the longest sequence length that the data or else the model declares; None for packed documents."""
     if getattr(data, "pack_tokens", None) is not None:
         return None
     lengths = getattr(data, "seq_len", None), getattr(module, "max_seq_len", None)

@@ -54,7 +54,7 @@ class RangeDataset(Protocol):
     seq_len: int
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> Any:
-        """Return sample `index` at these positions only, in this order; labels are already shifted."""
+        """Return only the positions in `ranges` of sample `index`, in their order; labels are already shifted."""
         ...
 
 
@@ -71,12 +71,12 @@ class RaggedDataset(Protocol):
         ...
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> Any:
-        """Return sample `index` at these positions only, as in `RangeDataset`."""
+        """Return only the positions in `ranges` of sample `index`, as in `RangeDataset`."""
         ...
 
 
 class RankDataset(Dataset):
-    """One rank's part of each sample of a RangeDataset or RaggedDataset, with the dataset's other attributes."""
+    """A dataset that reads only one rank's part of each sample of `dataset`, and has the attributes of `dataset`."""
 
     def __init__(self, dataset: RangeDataset | RaggedDataset, place: Place) -> None:
         self.dataset, self.place = dataset, place
@@ -159,7 +159,7 @@ class Loaders:
         else:
             loader.collate_fn = RankCollate(loader.collate_fn, _known(spec), self.place)
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
-            # seed by the data rank: with Lightning's global rank, ranks of a sequence would augment it differently
+            # Lightning's own seeds differ by global rank, but the ranks of a sequence must augment it in the same way
             loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.data_rank)
         loader.worker_init_fn = WorkerWithoutSignals(loader.worker_init_fn)
         return loader

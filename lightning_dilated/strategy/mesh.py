@@ -38,10 +38,10 @@ class MeshSizes:
 
     Args:
         world: number of all ranks.
-        sequence_size: ranks that share a sequence; "auto": all ranks of a region; for a list, its largest number that
-            divides the ranks of a region.
-        head_size: ranks of a sequence that exchange tokens for heads; "auto" is chosen by each call, so the mesh has 1.
-        regions: parts of the job that train apart between outer steps.
+        sequence_size: number of ranks that share a sequence; "auto": all ranks of a region; a list: the largest number
+            in it that divides the number of ranks of a region.
+        head_size: number of ranks that exchange tokens for heads; "auto" becomes 1 here, because each call chooses.
+        regions: number of parts of the job that train apart between outer steps.
 
     Raises:
         TypeError, ValueError: naming the option and its allowed values.
@@ -102,7 +102,7 @@ class MeshSizes:
 
     @property
     def data(self) -> int:
-        """Number of data parallel ranks over all regions: the sequences that are computed at a time."""
+        """Number of data parallel ranks in all regions: the number of sequences that are computed at a time."""
         return self.world // self.sequence_size
 
     @property
@@ -132,7 +132,7 @@ class MeshSizes:
         backend: str | None = None,
         options: Any = None,
     ) -> dist.ProcessGroup:
-        """Make a process group of this rank's region, or of its peers in all regions; every rank must call this."""
+        """Make a group of this rank's region, or of one rank in each region ("peers"); every rank must call this."""
         regions = [list(range(first, first + self.region_size)) for first in range(0, self.world, self.region_size)]
         ranks = regions if kind == "region" else [list(peers) for peers in zip(*regions, strict=True)]
         return dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend, pg_options=options)[0]
@@ -152,7 +152,7 @@ class RunGroups:
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """Add the process groups that this process makes within the context."""
+        """Add the process groups that this process makes while the context is open."""
         before = process_groups()
         try:
             yield
@@ -164,7 +164,7 @@ class RunGroups:
         self.groups += groups
 
     def hold(self, names: set[str]) -> bool:
-        """Return True if a group of the run has one of these names; then close connections but keep all groups."""
+        """Return True if the run has a group with one of these names; then forget connections, but keep all groups."""
         if not any(group.group_name in names for group in self.groups):
             return False
         _left.append(forget_connections(self._before, ()))
@@ -207,7 +207,7 @@ _left: list[Any] = []
 
 
 def _all_arrived(run: int, patience: timedelta, failed: bool, begun: dict[str, int]) -> bool:
-    """Return True if all ranks end the run within `patience` and, after an exception, began the same collectives."""
+    """Return True if all ranks arrive within `patience` and, after an exception, began equally many collectives."""
     if dist.get_world_size() == 1:
         return True
     try:
@@ -282,7 +282,7 @@ def step_seeds(seed: int, stage: str, step: int, data_rank: int, rank: int, devi
 # -- rendezvous under torchrun -----------------------------------------------------------------------------------------
 #: seconds between two checks of rank 0 for new ranks
 PAUSE = 0.05
-#: advice in errors: torchrun's agents keep using the address of a store that was lost with its node
+#: advice in errors, because torchrun's agents keep using the store's address after its node was lost
 SHARED = (
     "If the first node was lost, the others continue only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every agent."
 )
@@ -333,7 +333,7 @@ def _store(rank: int, timeout: timedelta) -> dist.Store:
 def agree_on_token(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:
     """Return a new string that is the same on all ranks that call this together.
 
-    Rank 0 sends it to every other rank under a random key of that rank. So no rank reads an earlier attempt's answer.
+    Each other rank draws a random key, and rank 0 answers under this key. So no rank reads an earlier attempt's answer.
 
     Args:
         store: the ranks' common store, which may still contain keys of earlier attempts.

@@ -121,7 +121,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             with strategy.run_groups.making():
                 set_gradient_options(strategy)
             lightning()  # wraps the module in DDP
-            # otherwise DDP would move all inputs to the GPU, including a stream's tokens that wait on the host
+            # otherwise DDP would move all inputs to the GPU, including the tokens that a stream keeps on the host
             strategy.model.device_ids = None
 
         # Lightning loads a checkpoint here for FSDP; for DDP, before "setup"
@@ -280,7 +280,7 @@ def gradient_group(strategy: Any, overlapped: bool) -> dist.ProcessGroup:
 
 
 def make_replicas(strategy: SequenceStrategy) -> Replicas | None:
-    """Make the `Replicas` that compare a region's ranks in a fit; None outside of a fit and for regions of one rank."""
+    """Make the `Replicas` that compare the ranks of a region in a fit; None in other runs or for a single rank."""
     if not strategy._fitting or strategy.sizes.region_size == 1:
         return None
     return Replicas(
@@ -328,14 +328,14 @@ def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh, offload: CPUO
 
 
 def _wider(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules that stay in fp32 in a 16-bit layer, because `fully_shard` needs parameters of one dtype."""
+    """Return a 16-bit layer's fp32 modules, which must be sharded separately because `fully_shard` needs one dtype."""
     dtypes = {p.dtype for p in layer.parameters()}
     return [m for m in layer.modules() if getattr(m, "keeps_fp32", False)] if len(dtypes) > 1 else []
 
 
 @contextmanager
 def counts_as_configured(module: pl.LightningModule) -> Iterator[None]:
-    """Add an empty `configure_model` to a module without one within the context: ModelParallelStrategy requires it."""
+    """Give a module without `configure_model` an empty one while the context is open, for ModelParallelStrategy."""
     if is_overridden("configure_model", module):
         yield
         return
@@ -375,7 +375,7 @@ def check_offload(value: bool | CPUOffloadPolicy) -> CPUOffloadPolicy | None:
 
 
 def policy_for(policy: CPUOffloadPolicy | None, device: torch.device) -> CPUOffloadPolicy | None:
-    """Return the policy for a device; on CPUs without page-locked memory, which only speeds up copies to GPUs."""
+    """Return the policy for a device; for a CPU turn page-locked memory off, as it only speeds up copies to GPUs."""
     return policy if policy is None or device.type != "cpu" else replace(policy, pin_memory=False)
 
 
@@ -406,7 +406,7 @@ def place_parameters(module: nn.Module, device: torch.device, offload: bool) -> 
 
 
 def unsharded_to_device(module: nn.Module, device: torch.device) -> None:
-    """Move all tensors but sharded parameters, such as buffers and metrics, to the device; set `module.device`."""
+    """Move all tensors except sharded parameters (buffers, metrics, ...) to the device, and set `module.device`."""
     set_module_device(module, device)
     map_tensors(module, lambda x: x if isinstance(x, DTensor) else x.to(device))
 

@@ -48,7 +48,7 @@ class Preemption:
     Args:
         trainer: a Trainer that has not registered its signal handlers yet.
         timeout: maximum time that a rank waits for the others before a batch.
-        region: the ranks of this rank's region, which exchange records before each batch; None: all ranks do.
+        region: the ranks that exchange records before each batch: this rank's region; None: all ranks.
 
     Attributes:
         is_region_signalled: whether a rank of the region had recorded a signal before the latest batch.
@@ -61,7 +61,7 @@ class Preemption:
         self.signal: int | None = None
         #: whether that signal was SLURM's request to requeue the job
         self.requeue = False
-        #: whether a callback saves and requeues the job when the fit ends; if not, Lightning's handler does
+        #: whether a callback saves and requeues the job when the fit ends; if not, Lightning's handler does both
         self.saves = False
         self._recorded, self._requeue_requested, self._requeued = 0, False, False
         self._quiet = ControlGroup(dist.group.WORLD, timeout, "endings") if trainer.world_size > 1 else None
@@ -200,7 +200,7 @@ _END = 0
 
 
 class OnSecondInterrupt:
-    """A thread that calls `act` at the second SIGINT: no handler runs while the main thread waits in a collective.
+    """A thread that calls `act` at the second SIGINT, because the main thread runs no handler during a collective.
 
     The interpreter writes the number of each signal into a pipe, which the thread reads.
     """
@@ -214,7 +214,7 @@ class OnSecondInterrupt:
         return {"_act": self._act, "_pipe": (-1, -1), "_thread": None}
 
     def watch(self) -> None:
-        """Start the thread, from the main thread; do nothing if signals have another pipe, such as asyncio's."""
+        """Start the thread, from the main thread; do nothing if another pipe, such as asyncio's, receives signals."""
         if os.name != "posix" or self._pipe[0] >= 0:
             return
         read, write = os.pipe()
@@ -288,7 +288,7 @@ class PreemptionMixin:
             self._preemption.end_if_signalled()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Set the exit status 128 + SIGTERM, also if a validation, test or prediction ended."""
+        """Set the exit status to 128 + SIGTERM after a SIGTERM, even if it ended a validation, test or prediction."""
         if isinstance(exception, SIGTERMException) and exception.code is None:
             exception.code = 128 + signal.SIGTERM
         super().on_exception(exception)
@@ -356,7 +356,7 @@ def _nothing(*args: Any) -> None:
 # -- lost ranks --------------------------------------------------------------------------------------------------------
 #: seconds to wait for the other ranks' reasons; connections of all ranks break at about the same time
 PATIENCE = 5.0
-#: seconds to wait for these reasons after this rank received a signal to end
+#: seconds to wait for the other ranks' reasons after this rank received a signal to end
 ENDING = 1.0
 #: the counter that numbers this process's runs; equal on all ranks
 _runs = itertools.count()

@@ -78,7 +78,7 @@ ATTENTION = "use lightning_dilated.MultiheadDilatedAttention (DilatedPattern.den
 
 NORM = "use LayerNorm or RMSNorm, which look at one token"
 
-#: (kinds of modules, why, what to do)
+#: (kinds of modules, why they are refused, the remedy)
 MIXING: tuple[tuple[tuple[type, ...], str, str], ...] = (
     (TOKEN_NORMS, "takes statistics over tokens", NORM),
     ((nn.MultiheadAttention, nn.Transformer), "attends to this rank's tokens only", ATTENTION),

@@ -13,7 +13,7 @@ from lightning_dilated.checkpoint.state import bits, plain_tensors, unlike_repli
 
 
 class Replicas:
-    """Compares the bits of unsharded parameters over ranks; between steps, the host does not wait for the GPU.
+    """Compares the bits of unsharded parameters over ranks, without making the host wait for the GPU between steps.
 
     Ranks with equal settings have the same bits, unless they differ in something that the settings do not show: a
     callback that changes a learning rate, the version of a package, faulty memory. Sharded parameters are not compared.
@@ -21,21 +21,21 @@ class Replicas:
 
     Args:
         module: the module with the parameters.
-        every: optimizer steps between two comparisons; None: only before a checkpoint.
+        every: number of optimizer steps between two comparisons; None: compare only before a checkpoint.
         group: the ranks that hold the same parameters.
     """
 
     def __init__(self, module: nn.Module, every: int | None, group: dist.ProcessGroup) -> None:
         self.module, self.every, self.group = module, every, group
         self._steps = 0
-        #: names, this rank's bits, largest and inverted smallest bits over ranks, event after their copy from the GPU
+        #: names, this rank's bits, largest and inverted smallest bits over ranks, event after copying these to the host
         self._posted: tuple[list[str], Tensor, Tensor, torch.cuda.Event | None] | None = None
 
     def step(self) -> None:
         """Count an optimizer step, and compare every `every` steps; every rank must call this.
 
         Raises:
-            RuntimeError: on every rank, if parameters differ; on a GPU, if they differed `every` steps before.
+            RuntimeError: on every rank, if parameters differ; on a GPU, the error is raised at the next comparison.
         """
         self._steps += 1
         if self.every is not None and self._steps % self.every == 0:
@@ -66,7 +66,7 @@ class Replicas:
         return plain_tensors((name, p) for name, p in self.module.named_parameters() if name not in ignored)
 
     def _post(self) -> None:
-        """Start to reduce the largest and smallest bits of all parameters over ranks: they are equal if ranks agree."""
+        """Start to find the largest and smallest bits of each parameter over ranks; they are equal if ranks agree."""
         named = self._named()
         if not named:
             return

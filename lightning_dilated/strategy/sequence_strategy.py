@@ -156,14 +156,14 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
 
     @override
     def teardown(self) -> None:
-        """Restore the loaders, free device memory of the sequence's routes, and end the run after its last stage."""
+        """Restore the loaders, free the routes, and if an exception or Lightning's Tuner ended the run, close it."""
         if self._loaders is not None:
             self._loaders.restore()
         if self._global_batch is not None:
             self._global_batch.restore()
         self._replicas = None
         if self._sequence is not None:
-            self._sequence.was_active = False  # so that another strategy may recompute activations
+            self._sequence.was_active = False  # so that another strategy's recomputation raises no error
             self._sequence.forget()
         super().teardown()
         trainer = None if self.lightning_module is None else attached_trainer(self.lightning_module)
@@ -279,12 +279,12 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
         return output
 
     def _trusting(self) -> AbstractContextManager[None]:
-        """Defer the comparison of attention calls to the end of the backward, if no code uses the gradients before."""
+        """Defer comparing ranks' attention calls until after the backward, if no code uses the gradients earlier."""
         module = self.lightning_module
         return self.sequence.trusting() if self.sizes.shape[0] == 1 and module.automatic_optimization else nullcontext()
 
     def _check_first_batch(self, batch: Any) -> None:
-        """Compare the results of one rank and of all ranks, once, if the option `check_first_batch` is set."""
+        """Check once, if `check_first_batch` is set, that all ranks together compute the same results as one rank."""
         if self._checks_first_batch:
             self._checks_first_batch = False
             with self.precision_plugin.train_step_context():
@@ -323,7 +323,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
         with self.sequence.active(), self._trusting():
             loss = closure_loss if (ranks := self.sizes.region_size) == 1 else closure_loss * ranks
             super().backward(loss, optimizer, *args, **kwargs)
-        self.sequence.settle()  # before gradients are used
+        self.sequence.settle()  # make the deferred comparison before the gradients are used
         return closure_loss
 
     @override
@@ -353,7 +353,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
         """Reduce as Lightning does, but take means of integers in float64."""
         average = reduce_op in ("mean", "avg", ReduceOp.AVG) or reduce_op is None
         if isinstance(tensor, Tensor) and average and not tensor.is_floating_point() and not tensor.is_complex():
-            # Lightning weights logged values by mean counts, which an integer mean would round down
+            # Lightning weights logged values by the ranks' mean count, and a mean of integers would be rounded down
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
 

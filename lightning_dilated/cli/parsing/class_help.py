@@ -20,7 +20,7 @@ from lightning_dilated.cli.errors import PROG
 from lightning_dilated.cli.parsing.settings import chosen_classes, options
 from lightning_dilated.models import DilatedModule
 
-#: {section of a recipe: (base class of its classes, modules with classes that need no dotted path)}
+#: {section of a recipe: (base class of its classes, modules of the classes that need no dotted path)}
 SECTIONS: dict[str, tuple[type, tuple[Any, ...]]] = {
     "model": (DilatedModule, (lightning_dilated, models)),
     "data": (pl.LightningDataModule, (data,)),
@@ -89,7 +89,7 @@ def help_of(section: str, cls: type) -> str:
     lines, shown = parser.format_help().strip("\n").split("\n"), True
     page = [f"keys of {cls.__name__}, in a recipe under {section}.init_args:", ""]
     for line in lines:
-        if not line.startswith("   "):  # the first line of an option
+        if not line.startswith("   "):  # an option begins in this line
             # leave out the options that only this parser has: nested help, and a file of arguments
             shown = not re.match(rf"  (--[\w.]+\.help |--{section} CONFIG)", line)
         page += [line] if shown else []
@@ -97,10 +97,10 @@ def help_of(section: str, cls: type) -> str:
 
 
 def pages(argv: Sequence[str]) -> list[str]:
-    """Return the pages for --model.help and --data.help; without a value, for the class that the command line chooses.
+    """Return the help pages that --model.help and --data.help request: for their value, or else for the chosen class.
 
     Raises:
-        ValueError: if no class is chosen, or no class has the given name.
+        ValueError: if there is neither a value nor a chosen class, or if no class has the given name.
     """
     texts = []
     for option in options(argv):

@@ -27,20 +27,20 @@ from lightning_dilated.models.pretrained import VALUES
 
 #: the options that all of Lightning's commands have, without `trainer`
 OPTIONS = ("config", "ckpt_path", "seed_everything", "print_config", "model", "data")
-#: errors list all keys of a class that has at most this many
+#: errors list all keys of a class with at most this number of keys
 FEW = 12
 #: base classes of the classes that a command line may name
 BASES = (DilatedModule, pl.LightningDataModule, Optimizer, LRScheduler)
 
 
-#: types that a parser reads without importing anything or reading files, like subclasses of Enum and PurePath
+#: types that a parser reads without importing anything or reading files, as subclasses of Enum and PurePath
 PLAIN = {
     *(Any, str, int, float, bool, complex, type(None), list, tuple, set, frozenset, dict, Mapping, Sequence, Iterable)
 }
 
 
 def check_texts(arguments: Mapping[str, Any], types: Mapping[str, list[Any]], where: str) -> None:
-    """Raise for texts in a file that a parser would interpret as classes, functions or other files.
+    """Refuse texts in a file that a parser would interpret as classes, functions or other files.
 
     Args:
         arguments: checked values of the file (`file_arguments`).
@@ -76,7 +76,7 @@ def _leaves(hint: Any) -> set[Any]:
 
 
 def _texts(value: Any, within: bool) -> Iterator[str]:
-    """Yield the texts in a value and its lists; with `within`, also in its mappings."""
+    """Yield the texts in a value, including its lists and, if `within` is True, its mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, tuple)) or (within and isinstance(value, Mapping)):

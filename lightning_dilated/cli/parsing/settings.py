@@ -12,13 +12,13 @@ import yaml
 
 from lightning_dilated.cli.errors import fail
 
-#: a setting's name in parts, without `class_path` and `init_args`: ("model", "dim"); ("model",) is the name of a class
+#: the parts of a setting's name except `class_path` and `init_args`: ("model", "dim"), or ("model",) for the class
 Key = tuple[str, ...]
 CONFIG: Key = ("config",)
 
 
 class Option(NamedTuple):
-    """An option: its words, name with dashes, key and values. The words before the first option are also one entry."""
+    """An option: its words, name with dashes, key and values. The words before the first option are an Option, too."""
 
     words: list[str]
     name: str
@@ -32,7 +32,7 @@ class Option(NamedTuple):
 
 
 def options(argv: Sequence[str]) -> list[Option]:
-    """Return the options of a command line; recipes are first, because other options replace their values."""
+    """Return the options of a command line, with recipes first, because other options replace the recipes' values."""
     grouped: list[list[str]] = []
     for word in argv:
         if not grouped or word.startswith("--") or word.partition("=")[0] in ("-c", "-h"):
@@ -62,7 +62,7 @@ def recipe_settings(config: Option) -> list[tuple[Key, Any]]:
 
 
 def _flat(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:
-    """Yield the settings in a value; a mapping below a section is one value, unless it describes a class."""
+    """Yield the settings in a value; a mapping inside a section is a single setting, unless it describes a class."""
     if not isinstance(value, dict) or (len(key) > 1 and not {"class_path", "init_args"} & value.keys()):
         yield key, value
         return
@@ -82,7 +82,7 @@ def chosen_classes(argv: Sequence[str]) -> dict[str, str | None]:
 
 
 def with_parts(argv: Sequence[str]) -> list[str]:
-    """Replace options for parts (--model.pattern.hybrid.local 128) by whole values: the parser drops other parts."""
+    """Replace options for a part (--model.pattern.hybrid.local 128) by the whole: the parser would drop other parts."""
     words: list[str] = []
     wholes: dict[Key, Any] = {("model", "pattern"): {}}
     for option in options(argv):
@@ -117,7 +117,7 @@ def _plain(text: str) -> Any:
 
 
 def _with_part(whole: Any, keys: Key, value: Any, option: str) -> Any:
-    """Set the part of a mapping or list at the given path of keys, and return the whole."""
+    """Set one part of a mapping or list, at the end of a path of keys, and return the whole mapping or list."""
     part = whole
     for i, key in enumerate(keys):
         name = ".".join([option.removesuffix("." + ".".join(keys)), *keys[:i]])

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Strands = Literal["forward", "reverse", "both"]
 #: entries of a batch that identify a sample; predictions contain copies of them
 PLACE = ("index", "record", "start", "stop", "strand", "region")
-#: tokens that `LongNetLM.stream` computes at a time
+#: number of tokens that `LongNetLM.stream` computes at a time
 CHUNK = 1 << 16
 
 
@@ -47,8 +47,8 @@ class TokenModel(WithTokenizer, TransformerModel):
         vocab_size: V.
         tie_embeddings: whether the output projection shares the embedding's weights.
         bytes_per_token: mean number of bytes in a token, 1 for bytes; bits per byte = loss / (ln 2 bytes_per_token).
-        predict_embeddings: `predict` returns `embedding` (B, E), the mean of each sequence's last hidden states, instead of
-            likelihoods. Not stored in checkpoints.
+        predict_embeddings: let `predict` return `embedding` (B, E), the mean of each sequence's last hidden states, and
+            not likelihoods. Checkpoints do not store this setting.
         dim, depth, num_heads: see `TransformerModel`.
         options: other arguments of `TransformerModel`, except `drop_path`.
 
@@ -125,7 +125,7 @@ class TokenModel(WithTokenizer, TransformerModel):
         x = self.transformer.residual(self.dropout(self.embedding(tokens)))
         bounds, has_positions = options.get("cu_seqlens"), options.get("positions") is not None
         if bounds is not None and not has_positions and self.options.position_encoding != "none":
-            options["positions"] = Documents.of(bounds, x.shape[1]).position  # from 0 in each document
+            options["positions"] = Documents.of(bounds, x.shape[1]).position  # they start at 0 in each document
         return self.transformer(x, normed=False, **options)
 
     def final_norm(self, x: Tensor) -> Tensor:
@@ -137,12 +137,12 @@ class TokenModel(WithTokenizer, TransformerModel):
         return self.head(self.final_norm(x))
 
     def _nats(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Return the labels' nats (B, N), at least fp32 and 0 where the label is -100, for hidden states (B, N, E)."""
+        """Return the nats (B, N) of labels (B, N) for hidden states (B, N, E): at least fp32, 0 at a label of -100."""
         logits = self._logits(x).flatten(0, 1)
         return token_nats(logits, labels.flatten(), self.compile_blocks).view(labels.shape)
 
     def _losses(self, x: Tensor, labels: Tensor, summed: bool = False) -> Tensor:
-        """Return `_nats` or their sum; if the memory settings use tiles, compute the logits of a tile at a time."""
+        """Return `_nats`, or their sum if `summed`; with the memory setting `tile`, compute one tile at a time."""
         inputs = (self.transformer.norm, self.head), loss_tile(self.transformer.memory.tile, self.vocab_size), x, labels
         # tiled_sum computes gradients in the forward, before the loss is scaled; in fp16 they would underflow
         if summed and torch.float16 not in (x.dtype, autocast(working(x[:, :0], self.head.weight))[0].dtype):
@@ -167,10 +167,10 @@ class TokenModel(WithTokenizer, TransformerModel):
             pool: "mean" over the tokens of each sequence; "none" keeps the tokens, padded on the right with 0.
             layer: index of the block to return the output of; -1: the last block. None: the normalized states that the
                 output projection reads.
-            strands: strands of a genome to read: "forward", "reverse", or "both" for their mean. Positions count along the
-                given sequence: with "both", `embed(reverse_complement(x))` is `embed(x)` in reversed order. None: the
-                model's strands, "forward" unless the model was made with strands="both".
-            batch_size: sequences computed at a time; a batch has sequences of similar length.
+            strands: strands of a genome to read: "forward", "reverse", or "both" for their mean. Rows have the order of
+                the given sequence: with "both", `embed(reverse_complement(x))` is `embed(x)` in reversed order. None:
+                the model's own strands, "forward" unless the model was made with strands="both".
+            batch_size: number of sequences computed at a time; a batch has sequences of similar length.
 
         Raises:
             TypeError, ValueError: as in `score`, and for an invalid `pool`, `strands` or `layer`.
@@ -186,7 +186,7 @@ class TokenModel(WithTokenizer, TransformerModel):
 
         LongNetLM scores the whole windows, as in `score`. LongNetMLM scores masked sites. For a substitution, all sites
         where the alleles differ are masked together. For an insertion or deletion, sites are masked one at a time, from
-        `flank` tokens before the alleles to `flank` tokens after the longer allele: equally many sites in both windows.
+        `flank` tokens before the alleles to `flank` tokens after the longer allele, so both windows have equally many.
 
         Args:
             variants: windows of both alleles, from `data.allele_windows`.
@@ -197,7 +197,7 @@ class TokenModel(WithTokenizer, TransformerModel):
         return hook("score alleles")(self, variants, strands, flank, size)
 
     def _sample_embeddings(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return each sample's mean (B, E) of the last hidden states on every rank; (D, E) for D packed samples."""
+        """Return each sample's mean of the last hidden states, on all ranks: (B, E), or (D, E) for D packed samples."""
         self.configure_model()
         check_form(self, batch, tokens=("(B, N)", "tokens"))
         tokens, lengths, bounds = batch["tokens"], batch.get("lengths"), batch.get("cu_seqlens")
@@ -232,7 +232,7 @@ class LongNetLM(TokenModel):
     host_entries = (*TokenModel.host_entries, "stream", "position", "starts")
     #: a callback's function, called with a batch and its losses (B, L) before they are summed
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
-    #: a callback's function, called with a batch and the likeliest token (B, L) at each label, -100 elsewhere
+    #: a callback's function, called with a batch and the likeliest tokens (B, L), which are -100 where the label is
     watch_predictions: Callable[[Mapping[str, Any], Tensor], None] | None = None
 
     @property
@@ -264,7 +264,7 @@ class LongNetLM(TokenModel):
 
         Args:
             caches: caches of earlier tokens, from `model.transformer.new_caches()`; each call extends them.
-            last_only: return only logits (B, 1, V): of the last token if True, or of the token at indices (B,).
+            last_only: True: return only the last token's logits, (B, 1, V); indices (B,): only logits of these tokens.
         """
         self.configure_model()
         x = self._hidden(tokens, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens, caches=caches)
@@ -279,7 +279,7 @@ class LongNetLM(TokenModel):
         return self._label_nats(batch)
 
     def _label_nats(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return `token_losses` as LongNetLM defines them, because predictions are likelihoods in any subclass."""
+        """Return LongNetLM's `token_losses`, even if a subclass redefines them: predictions must be likelihoods."""
         self._checked(batch)
         if "stream" in batch:
             return self.streaming.nats(self, batch, per_token=True)
@@ -327,7 +327,7 @@ class LongNetLM(TokenModel):
 
     @torch.no_grad()
     def _predictions(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Return the likeliest token (B, N) at each label, -100 elsewhere, for hidden states (B, N, E); use tiles."""
+        """Return the likeliest tokens (B, N) for hidden states (B, N, E), in tiles; -100 where the label is -100."""
         counted = labels != IGNORE
         options = (self.transformer.norm, self.head), loss_tile(self.transformer.memory.tile, self.vocab_size)
         likeliest = tiled(lambda states: self._logits(states).argmax(-1), *options, x[counted][None])
@@ -370,13 +370,13 @@ class LongNetLM(TokenModel):
         Args:
             sequences: strings of bases (for a model of a genome), tokens (N,) each, or a tensor (B, N).
             strands: strands of a genome to read: "forward", "reverse", or "both" for the mean of both log-likelihoods.
-            ignore_tokens: tokens that are not scored; None: N for a genome, none otherwise.
-            batch_size: sequences computed at a time; a batch has sequences of similar length.
+            ignore_tokens: tokens that are not scored; None: the base "N" of a genome, and no token of other data.
+            batch_size: number of sequences computed at a time; a batch has sequences of similar length.
 
         Raises:
             TypeError: for a single sequence instead of several.
-            ValueError: for a character that is not a base, for tokens beyond the vocabulary, and for strings or another
-                strand if the vocabulary is not a genome's.
+            ValueError: for a character that is not a base, and for tokens beyond the vocabulary. Without the vocabulary
+                of a genome, also for strings and for `strands` other than "forward".
         """
         return hook("score sequences")(self, sequences, strands, None, ignore_tokens, batch_size)
 
@@ -390,7 +390,7 @@ class LongNetLM(TokenModel):
         return hook("generate")(self, tokens, max_new_tokens, **options)
 
     def generate_stream(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
-        """Yield the new tokens of `generate` when they are sampled, (B,) in each step; the options are the same."""
+        """Yield the new tokens of `generate`, (B,) for each step, as soon as they are sampled; options are the same."""
         return hook("generate stream")(self, tokens, max_new_tokens, **options)
 
     def free_generation_memory(self) -> None:
@@ -398,7 +398,7 @@ class LongNetLM(TokenModel):
         hook("free generation memory")(self)
 
     def on_fit_start(self) -> None:
-        """Free the memory of generation, and reset the number of the last stream batch."""
+        """Free the memory of generation, and mark the streams' last batch as finished."""
         super().on_fit_start()
         self.free_generation_memory()
         self._tell_streams("finish_batch")
@@ -418,7 +418,7 @@ class LongNetLM(TokenModel):
             getattr(self._streaming, event)(*args)
 
     def _in_chunks(self, batch: Mapping[str, Any]) -> bool:
-        """Return True if the memory settings stream and sequences exceed a chunk; every rank must call this."""
+        """Return True if `memory.stream` is set and sequences are longer than a chunk; every rank must call this."""
         self.configure_model()
         return self.transformer.memory.stream is not None and self.streaming.in_chunks(self, batch)
 
@@ -434,18 +434,18 @@ class LongNetLM(TokenModel):
     ) -> tuple[Tensor, StreamState]:
         """Return the nats of the next tokens of endless sequences, and a state for the next call.
 
-        Memory does not grow with the number of calls: it holds a chunk and the keys and values that later tokens read.
-        But branches over the whole sequence keep all their keys and values. With gradients enabled, this is truncated
-        back-propagation through time: gradients stop at the boundaries of chunks.
+        Memory holds a chunk, and the keys and values that later tokens read. It grows with the number of calls only if
+        branches attend over the whole sequence, because these keep all keys and values. With gradients enabled, this is
+        truncated back-propagation through time: gradients stop at the boundaries of chunks.
 
         Args:
             tokens: (B, n), which follow the tokens of earlier calls.
-            labels: (B, n), -100 for tokens that do not count. None: each token is the label of the token before it;
-                only without gradients.
+            labels: (B, n), -100 for tokens that do not count. None, which needs gradients disabled: each token is the
+                label of the token before it.
             state: from the previous call; None at the start of the sequences.
-            chunk: tokens computed at a time.
-            starts: (B, n) bool, True at the first token of a document, which sees no earlier document; None: no new
-                document. The first token of a sequence always starts a document.
+            chunk: number of tokens computed at a time.
+            starts: (B, n) bool, True at the first token of each document, which sees no earlier document. None: no new
+                document starts. The first token of a sequence always starts a document.
             per_token: return nats (B, n) without gradients instead of their sum.
 
         Returns:
@@ -460,8 +460,8 @@ class LongNetLM(TokenModel):
     def truncated_parts(self, batch: Any) -> list[range] | None:
         """Return the last batch's tokens as ranges of positions in documents; gradients stop at the ends of ranges.
 
-        Return None if gradients reach whole documents: for a batch without streams, unless the memory settings
-        truncate. Also return None if ranks share chunks; then the counted FLOPs of truncated training are too high.
+        Return None if gradients reach whole documents, which is so without streams and without `memory.truncate`.
+        Also return None if ranks share chunks; then the counted FLOPs of truncated training are too high.
         """
         if not isinstance(batch, Mapping) or "tokens" not in batch:
             return None
@@ -470,7 +470,7 @@ class LongNetLM(TokenModel):
         return self.streaming.truncated_parts(self, batch)
 
     def _longest(self, batch: Any) -> int:
-        """Return N as `DilatedModule` does; documents of streams grow, so round N down to a power of two for them."""
+        """Return N as `DilatedModule` does; for streams round N down to a power of two, as their documents grow."""
         parts = self.truncated_parts(batch) if isinstance(batch, Mapping) and "stream" in batch else None
         return 1 << max(x.stop for x in parts).bit_length() - 1 if parts else super()._longest(batch)
 
@@ -494,7 +494,7 @@ class LongNetLM(TokenModel):
             self.streaming.load(checkpoint)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Free the stream states from before the batch."""
+        """Free the states that the streams had before this batch."""
         super().on_train_batch_end(outputs, batch, batch_idx)
         self._tell_streams("finish_batch")
 
@@ -537,7 +537,7 @@ class LongNetLM(TokenModel):
             num_heads: from the decoder's configuration; with xPos it follows from the tensors.
             scale_embedding: True if the decoder's configuration has no_scale_embedding=False. Then the embedding is
                 multiplied by sqrt(dim), and is not tied to the output projection.
-            options: further arguments of the class; xpos_scale_base is 512 in torchscale too.
+            options: further arguments of the class; the default xpos_scale_base, 512, equals torchscale's.
 
         Raises:
             FileNotFoundError, ValueError: for a file that cannot be read, missing tensors, sizes that do not match, or
