@@ -23,11 +23,10 @@ from lightning_dilated.attention.context import LayerPlace
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
-from lightning_dilated.memory.block_memory import StackMemory
+from lightning_dilated.memory.block_memory import BlockAttention, BlockSizes, StackMemory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, drop_path_factors, make_norm
 from lightning_dilated.models.documents import Documents
-from lightning_dilated.models.stack_sizes import BlockAttention, BlockSizes
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import cycle_to, dense_branches, pairs, pairs_of_part, shortest_cycle, window_reach
 from lightning_dilated.recurrence import Recurrence

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from lightning_dilated._compat.torch import allow_recompiles, uncompiled
 from lightning_dilated.ext._compat.transformers import recompute_by
 from lightning_dilated.ext.transformers.patterns import fix_patterns, layer_pattern
-from lightning_dilated.memory.block_memory import StackMemory
+from lightning_dilated.memory.block_memory import BlockAttention, BlockSizes, StackMemory
 from lightning_dilated.memory.offload import Host
 from lightning_dilated.memory.recompute import recomputed
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.memory.token_chunks import tiled
-from lightning_dilated.models.stack_sizes import BlockAttention, BlockSizes
 
 #: the projections to q, k and v of a layer's attention
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")

@@ -20,9 +20,9 @@ from lightning_dilated.ext.planning.counting.footprint import CountedModel, Deco
 from lightning_dilated.ext.planning.counting.workspace import OpCall
 from lightning_dilated.ext.planning.machine import measured_rules
 from lightning_dilated.ext.recurrence.triton_chunks import LARGEST
+from lightning_dilated.memory.block_memory import BlockSizes
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.stack_sizes import BlockSizes
 from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.pattern.rows import shortest_cycle
 from lightning_dilated.recurrence import Recurrence
