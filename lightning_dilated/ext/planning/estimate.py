@@ -2,7 +2,7 @@
 
 The times in `h200.json` were measured on one H200 with compiled blocks by benchmarks/step_parts.py, except for
 `long_forward` and `long_backward`: these are published numbers, 413 and 433 TFLOP/s of cuDNN on an H100 (arXiv
-2407.08608, head dim 64, 16,384 rows). Whole steps reach these speeds. Short calls were measured at 487 and 438 TFLOP/s
+2407.08608, head dim 64, 16,384 rows). Whole steps reach these speeds; short calls alone reached 487 and 438 TFLOP/s
 (benchmarks/results/2026-11-26_h200.md). docs/planning.md describes how times are scaled. A recurrence adds the time of
 its rule, measured on an H100 (`h100_recurrence.json`) and scaled by FLOPs. The time of other kernels of recurrences and
 short convolutions is computed from the bytes that they move. `planning.ranks` adds waits between ranks.
@@ -59,10 +59,10 @@ SOFTMAX_DIM, SOFTMAX_FORWARD, SOFTMAX_BACKWARD = 64, 2 - 2 * 413 / 595, 2 - 2 * 
 #: passes over the logits, in their dtype, that the loss needs in addition to products, forward and backward. They were
 #: derived from times of the compiled loss on an H200 (benchmarks/results/2026-11-23_h200_one_gpu.md)
 LOSS_FORWARD, LOSS_BACKWARD = 5, 4
-#: bytes moved, for each weight and tile, to sum weight gradients over tiles of the loss; and further bytes with 16 bits
+#: bytes moved for each weight and tile to sum weight gradients over tiles of the loss, and further bytes for 16 bits
 TILE_SUM, TILE_SUM_CAST = 12, 6
-#: passes over a block's hidden states: norm and products of a window of heads, gradients of these, and further passes
-#: for windows and for tiles, measured on an H200 (benchmarks/results/2026-11-22_h200_longest.md)
+#: passes over a block's hidden states, measured on an H200 (benchmarks/results/2026-11-22_h200_longest.md): norm and
+#: products of a window of heads, their gradients, and further passes if there are several windows, or tiles
 WINDOW_FORWARD, WINDOW_BACKWARD, WINDOWS, TILES = 4, 8, 17, 53
 #: fields of a Machine with seconds that are proportional to the number of heads
 LINES = ("arrive_forward", "arrive_backward", "pack", "add", "few_forward", "few_backward")
@@ -121,7 +121,7 @@ class RelativeSpeed:
 
 
 def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None, head_dim: int | None = None) -> Machine:
-    """Scale the measured times to another model and GPU; `head_dim`: D, if `facts` joins heads into wider heads."""
+    """Scale the measured times to another model and GPU; `head_dim`: the true D if `facts` has joined heads."""
     base, call, slower = base or measured_machine(), facts.call, RelativeSpeed.of(gpu)
     wide = call.head_dim / base.head_dim
     heads = call.heads / base.heads * wide * slower.products
@@ -142,7 +142,7 @@ def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None, head_dim: int | 
 
 
 def _of_a_pair(base: Machine, joined: int, dim: int, slower: RelativeSpeed) -> tuple[float, float]:
-    """Return a pair's (forward, backward) time divided by the measured time; `joined`: features of joined heads."""
+    """Return a pair's (forward, backward) time divided by the measured time; `joined`: features of a joined head."""
     grown = lambda share, d: share + (1 - share) * d / SOFTMAX_DIM  # noqa: E731
     times = lambda share: grown(share, dim) / grown(share, base.head_dim) * joined / dim * slower.products  # noqa: E731
     return times(SOFTMAX_FORWARD), times(SOFTMAX_BACKWARD)
@@ -211,7 +211,7 @@ def _recurring(layer: RecurrentLayer | None, tokens: int, gpu: Gpu) -> Recurring
 
 
 def _head(facts: Facts, base: Machine, parts: Parts, slower: RelativeSpeed) -> tuple[float, float]:
-    """Return the (forward, backward) seconds that the output projection takes beyond the measured one's width."""
+    """Return the (forward, backward) seconds that the output projection adds if it is wider than the measured one."""
     wider = max(0, facts.vocab - base.vocab)
     products = (1 - PASSES) * wider * facts.dim / base.block_parameters * slower.products
     each = wider * parts.tokens * _size(facts) / BANDWIDTH * slower.memory * facts.logits
@@ -421,7 +421,7 @@ class Case:
         return estimate(self._in_tiles(settings, tokens), settings, tokens, self.setup, self.gpu, away)
 
     def _in_tiles(self, settings: MemorySettings, tokens: int) -> Facts:
-        """Return the facts; if work is counted and N tokens need several tiles, count it with tiled feed-forwards."""
+        """Return the facts; if they contain counted work and N tokens need several tiles, count it again in tiles."""
         tile = settings.tile
         if self.facts.work is None or tile is None or tile >= -(-tokens // self.setup.ranks):
             return self.facts
@@ -431,7 +431,7 @@ class Case:
         return replace(self.facts, work=self.works[tile])
 
     def _stream_time(self, settings: MemorySettings, tokens: int) -> Time:
-        """Estimate a step in chunks as the sum, without overlap, of the forward and backward of each chunk, a second
+        """Estimate the time of a step in chunks, as a sum without overlap: each chunk's forward and backward, a second
         forward of all but the last, the pairs that cross chunk bounds, and transfers of carried rows between ranks."""
         size, call, depth, setup = settings.stream or tokens, self.facts.call, self.facts.depth, self.setup
         chunk_time = replace(self, setup=self._shares_chunks()).time
@@ -476,7 +476,7 @@ class Case:
         return max(0.0, self.host - states / GIB)
 
     def longest(self, settings: MemorySettings) -> int:
-        """Return the most tokens N that fit, in multiples of GRAIN * R, or of `stream`; 0 if none fit."""
+        """Return the largest number N of tokens that fits, a multiple of GRAIN * R or of `stream`; 0 if none fits."""
         if settings.stream is not None and self.memory(settings, settings.stream).peak <= self.gpu.usable(
             self.setup.ranks
         ):
@@ -487,7 +487,7 @@ class Case:
         units = up_to(Exchanged())
         if self.setup.ranks == 1:
             return units * unit
-        # each guess plans one exchange; its memory grows with N, so lengths that fit with a longer one's exchange fit
+        # each guess plans one exchange; shorter lengths need less memory for theirs, so they fit if they fit with it
         fitting, too_many, guess = 0, units + 1, units
         while too_many - fitting > max(1, fitting // CLOSE):
             rows = self._rows(settings, guess * unit)
@@ -513,7 +513,7 @@ class Case:
 
 
 def last_true(holds: Callable[[int], bool], most: int) -> int:
-    """Return the largest n in 1..most with `holds(n)`, which must not change from False to True; 0 if there is none."""
+    """Return the largest n in 1..most for which `holds` is True, or 0; `holds` must not change from False to True."""
     low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, 2 * high

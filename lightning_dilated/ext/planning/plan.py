@@ -143,7 +143,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Row:
-    """A planned setting: its longest sequence, and memory and time at the requested length, or at the longest."""
+    """A planned setting: its longest sequence, and its memory and time at the requested or the longest length."""
 
     settings: MemorySettings
     longest: int

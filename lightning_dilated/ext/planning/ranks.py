@@ -1,9 +1,9 @@
 """Estimate the seconds of a step on many ranks, in closed form, from the measured parts of one device.
 
-While a rank computes the pairs of its own rows, a layer's rows, or gradients of rows, are transferred. If this takes
+While a rank computes the pairs of its own rows, the rows of a layer (or their gradients) are transferred. If this takes
 longer, the rank waits; then it computes the pairs with the rows that arrived. The time of a step is the busiest rank's
-computation, plus the waits for the slowest rank's link, by its bytes, messages and the latency of each round (`Links`).
-With many ranks, a few evenly spread ranks are counted (`planner.priced_ranks`).
+computation plus the waits for the slowest link. A link's time follows from its bytes, its messages and the latency of
+each round (`Links`). With many ranks, a few evenly spread ranks are counted (`planner.priced_ranks`).
 
 Not counted: slower computation during communication; launches by the host, which runs ahead; loading and logging,
 except for a fixed `overhead`; collectives of single numbers.
@@ -124,7 +124,7 @@ def work_of(problem: Problem, exchange: str | None, rank: int) -> Work:
 def arriving(problem: Problem, rank: int) -> tuple[int, int, int]:
     """Return `Work.pairs`, `Work.calls` and `Work.queries` of a rank.
 
-    Per head the branch with most query rows is counted, as if its rows included the query rows of all other branches.
+    In each head, only the branch with most query rows is counted, as if it contained the query rows of all others.
     """
     total, calls = 0, set()
     reached: dict[int, Counter[int]] = defaultdict(Counter)
@@ -231,8 +231,8 @@ def _own_seconds(machine: Machine, problem: Problem, works: list[Work], tokens: 
 def _travel(
     machine: Machine, each: list[tuple[Problem, int]], exchange: str, per_node: int, links: Links
 ) -> tuple[tuple[Array, Array], dict[tuple[str, str], float]]:
-    """Return the transfers' ((forward seconds (P,), backward seconds (P,)), received bytes); seconds include copies to
-    and from buffers. `each`: P pairs (problem of a group member, rank of the group)."""
+    """Return the seconds of transfers, (forward (P,), backward (P,)) with copies to and from buffers, and the received
+    bytes. `each`: P pairs (problem of a group member, rank of the group)."""
     times: list[list[float]] = [[], []]
     received: Counter[tuple[str, str]] = Counter()
     for member, rank in each:
@@ -353,12 +353,12 @@ def _recurrence(layer: Recurring, recompute: str) -> float:
 def _averaging(
     stacks: list[Machine], tokens: int, setup: Setup, attention: float
 ) -> tuple[dict[tuple[str, str], float], float]:
-    """Return (received bytes, seconds of waiting) when ring_dilated averages gradients over the ranks.
+    """Return (received bytes, seconds of waiting) for the averaging of gradients over the ranks in ring_dilated.
 
-    A ring moves 2 (R - 1) / R of the bytes through every rank. Over several nodes each rank of a node has a ring
-    through its own adapter, and buckets are averaged during the backward. On one node all gradients are averaged after
-    the backward, unless `bucket_cap_mb` is set. The step waits for the last buckets, or for all that the backward does
-    not cover, whichever is longer.
+    A ring moves 2 (R - 1) / R of the bytes through every rank. Over several nodes, each rank of a node has a ring
+    through its own adapter, and buckets are averaged during the backward. On one node, all gradients are averaged after
+    the backward, unless `bucket_cap_mb` is set. The step waits for the last buckets, or for the part of the averaging
+    that exceeds the time of the backward, whichever is longer.
     """
     ranks, links = setup.ranks, setup.links
     if ranks == 1 or setup.strategy == "ring_dilated_fsdp":

@@ -26,7 +26,7 @@ from lightning_dilated.sequence.requirements import Document, Problem
 
 #: count the received rows of all kv heads if kv heads times pieces (chunks times ranks) is at most this number
 EXACT = 1024
-#: the most chunks in a sample, the number of last chunks added to the sample, and the most ranks that are counted
+#: maximum number of chunks in a sample, number of last chunks added to the sample, maximum number of counted ranks
 SAMPLED, LAST, RANKS = 96, 4, 8
 
 
@@ -41,8 +41,8 @@ def carried_rows(
 ) -> tuple[int, int]:
     """Return (rows stored over all chunks, peak of carried rows) of one layer and sample, on the rank with most rows.
 
-    Kv heads with query heads in the same branches differ only at the ends of segments, so one of them is counted. If
-    there are many chunks, `SAMPLED` random ones are counted, and the last ones, which carry the most rows.
+    Kv heads with query heads in the same branches differ only at the ends of segments, so one of them is counted. Of
+    many chunks, `SAMPLED` random ones and the last ones, which carry the most rows, are counted.
     """
     shard, chosen, live = ChunkShard(0, tokens, chunk, ranks), _ranks(ranks), 0
     stored = dict.fromkeys(chosen, 0.0)
@@ -214,7 +214,7 @@ class Carried:
 
 
 def _numbers(call: OpCall, depth: int, tokens: int, chunk: int, ranks: int = 1) -> tuple[int, int, int]:
-    """Count elements of carried rows: stored over all chunks, peak of all layers, and peak of the layer with most."""
+    """Count elements of rows: stored over all chunks, carried by all layers at the peak, and by the largest layer."""
     row = 2 * call.head_dim * call.batch
     layers = [(carried_rows(x.pattern, x.heads, x.kv_heads, tokens, chunk, ranks), n) for x, n in call.layers(depth)]
     stored, live = (row * sum(n * rows[i] for rows, n in layers) for i in (0, 1))
