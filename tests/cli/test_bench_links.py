@@ -129,7 +129,7 @@ def test_launchers_that_say_otherwise(cli, home, monkeypatch, told, argv, texts)
 
 def test_the_cpu_does_not_speak_for_gpus(cli, home, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    refused(cli("bench", "links", *SMALL), ["runs on GPUs read", "name a file with --output"])
+    refused(cli("bench", "links", *SMALL), ["links for runs on GPUs", "name a file with --output"])
 
 
 @pytest.mark.gpu

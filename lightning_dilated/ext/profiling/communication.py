@@ -30,7 +30,7 @@ COLUMNS = (
     *("pass", "what", "collectives", "received MB", "planned MB"),
     *("in flight ms", "exposed ms", "hidden %", "planned ms"),
 )
-#: most differences from the plan that a rank reports
+#: maximum number of differences from the plan that a rank reports
 FEW = 4
 _fits = itertools.count()
 
@@ -125,7 +125,7 @@ class CommunicationProfiler(pl.Callback):
         self._read(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log all measured batches now, because later a rank could wait for another one until validation ends."""
+        """Log all measured batches before validation; during validation, a rank could have to wait for another one."""
         if self._group is not None:
             self._read(trainer, last=True)
 

@@ -138,9 +138,9 @@ class MemoryProfiler(pl.Callback):
     `forward_other`, ...; on GPUs the same for reserved bytes, `memory/peak_reserved_mb`, ...; for the host process
     `memory/host_mb` (resident), `memory/host_peak_mb` and on GPUs `memory/pinned_mb`; `memory/at_peak/KIND_mb`.
 
-    On GPUs the allocator is read, and nothing waits for the GPU. Measured steps reset the allocator's peaks between
+    On GPUs, the allocator is read, and nothing waits for the GPU. Measured steps reset the allocator's peaks between
     phases, so `torch.cuda.max_memory_allocated()` and DeviceStatsMonitor see only the time since the last reset: read
-    `peak_allocated` and `peak_reserved` here instead. On the CPU live tensors are counted (`planning.Meter`), without
+    `peak_allocated` and `peak_reserved` here instead. On the CPU, live tensors are counted (`planning.Meter`), without
     memory that a kernel allocates and frees. Counting is slower, and compiled blocks run uncompiled in measured steps.
     `CpuProbe` and `CudaProbe` describe the kinds; memory of unknown kind is temporary.
 
@@ -161,8 +161,8 @@ class MemoryProfiler(pl.Callback):
         top: the highest peak of all measured steps and ranks.
         measured: the last measured step of this rank, with its timeline.
         steps: number of measured steps.
-        peak_allocated, peak_reserved: peak bytes on this rank; on GPUs since other code last reset the allocator's
-            peaks, on the CPU in measured steps (reserved: None).
+        peak_allocated, peak_reserved: peak bytes on this rank. GPUs: since other code last reset the allocator's
+            peaks. CPU: of measured steps (reserved: None).
 
     Raises:
         TypeError, ValueError: for an invalid argument; at the start of fit if the device is neither a GPU nor a CPU, or
