@@ -230,8 +230,8 @@ class LayerCarry(Generic[T]):
 class Stream(Context):
     """A sequence that a stack of layers computes chunk by chunk. The attention op finds the stream by its name.
 
-    `begin` starts a sequence. Then each layer runs, with its place (`layers`), every chunk in rising order, and after
-    `descend` every chunk in falling order.
+    `begin` starts a sequence. Then each layer, given its place (`layers`), computes every chunk in rising order. After
+    `descend`, it computes every chunk in falling order.
     """
 
     def __init__(self) -> None:
