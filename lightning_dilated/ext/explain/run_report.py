@@ -1,4 +1,4 @@
-"""Report a run: what its pattern sees, its validation next to a bigram model's, and pictures of pattern and loss."""
+"""Report a run: what its pattern sees, its validation next to a bigram baseline, and pictures of pattern and loss."""
 
 from __future__ import annotations
 
