@@ -19,7 +19,7 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import AnyBranch
 from lightning_dilated.pattern.rows import head_rows
 
-#: least rows of a slot in a growing buffer, unless its branch needs fewer
+#: minimum number of rows of a slot in a growing buffer, unless its branch needs fewer
 SMALLEST = 64
 
 
@@ -93,7 +93,7 @@ class BranchSlots:
         return self.width if self.window is None else self.window * self.rate
 
     def rows(self, length: int) -> int:
-        """Return the most rows of a slot in sequences of up to `length` tokens."""
+        """Return the largest number of rows that a slot has in sequences of up to `length` tokens."""
         return -(-(length if self.longest is None else min(self.longest, length)) // self.rate)
 
     def places(self, residue: int, first: int, begin: int, stop: int) -> tuple[range, Tensor]:
@@ -192,8 +192,8 @@ class Places:
 class Clock:
     """The position of each sample's next token, shared by the caches of a model.
 
-    Samples may have prompts of different lengths, padded on the right. Padding is not kept. The first token after the
-    longest prompt gets the position after the last token of its own prompt.
+    Samples may have prompts of different lengths, padded on the right. Padding is not kept. In each sample, the first
+    token after all prompts gets the position after the last token of that sample's prompt.
 
     Args:
         lengths: number of tokens of each prompt; None: all prompts have the same length.

@@ -32,7 +32,7 @@ AHEAD = 16
 def checked_prompt(
     tokens: Tensor, lengths: Tensor | Sequence[int] | None, vocab_size: int
 ) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return (int64 tokens (B, N) in 0..V - 1, with 0 as padding; number of tokens of each prompt, or None if equal).
+    """Return int64 tokens (B, N) in 0..V - 1, padded with 0, and the number of tokens of each prompt, None if equal.
 
     Raises:
         TypeError, ValueError: for an invalid prompt.
@@ -129,8 +129,8 @@ def generate_stream(
             have ended, the stream ends.
         prompt_chunk: tokens of the prompt that are processed in one call of the model; it limits the memory.
         lengths: (B,) number of tokens of each prompt, if they differ; rows are padded on the right with any tokens.
-        max_length: most tokens of a row, including the prompt, for which caches have room if heads see the whole
-            sequence; None: the length of this call. Later calls within this length reuse caches and graph.
+        max_length: number of tokens of a row, including the prompt, for which caches have room if heads see the whole
+            sequence; None: the length of this call. Later calls up to this length reuse the caches and the graph.
 
     Raises:
         ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, options that
@@ -300,7 +300,7 @@ def _logits(model: CausalModel, request: _Request, caches: list[KVCache]) -> Ten
 
 @contextmanager
 def evaluating(model: CausalModel) -> Iterator[None]:
-    """Set the model to eval mode, without an active sequence; then restore all modes. New modules get the model's."""
+    """Set the model to eval mode, without an active sequence; then restore all modes (in new modules, the model's)."""
     modules: Callable[[], Iterator[Any]] = getattr(model, "modules", lambda: iter([model]))
     before, mode = {id(m): m.training for m in modules()}, model.training
     trains = any(before.values())
@@ -317,7 +317,7 @@ def evaluating(model: CausalModel) -> Iterator[None]:
 
 
 def generate(model: CausalModel, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
-    """Return the prompt (B, N >= 1) and up to `max_new_tokens` further tokens, (B, N + new), fewer after stop tokens.
+    """Return the prompt (B, N >= 1) and up to `max_new_tokens` further tokens, (B, N + new); stop tokens end rows.
 
     With `lengths`, each row contains its prompt, its continuation, and repetitions of its last token.
     For arguments and errors see `generate_stream`.

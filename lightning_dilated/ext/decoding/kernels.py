@@ -25,16 +25,16 @@ from torch import Tensor
 from lightning_dilated.kernels.rows import flags
 from lightning_dilated.kernels.tiles import LOG2E, block_dim, precision
 
-#: most rows that a program reads in one step, most bytes of their keys, and entries that the merge reads in one step
+#: maximum number of rows that a program reads in a step, maximum bytes of their keys, entries that a merge step reads
 KEYS, TILE, ENTRIES = 64, 1 << 14, 64
 #: largest head dim, because a row must fit into registers
 MOST_DIM = 256
-#: least rows of a program, by batch size: a small batch needs more programs to keep the GPU busy
+#: minimum number of rows of a program, by batch size; a small batch needs more programs to keep the GPU busy
 SHARE = {1: 128, 2: 128, 4: 256, 8: 256}
 MOST_SHARE = 512
-#: most programs of a slot, unless a program would then read more than WIDE rows
+#: maximum number of programs of a slot, unless a program would then read more than WIDE rows
 PROGRAMS, WIDE = 256, 2048
-#: least rows of a program for which loads are pipelined
+#: minimum number of rows of a program for which loads are pipelined
 DEEP = 512
 
 
@@ -164,7 +164,7 @@ def serves(q: Tensor) -> bool:
 
 @triton.jit
 def _place(branch, position):
-    """Return (whether it is in the first segment, row, residue) of a position; `branch`: width, rate, shift, ..."""
+    """Return (whether a position is in the first segment, its row, its residue); `branch`: width, rate, shift, ..."""
     width, rate = tl.load(branch), tl.load(branch + 1)
     index = position + tl.load(branch + 2)
     segment = index // width
@@ -296,7 +296,7 @@ def _merge(
         entry = entries + e * 7
         _, _, residue = _place(entry, position)
         first, step, count = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6).to(tl.int32)
-        count = tl.where(residue == tl.load(entry + 3), count, 0)  # other residues' parts are of earlier tokens
+        count = tl.where(residue == tl.load(entry + 3), count, 0)  # parts of other residues are old
         for start in tl.range(0, count, ENTRIES):
             at = sample * parts + first + (start + i) * step
             lse = tl.load(part_lse + at, mask=start + i < count, other=float("-inf"))
@@ -336,7 +336,7 @@ def decode(
         tables: the tables of the cache.
         scale: scale of the scores.
         table: rotary table for q and k: (cosines, sines, xPos scale or None), (B or 1, D/2) fp32; None: no rotation.
-        unrotated: kv heads that keep their keys as they are, and their queries.
+        unrotated: kv heads that have no rotation of their keys and queries.
     """
     batch, heads, dim = q.shape
     block, group = block_dim(dim), 1 if tables.group == 1 else max(16, triton.next_power_of_2(tables.group))
