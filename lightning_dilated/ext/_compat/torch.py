@@ -62,7 +62,7 @@ def packs_saved_tensors() -> bool:
 
 def memory_users(x: Tensor) -> int:
     """Return the number of tensors that share x's memory, including x: `torch._C._storage_Use_Count`; 2.11 to 2.13."""
-    storage = x.untyped_storage()  # this reference counts, too, and is subtracted
+    storage = x.untyped_storage()  # this reference is counted, so it is subtracted
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
@@ -77,9 +77,9 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any 
 
     Torch keeps a workspace for each thread and stream. `torch._C._cuda_clearCublasWorkspaces` frees all of them, and
     Lightning's Trainer calls it at its start and end, so a graph recorded with such a workspace would write to freed
-    memory. This function clears them before recording, so that the graph allocates its own, and after it, so that no
-    other code uses these. Workspaces of graphs recorded without this function are freed. Other threads may copy to the
-    GPU during the recording."""
+    memory. This function clears all workspaces before the recording, so that the graph allocates its own, and again
+    after it, so that no other code uses the graph's. Workspaces of graphs recorded without this function are freed.
+    Other threads may copy to the GPU during the recording."""
     torch._C._cuda_clearCublasWorkspaces()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
@@ -203,7 +203,7 @@ def copy_all(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 @contextlib.contextmanager
 def autograd_within_op() -> Iterator[None]:
-    """Let autograd record inside an op's kernel, which torch runs below autograd; gradients must be enabled, too.
+    """Let autograd record inside an op's kernel, which torch runs below autograd; gradients must also be enabled.
 
     Uses `torch._C._PreserveDispatchKeyGuard` and `_dispatch_tls_set_dispatch_key_excluded`. Holds for 2.11 to 2.13.
     """
