@@ -44,7 +44,7 @@ from lightning_dilated.sequence.planner import ExchangeMemoryError
 
 #: bytes/s between a GPU and pinned memory of its host, each way, over PCIe 5.0 x16
 HOST_LINK = 50e9
-#: assumed bytes/s of a node's memory, two sockets with DDR5, when AdamW(fused=True) runs for all ranks of the node
+#: assumed bytes/s of a node's memory (two sockets with DDR5) while AdamW(fused=True) runs for all ranks of the node
 HOST_MEMORY = 200e9
 #: numbers that AdamW reads and writes for each parameter
 ADAMW_PASSES = 7
@@ -319,7 +319,7 @@ def _parameters_late(stacks: list[Facts], size: int, setup: Setup, busy: float) 
     ranks, links = setup.ranks, setup.links
     speed = links.near if ranks <= setup.per_node else min(links.near, links.far * setup.per_node)
     part = (ranks - 1) / max(1, ranks) / speed
-    if setup.cpu_offload:  # a rank copies its shard from the host before a gather, and gradients to the host
+    if setup.cpu_offload:  # the shard is copied from the host, and its gradient to the host
         part += 1 / ranks / HOST_LINK
     seconds = lambda numbers: numbers * size * part + links.round  # noqa: E731
     total = sum(x.depth * (2 * seconds(x.block_parameters) + seconds(x.trained.block)) for x in stacks)
@@ -336,9 +336,9 @@ def _flops(facts: Facts, tokens: int) -> float:
     return (2.0 * linear + 3.0 * rules) * tokens + 14.0 * call.head_dim * attended
 
 
-#: the search for the longest length tries multiples of this number of tokens a rank
+#: the search for the longest length tries multiples of this number of tokens per rank
 GRAIN = 1024
-#: the longest length that is tried, in tokens a rank
+#: the longest length that is tried, in tokens per rank
 MOST = 1 << 30
 #: relative precision of the longest length on several ranks: 1 / CLOSE
 CLOSE = 256

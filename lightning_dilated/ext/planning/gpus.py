@@ -92,7 +92,7 @@ _H100 = replace(_H200, source="defaults: those of H200, whose NVLink an SXM H100
 _A100 = _nvlink(NVLINK3, ADAPTER200, "NVLink of an SXM A100")
 
 
-#: known GPUs, with the memory that drivers report for cards of 141, 80, 40, 48 and 24 GB (H200 and H100: seen here)
+#: known GPUs, with the memory that drivers report for 141, 80, 40, 48 and 24 GB (H200, H100: on the machines used here)
 GPUS = {
     gpu.name: gpu
     for gpu in (

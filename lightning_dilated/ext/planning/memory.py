@@ -210,7 +210,7 @@ def _decoder_away(footprint: Footprint, moment: Moment, tokens: int) -> int:
             return 0
         group, within = divmod(moment.part[2], settings.every)
         if moment.phase == "backward":
-            # a group fetches the input of the previous group; a single block only if its own input was offloaded
+            # a group fetches the input of the previous group; a single block does so only if its own was offloaded
             fetched = within == 0 and (settings.every > 1 or group < sent)
             inputs = min(sent, group - fetched)
         else:  # the caller keeps the first input on the GPU
@@ -250,7 +250,7 @@ def _power_of_two(size: int) -> int:
 
 
 def _states(parameters: int, size: int, setup: Setup) -> int:
-    """Return the bytes of optimizer states; `parameters`: bytes of all parameters; `size`: bytes of one."""
+    """Return the bytes of optimizer states; `parameters`: bytes of all parameters; `size`: bytes of one number."""
     eight = setup.optimizer == "adamw8bit"
     return round(parameters / size * ADAMW_8BIT) if eight else round(parameters * ADAMW)
 

@@ -44,7 +44,7 @@ Array = NDArray[np.float64]
 
 
 class Recurring(NamedTuple):
-    """Seconds of a layer's recurrence: of its rule, and of the layers around the rule. They are separate numbers,
+    """Seconds of a layer's recurrence. The time of its rule is separate from the time of the layers around the rule,
     because recomputation may keep the output of the rule."""
 
     rule_forward: float = 0.0
@@ -154,7 +154,7 @@ class Layer:
 
     Attributes:
         forward, backward: seconds (P,) by kind of work.
-        late: seconds, (forward, backward), that a rank waits for transfers after the pairs of its own rows.
+        late: seconds, (forward, backward), that a rank waits for transfers after computing the pairs of its own rows.
         received: mean bytes that a rank receives, by (pass, "near" or "far").
     """
 
@@ -260,7 +260,7 @@ class AttentionSeconds(NamedTuple):
 
 
 def attention_seconds(machine: Machine, tokens: int) -> tuple[AttentionSeconds, AttentionSeconds]:
-    """Return the rates of (forward, backward) over L tokens."""
+    """Return the `AttentionSeconds` of the forward and of the backward over L tokens."""
     heads, pattern = (machine.heads, machine.kv_heads), measured_pattern(machine, tokens)
     attended, rows = pairs(pattern, tokens, *heads, machine.causal), query_rows(pattern, tokens, *heads)
     parts = machine.at(tokens)

@@ -26,7 +26,7 @@ class Setup:
         bucket_cap_mb: MiB of a bucket of gradients in ring_dilated; None: the strategy's default. Memory does not
             depend on it, because all buckets together are as large as the gradients.
         exchange_memory: maximum number of bytes that a call's exchange may use, as in `planner.plan`.
-        data_ranks: number of sequences that train in parallel, each on R GPUs. If there are several GPUs, DDP copies
+        data_ranks: number of sequences that train in parallel, each on R GPUs. With several GPUs in total, DDP copies
             all gradients to average them.
     """
 

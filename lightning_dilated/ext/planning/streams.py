@@ -24,7 +24,7 @@ from lightning_dilated.pattern.rows import cycle_to, pairs, query_rows
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.requirements import Document, Problem
 
-#: count the received rows of all kv heads if kv heads times pieces (chunks times ranks) is at most this number
+#: maximum product of the numbers of kv heads, chunks and ranks at which the received rows of all kv heads are counted
 EXACT = 1024
 #: maximum number of chunks in a sample, number of last chunks added to the sample, maximum number of counted ranks
 SAMPLED, LAST, RANKS = 96, 4, 8
@@ -76,12 +76,12 @@ def _leaving(problem: Problem, chunk: int, rank: int) -> int:
 
 
 def _ranks(ranks: int) -> list[int]:
-    """Return the ranks that are counted: all, or `RANKS` evenly spread ones."""
+    """Return the ranks that are counted: all ranks, or `RANKS` evenly spread ranks."""
     return list(range(ranks)) if ranks <= RANKS else sorted({i * (ranks - 1) // (RANKS - 1) for i in range(RANKS)})
 
 
 def _sampled(chunks: range, most: int) -> Sequence[int]:
-    """Return the chunks that are counted: all, or `most` random ones and the last ones."""
+    """Return the chunks that are counted: all chunks, or `most` random chunks and the last chunks."""
     if len(chunks) <= most:
         return chunks
     return sorted({*random.Random(0).sample(chunks, most), *chunks[-LAST:]})

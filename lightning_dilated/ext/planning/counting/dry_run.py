@@ -174,7 +174,7 @@ def step(
         RuntimeError: if called inside `with torch.device(...)` or another TorchFunctionMode.
     """
     if compat.function_modes():
-        # with torch 2.13, counting there led to a crash of the process in a later garbage collection
+        # with torch 2.13, counting inside such a mode led to a crash of the process in a later garbage collection
         raise RuntimeError(
             "memory cannot be counted inside `with torch.device(...)` or another TorchFunctionMode: count outside."
         )
@@ -367,7 +367,7 @@ class WorkTape(Tape):
         self._moved: Counter[tuple] = Counter()
 
     def work(self, part: tuple) -> Work:
-        """Return the work of a part of the step for one token."""
+        """Return the work per token of a part of the step."""
         return Work(self._flops[part] / self._tokens, self._moved[part] / self._tokens)
 
     def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Any:

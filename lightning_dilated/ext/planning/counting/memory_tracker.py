@@ -336,7 +336,7 @@ class Tape(Meter):
         return ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # a shortcut, because it is called very often
+        if func is torch.ops.prim.device.default:  # a shortcut, because this operator is called very often
             return args[0].fake_device
         if self._paused:
             return func(*args, **(kwargs or {}))

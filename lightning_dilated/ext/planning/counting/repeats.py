@@ -91,7 +91,7 @@ def find_repeats(kinds: Sequence[Hashable], every: int = 1) -> list[Repeat]:
 
 
 def lengthened(pieces: Sequence[Piece], repeat: Repeat, size: int, trained: int) -> Iterator[Piece]:
-    """Yield the pieces of a step with the further units of a repeat.
+    """Yield the pieces of a step that contains the further units of a repeat.
 
     Args:
         pieces: pieces of the step without the further units.

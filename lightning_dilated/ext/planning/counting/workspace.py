@@ -43,7 +43,7 @@ class OpCall:
 
     Attributes:
         tokens, batch: L and B of this rank.
-        whole, offset: tokens of the whole sequence (None: L), and the position of this rank's first token.
+        whole, offset: number of tokens of the whole sequence (None: L), and position of this rank's first token.
         window: (first, stop) of the call's query heads; None: all H.
         final: whether out is complete after the call. It is not if results from other ranks' rows are merged into it.
         others: the patterns of layers 1, 2, ... if they differ; layers cycle through `pattern` and `others`.
