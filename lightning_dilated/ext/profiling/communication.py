@@ -246,7 +246,7 @@ def _numbers(rows: list[Sums], agreeing: float) -> list[float]:
 
 
 def _merged(ranks: list[_Measured]) -> list[Sums]:
-    """Return the mean batch: maxima over ranks, with the hidden share of the time in flight of all ranks together."""
+    """Return the mean batch: maxima over ranks, and the hidden share of the summed time in flight of all ranks."""
     keys = dict.fromkeys((x.run, x.what) for rank in ranks for x in rank.rows)
     merged = []
     for key in sorted(keys, key=lambda x: x[0] == "both"):  # the total stays last

@@ -212,7 +212,7 @@ def test_arguments(settings, error, message):
     "profilers, message",
     [
         ([MemoryProfiler(), MemoryProfiler()], "one MemoryProfiler a Trainer"),
-        ([MemoryProfiler(snapshot_steps=(1, 3))], r"snapshot_steps=\(1, 3\) needs CUDA's allocator .* on cpu"),
+        ([MemoryProfiler(snapshot_steps=(1, 3))], r"snapshot_steps=\(1, 3\) records CUDA's allocator, .* on cpu"),
     ],
 )
 def test_refused_before_training(tmp_path, profilers, message):

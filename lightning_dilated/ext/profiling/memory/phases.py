@@ -120,7 +120,7 @@ class Watch:
     """Follow a module's blocks through forward and backward; the caller marks other phases by `enter`.
 
     Calls are followed outside compiled code, so that nothing is compiled again. A block's backward begins when the
-    gradient of a result is computed. It ends when the gradient of an input is computed or another block's begins.
+    gradient of a result is computed. It ends when the gradient of an input is computed or another backward begins.
 
     Attributes:
         phase: the present phase.

@@ -161,8 +161,8 @@ class MemoryProfiler(pl.Callback):
         top: the highest peak of all measured steps and ranks.
         measured: the last measured step of this rank, with its timeline.
         steps: number of measured steps.
-        peak_allocated, peak_reserved: peak bytes on this rank. GPUs: since other code last reset the allocator's
-            peaks. CPU: of measured steps (reserved: None).
+        peak_allocated, peak_reserved: peak bytes on this rank: on a GPU, since other code last reset the allocator's
+            peaks; on a CPU, in measured steps (`peak_reserved`: None).
 
     Raises:
         TypeError, ValueError: for an invalid argument; at the start of fit if the device is neither a GPU nor a CPU, or
