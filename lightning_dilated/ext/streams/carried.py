@@ -36,7 +36,7 @@ class CarriedStreams:
         """Return the state before a batch of these streams.
 
         Args:
-            positions: number of tokens of each stream so far; 0 begins it. None: exactly streams without a state begin.
+            positions: number of tokens of each stream so far, 0 if it begins. None: streams without a state begin.
             starts: for each stream, whether the first token of the batch begins a document.
             batch: a unique number for each batch; None: every call is a new batch.
 

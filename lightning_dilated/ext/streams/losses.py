@@ -89,7 +89,7 @@ class ModelStreams:
         if torch.is_grad_enabled():
             raise ValueError(
                 f"with stream={model.transformer.memory.stream} gradients are computed with the sum of losses "
-                "(loss_terms), not for single ones. Call token_losses under torch.no_grad(), or leave stream out."
+                "(loss_terms), not for single losses. Call token_losses under torch.no_grad(), or leave stream out."
             )
         return streamed(model.transformer.stream, partial(self.chunk, model, batch), self.chunks(model, batch))
 
@@ -211,7 +211,7 @@ class ModelStreams:
         """
         if per_token and torch.is_grad_enabled():
             raise ValueError(
-                "gradients of streams are computed with the sum of losses: call loss_terms, or use torch.no_grad()."
+                "per-token losses of streams have no gradients: call loss_terms for the sum, or use torch.no_grad()."
             )
         packed = sorted({"lengths", "cu_seqlens"} & batch.keys())
         if packed:
@@ -317,7 +317,7 @@ def _check_call(
 ) -> list[list[int]]:
     """Check the arguments of `stream`; return `_begins`."""
     if tokens.ndim != 2 or 0 in tokens.shape or tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise ValueError(f"tokens must be (B, n) integers, at least one; got {tuple(tokens.shape)}, {tokens.dtype}.")
+        raise ValueError(f"tokens must be integers (B, n), not empty; got {tuple(tokens.shape)}, {tokens.dtype}.")
     for name, x in (("labels", labels), ("starts", starts)):
         if x is not None and x.shape != tokens.shape:
             raise ValueError(f"{name} must be {tuple(tokens.shape)} as tokens are; got {tuple(x.shape)}.")

@@ -45,7 +45,7 @@ class Store:
     to a power of two and takes about a millisecond for it. Copies overlap computation; they wait only for each other.
 
     Args:
-        budget: bytes on the device; None: `ON_GPU` of a GPU's memory; on a CPU there is no limit.
+        budget: bytes on the device; None: the share `ON_GPU` of a GPU's memory, or no limit on a CPU.
     """
 
     def __init__(self, budget: int | None = None) -> None:
