@@ -193,7 +193,7 @@ class CudaGraphs:
             tokens per row is always allowed.
 
     Attributes:
-        tokens, padded: tokens of all batches replayed since the last `free`, without padding and with padding.
+        tokens, padded: number of tokens in all batches since the last `free`, without padding and with padding.
     """
 
     def __init__(self, padding: float) -> None:
@@ -353,7 +353,7 @@ class CudaGraphs:
 
 
 def _checked(inputs: Inputs) -> Inputs:
-    """Return the inputs with lengths or bounds as tensors. Check their values here: a replay accepts larger ones."""
+    """Return the inputs with lengths or bounds as tensors. Check their values, because a replay would not."""
     tokens = inputs.x.shape[1]
     with no_sequence():
         lengths, bounds = check_documents(inputs.x, inputs.lengths, inputs.cu_seqlens)
