@@ -116,7 +116,7 @@ class _Places:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: CallSpec) -> tuple[Tensor, Tensor]:
         """Return (out (B, N H, D), lse (B, N H)) of the branch for q (B, N H, D) and k, v (B, N K, D). If a head does
-        not use a token, they are 0 and `NOTHING`."""
+        not use a token, out is 0 and lse is `NOTHING`."""
         batch, _, head_dim = q.shape
         outs, lses = [], []
         for of_query, of_key, is_token, pads in self.parts:

@@ -39,7 +39,7 @@ FOREIGN = (
     ".A.",
     ".B.",
 )
-#: names of buffers, which are no weights
+#: names of buffers, which are not weights
 BUFFERS = re.compile(r"(^|\.)(version|_float_tensor|xpos\.scale)$")
 
 
