@@ -134,7 +134,7 @@ class Explanation:
         keys_per_row: mean number of keys of a query in a head.
         patterns: patterns that layers 0, 1, ... cycle through.
         sight: the pairs that one step connects, by octave of the distance.
-        beyond: a description of layers that connect tokens by other means than the pattern; None: no such layers.
+        beyond: a description of layers that connect tokens by other means than the pattern; None: there are none.
     """
 
     patterns: tuple[DilatedPattern, ...]
@@ -236,7 +236,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-#: most positions that are processed in one step
+#: maximum number of positions that are processed in one step
 AT_ONCE = 1 << 22
 
 
@@ -349,7 +349,7 @@ def _steps(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: 
 
 
 def _reach(layers: list[list[Step]], seq_len: int, depth: int) -> tuple[float | None, int | None]:
-    """Return the share of positions that reach the last token in `depth` layers, and the layers until all do, or None.
+    """Return the share of positions that reach the last token in `depth` layers, and the layers until all do or None.
     `layers`: the steps that layers cycle through. The search starts at the last layer and goes down."""
     if seq_len > REACH_LIMIT:
         return None, None
@@ -418,7 +418,7 @@ def _global_sources(reached: torch.Tensor, tokens: int, causal: bool) -> torch.T
 
 
 # -- sight -------------------------------------------------------------------------------------------------------------
-#: number of (query, key) pairs that are sampled from an octave; in octaves with fewer pairs all are counted
+#: number of (query, key) pairs that are sampled from an octave; in octaves with fewer pairs, all are counted
 SAMPLES = 1 << 12
 #: octaves with a smaller share than this lead to a hint
 ENOUGH = 0.5
