@@ -107,7 +107,7 @@ class BranchSlots:
         return new, (len(rows) - len(new) + torch.arange(len(new))) % self.window
 
     def grown(self, capacity: int, stop: int) -> int:
-        """Return a capacity for all rows below `stop`: unchanged if it suffices, else doubled, at most ceil(w / r)."""
+        """Return a capacity for all rows below `stop`: the same if it suffices, else doubled, at most ceil(w / r)."""
         rows = -(-(stop - max(self.first(stop - 1), 0)) // self.rate)
         rows = min(x for x in (rows, self.window, self.limit) if x is not None)
         if rows <= capacity:
@@ -126,9 +126,9 @@ class Places:
 
     Attributes:
         branches: the slots of each branch.
-        capacities: rows of a slot in each branch.
+        capacities: number of rows of a slot in each branch.
         bases: the first row of each branch in the buffer.
-        total: rows of the buffer for each sample.
+        total: number of rows of the buffer for each sample.
     """
 
     def __init__(self, branches: tuple[BranchSlots, ...], capacities: tuple[int, ...]) -> None:
@@ -201,7 +201,7 @@ class Clock:
 
     def __init__(self, lengths: Sequence[int] | None = None) -> None:
         self.lengths = None if lengths is None else tuple(integer(x, "each of lengths", 1) for x in lengths)
-        #: tokens of the longest prompt; 0 without `lengths`
+        #: number of tokens of the longest prompt; 0 without `lengths`
         self.longest = max(self.lengths) if self.lengths else 0
         self._places: dict[object, Places] = {}
         self._tensor: Tensor | None = None

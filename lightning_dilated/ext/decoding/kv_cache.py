@@ -41,7 +41,7 @@ SCORES = 1 << 26
 class KVCache:
     """The keys and values of one layer that later tokens can use; `length`: number of tokens that were added.
 
-    Memory is O(sum over branches of w / r) rows for each kv head: in each branch, slots times rows of the longest slot.
+    Memory is O(sum over branches of w / r) rows for each kv head; each slot has the size of its branch's longest slot.
     Branches over the whole sequence (segment_length None) keep all rows of the residues that heads use.
 
     Args:
@@ -134,7 +134,7 @@ class KVCache:
         self._shape = shape
 
     def _make_room(self, like: Tensor, stops: Sequence[int]) -> None:
-        """Allocate buffers for the rows that later tokens can use, of all positions below each sample's `stop`."""
+        """Allocate buffers for all rows below each sample's `stop` that later tokens can use."""
         capacities = self._places.capacities
         for stop in set(stops) if self.max_length is None else ():
             grown = (b.grown(rows, stop) for b, rows in zip(self._branches, capacities, strict=True))
