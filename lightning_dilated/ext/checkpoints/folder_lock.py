@@ -44,7 +44,7 @@ class FolderLock:
         """Lock the folder; take it over if its holder is dead.
 
         Raises:
-            FolderInUse: naming the process that holds it, and its host.
+            FolderInUse: if another run holds it; the message names the process and its host.
             OSError: if the folder cannot be written.
         """
         waits_since = time.monotonic()
