@@ -56,8 +56,8 @@ PASSES = 0.28
 #: share of a pair's time that does not depend on the head dim (exponentials and masks), at head dim `SOFTMAX_DIM`,
 #: computed from TFLOP/s of cuDNN on an H100 with 16,384 rows and head dims 64 and 128 (arXiv 2407.08608)
 SOFTMAX_DIM, SOFTMAX_FORWARD, SOFTMAX_BACKWARD = 64, 2 - 2 * 413 / 595, 2 - 2 * 433 / 516
-#: passes over the logits, in their dtype, that the loss needs in addition to products, forward and backward. They were
-#: derived from times of the compiled loss on an H200 (benchmarks/results/2026-11-23_h200_one_gpu.md)
+#: passes over the logits, in their dtype, that the loss needs in addition to products, in forward and backward, derived
+#: from times of the compiled loss on an H200 (benchmarks/results/2026-11-23_h200_one_gpu.md)
 LOSS_FORWARD, LOSS_BACKWARD = 5, 4
 #: bytes moved for each weight and tile to sum weight gradients over tiles of the loss, and further bytes for 16 bits
 TILE_SUM, TILE_SUM_CAST = 12, 6
@@ -487,7 +487,7 @@ class Case:
         units = up_to(Exchanged())
         if self.setup.ranks == 1:
             return units * unit
-        # each guess plans one exchange; shorter lengths need less memory for theirs, so they fit if they fit with it
+        # each guess plans one exchange; a shorter length has a smaller one, so it fits if it fits with this exchange
         fitting, too_many, guess = 0, units + 1, units
         while too_many - fitting > max(1, fitting // CLOSE):
             rows = self._rows(settings, guess * unit)

@@ -360,7 +360,7 @@ def _pattern(args: argparse.Namespace, tokens: int | None) -> DilatedPattern:
         if args.segments or args.dilations:
             raise ValueError("give --geometric or --segments and --dilations, not both.")
         if tokens is None:
-            raise ValueError("--geometric ends with a segment over the whole sequence: also give --tokens.")
+            raise ValueError("--geometric ends with a segment over the whole sequence: give --tokens as well.")
         last = args.geometric << max(0, (-(-tokens // args.geometric) - 1).bit_length())
         return DilatedPattern.geometric(args.geometric, last, **offsets)
     if (args.segments is None) != (args.dilations is None):

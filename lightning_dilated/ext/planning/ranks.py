@@ -64,7 +64,7 @@ class Step:
         compute: seconds by kind of work on the busiest rank.
         exposed: seconds that the busiest rank waits for communication.
         uneven: seconds that the busiest rank computes longer than the average rank. In a causal run with contiguous
-            shards the last rank's queries attend to most keys.
+            shards, the last rank's queries attend to most keys.
         received: bytes that a rank receives on average, by (pass, "near" or "far"). The passes are "forward", "again"
             (recomputed forwards), "backward" and "gradients".
     """
@@ -154,7 +154,7 @@ class Layer:
 
     Attributes:
         forward, backward: seconds (P,) by kind of work.
-        late: seconds, (forward, backward), that a rank waits for transfers after computing the pairs of its own rows.
+        late: (forward, backward) seconds that a rank waits for transfers after computing the pairs of its own rows.
         received: mean bytes that a rank receives, by (pass, "near" or "far").
     """
 

@@ -24,7 +24,7 @@ from lightning_dilated.pattern.rows import cycle_to, pairs, query_rows
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.requirements import Document, Problem
 
-#: maximum product of the numbers of kv heads, chunks and ranks at which the received rows of all kv heads are counted
+#: the received rows of every kv head are counted if (kv heads) x (chunks) x (ranks) is at most this number
 EXACT = 1024
 #: maximum number of chunks in a sample, number of last chunks added to the sample, maximum number of counted ranks
 SAMPLED, LAST, RANKS = 96, 4, 8
@@ -130,7 +130,7 @@ class Exchange:
 
     @classmethod
     def of(cls, call: OpCall, depth: int, tokens: int, settings: MemorySettings, ranks: int) -> Exchange:
-        """Sum over `depth` layers. A forward runs once in the last chunk, twice in others, and again if recomputed."""
+        """Sum over `depth` layers. Forwards run once in the last chunk, twice in others, and again if recomputed."""
         if ranks == 1:
             return cls()
         chunk = settings.stream or tokens

@@ -25,7 +25,7 @@ from lightning_dilated.ext.planning.counting.memory_tracker import Tape
 from lightning_dilated.ext.recurrence.op import RECURRENCE
 from lightning_dilated.models.blocks import TransformerBlock
 
-#: operators of aten and prims that Inductor calls instead of generating a kernel, as it calls all custom operators
+#: operators of aten and prims that Inductor calls, like all custom operators, instead of generating a kernel
 EXTERN = ("mm", "addmm", "bmm", "baddbmm", "embedding_dense_backward", "index_put", "convolution")
 #: a value with several readers is written to memory if it has more inputs than this; otherwise each reader computes it
 READS = 4

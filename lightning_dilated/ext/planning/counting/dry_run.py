@@ -187,7 +187,7 @@ def step(
             model = make()
             model.configure_model()
         model.train()
-        model.compile_blocks = graphs is not None  # the loss reads it
+        model.compile_blocks = graphs is not None  # the loss reads this
         data, parts = batch(), stacks(model)
         repeats = shorten(parts[MAIN], memory.every)
         for stack in parts.values():
@@ -277,8 +277,8 @@ def _not_moved() -> contextlib.AbstractContextManager[Any]:
 
 
 # -- work of blocks, kernel by kernel ----------------------------------------------------------------------------------
-# A kernel reads its inputs once and writes its results once; views cost nothing. Without compilation each operator is a
-# kernel. Calls of attention and of recurrences are not counted.
+# A kernel reads its inputs once and writes its results once; views cost nothing. Without compilation, each operator is
+# a kernel. Calls of attention and of recurrences are not counted.
 #: number of tokens in a step that counts work; casts of weights, which do not depend on it, are 1 % of that work
 TOKENS = 1 << 16
 #: maximum number of tiles in a step that counts work

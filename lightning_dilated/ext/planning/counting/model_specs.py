@@ -118,7 +118,7 @@ def _call(stack: Stack, dtype: torch.dtype, capability: tuple[int, int]) -> OpCa
 
 
 def _alike(model: DilatedModule, depth: int = 1, recurrence: Recurrence | None = None) -> DilatedModule:
-    """Return a copy of the model with `depth` layers that all have this recurrence, or, for None, have none."""
+    """Return a copy of the model with `depth` layers that all have `recurrence`; None: no layer has a recurrence."""
     shallow = model.planning_copy(depth)
     if getattr(model, "recurrences", ()):
         shallow.recurrences = (recurrence,) * depth

@@ -155,7 +155,7 @@ def engine_of(x: OpCall) -> Engine:
 
 @functools.lru_cache(maxsize=4096)
 def workspace(x: OpCall) -> tuple[int, int]:
-    """Return the op's peak bytes in addition to inputs and results, (forward, backward)."""
+    """Return the op's (forward, backward) peak bytes in addition to inputs and results."""
     if not x.rows:
         return 0, 0
     if (inner := _without_global(x)) is not None:
