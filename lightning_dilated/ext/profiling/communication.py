@@ -99,7 +99,7 @@ class CommunicationProfiler(pl.Callback):
             )
         if sum(isinstance(x, CommunicationProfiler) for x in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError(
-                "use one CommunicationProfiler a Trainer: a second one would replace the first one's clock."
+                "use one CommunicationProfiler per Trainer: a second one would replace the first one's clock."
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

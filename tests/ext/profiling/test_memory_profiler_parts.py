@@ -211,7 +211,7 @@ def test_arguments(settings, error, message):
 @pytest.mark.parametrize(
     "profilers, message",
     [
-        ([MemoryProfiler(), MemoryProfiler()], "one MemoryProfiler a Trainer"),
+        ([MemoryProfiler(), MemoryProfiler()], "one MemoryProfiler per Trainer"),
         ([MemoryProfiler(snapshot_steps=(1, 3))], r"snapshot_steps=\(1, 3\) records CUDA's allocator, .* on cpu"),
     ],
 )

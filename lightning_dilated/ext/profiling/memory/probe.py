@@ -186,7 +186,7 @@ class CpuProbe:
         """Do nothing, because `overall` is always up to date."""
 
     def held(self, allocated: int | None) -> dict[str, int]:
-        """Return the present bytes by kind; in a forward all tensors that it created count as saved."""
+        """Return the present bytes by kind; in a forward, all tensors that the forward created count as saved."""
         self.gradients()
         if self.watch.phase.stage == FORWARD:
             self.saved()
@@ -296,7 +296,7 @@ class CudaProbe:
         return allocated["peak"], reserved["peak"], allocated["current"]
 
     def _count(self, groups: Sequence[int | None]) -> None:
-        """Count the gradients of the blocks in `groups`; None in `groups`: parameters outside blocks."""
+        """Count the bytes of gradients of the blocks in `groups`, where None means parameters outside blocks."""
         for i in groups:
             tensors = (part for g in gradients(self._groups[i]) for part in parts(g))
             self._grads[i] = sum(t.numel() * t.element_size() for t in tensors if t.device == self.device)

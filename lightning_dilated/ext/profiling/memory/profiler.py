@@ -206,7 +206,7 @@ class MemoryProfiler(pl.Callback):
         if stage != "fit":
             return
         if sum(isinstance(x, MemoryProfiler) for x in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ValueError("use one MemoryProfiler a Trainer: a second one would reset the first one's peaks.")
+            raise ValueError("use one MemoryProfiler per Trainer: a second one would reset the first one's peaks.")
         device = trainer.strategy.root_device
         if device.type not in ("cpu", "cuda"):
             raise ValueError(
