@@ -333,7 +333,7 @@ def _check_call(
 
 
 def _begins(position: int, started: Sequence[int], starts: Tensor | None) -> list[list[int]]:
-    """For each sample, list the first positions of its unfinished document (`started`) and of documents in `starts`."""
+    """List, for each sample, the first positions of its unfinished document (`started`) and of others (`starts`)."""
     begins = [[at] for at in started]
     for sample, at in [] if starts is None else starts.nonzero().tolist():
         begins[sample] = [position] if at == 0 else [*begins[sample], position + at]

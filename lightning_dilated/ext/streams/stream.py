@@ -74,7 +74,7 @@ class Store:
         with torch.cuda.stream(copies):
             for part, source in sources:
                 part.copy_(source, non_blocking=True)
-        rows.record_stream(copies)  # torch must not reuse their memory before the copy has ended
+        rows.record_stream(copies)  # torch must not reuse the rows' memory before the copy has ended
         return parts
 
     def room(self, rows: Tensor, device: torch.device) -> tuple[Tensor, ...]:
@@ -116,7 +116,7 @@ def _fetched(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         fetched = [part.to(device, non_blocking=True) for part in parts]
     computing.wait_stream(copies)
     for rows in fetched:
-        rows.record_stream(computing)  # torch must not reuse their memory before computation has read them
+        rows.record_stream(computing)  # torch must not reuse the rows' memory before computation has read them
     return fetched
 
 

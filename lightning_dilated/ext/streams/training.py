@@ -139,7 +139,7 @@ def _watched(stream: Stream, name: str, chunks: range) -> Iterator[int]:
 class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, stream, run, chunks, like, *leaves):
-        # saved-tensor hooks around this call, of a checkpoint or an offload, must not be applied inside it
+        # saved-tensor hooks of a checkpoint or an offload around this call must not be applied inside it
         plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         try:
             with plain, chunks.begun(stream, store=not chunks.truncate):
