@@ -1,4 +1,4 @@
-"""Advise changes at the start of a fit: to a model's patterns at the run's length, and to the layout of ranks."""
+"""Advise changes to a model's patterns at the run's length, and to the layout of ranks, at the start of a fit."""
 
 from __future__ import annotations
 
