@@ -56,7 +56,7 @@ def tensors_of(modules: Sequence[nn.Module]) -> tuple[list[nn.Parameter], list[T
 
 
 def packs_saved_tensors() -> bool:
-    """Return whether hooks pack saved tensors: `torch._C._autograd._top_saved_tensors_default_hooks`; 2.11 to 2.13."""
+    """Return whether hooks pack saved tensors: `_C._autograd._top_saved_tensors_default_hooks`; torch 2.11 to 2.13."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
@@ -142,7 +142,7 @@ def returns_view(func: Any) -> bool:
 
 
 def sparse_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return indices and values of a sparse tensor, coalesced or not: `Tensor._indices`, `_values`; 2.11 to 2.13."""
+    """Return a sparse tensor's indices and values, coalesced or not: `_indices`, `_values` of torch 2.11 to 2.13."""
     return x._indices(), x._values()
 
 
@@ -157,7 +157,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def with_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Replace a module's parameters in a context, like `functional_call`: `torch.nn.utils.stateless`; 2.11 to 2.13."""
+    """Replace a module's parameters in a context, like `functional_call`: `nn.utils.stateless`; torch 2.11 to 2.13."""
     return _reparametrize_module(module, dict(tensors))
 
 
