@@ -323,7 +323,7 @@ class ShardedCheckpoint(Checkpoint):
                 self._wait_a_while()
         finally:
             self._release(trainer)
-            self._world = None  # the next run makes new groups, because ranks may still wait in these for a failed rank
+            self._world = None  # the next run makes new groups: ranks may still wait for a failed rank in the old
 
     def _save_last(self, trainer: pl.Trainer, preemption: Preemption, exception: SIGTERMException) -> None:
         """Save the step before the signal, and then requeue the job if the signal asks for it."""
