@@ -487,7 +487,7 @@ class Case:
         units = up_to(Exchanged())
         if self.setup.ranks == 1:
             return units * unit
-        # each guess plans one exchange; a shorter length has a smaller one, so it fits if it fits with this exchange
+        # each guess plans one exchange, which takes at least as much memory as the exchanges of shorter lengths
         fitting, too_many, guess = 0, units + 1, units
         while too_many - fitting > max(1, fitting // CLOSE):
             rows = self._rows(settings, guess * unit)

@@ -195,7 +195,7 @@ class Carried:
     def of(
         cls, call: OpCall, depth: int, tokens: int, settings: MemorySettings, gpu_memory: float, ranks: int = 1
     ) -> Carried:
-        """Sum over `depth` layers. With `truncate` no rows are stored, and only one layer's gradients are in memory."""
+        """Sum over `depth` layers. With `truncate`, no rows are stored, and one layer's gradients are in memory."""
         size, wide = call.dtype.itemsize, max(4, call.dtype.itemsize)
         stored, live, one = _numbers(call, depth, tokens, settings.stream or tokens, ranks)
         if settings.truncate:
@@ -214,7 +214,7 @@ class Carried:
 
 
 def _numbers(call: OpCall, depth: int, tokens: int, chunk: int, ranks: int = 1) -> tuple[int, int, int]:
-    """Count elements of rows: stored over all chunks, carried by all layers at the peak, and by the largest layer."""
+    """Return numbers of elements of carried rows: stored in all chunks, peak of all layers, peak of one layer."""
     row = 2 * call.head_dim * call.batch
     layers = [(carried_rows(x.pattern, x.heads, x.kv_heads, tokens, chunk, ranks), n) for x, n in call.layers(depth)]
     stored, live = (row * sum(n * rows[i] for rows, n in layers) for i in (0, 1))

@@ -33,7 +33,7 @@ READS = 4
 
 @dataclass
 class Graphs:
-    """A cache of compiled functions, the keys of batches for which it has them, and the tape that counts at present."""
+    """A cache of compiled functions, the keys of the batches that it covers, and the tape that counts at present."""
 
     tape: Tape
     compiled: dict[tuple, Callable[..., Any]] = field(default_factory=dict)

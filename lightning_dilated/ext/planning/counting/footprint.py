@@ -234,7 +234,7 @@ def _saved(step: Tape, depth: int, settings: MemorySettings) -> list[int]:
 
 #: maximum number of heads that are counted on more than `EXACT` ranks (see `lighter`)
 HEADS = 16
-#: on up to this number of ranks the buffers of each rank are counted; on more ranks they are estimated
+#: on up to this number of ranks, the buffers of each rank are counted; on more ranks, they are estimated
 EXACT = 16
 
 
