@@ -183,7 +183,7 @@ def test_latencies_that_noise_turned_round():
 
 
 def test_sizes_that_tell_nothing():
-    with pytest.raises(ValueError, match="--sizes 64: took no longer than a few bytes; give larger sizes"):
+    with pytest.raises(ValueError, match="--sizes 64: messages took no longer than a few bytes do; give larger sizes"):
         estimate_links([Sample("few", 1, 8, 1e-4), Sample("near", 1, 64, 9e-5)], "here")
 
 

@@ -77,7 +77,7 @@ def samples(rank: int, device: str, per_node: int, sizes: Sequence[int], repeats
 
 
 def _rings(rank: int, ranks: int, per_node: int) -> dict[str, tuple[int, Callable[[int], int]]]:
-    """Return, by kind, (length of this rank's ring, a function from n to the rank n places further in that ring).
+    """Return, for each kind, the length of this rank's ring and a function that maps n to the n-th next rank in it.
     Latencies come last, because a GPU is slower at first (2 H200: 82 us for 8 bytes, then 48 us for 65,536)."""
     node, local = divmod(rank, per_node)
     nodes = ranks // per_node
@@ -217,7 +217,7 @@ def estimate_links(samples: list[Sample], source: str) -> Links:
         above = sum((x.seconds - took) * (x.received - size) for x in rows)
         if above <= 0:
             sizes = ", ".join(str(x.size) for x in rows)
-            raise ValueError(f"--sizes {sizes}: took no longer than a few bytes; give larger sizes.")
+            raise ValueError(f"--sizes {sizes}: messages took no longer than a few bytes do; give larger sizes.")
         links = replace(links, **{kind: sum((x.received - size) ** 2 for x in rows) / above})
     return replace(links, source=f"{source}; {', '.join(defaults)}: defaults") if defaults else links
 

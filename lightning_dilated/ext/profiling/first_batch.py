@@ -165,7 +165,7 @@ def _gradients(loss: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
 
 @contextmanager
 def _without_effects(module: pl.LightningModule, group: SequenceGroup) -> Iterator[None]:
-    """Use eval mode, no logging, and the loss of this sequence alone; then restore all state, and the random state."""
+    """Use eval mode, no logging and only this sequence's loss; then restore all state, including the random state."""
     modes = {m: m.training for m in module.modules()}
     metrics = [(m, copy.deepcopy(m.metric_state), m.update_count) for m in module.modules() if isinstance(m, Metric)]
     silent: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731

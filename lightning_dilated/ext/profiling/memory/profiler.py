@@ -135,7 +135,7 @@ class MemoryProfiler(pl.Callback):
 
     Each number is logged at the step as the maximum and (`..._min_mb`) the minimum over ranks, in MB of 1e6 bytes:
     `memory/peak_mb` of the step; `memory/forward_mb`, `backward`, `optimizer`, `rest`; `memory/forward_block_1_mb`,
-    `forward_other`, ...; on GPUs the same for reserved bytes, `memory/peak_reserved_mb`, ...; for the host process
+    `forward_other`, ...; on GPUs, the same for reserved bytes, `memory/peak_reserved_mb`, ...; for the host process
     `memory/host_mb` (resident), `memory/host_peak_mb` and on GPUs `memory/pinned_mb`; `memory/at_peak/KIND_mb`.
 
     On GPUs, the allocator is read, and nothing waits for the GPU. Measured steps reset the allocator's peaks between
