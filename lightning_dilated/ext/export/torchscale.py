@@ -87,7 +87,7 @@ def read_state_dict(source: str | Path | Mapping[str, Tensor]) -> dict[str, Tens
     prefixes = [p for p in embeddings if f"{p}output_projection.weight" in stored] if several else embeddings
     if len(prefixes) != 1:
         raise ValueError(
-            f"a LongNet decoder has one embed_tokens.weight, this state dict has {len(embeddings)}; "
+            f"a LongNet decoder has one embed_tokens.weight, but this state dict has {len(embeddings)}; "
             f"its names begin with {', '.join(list(stored)[:4]) or 'nothing'}."
         )
     return {k.removeprefix(prefixes[0]): v for k, v in stored.items() if k.startswith(prefixes[0])}
