@@ -77,7 +77,7 @@ def plot(
 
 
 def drawn_heads(pattern: DilatedPattern, num_heads: int, most: int = 3) -> list[int]:
-    """Return up to `most` heads, sorted: one head for each distinct set of branches, and if possible further heads."""
+    """Return up to `most` heads, sorted: first one head for each distinct set of branches, then further heads."""
     first: dict[tuple[bool, ...], int] = {}
     for h in range(num_heads):
         first.setdefault(tuple(branch.serves(h) for branch in pattern.branches), h)
@@ -349,7 +349,7 @@ def _steps(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: 
 
 
 def _reach(layers: list[list[Step]], seq_len: int, depth: int) -> tuple[float | None, int | None]:
-    """Return the share of positions that reach the last token in `depth` layers, and the layers until all do or None.
+    """Return the share of positions that reach the last token in `depth` layers, and the depth at which all do or None.
     `layers`: the steps that layers cycle through. The search starts at the last layer and goes down."""
     if seq_len > REACH_LIMIT:
         return None, None
