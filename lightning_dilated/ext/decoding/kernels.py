@@ -336,7 +336,7 @@ def decode(
         tables: the tables of the cache.
         scale: scale of the scores.
         table: rotary table for q and k: (cosines, sines, xPos scale or None), (B or 1, D/2) fp32; None: no rotation.
-        unrotated: kv heads that have no rotation of their keys and queries.
+        unrotated: kv heads; their keys and queries are not rotated.
     """
     batch, heads, dim = q.shape
     block, group = block_dim(dim), 1 if tables.group == 1 else max(16, triton.next_power_of_2(tables.group))

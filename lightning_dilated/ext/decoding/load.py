@@ -51,7 +51,7 @@ def load_language_model(path: str | Path, vocab_size: int | None = None) -> Dila
         byte_note = f" and bytes_per_token {model.bytes_per_token}" if model.predicts_next_token and size == 256 else ""
         raise ValueError(
             f"{description}{byte_note}; generating text from the command line takes a LongNetLM or HFCausalLM over bytes "
-            "(vocab_size 256). If the model is over tokens, give its tokenizer.json with --tokenizer."
+            "(vocab_size 256). For another model without a stored tokenizer, pass --tokenizer with the tokenizer.json."
         )
     model.configure_model()  # reads a folder of transformers
     if vocab_size is None:

@@ -26,7 +26,7 @@ from lightning_dilated.ext.decoding.sampling import Sampling
 from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.pattern.rows import window_reach
 
-#: maximum number of a model's steps that are kept for later calls, and of bytes in their caches; the latest is kept
+#: maximum number of a model's steps kept for later calls, and of bytes in their caches; the latest step is always kept
 KEPT, KEPT_BYTES = 4, 1 << 31
 
 
@@ -246,7 +246,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 @contextlib.contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """Use a separate stream, because trials before a capture need one; on a CPU do nothing."""
+    """Use a separate stream, because trials before a capture need one; on a CPU, do nothing."""
     if device.type != "cuda":
         yield
         return
