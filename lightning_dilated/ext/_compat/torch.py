@@ -61,7 +61,7 @@ def packs_saved_tensors() -> bool:
 
 
 def memory_users(x: Tensor) -> int:
-    """Return the number of tensors in x's memory, with x itself: `torch._C._storage_Use_Count`; torch 2.11 to 2.13."""
+    """Return how many tensors share x's memory, including x: `torch._C._storage_Use_Count`; torch 2.11 to 2.13."""
     storage = x.untyped_storage()  # this reference is counted, so it is subtracted
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
