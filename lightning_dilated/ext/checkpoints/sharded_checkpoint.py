@@ -323,7 +323,7 @@ class ShardedCheckpoint(Checkpoint):
                 self._wait_a_while()
         finally:
             self._release(trainer)
-            self._world = None  # the next run makes new groups: ranks may still wait for a failed rank in the old
+            self._world = None  # the next run needs new groups, because ranks may still wait in the old ones
 
     def _save_last(self, trainer: pl.Trainer, preemption: Preemption, exception: SIGTERMException) -> None:
         """Save the step before the signal, and then requeue the job if the signal asks for it."""
@@ -402,7 +402,7 @@ class ShardedCheckpoint(Checkpoint):
 
 
 def _read(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any], dict[str, int], dict[str, int]]:
-    """Return (`trainer_state` as two values, sizes of unsharded tensors, bits of tensors that all ranks must share)."""
+    """Return `trainer_state`'s two values, sizes of unsharded tensors, and bits of tensors that all ranks must have."""
     state, meta = trainer_state(trainer)
     sizes = replicated_sizes(state)
     alike = equal_names(sizes, trainer.lightning_module) if trainer.world_size > 1 else set()
