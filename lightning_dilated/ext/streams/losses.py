@@ -211,7 +211,7 @@ class ModelStreams:
         """
         if per_token and torch.is_grad_enabled():
             raise ValueError(
-                "per-token losses of streams have no gradients: call loss_terms for the sum, or use torch.no_grad()."
+                "per-token losses of streams have no gradients: call loss_terms, or use torch.no_grad()."
             )
         packed = sorted({"lengths", "cu_seqlens"} & batch.keys())
         if packed:

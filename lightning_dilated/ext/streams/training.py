@@ -1,4 +1,4 @@
-"""Train on a sequence chunk by chunk, with the gradients of one pass and memory for one chunk and for carried rows.
+"""Train on a sequence chunk by chunk, with the gradients of one pass but memory for only one chunk and carried rows.
 
 The first pass computes the chunks in rising order without a graph; each layer keeps the keys and values that later
 chunks read. The second pass computes the chunks again in falling order and differentiates them. Later chunks have then
