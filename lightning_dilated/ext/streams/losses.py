@@ -210,9 +210,7 @@ class ModelStreams:
             ValueError: for `per_token` with gradients, and for batches packed in another way; see also `stream`.
         """
         if per_token and torch.is_grad_enabled():
-            raise ValueError(
-                "per-token losses of streams have no gradients: call loss_terms, or use torch.no_grad()."
-            )
+            raise ValueError("per-token losses of streams have no gradients: call loss_terms, or use torch.no_grad().")
         packed = sorted({"lengths", "cu_seqlens"} & batch.keys())
         if packed:
             raise ValueError(
