@@ -129,7 +129,7 @@ def test_launchers_that_say_otherwise(cli, home, monkeypatch, told, argv, texts)
 
 def test_the_cpu_does_not_speak_for_gpus(cli, home, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    refused(cli("bench", "links", *SMALL), ["runs on GPUs read", "name a file with --output"])
+    refused(cli("bench", "links", *SMALL), ["links for runs on GPUs", "name a file with --output"])
 
 
 @pytest.mark.gpu
@@ -183,7 +183,7 @@ def test_latencies_that_noise_turned_round():
 
 
 def test_sizes_that_tell_nothing():
-    with pytest.raises(ValueError, match="--sizes 64: took no longer than a few bytes; give larger sizes"):
+    with pytest.raises(ValueError, match="--sizes 64: messages took no longer than a few bytes do; give larger sizes"):
         estimate_links([Sample("few", 1, 8, 1e-4), Sample("near", 1, 64, 9e-5)], "here")
 
 

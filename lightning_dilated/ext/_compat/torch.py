@@ -1,4 +1,4 @@
-"""Wrap the private interfaces of torch that extensions use, each in a function that states its versions.
+"""Wrap the private interfaces of torch that extensions use, each in a function that states the versions of torch.
 
 `tests/test_compat.py` tests each function, and names the parts of the package that break if it changes.
 """
@@ -27,7 +27,7 @@ CAST = torch.ops.aten._to_copy.default
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the function by which `compile()` replaces hooks and forward: `_compiled_call_impl`; 2.11 to 2.13."""
+    """Return the function with which `compile()` replaces a call: `Module._compiled_call_impl`; torch 2.11 to 2.13."""
     return module._compiled_call_impl
 
 
@@ -56,13 +56,13 @@ def tensors_of(modules: Sequence[nn.Module]) -> tuple[list[nn.Parameter], list[T
 
 
 def packs_saved_tensors() -> bool:
-    """Return whether hooks pack saved tensors: `torch._C._autograd._top_saved_tensors_default_hooks`; 2.11 to 2.13."""
+    """Return whether hooks pack saved tensors: `_C._autograd._top_saved_tensors_default_hooks`; torch 2.11 to 2.13."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def memory_users(x: Tensor) -> int:
-    """Return the number of tensors that share x's memory, including x: `torch._C._storage_Use_Count`; 2.11 to 2.13."""
-    storage = x.untyped_storage()  # this reference counts, too, and is subtracted
+    """Return how many tensors share x's memory, including x: `torch._C._storage_Use_Count`; torch 2.11 to 2.13."""
+    storage = x.untyped_storage()  # this reference is counted, so it is subtracted
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
@@ -77,9 +77,9 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any 
 
     Torch keeps a workspace for each thread and stream. `torch._C._cuda_clearCublasWorkspaces` frees all of them, and
     Lightning's Trainer calls it at its start and end, so a graph recorded with such a workspace would write to freed
-    memory. This function clears them before recording, so that the graph allocates its own, and after it, so that no
-    other code uses these. Workspaces of graphs recorded without this function are freed. Other threads may copy to the
-    GPU during the recording."""
+    memory. This function clears all workspaces before the recording, so that the graph allocates its own, and again
+    after it, so that no other code uses the graph's. Workspaces of graphs recorded without this function are freed.
+    Other threads may copy to the GPU during the recording."""
     torch._C._cuda_clearCublasWorkspaces()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
@@ -89,14 +89,14 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any 
 
 
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Give tensors sizes but no memory inside the block: `torch._subclasses.FakeTensorMode`. Holds for 2.11 to 2.13."""
+    """Give tensors sizes but no memory inside the block: `torch._subclasses.FakeTensorMode`; torch 2.11 to 2.13."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
 
 
 def function_modes() -> int:
-    """Return the number of active TorchFunctionModes: `torch._C._len_torch_function_stack`. Holds for 2.11 to 2.13."""
+    """Return the number of active TorchFunctionModes: `torch._C._len_torch_function_stack`; torch 2.11 to 2.13."""
     return torch._C._len_torch_function_stack()
 
 
@@ -106,7 +106,7 @@ def in_dispatch_mode() -> bool:
 
 
 def is_traced() -> bool:
-    """Return whether running code is traced into a graph: `torch._C._get_dispatch_mode`. Holds for 2.11 to 2.13."""
+    """Return whether running code is traced into a graph: `torch._C._get_dispatch_mode`; torch 2.11 to 2.13."""
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
 
@@ -136,13 +136,13 @@ def changes_inputs(func: Any) -> bool:
 
 
 def returns_view(func: Any) -> bool:
-    """Return whether a result shares an input's memory: `_unsafe_view`, else by `OpOverload._schema`; 2.11 to 2.13."""
+    """Return whether a result shares an input's memory: `_unsafe_view`, or `OpOverload._schema`; torch 2.11 to 2.13."""
     unsafe = func is torch.ops.aten._unsafe_view.default
     return unsafe or any(result.alias_info is not None for result in func._schema.returns)
 
 
 def sparse_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return indices and values of a sparse tensor, coalesced or not: `Tensor._indices`, `_values`; 2.11 to 2.13."""
+    """Return a sparse tensor's indices and values, coalesced or not: `_indices`, `_values` of torch 2.11 to 2.13."""
     return x._indices(), x._values()
 
 
@@ -157,7 +157,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def with_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Replace a module's parameters in a context: `torch.nn.utils.stateless`, as in `functional_call`; 2.11 to 2.13."""
+    """Replace a module's parameters in a context, like `functional_call`: `nn.utils.stateless`; torch 2.11 to 2.13."""
     return _reparametrize_module(module, dict(tensors))
 
 
@@ -180,32 +180,32 @@ def ahead_of_time(
 
 
 def min_cut(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-    """Return (forward, backward) graphs as Inductor cuts them: `min_cut_rematerialization_partition`; 2.11 to 2.13."""
+    """Return Inductor's (forward, backward) graphs: `min_cut_rematerialization_partition`; torch 2.11 to 2.13."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
 
 
 def record_memory(entries: int | None) -> None:
-    """Record a history of CUDA's allocator; None stops it: `torch.cuda.memory._record_memory_history`; 2.11 to 2.13."""
+    """Record CUDA's allocator; None stops it: `torch.cuda.memory._record_memory_history`; torch 2.11 to 2.13."""
     torch.cuda.memory._record_memory_history(**({"enabled": None} if entries is None else {"max_entries": entries}))
 
 
 def dump_memory(path: str) -> None:
-    """Write the history for pytorch.org/memory_viz: `torch.cuda.memory._dump_snapshot`. Known for 2.11 to 2.13."""
+    """Write the history for pytorch.org/memory_viz: `torch.cuda.memory._dump_snapshot`; torch 2.11 to 2.13."""
     torch.cuda.memory._dump_snapshot(path)
 
 
 def copy_all(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy each of `values` to the tensor in `to`, in few launches: `torch._foreach_copy_`; 2.11 to 2.13."""
+    """Copy each of `values` to the tensor in `to`, in few launches: `torch._foreach_copy_`; torch 2.11 to 2.13."""
     torch._foreach_copy_(to, values)
 
 
 @contextlib.contextmanager
 def autograd_within_op() -> Iterator[None]:
-    """Let autograd record inside an op's kernel, which torch runs below autograd; gradients must be enabled, too.
+    """Let autograd record inside an op's kernel, which torch runs below autograd; gradients must also be enabled.
 
-    Uses `torch._C._PreserveDispatchKeyGuard` and `_dispatch_tls_set_dispatch_key_excluded`. Holds for 2.11 to 2.13.
+    Uses `torch._C._PreserveDispatchKeyGuard` and `_dispatch_tls_set_dispatch_key_excluded`; torch 2.11 to 2.13.
     """
     with torch._C._PreserveDispatchKeyGuard():
         for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
@@ -214,7 +214,7 @@ def autograd_within_op() -> Iterator[None]:
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any, leaf: type | None = None) -> Any:
-    """Apply a function to each leaf of a tree of containers: `torch.utils._pytree.tree_map`; 2.11 to 2.13.
+    """Apply a function to each leaf of a tree of containers: `torch.utils._pytree.tree_map`; torch 2.11 to 2.13.
 
     `leaf`: a container type that counts as a leaf.
     """
@@ -222,7 +222,7 @@ def map_tree(function: Callable[[Any], Any], tree: Any, leaf: type | None = None
 
 
 def namespace_of(target: object) -> str | None:
-    """Return the library of an op in a graph, such as "aten", or None: `torch._ops.OpOverload`; 2.11 to 2.13."""
+    """Return the library of an op in a graph, such as "aten", or None: `torch._ops.OpOverload`; torch 2.11 to 2.13."""
     return target.namespace if isinstance(target, torch._ops.OpOverload) else None
 
 
@@ -245,7 +245,7 @@ def compile_package(graph: Any, path: str, options: Mapping[str, Any]) -> Callab
 
 
 def is_op(target: object) -> bool:
-    """Return whether a node of a graph calls an op of torch's dispatcher: `torch._ops.OpOverload`; 2.11 to 2.13."""
+    """Return whether a graph's node calls an op of torch's dispatcher: `torch._ops.OpOverload`; torch 2.11 to 2.13."""
     return isinstance(target, torch._ops.OpOverload)
 
 

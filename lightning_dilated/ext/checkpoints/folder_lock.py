@@ -44,7 +44,7 @@ class FolderLock:
         """Lock the folder; take it over if its holder is dead.
 
         Raises:
-            FolderInUse: naming the process that holds it, and its host.
+            FolderInUse: if another run holds it; the message names the process and its host.
             OSError: if the folder cannot be written.
         """
         waits_since = time.monotonic()
@@ -195,7 +195,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _is_dead(holder: dict[str, Any], path: Path) -> bool:
-    """Return True if the holder has ended, or on another host if it gives no sign of life for `_DEAD` seconds."""
+    """Return True if the holder has ended, or if it runs elsewhere and gives no sign of life for `_DEAD` seconds."""
     table = _process_table()
     if table is not None and holder.get("table") == table:
         pid = holder.get("pid")

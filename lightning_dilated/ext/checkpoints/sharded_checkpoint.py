@@ -58,12 +58,12 @@ _LAST = 60.0
 class ShardedCheckpoint(Checkpoint):
     """Saves Lightning's checkpoints into folders such as `FOLDER/step-00001000`, to which each rank writes its part.
 
-    Training waits only for the copy to the host; a thread writes the files. If the next checkpoint is due earlier,
-    training waits for the files. A checkpoint gets its name when it is complete on disk. Its `manifest.json` contains a
+    Training waits only for the copy to the host; a thread writes the files. If the next checkpoint is due before it has
+    finished, training waits. A checkpoint gets its name when it is complete on disk. Its `manifest.json` contains a
     checksum of each file. If a file is damaged, an older checkpoint is loaded, with a warning that names the file.
 
     Any number of ranks can load a checkpoint, with or without sharded parameters. `fit(ckpt_path=FOLDER)` loads the
-    newest valid checkpoint; `fit(ckpt_path=FOLDER/step-00001000)` loads this one. All ranks must see the folder.
+    newest valid checkpoint; `fit(ckpt_path=FOLDER/step-00001000)` loads step 1000. All ranks must see the folder.
 
     **Preemption.** SIGTERM, SIGINT (Ctrl-C) or SLURM's requeue signal (SIGUSR1) to any rank, or to all ranks, ends a
     fit on all ranks after the same optimizer step. A running validation is finished first. Other regions receive the
@@ -78,8 +78,8 @@ class ShardedCheckpoint(Checkpoint):
     continue a job that has ended, start it again with resume="auto".
 
     **One run at a time.** The file `.in-use` names the run that uses a folder. A second run raises an error before it
-    changes anything, unless the first run is dead: its process does not exist on this host, or on another host it gave
-    no sign of life while the second run waited for 60 s.
+    changes anything, unless the first run is dead. It is dead if it ran on this host and its process has ended, or if
+    it ran on another host and gave no sign of life while the second run waited for 60 s.
 
     Args:
         folder: folder of the checkpoints; None: `checkpoints` in the Trainer's `default_root_dir`.
@@ -323,7 +323,7 @@ class ShardedCheckpoint(Checkpoint):
                 self._wait_a_while()
         finally:
             self._release(trainer)
-            self._world = None  # the next run makes new groups, because ranks may still wait in these for a failed rank
+            self._world = None  # the next run needs new groups, because ranks may still wait in the old ones
 
     def _save_last(self, trainer: pl.Trainer, preemption: Preemption, exception: SIGTERMException) -> None:
         """Save the step before the signal, and then requeue the job if the signal asks for it."""
@@ -402,7 +402,7 @@ class ShardedCheckpoint(Checkpoint):
 
 
 def _read(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any], dict[str, int], dict[str, int]]:
-    """Return (*`trainer_state`, sizes of unsharded tensors, bits of tensors that must be equal on all ranks)."""
+    """Return `trainer_state`'s two values, sizes of unsharded tensors, and bits of tensors that all ranks must have."""
     state, meta = trainer_state(trainer)
     sizes = replicated_sizes(state)
     alike = equal_names(sizes, trainer.lightning_module) if trainer.world_size > 1 else set()

@@ -19,7 +19,7 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import AnyBranch
 from lightning_dilated.pattern.rows import head_rows
 
-#: least rows of a slot in a growing buffer, unless its branch needs fewer
+#: minimum number of rows of a slot in a growing buffer, unless its branch needs fewer
 SMALLEST = 64
 
 
@@ -93,7 +93,7 @@ class BranchSlots:
         return self.width if self.window is None else self.window * self.rate
 
     def rows(self, length: int) -> int:
-        """Return the most rows of a slot in sequences of up to `length` tokens."""
+        """Return the largest number of rows that a slot has in sequences of up to `length` tokens."""
         return -(-(length if self.longest is None else min(self.longest, length)) // self.rate)
 
     def places(self, residue: int, first: int, begin: int, stop: int) -> tuple[range, Tensor]:
@@ -107,7 +107,7 @@ class BranchSlots:
         return new, (len(rows) - len(new) + torch.arange(len(new))) % self.window
 
     def grown(self, capacity: int, stop: int) -> int:
-        """Return a capacity for all rows below `stop`: unchanged if it suffices, else doubled, at most ceil(w / r)."""
+        """Return a capacity for all rows below `stop`: the same if it suffices, else doubled, at most ceil(w / r)."""
         rows = -(-(stop - max(self.first(stop - 1), 0)) // self.rate)
         rows = min(x for x in (rows, self.window, self.limit) if x is not None)
         if rows <= capacity:
@@ -126,9 +126,9 @@ class Places:
 
     Attributes:
         branches: the slots of each branch.
-        capacities: rows of a slot in each branch.
+        capacities: number of rows of a slot in each branch.
         bases: the first row of each branch in the buffer.
-        total: rows of the buffer for each sample.
+        total: number of rows of the buffer for each sample.
     """
 
     def __init__(self, branches: tuple[BranchSlots, ...], capacities: tuple[int, ...]) -> None:
@@ -192,8 +192,8 @@ class Places:
 class Clock:
     """The position of each sample's next token, shared by the caches of a model.
 
-    Samples may have prompts of different lengths, padded on the right. Padding is not kept. The first token after the
-    longest prompt gets the position after the last token of its own prompt.
+    Samples may have prompts of different lengths, padded on the right. Padding is not kept. In each sample, the first
+    token after all prompts gets the position after the last token of that sample's prompt.
 
     Args:
         lengths: number of tokens of each prompt; None: all prompts have the same length.
@@ -201,7 +201,7 @@ class Clock:
 
     def __init__(self, lengths: Sequence[int] | None = None) -> None:
         self.lengths = None if lengths is None else tuple(integer(x, "each of lengths", 1) for x in lengths)
-        #: tokens of the longest prompt; 0 without `lengths`
+        #: number of tokens of the longest prompt; 0 without `lengths`
         self.longest = max(self.lengths) if self.lengths else 0
         self._places: dict[object, Places] = {}
         self._tensor: Tensor | None = None

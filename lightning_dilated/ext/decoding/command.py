@@ -31,7 +31,7 @@ _COUNT = 256
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("lightning-dilated generate", description="Continue a prompt with a language model.")
-    p.add_argument("--config", "-c", type=Path, help="a YAML file with these options; other options override it")
+    p.add_argument("--config", "-c", type=Path, help="a YAML file with these options; the command line overrides it")
     p.add_argument(
         "--ckpt_path",
         help="checkpoint of a LongNetLM or HFCausalLM, or a folder that save_pretrained wrote, here or in transformers",
@@ -40,8 +40,8 @@ def parser() -> argparse.ArgumentParser:
         "--tokenizer", help="tokenizer.json of a model over tokens (default: the checkpoint's; without one, bytes)"
     )
     p.add_argument("--prompt", help="text to continue; - reads standard input")
-    p.add_argument("--max_new_bytes", type=int, help=f"bytes to add (default {_COUNT})")
-    p.add_argument("--max_new_tokens", type=int, help=f"tokens to add, if there is a tokenizer (default {_COUNT})")
+    p.add_argument("--max_new_bytes", type=int, help=f"number of bytes to add (default {_COUNT})")
+    p.add_argument("--max_new_tokens", type=int, help=f"number of tokens to add with a tokenizer (default {_COUNT})")
     p.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default %(default)s)")
     p.add_argument("--top_k", type=int, help="draw from the k likeliest tokens")
     p.add_argument("--top_p", type=float, help="draw from the likeliest tokens that together have this probability")

@@ -23,7 +23,7 @@ from lightning_dilated.ext.decoding.token_step import CausalModel, TokenStep, We
 from lightning_dilated.sequence import active_sequence
 from lightning_dilated.sequence.group import no_sequence
 
-#: tokens of a prompt that are processed in one call of the model
+#: number of prompt tokens that are processed in one call of the model
 PROMPT_CHUNK = 1 << 16
 #: number of further tokens that `generate` launches before it checks whether all samples have ended
 AHEAD = 16
@@ -32,7 +32,7 @@ AHEAD = 16
 def checked_prompt(
     tokens: Tensor, lengths: Tensor | Sequence[int] | None, vocab_size: int
 ) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return (int64 tokens (B, N) in 0..V - 1, with 0 as padding; number of tokens of each prompt, or None if equal).
+    """Return int64 tokens (B, N) in 0..V - 1, padded with 0, and the number of tokens of each prompt, None if equal.
 
     Raises:
         TypeError, ValueError: for an invalid prompt.
@@ -118,7 +118,7 @@ def generate_stream(
 
     The model is in eval mode while it computes, and in its former mode between tokens. On a GPU, the first call
     captures the step from one token to the next as a CUDA graph. Later calls with the same number of samples and the
-    same options replay it. Models with hooks, sharded or CPU weights, or their own forward use no graph.
+    same options replay it. No graph is used if the model has hooks, its own forward, or sharded or CPU weights.
 
     Args:
         temperature: divisor of the logits; 0: take the likeliest token.
@@ -127,10 +127,10 @@ def generate_stream(
         generator: random number generator on the prompt's device; None: torch's default.
         stop: a token that ends a row, or a list or set of them. An ended row repeats its last token; when all rows
             have ended, the stream ends.
-        prompt_chunk: tokens of the prompt that are processed in one call of the model; it limits the memory.
+        prompt_chunk: number of prompt tokens that are processed in one call of the model; this limits the memory.
         lengths: (B,) number of tokens of each prompt, if they differ; rows are padded on the right with any tokens.
-        max_length: most tokens of a row, including the prompt, for which caches have room if heads see the whole
-            sequence; None: the length of this call. Later calls within this length reuse caches and graph.
+        max_length: number of tokens of a row, including the prompt, for which caches have room if heads see the whole
+            sequence; None: the length of this call. Later calls up to this length reuse the caches and the graph.
 
     Raises:
         ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, options that
@@ -205,7 +205,7 @@ def _stream(model: CausalModel, request: _Request, ahead: int) -> Iterator[Tenso
 
 
 def _one_by_one(model: CausalModel, request: _Request) -> Iterator[Tensor]:
-    """Yield tokens without a graph, by one call of the model for each."""
+    """Yield tokens without a graph, with one call of the model for each token."""
     ends = torch.tensor(request.ends, device=request.tokens.device, dtype=torch.int64)
     ended = torch.zeros(len(request.tokens), dtype=torch.bool, device=request.tokens.device)
     caches, last = model.transformer.new_caches(lengths=request.lengths), request.last()
@@ -300,7 +300,7 @@ def _logits(model: CausalModel, request: _Request, caches: list[KVCache]) -> Ten
 
 @contextmanager
 def evaluating(model: CausalModel) -> Iterator[None]:
-    """Set the model to eval mode, without an active sequence; then restore all modes. New modules get the model's."""
+    """Set the model to eval mode, without an active sequence; then restore all modes (in new modules, the model's)."""
     modules: Callable[[], Iterator[Any]] = getattr(model, "modules", lambda: iter([model]))
     before, mode = {id(m): m.training for m in modules()}, model.training
     trains = any(before.values())
@@ -317,7 +317,7 @@ def evaluating(model: CausalModel) -> Iterator[None]:
 
 
 def generate(model: CausalModel, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
-    """Return the prompt (B, N >= 1) and up to `max_new_tokens` further tokens, (B, N + new), fewer after stop tokens.
+    """Return the prompt (B, N >= 1) and up to `max_new_tokens` further tokens, (B, N + new); stop tokens end rows.
 
     With `lengths`, each row contains its prompt, its continuation, and repetitions of its last token.
     For arguments and errors see `generate_stream`.

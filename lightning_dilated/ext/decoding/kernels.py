@@ -3,8 +3,8 @@
 A slot contains rows 0, 1, ... of the current segment, in order. The query heads of one kv head and one residue of a
 branch share a slot. A token at position p has the index (p + shift) mod width in its segment. It uses only the slots of
 its residue, index mod rate. Its row is index div rate, minus the rows that a shift cuts off the first segment. Each
-program has one sample, one branch, the n-th slot of the token's residue and a share of the slot's rows; without rows it
-exits immediately. So grid and tables do not depend on positions, and a CUDA graph can replay both launches.
+program has one sample, one branch, the n-th slot of the token's residue and a share of the slot's rows, and exits if it
+has no rows. Therefore the grid and the tables do not depend on positions, and a CUDA graph can replay both launches.
 Shape letters: B batch, H query heads, K kv heads, D head dim, R rows of a sample's cache.
 """
 
@@ -25,16 +25,16 @@ from torch import Tensor
 from lightning_dilated.kernels.rows import flags
 from lightning_dilated.kernels.tiles import LOG2E, block_dim, precision
 
-#: most rows that a program reads in one step, most bytes of their keys, and entries that the merge reads in one step
+#: limits of one step: rows that a program reads, bytes of their keys, and entries that the merge reads
 KEYS, TILE, ENTRIES = 64, 1 << 14, 64
 #: largest head dim, because a row must fit into registers
 MOST_DIM = 256
-#: least rows of a program, by batch size: a small batch needs more programs to keep the GPU busy
+#: minimum number of rows of a program, by batch size; a small batch needs more programs to keep the GPU busy
 SHARE = {1: 128, 2: 128, 4: 256, 8: 256}
 MOST_SHARE = 512
-#: most programs of a slot, unless a program would then read more than WIDE rows
+#: maximum number of programs of a slot, unless a program would then read more than WIDE rows
 PROGRAMS, WIDE = 256, 2048
-#: least rows of a program for which loads are pipelined
+#: minimum number of rows of a program for which loads are pipelined
 DEEP = 512
 
 
@@ -46,7 +46,7 @@ class Slot(NamedTuple):
     Attributes:
         branch: index of the branch.
         width: segment length; for one segment over the whole sequence, any number above all positions.
-        window: rows of the ring buffer of a window; `NO_WINDOW` for a segment; -x: keep the first x rows.
+        window: number of rows in a window's ring buffer; `NO_WINDOW` for a segment; -x: keep the first x rows.
         skipped: number of rows that a shift cuts off the first segment.
         base: first of the slot's `capacity` rows in the cache.
         heads: the query heads that use the slot.
@@ -65,7 +65,7 @@ class Slot(NamedTuple):
     heads: tuple[int, ...]
 
 
-#: `window` of a branch that is no window
+#: `window` of a branch that is not a window
 NO_WINDOW = 2**31 - 1
 #: columns of the tables. Branches: width, rate, shift, first row of the lookup, its rows, window. Slots: residue,
 #: skipped, base, kv head, programs, first part, first user, users. Entries: width, rate, shift, residue, first part,
@@ -164,7 +164,7 @@ def serves(q: Tensor) -> bool:
 
 @triton.jit
 def _place(branch, position):
-    """Return (whether it is in the first segment, row, residue) of a position; `branch`: width, rate, shift, ..."""
+    """Return (whether a position is in the first segment, its row, its residue); `branch`: width, rate, shift, ..."""
     width, rate = tl.load(branch), tl.load(branch + 1)
     index = position + tl.load(branch + 2)
     segment = index // width
@@ -209,7 +209,7 @@ def _attend(
     window = tl.load(branch + 5)
     room = tl.abs(window)
     rows = tl.minimum(row + 1, room).to(tl.int32)
-    # in a window the new row replaces the oldest row; rows after the global tokens are not kept (-1)
+    # in a window, the new row replaces the oldest row; rows after the global tokens are not kept (-1)
     row = tl.where(window > 0, row % room, tl.where(row < room, row, -1)).to(tl.int32)
     each = tl.cdiv(tl.cdiv(rows, KEYS), count) * KEYS
     begin = share * each
@@ -296,7 +296,7 @@ def _merge(
         entry = entries + e * 7
         _, _, residue = _place(entry, position)
         first, step, count = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6).to(tl.int32)
-        count = tl.where(residue == tl.load(entry + 3), count, 0)  # other residues' parts are of earlier tokens
+        count = tl.where(residue == tl.load(entry + 3), count, 0)  # parts of other residues are old
         for start in tl.range(0, count, ENTRIES):
             at = sample * parts + first + (start + i) * step
             lse = tl.load(part_lse + at, mask=start + i < count, other=float("-inf"))
@@ -336,7 +336,7 @@ def decode(
         tables: the tables of the cache.
         scale: scale of the scores.
         table: rotary table for q and k: (cosines, sines, xPos scale or None), (B or 1, D/2) fp32; None: no rotation.
-        unrotated: kv heads that keep their keys as they are, and their queries.
+        unrotated: kv heads; their keys and queries are not rotated.
     """
     batch, heads, dim = q.shape
     block, group = block_dim(dim), 1 if tables.group == 1 else max(16, triton.next_power_of_2(tables.group))

@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from lightning_dilated.attention.modules import MultiheadDilatedAttention
     from lightning_dilated.models.transformer import DilatedTransformer
 
-#: most scores of cached keys that are computed in one step
+#: maximum number of scores of cached keys that are computed in one step
 SCORES = 1 << 26
 
 
 class KVCache:
     """The keys and values of one layer that later tokens can use; `length`: number of tokens that were added.
 
-    Memory is O(sum over branches of w / r) rows for each kv head: in each branch, slots times rows of the longest slot.
+    Memory is O(sum over branches of w / r) rows for each kv head; each slot has the size of its branch's longest slot.
     Branches over the whole sequence (segment_length None) keep all rows of the residues that heads use.
 
     Args:
         pattern: the layer's pattern.
         num_heads: H of the layer.
         num_kv_heads: K of the layer; None means H.
-        max_length: most tokens of a sample; it limits branches with wider segments, and buffers have their final size
-            and address from the start. None: buffers grow by doubling, up to ceil(w / r) rows.
+        max_length: maximum number of tokens in a sample; it limits branches with wider segments, and buffers have their
+            final size and address from the start. None: buffers grow by doubling, up to ceil(w / r) rows.
         clock: positions shared with other layers' caches, for prompts of different lengths; None: a separate clock.
         recurrence: the layer's recurrence; the cache then also stores its state, which has a constant size.
 
@@ -134,7 +134,7 @@ class KVCache:
         self._shape = shape
 
     def _make_room(self, like: Tensor, stops: Sequence[int]) -> None:
-        """Allocate buffers for the rows of all positions below the `stop` of each sample that later tokens can use."""
+        """Allocate buffers for all rows below each sample's `stop` that later tokens can use."""
         capacities = self._places.capacities
         for stop in set(stops) if self.max_length is None else ():
             grown = (b.grown(rows, stop) for b, rows in zip(self._branches, capacities, strict=True))
@@ -178,8 +178,8 @@ class KVCache:
     ) -> None:
         """Attend from queries (B, n, H, D) at positions from `start` on to the cache, and merge into out and lse.
 
-        out (B, n, H, D) and lse (B, n, H), in fp32 or wider, are changed in place. If n is 1, samples may have other
-        positions. `engine` computes large blocks; matrix products compute small blocks.
+        out (B, n, H, D) and lse (B, n, H), in fp32 or wider, are changed in place. If n is 1, positions may differ
+        between samples. `engine` computes large blocks; matrix products compute small blocks.
         """
         stops = self.clock.kept(self.length, q.shape[0])
         for rows, stop in _alike(stops):
@@ -275,7 +275,7 @@ class KVCache:
         return self.clock.positions(self.length, batch, device)
 
     def token_positions(self, x: Tensor) -> tuple[Tensor | None, int | None]:
-        """Return (positions of x (B, n, ...), the largest one) for rotary tables; (None, None): length, length + 1, ...
+        """Return the positions of x (B, n, ...) and the largest one, or (None, None) for length, length + 1, ...
 
         Positions of a single token are a device tensor if samples differ, or if a captured graph may advance them.
         """
@@ -379,7 +379,7 @@ class KVCache:
         self.mixer_states = {name: x.zero_() for name, x in self.mixer_states.items() if isinstance(x, Tensor)}
 
     def rows(self) -> list[dict[int, int]]:
-        """For each branch, return {kv head: rows in the cache}, summed over residues, of the longest sample."""
+        """Return, for each branch, {kv head: rows of the longest sample in the cache}, summed over residues."""
         branches = []
         stop = max(self.clock.kept(self.length, 1))
         for branch in self._branches:

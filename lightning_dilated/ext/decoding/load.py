@@ -15,7 +15,7 @@ from lightning_dilated.models import DilatedModule
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-#: most unused ids by which vocabularies are usually padded
+#: maximum number of unused ids with which vocabularies are usually padded
 _PADDING = 1024
 
 
@@ -41,7 +41,7 @@ def load_language_model(path: str | Path, vocab_size: int | None = None) -> Dila
 
     Raises:
         ValueError: for another kind of model, a model over tokens without a tokenizer, a model over bytes with a
-            tokenizer that has not 256 tokens, or a model with fewer tokens than the tokenizer.
+            tokenizer that does not have 256 tokens, or a model with fewer tokens than the tokenizer.
     """
     model = load_any(path)
     size = getattr(model, "vocab_size", None)
@@ -51,7 +51,7 @@ def load_language_model(path: str | Path, vocab_size: int | None = None) -> Dila
         byte_note = f" and bytes_per_token {model.bytes_per_token}" if model.predicts_next_token and size == 256 else ""
         raise ValueError(
             f"{description}{byte_note}; generating text from the command line takes a LongNetLM or HFCausalLM over bytes "
-            "(vocab_size 256), or --tokenizer with the tokenizer.json of its training, if the checkpoint has none."
+            "(vocab_size 256). For another model without a stored tokenizer, pass --tokenizer with the tokenizer.json."
         )
     model.configure_model()  # reads a folder of transformers
     if vocab_size is None:

@@ -34,9 +34,9 @@ def decode_attention(
 ) -> Tensor:
     """Compute causal dilated attention of n new tokens that follow the tokens in `cache`, and add them to the cache.
 
-    A single token costs O(sum over branches of w / r) for each head, on a GPU in two kernels for all branches, on a CPU
-    in matrix products. Several tokens (a prompt, or its next chunk) attend to each other by `dilated_attention`, and to
-    the cache by the same engine; log-sum-exps merge the two results.
+    A single token costs O(sum over branches of w / r) for each head; a GPU runs two kernels for all branches, and a CPU
+    runs matrix products. Several tokens (a prompt, or its next chunk) attend to each other by `dilated_attention`, and
+    to the cache by the same engine; the two results are merged by their log-sum-exps.
 
     Args:
         q: (B, n, H, D), rotated to its global positions if positions are rotary.
@@ -84,7 +84,7 @@ def decode_attention(
 
 @functools.lru_cache(maxsize=256)
 def _continued(pattern: DilatedPattern, start: int) -> DilatedPattern | None:
-    """Return the pattern, for causal attention, of tokens from position `start` on, which are numbered from 0.
+    """Return the pattern of the tokens from position `start` on, renumbered from 0, for causal attention.
 
     Return None if these tokens do not read each other, because the pattern has only global tokens before `start`.
     """

@@ -26,7 +26,7 @@ from lightning_dilated.ext.decoding.sampling import Sampling
 from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.pattern.rows import window_reach
 
-#: most steps of a model that are kept for later calls, and most bytes of their caches; the latest step is always kept
+#: maximum number of a model's steps kept for later calls, and of bytes in their caches; the latest step is always kept
 KEPT, KEPT_BYTES = 4, 1 << 31
 
 
@@ -80,7 +80,7 @@ def why_not_captured(model: CausalModel) -> str | None:
 def room(model: CausalModel, length: int) -> int:
     """Return `max_length` of caches for `length` tokens, rounded up so that calls of similar length share a graph.
 
-    If no branch covers the whole sequence, it is at most the widest segment.
+    If no branch covers the whole sequence, the result is at most the width of the widest segment.
     """
     branches = [b for block in model.transformer.blocks for b in block.attention_layer.attention.pattern.branches]
     widths = [b.tokens or b.segment_length or window_reach(b) for b in branches]
@@ -103,12 +103,12 @@ def capture(run: Callable[[], None], generator: torch.Generator | None, device: 
 class TokenStep:
     """The step that draws the next token of each of B samples.
 
-    Call `begin`, read the prompts into `caches`, call `prepare`, `start` for the first token, and `next` for others.
+    Call `begin`, read the prompts into `caches`, and call `prepare`, then `start` for the first token, then `next`.
 
     Args:
         model: the model; no reference is kept.
         batch: B.
-        max_length: most tokens of a sample, including the prompt.
+        max_length: maximum number of tokens in a sample, including the prompt.
         sampling: sampling options.
         ends: number of stop tokens.
         device: the model's device.
@@ -158,7 +158,7 @@ class TokenStep:
             self._replay = self._captured(model)
 
     def next(self, source: torch.Generator | None) -> None:
-        """Draw the next token of each sample into `token` with `source`, and set `done` to whether all have ended."""
+        """Draw the next token of each sample into `token`, using `source`; `done` becomes True if all have ended."""
         assert self._replay is not None, "prepare comes first"
         with self._randomness(source):
             self._replay()
@@ -177,7 +177,7 @@ class TokenStep:
             self.done.copy_(self.ended.all())
 
     def _positions(self) -> Tensor:
-        """Return the positions of the next tokens; a call after a token advances them by one."""
+        """Return the positions of the next tokens; a call after a token was added advances the tensor by one."""
         return self.caches[0].positions(len(self.token), self.token.device)
 
     def _count(self, tokens: int) -> None:
@@ -246,7 +246,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 @contextlib.contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """Use a separate stream, because trials before a capture need one; on a CPU do nothing."""
+    """Use a separate stream, because trials before a capture need one; on a CPU, do nothing."""
     if device.type != "cuda":
         yield
         return
@@ -351,7 +351,7 @@ def _step_of(
 
 
 def _stays(model: CausalModel) -> bool:
-    """Return whether steps are kept for later calls. They are not while a Trainer fits the model, to save memory."""
+    """Return whether steps are kept for later calls; to save memory, none are kept while a Trainer fits the model."""
     trainer = attached_trainer(model) if isinstance(model, pl.LightningModule) else None
     return trainer is None or trainer.state.fn != "fit" or trainer.state.status != "running"
 

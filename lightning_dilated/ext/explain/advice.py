@@ -1,4 +1,4 @@
-"""Advise changes at the start of a fit: to a model's patterns at the run's length, and to the layout of ranks."""
+"""Advise changes to a model's patterns at the run's length, and to the layout of ranks, at the start of a fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_dilated.sequence import SequenceGroup
 from lightning_dilated.sequence.ranges import clip
 from lightning_dilated.sequence.shard import Shard
 
-#: most tokens for the search of dead residues and uncovered rows; walls are searched at the whole length
+#: maximum number of tokens in which dead residues and uncovered rows are searched; walls are searched in all tokens
 SHORT = 1 << 14
 #: propose another layout if the busiest rank computes more than the mean times this factor
 UNBALANCED = 1.1

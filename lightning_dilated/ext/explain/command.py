@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seq_len", "--seq-len", type=int, help="tokens")
     p.add_argument("--heads", type=int)
     p.add_argument("--kv_heads", "--kv-heads", type=int)
-    p.add_argument("--head_dim", "--head-dim", type=int, help="head dim for the FLOPs (default: the recipe's, else 64)")
+    p.add_argument("--head_dim", "--head-dim", type=int, help="head dim for the FLOPs (default: the recipe's, or 64)")
     p.add_argument("--depth", type=int, help="layers")
     p.add_argument(
         "--causal", action=argparse.BooleanOptionalAction, help="(default: the recipe's, else both directions)"
@@ -136,7 +136,7 @@ def table(sizes: Sizes, result: Explanation) -> list[str]:
 
 
 def rotary_table(bases: tuple[float | None, ...]) -> list[str]:
-    """For each rotary base of the layers, return a line with the largest distance between query and key it serves."""
+    """Return a line for each rotary base of the layers, with the largest query-key distance that the base serves."""
     lines = []
     for base in dict.fromkeys(bases):
         layers = [str(i) for i, x in enumerate(bases) if x == base]

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from lightning_dilated.pattern.pattern import DilatedPattern
 
 
-#: a function from positions that reach the last token to positions that reach it through one more branch; (N,) bool
+#: a function from a mask (N,) of positions that reach the last token to a mask of positions that one branch adds
 Step: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 #: pixels of a panel's longest side; positions of longer sequences are binned
 PIXELS = 256
-#: most tokens in a picture, because a panel computes PIXELS x N pairs for each head
+#: maximum number of tokens in a picture; a panel computes PIXELS x N pairs for each head
 LONGEST = 1 << 17
 
 
@@ -43,7 +43,7 @@ def plot(
     head: int | None = None,
     num_kv_heads: int | None = None,
 ) -> Any:
-    """Draw all heads together and up to three single ones (`drawn_heads`), or one head; see `DilatedPattern.plot`."""
+    """Draw one head, or all heads together and up to three single heads (`drawn_heads`); see `DilatedPattern.plot`."""
     from matplotlib.figure import Figure
 
     seq_len = integer(seq_len, "seq_len", 1)
@@ -77,7 +77,7 @@ def plot(
 
 
 def drawn_heads(pattern: DilatedPattern, num_heads: int, most: int = 3) -> list[int]:
-    """Return up to `most` heads, sorted: first one head for each distinct set of branches, then the lowest others."""
+    """Return up to `most` heads, sorted: first one head for each distinct set of branches, then further heads."""
     first: dict[tuple[bool, ...], int] = {}
     for h in range(num_heads):
         first.setdefault(tuple(branch.serves(h) for branch in pattern.branches), h)
@@ -113,7 +113,7 @@ def picture(
     return image / width / len(heads)
 
 
-#: most tokens for the search of reach, which takes several passes over N
+#: maximum number of tokens for which reach is computed, because this takes several passes over all tokens
 REACH_LIMIT = 1 << 24
 
 
@@ -130,11 +130,11 @@ class Explanation:
             `REACH_LIMIT` tokens.
         layers_to_full_reach: layers until all positions reach the last token; None if some never do.
         pairs: (query, key) pairs of one layer, over all heads; a forward costs 4 D FLOPs a pair, a backward 10 D. If
-            layers differ, this number is their rounded mean; `uncovered` and `keys_per_row` are means, too.
+            layers differ, this number is their rounded mean; `uncovered` and `keys_per_row` are also means.
         keys_per_row: mean number of keys of a query in a head.
         patterns: patterns that layers 0, 1, ... cycle through.
         sight: the pairs that one step connects, by octave of the distance.
-        beyond: a description of layers that connect tokens by other means than the pattern; None: no such layers.
+        beyond: a description of layers that connect tokens by other means than the pattern; None: there are none.
     """
 
     patterns: tuple[DilatedPattern, ...]
@@ -236,7 +236,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-#: most positions that are processed in one step
+#: maximum number of positions that are processed in one step
 AT_ONCE = 1 << 22
 
 
@@ -331,7 +331,7 @@ def _uncovered(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_hea
 
 
 def _steps(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int, causal: bool) -> list[Step]:
-    """For each branch, return a function from reached positions to their keys' positions; [] beyond `REACH_LIMIT`."""
+    """Return, for each branch, a function from reached positions to their keys' positions; [] beyond `REACH_LIMIT`."""
     steps: list[Step] = []
     for b in pattern.branches if seq_len <= REACH_LIMIT else ():
         used = _residues(pattern, b, num_heads, num_kv_heads)
@@ -349,7 +349,7 @@ def _steps(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: 
 
 
 def _reach(layers: list[list[Step]], seq_len: int, depth: int) -> tuple[float | None, int | None]:
-    """Return (share of positions that reach the last token in `depth` layers, layers until all positions do or None).
+    """Return the share of positions that reach the last token in `depth` layers, and the depth at which all do or None.
     `layers`: the steps that layers cycle through. The search starts at the last layer and goes down."""
     if seq_len > REACH_LIMIT:
         return None, None
@@ -418,7 +418,7 @@ def _global_sources(reached: torch.Tensor, tokens: int, causal: bool) -> torch.T
 
 
 # -- sight -------------------------------------------------------------------------------------------------------------
-#: number of (query, key) pairs that are sampled from an octave; in octaves with fewer pairs all are counted
+#: number of (query, key) pairs that are sampled from an octave; in octaves with fewer pairs, all are counted
 SAMPLES = 1 << 12
 #: octaves with a smaller share than this lead to a hint
 ENOUGH = 0.5

@@ -1,4 +1,4 @@
-"""Report a run: what its pattern sees, its validation next to a bigram model's, and pictures of pattern and loss."""
+"""Report a run: what its pattern sees, its validation next to a bigram baseline, and pictures of pattern and loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 #: metrics to report instead of the loss, in order of preference
 UNITS = ("bits_per_byte", "bits_per_token")
-#: most tokens of a drawn pattern
+#: maximum number of tokens of a drawn pattern
 LONGEST_DRAWN = 1 << 17
 
 
@@ -40,7 +40,7 @@ class RunReport(pl.Callback):
         self._console = Console()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Set the folder: the logger's, or the Trainer's root without a logger. Every rank must call this."""
+        """Set the folder to the logger's, or to the Trainer's root if there is no logger. Every rank must call this."""
         self.folder = Path(trainer.log_dir or trainer.default_root_dir)
 
     @rank_zero_only

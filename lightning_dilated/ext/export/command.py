@@ -26,13 +26,13 @@ def parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         required=True,
-        help="NAME.onnx for onnxruntime; NAME.pt2 for torch alone (AOTInductor); for an HFCausalLM a folder's name, to "
-        "write a folder of transformers with low-rank updates merged",
+        help="NAME.onnx for onnxruntime; NAME.pt2 for torch alone (AOTInductor); a folder for an HFCausalLM, which is "
+        "written in the format of transformers, with its low-rank updates merged",
     )
     p.add_argument(
         "--max_len",
         type=int,
-        help="most tokens (or tiles) of a sequence; the least number is 2 (default: the model's max_seq_len)",
+        help="maximum number of tokens (or tiles) in a sequence, at least 2 (default: the model's max_seq_len)",
     )
     p.add_argument("--batch_size", type=int, default=1, help="number of sequences of equal length in a call")
     return p
@@ -67,5 +67,5 @@ def run(argv: list[str]) -> None:
     model = load_module(args.ckpt_path)
     max_len = args.max_len or getattr(model, "max_seq_len", None)
     if max_len is None:
-        raise ValueError("the model has no max_seq_len: set --max_len, the most tokens (or tiles) of a sequence.")
+        raise ValueError("the model has no max_seq_len: set --max_len to the largest number of tokens (or tiles).")
     print(summary(export(model, args.out, max_len, args.batch_size)))

@@ -1,9 +1,9 @@
 """Decompose the attention op into plain torch operations, with one graph for all numbers of tokens, for export.
 
-Each branch gathers its heads' rows by segment, attends within segments, and gathers the results back; log-sum-exps
-merge the branches. The operations depend only on the pattern and the longest sequence, so N may be a symbol. A branch
-has a single segment if the longest sequence fits into it. Rows of tokens and heads share one axis, because torch would
-create a separate graph for a symbolic size that can be 1.
+Each branch gathers its heads' rows by segment, attends within segments, and gathers the results back; the results of
+branches are merged by their log-sum-exps. The operations depend only on the pattern and the longest sequence, so N may
+be a symbol. A branch has a single segment if the longest sequence fits into it. Rows of tokens and heads share one
+axis, because torch would create a separate graph for a symbolic size that can be 1.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim; in a branch: w segment length, r dilation rate,
 t shift, S segments, J heads that it serves, m rows of a head in a segment.
 """
@@ -23,7 +23,7 @@ from lightning_dilated.pattern.rows import check_padding
 
 #: log-sum-exp of a row without keys, and score of a masked key; it is finite, so that differences are not NaN
 NOTHING = -1e30
-#: most elements of scores that are computed in one step; a single head may need more
+#: maximum number of scores that are computed in one step; a step with a single head may compute more
 SCORES = 1 << 26
 
 
@@ -36,7 +36,7 @@ def decomposed(
         q: (B, N, H, D). N is between 1 and `longest`; if it is symbolic, it is at least 2.
         k, v: (B, N, K, D).
         spec: the call's options; they must be for one rank and a whole sequence, without dropout.
-        longest: most tokens that the graph supports.
+        longest: maximum number of tokens that the graph supports.
         known: cache of row indices for calls with equal shapes in one trace, so that the graph computes them once.
 
     Raises:
@@ -102,10 +102,10 @@ class _Places:
     Attributes:
         rows: m.
         branch: the branch; its window or global tokens limit the rows that a row attends to.
-        parts: for each group of J heads: indices of rows in the N H queries and in the N K keys, (S J m,) each;
-            whether a row is a token (S J m,), or None if all are; number of zero keys (S J, 1, 1), or None.
+        parts: a tuple for each group of J heads: (S J m,) each row's index among the N H queries; (S J m,) its index
+            among the N K keys; (S J m,) mask of real tokens, or None; (S J, 1, 1) number of zero keys, or None.
         back: (N H,) the row of each token and head.
-        used: (N H,) whether the head uses the token; None if all heads use all tokens.
+        used: (N H,) mask of the tokens that their head uses; None if all heads use all tokens.
     """
 
     rows: Any
@@ -116,7 +116,7 @@ class _Places:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: CallSpec) -> tuple[Tensor, Tensor]:
         """Return (out (B, N H, D), lse (B, N H)) of the branch for q (B, N H, D) and k, v (B, N K, D). If a head does
-        not use a token, they are 0 and `NOTHING`."""
+        not use a token, out is 0 and lse is `NOTHING`."""
         batch, _, head_dim = q.shape
         outs, lses = [], []
         for of_query, of_key, is_token, pads in self.parts:
@@ -140,7 +140,7 @@ class _Rows:
         branch: the branch.
         offsets: (head, offset) for each of the J heads that the branch serves.
         tokens, heads: N and H.
-        segments, rows: S and m; both may be larger than needed, and the extra rows are no tokens.
+        segments, rows: S and m; both may be larger than needed, and the extra rows are not tokens.
         width: w, or N + t if `whole`.
         whole: whether a sequence of any supported length fits into one segment.
         step: number of heads for which scores are computed in one step.
@@ -203,7 +203,7 @@ class _Rows:
         return _modulo(_over(torch.arange(self.segments * number * self.rows, device=self.device), self.rows), number)
 
     def _tokens(self, offsets: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor | None]:
-        """Return, for each row (S J m,), (its token, clamped to 0..N - 1; whether it is a token, None if all are)."""
+        """Return two tensors (S J m,): each row's token, clamped to 0..N - 1, and a mask of real tokens or None."""
         number, rate, shift = len(offsets), self.branch.dilation_rate, self.branch.shift
         row = torch.arange(self.segments * number * self.rows, device=self.device)
         offset = numbers([o for _, o in offsets], self.device).index_select(0, self._head(number))
@@ -215,7 +215,7 @@ class _Rows:
         return place.clamp(min=0, max=self.tokens - 1), is_token
 
     def _pads(self, is_token: Tensor | None, spec: CallSpec) -> Tensor | None:
-        """Return the number of zero keys to add, (S J, 1, 1): ceil(min(w, N) / r) - keys; None without such padding."""
+        """Return the number of zero keys to add, ceil(min(w, N) / r) minus real keys, (S J, 1, 1); None: no padding."""
         if is_token is None or spec.causal or spec.pattern.padding != "attended":
             return None
         rate = self.branch.dilation_rate
@@ -223,7 +223,7 @@ class _Rows:
         return (_over(width + rate - 1, rate) - is_token.reshape(-1, self.rows).sum(-1))[:, None, None]
 
     def _back(self) -> tuple[Tensor, Tensor | None]:
-        """Return (the row of each token and head (N H,); whether the head uses the token, None if all heads do)."""
+        """Return two tensors (N H,): the row of each token and head, and a mask of tokens that heads use, or None."""
         rate, served = self.branch.dilation_rate, [h for h, _ in self.offsets]
         at = torch.arange(self.tokens * self.heads, device=self.device)
         head, place = _modulo(at, self.heads), _over(at, self.heads) + self.branch.shift
@@ -265,7 +265,7 @@ def _softmax(
     spec: CallSpec,
     branch: AnyBranch,
 ) -> tuple[Tensor, Tensor]:
-    """Return dense attention within segments, (out (B S J, m, D), lse (B S J, m)); no value in rows without tokens."""
+    """Return dense attention within segments, (out (B S J, m, D), lse (B S J, m)); undefined in rows without tokens."""
     scores = (q * spec.scale) @ k.transpose(-1, -2)
     mask = None if is_token is None else is_token.reshape(-1, 1, q.shape[1])
     if batch > 1:

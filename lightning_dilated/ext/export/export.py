@@ -31,7 +31,7 @@ from lightning_dilated.sequence import active_sequence
 
 #: file formats by suffix
 FORMATS = {".onnx": "ONNX", ".pt2": "AOTInductor package"}
-#: most tokens of the sequences on which a file and the model are compared
+#: maximum number of tokens in sequences on which a file is compared with the model
 CHECKED = 4096
 #: largest accepted difference, relative to the largest value of an output, by dtype
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -68,7 +68,7 @@ def export(model: DilatedModule, path: str | Path, max_len: int, batch_size: int
             mode.
         path: NAME.onnx for onnxruntime (needs the extra `export`), or NAME.pt2 for torch's `aoti_load_package` on the
             model's device (needs a C++ compiler).
-        max_len: most tokens (or tiles) of a sequence. The file takes 2 to `max_len` tokens and raises for more.
+        max_len: maximum number of tokens (or tiles) in a sequence. The file takes 2 to `max_len` and raises for more.
         batch_size: number of sequences of equal length in a call.
 
     Raises:
@@ -156,7 +156,7 @@ def decompositions(longest: int) -> dict[Any, Any]:
     """Return this package's operators as plain torch on one rank, for `ExportedProgram.run_decompositions`.
 
     Args:
-        longest: most tokens of a sequence that the graph supports.
+        longest: maximum number of tokens in a sequence that the graph supports.
     """
     known: dict[Any, Any] = {}
 
@@ -186,7 +186,7 @@ def _layer_norm(x, shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
 
 
 class _Positional(nn.Module):
-    """Call `model.export_outputs` with a tuple of tensors. A length above `max_len` is an index out of range."""
+    """Call `model.export_outputs` with a tuple of tensors; for a length above `max_len`, indexing raises an error."""
 
     def __init__(self, model: DilatedModule, names: Sequence[str], max_len: int) -> None:
         super().__init__()

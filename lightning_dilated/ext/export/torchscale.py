@@ -19,7 +19,7 @@ from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.ext.slides.weights import check_depth, check_layer_shapes, check_names
 from lightning_dilated.models.pretrained import check_finite, layers_of
 
-#: our names: torchscale's names, in a layer, without the suffix `.weight` or `.bias`
+#: torchscale's names by our names, for the tensors of a layer, without the suffix `.weight` or `.bias`
 LAYER = {
     "attention_norm": "self_attn_layer_norm",
     "attention.out_proj": "self_attn.out_proj",
@@ -39,7 +39,7 @@ FOREIGN = (
     ".A.",
     ".B.",
 )
-#: names of buffers, which are no weights
+#: names of buffers, which are not weights
 BUFFERS = re.compile(r"(^|\.)(version|_float_tensor|xpos\.scale)$")
 
 
@@ -59,7 +59,7 @@ def read_state_dict(source: str | Path | Mapping[str, Tensor]) -> dict[str, Tens
     """Return the decoder's tensors by torchscale's names, without running code from a file.
 
     Args:
-        source: a state dict or a file with one, directly or under "model" as in fairseq; names may have a prefix.
+        source: a state dict, or a file that is one or has one under "model", as in fairseq; names may have a prefix.
 
     Raises:
         FileNotFoundError, ValueError: if a file cannot be read, or does not contain exactly one decoder.
@@ -87,7 +87,7 @@ def read_state_dict(source: str | Path | Mapping[str, Tensor]) -> dict[str, Tens
     prefixes = [p for p in embeddings if f"{p}output_projection.weight" in stored] if several else embeddings
     if len(prefixes) != 1:
         raise ValueError(
-            f"a LongNet decoder has one embed_tokens.weight, this state dict has {len(embeddings)}; "
+            f"a LongNet decoder has one embed_tokens.weight, but this state dict has {len(embeddings)}; "
             f"its names begin with {', '.join(list(stored)[:4]) or 'nothing'}."
         )
     return {k.removeprefix(prefixes[0]): v for k, v in stored.items() if k.startswith(prefixes[0])}

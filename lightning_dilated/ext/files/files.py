@@ -23,7 +23,7 @@ _MAGIC = frozenset("*?[")
 
 
 def path_list(paths: object, name: str = "data.paths", hint: str = HINT) -> list[str] | None:
-    """Return `paths` as a list of strings, or None if it is None, without access to the disk.
+    """Return `paths` as a list of strings, or None if `paths` is None; do not access the disk.
 
     Raises: TypeError for entries that are not paths, ValueError for an empty list or path. Errors end with `hint`.
     """

@@ -43,7 +43,7 @@ from lightning_dilated.models.transformer import Inputs
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.sequence.group import active_sequence, no_sequence
 
-#: most graphs that are kept; each has its own inputs and outputs, and all share the memory of intermediate tensors
+#: maximum number of graphs that are kept; each has its own inputs and outputs, and all share intermediate memory
 MAX_GRAPHS = 64
 #: lengths of recorded sequences are multiples of this number of tokens
 STEP = 64
@@ -189,11 +189,11 @@ class CudaGraphs:
     """Record a stack of blocks in the first call with a shape, and replay the record in later calls.
 
     Args:
-        padding: most padding of a batch with lengths or documents, as a share of its tokens; less than `STEP` tokens a
-            row are always allowed.
+        padding: maximum padding of a batch with lengths or documents, as a share of its tokens; padding below `STEP`
+            tokens per row is always allowed.
 
     Attributes:
-        tokens, padded: tokens of all batches replayed since the last `free`, without padding and with padding.
+        tokens, padded: number of tokens in all batches since the last `free`, without padding and with padding.
     """
 
     def __init__(self, padding: float) -> None:
@@ -353,7 +353,7 @@ class CudaGraphs:
 
 
 def _checked(inputs: Inputs) -> Inputs:
-    """Return the inputs with lengths or bounds as tensors. Check their values, because a replay has more tokens."""
+    """Return the inputs with lengths or bounds as tensors. Check their values, because a replay would not."""
     tokens = inputs.x.shape[1]
     with no_sequence():
         lengths, bounds = check_documents(inputs.x, inputs.lengths, inputs.cu_seqlens)

@@ -1,4 +1,4 @@
-"""Advise settings with which a run fits into memory, from its model, sequence length and strategy.
+"""Advise settings with which a run fits into memory, given its model, sequence length and strategy.
 
 Counting replaces functions of torch (see `planning.counting.dry_run`), so a separate process makes the plan. It reads
 the question from a pickle without tensors: `python -m lightning_dilated.ext.planning.advice QUESTION ANSWER`.
@@ -39,7 +39,7 @@ TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class Question:
-    """A run to plan: the model without weights, the tokens of a sequence, the memory settings and the machine."""
+    """A run to plan: the model without weights, the length of a sequence, the memory settings and the machine."""
 
     model: DilatedModule
     tokens: int
@@ -59,7 +59,7 @@ class Streams(NamedTuple):
 
 
 def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | None = None) -> str | None:
-    """Return settings of ActivationRecompute with which a step would fit, or the number of GPUs if no settings do.
+    """Return a text: settings of ActivationRecompute that fit, or the number of GPUs that is needed if no settings fit.
 
     Runs a separate process for up to half a minute; it uses no GPU. Returns None if the length is unknown, the model
     cannot be planned, or the run already fits.
@@ -67,7 +67,7 @@ def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | Non
     Args:
         trainer: the run's trainer.
         pl_module: its module.
-        tokens: tokens of a sequence; None: the longest sequence that the strategy has seen, or the data's `seq_len`.
+        tokens: length of a sequence; None: the longest that the strategy has seen, or the data's `seq_len`.
 
     Raises:
         RuntimeError, TimeoutError: if the process fails (for example, cannot import a class) or takes too long.
@@ -110,7 +110,7 @@ def answer(question: Question) -> str | None:
         return _answer_for_steps(
             case, [x for x in able if x.head_chunks == now.head_chunks], now, tokens, question.streams
         )
-    best = next((x for x in able if case.fits(x, tokens)), None)  # `able` begins with the fastest: few are counted
+    best = next((x for x in able if case.fits(x, tokens)), None)  # the fastest is first, so few are counted
     needs = case.memory(now, tokens).peak / GIB
     usage = f"planned: {tokens:,} tokens on {case.setup.ranks} GPU(s) take {needs:.1f} GiB of each with {in_words(now)}"
     if best is not None and best != now:
@@ -214,8 +214,8 @@ def _otherwise(case: Case, able: list[MemorySettings], now: MemorySettings, toke
 
 
 def _by_host(case: Case, able: list[MemorySettings], tokens: int) -> list[str]:
-    """Return a list with one remedy, offloading block inputs, and the host memory that it takes; an empty list if it
-    does not help. The host's free memory is not checked, because the limit that machines report grows with use."""
+    """Return a list of one text, which advises offloading block inputs and names the host memory that it takes; return
+    [] if it does not help. The host's free memory is not checked: the limit that machines report grows with use."""
     offloading = [replace(x, offload=1.0) for x in able if x.policy == "block"]
     roomy = replace(case, host=float("inf"))
     needs = {x: roomy.memory(x, tokens).host / GIB for x in offloading if roomy.fits(x, tokens)}
@@ -250,7 +250,7 @@ def _streams(trainer: pl.Trainer) -> Streams | None:
 
 
 def _sequence(trainer: pl.Trainer) -> Any:
-    """Return the ranks that share a sequence; None before they are known."""
+    """Return the ranks that share a sequence, or None if they are not known yet."""
     try:
         return getattr(trainer.strategy, "sequence", None)
     except RuntimeError:

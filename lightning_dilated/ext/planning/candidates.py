@@ -13,7 +13,7 @@ from lightning_dilated.ext.planning.estimate import Case, Facts
 from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 
-#: tokens of a tile in the candidates
+#: number of tokens per tile in the candidates
 TILE = 16384
 #: the callback that takes the settings
 RECOMPUTE = "ActivationRecompute"
@@ -27,7 +27,7 @@ SEARCH_WINDOWS = 6
 
 
 def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int | None = TILE) -> list[MemorySettings]:
-    """List the settings that a plan compares; `host`: GiB for offload, or 0; `tile`: tokens of a tile, or None."""
+    """List the settings that a plan compares; `host`: GiB for offload, or 0; `tile`: number of tokens, or None."""
     chunks = max(c for c in range(1, SEARCH_WINDOWS + 1) if kv_heads % c == 0)
     settings = [
         MemorySettings(),
@@ -59,7 +59,7 @@ def streams(settings: Sequence[MemorySettings], ranks: int = 1) -> list[MemorySe
 
 
 def recommended(case: Case, settings: Sequence[MemorySettings], tokens: int | None) -> MemorySettings | None:
-    """Return the fastest settings that fit N tokens; without N, the settings that fit most tokens. None if none fit."""
+    """Return the fastest settings that fit N tokens; without N, settings for the longest sequence; None if none fit."""
     if tokens is None:
         best = max(settings, key=lambda x: case.longest(x), default=None)
         return best if best is not None and case.longest(best) else None
@@ -129,7 +129,7 @@ def whole_recipe(
 
 
 def _strategy(listed: Any, setup: Setup, options: dict[str, Any]) -> Any:
-    """Return the recipe's strategy if it has the planned class, else the planned strategy, with all changed options."""
+    """Return a strategy with all changed options: the recipe's if it has the planned class, else the planned one."""
     path = str((listed.get("class_path") if isinstance(listed, dict) else listed) or "")
     same = path.rpartition(".")[2] in (setup.strategy, CLASSES[setup.strategy].rpartition(".")[2])
     arguments = dict(listed.get("init_args") or {}) if same and isinstance(listed, dict) else {}

@@ -2,7 +2,7 @@
 
 The times in `h200.json` were measured on one H200 with compiled blocks by benchmarks/step_parts.py, except for
 `long_forward` and `long_backward`: these are published numbers, 413 and 433 TFLOP/s of cuDNN on an H100 (arXiv
-2407.08608, head dim 64, 16,384 rows). Whole steps reach these speeds. Short calls were measured at 487 and 438 TFLOP/s
+2407.08608, head dim 64, 16,384 rows). Whole steps reach these speeds; short calls alone reached 487 and 438 TFLOP/s
 (benchmarks/results/2026-11-26_h200.md). docs/planning.md describes how times are scaled. A recurrence adds the time of
 its rule, measured on an H100 (`h100_recurrence.json`) and scaled by FLOPs. The time of other kernels of recurrences and
 short convolutions is computed from the bytes that they move. `planning.ranks` adds waits between ranks.
@@ -44,7 +44,7 @@ from lightning_dilated.sequence.planner import ExchangeMemoryError
 
 #: bytes/s between a GPU and pinned memory of its host, each way, over PCIe 5.0 x16
 HOST_LINK = 50e9
-#: assumed bytes/s of a node's memory, two sockets with DDR5, when AdamW(fused=True) runs for all ranks of the node
+#: assumed bytes/s of a node's memory (two sockets with DDR5) while AdamW(fused=True) runs for all ranks of the node
 HOST_MEMORY = 200e9
 #: numbers that AdamW reads and writes for each parameter
 ADAMW_PASSES = 7
@@ -56,13 +56,13 @@ PASSES = 0.28
 #: share of a pair's time that does not depend on the head dim (exponentials and masks), at head dim `SOFTMAX_DIM`,
 #: computed from TFLOP/s of cuDNN on an H100 with 16,384 rows and head dims 64 and 128 (arXiv 2407.08608)
 SOFTMAX_DIM, SOFTMAX_FORWARD, SOFTMAX_BACKWARD = 64, 2 - 2 * 413 / 595, 2 - 2 * 433 / 516
-#: passes over the logits, in their dtype, that the loss needs in addition to products, forward and backward. They were
-#: derived from times of the compiled loss on an H200 (benchmarks/results/2026-11-23_h200_one_gpu.md)
+#: passes over the logits, in their dtype, that the loss needs in addition to products, in forward and backward, derived
+#: from times of the compiled loss on an H200 (benchmarks/results/2026-11-23_h200_one_gpu.md)
 LOSS_FORWARD, LOSS_BACKWARD = 5, 4
-#: bytes moved, for each weight and tile, to sum weight gradients over tiles of the loss; and further bytes with 16 bits
+#: bytes moved for each weight and tile to sum weight gradients over tiles of the loss, and further bytes for 16 bits
 TILE_SUM, TILE_SUM_CAST = 12, 6
-#: passes over a block's hidden states: norm and products of a window of heads, gradients of these, and further passes
-#: for windows and for tiles, measured on an H200 (benchmarks/results/2026-11-22_h200_longest.md)
+#: passes over a block's hidden states, measured on an H200 (benchmarks/results/2026-11-22_h200_longest.md): norm and
+#: products of a window of heads, their gradients, and further passes if there are several windows, or tiles
 WINDOW_FORWARD, WINDOW_BACKWARD, WINDOWS, TILES = 4, 8, 17, 53
 #: fields of a Machine with seconds that are proportional to the number of heads
 LINES = ("arrive_forward", "arrive_backward", "pack", "add", "few_forward", "few_backward")
@@ -121,7 +121,7 @@ class RelativeSpeed:
 
 
 def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None, head_dim: int | None = None) -> Machine:
-    """Scale the measured times to another model and GPU; `head_dim`: D, if `facts` joins heads into wider heads."""
+    """Scale the measured times to another model and GPU; `head_dim`: the true D if `facts` has joined heads."""
     base, call, slower = base or measured_machine(), facts.call, RelativeSpeed.of(gpu)
     wide = call.head_dim / base.head_dim
     heads = call.heads / base.heads * wide * slower.products
@@ -142,7 +142,7 @@ def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None, head_dim: int | 
 
 
 def _of_a_pair(base: Machine, joined: int, dim: int, slower: RelativeSpeed) -> tuple[float, float]:
-    """Return a pair's (forward, backward) time divided by the measured time; `joined`: features of joined heads."""
+    """Return a pair's (forward, backward) time divided by the measured time; `joined`: features of a joined head."""
     grown = lambda share, d: share + (1 - share) * d / SOFTMAX_DIM  # noqa: E731
     times = lambda share: grown(share, dim) / grown(share, base.head_dim) * joined / dim * slower.products  # noqa: E731
     return times(SOFTMAX_FORWARD), times(SOFTMAX_BACKWARD)
@@ -211,7 +211,7 @@ def _recurring(layer: RecurrentLayer | None, tokens: int, gpu: Gpu) -> Recurring
 
 
 def _head(facts: Facts, base: Machine, parts: Parts, slower: RelativeSpeed) -> tuple[float, float]:
-    """Return the (forward, backward) seconds that the output projection takes beyond the measured one's width."""
+    """Return the (forward, backward) seconds that the output projection adds if it is wider than the measured one."""
     wider = max(0, facts.vocab - base.vocab)
     products = (1 - PASSES) * wider * facts.dim / base.block_parameters * slower.products
     each = wider * parts.tokens * _size(facts) / BANDWIDTH * slower.memory * facts.logits
@@ -319,7 +319,7 @@ def _parameters_late(stacks: list[Facts], size: int, setup: Setup, busy: float) 
     ranks, links = setup.ranks, setup.links
     speed = links.near if ranks <= setup.per_node else min(links.near, links.far * setup.per_node)
     part = (ranks - 1) / max(1, ranks) / speed
-    if setup.cpu_offload:  # a rank copies its shard from the host before a gather, and gradients to the host
+    if setup.cpu_offload:  # the shard is copied from the host, and its gradient to the host
         part += 1 / ranks / HOST_LINK
     seconds = lambda numbers: numbers * size * part + links.round  # noqa: E731
     total = sum(x.depth * (2 * seconds(x.block_parameters) + seconds(x.trained.block)) for x in stacks)
@@ -336,9 +336,9 @@ def _flops(facts: Facts, tokens: int) -> float:
     return (2.0 * linear + 3.0 * rules) * tokens + 14.0 * call.head_dim * attended
 
 
-#: the search for the longest length tries multiples of this number of tokens a rank
+#: the search for the longest length tries multiples of this number of tokens per rank
 GRAIN = 1024
-#: the longest length that is tried, in tokens a rank
+#: the longest length that is tried, in tokens per rank
 MOST = 1 << 30
 #: relative precision of the longest length on several ranks: 1 / CLOSE
 CLOSE = 256
@@ -421,7 +421,7 @@ class Case:
         return estimate(self._in_tiles(settings, tokens), settings, tokens, self.setup, self.gpu, away)
 
     def _in_tiles(self, settings: MemorySettings, tokens: int) -> Facts:
-        """Return the facts; if work is counted and N tokens need several tiles, count it with tiled feed-forwards."""
+        """Return the facts; if they contain counted work and N tokens need several tiles, count it again in tiles."""
         tile = settings.tile
         if self.facts.work is None or tile is None or tile >= -(-tokens // self.setup.ranks):
             return self.facts
@@ -431,7 +431,7 @@ class Case:
         return replace(self.facts, work=self.works[tile])
 
     def _stream_time(self, settings: MemorySettings, tokens: int) -> Time:
-        """Estimate a step in chunks as the sum, without overlap, of the forward and backward of each chunk, a second
+        """Estimate the time of a step in chunks, as a sum without overlap: each chunk's forward and backward, a second
         forward of all but the last, the pairs that cross chunk bounds, and transfers of carried rows between ranks."""
         size, call, depth, setup = settings.stream or tokens, self.facts.call, self.facts.depth, self.setup
         chunk_time = replace(self, setup=self._shares_chunks()).time
@@ -476,7 +476,7 @@ class Case:
         return max(0.0, self.host - states / GIB)
 
     def longest(self, settings: MemorySettings) -> int:
-        """Return the most tokens N that fit, in multiples of GRAIN * R, or of `stream`; 0 if none fit."""
+        """Return the largest number N of tokens that fits, a multiple of GRAIN * R or of `stream`; 0 if none fits."""
         if settings.stream is not None and self.memory(settings, settings.stream).peak <= self.gpu.usable(
             self.setup.ranks
         ):
@@ -487,7 +487,7 @@ class Case:
         units = up_to(Exchanged())
         if self.setup.ranks == 1:
             return units * unit
-        # each guess plans one exchange; its memory grows with N, so lengths that fit with a longer one's exchange fit
+        # each guess plans one exchange, which takes at least as much memory as the exchanges of shorter lengths
         fitting, too_many, guess = 0, units + 1, units
         while too_many - fitting > max(1, fitting // CLOSE):
             rows = self._rows(settings, guess * unit)
@@ -513,7 +513,7 @@ class Case:
 
 
 def last_true(holds: Callable[[int], bool], most: int) -> int:
-    """Return the largest n in 1..most with `holds(n)`, which must not change from False to True; 0 if there is none."""
+    """Return the largest n in 1..most for which `holds` is True, or 0; `holds` must not change from False to True."""
     low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, 2 * high

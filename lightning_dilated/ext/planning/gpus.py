@@ -22,8 +22,8 @@ from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import DEFAULTS
 
 GIB = 2**30
-#: share of a GPU's memory that is left free, and least bytes (see `_device.ROOM`), for fragments of the allocator and
-#: for memory that is not counted
+#: share of a GPU's memory that is left free for fragments of the allocator and for memory that is not counted, and the
+#: minimum in bytes (see `_device.ROOM`)
 MARGIN, LEAST = 0.03, ROOM
 #: memory of CUDA and its libraries outside torch's allocator, and of NCCL with several ranks; on two H200 the sum was
 #: 2.85 GiB at the start of training, and 3.02 GiB later
@@ -33,10 +33,10 @@ CONTEXT, NCCL = GIB // 2, 5 * GIB // 2
 #: bytes/s in one direction by data sheets: NVLink 4 of H200 and H100 (900 GB/s in both directions), NVLink 3 of A100
 #: (600 GB/s), and 16 lanes of PCIe 4.0 (16 GT/s a lane, 128b/130b; 64 GB/s for L40S and A10)
 NVLINK4, NVLINK3, PCIE4 = 450e9, 300e9, 31.5e9
-#: share of NVLink's speed that an all-to-all reached on H200 (259 GB/s); assumed for other links, too
+#: share of NVLink's speed that an all-to-all reached on H200 (259 GB/s); also assumed for other links
 REACHED = DEFAULTS.near / NVLINK4
-#: bytes/s of a network adapter; a node is assumed to have one adapter for each GPU, of 200 Gb/s as in the data sheet of
-#: a DGX A100, or of 100 Gb/s, a guess, without NVLink
+#: bytes/s of a network adapter. A node is assumed to have one adapter for each GPU: 200 Gb/s, as in the data sheet of a
+#: DGX A100, or, for GPUs without NVLink, 100 Gb/s, which is a guess
 ADAPTER200, ADAPTER100 = 25e9, 12.5e9
 _MEASURE = "a guess; `lightning-dilated bench links` measures, --links FILE takes it"
 
@@ -92,7 +92,7 @@ _H100 = replace(_H200, source="defaults: those of H200, whose NVLink an SXM H100
 _A100 = _nvlink(NVLINK3, ADAPTER200, "NVLink of an SXM A100")
 
 
-#: known GPUs; memory as drivers report it for 141, 80, 40, 48 and 24 GB, for H200 and H100 on this project's machines
+#: known GPUs, with the memory that drivers report for 141, 80, 40, 48 and 24 GB (H200, H100: on the machines used here)
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -165,7 +165,7 @@ def on_gpu(run: Callable[[], object], times: int, ahead: float = 0.0) -> float:
 
 
 def peak_memory(run: Callable[[], object], device: torch.device) -> float:
-    """Return the GiB by which peak memory during `run` exceeds memory before; NaN if the system does not report it.
+    """Return the GiB by which peak memory in `run` exceeds the memory before it; NaN if the system does not report it.
 
     If `device` is a GPU, its allocated memory is measured; if it is a CPU, the process's resident memory.
     """
@@ -204,7 +204,7 @@ def dense_yardstick(
     """Return a function that runs torch's attention, forward and backward, on contiguous tensors of a pattern's sizes.
 
     The tensors have the pattern's segments, heads and rows, but the function does no dilation, no merging and no joint
-    backward, so it measures the cost of the FLOPs alone. A window becomes segments with the same number of pairs a row.
+    backward, so it measures the cost of the FLOPs alone. A window becomes segments with as many pairs per row.
 
     Args:
         pattern: the pattern.

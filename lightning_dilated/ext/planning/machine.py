@@ -43,8 +43,8 @@ class Parts:
 
     Attributes:
         attention_forward, attention_backward: local attention of a rank with the pattern geometric(first, tokens).
-        wide_forward, wide_backward: time that one more branch adds for pairs of the rank's own tokens; its segments
-            are longer than the rank's tokens.
+        wide_forward, wide_backward: time that one more branch, with segments longer than the rank's tokens, adds for
+            pairs of these tokens.
         rest_forward, rest_backward: a block without the attention op.
         edge_forward, edge_backward: embedding, last norm, output projection and loss.
     """
@@ -71,19 +71,19 @@ class Machine:
 
     Attributes:
         name: the device, and the versions of software that were measured.
-        dim, depth, heads, head_dim, kv_heads, hidden, vocab, precision, causal: the model; the Trainer's precision.
+        dim, depth, heads, head_dim, kv_heads, hidden, vocab, precision, causal: the model and the Trainer's precision.
         first: shortest segment of the measured geometric pattern.
         block_parameters, edge_parameters: parameters of a block, and parameters outside blocks.
         parts: seconds at increasing numbers of tokens.
         optimizer: seconds of the optimizer's step over all parameters.
         again: the time to recompute a block's forward without the op, divided by the first time (`Parts.rest_forward`).
-        arrive_forward, arrive_backward: seconds of a batch of arriving rows, by its (query, key) pairs over heads.
+        arrive_forward, arrive_backward: seconds to compute arrived rows, by their (query, key) pairs over heads.
         pack: seconds to gather rows of K and V into a buffer, by the buffer's bytes.
         add: seconds to sum returned gradients, by their bytes.
         few_forward, few_backward: seconds to select the query rows that attend to other ranks' keys, and to add
             results to these rows and to the keys, by the number of query rows over heads.
         long_forward, long_backward: seconds of a (query, key) pair in rows with many keys. The remaining time of the
-            attention in `parts` is divided by query rows. 0: not measured; all attention time is divided by pairs.
+            attention in `parts` is divided by query rows. 0: not measured, so all of it is divided by pairs.
 
     Raises:
         ValueError, TypeError: for an invalid argument of the constructor.

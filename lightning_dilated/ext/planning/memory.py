@@ -116,7 +116,7 @@ def _memory(axes: Axes, bars: Sequence[Bar], limit: int) -> None:
 ADAMW = 2.0
 #: bytes of 8-bit AdamW's states for each parameter: two 8-bit numbers, each with an fp32 maximum for a block of 256
 ADAMW_8BIT = 2 + 2 * 4 / 256
-#: bytes of cuBLAS workspaces for two threads (forward and backward), by capability, and for other capabilities
+#: bytes of cuBLAS workspaces for two threads (forward and backward): by GPU capability, and for all other capabilities
 CUBLAS = {(9, 0): 2 * (32 << 20)}
 CUBLAS_ELSEWHERE = 2 * (8 << 20)
 
@@ -204,13 +204,13 @@ def _decoder_away(footprint: Footprint, moment: Moment, tokens: int) -> int:
         return 0
     size = footprint.inner * tokens
     sent = offloaded(settings, decoder.depth, size)
-    inputs = sent - (sent == -(-decoder.depth // settings.every))  # no next block frees the last input on the GPU
+    inputs = sent - (sent == -(-decoder.depth // settings.every))  # the last input stays on the GPU: no block follows
     if moment.decoding:
         if moment.phase == "first":  # its backward is done
             return 0
         group, within = divmod(moment.part[2], settings.every)
         if moment.phase == "backward":
-            # a group fetches the input of the previous group; a single block only if its own input was offloaded
+            # a group fetches the input of the previous group; a single block does so only if its own was offloaded
             fetched = within == 0 and (settings.every > 1 or group < sent)
             inputs = min(sent, group - fetched)
         else:  # the caller keeps the first input on the GPU
@@ -250,7 +250,7 @@ def _power_of_two(size: int) -> int:
 
 
 def _states(parameters: int, size: int, setup: Setup) -> int:
-    """Return the bytes of optimizer states; `parameters`: bytes of all parameters; `size`: bytes of one."""
+    """Return the bytes of optimizer states; `parameters`: bytes of all parameters; `size`: bytes of one number."""
     eight = setup.optimizer == "adamw8bit"
     return round(parameters / size * ADAMW_8BIT) if eight else round(parameters * ADAMW)
 
@@ -282,7 +282,7 @@ def _at(
 def _on_host_only(footprint: Footprint, moment: Moment, away: int) -> int:
     """Return the number of block inputs that are only on the host; `away`: number of offloaded block inputs."""
     first, group = footprint.first_kept, moment.group
-    # a group's input is also on the GPU: in the forward until the next copy starts, and in the backward
+    # this group's input is also on the GPU, in the forward until the next copy starts and in the whole backward
     current = first <= group < first + away
     if moment.phase == "backward" and not moment.decoding:  # a group's first block fetches the previous group's input
         another = moment.within == 0 and group > first

@@ -50,7 +50,7 @@ def run(argv: list[str]) -> None:
 
 
 def layout_hint(request: Request, case: Case, row: Row | None) -> str | None:
-    """Return a note on the layout if GPUs share chunks of a stream, or if the zigzag layout is faster; else None."""
+    """Return a note on the layout if GPUs share chunks of a stream or the zigzag layout is faster, otherwise None."""
     time = None if row is None else row.time
     if request.layout == "chunked" or (time is not None and time.exchange is not None):
         return (
@@ -143,7 +143,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Row:
-    """A planned setting: its longest sequence, and memory and time at the requested length, or at the longest."""
+    """A planned setting: its longest sequence, and its memory and time at the requested or the longest length."""
 
     settings: MemorySettings
     longest: int

@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _model(p: Any) -> None:
     p.add_argument("--dim", type=number)
-    p.add_argument("--depth", type=number, help="number of blocks; of encoder blocks in a model with a decoder")
+    p.add_argument("--depth", type=number, help="number of blocks (in a model with a decoder: of encoder blocks)")
     p.add_argument("--heads", type=number)
     p.add_argument("--kv_heads", "--kv-heads", type=number)
     p.add_argument("--ffn_dim", "--ffn-dim", type=number)
@@ -86,7 +86,7 @@ def _machine(p: Any) -> None:
         help="length of a sequence, on all its ranks together; for a slide, the number of tiles plus 1 for the class "
         "token (default: the recipe's)",
     )
-    p.add_argument("--gpus", type=number, help="all GPUs, which share every sequence (default: the recipe's, else 1)")
+    p.add_argument("--gpus", type=number, help="number of GPUs that share every sequence (default: the recipe's, or 1)")
     p.add_argument("--gpu", default="H200", help=f"{', '.join(GPUS)} (default %(default)s)")
     p.add_argument("--gpu_memory", "--gpu-memory", type=float, metavar="GIB", help="memory of each GPU, if it differs")
     p.add_argument("--nodes", type=number, help=f"(default {NODE} GPUs each)")
@@ -102,8 +102,8 @@ def _machine(p: Any) -> None:
     p.add_argument("--exchange", choices=["auto", *EXCHANGES], help="(default: the recipe's, else auto)")
     p.add_argument("--exchange_memory_gib", "--exchange-memory-gib", type=float, metavar="GIB", help="memory for other "
                    "ranks' rows in a call (default: the recipe's, else not limited)")  # fmt: skip
-    p.add_argument("--head_size", "--head-size", type=_head_size, metavar="RANKS", help="ranks of a group that trades "
-                   "tokens for heads; auto: print the choice (default: the recipe's, else 1)")  # fmt: skip
+    p.add_argument("--head_size", "--head-size", type=_head_size, metavar="RANKS", help="number of ranks that "
+                   "exchange tokens for heads; auto: choose it and print it (default: the recipe's, or 1)")  # fmt: skip
     p.add_argument(
         "--links", type=Path, help="file of `lightning-dilated bench links` (default: speeds assumed for the GPU)"
     )
@@ -121,7 +121,7 @@ def _memory(p: Any) -> None:
     p.add_argument("--tile", type=number, help="number of tokens in a tile")
     p.add_argument("--head_chunks", "--head-chunks", type=number, help="number of head windows")
     p.add_argument(
-        "--stream", type=number, help="number of tokens in a chunk; alone, it is added to all compared settings"
+        "--stream", type=number, help="number of tokens in a chunk; if given alone, it applies to all compared settings"
     )
 
 
@@ -139,16 +139,16 @@ class Request:
     Attributes:
         tokens: N; None: each setting is planned at its longest sequence.
         settings: the memory settings to plan; None: the plan compares several.
-        stream: tokens of a chunk in all compared settings; None: the plan may propose settings with chunks.
+        stream: number of tokens in a chunk, in all compared settings; None: the plan may propose settings with chunks.
         host: GiB of host memory of a rank.
         strategy: name of the strategy; None: the plan chooses one.
-        batch, streams: sequences in a batch of the recipe, and streams of all its data ranks, for notes.
-        shared_by: number of GPUs that share a sequence by the recipe's sequence_size, for a note; None: all.
-        outer: whether the recipe's strategy takes outer steps, for a note.
+        batch, streams: numbers of sequences in the recipe's batch and of streams on all its data ranks, used in notes.
+        shared_by: number of GPUs that share a sequence by the recipe's sequence_size, used in a note; None: all GPUs.
+        outer: whether the recipe's strategy takes outer steps, used in a note.
         exchange_memory: the strategy's exchange_memory_gib, in bytes.
-        data_ranks: the recipe's GPUs divided by planned GPUs, for `Setup`.
-        recipe: the recipe with values of the options, before memory settings and strategy are set; None: no recipe can
-            express the options.
+        data_ranks: the recipe's number of GPUs divided by the planned number; see `Setup`.
+        recipe: the recipe with the values of the options, but without the planned memory settings and strategy; None:
+            no recipe can express the options.
     """
 
     model: DilatedModule
@@ -274,7 +274,7 @@ def _recipe(path: Path | None) -> dict[str, Any]:
 
 
 def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedModule:
-    """Build the recipe's model, with its sizes replaced by those that options set.
+    """Build the recipe's model; sizes that are given as options replace its own.
 
     Raises:
         ValueError: if the model has no argument for an option; the message names the option.
@@ -286,7 +286,7 @@ def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedMod
 
 
 def _arguments(args: argparse.Namespace, config: dict[str, Any], cls: type) -> dict[str, Any]:
-    """Return the arguments of the recipe's model, with sizes replaced by options; raise as `_from_recipe` does."""
+    """Return the recipe's arguments of the model, updated by given options; raise the errors of `_from_recipe`."""
     takes = options_of(cls)
     options = _sizes(args)
     if args.causal is not None:
@@ -315,7 +315,7 @@ def _branches(args: argparse.Namespace, cls: type, whole: bool) -> dict[str, Any
 
 
 def _tokens(path: Path, model: DilatedModule, data: Any) -> int | None:
-    """Return N of the recipe's data: its seq_len (or the default), or the rows of the largest slide; else None."""
+    """Return N of the recipe's data: its seq_len or the default, else the rows of the largest slide, else None."""
     if not data and "labels" not in getattr(model.sequence_spec, "dims", ()):
         return None
     most = _init_args(data).get("max_tiles")
@@ -348,7 +348,7 @@ def _size_arguments(args: argparse.Namespace, tokens: int | None) -> dict[str, A
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the sizes that options set, by the model's argument names."""
+    """Return the sizes that are given as options, by the model's argument names."""
     sizes = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
     sizes |= {"ffn_dim": args.ffn_dim, "vocab_size": args.vocab, "residual_dtype": args.residual_dtype}
     return {name: size for name, size in sizes.items() if size is not None}
@@ -360,7 +360,7 @@ def _pattern(args: argparse.Namespace, tokens: int | None) -> DilatedPattern:
         if args.segments or args.dilations:
             raise ValueError("give --geometric or --segments and --dilations, not both.")
         if tokens is None:
-            raise ValueError("--geometric ends with a segment over the whole sequence: give --tokens, too.")
+            raise ValueError("--geometric ends with a segment over the whole sequence: give --tokens as well.")
         last = args.geometric << max(0, (-(-tokens // args.geometric) - 1).bit_length())
         return DilatedPattern.geometric(args.geometric, last, **offsets)
     if (args.segments is None) != (args.dilations is None):
@@ -402,7 +402,7 @@ def _strategy(path: Path, strategy: Any) -> StrategyOptions:
 
 
 def _shared_by(strategy: Any, ranks: int, nodes: int) -> int | None:
-    """Return how many GPUs share a sequence by the recipe's sequence_size and regions; None: all, or invalid."""
+    """Return how many GPUs share a sequence by the recipe's sequence_size and regions; None: all, or invalid values."""
     options = _init_args(strategy)
     regions = options.get("regions", 1)
     try:
@@ -414,7 +414,7 @@ def _shared_by(strategy: Any, ranks: int, nodes: int) -> int | None:
 
 
 def _ranks(args: argparse.Namespace, trainer: dict[str, Any]) -> tuple[int, int]:
-    """Return (R, ranks of a node)."""
+    """Return (R, number of ranks on a node)."""
     ranks = args.gpus or _recipe_ranks(trainer)
     nodes = args.nodes or -(-ranks // NODE)
     if ranks % nodes:

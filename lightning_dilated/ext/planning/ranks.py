@@ -1,9 +1,9 @@
 """Estimate the seconds of a step on many ranks, in closed form, from the measured parts of one device.
 
-While a rank computes the pairs of its own rows, a layer's rows, or gradients of rows, are transferred. If this takes
+While a rank computes the pairs of its own rows, the rows of a layer (or their gradients) are transferred. If this takes
 longer, the rank waits; then it computes the pairs with the rows that arrived. The time of a step is the busiest rank's
-computation, plus the waits for the slowest rank's link, by its bytes, messages and the latency of each round (`Links`).
-With many ranks, a few evenly spread ranks are counted (`planner.priced_ranks`).
+computation plus the waits for the slowest link. A link's time follows from its bytes, its messages and the latency of
+each round (`Links`). With many ranks, a few evenly spread ranks are counted (`planner.priced_ranks`).
 
 Not counted: slower computation during communication; launches by the host, which runs ahead; loading and logging,
 except for a fixed `overhead`; collectives of single numbers.
@@ -44,7 +44,7 @@ Array = NDArray[np.float64]
 
 
 class Recurring(NamedTuple):
-    """Seconds of a layer's recurrence: of its rule, and of the layers around the rule. They are separate numbers,
+    """Seconds of a layer's recurrence. The time of its rule is separate from the time of the layers around the rule,
     because recomputation may keep the output of the rule."""
 
     rule_forward: float = 0.0
@@ -64,7 +64,7 @@ class Step:
         compute: seconds by kind of work on the busiest rank.
         exposed: seconds that the busiest rank waits for communication.
         uneven: seconds that the busiest rank computes longer than the average rank. In a causal run with contiguous
-            shards the last rank's queries attend to most keys.
+            shards, the last rank's queries attend to most keys.
         received: bytes that a rank receives on average, by (pass, "near" or "far"). The passes are "forward", "again"
             (recomputed forwards), "backward" and "gradients".
     """
@@ -124,7 +124,7 @@ def work_of(problem: Problem, exchange: str | None, rank: int) -> Work:
 def arriving(problem: Problem, rank: int) -> tuple[int, int, int]:
     """Return `Work.pairs`, `Work.calls` and `Work.queries` of a rank.
 
-    Per head the branch with most query rows is counted, as if its rows included the query rows of all other branches.
+    In each head, only the branch with most query rows is counted, as if it contained the query rows of all others.
     """
     total, calls = 0, set()
     reached: dict[int, Counter[int]] = defaultdict(Counter)
@@ -154,7 +154,7 @@ class Layer:
 
     Attributes:
         forward, backward: seconds (P,) by kind of work.
-        late: seconds, (forward, backward), that a rank waits for transfers after the pairs of its own rows.
+        late: (forward, backward) seconds that a rank waits for transfers after computing the pairs of its own rows.
         received: mean bytes that a rank receives, by (pass, "near" or "far").
     """
 
@@ -231,8 +231,8 @@ def _own_seconds(machine: Machine, problem: Problem, works: list[Work], tokens: 
 def _travel(
     machine: Machine, each: list[tuple[Problem, int]], exchange: str, per_node: int, links: Links
 ) -> tuple[tuple[Array, Array], dict[tuple[str, str], float]]:
-    """Return the transfers' ((forward seconds (P,), backward seconds (P,)), received bytes); seconds include copies to
-    and from buffers. `each`: P pairs (problem of a group member, rank of the group)."""
+    """Return the seconds of transfers, (forward (P,), backward (P,)) with copies to and from buffers, and the received
+    bytes. `each`: P pairs (problem of a group member, rank of the group)."""
     times: list[list[float]] = [[], []]
     received: Counter[tuple[str, str]] = Counter()
     for member, rank in each:
@@ -260,7 +260,7 @@ class AttentionSeconds(NamedTuple):
 
 
 def attention_seconds(machine: Machine, tokens: int) -> tuple[AttentionSeconds, AttentionSeconds]:
-    """Return the rates of (forward, backward) over L tokens."""
+    """Return the `AttentionSeconds` of the forward and of the backward over L tokens."""
     heads, pattern = (machine.heads, machine.kv_heads), measured_pattern(machine, tokens)
     attended, rows = pairs(pattern, tokens, *heads, machine.causal), query_rows(pattern, tokens, *heads)
     parts = machine.at(tokens)
@@ -353,12 +353,12 @@ def _recurrence(layer: Recurring, recompute: str) -> float:
 def _averaging(
     stacks: list[Machine], tokens: int, setup: Setup, attention: float
 ) -> tuple[dict[tuple[str, str], float], float]:
-    """Return (received bytes, seconds of waiting) when ring_dilated averages gradients over the ranks.
+    """Return (received bytes, seconds of waiting) for the averaging of gradients over the ranks in ring_dilated.
 
-    A ring moves 2 (R - 1) / R of the bytes through every rank. Over several nodes each rank of a node has a ring
-    through its own adapter, and buckets are averaged during the backward. On one node all gradients are averaged after
-    the backward, unless `bucket_cap_mb` is set. The step waits for the last buckets, or for all that the backward does
-    not cover, whichever is longer.
+    A ring moves 2 (R - 1) / R of the bytes through every rank. Over several nodes, each rank of a node has a ring
+    through its own adapter, and buckets are averaged during the backward. On one node, all gradients are averaged after
+    the backward, unless `bucket_cap_mb` is set. The step waits for the last buckets, or for the part of the averaging
+    that exceeds the time of the backward, whichever is longer.
     """
     ranks, links = setup.ranks, setup.links
     if ranks == 1 or setup.strategy == "ring_dilated_fsdp":

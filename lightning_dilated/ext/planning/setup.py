@@ -20,13 +20,13 @@ class Setup:
 
     Attributes:
         strategy: "single" (one GPU, the module is not wrapped), "ring_dilated" (DDP) or "ring_dilated_fsdp".
-        ranks, per_node: R, the GPUs that share each sequence, and the GPUs of a node.
+        ranks, per_node: R, the number of GPUs that share each sequence, and the number of GPUs on a node.
         links: speeds of links, from which "auto" chooses an exchange.
         cpu_offload: whether ring_dilated_fsdp keeps parameters, gradients and optimizer states on the host.
         bucket_cap_mb: MiB of a bucket of gradients in ring_dilated; None: the strategy's default. Memory does not
             depend on it, because all buckets together are as large as the gradients.
-        exchange_memory: most bytes that a call's exchange may use, as in `planner.plan`.
-        data_ranks: number of sequences that train in parallel, each on R GPUs. If there are several GPUs, DDP copies
+        exchange_memory: maximum number of bytes that a call's exchange may use, as in `planner.plan`.
+        data_ranks: number of sequences that train in parallel, each on R GPUs. With several GPUs in total, DDP copies
             all gradients to average them.
     """
 

@@ -24,9 +24,9 @@ from lightning_dilated.pattern.rows import cycle_to, pairs, query_rows
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.requirements import Document, Problem
 
-#: count the received rows of all kv heads if kv heads times pieces (chunks times ranks) is at most this number
+#: the received rows of every kv head are counted if (kv heads) x (chunks) x (ranks) is at most this number
 EXACT = 1024
-#: the most chunks in a sample, the number of last chunks added to the sample, and the most ranks that are counted
+#: maximum number of chunks in a sample, number of last chunks added to the sample, maximum number of counted ranks
 SAMPLED, LAST, RANKS = 96, 4, 8
 
 
@@ -41,8 +41,8 @@ def carried_rows(
 ) -> tuple[int, int]:
     """Return (rows stored over all chunks, peak of carried rows) of one layer and sample, on the rank with most rows.
 
-    Kv heads with query heads in the same branches differ only at the ends of segments, so one of them is counted. If
-    there are many chunks, `SAMPLED` random ones are counted, and the last ones, which carry the most rows.
+    Kv heads with query heads in the same branches differ only at the ends of segments, so one of them is counted. Of
+    many chunks, `SAMPLED` random ones and the last ones, which carry the most rows, are counted.
     """
     shard, chosen, live = ChunkShard(0, tokens, chunk, ranks), _ranks(ranks), 0
     stored = dict.fromkeys(chosen, 0.0)
@@ -76,12 +76,12 @@ def _leaving(problem: Problem, chunk: int, rank: int) -> int:
 
 
 def _ranks(ranks: int) -> list[int]:
-    """Return the ranks that are counted: all, or `RANKS` evenly spread ones."""
+    """Return the ranks that are counted: all ranks, or `RANKS` evenly spread ranks."""
     return list(range(ranks)) if ranks <= RANKS else sorted({i * (ranks - 1) // (RANKS - 1) for i in range(RANKS)})
 
 
 def _sampled(chunks: range, most: int) -> Sequence[int]:
-    """Return the chunks that are counted: all, or `most` random ones and the last ones."""
+    """Return the chunks that are counted: all chunks, or `most` random chunks and the last chunks."""
     if len(chunks) <= most:
         return chunks
     return sorted({*random.Random(0).sample(chunks, most), *chunks[-LAST:]})
@@ -130,7 +130,7 @@ class Exchange:
 
     @classmethod
     def of(cls, call: OpCall, depth: int, tokens: int, settings: MemorySettings, ranks: int) -> Exchange:
-        """Sum over `depth` layers. A forward runs once in the last chunk, twice in others, and again if recomputed."""
+        """Sum over `depth` layers. Forwards run once in the last chunk, twice in others, and again if recomputed."""
         if ranks == 1:
             return cls()
         chunk = settings.stream or tokens
@@ -195,7 +195,7 @@ class Carried:
     def of(
         cls, call: OpCall, depth: int, tokens: int, settings: MemorySettings, gpu_memory: float, ranks: int = 1
     ) -> Carried:
-        """Sum over `depth` layers. With `truncate` no rows are stored, and only one layer's gradients are in memory."""
+        """Sum over `depth` layers. With `truncate`, no rows are stored, and one layer's gradients are in memory."""
         size, wide = call.dtype.itemsize, max(4, call.dtype.itemsize)
         stored, live, one = _numbers(call, depth, tokens, settings.stream or tokens, ranks)
         if settings.truncate:
@@ -214,7 +214,7 @@ class Carried:
 
 
 def _numbers(call: OpCall, depth: int, tokens: int, chunk: int, ranks: int = 1) -> tuple[int, int, int]:
-    """Count elements of carried rows: stored over all chunks, peak of all layers, and peak of the layer with most."""
+    """Return numbers of elements of carried rows: stored in all chunks, peak of all layers, peak of one layer."""
     row = 2 * call.head_dim * call.batch
     layers = [(carried_rows(x.pattern, x.heads, x.kv_heads, tokens, chunk, ranks), n) for x, n in call.layers(depth)]
     stored, live = (row * sum(n * rows[i] for rows, n in layers) for i in (0, 1))

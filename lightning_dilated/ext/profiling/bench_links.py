@@ -32,9 +32,9 @@ from lightning_dilated.sequence.links import VARIABLE, Links, cached
 
 #: bytes of a message so small that only latency matters
 FEW = 8
-#: most peers that a rank sends to; buffers have room for a message to each peer
+#: maximum number of peers that a rank sends to; buffers have room for a message to each peer
 MOST = 8
-#: target seconds for the consecutive calls of a sample, and their largest number
+#: a sample consists of consecutive calls: their target time in seconds, and their maximum number
 FILL, CALLS = 0.02, 1000
 
 
@@ -77,7 +77,7 @@ def samples(rank: int, device: str, per_node: int, sizes: Sequence[int], repeats
 
 
 def _rings(rank: int, ranks: int, per_node: int) -> dict[str, tuple[int, Callable[[int], int]]]:
-    """For each kind, return (length of this rank's ring, function that maps a number n to the n-th next rank of it).
+    """Return, for each kind, the length of this rank's ring and a function that maps n to the n-th next rank in it.
     Latencies come last, because a GPU is slower at first (2 H200: 82 us for 8 bytes, then 48 us for 65,536)."""
     node, local = divmod(rank, per_node)
     nodes = ranks // per_node
@@ -127,9 +127,8 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--ranks", type=int, help="(default: all GPUs, or 2 CPU processes; under torchrun, its ranks)")
-    p.add_argument(
-        "--ranks_per_node", "--ranks-per-node", type=int, help="(default: all of a host; fewer simulate several nodes)"
-    )
+    per_node_help = "(default: all ranks of a host; a lower number simulates several nodes)"
+    p.add_argument("--ranks_per_node", "--ranks-per-node", type=int, help=per_node_help)
     p.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes to a peer (default: 64 KiB to 64 MiB)")
     p.add_argument("--repeats", type=int, default=10, help="measurements for a median (default %(default)s)")
     p.add_argument(
@@ -140,10 +139,10 @@ def options(p: argparse.ArgumentParser) -> None:
 
 
 def launched() -> tuple[int, int, int] | None:
-    """Return torchrun's (rank, ranks, ranks of a node); None if this process has to start the ranks.
+    """Return torchrun's (rank, number of ranks, ranks per node); None if this process has to start the ranks.
 
     Raises:
-        ValueError: if only some of torchrun's variables are set, or if they are no numbers.
+        ValueError: if only some of torchrun's variables are set, or if they are not numbers.
     """
     values = [os.environ.get(name) for name in LAUNCHED]
     if not any(values):
@@ -181,7 +180,7 @@ def checked(args: argparse.Namespace, launcher: tuple[int, int, int] | None) -> 
 
 def _default(device: str) -> Path:
     if device == "cpu" and torch.cuda.is_available():
-        raise ValueError("--device cpu would overwrite the links that runs on GPUs read; name a file with --output.")
+        raise ValueError("--device cpu would overwrite the links for runs on GPUs; name a file with --output.")
     return cached()
 
 
@@ -213,12 +212,12 @@ def estimate_links(samples: list[Sample], source: str) -> Links:
             defaults.append(kind)
             continue
         size, took = (statistics.mean(x) for x in ([x.received for x in rows], [x.seconds for x in rows]))
-        if len(rows) == 1:  # one size has no slope: subtract the latency
+        if len(rows) == 1:  # a single size gives no slope, so the latency is subtracted
             size, took = 0.0, links.round + rows[0].peers * links.message
         above = sum((x.seconds - took) * (x.received - size) for x in rows)
         if above <= 0:
             sizes = ", ".join(str(x.size) for x in rows)
-            raise ValueError(f"--sizes {sizes}: took no longer than a few bytes; give larger sizes.")
+            raise ValueError(f"--sizes {sizes}: messages took no longer than a few bytes do; give larger sizes.")
         links = replace(links, **{kind: sum((x.received - size) ** 2 for x in rows) / above})
     return replace(links, source=f"{source}; {', '.join(defaults)}: defaults") if defaults else links
 

@@ -30,7 +30,7 @@ COLUMNS = (
     *("pass", "what", "collectives", "received MB", "planned MB"),
     *("in flight ms", "exposed ms", "hidden %", "planned ms"),
 )
-#: most differences from the plan that a rank reports
+#: maximum number of differences from the plan that a rank reports
 FEW = 4
 _fits = itertools.count()
 
@@ -99,7 +99,7 @@ class CommunicationProfiler(pl.Callback):
             )
         if sum(isinstance(x, CommunicationProfiler) for x in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError(
-                "use one CommunicationProfiler a Trainer: a second one would replace the first one's clock."
+                "use one CommunicationProfiler per Trainer: a second one would replace the first one's clock."
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -125,7 +125,7 @@ class CommunicationProfiler(pl.Callback):
         self._read(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log all measured batches now, because later a rank could wait for another one until validation ends."""
+        """Log all measured batches before validation; during validation, a rank could have to wait for another one."""
         if self._group is not None:
             self._read(trainer, last=True)
 
@@ -246,7 +246,7 @@ def _numbers(rows: list[Sums], agreeing: float) -> list[float]:
 
 
 def _merged(ranks: list[_Measured]) -> list[Sums]:
-    """Return the mean batch: maxima over ranks, with the hidden share of the time in flight of all ranks together."""
+    """Return the mean batch: maxima over ranks, and the hidden share of the summed time in flight of all ranks."""
     keys = dict.fromkeys((x.run, x.what) for rank in ranks for x in rank.rows)
     merged = []
     for key in sorted(keys, key=lambda x: x[0] == "both"):  # the total stays last

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_dilated._compat.lightning import set_update_count
 from lightning_dilated.sequence import SequenceGroup, SequenceSpec, sequence_sum
 
-#: most tokens that are compared, from the beginning of the sequence (the head)
+#: maximum number of compared tokens, which are the first tokens of the sequence (the head)
 HEAD = 2048
 
 #: largest allowed difference of a loss or gradient, relative to its largest value
@@ -40,7 +40,7 @@ def check_first_batch(
         dtype: the dtype in which the module computes.
 
     Raises:
-        ValueError: if the batch is no mapping, optimization is manual, or the ranks' parts cannot be joined.
+        ValueError: if the batch is not a mapping, optimization is manual, or the ranks' parts cannot be joined.
         RuntimeError: if the loss or a gradient differs; the message names the first one that does, and the difference.
     """
     if spec is None or not isinstance(batch, Mapping):
@@ -74,7 +74,7 @@ def check_first_batch(
 def _differences(
     one: dict[str, Tensor], many: dict[str, Tensor], group: SequenceGroup
 ) -> dict[str, tuple[float, float]]:
-    """Return {name: (largest difference, largest value)}. These are equal on all ranks, so all ranks raise or none."""
+    """Return {name: (largest difference, largest value)}. All ranks return the same, so either all raise or none."""
     pairs = []
     for name, expected in one.items():
         actual = many[name]
@@ -153,7 +153,7 @@ def _losses(module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:
 
 def _gradients(loss: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
     """Return the gradients of a loss. Sharded parameters need `backward`, which averages gradients over all ranks.
-    Without them `backward` is not called, because it would run DDP's hooks."""
+    If no parameter is sharded, `backward` is not called, because it would run DDP's hooks."""
     if not any(isinstance(p, DTensor) for p in parameters):
         return list(torch.autograd.grad(loss, parameters, allow_unused=True))
     loss.backward()
@@ -165,7 +165,7 @@ def _gradients(loss: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
 
 @contextmanager
 def _without_effects(module: pl.LightningModule, group: SequenceGroup) -> Iterator[None]:
-    """Use eval mode, no logging, and the loss of this sequence alone; then restore all state, and the random state."""
+    """Use eval mode, no logging and only this sequence's loss; then restore all state, including the random state."""
     modes = {m: m.training for m in module.modules()}
     metrics = [(m, copy.deepcopy(m.metric_state), m.update_count) for m in module.modules() if isinstance(m, Metric)]
     silent: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731

@@ -42,7 +42,7 @@ Collectives = list[Collective]
 def moved(
     problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int
 ) -> tuple[Moved, Moved]:
-    """Return what a call's exchange moves on one rank, (forward, backward), without head-parallel groups.
+    """Return what a call's exchange moves on one rank, as (forward, backward), without head-parallel groups.
 
     The numbers are exact and equal `Wire.traffic`; they are counted message by message from the rank's own program.
     """
@@ -53,7 +53,7 @@ def moved(
 def collectives(
     problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int
 ) -> tuple[Collectives, Collectives]:
-    """Return the collectives of a call on one rank, (forward, backward), in the order in which they run."""
+    """Return the collectives of a call on one rank, as (forward, backward), each in the order in which they run."""
     wide = max(4, element_size)
     program = EXCHANGES[exchange].program(problem, rank, per_node)
     flip = lambda step: Round(step.receives, step.sends)  # noqa: E731

@@ -32,8 +32,8 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
     waits only for batches that are logged; Lightning's monitor waits for every batch.
 
     For blocks of this package, and for decoders in `HFCausalLM`, the callback also logs `device/flops_per_sec`, counted
-    by `models.transformer.step_flops`, and on a GPU with a known peak `device/mfu`, the model FLOPs utilisation. No
-    FLOPs are counted for gradients of keys from earlier stream steps or truncated chunks, which get none. A
+    by `models.transformer.step_flops`, and on a GPU with a known peak `device/mfu`, the model FLOPs utilisation. Keys
+    from earlier stream steps or truncated chunks get no gradients, so no FLOPs are counted for these gradients. A
     LightningModule may define `flops_per_batch`; it must do so if it calls `model.stream` in its own step.
 
     Args:
@@ -158,7 +158,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
         x, dim = self._entry(batch)
         length = x.shape[dim]
         if self._sequence is not None and self._sequence.ranks > 1:
-            agreed = self._sequence.agreed  # set by the step's last call, so exact for ragged sequences, too
+            agreed = self._sequence.agreed  # the step's last call set it, so it is exact if ragged
             fits = agreed is not None and agreed.lengths[self._sequence.rank] == length
             length = agreed.seq_len if fits else length * self._sequence.ranks
         return self.samples_of(batch) * length
@@ -172,7 +172,7 @@ class _SequenceThroughput(Throughput):
         self.ranks = ranks
 
     def compute(self) -> dict[str, float]:
-        """Return Lightning's rates, with device rates divided by the ranks of a sequence."""
+        """Return Lightning's rates, with device rates divided by the number of ranks that share a sequence."""
         rates = super().compute()
         prefix = f"device{self.separator}"
         for name in [x for x in rates if x.startswith(prefix)]:

@@ -31,9 +31,9 @@ class Sums:
         in_flight: seconds after rows were ready, until they arrived (on a GPU) or were requested (on other devices).
         exposed: seconds in which computation waited (on a GPU the compute stream, on other devices the host).
         hidden: seconds of `in_flight` in which nothing waited.
-        planned_sent, planned_received: bytes by `planned.moved`, for `EXCHANGED`.
+        planned_sent, planned_received: planned bytes (`planned.moved`) of the tensors in `EXCHANGED`.
         planned: seconds that the plan estimates for its links if nothing is hidden, as in `planner.price`. They assume
-            that a rank receives equal numbers of rows and of gradients of rows, which is true only of all ranks' sums.
+            that a rank receives as much in rows as in gradients of rows, which is true only for the sum over all ranks.
     """
 
     run: str
@@ -61,7 +61,7 @@ class Sums:
 
 
 def summary(log: TrafficLog, links: Links = DEFAULTS) -> list[Sums]:
-    """Return sums by pass and kind of moved tensors, in the order of first occurrence, and then the sums of all.
+    """Return sums by pass and kind of moved tensors, in the order of first occurrence, and last the total sums.
 
     Args:
         log: a log for which `reached` is True.

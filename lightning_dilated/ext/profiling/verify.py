@@ -45,7 +45,7 @@ PATTERNS = {
 LENGTHS = (64, 61)
 EXCHANGES = ("gather", "ring", "switch", "butterfly", "auto")
 HEAD_DIM = 16
-#: largest error, relative to the largest value, with which results agree, by the dtype of q, k and v
+#: largest error at which results count as equal, relative to the largest value, by the dtype of q, k and v
 ALLOWED = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 ATTENTION = ("out", "dq", "dk", "dv")
 MODEL = ("loss", "gradients")
@@ -219,7 +219,7 @@ def _error(actual: Tensor, expected: Tensor) -> float:
 
 
 # -- ranks in processes ------------------------------------------------------------------------------------------------
-#: seconds that other ranks have to report after one rank failed
+#: how long the other ranks may take to report after one rank has failed, in seconds
 GRACE = 3.0
 _DONE = "done"
 

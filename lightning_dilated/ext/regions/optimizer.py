@@ -117,7 +117,7 @@ class Fragment:
         self._peers = None
 
     def mean(self) -> Tensor:
-        """Return the mean of the regions' parameters, (P,); every rank has to call.
+        """Return the mean of the regions' parameters, (P,); every rank has to call this.
 
         Raises:
             RuntimeError: if the run ended before the mean was taken.
@@ -139,7 +139,7 @@ class OuterOptimizer:
     Args:
         named: the trained parameters by name, with equal initial values in all regions.
         settings: schedule and options of the outer steps.
-        peers: in each region, the rank with this rank's place, which has the same parameters; None: one region.
+        peers: the ranks that have this rank's index in their regions, and the same parameters; None: one region.
 
     Attributes:
         steps: number of inner steps so far.
@@ -173,7 +173,7 @@ class OuterOptimizer:
             flagged: a flag that this region sends to all others, for example after a signal; equal on its ranks.
 
         Returns:
-            Whether a fragment was applied, and whether a region had set its flag when it was sent; equal on all ranks.
+            (True if a fragment was applied, True if a region had set its flag when it was sent), equal on all ranks.
         """
         self.steps += 1
         applied = any_flagged = False
@@ -189,7 +189,7 @@ class OuterOptimizer:
 
     # -- the mean of the regions, for evaluation and files -------------------------------------------------------------
     def mean(self) -> dict[str, Tensor]:
-        """Return the mean of the regions' parameters by name, in the parameters' dtypes; every rank has to call."""
+        """Return the mean of the regions' parameters by name, in the parameters' dtypes; every rank must call this."""
         parts = [(x, x.by_name(x.mean())) for x in self.fragments]
         return {name: value.to(x.named[name].dtype) for x, values in parts for name, value in values.items()}
 
@@ -212,7 +212,7 @@ class OuterOptimizer:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
-        """Wait for messages, and return the state, which is equal in all regions; "tensors" are by kind and name."""
+        """Wait for messages, and return the state, equal in all regions; "tensors" maps kinds to tensors by name."""
         tensors: dict[str, dict[str, Tensor]] = {}
         for fragment in self.fragments:
             fragment.receive()

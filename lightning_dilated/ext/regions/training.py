@@ -29,7 +29,7 @@ class RegionTraining:
         self._timeout = strategy._options.rank_timeout
         self.outer: OuterOptimizer | None = None
         self.group: dist.ProcessGroup | None = None
-        self._peers: dist.ProcessGroup | None = None  # in each region, the rank with this rank's place
+        self._peers: dist.ProcessGroup | None = None  # the ranks that have this rank's index in their regions
         self._peers_on_host: dist.ProcessGroup | None = None  # the same ranks, over gloo
         self._loaded_outer: dict[str, Any] | None = None  # state in the checkpoint that this fit continues
         self._loaded_local = False  # whether the checkpoint had this region's state
@@ -114,7 +114,7 @@ class RegionTraining:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
     def mean_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the module's state dict with the mean of its parameters over regions; every rank has to call."""
+        """Return the module's state dict with the mean of its parameters over regions; every rank has to call this."""
         if self.outer is None or self.outer.local is not None:  # the module already has the mean
             return state
         return self._with_parameters(state, self.outer.mean())
@@ -186,7 +186,7 @@ def warn_of_other_regions(outer: dict[str, Any], count: int, outer_steps: bool =
 
     Args:
         outer: the checkpoint's "outer_steps".
-        outer_steps: whether this run has outer steps, too.
+        outer_steps: whether this run also has outer steps.
     """
     saved = outer["regions"]
     words = [

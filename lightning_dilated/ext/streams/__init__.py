@@ -1,1 +1,1 @@
-"""Compute a sequence chunk by chunk, with the gradients of one pass, and train on endless sequences."""
+"""Compute a sequence chunk by chunk, with the same gradients as in one pass, and train on endless sequences."""

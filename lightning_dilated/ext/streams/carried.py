@@ -20,7 +20,7 @@ class CarriedStreams:
     checkpoint of an unfinished batch contains the states before it.
 
     Attributes:
-        begun: before the last batch: the number of tokens, and for each stream the start of its unfinished document.
+        begun: state before the last batch: number of tokens, and the start of each stream's unfinished document.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class CarriedStreams:
         """Return the state before a batch of these streams.
 
         Args:
-            positions: for each stream, its tokens so far, 0 at its beginning; None: streams without a state begin.
+            positions: number of tokens of each stream so far, 0 if it begins. None: streams without a state begin.
             starts: for each stream, whether the first token of the batch begins a document.
             batch: a unique number for each batch; None: every call is a new batch.
 

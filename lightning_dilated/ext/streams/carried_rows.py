@@ -53,7 +53,7 @@ def chunk_problem(
 ) -> Problem:
     """Return the problem of causal attention over documents in chunks; `heads`: (first, stop) of the query heads.
 
-    Documents that are in one piece are left out. Earlier calls may have computed the start of a document.
+    Documents that fit into one piece are left out. Earlier calls may have computed the start of a document.
     """
     cut = tuple(d for d in documents if d.start < d.stop and shard.number(d.start) != shard.number(d.stop - 1))
     return Problem(pattern, num_heads, num_kv_heads, True, shard, cut, heads)
@@ -104,7 +104,7 @@ class CarryPlan:
             self._left += leaving
             self._lasts = np.concatenate([self._lasts, np.array([x.last for x in leaving], np.int64)])
             self._counts.append(len(self._left))
-        # search in an array, because there may be thousands of entries, and callers may pass falling chunks
+        # search in an array: there may be thousands of entries, and callers may pass chunks in falling order
         lasts = self._lasts[: self._counts[chunk]]
         return [self._left[i] for i in np.flatnonzero(lasts >= self.shard.begin(chunk)).tolist()]
 

@@ -89,7 +89,7 @@ class ModelStreams:
         if torch.is_grad_enabled():
             raise ValueError(
                 f"with stream={model.transformer.memory.stream} gradients are computed with the sum of losses "
-                "(loss_terms), not for single ones. Call token_losses under torch.no_grad(), or leave stream out."
+                "(loss_terms), not for single losses. Call token_losses under torch.no_grad(), or leave stream out."
             )
         return streamed(model.transformer.stream, partial(self.chunk, model, batch), self.chunks(model, batch))
 
@@ -207,12 +207,10 @@ class ModelStreams:
         """Return the sum of losses in nats, or per-token losses (B, n); each stream continues from the previous batch.
 
         Raises:
-            ValueError: for `per_token` with gradients, and for batches with other packing; see also `stream`.
+            ValueError: for `per_token` with gradients, and for batches packed in another way; see also `stream`.
         """
         if per_token and torch.is_grad_enabled():
-            raise ValueError(
-                "gradients of streams are computed with the sum of losses: call loss_terms, or use torch.no_grad()."
-            )
+            raise ValueError("per-token losses of streams have no gradients: call loss_terms, or use torch.no_grad().")
         packed = sorted({"lengths", "cu_seqlens"} & batch.keys())
         if packed:
             raise ValueError(
@@ -317,7 +315,7 @@ def _check_call(
 ) -> list[list[int]]:
     """Check the arguments of `stream`; return `_begins`."""
     if tokens.ndim != 2 or 0 in tokens.shape or tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise ValueError(f"tokens must be (B, n) integers, at least one; got {tuple(tokens.shape)}, {tokens.dtype}.")
+        raise ValueError(f"tokens must be integers (B, n), not empty; got {tuple(tokens.shape)}, {tokens.dtype}.")
     for name, x in (("labels", labels), ("starts", starts)):
         if x is not None and x.shape != tokens.shape:
             raise ValueError(f"{name} must be {tuple(tokens.shape)} as tokens are; got {tuple(x.shape)}.")
@@ -333,7 +331,7 @@ def _check_call(
 
 
 def _begins(position: int, started: Sequence[int], starts: Tensor | None) -> list[list[int]]:
-    """For each sample, list the first positions of its unfinished document (`started`) and of documents in `starts`."""
+    """List, for each sample, the first positions of its unfinished document (`started`) and of others (`starts`)."""
     begins = [[at] for at in started]
     for sample, at in [] if starts is None else starts.nonzero().tolist():
         begins[sample] = [position] if at == 0 else [*begins[sample], position + at]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def chunk_halo_route(shard: ChunkShard, number: int, left: int) -> HaloRoute:
     """Return the route of a piece of a chunk that needs the `left` rows before it.
 
-    Indices in `sends` count the rank's last `left` rows before the chunk (0 if missing), then the rows of its piece.
+    Indices in `sends` refer to the rank's last `left` rows before the chunk (0 if missing), then the piece's rows.
     """
     receives = slices_by_rank((peer, slot) for slot, peer, _ in _rows_before(shard, number, left))
     sends = {}
@@ -39,7 +39,7 @@ def chunk_halo_route(shard: ChunkShard, number: int, left: int) -> HaloRoute:
 
 
 def _rows_before(shard: ChunkShard, number: int, left: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (index in the halo, piece of the rank that has the row, index there); see `ChunkShard.carrier`."""
+    """Yield (a row's index in the halo, the piece that has it, its index in that piece); see `ChunkShard.carrier`."""
     piece = shard.piece(number)
     for slot, position in enumerate(range(piece.start - left, piece.start)):
         if piece and position >= shard.start:

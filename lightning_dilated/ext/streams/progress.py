@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.states import RunningStage
 
-#: least seconds between two updates of a bar
+#: minimum time between two updates of a bar, in seconds
 SECONDS = 0.5
 #: names of Lightning's attributes by stage: (the TQDM bar, the Rich task's index without its suffix "_id")
 BARS = {

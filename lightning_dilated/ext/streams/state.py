@@ -29,7 +29,7 @@ class StreamState:
         position: number of tokens of each sample so far.
         starts: for each sample, the first position of its unfinished document.
         rows: by (layer, first head): rows (n, 2, D) of keys and values, and their description.
-        tails: by layer: last inputs (B, W - 1, C) of `kv_conv`; by -1 - layer: those of the recurrence's convolution.
+        tails: last inputs (B, W - 1, C) of `kv_conv`, by layer, and of the recurrence's convolution, by -1 - layer.
         memories: by layer: the state of the recurrence.
         hidden: (B, 1, E) the last token's hidden state, which predicts the next token; None before the first token.
         owner: description of the model that computed the state.

@@ -45,7 +45,7 @@ class Store:
     to a power of two and takes about a millisecond for it. Copies overlap computation; they wait only for each other.
 
     Args:
-        budget: bytes on the device; None: `ON_GPU` of a GPU's memory; on a CPU there is no limit.
+        budget: bytes on the device; None: the share `ON_GPU` of a GPU's memory, or no limit on a CPU.
     """
 
     def __init__(self, budget: int | None = None) -> None:
@@ -74,7 +74,7 @@ class Store:
         with torch.cuda.stream(copies):
             for part, source in sources:
                 part.copy_(source, non_blocking=True)
-        rows.record_stream(copies)  # torch must not reuse their memory before the copy has ended
+        rows.record_stream(copies)  # torch must not reuse the rows' memory before the copy has ended
         return parts
 
     def room(self, rows: Tensor, device: torch.device) -> tuple[Tensor, ...]:
@@ -116,7 +116,7 @@ def _fetched(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         fetched = [part.to(device, non_blocking=True) for part in parts]
     computing.wait_stream(copies)
     for rows in fetched:
-        rows.record_stream(computing)  # torch must not reuse their memory before computation has read them
+        rows.record_stream(computing)  # torch must not reuse the rows' memory before computation has read them
     return fetched
 
 
@@ -230,8 +230,8 @@ class LayerCarry(Generic[T]):
 class Stream(Context):
     """A sequence that a stack of layers computes chunk by chunk. The attention op finds the stream by its name.
 
-    `begin` starts a sequence. Then each layer runs, with its place (`layers`), every chunk in rising order, and after
-    `descend` every chunk in falling order.
+    `begin` starts a sequence. Then each layer, given its place (`layers`), computes every chunk in rising order. After
+    `descend`, it computes every chunk in falling order.
     """
 
     def __init__(self) -> None:

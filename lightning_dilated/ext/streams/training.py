@@ -1,4 +1,4 @@
-"""Train on a sequence chunk by chunk, with the gradients of one pass and memory for one chunk and for carried rows.
+"""Train on a sequence chunk by chunk, with the gradients of one pass but memory for only one chunk and carried rows.
 
 The first pass computes the chunks in rising order without a graph; each layer keeps the keys and values that later
 chunks read. The second pass computes the chunks again in falling order and differentiates them. Later chunks have then
@@ -40,7 +40,7 @@ class Chunks(NamedTuple):
         depth: number of layers.
         dropout: whether attention weights are dropped; the masks are the same as in one pass.
         truncate: whether gradients end at the bounds of chunks.
-        before: the state of earlier calls, without gradients; the stream's `left` is set then. None: a new sequence.
+        before: the state of earlier calls, without gradients; if given, the stream sets `left`. None: a new sequence.
         starts: with `before`: for each sample, the positions at which documents begin; see `Stream.resume`.
         group: the ranks that share each chunk; None: this rank computes whole chunks.
     """
@@ -139,7 +139,7 @@ def _watched(stream: Stream, name: str, chunks: range) -> Iterator[int]:
 class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, stream, run, chunks, like, *leaves):
-        # saved-tensor hooks around this call, of a checkpoint or an offload, must not be applied inside it
+        # saved-tensor hooks of a checkpoint or an offload around this call must not be applied inside it
         plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         try:
             with plain, chunks.begun(stream, store=not chunks.truncate):
@@ -163,7 +163,7 @@ Sums = list[Tensor | None]
 def _exact(
     stream: Stream, run: RunChunk, chunks: Chunks, like: Tensor, leaves: Sequence[Tensor]
 ) -> tuple[Tensor, Sums]:
-    """Return (the sum, gradients of the leaves), equal to those of one pass."""
+    """Return (the sum, gradients of the leaves), equal to the results of one pass."""
     seeds, last = chunks.seeds(), stream.chunks - 1
     total, states, sums = None, [], [None] * len(leaves)
     for i in _watched(stream, "forward", range(last)):  # the last chunk is computed once, with its graph
@@ -198,7 +198,7 @@ def _differentiate(
     forget_casts()
     with torch.enable_grad():
         part = run(i, stream.layers(i, seeds))
-    with hooks_paused(leaves):  # hooks must only get the gradient of all chunks, with which autograd calls them later
+    with hooks_paused(leaves):  # autograd calls the hooks later, with the gradient of all chunks
         grads = torch.autograd.grad(part, leaves, allow_unused=True)
     forget_casts()
     for k, grad in enumerate(grads):

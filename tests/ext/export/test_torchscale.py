@@ -113,7 +113,7 @@ BAD = {
     "half of the sub-norms": (lambda: without("ffn_layernorm"), {}, "lacks 4 tensors: layers.0.ffn.ffn_layernorm.bias"),
     "no output layer": (lambda: without("output_projection"), {}, "lacks 1 tensors: output_projection.weight"),
     "no layers": (lambda: without("layers."), {}, "the number of layers must be at least 1, got 0"),
-    "no embedding": (lambda: without("embed_tokens"), {}, "has one embed_tokens.weight, this state dict has 0"),
+    "no embedding": (lambda: without("embed_tokens"), {}, "has one embed_tokens.weight, but this state dict has 0"),
     "learned positions": (
         lambda: having(embed_positions__weight=torch.zeros(2)),
         {},

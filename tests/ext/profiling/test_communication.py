@@ -237,7 +237,7 @@ def test_one_rank(tmp_path, capsys, steps, said):
     "options, message",
     [
         ({"strategy": "auto"}, "SingleDeviceStrategy shares no sequence. Take Trainer.strategy='ring_dilated'"),
-        ({"callbacks": [CommunicationProfiler(), CommunicationProfiler()]}, "one CommunicationProfiler a Trainer"),
+        ({"callbacks": [CommunicationProfiler(), CommunicationProfiler()]}, "one CommunicationProfiler per Trainer"),
     ],
 )
 def test_refused_before_training(tmp_path, options, message):

@@ -211,8 +211,8 @@ def test_arguments(settings, error, message):
 @pytest.mark.parametrize(
     "profilers, message",
     [
-        ([MemoryProfiler(), MemoryProfiler()], "one MemoryProfiler a Trainer"),
-        ([MemoryProfiler(snapshot_steps=(1, 3))], r"snapshot_steps=\(1, 3\) needs CUDA's allocator .* on cpu"),
+        ([MemoryProfiler(), MemoryProfiler()], "one MemoryProfiler per Trainer"),
+        ([MemoryProfiler(snapshot_steps=(1, 3))], r"snapshot_steps=\(1, 3\) records CUDA's allocator, .* on cpu"),
     ],
 )
 def test_refused_before_training(tmp_path, profilers, message):

@@ -1,9 +1,9 @@
 """Count the memory of compiled blocks under fake tensors, with a model of the kernels that Inductor would generate.
 
-Inductor's own partitioner decides what is saved for the backward. The kernels are modelled. Matrix products and custom
-operators read and write memory; the operations between them are fused into the fewest kernels. Kernels over the same
-number of elements that read a common tensor are fused, unless another step has to run between them. A kernel writes the
-values that other kernels read. It overwrites an input if one of its results is the input's only remaining reader.
+Inductor's own partitioner decides what is saved for the backward. In the model, matrix products and custom operators
+read and write memory, and the operations between them are fused into the fewest kernels. Kernels over the same number
+of elements that read a common tensor are fused, unless another step has to run between them. A kernel writes the values
+that other kernels read. It overwrites an input if one of its results is the input's only remaining reader.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from lightning_dilated.ext.planning.counting.memory_tracker import Tape
 from lightning_dilated.ext.recurrence.op import RECURRENCE
 from lightning_dilated.models.blocks import TransformerBlock
 
-#: operators of aten and prims that Inductor calls instead of generating a kernel, as it calls all custom operators
+#: operators of aten and prims that Inductor calls, like all custom operators, instead of generating a kernel
 EXTERN = ("mm", "addmm", "bmm", "baddbmm", "embedding_dense_backward", "index_put", "convolution")
-#: a value with several readers is written to memory if it reads more tensors than this, else each reader computes it
+#: a value with several readers is written to memory if it has more inputs than this; otherwise each reader computes it
 READS = 4
 
 
 @dataclass
 class Graphs:
-    """A cache of compiled functions, the keys of batches that it was filled for, and the tape that counts now."""
+    """A cache of compiled functions, the keys of the batches that it covers, and the tape that counts at present."""
 
     tape: Tape
     compiled: dict[tuple, Callable[..., Any]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Kernels:
 
     # -- values that one kernel computes -------------------------------------------------------------------------------
     def _fused(self) -> list[list[fx.Node]]:
-        """Return the steps: one operator each, or the results of one kernel."""
+        """Return the steps; each step is one operator, or lists the results of one kernel."""
         steps = [[n] for n in self.nodes if n in self.written]
         kernels = [step for step in steps if not _extern(step[0])]
         for a, b in itertools.combinations(kernels, 2):
@@ -92,7 +92,7 @@ class Kernels:
         return [step for step in steps if step]
 
     def _common(self, a: list[fx.Node], b: list[fx.Node]) -> bool:
-        """Return whether both steps read the same large tensor, or one reads a result of the other."""
+        """Return whether both steps read the same large tensor, or whether one reads a large result of the other."""
         size = _width(a[0])
         first, second = (set().union(*(self.reads[n] for n in step), step) for step in (a, b))
         return any(_numbers(n) >= size for n in first & second)
@@ -252,7 +252,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _inputs(node: fx.Node) -> set[fx.Node]:
-    """Return the values that a value is computed from. Views and values with one reader count as their inputs."""
+    """Return the values that a value is computed from; a view or a value with one reader is replaced by its inputs."""
     values: set[fx.Node] = set()
     for n in node.all_input_nodes:
         inline = n.op == "call_function" and not _extern(n) and (_viewed(n) or len(n.users) == 1)
@@ -260,7 +260,7 @@ def _inputs(node: fx.Node) -> set[fx.Node]:
     return values
 
 
-#: by piece, the number of leading arguments that need a gradient; other pieces have one
+#: number of leading arguments that need a gradient, by piece; a piece that is not listed has one such argument
 LEADING = {"join": 2}
 
 

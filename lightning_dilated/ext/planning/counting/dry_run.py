@@ -34,11 +34,11 @@ from lightning_dilated.sequence.group import no_sequence
 
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Allocate memory as on a GPU, and make numbers that are read from fake tensors constant.
+    """Allocate memory as on a GPU, and return constants for numbers that are read from fake tensors.
 
     The package calls its GPU kernels (`ASSUMED`), and functions that it compiles run as one kernel. A norm is one
     kernel in the forward and one in the backward, in the dtype that autocast uses on a GPU. One kernel casts fp16 (not
-    bf16) logits and computes log-probabilities. A number that is read from a tensor is 1.
+    bf16) logits and computes log-probabilities. Every number that is read is 1.
     """
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
@@ -163,8 +163,8 @@ def step(
     """Count a step that starts with the gradients of the previous step in memory. Optimizer states are not counted.
 
     Args:
-        make: returns the model, of any depth, neither built nor compiled.
-        batch: returns a batch of the model; called under fake tensors.
+        make: a function that returns the model, of any depth, neither built nor compiled.
+        batch: a function that returns a batch of the model; it is called under fake tensors.
         precision: the Trainer's precision.
         memory: memory settings; `offload` is ignored.
         graphs: cache of compiled blocks; None: blocks run uncompiled.
@@ -174,7 +174,7 @@ def step(
         RuntimeError: if called inside `with torch.device(...)` or another TorchFunctionMode.
     """
     if compat.function_modes():
-        # with torch 2.13, counting there led to a crash of the process in a later garbage collection
+        # with torch 2.13, counting inside such a mode led to a crash of the process in a later garbage collection
         raise RuntimeError(
             "memory cannot be counted inside `with torch.device(...)` or another TorchFunctionMode: count outside."
         )
@@ -187,7 +187,7 @@ def step(
             model = make()
             model.configure_model()
         model.train()
-        model.compile_blocks = graphs is not None  # the loss reads it
+        model.compile_blocks = graphs is not None  # the loss reads this
         data, parts = batch(), stacks(model)
         repeats = shorten(parts[MAIN], memory.every)
         for stack in parts.values():
@@ -277,25 +277,25 @@ def _not_moved() -> contextlib.AbstractContextManager[Any]:
 
 
 # -- work of blocks, kernel by kernel ----------------------------------------------------------------------------------
-# A kernel reads its inputs once and writes its results once; views cost nothing. Without compilation each operator is a
-# kernel. Calls of attention and of recurrences are not counted.
-#: tokens of the steps that count work; casts of weights, which do not depend on tokens, are 1 % of the work there
+# A kernel reads its inputs once and writes its results once; views cost nothing. Without compilation, each operator is
+# a kernel. Calls of attention and of recurrences are not counted.
+#: number of tokens in a step that counts work; casts of weights, which do not depend on it, are 1 % of that work
 TOKENS = 1 << 16
-#: most tiles of a step that counts work
+#: maximum number of tiles in a step that counts work
 TILES = 16
-#: products with fewer FLOPs a byte, such as an adapter's, are limited by memory: 700 TFLOP/s over 2.9 to 4.1 TB/s
+#: products with fewer FLOPs per byte, such as an adapter's, are limited by memory (700 TFLOP/s and 2.9 to 4.1 TB/s)
 RIDGE = 200
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 class Work(NamedTuple):
-    """Work for one token: FLOPs of large products, and bytes that all other kernels read and write."""
+    """Work per token: FLOPs of large products, and bytes that all other kernels read and write."""
 
     flops: float
     moved: float
 
     def seconds(self, flops: float, bandwidth: float) -> float:
-        """Return the seconds at a speed of `flops` FLOP/s and `bandwidth` bytes/s."""
+        """Return the seconds that this work takes at `flops` FLOP/s and `bandwidth` bytes/s."""
         return self.flops / flops + self.moved / bandwidth
 
     def beyond(self, other: Work) -> Work:
@@ -323,7 +323,7 @@ class BlockWork:
 
         Args:
             make, batch, precision: see `passes`.
-            tile: tokens of a feed-forward tile, which the backward recomputes; None: all tokens in one call.
+            tile: number of tokens in a feed-forward tile, which the backward recomputes; None: all tokens in one call.
         """
         each = (MemorySettings(policy, tile=tile) for policy in ("none", "block"))
         (forward, backward), (_, recomputing) = (passes(make, batch, precision, settings) for settings in each)
@@ -340,8 +340,8 @@ def passes(
     """Count the work of a block's forward, and of its backward including all recomputation.
 
     Args:
-        make: returns the model with a given depth, not yet built.
-        batch: returns a batch with a given number of tokens; called under fake tensors.
+        make: a function that returns the model with a given depth, not yet built.
+        batch: a function that returns a batch with a given number of tokens; it is called under fake tensors.
         precision: the Trainer's precision.
         settings: memory settings.
         compiled: whether the blocks are compiled.
@@ -367,7 +367,7 @@ class WorkTape(Tape):
         self._moved: Counter[tuple] = Counter()
 
     def work(self, part: tuple) -> Work:
-        """Return the work of a part of the step for one token."""
+        """Return the work per token of a part of the step."""
         return Work(self._flops[part] / self._tokens, self._moved[part] / self._tokens)
 
     def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""Derive the memory of a model's step at any length from steps of two lengths under fake tensors.
+"""Derive the memory of a model's step at any length from two steps, of different lengths, under fake tensors.
 
 Sizes are linear in tokens, so two steps with the model's true depth suffice. The attention op's workspace is not
 linear; `planning.counting.workspace` computes it for each length.
@@ -32,7 +32,7 @@ from lightning_dilated.sequence.exchange.program import Round, count
 from lightning_dilated.sequence.exchange.row_ops import MAX_SELECTED_SHARE
 from lightning_dilated.sequence.planner import Links, Plan, make_problem, price
 
-#: tokens of the steps that are counted
+#: numbers of tokens of the two counted steps
 SIZES = (1 << 17, 1 << 18)
 #: counted lengths are multiples of this number of tokens, because an image has whole rows of patches
 GRAIN = 2048
@@ -40,7 +40,7 @@ GRAIN = 2048
 
 @dataclass(frozen=True)
 class Decoder:
-    """A second stack of blocks; its name is the prefix of its parts on the tape. `parameters`: of one block."""
+    """A second stack of blocks, with the prefix `name` in its parts on the tape. `parameters`: number in one block."""
 
     name: str
     depth: int
@@ -53,8 +53,8 @@ class CountedModel:
     """A model to count.
 
     Attributes:
-        make: returns the model with a given depth, not yet built.
-        batch: returns a batch with a given number of tokens; called under fake tensors.
+        make: a function that returns the model with a given depth, not yet built.
+        batch: a function that returns a batch with a given number of tokens; it is called under fake tensors.
         call: a call of the attention op on one rank.
         depth: number of blocks in the first stack.
         by_operator: whether each operator of a block is a kernel, as in another library's uncompiled layers.
@@ -113,8 +113,8 @@ class Footprint:
     """The memory of a step at any number of tokens, moment by moment.
 
     Attributes:
-        sizes: tokens of the two counted steps.
-        hidden, inner: bytes a token of hidden states between blocks of the first stack, and of the second stack.
+        sizes: numbers of tokens of the two counted steps.
+        hidden, inner: bytes per token of the hidden states between blocks, in the first stack and in the second stack.
         parameters, trained: bytes of all parameters, and of trained parameters.
         blocks: (bytes of all parameters, bytes of trained parameters) of each block of the first stack.
     """
@@ -155,7 +155,7 @@ class Footprint:
         return dry_run.PRECISIONS[self.subject.precision][0].itemsize
 
     def room(self, moment: Moment, call: OpCall) -> int:
-        """Return the bytes of the op's workspace, in addition to its results, in the moment's layer."""
+        """Return the bytes that the op in the moment's layer needs in addition to its inputs and results."""
         piece = moment.piece
         if not piece.op:
             return 0
@@ -174,11 +174,11 @@ def _line(at: tuple[int, int], values: tuple[int, int], x: int) -> int:
 
 
 def footprint(subject: CountedModel, sizes: tuple[int, int] | None = None, graphs: Graphs | None = None) -> Footprint:
-    """Count two steps. With tiles they have three and four tiles, because each further tile adds the same memory.
+    """Count two steps. With tiles, one has three and the other four, because each further tile adds the same memory.
 
     Args:
         subject: model to count.
-        sizes: tokens of the two steps; None: a default.
+        sizes: numbers of tokens of the two steps; None: a default.
         graphs: cache of this model's compiled blocks.
 
     Raises:
@@ -202,7 +202,7 @@ def footprint(subject: CountedModel, sizes: tuple[int, int] | None = None, graph
 
 
 def _lengths(settings: MemorySettings) -> tuple[int, int]:
-    """Return the tokens of the steps to count."""
+    """Return the numbers of tokens of the two steps to count."""
     tile = settings.narrow_tile if settings.head_chunks > 1 else settings.tile
     part = None if tile is None else math.lcm(tile, GRAIN)
     return SIZES if part is None else (3 * part, 4 * part)
@@ -232,9 +232,9 @@ def _saved(step: Tape, depth: int, settings: MemorySettings) -> list[int]:
     return [end - ends[0] for end in ends]
 
 
-#: most heads that are counted on more than `EXACT` ranks (see `lighter`)
+#: maximum number of heads that are counted on more than `EXACT` ranks (see `lighter`)
 HEADS = 16
-#: on up to this number of ranks the buffers of each rank are counted; on more ranks they are estimated
+#: on up to this number of ranks, the buffers of each rank are counted; on more ranks, they are estimated
 EXACT = 16
 
 
@@ -307,7 +307,7 @@ def _priced(chosen: Plan, name: str, per_node: int, dim: int, size: int, links: 
     kept = next(p for p in prices if p.exchange == name).kept
     shard, wide = problem.shard.longest, max(4, size)
     served = lambda b: problem.num_heads if b.heads is None else len(b.heads)  # noqa: E731
-    # in a window only queries near the ends of a rank's tokens attend to other ranks' keys
+    # in a window, only queries near the ends of a rank's tokens attend to other ranks' keys
     reach = lambda b: shard if b.width is None else min(shard, (2 - problem.causal) * (b.width - 1) * b.dilation_rate)  # noqa: E731
     rows = [
         reach(b) * served(b) // b.dilation_rate
@@ -348,7 +348,7 @@ def _of(chosen: Plan, name: str, per_node: int, dim: int, size: int) -> Exchange
 
 
 def _buffers(step: Round, rank: int) -> tuple[int, int]:
-    """Return the rows of a rank's (send buffers, receive buffers), including its copies to itself."""
+    """Return the numbers of rows in a rank's (send buffers, receive buffers), with rows that it copies to itself."""
     local = count(step.sends.get(rank, ()))
     remote = lambda side: sum(count(rows) for peer, rows in side.items() if peer != rank)  # noqa: E731
     return remote(step.sends) + local, remote(step.receives) + local

@@ -57,12 +57,12 @@ class Meter(compat.TorchDispatchMode):
         device: count only tensors of this device type ("cuda" for fake tensors of that device); None: all tensors.
         round_to: round sizes up to a multiple, as an allocator does (512 on CUDA); 1: do not round.
         record: keep `events`, which `replay` and `peak_by_kind` read.
-        labels: called after each operation with (operator, its tensors, its results). Returns (tensor, kind) pairs; a
-            kind replaces one that `mark` gave, but no other kind.
+        labels: a function that is called after each operation with (operator, its tensors, its results) and returns
+            (tensor, kind) pairs. Its kinds replace kinds that `mark` gave, but no others.
 
     Attributes:
         live: bytes now.
-        peak: most bytes since the start or the last `reset_peak`.
+        peak: largest value of `live` since the start or the last `reset_peak`.
         events: all changes in order, if `record`; see `replay`.
         adopted: serial numbers of storages that no operation inside the block created.
 
@@ -136,7 +136,7 @@ class Meter(compat.TorchDispatchMode):
         return self._kinds.get(serial) or self._marked.get(serial, TEMPORARY)
 
     def replay(self) -> Iterator[tuple[int, float, int, dict[str, int]]]:
-        """Yield (index of the event, seconds, live bytes, bytes by kind) after each event. All yield the same dict."""
+        """Yield (index, seconds, live bytes, bytes by kind) after each event; the dict is always the same object."""
         total, held = 0, {}
         for number, (serial, delta, seconds) in enumerate(self.events):
             kind, total = self.kind(serial), total + delta
@@ -311,7 +311,7 @@ class Tape(Meter):
         self.part = part or self.part
 
     def _range(self, name: str, begins: bool) -> None:
-        """Record that a profiler range begins or ends; a loop over tiles is such a range, and a piece."""
+        """Record that a profiler range begins or ends; the range of a loop over tiles is a separate piece."""
         if begins:
             self._ranges.append(name)
         if name == "tiles":
@@ -336,7 +336,7 @@ class Tape(Meter):
         return ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # a shortcut, because it is called very often
+        if func is torch.ops.prim.device.default:  # a shortcut, because this operator is called very often
             return args[0].fake_device
         if self._paused:
             return func(*args, **(kwargs or {}))

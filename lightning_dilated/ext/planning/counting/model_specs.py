@@ -46,7 +46,7 @@ def counted_model_of(
         capability: compute capability of the GPU.
 
     Raises:
-        ValueError, TypeError: for another precision, or a model that cannot be counted.
+        ValueError, TypeError: for an unknown precision, or a model that cannot be counted.
     """
     one_of(precision, "precision", PRECISIONS)
     dtype, products = PRECISIONS[precision]
@@ -118,7 +118,7 @@ def _call(stack: Stack, dtype: torch.dtype, capability: tuple[int, int]) -> OpCa
 
 
 def _alike(model: DilatedModule, depth: int = 1, recurrence: Recurrence | None = None) -> DilatedModule:
-    """Copy the model with `depth` layers, all with this recurrence, or all without one."""
+    """Return a copy of the model with `depth` layers that all have `recurrence`; None: no layer has a recurrence."""
     shallow = model.planning_copy(depth)
     if getattr(model, "recurrences", ()):
         shallow.recurrences = (recurrence,) * depth
@@ -132,7 +132,7 @@ def _batch(model: DilatedModule, dtype: torch.dtype, tokens: int) -> Any:
 
 
 #: elements that a layer's low-rank update reads and writes, for each element of (the layer's input, its output).
-#: peft's forward runs a product, a scale and a sum; its backward does, too, and sums the input's two gradients
+#: In peft, forward and backward run a product, a scale and a sum; the backward also sums the input's two gradients
 UPDATE_FORWARD, UPDATE_BACKWARD = (1, 6), (5, 4)
 
 
@@ -142,10 +142,10 @@ class Trained:
 
     Attributes:
         block, edge: trained parameters in a block, and outside all blocks.
-        weights: parameters in a block that multiply activations. An update that is first added to a weight does not.
-        gradients: parameters in a block with gradients summed over tokens: all trained parameters, except that an
+        weights: parameters in a block that multiply activations, without updates that are first added to a weight.
+        gradients: parameters in a block that have gradients summed over tokens: all trained ones, except that an
             update that is first added to a weight counts as that weight.
-        forward, backward: elements a token that low-rank updates read and write.
+        forward, backward: number of elements that low-rank updates read and write for each token.
     """
 
     block: int
@@ -251,7 +251,7 @@ class Facts:
         block_parameters, edge_parameters: parameters of a block without its recurrence, and all other parameters.
         projection, feed_forward: parameters of a block's joint projection, and of its feed-forward.
         logits: whether the loss of a token reads V logits.
-        windows: most head windows: the kv heads, or 1 with low-rank updates or in blocks that have no windows.
+        windows: maximum number of head windows: the kv heads; 1 if blocks have low-rank updates or have no windows.
         tiles: whether feed-forwards can run in tiles.
         work: work of a block in which each operator is a kernel; None for other blocks.
         convolution: work of a block's short convolution, (forward, backward); empty if there is none.

@@ -43,7 +43,7 @@ class Repeat(NamedTuple):
 
 def shorten(stack: Any, every: int) -> list[Repeat]:
     """Remove equal groups of `every` blocks from a stack; return the repeats that restore them, in removal order."""
-    if getattr(stack, "drop_path", 0):  # one call draws the factors of all blocks
+    if getattr(stack, "drop_path", 0):  # one call draws the drop-path factors of all blocks
         return []
     signatures: list[Any] = []
     for block in stack.blocks:
@@ -72,7 +72,7 @@ def _signature(block: nn.Module) -> list[Any]:
 
 
 def find_repeats(kinds: Sequence[Hashable], every: int = 1) -> list[Repeat]:
-    """Find repeats of blocks by their kinds. The indices of a repeat count only blocks that earlier repeats left."""
+    """Find repeats of blocks by their kinds. A repeat's indices refer to the list that earlier repeats shortened."""
     groups = [tuple(kinds[i : i + every]) for i in range(0, len(kinds), every)]
     repeats, period = [], 1
     while (RUN + 1) * period <= len(groups):
@@ -91,7 +91,7 @@ def find_repeats(kinds: Sequence[Hashable], every: int = 1) -> list[Repeat]:
 
 
 def lengthened(pieces: Sequence[Piece], repeat: Repeat, size: int, trained: int) -> Iterator[Piece]:
-    """Yield the pieces of a step with the further units of a repeat.
+    """Yield the pieces of a step that contains the further units of a repeat.
 
     Args:
         pieces: pieces of the step without the further units.

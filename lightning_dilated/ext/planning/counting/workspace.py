@@ -43,7 +43,7 @@ class OpCall:
 
     Attributes:
         tokens, batch: L and B of this rank.
-        whole, offset: tokens of the whole sequence (None: L), and the position of this rank's first token.
+        whole, offset: number of tokens of the whole sequence (None: L), and position of this rank's first token.
         window: (first, stop) of the call's query heads; None: all H.
         final: whether out is complete after the call. It is not if results from other ranks' rows are merged into it.
         others: the patterns of layers 1, 2, ... if they differ; layers cycle through `pattern` and `others`.
@@ -78,7 +78,7 @@ class OpCall:
 
     @property
     def spans(self) -> list[Span]:
-        """The rank's part of the sequence: a list of one span, or an empty list without tokens."""
+        """The rank's part of the sequence: a list of one span, or an empty list if the rank has no tokens."""
         if not self.tokens:
             return []
         return [Span(0, self.batch, 0, self.tokens, self.whole, self.offset, self.offset)]
@@ -155,7 +155,7 @@ def engine_of(x: OpCall) -> Engine:
 
 @functools.lru_cache(maxsize=4096)
 def workspace(x: OpCall) -> tuple[int, int]:
-    """Return the op's peak bytes in addition to inputs and results, (forward, backward)."""
+    """Return the op's (forward, backward) peak bytes in addition to inputs and results."""
     if not x.rows:
         return 0, 0
     if (inner := _without_global(x)) is not None:
@@ -176,7 +176,7 @@ def _without_global(x: OpCall) -> OpCall | None:
 
 
 def _beside_global(x: OpCall, inner: OpCall) -> tuple[int, int]:
-    """Follow `executors.WithGlobalTokens`: other branches in fp32, and then the blocks of global tokens one by one."""
+    """Compute the peaks of `executors.WithGlobalTokens`: other branches in fp32, then global tokens block by block."""
     wide, (forward, backward) = max(4, x.dtype.itemsize), workspace(inner)
     crossing = {i for i, b in enumerate(x.pattern.branches) if b.tokens is not None}
     most = max((_rows(x.spans[0], b) for b in x.call.blocks(x.spans[0]) if b.branch in crossing), default=0)
@@ -212,8 +212,8 @@ def _fused(x: OpCall) -> tuple[int, int]:
 
 
 def _held(pieces: fused.Pieces, part: int, engine: int, results: int) -> int:
-    """Return the peak bytes of `part` bytes a row of held blocks, `engine` bytes a row of the running block, and the
-    results, which are allocated after the first span's outermost parts."""
+    """Return the peak bytes. Each row of a held block takes `part` bytes, each row of the running block takes `engine`
+    further bytes, and `results` bytes are allocated after the first span's outermost parts."""
     peak = before = 0
     spans, branch = pieces
     for span, chunk in spans:
@@ -230,7 +230,7 @@ def _held(pieces: fused.Pieces, part: int, engine: int, results: int) -> int:
 
 
 def _leaves(span: Span, chunk: Chunk) -> list[list[int]]:
-    """For each innermost chunk, list the rows of the blocks in memory while it is combined, in order of creation."""
+    """List, for each innermost chunk, the rows of each block that is in memory while it is combined, oldest first."""
     leaves: list[list[int]] = []
     fused.walk(chunk, functools.partial(_rows, span), lambda _, every, rows: leaves.append(rows))
     return leaves
@@ -242,7 +242,7 @@ def _rows(span: Span, block: Block) -> int:
 
 # -- block by block ----------------------------------------------------------------------------------------------------
 def _blockwise(x: OpCall) -> tuple[int, int]:
-    """Follow `executors.blockwise`: sums in fp32, and the result of one block with the copies for merging it."""
+    """Compute the peaks of `executors.blockwise`: fp32 sums, and one block's result with the copies that merge it."""
     wide = max(4, x.dtype.itemsize)
     most = max(x.block_rows, default=0)
     sums = 4 * x.head_dim if engine_of(x).name in SUMS_DQ else 0
@@ -265,7 +265,7 @@ def recurrence_workspace(forward: bool, call: OpCall, spec: str, meter: Callable
     described = op.RecurrenceSpec.decode(spec)
     sizes = call.heads, call.kv_heads, call.head_dim
     (short, low), (long, high) = _metered(forward, sizes, call.dtype, spec, meter)
-    shared = call.whole is not None and call.whole > call.tokens  # such ranks compute their tokens in one window
+    shared = call.whole is not None and call.whole > call.tokens  # ranks with a part of a sequence use one window
     whole = not described.causal or shared
     tokens = call.tokens if whole else min(call.tokens, op.WINDOW)
     rows = call.heads * (1 if forward else 2) + (0 if forward else 2 * call.kv_heads)  # a window's results are copied

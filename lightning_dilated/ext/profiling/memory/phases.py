@@ -23,7 +23,7 @@ from lightning_dilated.ext.planning.counting.memory_tracker import (
 )
 from lightning_dilated.models.blocks import TransformerBlock
 
-#: index of the result of `lightning_dilated::attention` with rows of other ranks, which are saved for the backward
+#: index, among the results of `lightning_dilated::attention`, of other ranks' rows that are saved for the backward
 RECEIVED = 2
 
 
@@ -65,7 +65,7 @@ def exchanged(func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) ->
 
 
 def shares(total: int, known: Mapping[str, int]) -> dict[str, int]:
-    """Split `total` bytes by kind: the known kinds, in order, up to `total`, and the remainder as temporary."""
+    """Split `total` bytes by kind: take the known kinds in order, at most `total`, and call the rest temporary."""
     sizes, left = {}, total
     for kind in (PARAMETERS, OPTIMIZER, GRADIENTS, BATCH, EXCHANGE, ACTIVATIONS):
         sizes[kind] = max(0, min(known.get(kind, 0), left))
@@ -100,7 +100,7 @@ def phases(blocks: int) -> list[Phase]:
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the module's TransformerBlocks; without any, return the children of its outermost ModuleLists."""
+    """Return the module's TransformerBlocks; if it has none, return the children of its outermost ModuleLists."""
     blocks = [m for m in module.modules() if isinstance(m, TransformerBlock)]
     return blocks or list(dict.fromkeys(_listed(module)))
 
@@ -120,7 +120,7 @@ class Watch:
     """Follow a module's blocks through forward and backward; the caller marks other phases by `enter`.
 
     Calls are followed outside compiled code, so that nothing is compiled again. A block's backward begins when the
-    gradient of a result is computed. It ends when the gradient of an input is computed or another block's begins.
+    gradient of a result is computed. It ends when the gradient of an input is computed or another backward begins.
 
     Attributes:
         phase: the present phase.

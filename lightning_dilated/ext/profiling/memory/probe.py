@@ -41,7 +41,7 @@ from lightning_dilated.ext.profiling.memory.phases import (
     weights,
 )
 
-#: most allocations and frees in a history; older ones are dropped
+#: maximum number of allocations and frees in a history; older ones are dropped
 ENTRIES = 200_000
 
 
@@ -67,8 +67,8 @@ class Snapshots:
     def __init__(self, steps: tuple[int, int] | None, device: torch.device) -> None:
         if steps is not None and device.type != "cuda":
             raise ValueError(
-                f"snapshot_steps={steps} needs CUDA's allocator to record, and this run is on {device}. Leave "
-                "snapshot_steps out: the timeline works on the CPU, too."
+                f"snapshot_steps={steps} records CUDA's allocator, but this run is on {device}. Leave snapshot_steps "
+                "out: the timeline also works on the CPU."
             )
         self.steps, self.device, self.recording = steps, device, False
 
@@ -83,7 +83,7 @@ class Snapshots:
             self.write(folder / f"memory_steps_{first}_to_{stop - 1}_rank_{rank}.pickle")
 
     def write(self, path: Path) -> bool:
-        """Write the history, stop recording and return True; return False if the device is no GPU."""
+        """Write the history, stop recording and return True; return False if the device is not a GPU."""
         if self.device.type != "cuda":
             return False
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ class CpuProbe:
     """Count the tensors on the CPU with a `Meter`; see its docstring for memory that it does not count.
 
     Storages of parameters, gradients and optimizer states are identified before and after each batch, after each
-    backward and before the optimizer. Exchange buffers are other tensors that collectives read or write: those of
+    backward and before the optimizer. Exchange buffers are other tensors that collectives read or write: buffers of
     attention and of other calls, and DDP's gradient buckets after the first measured backward. Saved activations are
     other tensors that the forward created and that are in memory when the backward begins, including the loss and
     logged values. All other tensors are temporary, including those that the backward creates or recomputes."""
@@ -186,7 +186,7 @@ class CpuProbe:
         """Do nothing, because `overall` is always up to date."""
 
     def held(self, allocated: int | None) -> dict[str, int]:
-        """Return the present bytes by kind; in a forward all tensors that it created count as saved."""
+        """Return the present bytes by kind; in a forward, all tensors that the forward created count as saved."""
         self.gradients()
         if self.watch.phase.stage == FORWARD:
             self.saved()
@@ -205,13 +205,13 @@ class CpuProbe:
 class CudaProbe:
     """Read a GPU's allocator between phases, and reset its peaks there; nothing waits for the GPU.
 
-    Parameters, gradients, optimizer states and batch are the bytes of these tensors. Saved activations are computed: in
-    the forward, bytes at the end of a phase minus bytes at the batch's start and bytes of other kinds; in the backward,
-    those that remained at the start of the phase. Exchange buffers are the bytes that the sequence's exchanges sent
-    and received in the phase, and received bytes that earlier blocks saved (at most the bytes that their forward left
-    allocated; none with exchange "ring" or if the block is recomputed). All other bytes of the peak are temporary:
-    workspaces of kernels, tensors that a backward creates or recomputes, memory of libraries and of DDP's buckets, and
-    parameters that FSDP gathers."""
+    Parameters, gradients, optimizer states and the batch are counted by their tensors. Saved activations are computed:
+    in the forward, bytes at the end of a phase minus bytes at the batch's start and bytes of other kinds; in the
+    backward, the same difference at the start of the phase. Exchange buffers are the bytes that the sequence's
+    exchanges sent and received in the phase, and received bytes that earlier blocks saved (at most the bytes that their
+    forward left allocated; none with exchange "ring" or if the block is recomputed). All other bytes of the peak are
+    temporary: workspaces of kernels, tensors that a backward creates or recomputes, memory of libraries and of DDP's
+    buckets, and parameters that FSDP gathers."""
 
     def __init__(self, device: torch.device, module: nn.Module, watch: Watch, sequence: Any = None) -> None:
         self.device, self.module, self.watch, self.sequence = device, module, watch, sequence
@@ -296,13 +296,13 @@ class CudaProbe:
         return allocated["peak"], reserved["peak"], allocated["current"]
 
     def _count(self, groups: Sequence[int | None]) -> None:
-        """Count the gradients of the blocks in `groups`; None in `groups`: parameters outside blocks."""
+        """Count the bytes of gradients of the blocks in `groups`, where None means parameters outside blocks."""
         for i in groups:
             tensors = (part for g in gradients(self._groups[i]) for part in parts(g))
             self._grads[i] = sum(t.numel() * t.element_size() for t in tensors if t.device == self.device)
 
     def _left(self) -> int:
-        """Return the allocated bytes of no known kind, minus such bytes at the batch's start."""
+        """Return the allocated bytes of unknown kind, minus the bytes of unknown kind at the batch's start."""
         return self._held - sum(self._known.values()) - sum(self._grads.values()) - self._other
 
     def _saved(self) -> int:
@@ -315,7 +315,7 @@ class CudaProbe:
         traffic = (self.sequence.forward_traffic, self.sequence.backward_traffic)
         now = (sum(x.sent for x in traffic), sum(x.received for x in traffic))
         before, self._counted = getattr(self, "_counted", now), now
-        return max(0, now[0] - before[0]), max(0, now[1] - before[1])  # not negative if other code reset the counters
+        return max(0, now[0] - before[0]), max(0, now[1] - before[1])  # 0 if other code reset the counters
 
     def _keeps(self, block: int | None) -> bool:
         """Return whether a block saves received rows for its backward."""

@@ -135,12 +135,12 @@ class MemoryProfiler(pl.Callback):
 
     Each number is logged at the step as the maximum and (`..._min_mb`) the minimum over ranks, in MB of 1e6 bytes:
     `memory/peak_mb` of the step; `memory/forward_mb`, `backward`, `optimizer`, `rest`; `memory/forward_block_1_mb`,
-    `forward_other`, ...; on GPUs the same for reserved bytes, `memory/peak_reserved_mb`, ...; for the host process
+    `forward_other`, ...; on GPUs, the same for reserved bytes, `memory/peak_reserved_mb`, ...; for the host process
     `memory/host_mb` (resident), `memory/host_peak_mb` and on GPUs `memory/pinned_mb`; `memory/at_peak/KIND_mb`.
 
-    On GPUs the allocator is read, and nothing waits for the GPU. Measured steps reset the allocator's peaks between
+    On GPUs, the allocator is read, and nothing waits for the GPU. Measured steps reset the allocator's peaks between
     phases, so `torch.cuda.max_memory_allocated()` and DeviceStatsMonitor see only the time since the last reset: read
-    `peak_allocated` and `peak_reserved` here instead. On the CPU live tensors are counted (`planning.Meter`), without
+    `peak_allocated` and `peak_reserved` here instead. On the CPU, live tensors are counted (`planning.Meter`), without
     memory that a kernel allocates and frees. Counting is slower, and compiled blocks run uncompiled in measured steps.
     `CpuProbe` and `CudaProbe` describe the kinds; memory of unknown kind is temporary.
 
@@ -161,8 +161,8 @@ class MemoryProfiler(pl.Callback):
         top: the highest peak of all measured steps and ranks.
         measured: the last measured step of this rank, with its timeline.
         steps: number of measured steps.
-        peak_allocated, peak_reserved: peak bytes on this rank; on GPUs since other code last reset the allocator's
-            peaks, on the CPU in measured steps (reserved: None).
+        peak_allocated, peak_reserved: peak bytes on this rank: on a GPU, since other code last reset the allocator's
+            peaks; on a CPU, in measured steps (`peak_reserved`: None).
 
     Raises:
         TypeError, ValueError: for an invalid argument; at the start of fit if the device is neither a GPU nor a CPU, or
@@ -206,7 +206,7 @@ class MemoryProfiler(pl.Callback):
         if stage != "fit":
             return
         if sum(isinstance(x, MemoryProfiler) for x in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ValueError("use one MemoryProfiler a Trainer: a second one would reset the first one's peaks.")
+            raise ValueError("use one MemoryProfiler per Trainer: a second one would reset the first one's peaks.")
         device = trainer.strategy.root_device
         if device.type not in ("cpu", "cuda"):
             raise ValueError(

@@ -47,7 +47,7 @@ def unit_of(most: float) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes of a phase: the maximum over measured steps, on the rank with most and on the rank with least."""
+    """Bytes of a phase as maxima over measured steps, on the rank with the most bytes and the rank with the least."""
 
     phase: Phase
     allocated: int
@@ -184,12 +184,12 @@ COLOURS = {
     **{PARAMETERS: "#4e79a7", GRADIENTS: "#59a14f", OPTIMIZER: "#b07aa1", BATCH: "#9c755f"},
     **{ACTIVATIONS: "#f28e2b", EXCHANGE: "#76b7b2", TEMPORARY: "#bab0ac"},
 }
-#: most points of a picture; each is the highest of several consecutive points
+#: maximum number of points in a picture; each is the highest of several consecutive points
 POINTS = 1500
 
 
 def thinned(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
-    """Return the highest point of each of at most `limit` runs, at the time of the run's start, and the last point."""
+    """Cut the points into at most `limit` runs; return each run's highest point at its start, and the last point."""
     size = max(1, -(-len(points) // limit))
     runs = [points[i : i + size] for i in range(0, len(points), size)]
     points_kept = [(run[0][0], max((kinds for _, kinds in run), key=lambda x: sum(x.values()))) for run in runs]
