@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: pages that are offered as notebooks, from docs/
+#: pages that are also offered as notebooks, relative to docs/
 PAGES = ("tutorials/first_model.md", "tutorials/slides.md")
 FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.M | re.S)
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?://)[^)]+\)")
@@ -33,7 +33,7 @@ class Cell:
         kind: "prose", "console", "file", "bash" or "python".
         text: Markdown, the file's content, or code.
         title: the name of the file.
-        output: lines that the code prints, in this order.
+        output: the lines that the code prints, in the order of printing.
     """
 
     kind: str
@@ -46,7 +46,7 @@ def cells(page: str) -> list[Cell]:
     """Return the parts of a tutorial in the order of its page.
 
     Raises:
-        ValueError: for a block of another language, or an output that belongs to no code.
+        ValueError: if a block has another language, or an output belongs to no code.
     """
     parts: list[Cell] = []
     end = 0

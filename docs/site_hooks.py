@@ -25,7 +25,7 @@ RENAMED = {"README.md": "readme.md"}
 PAGES = ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "recipes/README.md")
 #: pages that represent their folder; a list of the other pages in the folder is appended
 FOLDERS = ("benchmarks/results/README.md",)
-#: a link or image, or brackets in prose that the site would take for a reference; inside code they are neither
+#: a link or an image, or brackets in prose that the site would take for a link; brackets inside code are skipped
 LINK = re.compile(
     r"(?P<code>^```.*?^```|`[^`\n]+`)|\]\((?P<target>[^)\s]+)\)|(?P<prose>\[[^\[\]`]{1,200}\]\[[^\[\]`]{1,200}\])",
     re.M | re.S,
@@ -38,12 +38,12 @@ def links(text: str) -> Iterator[str]:
 
 
 def linked_path(root: Path, page: str, target: str) -> str | None:
-    """The file of the checkout that a link leads to, from the root; None for other links.
+    """Return the path from the root to the checkout file that a link leads to, or None for other links.
 
     Args:
-        root: of the checkout.
-        page: the file that has the link, from the root.
-        target: of the link. A folder stands for its README.md.
+        root: the root of the checkout.
+        page: the path from the root to the file that contains the link.
+        target: the target of the link. A folder means its README.md.
     """
     parts = urlsplit(target)
     if parts.scheme or parts.netloc or not parts.path:
@@ -88,7 +88,7 @@ def linked_files(root: Path) -> list[str]:
     """Return all files outside of docs/ that pages in docs/ or `PAGES` link to, directly or through other files."""
     todo = [path.relative_to(root).as_posix() for path in sorted((root / "docs").rglob("*.md"))] + list(PAGES)
     seen = set(todo)
-    for page in todo:  # grows
+    for page in todo:  # the loop appends to this list
         if not page.endswith(".md"):
             continue
         for target in links(page_text(root, page)):
@@ -116,7 +116,7 @@ _sources: dict[str, str] = {}
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the files outside of docs/."""
+    """Add the files outside of docs/ to the site."""
     from mkdocs.structure.files import File
 
     root = _root(config)
@@ -130,7 +130,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Rewrite links."""
+    """Rewrite links to checkout files as links of the site."""
     source = page.file.src_uri
     return rewritten(_root(config), _sources.get(source, f"docs/{source}"), markdown)
 
@@ -151,7 +151,7 @@ class _Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collect from one tag."""
+        """Collect the anchor and the target of one tag."""
         values = dict(attrs)
         self.anchors |= {value for value in (values.get("id"), values.get("name")) if value}
         self.targets |= {value for value in (values.get("href"), values.get("src")) if value}
@@ -160,7 +160,7 @@ class _Page(HTMLParser):
 def dead_links(site: Path) -> list[tuple[str, str]]:
     """Return (page, target) of each link to a file or an anchor that the built site does not have."""
     pages = {path.relative_to(site).as_posix(): _Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
-    # its links begin at the root of the server
+    # links of the page 404.html begin at the root of the server
     pages.pop("404.html", None)
     return [
         (name, target)

@@ -274,13 +274,13 @@ def test_losses_by_position_are_refused_before_any_work(tmp_path):
     """LossByPosition is refused even if no validation precedes the end of the first epoch. A test run is allowed."""
     model = ld.LongNetLM(WIDE, VOCABULARY, 16, 1, 2)
     with pytest.raises(
-        ValueError, match=r"LossByPosition looks at.*StreamDataModule are steps.*remove the callback, or"
+        ValueError, match=r"LossByPosition needs positions.*StreamDataModule are steps.*remove the callback, or"
     ):
         fitted(tmp_path, 3, model=model, callbacks=[LossByPosition()], num_sanity_val_steps=0)
     assert not model._built, "layers were made"
     trainer, model, data, _ = fitted(tmp_path, 1)
     trainer.callbacks.append(LossByPosition())
-    with pytest.raises(ValueError, match="LossByPosition looks at"):
+    with pytest.raises(ValueError, match="LossByPosition needs positions"):
         trainer.validate(model, data, verbose=False)
     trainer.test(model, data, verbose=False)
     trainer.callbacks[-1] = RecallByDistance()
