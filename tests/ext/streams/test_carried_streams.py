@@ -285,7 +285,7 @@ def test_losses_by_position_are_refused_before_any_work(tmp_path):
     trainer.test(model, data, verbose=False)
     trainer.callbacks[-1] = RecallByDistance()
     data.distances = lambda split, index: torch.zeros(STEP)
-    with pytest.raises(ValueError, match="RecallByDistance looks at"):
+    with pytest.raises(ValueError, match="RecallByDistance needs positions"):
         trainer.test(model, data, verbose=False)
 
 
