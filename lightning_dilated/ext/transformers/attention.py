@@ -116,8 +116,8 @@ def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[
     if isinstance(mask, Tensor):
         raise ValueError(
             f"ring_dilated takes no mask of shape {tuple(mask.shape)}, because a mask of all pairs of tokens "
-            "grows with N^2. Give attention_mask (B, N), ones and then zeros, for padding, and position_ids that restart, "
-            "or cu_seq_lens_q, for documents."
+            "grows with N^2. For padding, pass attention_mask (B, N), with ones followed by zeros. For documents, pass "
+            "cu_seq_lens_q, or position_ids that restart at each document."
         )
     if not isinstance(mask, (VisibleKeys, CachedStep)):
         raise ValueError(
