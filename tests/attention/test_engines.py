@@ -307,7 +307,7 @@ def test_alignment(layout, monkeypatch):
 def test_min_rows(monkeypatch):
     """Blocks with fewer rows than an engine supports run on the math engine, in both passes."""
     calls = record(monkeypatch, "cpu_flash", min_rows=4)
-    case = Case(DilatedPattern([(8, 1), (6, 2), (4, 3)]), 2, 27, 3, 3, 8, causal=True)  # rows: 8, 3; 3, 2 or 1; 2 or 1
+    case = Case(DilatedPattern([(8, 1), (6, 2), (4, 3)]), 2, 27, 3, 3, 8, causal=True)  # rows: 8 or 3, 1 to 3, 1 or 2
     q, k, v, grad = case.tensors()
     out, lse = case.run(q, k, v, engine="cpu_flash", return_lse=True)
     got = gradients(out, (q, k, v), grad)

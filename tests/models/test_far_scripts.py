@@ -159,7 +159,7 @@ def test_keys_of_two_tokens_in_a_full_haystack(far):
 
 
 def write_trees(folder):
-    """Write two versions of 40 files; one line in eight of the second is another."""
+    """Write two versions of 40 files; one line in eight differs in the second version."""
     for i in range(40):
         lines = [b"value_%d_%d = function(%d)  # a line of its own\n" % (i, j, i * j) for j in range(30)]
         for name in ("old", "new"):

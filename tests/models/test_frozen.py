@@ -1,4 +1,4 @@
-"""Frozen parameters need no products in the backward, in tiles and chunks of heads, too. Other gradients stay equal."""
+"""Frozen parameters need no products in the backward, even in tiles and chunks of heads. Other gradients stay equal."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def cheaper(memory, names, x, products):
         torch.testing.assert_close(grad, want[name], rtol=near, atol=near)
 
 
-#: with 2 samples torch's linear takes another path; in CI only test_what_nothing_before_needs runs both numbers
+#: with 2 samples torch's linear takes a different path; in CI only test_what_nothing_before_needs runs both numbers
 SAMPLES = [1, pytest.param(2, marks=pytest.mark.slow)]
 
 

@@ -228,7 +228,7 @@ class Fixed(LongNetLM):
 
 
 class Renamed(LongNetLM):
-    """A subclass with another name for the pattern in its constructor."""
+    """A subclass whose constructor has a different name for the pattern."""
 
     def __init__(self, attention_pattern: DilatedPattern, dim: int = 16) -> None:
         super().__init__(attention_pattern, **{**SIZES, "dim": dim})

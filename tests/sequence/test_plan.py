@@ -164,7 +164,7 @@ def test_an_exchange_that_cannot_serve():
 @pytest.mark.parametrize("heads", [5, 12])
 @pytest.mark.parametrize("tokens", [4096, 131072])
 def test_every_window_takes_one_exchange(heads, tokens):
-    """The members of a head-parallel group choose the same exchange at equal prices, even if their heads differ."""
+    """All members of a head-parallel group compute the same costs and choose the same exchange for any heads."""
     pattern = DilatedPattern([(2048, 1), (None, 8), *([(4096, 2)] if heads == 5 else [])])
     options = {"ranks": 4, "head_size": 2, "causal": True}
     plans = [plan(make_problem(pattern, tokens, heads, head_rank=r, **options)) for r in range(2)]

@@ -77,7 +77,7 @@ WAYS = {
 }
 
 
-#: slow tests; the other cases cover their features, too
+#: slow tests, whose features the other cases also cover
 SLOW = ("plain", "clipped", "data 2", "attention kept, tiles", "32-true")
 
 
@@ -215,7 +215,7 @@ def test_as_users_start_it(tmp_path):
         assert host[name] == pytest.approx(plain[name], rel=1e-4)  # micro-batches are summed in a different order
 
 
-# -- what only a GPU shows, taken apart --------------------------------------------------------------------------------
+# -- parts of what only a GPU can run as a whole ------------------------------------------------------------------------
 def test_backends():
     """gloo is needed because NCCL cannot reduce norms on the host."""
     strategy = RingDilatedFSDPStrategy(**HOST)

@@ -115,7 +115,7 @@ def validated(rank, group, folder, ckpt):
 
 
 def test_whole_states_are_not_sharded(pools, text):
-    """8-bit states of unsharded parameters cannot resume sharded: it raises before training. Weights alone load."""
+    """Sharded training refuses 8-bit states of unsharded parameters at the start. The weights alone can be loaded."""
     saved = f"{text}.saved"
     pools(2).run(2, part_of_run, text, RingDilatedStrategy(), 1, None, False, saved)
     for answer in pools(2).answers(2, part_of_run, text, RingDilatedFSDPStrategy(), 2, None, False, saved):

@@ -70,7 +70,7 @@ CASES = [("plain", way) for way in (*PLAIN, "4, head 2", "4, head 4", "2, head a
 CASES += [(run, "4, data 2") for run in ("accumulate and clip", "masked labels", "lengths")]
 CASES += [(run, "4") for run in ("ragged", "documents", "fewer tokens than ranks", "hybrid")]
 CASES += [("recurrence", "2, zigzag")]
-#: slow tests; test_every_exchange_and_layout covers these layouts and exchanges, too
+#: slow tests, whose layouts and exchanges test_every_exchange_and_layout also covers
 SLOW = [("plain", way) for way in ("2, zigzag", "2, strided", "2, ring", "2, switch", "4, nodes of 2")]
 SLOW += [("workers", "2"), ("compiled", "2")]
 SLOW += [

@@ -1,4 +1,4 @@
-"""Slides under the strategies: training and the AUROC, accuracy and kappa of an epoch equal one rank."""
+"""Slides under the strategies: training and an epoch's AUROC, accuracy and kappa equal those of one rank."""
 
 import functools
 
