@@ -1,4 +1,4 @@
-"""The statements of engines about themselves, and how `choose` uses them."""
+"""Engines state what they support, such as dtypes, and `choose` uses these statements."""
 
 import random
 from dataclasses import replace

@@ -156,7 +156,7 @@ def test_flops(pool, name, layout, head_size):
 
 
 def compiled_and_plain(rank, group, exchange, backend, explicit):
-    """Compare a compiled with a plain call bit by bit, in both passes, on two inputs: none may become a constant."""
+    """Compare a compiled call with a plain call in both passes. A second input shows if the first became a constant."""
     with sequence(group, exchange=exchange) as ours, ours.active():
         options = {"sequence": ours} if explicit else {}
         pattern = DilatedPattern.geometric(4, 32)

@@ -82,7 +82,7 @@ def test_a_ring_leaves_a_node_at_its_last_rank(pool):
 
 
 def flights(rank, group, exchange):
-    """Return ([(pass, content, sent bytes)] of the collectives of a call, and sums next to the plan's)."""
+    """Return ([(pass, content, sent bytes)] of the collectives of a call, and its sums beside the plan)."""
     with sequence(group, exchange=exchange) as ours:
         log = TrafficLog()
         ours.watch(log)

@@ -1,4 +1,4 @@
-"""benchmarks/far on the CPU: exact codes equal the definition, chunks equal the whole, and a tiny run writes rows."""
+"""benchmarks/far on the CPU: exact codes equal the definition, in one pass or in chunks, and a tiny run writes rows."""
 
 import importlib
 import json

@@ -87,7 +87,7 @@ def test_a_part_of_a_block(memory, part, samples):
 @pytest.mark.parametrize("memory", WAYS, ids=str)
 @pytest.mark.parametrize("samples", [1, 2])
 def test_what_nothing_before_needs(memory, samples):
-    """The first block after a frozen embedding: gradients of q, k and v end at their weight or at the norm's weight."""
+    """With a frozen embedding, gradients of q, k and v serve only the weights of the projection and of the norm."""
     x = torch.randn(samples, TOKENS // samples, E, dtype=torch.float64)
     cheaper(memory, ["attention_norm"], x, PROJECTED * E)
     cheaper(memory, ["attention.in_proj_weight"], x, PROJECTED * E)

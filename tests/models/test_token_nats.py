@@ -1,4 +1,4 @@
-"""The cross-entropy of each token and its gradient, by torch's passes and by passes that are compiled for GPUs."""
+"""The cross-entropy of each token and its gradient, with torch's passes and with passes that are compiled for GPUs."""
 
 import contextlib
 import functools

@@ -181,7 +181,7 @@ def test_names_the_layout_that_balances_a_dense_head():
 
 @pytest.mark.parametrize("ranks", [8, 9, 64, 1024])
 def test_one_rank_that_owns_a_dense_head_is_waited_for(ranks):
-    """All ranks wait for a rank that owns a dense head, even if the plan prices only some other ranks exactly."""
+    """All ranks wait for a rank that owns a dense head, even if the plan computes exact costs of other ranks only."""
     problem = make_problem(DilatedPattern([Branch(64, 1, heads=range(11)), Branch(None, 1, heads=[11])]), 1 << 20, 12,
                            ranks=ranks, layout="zigzag", causal=True)  # fmt: skip
     chosen = plan(problem)

@@ -41,7 +41,7 @@ def fit(rank, group, run, cache):
 
 @pytest.mark.slow
 def test_sharded_parameters(pools, tmp_path):
-    """Results are equal bit by bit with and without cpu_offload. The second start loads the first's compiled code."""
+    """Results are equal bit by bit with and without cpu_offload. The second start reuses compiled code."""
     losses, want, *_ = pools(2).run(2, fit, RUN, str(tmp_path))[0]
     for run in (RUN, RUN.but(strategy={"cpu_offload": True})):
         for got, parameters, kinds, places, cached in pools(2).run(2, fit, run, str(tmp_path)):

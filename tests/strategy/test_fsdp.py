@@ -159,7 +159,7 @@ def test_one_file_of_another_strategy(pools, tmp_path, before, after, recurrence
 
 
 def replacing(rank, group, path):
-    """Write a file, a folder and a file to `path`. Return (kind after each write, number of removals by this rank)."""
+    """Write a file, a folder and again a file to `path`. Return (kind after each write, this rank's removals)."""
     model = LongNetLM(pattern=PATTERN, vocab_size=11, dim=16, depth=2).double()
     kinds, removed = [], []
     unlink, rmtree = Path.unlink, shutil.rmtree

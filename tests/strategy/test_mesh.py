@@ -129,7 +129,7 @@ def test_the_other_lightning_does_not_know_the_name():
     ],
 )
 def test_buckets_of_gradients(monkeypatch, backend, nodes, given, bucket, beside):
-    """One node: one bucket, after the backward. Several nodes: buckets during the backward, on few thread blocks."""
+    """One node sends one bucket after the backward. Several nodes send buckets during it, on few thread blocks."""
     runs = []
     monkeypatch.setattr(parallelize, "gradient_group", lambda timeout, overlapped: runs.append(overlapped) or "a group")
     monkeypatch.setattr(RingDilatedStrategy, "sizes", SimpleNamespace(region_size=2))

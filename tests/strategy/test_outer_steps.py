@@ -150,7 +150,7 @@ WAYS = {"sequences of two": {}, "data parallel": {"sequence_size": 1}}
 
 
 CASES = [(name, way) for name in SETTINGS for way in WAYS]
-#: slow tests, whose features the other cases also cover
+#: slow tests; the other cases cover the same features
 SLOW = ("plain", "mix", "many fragments")
 CI = {(name, "sequences of two") for name in SETTINGS if name not in SLOW} | {("streaming", "data parallel")}
 
