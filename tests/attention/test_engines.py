@@ -132,7 +132,7 @@ def test_auto_follows_the_request(monkeypatch):
 
 
 def test_another_flash_attention_goes_first(monkeypatch):
-    """Flash attention is preferred to cuDNN if the user has activated another implementation of it in torch."""
+    """Flash attention is preferred to cuDNN if the user has activated a different implementation of it in torch."""
     request = Request(CUDA, torch.bfloat16, 64)
     for name in ("cudnn", "flash"):
         monkeypatch.setitem(ENGINES, name, replace(ENGINES[name], available=lambda device: None))

@@ -112,7 +112,7 @@ def test_parameters_on_the_host(cli):
 
 
 def test_names_the_layout_that_balances_ranks(cli, tmp_path):
-    """The output suggests the zigzag layout if the last rank computes clearly longer than the others."""
+    """The output suggests the zigzag layout if the last rank computes much longer than the others."""
     dense = ["--dim", 64, "--depth", 2, "--heads", 4, "--segments", "1M", "--dilations", 1, "--no-compile", *BLOCK]
     plan = [*dense, "--tokens", "256K", "--gpus", 4, "--exchange", "gather"]
     hint = "RingDilatedStrategy(layout='zigzag') every rank has an early and a late part, and a step takes"

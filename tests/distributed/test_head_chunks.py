@@ -1,4 +1,4 @@
-"""Chunks of heads on several ranks equal one rank without chunks, for every exchange, and no row is sent twice."""
+"""Chunks of heads on several ranks give one rank's results, with every exchange, and no row is sent twice."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""LongNetLM in an active sequence: loss and gradients, summed over ranks, equal one rank, packed or not."""
+"""LongNetLM in an active sequence: sums over ranks of loss and gradients equal one rank's, packed or not."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Layers, torch.compile, CUDA graphs and FLOP counts in an active sequence equal one rank."""
+"""Layers in an active sequence give one rank's results, also with torch.compile and CUDA graphs; FLOP counts."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""Pooled models and slide pretraining on many ranks, in every layout: loss, gradients, predictions equal one rank."""
+"""Pooled models and slide pretraining on many ranks give one rank's loss, gradients, predictions in any layout."""
 
 import pytest
 import torch

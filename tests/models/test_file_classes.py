@@ -110,7 +110,7 @@ def weights():
 
 
 def checkpoint(folder, _without=(), _empty=False, **extra):
-    """Write a checkpoint like the command line's, with additional hyperparameters."""
+    """Write a checkpoint as the command line does, but with additional hyperparameters."""
     stored = {
         "state_dict": {} if _empty else weights(),
         "pytorch-lightning_version": "2.6.0",

@@ -115,7 +115,7 @@ def test_hooks_see_gradients_of_the_loss():
 
 
 def test_logits_are_made_once(monkeypatch):
-    """The logits are computed once in training, unless another loss is set."""
+    """The logits are computed once in training, unless a different loss is set."""
     model, data = tiny(PATTERN), batch(1, 64)
     model.transformer.memory = MemorySettings(tile=8)
     calls = []

@@ -112,7 +112,7 @@ BILLION_CASES = {
 )
 @pytest.mark.full
 def test_a_billion_tokens_on_4096_ranks(tmp_path, name, causal):
-    """Plan, and build a rank's program, in a new process, within CPU seconds and GiB (torch itself takes 0.4)."""
+    """In a new process, planning and building a rank's program stay within limits of CPU time and memory."""
     pattern, want = BILLION_CASES[name]
     script = tmp_path / "billion.py"
     script.write_text(BILLION.format(pattern=pattern, causal=causal))

@@ -1,4 +1,4 @@
-"""The closed forms of the strided layout equal the definition and the programs, and take less than N^2 operations."""
+"""The closed forms of the strided layout equal the definition and the programs, and need less than N^2 operations."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Ranks that differ in settings, data, numbers of batches or parameters raise errors; they neither hang nor err."""
+"""Ranks that differ in settings, data, numbers of batches or parameters raise errors instead of hanging."""
 
 import copy
 import enum

@@ -65,7 +65,7 @@ def check(results, want, tol, logged=None):
             )
 
 
-#: a sequence on four ranks for cases that need it, two sequences on two ranks each for the others
+#: one sequence on four ranks for cases that need it, two sequences on two ranks each for the others
 CASES = [("plain", way) for way in (*PLAIN, "4, head 2", "4, head 4", "2, head auto")]
 CASES += [(run, "4, data 2") for run in ("accumulate and clip", "masked labels", "lengths")]
 CASES += [(run, "4") for run in ("ragged", "documents", "fewer tokens than ranks", "hybrid")]

@@ -114,7 +114,7 @@ def plain(tmp_path_factory):
 
 @pytest.mark.parametrize("way", OFFLOADED)
 def test_offloaded(tmp_path, plain, way):
-    """Losses and norms equal those of plain sharding. Trained tensors are on the host, and all others on the GPU."""
+    """Losses and norms are the same as with plain sharding. Only trained tensors are on the host."""
     precision, strategy, model, memory, how = OFFLOADED[way]
     run, within = {"precision": precision, "model": model, "memory": memory, "fused": model == BIG}, WITHIN[precision]
     want = plain(strategy=strategy, **run)

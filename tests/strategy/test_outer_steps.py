@@ -289,7 +289,7 @@ def begun(pools, text):
 @pytest.mark.parametrize("how", ["file", "folder", pytest.param("validation", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stop", [6, pytest.param(8, marks=pytest.mark.slow)])
 def test_goes_on_exactly(pools, text, undisturbed, begun, how, stop):
-    """Resume while fragments are in flight: one is sent in steps 6 to 9, and another in steps 8 to 11."""
+    """Resume while fragments are in flight: one is sent in steps 6 to 9, and a second one in steps 8 to 11."""
     first = begun(how, stop)
     resumed = pools(4).run(4, part_of_run, text, STREAMING, 11, first[0]["saved"], None)
     for one, two, whole in zip(first, resumed, undisturbed, strict=True):

@@ -1,4 +1,4 @@
-"""Slides under the strategies: training and an epoch's AUROC, accuracy and kappa equal those of one rank."""
+"""Slides under the strategies: training, AUROC, accuracy and kappa have the same results as on one rank."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Streams on data-parallel ranks: losses equal one rank's, and checkpoints resume on a different number of ranks."""
+"""Streams on data-parallel ranks: losses equal one rank's, and a checkpoint resumes on any number of ranks."""
 
 from pathlib import Path
 

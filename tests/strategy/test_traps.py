@@ -197,7 +197,7 @@ def counted_flops(rank, group, run):
 
 @pytest.mark.parametrize("kind", ["whole", "documents", "lengths"])
 def test_flops_of_a_shared_sequence(pools, kind):
-    """Each of two ranks has done half of the work of one rank."""
+    """Each of two ranks does half of the work that one rank would do."""
     run = Run(kind=kind, steps=4, batch_size=1 if kind == "documents" else 2)
     alone, flops, _ = pools(1).run(1, counted_flops, run)[0]
     logged, same, left = pools(2).run(2, counted_flops, run)[0]
@@ -211,7 +211,7 @@ def test_flops_of_a_shared_sequence(pools, kind):
 
 
 def test_peak_of_an_h200():
-    """Lightning's table of peaks has the one for sparse products, and lacks the name of this GPU."""
+    """Lightning's table lists the peak for sparse products, and does not contain the name of this GPU."""
     from lightning_dilated.ext.profiling import throughput
 
     def run(device, precision):
