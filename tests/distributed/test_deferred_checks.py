@@ -296,7 +296,7 @@ def test_one_rank_asks_itself(pool):
 
 
 def shared_connection(rank, group):
-    """Return (gathers by two users of a channel, whether they share a connection, whether channels share none)."""
+    """Return (gathers by two users of a channel, whether these share a connection, whether two channels do not)."""
     first, second, other = (ControlGroup(group, None, channel) for channel in ("shared", "shared", "other"))
     values = [int(x) for control in (first, second) for x in control.gather(torch.tensor([rank]))]
     return values, first.backend is second.backend, first.backend is not other.backend

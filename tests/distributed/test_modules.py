@@ -1,4 +1,4 @@
-"""Layers in an active sequence give one rank's results, also with torch.compile and CUDA graphs; FLOP counts."""
+"""In an active sequence, layers give one rank's results, even compiled or with CUDA graphs, and FLOPs add up."""
 
 from contextlib import nullcontext
 
@@ -204,7 +204,7 @@ def test_compile_with_kv_conv(pool, layout):
 
 
 def compiled_once(rank, group):
-    """Return (compiled, plain) outputs of one function in a sequence, outside, in a second one, and in the first."""
+    """Return (compiled, plain) outputs of a function in one sequence, in none, in another, and again in the first."""
     pattern = DilatedPattern.geometric(4, 32)
     block = lambda x: dilated_attention(x.sin(), x, x, pattern)  # noqa: E731
     run = torch.compile(block, fullgraph=True, backend="aot_eager")

@@ -67,7 +67,7 @@ def test_nodes(pool, exchange):
     counts = torch.tensor(pool.run(4, between_nodes, exchange, NESTED, 32))  # axes (rank, pass, sent or received)
     row = HEADS * 2 * DIM * 4
     by_node = counts.view(2, 2, 2, 2).sum(1)
-    assert (by_node == ENTERING[exchange] * row).all(), by_node  # fp32 in both passes
+    assert (by_node == ENTERING[exchange] * row).all(), by_node  # the tensors are fp32, as gradients always are
     if exchange == "hierarchical_butterfly":
         assert (counts == ENTERING[exchange] // 2 * row).all()  # the ranks share the transfer equally
     problem = make_problem(NESTED, 32, HEADS, ranks=4)

@@ -102,7 +102,7 @@ def reductions(rank, group, run):
 
 
 def test_accumulation_keeps_no_whole_gradients(pools):
-    """Gradients are reduced after each micro-batch. Their sum equals one reduction, up to rounding."""
+    """Gradients are reduced after each micro-batch. Their sum is the same as with one reduction, up to rounding."""
     run = RUN.but(accumulate=2, clip=0.05)
     once, want = pools(2).run(2, reductions, run)[0]
     twice, got = pools(2).run(2, reductions, run.but(strategy=HOST))[0]

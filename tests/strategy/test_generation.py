@@ -1,4 +1,4 @@
-"""Generation in `predict_step`: ranks that share sequences gather prompts, and generate what one rank does."""
+"""Generation in `predict_step`: ranks that share sequences gather the prompts, and generate the same text."""
 
 import lightning.pytorch as pl
 import pytest

@@ -1,4 +1,4 @@
-"""The quickstart gives one GPU's results on two GPUs, up to 16-bit rounding: any precision, strategy, launcher."""
+"""The quickstart gives one GPU's results on two GPUs, up to rounding, for any precision, strategy and launcher."""
 
 import csv
 import functools
