@@ -26,8 +26,8 @@ class Gpu:
 @pytest.mark.parametrize(
     "free, held, before, after",
     [
-        (97, 1, 1.0, 0.97),  # 2 GiB are CUDA's and NCCL's, 1 GiB is left
-        (0, 96, 1.0, 0.95),  # all is taken: cached memory is released when more is needed
+        (97, 1, 1.0, 0.97),  # CUDA and NCCL use 2 GiB, 1 GiB is left free
+        (0, 96, 1.0, 0.95),  # nothing is free: cached memory is released when more is needed
         (97, 1, 0.5, 0.5),  # the user has set a lower limit
         (97, 1, 0.99, 0.97),
         (50, 10, 1.0, 1.0),  # other processes use 40 GiB

@@ -38,7 +38,7 @@ def gradients(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Te
 
 
 def leaves(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """Return detached leaves that require gradients. With another `dtype` they are copies of the same strides."""
+    """Return detached leaves that require gradients. With a different `dtype` they are copies with the same strides."""
     return tuple(x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors)
 
 

@@ -85,14 +85,14 @@ def test_any_length_in_one_graph():
             assert torch.equal(a, b)
 
 
-# no case of backend="eager" with checkpoint: torch's own dropout, too, draws another mask there
+# no case of backend="eager" with checkpoint, where even torch's own dropout draws a different mask
 @pytest.mark.parametrize(
     "backend, recompute",
     [("eager", False), ("aot_eager", False), ("aot_eager", True), ("inductor", True)],
     ids=["eager", "aot_eager", "aot_eager, checkpoint", "inductor, checkpoint"],
 )
 def test_dropout(backend, recompute):
-    """The output is linear in v for a fixed mask, so (dv * v).sum() == (out * grad).sum() if the backward has it."""
+    """The output is linear in v for a fixed mask, so (dv * v).sum() == (out * grad).sum() if both passes use one."""
     q, k, v, grad = CASE.tensors()
 
     def block(q, k, v):

@@ -1,4 +1,4 @@
-"""The statements of engines about themselves, and how `choose` uses them."""
+"""Engines state what they support, such as dtypes, and `choose` uses these statements."""
 
 import random
 from dataclasses import replace
@@ -132,7 +132,7 @@ def test_auto_follows_the_request(monkeypatch):
 
 
 def test_another_flash_attention_goes_first(monkeypatch):
-    """Flash attention is preferred to cuDNN if the user has activated another implementation of it in torch."""
+    """Flash attention is preferred to cuDNN if the user has activated a different implementation of it in torch."""
     request = Request(CUDA, torch.bfloat16, 64)
     for name in ("cudnn", "flash"):
         monkeypatch.setitem(ENGINES, name, replace(ENGINES[name], available=lambda device: None))
@@ -307,7 +307,7 @@ def test_alignment(layout, monkeypatch):
 def test_min_rows(monkeypatch):
     """Blocks with fewer rows than an engine supports run on the math engine, in both passes."""
     calls = record(monkeypatch, "cpu_flash", min_rows=4)
-    case = Case(DilatedPattern([(8, 1), (6, 2), (4, 3)]), 2, 27, 3, 3, 8, causal=True)  # rows: 8, 3; 3, 2 or 1; 2 or 1
+    case = Case(DilatedPattern([(8, 1), (6, 2), (4, 3)]), 2, 27, 3, 3, 8, causal=True)  # rows: 8 or 3, 1 to 3, 1 or 2
     q, k, v, grad = case.tensors()
     out, lse = case.run(q, k, v, engine="cpu_flash", return_lse=True)
     got = gradients(out, (q, k, v), grad)

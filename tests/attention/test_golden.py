@@ -40,7 +40,7 @@ def test_longnet_exact(path, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("path", LONGNET, ids=name_of)
 def test_longnet_release(path, engine):
-    """padding="attended" equals the release's output; padding="masked" does unless the release attended to pads."""
+    """padding="attended" equals the release's output. So does padding="masked" if the release attended to no pads."""
     data, q, k, v, _ = load(path)
     options = {"causal": data["causal"], "scale": data["scale"], "engine": engine}
     close("attended", dilated_attention(q, k, v, longnet(data, "attended"), **options), data["peer64_out"], 1e-12)

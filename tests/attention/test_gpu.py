@@ -118,7 +118,7 @@ def test_oracle_wide(name, engine, dtype):
 def test_auto(dtype, dropout, want, monkeypatch):
     monkeypatch.setattr(backends, "GROUPED_BELOW", {})
     resolve.forget()
-    monkeypatch.setattr(grouped, "plan", lambda *args: None)  # without a grouped launch, the engine gets block by block
+    monkeypatch.setattr(grouped, "plan", lambda *args: None)  # without a grouped launch, the engine runs block by block
     q = torch.randn(1, 64, 2, 64, device="cuda", dtype=dtype, requires_grad=True)
     assert choose("auto", Request.of(q, dropout)).name == want
     calls = {name: record(monkeypatch, name) for name in ENGINES}

@@ -31,7 +31,7 @@ class Forgetful:
 
     def backward(self, base, grad, q, k, v, out, *args):
         read = sdpa._with_first_strides((q, k, v), grad, out) if self.mended else (grad, out)
-        if read is None:  # the caller would use flash attention
+        if read is None:  # in the package, flash attention runs instead
             self.handed_on += 1
             return base.backward(grad, q, k, v, out, *args)
         key = tuple((x.shape, x.stride()) for x in (q, k, v))
@@ -46,7 +46,7 @@ class Forgetful:
         return max(map(error, got, gradients(case.oracle(*exact)[0], exact, grad)))
 
 
-GROWS = Case(DilatedPattern([(32, 1), (128, 4)]), 1, 256, 4, 4, 8, causal=True)  # as N grows: strides of grad, not of q
+GROWS = Case(DilatedPattern([(32, 1), (128, 4)]), 1, 256, 4, 4, 8, causal=True)  # N changes strides of grad, not of q
 
 
 @pytest.mark.parametrize("lengths", [(256, 320), (320, 256, 384), (256, 256)])
@@ -81,7 +81,7 @@ def test_an_expanded_gradient_is_not_the_layout_of_others(monkeypatch):
 
 @pytest.mark.parametrize("flash", [True, False])
 def test_short_calls_after_a_long_one(monkeypatch, flash):
-    """With flash attention, a gradient is not copied into the layout of a much longer one."""
+    """If flash attention is available, it runs instead of copying a gradient into a much longer gradient's layout."""
     monkeypatch.setattr(sdpa, "_flash_available", lambda device: None if flash else "not here")
     engine, long = Forgetful(monkeypatch, mended=True), GROWS.but(pattern=DilatedPattern([(16, 1)]))
     assert (
@@ -107,7 +107,7 @@ def dq(model, tokens):
 
 
 def test_windows_of_heads_after_another_model(monkeypatch):
-    """Windows of heads have the same strides of q as a narrower model, but other strides of the gradients."""
+    """Windows of heads have the same strides of q as a narrower model, but different strides of the gradients."""
     from lightning_dilated import LongNetLM
     from lightning_dilated.callbacks import ActivationRecompute  # noqa: F401 - the settings are its own
     from lightning_dilated.memory.settings import MemorySettings
@@ -151,7 +151,7 @@ def test_gradients_laid_out_otherwise_than_before():
     short = Case(DilatedPattern([(16, 1)]), 1, 32, 4, 4, 64, causal=True)
     agrees(short.but(seq_len=500, documents=(0, 32, 500)))
     agrees(short)  # falls back to flash attention
-    case = Case(DilatedPattern([(None, 1)]), 1, 320, 4, 4, 64, causal=True)  # torch's call has the same q, k, v
+    case = Case(DilatedPattern([(None, 1)]), 1, 320, 4, 4, 64, causal=True)  # as in torch's own call below
     q, k, v, _ = case.tensors(torch.bfloat16, device="cuda")
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
         theirs = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)

@@ -40,7 +40,7 @@ def test_saved_is_q_k_v_out_lse(branches, engine, dtype):
 
 
 def test_saved_besides():
-    # lengths, bounds and the dropout seed take a few bytes, and a mask is never saved
+    # lengths, bounds and the dropout seed need a few bytes, and a mask is never saved
     plain = saved(DilatedPattern.dense())
     assert saved(DilatedPattern.dense(), lengths=[3, 64]) == sorted([*plain, 2 * 4])
     assert saved(DilatedPattern.dense(), dropout=0.5) == sorted([*plain, 8])

@@ -83,7 +83,7 @@ def test_add_rows_adds_every_head(case):
 
 @pytest.mark.parametrize("n, w, batch", list(product([16, 17, 24, 64], [4, 7, 16, 100], [1, 3])))
 def test_calls(n, w, batch, monkeypatch):
-    """One call serves all samples if B = 1, if w divides N, or if there is one segment; otherwise each is a call."""
+    """One call serves all samples if B = 1, w divides N, or there is one segment; otherwise, each sample has a call."""
     calls = record(monkeypatch, "math")
     q, k, v = torch.randn(3, batch, n, 2, 4)
     dilated_attention(q, k, v, DilatedPattern.dense(w), engine="math")

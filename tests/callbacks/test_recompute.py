@@ -1,4 +1,4 @@
-"""ActivationRecompute: training is unchanged, blocks get the settings and lose them again, some models are refused."""
+"""ActivationRecompute: training is unchanged, blocks have the settings only during a fit, some models are refused."""
 
 import lightning.pytorch as pl
 import pytest
@@ -42,7 +42,7 @@ def test_names_of_the_state_stay(compiled):
     calls = []
     for callbacks in ([], [ActivationRecompute("block", every=2, offload=1, tile=9, head_chunks=2)]):
         model = tiny(compile_blocks=compiled)
-        with torch.compiler.set_stance("default", force_backend="aot_eager"):  # Inductor is slow; it keeps names, too
+        with torch.compiler.set_stance("default", force_backend="aot_eager"):  # Inductor is slow, and also keeps names
             trainer(max_steps=1, callbacks=[*callbacks, names := Names()]).fit(model, loader(batch(2, 24)))
         calls.append(names.seen)
     assert calls[0] == calls[1] and len(calls[0][0]) > 10

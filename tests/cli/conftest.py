@@ -33,7 +33,7 @@ LOG = Path("runs") / "quickstart" / "version_0"
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Omit RunReport's picture of a pattern: half of a small fit's time. tests/callbacks/test_report.py tests it."""
+    """Omit RunReport's picture of a pattern, half of a small fit's time, which tests/callbacks/test_report.py tests."""
     monkeypatch.setattr(DilatedPattern, "plot", lambda self, length, heads, causal, path, **options: Path(path).touch())
 
 

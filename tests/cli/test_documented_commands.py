@@ -1,6 +1,6 @@
 """Every `lightning-dilated` command in README, docs and recipes parses: its options exist and their values fit.
 
-This file only parses, so it covers commands for GPUs, too. Commands are run by tests/test_tutorials.py and other tests
+This file only parses, so it also covers commands for GPUs. Commands are run by tests/test_tutorials.py and other tests
 of this folder.
 """
 

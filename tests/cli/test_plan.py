@@ -112,7 +112,7 @@ def test_parameters_on_the_host(cli):
 
 
 def test_names_the_layout_that_balances_ranks(cli, tmp_path):
-    """The output suggests the zigzag layout if the last rank computes clearly longer than the others."""
+    """The output suggests the zigzag layout if the last rank computes much longer than the others."""
     dense = ["--dim", 64, "--depth", 2, "--heads", 4, "--segments", "1M", "--dilations", 1, "--no-compile", *BLOCK]
     plan = [*dense, "--tokens", "256K", "--gpus", 4, "--exchange", "gather"]
     hint = "RingDilatedStrategy(layout='zigzag') every rank has an early and a late part, and a step takes"
@@ -150,7 +150,7 @@ def test_a_recipes_sequence_size(tmp_path, size, shared_by):
     "devices, gpus, beside", [(1, [], 1), (8, [], 1), (8, ["--gpus", 1], 8), ("auto", ["--gpus", 1], 1)]
 )
 def test_gpus_to_average_gradients_with(tmp_path, devices, gpus, beside):
-    """Memory for DDP's copies of gradients is counted if other GPUs of the recipe train on other data, else none."""
+    """DDP's copies of gradients are counted only if other GPUs of the recipe train on other data."""
     written = recipe(tmp_path, trainer={"strategy": "ring_dilated", "devices": devices})
     setup = parsed(*written, *gpus).setup("ring_dilated")
     assert setup.data_ranks == beside and setup.strategy == "ring_dilated"

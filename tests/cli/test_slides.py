@@ -149,7 +149,7 @@ def test_a_missing_h5py_is_one_line(cli, here, monkeypatch):
 
 
 def test_last_ckpt_of_the_recipe_is_the_last_validation(cli, here):
-    """With a learning rate of 0 the first validation remains the best, so last.ckpt must be another file."""
+    """With a learning rate of 0 the first validation remains the best, so last.ckpt must be a different file."""
     write_synthetic_slides(here / "slides", slides=20, tiles=(5, 20), features=64)
     steps = ("--trainer.max_steps", 4, "--trainer.val_check_interval", 2, "--model.optimizer.lr", 0.0)
     result = cli("fit", "--config", "slide_finetune.yaml", "--trainer.accelerator", "cpu", *steps)

@@ -146,7 +146,7 @@ def test_generate_refuses(made, name):
     assert all(text in result.err for text in texts), result.err
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as in a UTF-8 locale, as with LANG=C
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as in a UTF-8 locale, and as with LANG=C
 def test_standard_input_is_text(made, monkeypatch, errors):
     piped = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors)
     monkeypatch.setattr(sys, "stdin", piped)

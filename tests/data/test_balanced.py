@@ -1,4 +1,4 @@
-"""Balanced draws use each class, and each sample of a class, equally often, on any ranks and from any position."""
+"""Balanced draws use each class, and each sample of a class, equally often, for any ranks and any position."""
 
 import itertools
 from collections import Counter

@@ -70,7 +70,7 @@ def slices(case: Sharded, at: list[int], dtype: torch.dtype) -> tuple[Tensor, Te
 def attend(
     rank: int, group: dist.ProcessGroup, case: Sharded, dtype: torch.dtype = torch.float64, dropout: float = 0.0
 ) -> Result:
-    """Run this rank's part of a call, forward and backward. Each rank gets another random state on purpose."""
+    """Run this rank's part of a call, forward and backward. Each rank gets a different random state on purpose."""
     torch.manual_seed(SEED + 1000 * rank)
     with sequence(group, **case.settings()) as ours:
         at = positions(ours, case.call.seq_len)

@@ -56,7 +56,7 @@ class Answer:
 
 
 class Hang(BaseException):
-    """Some ranks did not answer. A BaseException, because hypothesis would try smaller cases, which hang, too."""
+    """Some ranks did not answer. A BaseException, because hypothesis would try smaller cases, which also hang."""
 
 
 class Failed(AssertionError):

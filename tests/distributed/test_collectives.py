@@ -1,4 +1,4 @@
-"""sequence_sum, sequence_mean and sequence_gather equal one rank. So do gradients of the sum of the ranks' losses."""
+"""sequence_sum, sequence_mean and sequence_gather, and gradients of the sum of all ranks' losses, equal one rank's."""
 
 import pytest
 import torch

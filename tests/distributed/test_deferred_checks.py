@@ -72,7 +72,7 @@ def test_inference_mode(pool):
 
 
 def new_calls(rank, group):
-    """Return counts of deferred checks after new calls: another pattern, other tokens, dropout with rank 0's seed."""
+    """Return counts of deferred checks after new calls: with a new pattern, new tokens, dropout with rank 0's seed."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         counts = []
@@ -296,7 +296,7 @@ def test_one_rank_asks_itself(pool):
 
 
 def shared_connection(rank, group):
-    """Return (gathers of two users of a channel, whether they share a connection, whether another channel does not)."""
+    """Return (gathers by two users of a channel, whether these share a connection, whether two channels do not)."""
     first, second, other = (ControlGroup(group, None, channel) for channel in ("shared", "shared", "other"))
     values = [int(x) for control in (first, second) for x in control.gather(torch.tensor([rank]))]
     return values, first.backend is second.backend, first.backend is not other.backend

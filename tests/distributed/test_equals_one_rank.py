@@ -1,4 +1,4 @@
-"""One sequence on several ranks equals one rank, forward and backward, in random calls of every kind."""
+"""Random calls of every kind give the same results on several ranks as on one, forward and backward."""
 
 import contextlib
 from collections import Counter

@@ -1,4 +1,4 @@
-"""sequence_halo, SequenceConv1d and kv_conv on several ranks equal one rank, gradients included, in every layout."""
+"""sequence_halo, SequenceConv1d and kv_conv give one rank's results and gradients on several ranks in any layout."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Chunks of heads on several ranks equal one rank without chunks, for every exchange, and no row is sent twice."""
+"""Chunks of heads on several ranks give one rank's results, with every exchange, and no row is sent twice."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_equal_to_one_rank_at_once(pool, way):
             got = torch.cat(parts, 1)[:, at] if i < 2 else sum(parts)
             torch.testing.assert_close(got, x, rtol=0, atol=1e-10)
     assert sent[0].sum(0).min() > 0
-    assert torch.equal(sent[0].sum(0), sent[1].sum(0)) or "head" in way  # head groups split uneven chunks otherwise
+    assert torch.equal(sent[0].sum(0), sent[1].sum(0)) or "head" in way  # head groups split uneven chunks differently
 
 
 def on_empty_shards(rank, group, settings):

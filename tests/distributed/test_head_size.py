@@ -1,4 +1,4 @@
-"""head_size="auto" on several ranks: the size is chosen for each call, with one rank's numbers and planned bytes."""
+"""head_size="auto" on several ranks: each call chooses a size, has one rank's results, and sends the planned bytes."""
 
 import pytest
 import torch

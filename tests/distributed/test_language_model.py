@@ -1,4 +1,4 @@
-"""LongNetLM in an active sequence: loss and gradients, summed over ranks, equal one rank, packed or not."""
+"""LongNetLM in an active sequence: sums over ranks of loss and gradients equal one rank's, packed or not."""
 
 from itertools import pairwise
 
@@ -42,7 +42,7 @@ def model(options):
     torch.manual_seed(6)
     net = tiny(**{"pattern": DilatedPattern.longnet([4, 16], [1, 2]), **options})
     for name, parameter in net.named_parameters():
-        if "conv" in name or name.endswith("recurrence.scale"):  # they are initialized so that they change nothing
+        if "conv" in name or name.endswith("recurrence.scale"):  # initial values would have no effect
             torch.nn.init.normal_(parameter, std=0.3)
     return net
 
@@ -110,7 +110,7 @@ def test_maps_of_a_recurrence_are_as_many_bytes_as_said(pool, kind, ranks):
     recurrence = Recurrence(kind, None if kind == "gated_delta" else 4, conv=0)
     want = recurrence.exchanged_bytes(ranks, 2, 4)
     results = pool.run(ranks, exchanged, recurrence)
-    assert max(forward for forward, _ in results) == 2 * want  # in the forward, and again in the backward's second one
+    assert max(forward for forward, _ in results) == 2 * want  # the backward repeats the forward
     assert max(backward for _, backward in results) == want
 
 

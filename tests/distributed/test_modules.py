@@ -1,4 +1,4 @@
-"""Layers, torch.compile, CUDA graphs and FLOP counts in an active sequence equal one rank."""
+"""In an active sequence, layers give one rank's results, even compiled or with CUDA graphs, and FLOPs add up."""
 
 from contextlib import nullcontext
 
@@ -25,7 +25,7 @@ HYBRID = DilatedPattern([Branch(None, 1, heads=[0, 1]), Branch(6, 1, shift=2, he
 
 
 def layer(encoding: str) -> MultiheadDilatedAttention:
-    """Build a layer with the same weights on every rank; "dense without": dense heads have no positions."""
+    """Build a layer with the same weights on every rank. With "dense without", its dense heads have no positions."""
     torch.manual_seed(2)
     options = {"position_encoding": encoding, "pattern": PATTERN}
     if encoding == "dense without":
@@ -156,7 +156,7 @@ def test_flops(pool, name, layout, head_size):
 
 
 def compiled_and_plain(rank, group, exchange, backend, explicit):
-    """Compare a compiled call with a plain call bit by bit, in both passes. Call it twice to detect constants."""
+    """Compare a compiled call with a plain call in both passes. A second input shows if the first became a constant."""
     with sequence(group, exchange=exchange) as ours, ours.active():
         options = {"sequence": ours} if explicit else {}
         pattern = DilatedPattern.geometric(4, 32)
@@ -204,7 +204,7 @@ def test_compile_with_kv_conv(pool, layout):
 
 
 def compiled_once(rank, group):
-    """Return outputs of one compiled function in a sequence, outside, and in another sequence, and of the plain one."""
+    """Return (compiled, plain) outputs of a function in one sequence, in none, in another, and again in the first."""
     pattern = DilatedPattern.geometric(4, 32)
     block = lambda x: dilated_attention(x.sin(), x, x, pattern)  # noqa: E731
     run = torch.compile(block, fullgraph=True, backend="aot_eager")

@@ -57,7 +57,7 @@ def test_bytes_over_the_link(counted, exchange):
 
 
 def test_a_row_enters_a_node_once(counted):
-    """A flat exchange sends a row to every rank of a node that needs it, a hierarchical one sends it to a node once."""
+    """A flat exchange sends a row to each rank of a node that needs it; a hierarchical exchange sends it once."""
     received = {exchange: sum(x["received"] for x in ranks) for exchange, ranks in counted.items()}
     assert received["hierarchical_gather"] == received["hierarchical_butterfly"] == received["gather"] / 2
 

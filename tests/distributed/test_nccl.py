@@ -80,7 +80,7 @@ def settings_of(ranks, nested):
 def every_comparison(rank, ranks):
     comparisons = []
     for causal in (False, True):
-        rows.MIN_KERNEL_ROWS = 1 if causal else 2**17  # by this package's kernels, and by torch's
+        rows.MIN_KERNEL_ROWS = 1 if causal else 2**17  # with this package's kernels, then with torch's
         comparisons += compare(rank, NESTED, H, causal, N, settings_of(ranks, True))
         comparisons += compare(rank, RAGGED, 2, causal, N - 37, settings_of(ranks, False))
     rows.MIN_KERNEL_ROWS = 2**17
@@ -195,7 +195,7 @@ def on_gpus(ranks, function, group=True):
 
 
 def few_heads(rank, ranks):
-    """Return (number of comparisons, those above twice one GPU's error), on ranks without a head or without a token."""
+    """Return (number of comparisons, errors above twice one GPU's error) on ranks without a head or without a token."""
     settings = [{"exchange": x, "head_size": size} for x in ("gather", "ring", "switch") for size in {2, ranks}]
     pattern, comparisons = DilatedPattern([Branch(64, 3), (8, 1)]), []
     for heads in range(1, ranks + 2):
@@ -203,7 +203,7 @@ def few_heads(rank, ranks):
             for length in (1, 12, 300):
                 for dtype in (torch.bfloat16, torch.float16):
                     comparisons += compare(rank, pattern, kv_heads, True, length, settings, heads, dtype)
-    # one GPU may be exact by chance, since tensors are small, so an error of the last bit in 16 is allowed, too
+    # one GPU may be exact by chance, since tensors are small, so an error in the last of 16 bits is also allowed
     return len(comparisons), [(what, many, one) for what, many, one in comparisons if many > 2 * one + 2**-6]
 
 

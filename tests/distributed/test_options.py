@@ -51,7 +51,7 @@ def calls_for(way: tuple) -> list[Sharded]:
 
 @every_way
 def test_dropout(pool, way):
-    """Rank 0's seed determines the mask by global sample, head and position. `attend` seeds other ranks otherwise."""
+    """Rank 0's seed determines the mask by global sample, head and position. `attend` seeds other ranks differently."""
     cases = calls_for(way)
     first = WAYS.index(way)  # so that each exchange runs each call in some layout
     count = min(3 if way[2] == "hierarchical_gather" else 2, len(cases))

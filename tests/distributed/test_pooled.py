@@ -1,4 +1,4 @@
-"""Pooled models and slide pretraining on many ranks, in every layout: loss, gradients, predictions equal one rank."""
+"""Pooled models and slide pretraining on many ranks give one rank's loss, gradients, predictions in any layout."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ CASES = {
 
 
 def run(model, data, rank=0):
-    """Return (loss, predictions, {name: gradient}). Each rank gets another random state on purpose."""
+    """Return (loss, predictions, {name: gradient}). Each rank gets a different random state on purpose."""
     torch.manual_seed(7 + rank)
     share = loss_share(*model.loss_terms(data))
     named = dict(model.named_parameters())

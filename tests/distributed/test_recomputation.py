@@ -1,4 +1,4 @@
-"""Recomputation on several ranks has exact gradients. A saved op sends nothing again; a missing sequence raises."""
+"""Recomputation on several ranks has exact gradients. A saved op sends no row twice; a missing sequence raises."""
 
 from contextlib import nullcontext
 from functools import partial

@@ -1,4 +1,4 @@
-"""recurrent_attention on several ranks equals one rank: output, states and gradients, any documents and segments."""
+"""recurrent_attention gives one rank's output, states and gradients on several ranks, for any documents, segments."""
 
 from dataclasses import replace
 from unittest import mock
@@ -50,7 +50,7 @@ def attend(rank, group, case, layout, program, options):
 
 
 def check(pool, ranks, case, layout="contiguous", program="auto", **options):
-    """Check that the ranks together equal one rank. Return the bytes that each rank transferred."""
+    """Check that the ranks together give one rank's results. Return the bytes that each rank transferred."""
     with mock.patch.object(compute, "CHUNK", case.chunk):
         want = case.run()
     answers = pool.run(ranks, attend, case, layout, program, options)

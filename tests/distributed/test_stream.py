@@ -1,4 +1,4 @@
-"""Ranks that share every chunk of a stream equal one pass on one rank, and transfer the planned bytes."""
+"""Ranks that share each chunk of a stream give the results of one pass on one rank, and transfer the planned bytes."""
 
 from collections import Counter
 from dataclasses import replace
@@ -20,7 +20,7 @@ dropouts = st.sampled_from([0.0, 0.0, 0.3])
 
 
 def check(pool, ranks, case, chunk, dropout, windows=((0, None),), dtype=torch.float64):
-    """Assert that the ranks equal one pass on one rank. Return the bytes that all ranks sent."""
+    """Assert that the ranks give the results of one pass on one rank. Return the bytes that all ranks sent."""
     results, planned, flops = zip(*pool.run(ranks, attend, case, chunk, dropout, windows, dtype), strict=True)
     tensors = [x.detach() for x in case.tensors(dtype)]
     expected, one = (at_once(case, [x.to(t) for x in tensors], dropout) for t in (torch.float64, dtype))

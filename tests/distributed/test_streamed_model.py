@@ -46,7 +46,7 @@ def compare(pool, ranks, name, want, grads):
 RANKS = {"convolution, short chunks": 3, "chunks of one token": 3, "packed": 4, "dense heads": 4, "not a multiple": 3}
 
 
-#: slow tests; the other cases cover their features in less time
+#: slow tests; the other cases cover the same features in less time
 SLOW = ("heads, dropout", "block", "chunks of one token", "plain", "convolution", "recurrence", "recurrence, padded")
 
 

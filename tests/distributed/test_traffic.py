@@ -67,7 +67,7 @@ def test_nodes(pool, exchange):
     counts = torch.tensor(pool.run(4, between_nodes, exchange, NESTED, 32))  # axes (rank, pass, sent or received)
     row = HEADS * 2 * DIM * 4
     by_node = counts.view(2, 2, 2, 2).sum(1)
-    assert (by_node == ENTERING[exchange] * row).all(), by_node  # fp32, like gradients always
+    assert (by_node == ENTERING[exchange] * row).all(), by_node  # the tensors are fp32, as gradients always are
     if exchange == "hierarchical_butterfly":
         assert (counts == ENTERING[exchange] // 2 * row).all()  # the ranks share the transfer equally
     problem = make_problem(NESTED, 32, HEADS, ranks=4)
@@ -82,7 +82,7 @@ def test_a_ring_leaves_a_node_at_its_last_rank(pool):
 
 
 def flights(rank, group, exchange):
-    """Return ([(pass, content, sent bytes)] of the collectives of a call, and sums next to the plan's)."""
+    """Return ([(pass, content, sent bytes)] of the collectives of a call, and its sums beside the plan)."""
     with sequence(group, exchange=exchange) as ours:
         log = TrafficLog()
         ours.watch(log)

@@ -10,7 +10,7 @@ from ..distributed.pool import Pool
 from .patched_once import interpret
 
 
-@pytest.fixture(scope="session")  # kept for the session: xdist mixes files of folders, and a start takes seconds
+@pytest.fixture(scope="session")  # kept for the session, because xdist mixes files of folders and a start takes seconds
 def interpreter(pytestconfig: pytest.Config) -> Iterator[Pool]:
     """Two ranks under the interpreter; `run(1, ...)` uses one of them.
 

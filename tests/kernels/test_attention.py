@@ -165,7 +165,7 @@ def test_on_two_ranks(interpreter, dropout):
 
 
 def in_chunks(rank, group):
-    """Run a stream in which triton attends to the carried rows, in both passes, and another engine to the rest."""
+    """Run both passes of a stream where triton attends to carried rows, and a different engine attends to the rest."""
     from unittest import mock
 
     from lightning_dilated.attention.backends import TRITON

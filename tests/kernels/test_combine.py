@@ -116,7 +116,7 @@ def test_random(interpreter, number, examples):
 
 @sizes_put_back()
 def attended(rank, group, n):
-    """Compare calls in which zero pads take softmax mass, in stretches."""
+    """Compare calls that run in stretches, in which the softmax counts zero pads."""
     hold(*[8 * 4 * 8] * 4)
     pattern = DilatedPattern([(8, 1), (16, 4), (64, 8)], offsets="blocked", padding="attended")
     case = Case(pattern, 1, n, 4, 4, 8)

@@ -334,7 +334,7 @@ def test_lengths_beyond_the_tokens_count_as_all(interpreter):
 
 @sizes_put_back()
 def attended(rank, group, causal):
-    """Compare calls in which zero pads take softmax mass."""
+    """Compare calls in which the softmax counts zero pads."""
     torch.use_deterministic_algorithms(True)
     small_tiles(random.Random(0))
     pattern = DilatedPattern([(8, 1), (16, 4), (64, 8)], offsets="blocked", padding="attended")

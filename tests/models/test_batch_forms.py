@@ -1,4 +1,4 @@
-"""A model refuses batches of another form. The error names the form, the forms that it accepts, and the remedy."""
+"""A model refuses batches in a wrong form. The error names this form, the accepted forms, and the remedy."""
 
 import pytest
 import torch

@@ -31,7 +31,7 @@ MODELS = {
 
 @pytest.fixture(params=MODELS)
 def case(request):
-    """(a function that builds a model, a batch)."""
+    """A pair: a function that builds a model, and a batch."""
     return MODELS[request.param]
 
 

@@ -138,7 +138,7 @@ def test_a_part_of_the_tensors_is_loaded(tmp_path: Path) -> None:
 
 
 class ReadsValues(LongNetLM):
-    """Its `build` reads values of tensors."""
+    """A model in which `build` reads values of tensors."""
 
     def build(self) -> None:
         super().build()

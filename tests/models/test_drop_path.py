@@ -33,7 +33,7 @@ def test_factors():
 
 def test_a_dropped_branch_adds_nothing():
     model, x = stack(0.999999999), torch.randn(2, 20, 16, dtype=torch.float64)
-    want = model.blocks[0](x)  # the second layer drops half of the branches, the last one all
+    want = model.blocks[0](x)  # the second layer drops half of the branches, the last layer all of them
     drops = drop_path_factors_of(model, x, seed=5)
     torch.manual_seed(5)
     got = model(x)

@@ -1,4 +1,4 @@
-"""benchmarks/far on the CPU: exact codes equal the definition, chunks equal the whole, and a tiny run writes rows."""
+"""benchmarks/far on the CPU: exact codes equal the definition, in one pass or in chunks, and a tiny run writes rows."""
 
 import importlib
 import json
@@ -159,7 +159,7 @@ def test_keys_of_two_tokens_in_a_full_haystack(far):
 
 
 def write_trees(folder):
-    """Write two versions of 40 files; one line in eight of the second is another."""
+    """Write two versions of 40 files; one line in eight differs in the second version."""
     for i in range(40):
         lines = [b"value_%d_%d = function(%d)  # a line of its own\n" % (i, j, i * j) for j in range(30)]
         for name in ("old", "new"):

@@ -110,7 +110,7 @@ def weights():
 
 
 def checkpoint(folder, _without=(), _empty=False, **extra):
-    """Write a checkpoint like the command line's, with additional hyperparameters."""
+    """Write a checkpoint as the command line does, but with additional hyperparameters."""
     stored = {
         "state_dict": {} if _empty else weights(),
         "pytorch-lightning_version": "2.6.0",
@@ -184,7 +184,7 @@ def refused(reader, path, name, capsys):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_reader_calls_what_a_file_names(calls, tmp_path, capsys, name):
-    """Test every reader and every name, in alternation with the targets and forms.
+    """Test every reader with every name. The call that a file contains, and its form, vary from case to case.
 
     The optimizer and the scheduler are ignored. All other hyperparameters are refused.
     """

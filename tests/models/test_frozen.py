@@ -1,4 +1,4 @@
-"""Frozen parameters need no products in the backward, in tiles and chunks of heads, too. Other gradients stay equal."""
+"""Frozen parameters need no products in the backward, even in tiles and chunks of heads. Other gradients stay equal."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def cheaper(memory, names, x, products):
         torch.testing.assert_close(grad, want[name], rtol=near, atol=near)
 
 
-#: with 2 samples torch's linear takes another path; in CI only test_what_nothing_before_needs runs both numbers
+#: with 2 samples torch's linear takes a different path; in CI only test_what_nothing_before_needs runs both numbers
 SAMPLES = [1, pytest.param(2, marks=pytest.mark.slow)]
 
 
@@ -87,7 +87,7 @@ def test_a_part_of_a_block(memory, part, samples):
 @pytest.mark.parametrize("memory", WAYS, ids=str)
 @pytest.mark.parametrize("samples", [1, 2])
 def test_what_nothing_before_needs(memory, samples):
-    """The first block after a frozen embedding: gradients of q, k and v end at their weight or at the norm's weight."""
+    """With a frozen embedding, gradients of q, k and v serve only the weights of the projection and of the norm."""
     x = torch.randn(samples, TOKENS // samples, E, dtype=torch.float64)
     cheaper(memory, ["attention_norm"], x, PROJECTED * E)
     cheaper(memory, ["attention.in_proj_weight"], x, PROJECTED * E)

@@ -1,6 +1,6 @@
 """Learning by pattern (slow): copies over varying distances and far recall, with and without a global head.
 
-The limits come from a study of the same tasks with another implementation. Copies, after 600 of 1,000 scheduled steps:
+The limits come from a study with a different implementation. Copies, after 600 of 1,000 scheduled steps:
 one dense head below 1 bit, dense attention below 0.2, a dilated pattern above 4.5 of 5 bits. Recall, after 1,000 steps:
 one dense head below 0.3, a dilated pattern above 1 of 3 bits.
 """

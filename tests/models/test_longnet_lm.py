@@ -131,7 +131,7 @@ def test_lightning_leaves_document_bounds_on_the_cpu():
     moved = tiny().transfer_batch_to_device(data, torch.device("meta"), 0)
     assert type(moved) is OrderedDict and list(moved) == list(data)
     assert moved["tokens"].device.type == "meta" and moved["cu_seqlens"] is data["cu_seqlens"]
-    assert moved["lengths"] is data["lengths"] and not data["lengths"].to.called  # not even temporarily
+    assert moved["lengths"] is data["lengths"] and not data["lengths"].to.called  # not moved, even temporarily
 
 
 def test_predict_step():
@@ -228,7 +228,7 @@ class Fixed(LongNetLM):
 
 
 class Renamed(LongNetLM):
-    """A subclass with another name for the pattern in its constructor."""
+    """A subclass with a constructor that has a different name for the pattern."""
 
     def __init__(self, attention_pattern: DilatedPattern, dim: int = 16) -> None:
         super().__init__(attention_pattern, **{**SIZES, "dim": dim})

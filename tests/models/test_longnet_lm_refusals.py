@@ -38,7 +38,7 @@ REFUSED = {
     "dropout nan": (make(dropout=float("nan")), ValueError, "dropout must be a number in"),
     "attention_dropout": (make(attention_dropout=True), TypeError, "attention_dropout must be a number"),
     "bytes_per_token": (make(bytes_per_token=0), ValueError, r"bytes_per_token must be a number in \(0, inf\), got 0"),
-    # by its docstring, the constructor raises these errors, not only Lightning's later call that builds the layers
+    # as its docstring says, the constructor raises these errors, not only Lightning's later call that builds the layers
     "ffn_dim": (make(ffn_dim=0), ValueError, "ffn_dim must be at least 1"),
     "position_encoding": (
         make(position_encoding="alibi"),

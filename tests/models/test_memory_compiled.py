@@ -27,7 +27,7 @@ def test_groups_within_a_compiled_stack(offload):
 
 @pytest.mark.slow
 def test_compiled_pieces_of_many_lengths():
-    """Every length has another last tile, and a validation runs without gradients."""
+    """The last tile has a different size for each length, and a validation runs without gradients."""
     torch._dynamo.reset()
     results = []
     for compiled in (False, True):

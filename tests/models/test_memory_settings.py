@@ -220,7 +220,7 @@ def test_the_feed_forward_runs_once_forward_and_once_backward(monkeypatch):
     assert ran == [8, 8, 5] * 2
 
 
-#: settings with features that the other cases cover, too
+#: settings with features that the other cases also cover
 TWICE = [SETTINGS[name] for name in ("tile 1", "heads", "kept, heads")]
 PIECES = [pytest.param(s, marks=[pytest.mark.slow] * (s in TWICE)) for s in SETTINGS.values() if s.in_pieces]
 

@@ -170,7 +170,7 @@ def counted(settings):
 @pytest.mark.parametrize("offload_part", [1, 0.5])
 def test_what_is_on_the_gpu_beside(offload_part, monkeypatch):
     """The plan counts the group inputs that are still on the GPU: the first one, which the caller of the blocks stores,
-    and the one sent last, until another is sent or stays. The wider output of the embedding is freed.
+    and the one sent last, until a later one is sent or kept. The wider output of the embedding is freed.
     """
     inputs, counts, init = [], [], offload._Offloaded.__init__
     keep = lambda x: inputs.append(StorageWeakRef(x.untyped_storage()))  # noqa: E731
@@ -202,7 +202,7 @@ def test_what_is_on_the_gpu_beside(offload_part, monkeypatch):
 
 
 def test_closed_with_forwards_that_wait():
-    """Close while two forwards wait, after one that lost its graph in mid-copy and one without gradients."""
+    """Close while two forwards await their backwards, after a forward with a freed graph and one without gradients."""
     stack = DilatedTransformer(16, [PATTERN] * 3, 4, causal=True)
     stack.memory = MemorySettings("block", offload=1)
     x = torch.randn(1, 10, 16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Options that several models share are on the command line with their help. A class that sets one refuses it."""
+"""Options that several models share are on the command line with help. A class that sets one itself refuses it."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""The rotary base of each layer: by length, by layer, none; the warning about a base for too few tokens; dense heads
-without positions.
+"""How the rotary base of a layer is chosen (by length, by layer, none), the warning about a base that is too small for
+the length, and dense heads without positions.
 """
 
 import warnings

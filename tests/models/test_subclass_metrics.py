@@ -31,7 +31,7 @@ class Mean(LongNetLM):
 
 
 class Named(Weighted):
-    """A subclass with its own loss and its own metrics of it."""
+    """A subclass with its own loss and its own metrics of this loss."""
 
     def derived_metrics(self, loss):
         return super().derived_metrics(loss / 3)

@@ -125,7 +125,7 @@ def test_parameters_frozen_between_forward_and_backward(chosen):
 
 @pytest.mark.parametrize("chosen", [MemorySettings(tile=5), MemorySettings("block", tile=5, head_chunks=2)], ids=str)
 def test_as_many_others_trained_in_the_backward(chosen):
-    """Other parameters, but equally many, are trained in the backward, so a check of the number is not enough."""
+    """The backward finds different trained parameters, but the same number of them, so counting is not enough."""
     block = TransformerBlock(16, 4, 24, PATTERN, causal=True)
     block.memory = chosen
     block.ffn.gate.requires_grad_(False)
@@ -185,7 +185,7 @@ def test_the_backward_runs_under_the_autocast_of_the_forward(chosen):
 
 
 def test_windows_of_heads_are_projected_in_tiles():
-    """Two chunks of heads with three tiles run forward, again in the backward and for weights; the norm runs once."""
+    """The norm runs tile by tile: 7 passes of 3 tiles each (forward, backward, and weights, with 2 chunks of heads)."""
     block, row_sizes = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
     block.memory = MemorySettings(tile=1, head_chunks=2)
     assert block.memory.narrow_tile == 8

@@ -97,7 +97,7 @@ def test_a_double_backward_is_refused():
 
 
 def test_within_a_checkpoint():
-    """The hooks of a checkpoint would store each tile's logits, and raise because they are used before the backward."""
+    """A checkpoint's hooks would store each tile's logits, and would raise when these are read before the backward."""
     model, data = tiny(PATTERN), batch(1, 64)
     want = sums(model, data, MemorySettings())
     model.transformer.memory = MemorySettings(tile=8)
@@ -115,7 +115,7 @@ def test_hooks_see_gradients_of_the_loss():
 
 
 def test_logits_are_made_once(monkeypatch):
-    """The logits are computed once in training, unless another loss is set."""
+    """The logits are computed once in training, unless a different loss is set."""
     model, data = tiny(PATTERN), batch(1, 64)
     model.transformer.memory = MemorySettings(tile=8)
     calls = []

@@ -1,4 +1,4 @@
-"""The cross-entropy of each token and its gradient, by torch's passes and by passes that are compiled for GPUs."""
+"""The cross-entropy of each token and its gradient, with torch's passes and with passes that are compiled for GPUs."""
 
 import contextlib
 import functools
@@ -61,7 +61,7 @@ def test_narrow_logits(dtype, tol, fused):
         torch.testing.assert_close(losses, want)
         (a,), (b,) = (torch.autograd.grad(scale * x.sum(), y) for x, y in ((losses, logits), (want, wide)))
     assert a.dtype == dtype
-    last = scale * 2**-22 if fused else 1e-7  # rounding of fp32 sums in another order
+    last = scale * 2**-22 if fused else 1e-7  # rounding of fp32 sums in a different order
     torch.testing.assert_close(a.float(), b, rtol=tol, atol=last)
 
 
@@ -149,7 +149,7 @@ def test_models_whose_blocks_are_compiled(kind, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-5), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
 def test_on_a_gpu(dtype, tol):
-    """Rows of several blocks, new lengths, and ignored labels."""
+    """Test rows that span several blocks, new lengths, and ignored labels."""
     rng = torch.Generator("cuda").manual_seed(0)
     for tokens in (1, 64, 517, 4185):
         logits = (8 * torch.randn(tokens, 50304, device="cuda", generator=rng)).to(dtype).requires_grad_()
@@ -170,9 +170,9 @@ def test_on_a_gpu(dtype, tol):
         (a,) = torch.autograd.grad(20000 * losses.sum(), logits)
         taken = torch.cuda.max_memory_allocated() - before
         (b,) = torch.autograd.grad(20000 * want.sum(), wide)
-        torch.testing.assert_close(a.float(), b, rtol=tol, atol=20000 * 2**-21)  # fp32 sums rounded in another order
+        torch.testing.assert_close(a.float(), b, rtol=tol, atol=20000 * 2**-21)  # fp32 sums in a different order
         print(f"{dtype}, {tokens} tokens: {taken / logits.nbytes:.3f} of the logits' bytes")
-        assert taken < 1.02 * logits.nbytes + 2**22  # the gradient, but no second tensor of this size
+        assert taken < 1.02 * logits.nbytes + 2**22  # the gradient takes memory, but no second tensor of this size does
 
 
 @pytest.mark.parametrize("fused", [False, True])

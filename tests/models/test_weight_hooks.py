@@ -48,7 +48,7 @@ def test_hooks_are_there_after_a_failed_backward():
     weight.register_hook(grads.append)
 
     def fail(module, inputs, out):
-        if out.requires_grad:  # only in the recomputation of the backward
+        if out.requires_grad:  # only when the backward recomputes the block
             out.register_hook(lambda grad: 1 / 0)
 
     failing = model.transformer.blocks[0].ffn.register_forward_hook(fail)

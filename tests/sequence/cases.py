@@ -93,7 +93,7 @@ class Case:
 
 
 def member_of(shard: Shard, position: int) -> int:
-    """Return the member that has the position, by the docstring of `Shard`."""
+    """Return the member that has the position, as the docstring of `Shard` defines it."""
     total = shard.ranks * shard.members
     if shard.layout == "strided":
         return position % total

@@ -96,7 +96,7 @@ def test_closed_form(ranks, local, kv_heads):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 def test_closed_forms_of_gather(ranks):
-    # not causal: (S/2) log2 R rows, too; causal: (S/2) popcount(rank), up to one boundary row per level
+    # not causal: also (S/2) log2 R rows; causal: (S/2) popcount(rank), up to one boundary row per level
     levels = ranks.bit_length() - 1
     for causal in (False, True):
         problem = geometric(16, 32, ranks, heads=4, causal=causal)

@@ -72,7 +72,7 @@ def test_errors_say_the_least():
 
 
 def test_packed_documents():
-    """Exchanges of packed documents are not priced. The choice is gather, or the first exchange within the limit."""
+    """No costs are computed for packed documents. The choice is gather, or the first exchange within the limit."""
     problem = make_problem(DilatedPattern.dense(), 4096, 8, ranks=4, cu_seqlens=[0, 3000, 4096])
     assert plan(problem, **SIZES, exchange_memory=most("gather", problem)).exchange == "gather"
     below = plan(problem, **SIZES, exchange_memory=most("gather", problem) - 1)

@@ -1,4 +1,4 @@
-"""head_size="auto": sizes with prices, expected choices, and the same choice on all ranks."""
+"""head_size="auto": the costs of each size, expected choices, and the same choice on all ranks."""
 
 import pytest
 from hypothesis import given, settings

@@ -101,7 +101,7 @@ def test_store(case, data):
     have = rows_in([message])
     assert store.size == len(have)
     document, head, rows, sample = data.draw(asks(case, (0, case.kv_heads)))
-    there = [row if row[0] == document else None for row in have]  # another document's positions are other rows
+    there = [row if row[0] == document else None for row in have]  # documents share no rows
     expected = [(document, sample, head, p) for p in rows]
     check_overlaps(store.find(document, head, rows, sample), rows, there, expected)
 

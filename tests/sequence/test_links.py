@@ -128,7 +128,7 @@ TAKEN = {
     "64 on nodes of 8": ("hierarchical_gather", "gather", "butterfly", "switch"),
     "GigaPath": ("gather", "gather", "gather", "switch"),
 }
-#: links on which one quantity dominates the time -> that quantity of a price, which the choice must minimize
+#: {quantity: (links on which it dominates the time, a function that reads it)}; the choice must minimize it
 DEAR = {
     "rounds": (Links(round=1.0), lambda p: p.rounds),
     "messages": (Links(message=1.0), lambda p: p.messages),

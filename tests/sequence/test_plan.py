@@ -112,7 +112,7 @@ BILLION_CASES = {
 )
 @pytest.mark.full
 def test_a_billion_tokens_on_4096_ranks(tmp_path, name, causal):
-    """Plan, and build a rank's program, in a new process, within CPU seconds and GiB (torch itself takes 0.4)."""
+    """In a new process, planning and building a rank's program stay within limits of CPU time and memory."""
     pattern, want = BILLION_CASES[name]
     script = tmp_path / "billion.py"
     script.write_text(BILLION.format(pattern=pattern, causal=causal))
@@ -164,7 +164,7 @@ def test_an_exchange_that_cannot_serve():
 @pytest.mark.parametrize("heads", [5, 12])
 @pytest.mark.parametrize("tokens", [4096, 131072])
 def test_every_window_takes_one_exchange(heads, tokens):
-    """The members of a head-parallel group choose the same exchange at equal prices, even if their heads differ."""
+    """All members of a head-parallel group compute the same costs and choose the same exchange for any heads."""
     pattern = DilatedPattern([(2048, 1), (None, 8), *([(4096, 2)] if heads == 5 else [])])
     options = {"ranks": 4, "head_size": 2, "causal": True}
     plans = [plan(make_problem(pattern, tokens, heads, head_rank=r, **options)) for r in range(2)]
@@ -181,7 +181,7 @@ def test_names_the_layout_that_balances_a_dense_head():
 
 @pytest.mark.parametrize("ranks", [8, 9, 64, 1024])
 def test_one_rank_that_owns_a_dense_head_is_waited_for(ranks):
-    """All ranks wait for a rank that owns a dense head, even if the plan prices only some other ranks exactly."""
+    """All ranks wait for a rank that owns a dense head, even if the plan computes exact costs of other ranks only."""
     problem = make_problem(DilatedPattern([Branch(64, 1, heads=range(11)), Branch(None, 1, heads=[11])]), 1 << 20, 12,
                            ranks=ranks, layout="zigzag", causal=True)  # fmt: skip
     chosen = plan(problem)

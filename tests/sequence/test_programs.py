@@ -52,7 +52,7 @@ def test_gather(case):
 
 
 def check_ring(problem, programs, needs: list[set]) -> None:
-    """Check that round t brings exactly those rows of the rank t behind that this rank or a later rank needs."""
+    """Check that in round t a rank receives just the rows of rank - t that it or a later rank in the ring needs."""
     ranks = problem.shard.ranks
     own = [held_rows(problem, rank) for rank in range(ranks)]
     arrived = play(problem, programs)

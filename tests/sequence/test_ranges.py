@@ -117,7 +117,7 @@ def test_union_joins_what_continues():
 
 
 def rewritten(a: range, step: int, beyond: int) -> range:
-    """Return a range of the same elements with another stop and, if there is only one element, another step."""
+    """Return a range of the same elements with a different stop and, for a single element, a different step."""
     if len(a) == 1:
         return range(a.start, a.start + 1 + beyond % step, step)
     return range(a.start, a[-1] + 1 + beyond % a.step, a.step) if a else a

@@ -39,4 +39,4 @@ def test_auto_weighs_the_busiest(layout, waits):
     assert plan(problem).exchange == ("switch" if waits else "gather")
     assert ("layout='zigzag' gives every rank" in str(plan(problem))) == waits
     packed = make_problem(DENSE, 131072, 12, ranks=4, layout=layout, causal=True, cu_seqlens=(0, 7, 131072))
-    assert str(plan(problem, "ring")) and str(plan(packed))  # plans without prices can be printed, too
+    assert str(plan(problem, "ring")) and str(plan(packed))  # plans without costs can also be printed

@@ -1,4 +1,4 @@
-"""The closed forms of the strided layout equal the definition and the programs, and take less than N^2 operations."""
+"""The closed forms of the strided layout equal the definition and the programs, and need less than N^2 operations."""
 
 import sys
 import time
@@ -171,7 +171,7 @@ def test_seconds_of_a_million_tokens(pattern, ranks, per_node, seconds, causal):
     begin = time.process_time()  # does not count the time of other processes
     chosen = plan(problem, ranks_per_node=per_node)
     assert time.process_time() - begin < seconds
-    # a rank receives almost all rows, so this layout must have a high price
+    # a rank receives almost all rows, so this layout must have a high cost
     gathered = next(x for x in chosen.prices if x.exchange == "gather")
     assert gathered.forward > (1 << 20) * 12 * 2 * 64 * 2 * 0.8
 

@@ -88,7 +88,7 @@ def test_hierarchical_gather(case, per_node):
                 rows += received(programs[rank].rounds, rank, per_node)
                 volume = EXCHANGES["hierarchical_gather"].volume(problem, rank, per_node)
                 reported += units(volume, "forward", "own")
-            # far rows are exact; the rows that a rank carries for itself are unknown and estimated by its share
+            # far rows are exact; the rows that a rank carries for itself are unknown and estimated from its share
             assert abs(reported["far"] - 2 * rows["far"]) < 1e-6
 
 

@@ -1,6 +1,6 @@
 """Training runs for workers, and their results: losses, gradient norms, validation loss, parameters.
 
-A `Run` describes a run completely, so equal runs must have equal results on any number of ranks.
+A `Run` describes a run completely, so two equal `Run`s must give the same results on any number of ranks.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Record(pl.Callback):
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        grads = [full(p.grad).flatten() for p in pl_module.parameters() if p.grad is not None]  # frozen ones have none
+        grads = [full(p.grad).flatten() for p in pl_module.parameters() if p.grad is not None]  # None if frozen
         self.norms.append(float(torch.cat(grads).norm()))
 
 

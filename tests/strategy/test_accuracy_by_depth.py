@@ -1,4 +1,4 @@
-"""AccuracyByDepth on several ranks has the rows of one rank, even if an answer's tokens are on several ranks."""
+"""AccuracyByDepth gives the same rows on several ranks as on one, even if ranks share the tokens of an answer."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.full
 
 
 class Erring(LongNetLM):
-    """Predicts all labels, except that by its index a sample has an error in its last or third last label, or none."""
+    """Predicts all labels correctly, except the last or the third last label of some samples, chosen by index."""
 
     def loss_terms(self, batch):
         labels = batch["labels"]

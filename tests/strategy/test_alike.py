@@ -1,4 +1,4 @@
-"""Ranks that differ in settings, data, numbers of batches or parameters raise; no number is wrong, and none hangs."""
+"""Ranks that differ in settings, data, numbers of batches or parameters raise errors instead of hanging."""
 
 import copy
 import enum
@@ -249,7 +249,7 @@ class Configured(LongNetLM):
 
 
 def set_up(rank, group, names, fsdp=False):
-    """Fit once per named setting, which has another value on rank 1. Return the errors, or "" if there is none."""
+    """Fit once per named setting, which has a different value on rank 1. Return the errors, or "" if there is none."""
     messages, world = [], launched(rank)
     for name in names:
         own = SETTINGS[name][0] if rank == 1 and name else {}
@@ -482,7 +482,7 @@ UNEVEN = "the busiest of 2 ranks with layout='contiguous' computes "
     "pattern, options, kind, times",
     [
         (HYBRID, {}, "whole", "1."),
-        (DilatedPattern.dense(), {}, "whole", "1.49 times"),  # the last rank: 20 * 21 / 2 + 400 of 40 * 41 / 2 pairs
+        (DilatedPattern.dense(), {}, "whole", "1.49 times"),  # 610 of the 820 pairs are the last rank's
         (DilatedPattern.dense(), {}, "documents", "1.1"),
         (DilatedPattern.dense(), {"layout": "zigzag"}, "whole", None),
         (DilatedPattern.dense(), {"head_size": 2}, "whole", None),
@@ -565,7 +565,7 @@ def streamed(rank, group):
 
 
 class Stream:
-    """Batches without a length."""
+    """An iterable of batches that has no length."""
 
     def __init__(self, batches):
         self.batches = batches

@@ -1,4 +1,4 @@
-"""ring_dilated_fsdp with cpu_offload trains with the same numbers, and refuses unsupported cases before training."""
+"""With cpu_offload, ring_dilated_fsdp computes the same numbers, and refuses unsupported cases before training."""
 
 import functools
 import json
@@ -77,7 +77,7 @@ WAYS = {
 }
 
 
-#: slow tests; the other cases cover their features, too
+#: slow tests; the other cases cover the same features
 SLOW = ("plain", "clipped", "data 2", "attention kept, tiles", "32-true")
 
 
@@ -102,7 +102,7 @@ def reductions(rank, group, run):
 
 
 def test_accumulation_keeps_no_whole_gradients(pools):
-    """Each micro-batch reduces its gradients. Their sum is equal up to rounding."""
+    """Gradients are reduced after each micro-batch. Their sum is the same as with one reduction, up to rounding."""
     run = RUN.but(accumulate=2, clip=0.05)
     once, want = pools(2).run(2, reductions, run)[0]
     twice, got = pools(2).run(2, reductions, run.but(strategy=HOST))[0]
@@ -215,7 +215,7 @@ def test_as_users_start_it(tmp_path):
         assert host[name] == pytest.approx(plain[name], rel=1e-4)  # micro-batches are summed in a different order
 
 
-# -- what only a GPU shows, taken apart --------------------------------------------------------------------------------
+# -- parts of what only a GPU can run as a whole -----------------------------------------------------------------------
 def test_backends():
     """gloo is needed because NCCL cannot reduce norms on the host."""
     strategy = RingDilatedFSDPStrategy(**HOST)

@@ -1,4 +1,4 @@
-"""How to request cpu_offload of both strategies in Python and in recipes."""
+"""Both strategies accept cpu_offload as documented, in Python and in recipes."""
 
 import pytest
 import yaml

@@ -41,7 +41,7 @@ def fit(rank, group, run, cache):
 
 @pytest.mark.slow
 def test_sharded_parameters(pools, tmp_path):
-    """Results are equal bit by bit with and without cpu_offload. The second start loads the first's compiled code."""
+    """Results are equal bit by bit with and without cpu_offload. The second start reuses compiled code."""
     losses, want, *_ = pools(2).run(2, fit, RUN, str(tmp_path))[0]
     for run in (RUN, RUN.but(strategy={"cpu_offload": True})):
         for got, parameters, kinds, places, cached in pools(2).run(2, fit, run, str(tmp_path)):
@@ -115,7 +115,7 @@ def validated(rank, group, folder, ckpt):
 
 
 def test_whole_states_are_not_sharded(pools, text):
-    """8-bit states of unsharded parameters cannot resume sharded: it raises before training. Weights alone load."""
+    """Sharded training refuses 8-bit states of unsharded parameters at the start. The weights alone can be loaded."""
     saved = f"{text}.saved"
     pools(2).run(2, part_of_run, text, RingDilatedStrategy(), 1, None, False, saved)
     for answer in pools(2).answers(2, part_of_run, text, RingDilatedFSDPStrategy(), 2, None, False, saved):

@@ -20,7 +20,7 @@ CONF = "is_host=0,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attem
 
 
 def start_nodes(folder: Path, how: str, who: int, nodes: int, fewest: int, strategy: str = "", **env: str):
-    """Return [(exit status, output)] of each node's agent. The agents' store is in this process: any agent may die."""
+    """Return [(exit status, output)] of each agent. The agents' store is in this process, so any agent may die."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={fewest}:{nodes}", "--nproc-per-node=1"]
     command += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}"]

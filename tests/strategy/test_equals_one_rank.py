@@ -65,12 +65,12 @@ def check(results, want, tol, logged=None):
             )
 
 
-#: a sequence on four ranks for cases that need it, two sequences on two ranks each for the others
+#: one sequence on four ranks for cases that need it, two sequences on two ranks each for the others
 CASES = [("plain", way) for way in (*PLAIN, "4, head 2", "4, head 4", "2, head auto")]
 CASES += [(run, "4, data 2") for run in ("accumulate and clip", "masked labels", "lengths")]
 CASES += [(run, "4") for run in ("ragged", "documents", "fewer tokens than ranks", "hybrid")]
 CASES += [("recurrence", "2, zigzag")]
-#: slow tests; test_every_exchange_and_layout covers these layouts and exchanges, too
+#: slow tests; test_every_exchange_and_layout covers the same layouts and exchanges
 SLOW = [("plain", way) for way in ("2, zigzag", "2, strided", "2, ring", "2, switch", "4, nodes of 2")]
 SLOW += [("workers", "2"), ("compiled", "2")]
 SLOW += [
@@ -79,7 +79,7 @@ SLOW += [
     for way in PLAIN
     if run not in ("workers", "compiled", "recurrence") and (run, way) not in CASES
 ]
-SLOW.remove(("documents", "4, data 2"))  # packed documents are one sample; one rank would need two samples in a batch
+SLOW.remove(("documents", "4, data 2"))  # packed documents are one sample, but two data ranks need two samples
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 

@@ -49,7 +49,7 @@ def predictions(folder):
 @pytest.mark.parametrize("samples", [12, 5])
 @pytest.mark.parametrize("way", WAYS)
 def test_and_predict(pools, tmp_path, way, samples):
-    """Trap 18: no sample is repeated to fill up data ranks. Trap 17: for each sequence, only one rank writes."""
+    """No sample is repeated to give all data ranks the same number, and only one rank writes a sequence's results."""
     folders = [tmp_path / "one", tmp_path / "many"]
     want = pools(1).run(1, evaluated, {}, samples, str(folders[0]))
     ranks, settings = WAYS[way]

@@ -1,4 +1,4 @@
-"""Jobs in which a rank dies, raises or differs, started in the way of users: they end, name the rank, and resume."""
+"""Jobs in which a rank dies, raises or differs, started as users start them: they end, name the rank, and resume."""
 
 import shutil
 import signal

@@ -65,7 +65,7 @@ def half_sharded(rank, group):
 
 
 def test_parameters_that_were_forgotten(pools):
-    """Trap 5: unsharded parameters, here of embedding and head, would diverge between ranks without an error."""
+    """Unsharded parameters, here of embedding and head, would diverge between ranks without an error."""
     for error in pools(2).run(2, half_sharded):
         assert error and "not ['embedding.weight'" in error and "every rank would train these on its own" in error
 
@@ -101,7 +101,7 @@ def unlike(rank, group):
 
 
 def test_unlike_numbers_of_batches(pools):
-    """Trap 17: the data rank with more batches would wait for parameters that the other rank does not gather."""
+    """The data rank with more batches would wait for parameters that the other rank does not gather."""
     for error in pools(2).run(2, unlike):
         assert error and "the ranks have [3, 2] batches" in error
 
@@ -131,7 +131,7 @@ def part(rank, group, folder, strategy, stop, ckpt, recurrence=None):
     ],
 )
 def test_resumes_on_other_ranks(pools, tmp_path, after, strategy):
-    """Weights and optimizer states resume, also on one rank (trap 10: Lightning refuses unsharded parameters there).
+    """Weights and optimizer states resume, even on one rank, where Lightning refuses unsharded parameters.
 
     The position in the data is restored by the loader (see test_resume).
     """
@@ -149,7 +149,7 @@ def test_resumes_on_other_ranks(pools, tmp_path, after, strategy):
 )
 @pytest.mark.parametrize("before, after", [(RingDilatedStrategy(), FOLDER), (WHOLE_FILE, RingDilatedStrategy())])
 def test_one_file_of_another_strategy(pools, tmp_path, before, after, recurrence):
-    """Each optimizer state is assigned to its parameter, even if the parameter groups have an order of their own."""
+    """Each optimizer state is assigned to its parameter, even if the order of parameter groups differs."""
     _, path, _ = pools(2).run(2, part, str(tmp_path), before, 2, None, recurrence)[0]
     assert Path(path).is_file()
     want, *_ = pools(2).run(2, part, str(tmp_path), before, 4, path, recurrence)[0]
@@ -159,7 +159,7 @@ def test_one_file_of_another_strategy(pools, tmp_path, before, after, recurrence
 
 
 def replacing(rank, group, path):
-    """Write a file, a folder and a file to `path`. Return (kind after each write, number of removals by this rank)."""
+    """Write a file, a folder and again a file to `path`. Return (kind after each write, this rank's removals)."""
     model = LongNetLM(pattern=PATTERN, vocab_size=11, dim=16, depth=2).double()
     kinds, removed = [], []
     unlink, rmtree = Path.unlink, shutil.rmtree

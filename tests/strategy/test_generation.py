@@ -1,4 +1,4 @@
-"""Generation in `predict_step`: ranks that share sequences gather the prompts and generate the tokens of one rank."""
+"""Generation in `predict_step`: ranks that share sequences gather the prompts, and generate the same text."""
 
 import lightning.pytorch as pl
 import pytest
@@ -11,7 +11,7 @@ from .runs import VOCAB, launched, trainer
 
 pytestmark = pytest.mark.full
 
-#: {way: (ranks, strategy, arguments of the strategy)}
+#: {name of the case: (number of ranks, strategy, arguments of the strategy)}
 WAYS = {
     "2": (2, RingDilatedStrategy, {}),
     "4, data 2, zigzag": (4, RingDilatedStrategy, {"sequence_size": 2, "layout": "zigzag"}),
@@ -57,7 +57,7 @@ def test_predict_draws_as_one_rank(pools, way):
     assert want.keys() == set(range(4)) == {i for rows in results for i in rows}
     for rows in results:
         for i, row in rows.items():
-            n = 27 - 4 * i  # the rest pads to the longest prompt of the batch by repeating the last token
+            n = 27 - 4 * i  # beyond n, the last token is repeated up to the length of the longest row
             assert torch.equal(row[:n], want[i][:n])
 
 

@@ -1,4 +1,4 @@
-"""The quickstart on two GPUs equals one GPU within 16-bit rounding, for every precision, strategy and launcher."""
+"""The quickstart gives one GPU's results on two GPUs, up to rounding, for any precision, strategy and launcher."""
 
 import csv
 import functools
@@ -114,7 +114,7 @@ def plain(tmp_path_factory):
 
 @pytest.mark.parametrize("way", OFFLOADED)
 def test_offloaded(tmp_path, plain, way):
-    """Losses and clipped norms equal plain sharding. Trained tensors are all on the host, other tensors on the GPU."""
+    """Losses and norms are the same as with plain sharding. Only trained tensors are on the host."""
     precision, strategy, model, memory, how = OFFLOADED[way]
     run, within = {"precision": precision, "model": model, "memory": memory, "fused": model == BIG}, WITHIN[precision]
     want = plain(strategy=strategy, **run)

@@ -1,4 +1,4 @@
-"""Hooks of the strategy prevent traps of one sequence on several ranks. The tests' docstrings name the traps."""
+"""The strategy's hooks guard against pitfalls of splitting one sequence over several ranks."""
 
 import copy
 import os
@@ -56,7 +56,7 @@ class Plain(pl.LightningModule):
 
 
 def seeded(rank, seed):
-    """Give each rank another random state or, with `seed`, the same one. Return the number of ranks."""
+    """Give each rank a different random state or, with `seed`, the same one. Return the number of ranks."""
     os.environ.pop("PL_GLOBAL_SEED", None)
     os.environ["PL_SEED_WORKERS"] = "1"
     torch.manual_seed(100 + rank)
@@ -82,7 +82,7 @@ def whole(parts, name, step=0, dim=1):
     "workers, seed", [(0, True), (0, False), *(pytest.param(1, x, marks=pytest.mark.slow) for x in (True, False))]
 )
 def test_augmentation_is_that_of_the_sample(pools, workers, seed):
-    """Trap 3: all ranks of a sequence draw the same augmentation, in the main process and in workers, unseeded too."""
+    """All ranks of a sequence draw the same augmentation, in the main process and in workers, even without a seed."""
     parts = pools(2).run(2, plain, {}, {"layout": "contiguous"}, workers, seed)
     again = pools(2).run(2, noise_of_whole, workers, seed)
     assert torch.equal(*again[:2])
@@ -103,7 +103,7 @@ def noise_of_whole(rank, group, workers, seed):
 
 
 def test_hidden_dropout_differs_between_ranks(pools):
-    """Trap 3: with equal masks on all ranks, hidden dropout would drop the same tokens in every shard."""
+    """With equal masks on all ranks, hidden dropout would drop the same tokens in every shard."""
     parts = pools(2).run(2, plain, {"hidden_dropout": 0.5}, {})
     (a, *_), (b, *_) = parts
     assert not torch.equal(a[0]["mask"], b[0]["mask"]) and not torch.equal(a[0]["mask"], a[1]["mask"])
@@ -121,7 +121,7 @@ def test_attention_dropout_does_not_depend_on_the_ranks(pools):
 
 
 def test_a_logged_constant_stays_itself(pools):
-    """Trap 7: Lightning rounds down the mean of the ranks' batch sizes, so a logged 1.0 would become larger."""
+    """Lightning rounds down the mean of the ranks' batch sizes, so a logged 1.0 would become larger."""
     assert [one for _, one, _ in pools(2).run(2, plain, {}, {})] == [1.0, 1.0]
 
 
@@ -160,7 +160,7 @@ def groups_after(rank, group):
 
 
 def test_groups_are_made_once(pools):
-    """Trap 6: `setup_environment` runs in every fit, validate, test and predict, but groups are created only once."""
+    """`setup_environment` runs in every fit, validate, test and predict, but groups are created only once."""
     for before, after, same, active in pools(2).run(2, groups_after):
         assert after - before <= 4  # only the second Trainer has created groups
         assert same and active is None

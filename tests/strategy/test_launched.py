@@ -120,7 +120,7 @@ def test_a_reloaded_loader_of_another_length():
 
 
 def test_packed_epochs_end_with_a_whole_step(tmp_path):
-    """With packed data, each epoch has another number of packs, which is known only when the epoch begins."""
+    """With packed data, each epoch has a different number of packs, which is known only when the epoch begins."""
     for i in range(30):
         (tmp_path / f"{i}.bin").write_bytes(b"a" * (3 + 7 * i % 23))
     data = ByteDataModule(str(tmp_path), seq_len=32, pack_tokens=32, val_fraction=0, test_fraction=0)
@@ -147,7 +147,7 @@ def test_less_than_a_step(tmp_path):
 
 
 def test_a_checkpoint_within_a_step(tmp_path):
-    """If the loader cannot resume, the count of batches within a step continues, but over other batches."""
+    """If a loader cannot resume, the interrupted step is completed with different batches, which causes a warning."""
     run = fit(RingDilatedStrategy(), loader=DataLoader(samples(8)))
     run.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.warns(UserWarning, match="saved after 1 of the 4 batches of a step with global_batch=4"):

@@ -1,4 +1,4 @@
-"""The same script under each launcher, on two ranks, has the loss of one rank. Restarts are tested in test_failures."""
+"""Under each launcher, a script on two ranks has the loss of one rank. Restarts are tested in test_failures."""
 
 import os
 import socket
@@ -51,7 +51,7 @@ def test_slurm(tmp_path, alone):
 
 @pytest.mark.slow
 def test_notebook(tmp_path, alone):
-    """Trap 16: a notebook's session cannot run again, so other ranks are forked, as Lightning's usual names request."""
+    """A notebook's session cannot run again, so other ranks are forked, as Lightning's usual names request."""
     status, text = start(tmp_path, "notebook", 0, 2, strategy="ring_dilated_notebook")
     assert status == 0 and losses(text)[0] == pytest.approx(alone, rel=1e-5), text[-3000:]
 

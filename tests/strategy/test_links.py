@@ -1,4 +1,4 @@
-"""links= of the strategies: the sequence's group gets the file's links. A missing file raises before training."""
+"""The strategies' option links=: the sequence's group gets the file's links; a missing file raises at the start."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""LossByPosition on several ranks has the rows of one rank, for every layout and kind of batch."""
+"""LossByPosition gives the same rows on several ranks as on one, for every layout and kind of batch."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Memory settings on many ranks: a run with all of them equals a plain run on one rank."""
+"""Memory settings on many ranks: a run with all of them has the same results as a plain run on one rank."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ RUNS = [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for w
 def test_streams(pools, way):
     """Ranks stream sequences of their own or share chunks, also in validation. DDP's hooks run once per micro-batch."""
     ranks, run = STREAMS[way]
-    # packed documents are one sample; one rank would need two samples in a batch
+    # packed documents are one sample, so one rank cannot run the two samples of two data ranks in one batch
     plain, ranks_alone = run.but(memory=None, strategy={}, workers=0), 1
     if run.kind == "documents" and run.strategy.get("sequence_size") == 1:
         plain, ranks_alone = run.but(memory=None), 2

@@ -51,7 +51,7 @@ WRONG = [
     ({"layout": "blocks"}, "layout must be one of auto, contiguous, zigzag, strided"),
     ({"bucket_cap_mb": 0}, "bucket_cap_mb must be at least 1"),
     ({"timeout": 0}, r"timeout must be a number in \(0, inf\), got 0. It is in seconds"),
-    ({"start_method": "forkserver"}, "start_method must be one of popen, spawn, fork"),  # trap 15: it shares memory
+    ({"start_method": "forkserver"}, "start_method must be one of popen, spawn, fork"),  # it shares memory
     ({"regions": 2}, "would never be synchronized: set outer=OuterSteps"),
     ({"regions": "auto"}, "regions='auto' train apart"),
     ({"regions": "two", **OUTER}, "each node is one"),
@@ -129,7 +129,7 @@ def test_the_other_lightning_does_not_know_the_name():
     ],
 )
 def test_buckets_of_gradients(monkeypatch, backend, nodes, given, bucket, beside):
-    """One node: one bucket, after the backward. Several nodes: buckets during the backward, on few thread blocks."""
+    """One node sends one bucket after the backward. Several nodes send buckets during it, on few thread blocks."""
     runs = []
     monkeypatch.setattr(parallelize, "gradient_group", lambda timeout, overlapped: runs.append(overlapped) or "a group")
     monkeypatch.setattr(RingDilatedStrategy, "sizes", SimpleNamespace(region_size=2))

@@ -150,7 +150,7 @@ WAYS = {"sequences of two": {}, "data parallel": {"sequence_size": 1}}
 
 
 CASES = [(name, way) for name in SETTINGS for way in WAYS]
-#: slow tests; the other cases cover their features, too
+#: slow tests; the other cases cover the same features
 SLOW = ("plain", "mix", "many fragments")
 CI = {(name, "sequences of two") for name in SETTINGS if name not in SLOW} | {("streaming", "data parallel")}
 
@@ -289,7 +289,7 @@ def begun(pools, text):
 @pytest.mark.parametrize("how", ["file", "folder", pytest.param("validation", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stop", [6, pytest.param(8, marks=pytest.mark.slow)])
 def test_goes_on_exactly(pools, text, undisturbed, begun, how, stop):
-    """Resume with fragments in flight: after step 6 the one of steps 6 to 9, after step 8 also the one of 8 to 11."""
+    """Resume while fragments are in flight: one is sent in steps 6 to 9, and a second one in steps 8 to 11."""
     first = begun(how, stop)
     resumed = pools(4).run(4, part_of_run, text, STREAMING, 11, first[0]["saved"], None)
     for one, two, whole in zip(first, resumed, undisturbed, strict=True):
@@ -338,7 +338,7 @@ def test_goes_on_with_sharded_parameters(pools, text, begun):
 
 
 def test_goes_on_with_another_schedule(pools, text, begun):
-    """Under another schedule, shared parameters and momentum are kept, and a fragment in flight is discarded."""
+    """Under a different schedule, shared parameters and momentum are kept, and a fragment in flight is discarded."""
     other = {**STREAMING, "outer": OuterSteps(every=4, fragments=2, delay=1, mix=0.5)}
     first = begun("file", 6)
     for one, got in zip(first, pools(4).run(4, part_of_run, text, other, 8, first[0]["saved"], None), strict=True):

@@ -42,7 +42,7 @@ OWN = [callbacks.ThroughputMonitor, partial(callbacks.MemoryProfiler, timeline=F
 
 
 def pickled(rank, group, classes):
-    """Return (steps of a Trainer's copy after a fit, its progress bars, whether it validates equally)."""
+    """Return (steps of a Trainer's copy after a fit, its progress bars, whether its validation results are equal)."""
     options = {
         "max_steps": 2,
         "enable_progress_bar": True,

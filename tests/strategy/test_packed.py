@@ -1,4 +1,4 @@
-"""Packed batches under the strategies: training and validation on two ranks equal one rank."""
+"""Packed batches under the strategies: training and validation on two ranks have the same results as on one."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Slides under the strategies: training and the AUROC, accuracy and kappa of an epoch equal one rank."""
+"""Slides under the strategies: training, AUROC, accuracy and kappa have the same results as on one rank."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""RecallByDistance on several ranks has the rows and metrics of one rank in every layout, even with an empty rank."""
+"""RecallByDistance gives one rank's rows and metrics on several ranks in any layout, even if a rank has no tokens."""
 
 import lightning.pytorch as pl
 import pytest

@@ -40,7 +40,7 @@ CI = {("2", "4"), ("4", "1"), ("4", "4, data 2"), ("4, data 2", "2")}
     [pytest.param(x, y, marks=[] if (x, y) in CI else pytest.mark.slow) for x in WAYS if x != "1" for y in WAYS],
 )
 def test_another_number_of_ranks(pools, tmp_path, before, after):
-    """Trap 8: another loader would restart at sample 0, while batch numbers continue."""
+    """An ordinary loader would restart at sample 0, while batch numbers continue."""
     folder = tmp_path / "text"
     folder.mkdir()
     rng = torch.Generator().manual_seed(0)

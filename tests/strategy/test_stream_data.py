@@ -1,4 +1,4 @@
-"""Streams on data-parallel ranks: the losses equal one rank, and checkpoints resume on another number of ranks."""
+"""Streams on data-parallel ranks: losses equal one rank's, and a checkpoint resumes on any number of ranks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Traps of Lightning that no hook of the strategy prevents. The other traps are in test_hooks."""
+"""Pitfalls of Lightning that no hook of the strategy guards against; test_hooks has the other pitfalls."""
 
 import inspect
 import time
@@ -33,7 +33,7 @@ def dealt_weights_move(rank, group):
 
 
 def test_sharded_weights_move(pools):
-    """Trap 1: optimizers must be created after sharding. tests/cli shows that LightningCLI's own is refused."""
+    """Optimizers must be created after sharding. tests/cli shows that LightningCLI's own is refused."""
     assert min(pools(2).run(2, dealt_weights_move)) > 0
 
 
@@ -54,7 +54,7 @@ def order(rank, group, distributed):
 
 
 def test_order_of_training_samples(pools):
-    """Trap 2: Lightning shuffles whatever a loader says. The ranks of a sequence have the same order as one rank."""
+    """Lightning shuffles whatever a loader says. The ranks of a sequence have the same order as one rank."""
     orders = pools(1).run(1, order, True) + pools(2).run(2, order, True)
     assert orders[0] == orders[1] == orders[2] and sorted(orders[0]) == list(range(8))
     assert pools(2).run(2, order, False) == [list(range(8))] * 2  # without Lightning's sampler, in the loader's order
@@ -72,7 +72,7 @@ def gathered(rank, group):
 
 
 def test_gradient_of_a_gather_is_not_read_by_rows(pools):
-    """Trap 4: with gloo, torch.distributed.nn's all_gather silently misreads a gradient that is not row-major."""
+    """With gloo, torch.distributed.nn's all_gather silently misreads a gradient that is not row-major."""
     for rank, (got, weights) in enumerate(pools(2).run(2, gathered)):
         assert torch.equal(got, 2 * weights.transpose(1, 2)[:, 3 * rank : 3 * rank + 3])
     source = Path(ld.__file__).parent.rglob("*.py")
@@ -105,7 +105,7 @@ def odd_checkpoint(rank, group, folder):
 
 
 def test_classes_in_checkpoints(pools, tmp_path):
-    """Trap 9: Lightning ignores `weights_only` if a strategy loads after `setup`. A folder never loads a class."""
+    """Lightning ignores `weights_only` if a strategy loads after `setup`. A folder never loads a class."""
     for error in pools(2).run(2, odd_checkpoint, str(tmp_path)):
         assert error and "odd/meta.pt cannot be read" in error and "test_traps.Odd" in error
         assert "add_safe_globals" in error
@@ -137,7 +137,7 @@ def with_callback(rank, group, name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_callbacks_that_go_wrong(pools, name):
-    """Trap 11: waits for all ranks after one raised. 12: copies sharded parameters. 13: counts sequences per rank."""
+    """Refused callbacks wait for a rank that raised, copy sharded parameters, or count a sequence once per rank."""
     for error in pools(2).run(2, with_callback, name):
         assert error and REFUSED[name][1]().__class__.__name__ in error and REFUSED[name][2] in error
     assert not Path("nowhere").exists()  # the error itself must not trigger OnExceptionCheckpoint
@@ -153,7 +153,7 @@ def averaged(rank, group):
 
 @pytest.mark.skipif(not hasattr(callbacks, "WeightAveraging"), reason="Lightning has none before 2.6")
 def test_weights_are_averaged_where_each_rank_has_all(pools):
-    """Trap 12 does not apply where every rank has all weights."""
+    """Weights can be averaged if every rank has all of them; only averaging of sharded weights is refused."""
     a, b = pools(2).run(2, averaged)
     assert torch.equal(a, b)
 
@@ -175,7 +175,7 @@ def measured(rank, group):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_throughput_counts_a_sequence_once(pools, ranks):
-    """Trap 13: two ranks that share a sequence do not double the throughput."""
+    """Two ranks that share a sequence do not double the throughput."""
     rates = pools(ranks).run(ranks, measured)[0]
     assert 0 < rates["train/batches_per_sec"] < 100
     assert rates["train/samples_per_sec"] == pytest.approx(2 * rates["train/batches_per_sec"])
@@ -197,7 +197,7 @@ def counted_flops(rank, group, run):
 
 @pytest.mark.parametrize("kind", ["whole", "documents", "lengths"])
 def test_flops_of_a_shared_sequence(pools, kind):
-    """Each of two ranks has done half of the work of one rank."""
+    """Each of two ranks does half of the work that one rank would do."""
     run = Run(kind=kind, steps=4, batch_size=1 if kind == "documents" else 2)
     alone, flops, _ = pools(1).run(1, counted_flops, run)[0]
     logged, same, left = pools(2).run(2, counted_flops, run)[0]
@@ -211,7 +211,7 @@ def test_flops_of_a_shared_sequence(pools, kind):
 
 
 def test_peak_of_an_h200():
-    """Trap 14: Lightning's table has the peak for sparse products, and lacks the name of this GPU."""
+    """Lightning's table lists the peak for sparse products, and does not contain the name of this GPU."""
     from lightning_dilated.ext.profiling import throughput
 
     def run(device, precision):
@@ -228,7 +228,7 @@ def test_peak_of_an_h200():
 
 @pytest.mark.parametrize("strategy", [RingDilatedStrategy, RingDilatedFSDPStrategy])
 def test_options_on_the_command_line(strategy):
-    """Trap 19: without types, "2" would remain a string, and **kwargs would add the twenty options of DDP."""
+    """Without types, "2" would remain a string, and **kwargs would add the twenty options of DDP."""
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(strategy)
     parsed = parser.parse_args(["--sequence_size", "2", "--head_size=1", "--allow=[a]"])
