@@ -71,7 +71,7 @@ class GenomeDataModule(SequenceDataModule):
     `predict` reads the test split. Its batches also contain the place of each window in the file, as lists and tensors
     (B,): `record`, `start`, `stop` (counted from 0, as in BED), `strand` (+ or -) and, with `bed`, the `region`'s name.
 
-    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
+    Raises: TypeError or ValueError for values outside these ranges. The data on disk is checked later, by `check`.
     """
 
     vocab_size: int = len(LETTERS)

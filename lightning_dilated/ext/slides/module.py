@@ -115,7 +115,7 @@ class SlideDataModule(SplitDataModule):
         cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null: `remote` in the package's cache folder)
             and its maximum size in GiB, see `FileOpener`.
 
-    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
+    Raises: TypeError or ValueError for values outside these ranges. The data on disk is checked later, by `check`.
     """
 
     collate = staticmethod(collate_slides)

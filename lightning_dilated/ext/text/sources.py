@@ -39,7 +39,7 @@ class Readers(Protocol):
 
 
 class NumberedReaders:
-    """Readers of rows by number: reader i reads only the rows i, i + S, i + 2S, ..."""
+    """Readers of a source with numbered rows: reader i reads only the rows i, i + S, i + 2S, ..."""
 
     def __init__(self, rows: Rows, count: int, name: str) -> None:
         if len(rows) < count:

@@ -34,7 +34,7 @@ def is_folder(path: str | Path) -> bool:
 
 
 def check_plain(folder: str | Path) -> None:
-    """Refuse options that make peft import a module. transformers reads the options in any folder of a model.
+    """Refuse options that make peft import a module; transformers reads peft's options from any folder that it loads.
 
     Raises: ValueError that names the option.
     """
@@ -72,7 +72,7 @@ def check_base(folder: str | Path, values: Mapping[str, Any], config: Any) -> No
 
     Without this check, transformers would drop layers of a deeper model, and add random layers to a shallower one.
 
-    Raises: ValueError for a model of another kind or size.
+    Raises: ValueError for a model of a different kind or size.
     """
     before, now = values.get("text_config", values), config.to_dict()
     now = now.get("text_config", now)
@@ -139,7 +139,7 @@ def stored_options(folder: str | Path, lora: Mapping[str, Any] | None) -> dict[s
 
 
 def load(adapted: Any, folder: str | Path) -> None:
-    """Load the weights of a folder into adapters.
+    """Load the weights in a folder of adapters into adapters.
 
     Raises: ValueError for a damaged file, and for weights with other names or shapes; the message names one of them.
     """

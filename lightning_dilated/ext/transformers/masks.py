@@ -1,9 +1,9 @@
 """Masks of transformers as a window, padding and documents, in place of a (B, 1, N, N) tensor.
 
 transformers describes a mask by a function of (sample, head, query, key). In a causal mask, dense or sliding, the keys
-that a query sees are an interval that ends at the query, so its first key defines it. A few values of the function
-for each token distinguish these masks from the other masks of transformers (chunks, blocks, two-way). Functions that a
-model adds are refused without being evaluated.
+that a query sees are an interval that ends at the query, so the interval's first key defines it. A few values of the
+function for each token distinguish these masks from the other masks of transformers (chunks, blocks, two-way).
+Functions that a model adds are refused without being evaluated.
 
 Shape letters: B batch, L tokens of this rank, N tokens of the sequence, D documents.
 """
@@ -46,7 +46,7 @@ class VisibleKeys:
         window: number of keys that a token sees, including itself; None: all earlier tokens.
         padding: padding of the samples, or None.
         has_padding_mask: whether the caller gave an `attention_mask`; transformers then ignores documents.
-        starts: (D - 1,) where this rank's documents begin, except its first one, as transformers reads position_ids.
+        starts: (D - 1,) where this rank's documents begin, without its first, as transformers reads position_ids.
         known: whether `known_documents` set `bounds`; if True, `bounds` alone defines the documents.
         bounds: int32 (D + 1,) on the CPU, the global bounds of packed documents; None: one document.
         follows: whether the tokens continue the tokens of a `DilatedCache`.
