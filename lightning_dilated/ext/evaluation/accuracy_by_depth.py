@@ -51,7 +51,7 @@ class AccuracyByDepth(CountsAnswers):
     Raises:
         TypeError: when a run starts, for another model or other data.
         ValueError: when a run starts, if the model's vocabulary is smaller than the data's, or if the model has learned
-            positions for fewer tokens. With rotary positions, greater lengths only give a warning.
+            positions for fewer tokens. With rotary positions, longer samples only give a warning.
     """
 
     def __init__(self, folder: str | Path | None = None, table: bool = True, picture: bool = True) -> None:

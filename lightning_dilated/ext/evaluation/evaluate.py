@@ -44,7 +44,7 @@ _SAMPLES = {
 
 
 def load_causal_model(path: str | Path, tile: int | None = None) -> DilatedModule:
-    """Load a model as `load_any` does, but raise ValueError if the model does not predict the next token."""
+    """Load a model as `load_any` does; raise ValueError if the model does not predict the next token."""
     model = load_any(path, tile)
     if not model.predicts_next_token:
         raise ValueError(

@@ -199,7 +199,7 @@ class RecallByDistance(CountsAnswers):
         """Count a batch's predictions (B, L) at this rank's positions; labels without a distance are left out."""
         if self._counts is None or self._distances is None:
             return
-        positions = token_positions(0, predictions.shape[1])  # collective, so ranks without labels call it
+        positions = token_positions(0, predictions.shape[1])  # ranks without labels must call this collective, too
         labels = batch["labels"]
         distances = torch.stack([self._distances(index)[positions] for index in batch["index"].tolist()])
         octave = torch.frexp(distances.double()).exponent.long() - 1  # floor(log2), exact; -1 for 0

@@ -66,7 +66,7 @@ def plain_file(path: str, cache: Path, opener: FileOpener | None = None) -> str:
     if within(target, cache).exists():
         return str(target)
     with locked(Path(f"{target}.lock"), cache):
-        if not within(target, cache).exists():  # another process may have written it
+        if not within(target, cache).exists():  # another process may have written the file meanwhile
             _decompress(path, target, opener, packed)
             rank_zero_info(f"{path} was {'decompressed to' if packed else 'copied, with line ends of LF, to'} {target}")
     return str(target)
@@ -82,7 +82,7 @@ def _clean(blocks: Iterator[bytes]) -> Iterator[bytes]:
     begin, left = codecs.BOM_UTF8, b""
     for block in blocks:
         block = left + block.removeprefix(begin)
-        left, begin = (b"\r" if block.endswith(b"\r") else b""), b""  # the next block may begin with its LF
+        left, begin = (b"\r" if block.endswith(b"\r") else b""), b""  # the LF after this CR may begin the next block
         yield block.removesuffix(b"\r").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     yield left.replace(b"\r", b"\n")
 
@@ -210,7 +210,7 @@ def read_index(
         with pyfaidx.Faidx(file, indexname=str(target), build_index=False) as faidx:
             records = [(name, r.rlen, r.offset, r.lenc, r.lenb) for name, r in faidx.index.items()]
     except ValueError as error:
-        if "Duplicate key" in str(error):  # in an existing index
+        if "Duplicate key" in str(error):  # the error is about an existing index
             raise ValueError(f"{source} is not a FASTA file that can be read by range. {_reason(error)}") from error
         raise stale(source, str(error)) from error
     except (pyfaidx.FastaIndexingError, OSError) as error:
@@ -322,7 +322,7 @@ class Record:
     file: str
     name: str
     length: int
-    offset: int  # byte of its first base in the stream
+    offset: int  # position of its first base in the stream, in bytes
     line_bases: int
     line_bytes: int
     # set by the scan

@@ -1,4 +1,4 @@
-"""Log-likelihoods, allele scores and embeddings of sequences by a token model, on either strand of a genome.
+"""Log-likelihoods, allele scores and embeddings of sequences with a token model, on either strand of a genome.
 
 Shape letters: B sequences, N tokens of the longest, V vocabulary, E embedding dim, M sites.
 """
@@ -19,7 +19,7 @@ from lightning_dilated.ext.genomes.variants import AlleleWindows
 from lightning_dilated.memory.chunked_loss import IGNORE
 from lightning_dilated.models.longnet.lm import Strands
 
-#: maximum vocabulary size of a genome: bases, N, and some more for a mask token or padding
+#: maximum vocabulary size of a genome model: bases, N, and some more tokens, such as a mask token or padding
 MOST_GENOME_TOKENS = 16
 
 

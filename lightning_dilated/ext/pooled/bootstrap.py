@@ -41,7 +41,7 @@ class BootstrapIntervals(pl.Callback):
 
     Args:
         resamples: number of resamples; 1,000 take some seconds.
-        level: the interval's level, such as 0.95.
+        level: confidence level of the intervals, such as 0.95.
         seed: seed of the draws.
         path: path of the CSV; None means `test_metrics.csv` in the logger's folder.
 

@@ -173,5 +173,5 @@ def _blank_in_front(coords: Any, cu_seqlens: Any) -> list[int]:
     first = coords[:, 0]
     if cu_seqlens is not None:
         starts = torch.as_tensor(cu_seqlens)[:-1].to(coords.device, torch.int64)
-        first = coords[0, starts[starts < coords.shape[1]]]  # attention raises for wrong bounds
+        first = coords[0, starts[starts < coords.shape[1]]]  # attention itself rejects wrong bounds
     return (first == -1).all(1).nonzero()[:, 0].tolist()

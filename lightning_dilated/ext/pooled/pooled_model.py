@@ -26,7 +26,7 @@ from lightning_dilated.models.transformer_model import TransformerModel
 from lightning_dilated.pattern.layers import LayersLike
 from lightning_dilated.sequence import active_sequence, sequence_sum
 
-#: linear layers of a block that get updates, and other parameters that do: the joint projection to q, k and v
+#: linear layers of a block that get low-rank updates, and a parameter that gets one: the projection to q, k and v
 LAYERS = ("out_proj", "fc1", "fc2", "gate")
 PARAMETERS = ("attention.in_proj_weight",)
 
@@ -461,9 +461,9 @@ def first_token(x: Tensor, positions: Tensor, documents: Documents | None = None
 
 
 def check_lengths(lengths: Any, rows: int, least: int, what: str) -> Tensor | None:
-    """Return lengths (B,) int64 on the CPU. Raises ValueError for one below `least`, or above a non-negative `rows`.
+    """Return lengths (B,) int64 on the CPU. Raises ValueError for a length below `least` or above `rows` >= 0.
 
-    While torch traces the call, values are not checked, because the graph serves any values.
+    While torch traces the call, values are not checked, because the graph must work for any values.
     """
     if lengths is None:
         return None

@@ -131,7 +131,7 @@ def locked(file: Path, root: Path | None = None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class BlockCache:
-    """Blocks by key. The least recently used blocks are evicted if a new one would make the folder exceed `limit`.
+    """Blocks, stored under keys. The least recently used ones are evicted if a new block would exceed the `limit`.
 
     A block's file is renamed into place when complete. A block with a wrong checksum counts as missing.
 

@@ -40,7 +40,7 @@ class ChatDataModule(ReadsConversations, SplitDataModule):
     Args:
         paths: files (.jsonl, .json, .parquet), directories or globs, folders that `datasets.save_to_disk` wrote; or the
             arguments of `datasets.load_dataset` as a mapping: {path: owner/name, split: train}. All formats except JSON
-            need the extra `datasets`. A row has `messages`, a list of {"role", "content"}, or `prompt`, `completion`.
+            need the extra `datasets`. A row has `messages`, a list of {"role", "content"}, or `prompt` + `completion`.
         tokenizer: a folder that transformers saved, or a repository's name, with a chat template; or a tokenizer.json.
         seq_len: maximum number of tokens of a conversation.
         template: a Jinja chat template, or a file that holds one, in place of the tokenizer's own.

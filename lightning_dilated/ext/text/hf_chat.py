@@ -28,7 +28,7 @@ class ChatEncoder:
     longer: int = 0
 
     def __call__(self, row: Any, where: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return tokens and marks, or None to skip the row. Raises ValueError for a long row if `too_long` says so."""
+        """Return tokens and marks, or None to skip the row. Raises ValueError if the row is too long to be used."""
         ids, learn = self.tokenizer.tokens(conversation(row, where, self.column), self.train_on)
         if len(ids) <= self.seq_len:
             return ids, learn

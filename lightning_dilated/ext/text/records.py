@@ -1,6 +1,6 @@
 """Random access to the rows of JSON Lines, JSON, Parquet, and `datasets` (an optional extra); a row is a mapping.
 
-JSON needs no other library. Parquet, folders of `save_to_disk` and the rest of what `datasets` loads need it.
+JSON needs no other library; all other formats that `datasets` loads need the extra.
 """
 
 from __future__ import annotations

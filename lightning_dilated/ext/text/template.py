@@ -106,7 +106,7 @@ class ChatTokenizer(TextTokenizer):
 
 
 def load_chat_tokenizer(source: str, template: str | None = None) -> ChatTokenizer:
-    """Load a tokenizer.json, which needs a template, or the tokenizer of a folder or repository of transformers.
+    """Load a tokenizer.json, which needs a template, or a tokenizer that transformers loads by folder or repository.
 
     Args:
         template: a Jinja chat template, or the path of a file that holds one, in place of the tokenizer's own.
@@ -407,7 +407,7 @@ def bounded_environment() -> type[Any]:
                 costs = [nodes.Const(text), nodes.Const(steps)]
                 count = nodes.Call(nodes.EnvironmentAttribute("spend"), costs, [], None, None)
                 inner.body.insert(0, nodes.ExprStmt(count).set_lineno(inner.lineno))
-            for inner in list(node.find_all(nodes.Concat)):  # the operator ~ is not interceptable
+            for inner in list(node.find_all(nodes.Concat)):  # the environment never sees the operator ~
                 joined = nodes.Filter(nodes.List(inner.nodes), "_concat", [], [], None, None)
                 inner.__class__, inner.__dict__ = (
                     nodes.Filter,

@@ -156,7 +156,7 @@ def _refuse_wider(path: str, tokens: np.ndarray) -> None:
 class TokenStream:
     """The tokens of several files, concatenated in the given order; only the requested tokens are read.
 
-    The stream reads through a `ByteStream`, and like it can be pickled.
+    The stream reads through a `ByteStream`, and can be pickled if the `ByteStream` can.
     """
 
     def __init__(self, files: Sequence[TokenFile], opener: FileOpener | None = None) -> None:
@@ -240,7 +240,7 @@ def out_of_range(token: int, path: str, position: int, vocab_size: int, note: st
 
 
 def checked(tokens: torch.Tensor, vocab_size: int, stream: ByteStream | TokenStream, begin: int) -> torch.Tensor:
-    """Return the tokens from position `begin` of a stream; raise ValueError for one that is not in the vocabulary."""
+    """Return the tokens from position `begin` of a stream; raise ValueError for a token outside the vocabulary."""
     wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
     if len(wrong):
         offset = int(wrong[0])

@@ -68,9 +68,9 @@ def stored_config(folder: str | Path) -> dict[str, Any] | None:
 
 
 def check_base(folder: str | Path, values: Mapping[str, Any], config: Any) -> None:
-    """Compare the config that adapters were trained with to the config of the model that will receive them.
+    """Check that adapters fit a model: compare `values`, the config of their training, with the model's `config`.
 
-    Without this check, transformers would drop layers of a deeper model, and add random layers to a shallower one.
+    Without this check, transformers would drop adapters of missing layers and add random ones to further layers.
 
     Raises: ValueError for a model of a different kind or size.
     """
@@ -139,9 +139,9 @@ def stored_options(folder: str | Path, lora: Mapping[str, Any] | None) -> dict[s
 
 
 def load(adapted: Any, folder: str | Path) -> None:
-    """Load the weights in a folder of adapters into adapters.
+    """Load weights from a folder into the adapters of a decoder.
 
-    Raises: ValueError for a damaged file, and for weights with other names or shapes; the message names one of them.
+    Raises: ValueError for a damaged file, and for weights whose names or shapes differ; the message names one of them.
     """
     import peft
 

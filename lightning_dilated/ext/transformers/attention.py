@@ -55,7 +55,7 @@ def attend(
         module: the attention layer; its config may hold patterns, see `set_pattern`.
         attention_mask: the result of `masks.visible_keys`.
         dropout, scaling, is_causal, sliding_window: the layer's options.
-        position_ids, cu_seq_lens_q, cu_seq_lens_k: define the documents; on ranks, positions must be global.
+        position_ids, cu_seq_lens_q, cu_seq_lens_k: define the documents; positions must be global.
 
     Raises: ValueError for anything that would not be computed exactly, with the reason and a remedy.
     """

@@ -281,7 +281,7 @@ class HFCausalLM(WithTokenizer):
     def forward(
         self, batch: Mapping[str, Any] | Tensor, *, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Return logits (B, N, V) of tokens (B, N) or of a batch; logits of this rank's tokens in an active sequence.
+        """Return logits (B, N, V) of tokens (B, N) or of a batch; only of this rank's tokens in a shared sequence.
 
         Args:
             lengths, cu_seqlens: as in `dilated_attention`; only if `batch` is a tensor of tokens.
@@ -462,7 +462,7 @@ class HFCausalLM(WithTokenizer):
         copy.config = with_depth(self.config, depth)
         copy.source, copy.adapters, copy._adapted = None, None, ()
         if self.lora is not None:
-            copy.lora = {**self.lora, "init_lora_weights": False}  # the others read weights
+            copy.lora = {**self.lora, "init_lora_weights": False}  # other ways to initialize read the weights
         return copy
 
     def token_features(self) -> tuple[int, ...]:
@@ -488,7 +488,7 @@ class HFCausalLM(WithTokenizer):
 
     # -- folders of transformers ---------------------------------------------------------------------------------------
     def save_pretrained(self, folder: str | Path, merge: bool = False) -> Path:
-        """Write a folder of transformers, which loads without this package; its config contains the patterns, if any.
+        """Write a model folder that transformers loads without this package; its config contains the patterns, if any.
 
         With `lora` the folder has peft's format: it holds the adapters and the name of their base model, plus a
         `decoder_config.json` with which `HFCausalLM(folder)` continues training. The data's tokenizer, if any, is

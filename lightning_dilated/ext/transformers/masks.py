@@ -233,7 +233,7 @@ def _intervals(
             "ring_dilated computes causal attention, dense or in a sliding window, but this model's mask is another one, "
             f"such as two-way attention, or blocks that see each other both ways. {SDPA}"
         )
-    # ranks skip this check, because the positions of their layout jump in every row
+    # ranks skip this check, because positions of their layout jump in every row
     if batch > 1 and active_sequence() is None and bool(further.any()):
         raise ValueError(_several_rows(batch) + " A model that attends within chunks of tokens is not supported.")
     return further.any(0).nonzero()[:, 0].cpu() + 1
@@ -316,7 +316,7 @@ def _check_jumps(mask: VisibleKeys, position_ids: Tensor) -> None:
 
 
 def _refuse_ignored_documents(mask: VisibleKeys, positions: Tensor) -> None:
-    """Raise for positions (B, N) that restart among real tokens, because transformers' mask is of one document."""
+    """Raise for positions (B, N) that restart among real tokens, because transformers' mask assumes one document."""
     restarts = positions.diff(dim=1) < 1
     if mask.padding is not None:
         real = mask.padding.real()

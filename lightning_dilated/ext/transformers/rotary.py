@@ -1,4 +1,4 @@
-"""Rotary positions: checks of options and lengths, and frequencies that depend on the sequence length, on ranks.
+"""Rotary positions: checks of options and lengths, and length-dependent frequencies for sequences that ranks share.
 
 transformers derives the length from the positions that it gets, but a rank has only some of them. Hooks therefore
 append the last position of the sequence to the rank's positions, and remove its angles from the result.
