@@ -178,7 +178,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw a PNG: lengths to the right, depths down, the share of right answers as colour and number."""
+    """Draw a PNG: a column per length, a row per depth, and shares of right answers as colours and numbers."""
     from matplotlib.figure import Figure
 
     lengths, depths = _lengths(rows), sorted(_depths(rows))

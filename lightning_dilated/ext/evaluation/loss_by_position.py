@@ -161,7 +161,7 @@ class RecallByDistance(CountsAnswers):
 
     The model is a LongNetLM or HFCausalLM. The data is a `FarRecallDataModule`, or a DataModule with `index` (B,) in
     its batches and a method `distances(split, index)`, which returns (N,) integers for a sample of "val" or "test": at
-    each label the distance in tokens back to its answer, or 0 to leave it out. The answer is the likeliest token.
+    each label the distance in tokens back to its answer, or 0 to leave it out. Answers are the likeliest tokens.
 
     Logs `val_accuracy`, and `val_accuracy_D` for each octave with labels: distances D to 2 D - 1, D a power of two; in
     test `test_accuracy` and `test_accuracy_D`.

@@ -197,7 +197,7 @@ class GenomeDataModule(SequenceDataModule):
         return [region for region in cut if region.stop > region.start]
 
     def _short_ones(self, genome: Genome) -> list[tuple[str, int]]:
-        """Return names and lengths of records, or of regions of the BED file (read here), that are below a window."""
+        """Return names and lengths of records, or of regions of the BED file (read here), shorter than a window."""
         ones = [(record.name, record.length) for record in genome.records]
         if self.bed is not None:
             self._bed_regions = read_bed(self.bed, genome.records, self.opener)

@@ -284,7 +284,7 @@ def _fasta(path: str, opener: FileOpener) -> Any:
             return opener.open(path)
 
     class Times:
-        """Returns equal times, so that pyfaidx accepts the index, which is known to belong to the file."""
+        """Gives file and index the same time, so that pyfaidx accepts the index, which does belong to the file."""
 
         def stat(self, path: str) -> dict[str, float]:
             return {"mtime": 0.0}

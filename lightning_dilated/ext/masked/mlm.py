@@ -181,7 +181,7 @@ class LongNetMLM(TokenModel):
         mask_seed: seed of the masks.
         strands: "both", for genomes: average the logits with the reverse complement's logits, mapped back to positions
             and bases of the sequence. The logits of a reverse complement then equal the mapped logits of the sequence,
-            bit by bit if the same kernels compute both. It is twice the work, and ranks cannot share a sequence.
+            bit by bit if the same kernels compute both. This doubles the work, and ranks cannot share a sequence.
         options: other arguments of `TokenModel`, except `bytes_per_token`.
 
     Bits per token, and in validation and test the accuracy over all masked tokens, are logged with the mean loss.

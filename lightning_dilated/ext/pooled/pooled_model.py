@@ -222,7 +222,7 @@ class PooledModule(TransformerModel):
         return [sum(counts) / (present * n) if n else 1.0 for n in counts]
 
     def _prepare_survival(self) -> None:
-        """Take bins of time from the training data if unset; check that Cox's likelihood has samples to compare."""
+        """Derive unset bins of time from the training data; check that Cox's likelihood has samples to compare."""
         if self.survival_loss == "cox":
             if self._data_setting("batch_size", 2) == 1 and self._data_setting("pack_tokens") is None:
                 raise ValueError(
@@ -345,7 +345,7 @@ class PooledModule(TransformerModel):
         return checked
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """Return the class-weighted sum of losses and the number of samples, equal on all ranks of the sequence.
+        """Return the class-weighted sum of losses and the number of samples, the same on all ranks of the sequence.
 
         For Cox's likelihood, the second value is the number of events.
         """

@@ -31,7 +31,7 @@ class AttentionWriter(pl.Callback):
     Also writes `attention/SLIDE_ID.png`, a heat map (`data.write_heat_map`; the mean over all heads).
 
     The arrays fit `data.heat_map(attention, coords, tile_size)` and `data.write_attention(path, attention, coords)`.
-    Every slide is encoded a second time, up to the layer.
+    Every slide is encoded a second time, up to the chosen layer.
 
     Args:
         layer, heads: as in `SlideEncoder.attention_map`; one layer only.

@@ -35,8 +35,8 @@ class SlideSequences(Dataset):
         slides: headers of the files.
         labels: one per sample, a number or several; None for none.
         class_token: whether a blank row comes first.
-        max_tiles: most tiles of a slide; a larger slide gives a random subset, which depends only on (seed, epoch,
-            index in `slides`). None for all.
+        max_tiles: maximum number of tiles of a slide; a larger slide gives a random subset, which depends only on
+            (seed, epoch, index in `slides`). None for all.
         order: order of a slide's tiles: "file", or "raster": by rows of the slide from top to bottom and left to right.
         seed: seed of the subsets.
         groups: {name: indices in `slides`} of each sample; None: each slide is a sample with its own name.

@@ -141,7 +141,7 @@ def stored_options(folder: str | Path, lora: Mapping[str, Any] | None) -> dict[s
 def load(adapted: Any, folder: str | Path) -> None:
     """Load weights from a folder into the adapters of a decoder.
 
-    Raises: ValueError for a damaged file, and for weights whose names or shapes differ; the message names one of them.
+    Raises: ValueError for a damaged file, and for unexpected names or shapes of weights; the message names one of them.
     """
     import peft
 

@@ -151,7 +151,7 @@ def check_padding(mask: Any, tokens: Tensor) -> None:
 
 
 def step_arguments(mask: Tensor | None, new: int) -> dict[str, Tensor]:
-    """Return a decoder's arguments for the last `new` tokens, given a mask (B, N) of all tokens, or {} without one."""
+    """Return a decoder's arguments for the last `new` tokens, given a mask (B, N) of all tokens; {} without a mask."""
     if mask is None:
         return {}
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)

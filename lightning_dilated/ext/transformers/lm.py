@@ -333,7 +333,7 @@ class HFCausalLM(WithTokenizer):
 
     @torch.no_grad()
     def _show_likeliest(self, batch: Mapping[str, Any], likeliest: Callable[[Tensor], Tensor]) -> None:
-        """Call `watch_predictions` with the likeliest token at each label, from `likeliest(mask of labels (B, L))`."""
+        """Call `watch_predictions` with the likeliest token at each label; `likeliest` gets a mask (B, L) of labels."""
         if self.watch_predictions is not None:
             counted = batch["labels"] != IGNORE
             tokens = torch.full(counted.shape, IGNORE, device=counted.device)

@@ -132,7 +132,7 @@ def _mask_after_cache(
     local_size: int | None = None,
     **options: Any,
 ) -> VisibleKeys | CachedStep:
-    """Return the mask of `lengths` (queries, keys) that begin at positions `offsets` after a cache."""
+    """Return the mask after a cache; `lengths` and `offsets` are the counts and first positions of queries and keys."""
     checked_on_all(_refuse_cache_on_ranks, active_sequence(), *lengths)
     if _follows(lengths, offsets) and local_size != 1:  # with a window of 1, transformers' own cache has these sizes
         padding = None if attention_mask is None else Padding.of(attention_mask)
