@@ -29,7 +29,7 @@ accuracy_by_depth.csv and a picture of each task into --out. Nothing is download
 _TILE = 1024
 
 
-#: options of the samples: default and meaning
+#: {option of the samples: (default, meaning)}
 _SAMPLES = {
     "num_values": (3, "for multi_value: number of values of a key"),
     "hops": (3, "for tracing: statements between the value and the variable that is asked for"),

@@ -179,7 +179,7 @@ class RecallByDistance(CountsAnswers):
         self._distances: Callable[[int], Tensor] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that the model has predictions and the data has distances."""
+        """Check that the model makes predictions, and that the data has distances."""
         check_model(self, pl_module, "watch_predictions", ", with an answer for each label")
         data = datamodule(trainer)
         if not callable(getattr(data, "distances", None)):

@@ -17,7 +17,7 @@ from lightning_dilated.ext.evaluation.recall_tasks import RuleDataModule, RuleSa
 from lightning_dilated.ext.evaluation.renderers import Form, Parts, TextForm, TokenForm
 
 FORMS = ("text", "tokens")
-#: entries of a sample with one value per token -> their padding values
+#: {entry of a sample with one value per token: its padding value}
 _PADDING = {"tokens": 0, "labels": -100}
 
 

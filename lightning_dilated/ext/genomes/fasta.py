@@ -33,8 +33,8 @@ class GenomeDataModule(SequenceDataModule):
     label is the next base on the strand that is read, or -100 if that is N or outside the split. Masked modelling
     ignores the labels. Bases after the last whole window of a record are unused; `describe` counts them.
 
-    N is an unknown base; assembly gaps are runs of N of up to megabases. By default (`n_policy="skip"`) windows with
-    more than `max_n_fraction` of N are left out; "token" keeps every window. Remaining N are tokens, but never labels.
+    N is an unknown base; assembly gaps are runs of N of up to megabases. By default (`n_policy="skip"`) windows with a
+    share of N above `max_n_fraction` are left out; "token" keeps all windows. N is never a label.
 
     A plain file is read by range through its index, FILE.fai (as from `samtools faidx`). A missing index is written
     next to the file, or into `cache_dir` if that fails. A gzip file cannot be read by range: it is decompressed once,

@@ -26,8 +26,8 @@ MOST_GENOME_TOKENS = 16
 class Scores(NamedTuple):
     """Log-likelihoods of B sequences, on the CPU.
 
-    `log_likelihood`: (B,) float64, in nats. `bases`: (B,) float64, number of summed tokens; with both strands the mean
-    of the two numbers.
+    `log_likelihood`: (B,) float64, in nats. `bases`: (B,) float64, number of summed tokens; with both strands, the mean
+    of their two numbers.
     """
 
     log_likelihood: Tensor
@@ -184,8 +184,8 @@ def _masked(
     return _site_nats(model, rows, len(sequences), batch_size)
 
 
-#: a row that the model reads: indices of the results that it adds to; a sequence of tokens (N,) for each of these
-#: results, to score; and sites (M,). The model reads the first of these sequences, with all sites masked
+#: a row that the model reads: indices of the results that it adds to; for each of these results a sequence of tokens
+#: (N,) to score; and the sites (M,). The model reads the first sequence, with all sites masked
 MaskedRow = tuple[Sequence[int], Sequence[Tensor], Tensor]
 
 

@@ -40,7 +40,7 @@ class BootstrapIntervals(pl.Callback):
     are left out because the metric has no value (such as AUROC if only one class is drawn).
 
     Args:
-        resamples: number of resamples; 1,000 take some seconds.
+        resamples: number of resamples; a test with 1,000 takes a few seconds longer.
         level: confidence level of the intervals, such as 0.95.
         seed: seed of the draws.
         path: path of the CSV; None means `test_metrics.csv` in the logger's folder.
@@ -53,7 +53,7 @@ class BootstrapIntervals(pl.Callback):
         self.resamples = integer(resamples, "resamples", 1)
         self.level = real(level, "level", above=0, below=1)
         self.seed, self.path = integer(seed, "seed", 0), path
-        #: {metric: (value, low, high)} of the last test, on the first rank
+        #: {metric: (value, low, high)} of the last test; set only on the first rank
         self.intervals: dict[str, tuple[float, float, float]] = {}
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

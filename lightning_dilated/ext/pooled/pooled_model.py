@@ -139,7 +139,7 @@ class PooledModule(TransformerModel):
         self.head: nn.Module | None = None
         #: the label that was last moved to a device, its version, and the head's checked copy of it or the head's error
         self._read: tuple[Any, int, Any] = None, 0, None
-        #: names of the head's classes, and the order of a slide's tiles; set by training on data that has them
+        #: names of the head's classes, and the order of a slide's tiles; set in training if the data has them
         self.classes: list[str] | None = None
         self.tile_order: str | None = None
         #: factors of each class's loss in this fit
@@ -237,7 +237,7 @@ class PooledModule(TransformerModel):
                 self.head.edges = self.time_bins
 
     def _keep_order(self) -> None:
-        """Make the data use the order of tiles that the model was trained with."""
+        """Tell the data which order of tiles the model was trained with."""
         follow = self._data_setting("follow_order")
         if self.tile_order is not None and callable(follow):
             follow(self.tile_order)
@@ -328,7 +328,7 @@ class PooledModule(TransformerModel):
         if self.head is not None and isinstance(batch, Mapping) and "label" in batch:
             try:
                 checked = self.head.check(torch.as_tensor(batch["label"]))
-            except (TypeError, ValueError) as error:  # raised in the step, where all ranks raise together
+            except (TypeError, ValueError) as error:  # the error is raised in the step, where all ranks raise together
                 checked = error
             label = moved["label"]
             versioned = isinstance(label, Tensor) and not label.is_inference()
@@ -375,7 +375,7 @@ class PooledModule(TransformerModel):
     def _report(self, stage: str) -> None:
         metric = self.epoch_scores[stage]
         scores, labels, _ = metric.whole_epoch()  # from all ranks, gathered by torchmetrics
-        if self.head.of_epoch:  # all ranks add the same sum and count, which does not change the mean
+        if self.head.of_epoch:  # all ranks add the same sum and count, so the mean is kept
             self.mean_loss[stage].update(self.head.losses(scores, labels).sum(), self.head.count(labels))
         super()._report(stage)
         metric.reset()

@@ -33,7 +33,7 @@ class EpochScores(Float64Metric):
         self._begin()
 
     def _begin(self) -> None:
-        """Start with empty tensors, because a rank may have no sample, and gathering needs equal dtypes and dims."""
+        """Start with empty tensors, because a rank may have no sample, and gathering needs the same dtype and dims."""
         for name, shape in self._shapes.items():
             setattr(self, name, [torch.empty(shape, dtype=torch.float64, device=self.device)])
 

@@ -62,7 +62,7 @@ class AttentionWriter(pl.Callback):
         self.pictures, self.thumbnails, self.scale = flag(pictures, "pictures"), thumbnails, scale
         if thumbnails is not None and not pictures:
             raise ValueError("thumbnails are the background of pictures: set pictures to True, or omit thumbnails.")
-        #: {slide: (thumbnail, size of the slide)}
+        #: {slide: (path of its thumbnail, size of the slide)}
         self._grounds: dict[str, tuple[Path, tuple[int, int]]] = {}
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -176,7 +176,7 @@ def released_pattern(
 class SlideBackbone(TransformerModel):
     """The part of GigaPath's slide models that `SlideEncoder` and `SlidePretrainer` share.
 
-    Its blocks equal torchscale's released encoders: LayerNorm, GELU, sub-layer norms, no positions.
+    Its blocks are torchscale's as released: LayerNorm, GELU, sub-layer norms, and no embedding of positions.
 
     Parameters: `patch_embed` (F to E), `cls_token`, `transformer` and a final `norm` (eps 1e-6).
 
@@ -185,7 +185,7 @@ class SlideBackbone(TransformerModel):
         dim: E; the defaults of the sizes are GigaPath's 12l768d.
         depth: number of layers.
         num_heads: attention heads.
-        segment_lengths: tokens per segment in each branch; None: GigaPath's, 2^linspace(10, log2 of the most tiles, 5).
+        segment_lengths: tokens per segment in each branch; None: 2^linspace(10, log2 of the number of tiles, 5).
         dilation_rates: dilation rate of each branch; None: GigaPath's 1, 2, 4, 8, 16.
         max_wsi_size: pixels along an axis of the largest slide, which determine the segments; None: 1024 tiles.
         tile_size: side of a tile, in the pixels of coords.

@@ -287,7 +287,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
             picture and `write_attention(path, weights[b, :n])` writes into its file (both in `lightning_dilated.data`).
 
         Raises:
-            TypeError, ValueError: as `forward`; for invalid arguments, in training mode, or if ranks share a sequence.
+            TypeError, ValueError: as in `forward`; for bad arguments, in training mode, or if ranks share a sequence.
         """
         _one_rank("attention_map takes whole slides on one rank: call it outside of the steps that share a sequence.")
         layers = chosen_layers(layer, self.depth)

@@ -174,7 +174,7 @@ def _h5_of_url(h5py: Any, path: str, opener: FileOpener) -> Iterator[Any]:
         raise store_error from error  # HDF5 would raise its own error instead
 
 
-#: {words of an HDF5 error: cause and remedy}
+#: {words in an HDF5 error: the cause and the remedy}
 _REASONS = {
     "signature not found": "it is not an HDF5 file, or empty: write it again",
     "truncated": "it is truncated, as by a copy that was cut short: copy or write it again",

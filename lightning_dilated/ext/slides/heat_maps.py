@@ -45,7 +45,7 @@ def heat_map(weights: Any, coords: Any, tile_size: int = 256) -> np.ndarray:
     return grid
 
 
-#: for pictures without a thumbnail: maximum number of pixels of the longer side, and of a tile's side
+#: without a thumbnail: maximum number of pixels of a picture's longer side, and of a tile's side
 LONGEST, LARGEST_TILE = 2048, 16
 #: maximum difference between the proportions of a thumbnail and of the slide
 PROPORTION = 0.05

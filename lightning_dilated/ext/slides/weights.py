@@ -262,7 +262,7 @@ def check_names(state: Mapping[Any, Any], where: str | Path) -> None:
 
 
 def check_depth(depth: int, requested: int | None, published: int | None, where: str | Path, what: str = "") -> None:
-    """Raise ValueError if a file does not have the requested number of layers, or fewer than the published model.
+    """Raise ValueError if a file does not have the requested number of layers, or has fewer than the published model.
 
     Args:
         depth: number of layers of the file.

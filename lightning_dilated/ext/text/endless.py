@@ -20,7 +20,7 @@ from lightning_dilated.sequence.shard import SequenceSpec
 
 
 class StreamSequences(Dataset):
-    """Tokens [start, stop) of a text as S streams of equal length; sample s * S + i is step s of stream i.
+    """Tokens [start, stop) of a text as S streams of the same length; sample s * S + i is step s of stream i.
 
     A sampler that serves samples in order, S at a time over all ranks, gives every stream its next step. If the number
     of ranks divides S, each rank serves whole streams.

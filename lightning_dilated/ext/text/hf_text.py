@@ -15,7 +15,7 @@ from lightning_dilated.ext.text.packed_stream import Encode, StreamedDataModule,
 
 @dataclass
 class TextEncoder:
-    """Encodes a text and appends the end-of-document token; all tokens are trained on."""
+    """Encodes a text and appends the end-of-document token; training uses all tokens."""
 
     tokenizer: TextTokenizer
     column: str

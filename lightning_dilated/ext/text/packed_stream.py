@@ -1,7 +1,7 @@
 """StreamedRows: rows packed from documents as they are read, and StreamedDataModule, which serves them.
 
 Documents are encoded during training, so their lengths are unknown in advance. Reader i of S packs its own documents
-into rows; the global row g is row g // S of reader g mod S. Rows therefore depend neither on ranks nor on loader
+into rows; row g of all rows is row g // S of reader g mod S. Rows therefore depend neither on ranks nor on loader
 workers, each of R ranks needs only S / R readers, and the number of used rows determines the position in training.
 
 Shape letters: N tokens of a row, D documents of a row, S readers, R data-parallel ranks.

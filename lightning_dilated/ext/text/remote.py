@@ -252,7 +252,7 @@ class RemoteFiles:
             except Exception:
                 _check_same(url, state)  # the read fails if the file has become shorter
                 raise
-            # check after the read, so that no byte of a newer version is returned
+            # check after the read, so that bytes of a newer version are never returned
             _check_same(url, state)
             if len(data) != stop - start:
                 raise OSError(f"the store returned {len(data):,} bytes instead of {stop - start:,}")

@@ -34,7 +34,7 @@ class Readers(Protocol):
     count: int
 
     def rows(self, reader: int, start: int) -> Iterator[tuple[Any, str]]:
-        """Yield each row, and its location for errors, in one pass of a reader from its row `start` on."""
+        """Yield the rows of one reader from its row `start` on, once, each with its location for errors."""
         ...
 
 

@@ -338,7 +338,7 @@ def _spend(characters: int = 0, steps: int = 1) -> None:
 #: parts of a format string (with `%` or braces) that may hold widths; and fields that take a width from an argument
 _FIELDS = re.compile(r"[%)][-#0 +.\d]*|\{[^{}]*|(?<=\})[^{}]*\}")
 _ASKS = re.compile(r"[%)][-#0 +.\d]*\*|\{[^{}]*\{")
-#: functions with integer arguments that are not sizes; "" means a macro, because its body is counted instead
+#: functions with integer arguments that are not sizes; "" means a macro, because the body of a macro is counted
 _NO_SIZES = {"", "append", "d", "default", "dict", "get", "join", "namespace", "replace", "reject", "rejectattr"}
 _NO_SIZES |= {"select", "selectattr", "set"}
 

@@ -494,7 +494,7 @@ class TokenDataModule(SequenceDataModule):
     def _scanned(self, streams: dict[str, TokenStream]) -> dict[str, np.ndarray]:
         if not self.scan:
             return {name: np.empty(0, dtype=np.int64) for name in streams}
-        # scan separate streams, so that `bytes_read` of the others counts only tokens of batches
+        # scan separate streams, so that `bytes_read` of the streams in use counts only tokens of batches
         ends = {
             name: scan(TokenStream(x.files, x.opener), self.vocab_size, self.eos_token) for name, x in streams.items()
         }

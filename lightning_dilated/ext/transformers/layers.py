@@ -1,9 +1,9 @@
 """DecoderLayers: the layers of a decoder of transformers as a stack that `MemorySettings` act on.
 
-In training, transformers lets a function of this module run each layer (`GradientCheckpointingLayer`). That suffices to
-recompute single layers. Groups of layers and offloading need the loop over all layers, so `Loop` gives the decoder one
-callable for each layer. Each callable returns the hidden states unchanged, except the last one, which runs all layers.
-Parameter names do not change.
+In training, transformers runs each layer (a `GradientCheckpointingLayer`) through a function of this module. That
+suffices to recompute single layers. Groups of layers and offloading need the loop over all layers, so `Loop` gives the
+decoder one callable for each layer. Each callable returns the hidden states unchanged, except the last one, which runs
+all layers. Parameter names do not change.
 
 Shape letters: B batch, N tokens, E embedding dim.
 """

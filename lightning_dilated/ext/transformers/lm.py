@@ -95,9 +95,9 @@ class HFCausalLM(WithTokenizer):
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["lengths", "cu_seqlens", *PLACE])
     causal = predicts_next_token = takes_any_layout = True
-    #: set while a callback watches: called with a batch and its losses (B, L) before they are summed
+    #: a callback's function or None: it gets a batch and its losses (B, L) before they are summed
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
-    #: set while a callback watches: called with a batch and the likeliest token at each label (B, L), -100 elsewhere
+    #: a callback's function or None: it gets a batch and the likeliest token at each label (B, L), -100 elsewhere
     watch_predictions: Callable[[Mapping[str, Any], Tensor], None] | None = None
 
     def __init__(
@@ -159,7 +159,7 @@ class HFCausalLM(WithTokenizer):
                 f"({', '.join(PLAIN_HEADS)}, without a soft cap); {kind} may change them. Leave tile out."
             )
         if self.lora is not None:
-            with torch.device("meta"):  # takes no memory; fails early for a wrong module name
+            with torch.device("meta"):  # needs no memory; a wrong module name fails early
                 check_targets(self.lora, self._decoder(None))
 
     def _decoder(self, source: str | None) -> Any:

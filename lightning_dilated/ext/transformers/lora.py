@@ -99,7 +99,7 @@ def check_targets(options: dict[str, Any], decoder: Any) -> None:
 
 def _linear_names(decoder: nn.Module) -> list[str]:
     names = (name.rpartition(".")[2] for name, m in decoder.named_modules() if isinstance(m, nn.Linear))
-    return list(dict.fromkeys(name for name in names if name != "default"))  # peft's own layers have this name
+    return list(dict.fromkeys(name for name in names if name != "default"))  # peft's name for layers in adapters
 
 
 def add_adapters(decoder: Any, options: dict[str, Any]) -> Any:

@@ -73,7 +73,7 @@ def layer_pattern(config: Any, layer: int) -> DilatedPattern:
     return DilatedPattern.dense() if window is None else DilatedPattern([Window(window)])
 
 
-#: the attribute of a compiled attention layer that holds its pattern
+#: name of the attribute that holds the pattern of a compiled attention layer
 FIXED = "compiled_pattern"
 
 
