@@ -192,7 +192,7 @@ def _cached(path: str, cache: Path, suffix: str, opener: FileOpener, version: ob
 def read_index(
     path: str, source: str, cache: Path, opener: FileOpener | None = None
 ) -> list[tuple[str, int, int, int, int]]:
-    """Return each record's name, number of bases, byte of its first base, bases per line and bytes per line, by .fai.
+    """Return name, number of bases, byte of the first base, bases per line and bytes per line of each record of a .fai.
 
     An index next to the file is used unless it is older than the file. Otherwise an index is written there, or into
     `cache` if that fails. For a URL, the index next to it is copied into `cache`, or a new index is written there.

@@ -354,7 +354,7 @@ class LongNetMLM(TokenModel):
         return self._read(inputs, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens")), chosen
 
     def planning_copy(self, depth: int) -> LongNetMLM:
-        """Copy as DilatedModule does; the loss is over all tokens, because masks need values, unlike fake tensors."""
+        """Copy as DilatedModule does; the loss is over all tokens, because fake tensors have no values for masks."""
         model = super().planning_copy(depth)
 
         def loss_terms(batch: Mapping[str, Any]) -> tuple[Tensor, Any]:

@@ -34,7 +34,7 @@ class BootstrapIntervals(pl.Callback):
     Predictions of all ranks are gathered. A resample draws G times from the G groups of samples, with replacement.
     Slides of a patient are not independent, so `group_column` of SlideDataModule defines the groups; without it each
     sample is a group. The interval depends only on the predictions and `seed`, not on the number of ranks. It shows how
-    the metric would vary with other patients of this cohort, not between trainings.
+    the metric would vary with other patients of this cohort, but not how it varies between trainings.
 
     Columns: metric, value, low, high, level, samples, groups, resamples, and undefined: the number of resamples that
     are left out because the metric has no value (such as AUROC if only one class is drawn).

@@ -375,7 +375,7 @@ class PooledModule(TransformerModel):
     def _report(self, stage: str) -> None:
         metric = self.epoch_scores[stage]
         scores, labels, _ = metric.whole_epoch()  # from all ranks, gathered by torchmetrics
-        if self.head.of_epoch:  # all ranks add the same sum and count, so the mean is kept
+        if self.head.of_epoch:  # all ranks add the same sum and count, so the mean does not change
             self.mean_loss[stage].update(self.head.losses(scores, labels).sum(), self.head.count(labels))
         super()._report(stage)
         metric.reset()

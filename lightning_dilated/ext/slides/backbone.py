@@ -185,7 +185,7 @@ class SlideBackbone(TransformerModel):
         dim: E; the defaults of the sizes are GigaPath's 12l768d.
         depth: number of layers.
         num_heads: attention heads.
-        segment_lengths: tokens per segment in each branch; None: 2^linspace(10, log2 of the number of tiles, 5).
+        segment_lengths: tokens per segment in each branch; None: 2^linspace(10, log2 T, 5) for at most T tiles.
         dilation_rates: dilation rate of each branch; None: GigaPath's 1, 2, 4, 8, 16.
         max_wsi_size: pixels along an axis of the largest slide, which determine the segments; None: 1024 tiles.
         tile_size: side of a tile, in the pixels of coords.

@@ -166,7 +166,7 @@ def _row(where: str, line: int, values: list[str], header: dict[str, int], colum
 def class_numbers(
     path: str, rows: Iterable[Row], classes: list[str] | None, trained: bool = False
 ) -> tuple[list[str], list[int]]:
-    """Return the classes and each row's class number. If `classes` is None, it is the sorted labels (numbers by value).
+    """Return the classes and each row's class number. If `classes` is None, all labels are classes, in sorted order.
 
     Args:
         path, rows: path of the csv, for errors, and its rows.

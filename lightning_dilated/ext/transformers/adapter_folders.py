@@ -70,7 +70,7 @@ def stored_config(folder: str | Path) -> dict[str, Any] | None:
 def check_base(folder: str | Path, values: Mapping[str, Any], config: Any) -> None:
     """Check that adapters fit a model: compare `values`, the config of their training, with the model's `config`.
 
-    Without this check, transformers would drop adapters of missing layers and add random ones to further layers.
+    Without this check, transformers would drop layers of a deeper base model, and add random ones to a shallower one.
 
     Raises: ValueError for a model of a different kind or size.
     """
