@@ -51,7 +51,7 @@ class AccuracyByDepth(CountsAnswers):
     Raises:
         TypeError: when a run starts, for another model or other data.
         ValueError: when a run starts, if the model's vocabulary is smaller than the data's, or if the model has learned
-            positions for fewer tokens. With rotary positions, greater lengths only give a warning.
+            positions for fewer tokens. With rotary positions, longer samples only give a warning.
     """
 
     def __init__(self, folder: str | Path | None = None, table: bool = True, picture: bool = True) -> None:
@@ -178,7 +178,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw a PNG: lengths to the right, depths down, the share of right answers as colour and number."""
+    """Draw a PNG: a column per length, a row per depth, and shares of right answers as colours and numbers."""
     from matplotlib.figure import Figure
 
     lengths, depths = _lengths(rows), sorted(_depths(rows))

@@ -41,7 +41,7 @@ def attention_weights(
     Args:
         q: (B, N, H, D) queries, as `dilated_attention` takes them.
         k: (B, N, K, D) keys, where K divides H.
-        pattern: who attends to whom.
+        pattern: the pattern, which determines the keys of each query.
         queries: Q positions in [0, N), the same in every sample; [0] for a class token at the start.
         causal, scale, lengths, cu_seqlens: as in `dilated_attention`.
 
@@ -113,7 +113,7 @@ def _documents(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> 
 def _counts(
     q: Tensor, k: Tensor, pattern: DilatedPattern, positions: list[int], causal: bool, documents: list[list[int]]
 ) -> tuple[Tensor, Tensor]:
-    """Return c (B, H, Q, N) and n_pad (B, H, Q) on the CPU; compute them once for samples with equal documents."""
+    """Return c (B, H, Q, N) and n_pad (B, H, Q) on the CPU; compute them once for samples with the same documents."""
     batch, seq_len, heads = q.shape[:3]
     counts = torch.zeros(batch, heads, len(positions), seq_len, dtype=torch.int32)
     pads = torch.zeros(batch, heads, len(positions), dtype=torch.int64)

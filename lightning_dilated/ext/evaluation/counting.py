@@ -39,7 +39,7 @@ class CountsAnswers(pl.Callback):
     def evaluate(self, trainer: pl.Trainer, split: str, right: list[int], labels: list[int]) -> Report: ...
 
     def write(self) -> None:
-        """Write the rows; called on the first rank only."""
+        """Write the rows to the CSV; called on the first rank only."""
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(trainer, pl_module, "val")

@@ -29,7 +29,7 @@ accuracy_by_depth.csv and a picture of each task into --out. Nothing is download
 _TILE = 1024
 
 
-#: options of the samples: default and meaning
+#: {option of the samples: (default, meaning)}
 _SAMPLES = {
     "num_values": (3, "for multi_value: number of values of a key"),
     "hops": (3, "for tracing: statements between the value and the variable that is asked for"),
@@ -44,7 +44,7 @@ _SAMPLES = {
 
 
 def load_causal_model(path: str | Path, tile: int | None = None) -> DilatedModule:
-    """Load a model as `load_any` does, but raise ValueError if the model does not predict the next token."""
+    """Load a model as `load_any` does; raise ValueError if the model does not predict the next token."""
     model = load_any(path, tile)
     if not model.predicts_next_token:
         raise ValueError(

@@ -161,7 +161,7 @@ class RecallByDistance(CountsAnswers):
 
     The model is a LongNetLM or HFCausalLM. The data is a `FarRecallDataModule`, or a DataModule with `index` (B,) in
     its batches and a method `distances(split, index)`, which returns (N,) integers for a sample of "val" or "test": at
-    each label the distance in tokens back to its answer, or 0 to leave it out. The answer is the likeliest token.
+    each label the distance in tokens back to its answer, or 0 to leave it out. Answers are the likeliest tokens.
 
     Logs `val_accuracy`, and `val_accuracy_D` for each octave with labels: distances D to 2 D - 1, D a power of two; in
     test `test_accuracy` and `test_accuracy_D`.
@@ -179,7 +179,7 @@ class RecallByDistance(CountsAnswers):
         self._distances: Callable[[int], Tensor] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that the model has predictions and the data has distances."""
+        """Check that the model makes predictions, and that the data has distances."""
         check_model(self, pl_module, "watch_predictions", ", with an answer for each label")
         data = datamodule(trainer)
         if not callable(getattr(data, "distances", None)):
@@ -199,7 +199,7 @@ class RecallByDistance(CountsAnswers):
         """Count a batch's predictions (B, L) at this rank's positions; labels without a distance are left out."""
         if self._counts is None or self._distances is None:
             return
-        positions = token_positions(0, predictions.shape[1])  # collective, so ranks without labels call it
+        positions = token_positions(0, predictions.shape[1])  # ranks without labels must call this collective, too
         labels = batch["labels"]
         distances = torch.stack([self._distances(index)[positions] for index in batch["index"].tolist()])
         octave = torch.frexp(distances.double()).exponent.long() - 1  # floor(log2), exact; -1 for 0

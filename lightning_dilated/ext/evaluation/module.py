@@ -17,7 +17,7 @@ from lightning_dilated.ext.evaluation.recall_tasks import RuleDataModule, RuleSa
 from lightning_dilated.ext.evaluation.renderers import Form, Parts, TextForm, TokenForm
 
 FORMS = ("text", "tokens")
-#: entries of a sample with one value per token -> their padding values
+#: {entry of a sample with one value per token: its padding value}
 _PADDING = {"tokens": 0, "labels": -100}
 
 
@@ -97,7 +97,7 @@ class LongContextDataModule(RuleDataModule):
 
     Keys and values of a sample all differ and are drawn uniformly, so each value occurs once. `guess` is the share of
     right answers if a model draws from all values ("blind"), or from the values in the text ("unbound"). At depths 0
-    and 100 the right value is mostly the first or last one, so a model can choose it by its place. Averaged over
+    and 100 the right value is mostly the first or last one, so a model can find it by its place alone. Averaged over
     evenly spaced depths, choosing by place is as good as "unbound".
 
     `callbacks.AccuracyByDepth` reports the share of right answers.
@@ -188,7 +188,7 @@ class LongContextDataModule(RuleDataModule):
 
     @property
     def guess(self) -> dict[str, float]:
-        """Shares of right answers by guessing: "blind" and "unbound", see the class."""
+        """Shares of right answers from guessing, under the keys "blind" and "unbound"; see the class."""
         return self.task.guesses(self.form.values)
 
     def rule(self) -> str:
@@ -219,14 +219,14 @@ class LongContextDataModule(RuleDataModule):
         if split != "train":
             place, depth = divmod(index // self.samples_per_cell, len(self.depths))
             return Cell(self.lengths[place], self.depths[depth])
-        rng = np.random.default_rng([self.seed, 3, index])  # not the sample's own generator, [seed, 0, index]
+        rng = np.random.default_rng([self.seed, 3, index])  # 3: differs from the generator of the sample's content
         return Cell(self.lengths[int(rng.integers(len(self.lengths)))], float(rng.uniform(0, 100)))
 
     def _parts(self, rng: np.random.Generator) -> Parts:
         return self.form.parts(self.task.draw(rng, self.form.keys, self.form.values))
 
     def make(self, rng: np.random.Generator, split: str, cell: Cell | None = None) -> dict[str, Any]:
-        """Make a sample {"tokens": (N,), "labels": (N,) int64, "lengths": N}; `cell` None is the first cell."""
+        """Make a sample {"tokens": (N,), "labels": (N,) int64, "lengths": N}; `cell` is None for the first cell."""
         length, depth = cell or Cell(self.lengths[0], self.depths[0])
         problem = self.task.draw(rng, self.form.keys, self.form.values)
         parts = self.form.parts(problem)
@@ -261,7 +261,7 @@ class LongContextDataModule(RuleDataModule):
 
 
 def _as_list(values: Any, name: str) -> list[Any]:
-    """Return one or several different values as a list."""
+    """Return a value, or a list of different values, as a list. Raises ValueError for repeated values."""
     values = list(values) if isinstance(values, (list, tuple)) else [values]
     if not values or len(set(values)) < len(values):
         raise ValueError(f"{name} must be one or several different numbers, got {values}.")

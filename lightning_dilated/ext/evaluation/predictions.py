@@ -22,7 +22,7 @@ class PredictionWriter(BasePredictionWriter):
     its own `predictions.RANK.csv`; if ranks share a sequence, the first of these ranks writes.
 
     A prediction must be a mapping of names to tensors (B,), to tensors (B, E) or to lists of B words or numbers, as
-    from the `predict_step` of `LongNetLM` and `SlideEncoder`. A tensor (B, E) becomes columns NAME_0, NAME_1 and so on;
+    from `predict_step` of `LongNetLM` and `SlideEncoder`. A tensor (B, E) becomes columns NAME_0, NAME_1 and so on;
     a tensor "embedding" becomes e0, e1 and so on.
 
     For a text, the last columns are the `file` of the sequence and the `offset` of its first token, in bytes, or in
@@ -158,7 +158,7 @@ _MARKED = tuple("'=+-@\t\r\n＝＋－＠")
 
 
 def guarded_field(value: Any) -> Any:
-    """Put ' before a word that begins with ' or like a formula; return other words, numbers, and + and - unchanged.
+    """Put ' before a word that begins with ' or like a formula; return anything else, and a lone + or -, unchanged.
 
     Excel and LibreOffice take a field that begins with = + - @, a tab or a line break for a formula, which may start
     programs and send data away; names of slides and classes come from other people's files.

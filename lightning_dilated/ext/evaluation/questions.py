@@ -79,7 +79,7 @@ class Task:
         return Problem(groups, chains[0][-1], drawn[0])
 
     def guesses(self, values: int) -> dict[str, float]:
-        """Return probabilities of a right guess: "blind" draws from all `values` values; "unbound" draws from the
+        """Return the probabilities of a right guess: "blind" draws from all `values` values; "unbound" draws from the
         values in the text and gives them in the order of the text."""
         return {"blind": 1 / math.perm(values, self.num_values), "unbound": 1 / math.comb(self.values, self.num_values)}
 

@@ -22,7 +22,7 @@ def sample_generator(seed: int, split: str, index: int) -> np.random.Generator:
 
 
 class RuleSamples(Dataset):
-    """Samples that a DataModule's `make(rng, split)` draws. They are mappings with N positions in the entries `along`.
+    """Samples that a DataModule's `make(rng, split)` draws. They are mappings; entries in `along` have N positions.
 
     Args:
         task: the DataModule.

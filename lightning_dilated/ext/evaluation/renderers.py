@@ -160,7 +160,7 @@ class TextForm:
         return Parts(self._beginning, self._encode(lines), *self._split(question, answer))
 
     def _split(self, question: str, answer: str) -> tuple[list[int], list[int]]:
-        """Encode question and answer together; return the tokens of each. A token that spans both is the answer's."""
+        """Encode question and answer together; return the tokens of each. A token across both counts as answer."""
         if self._tokenizer is None:
             return list(question.encode()), list(answer.encode())
         encoding = self._tokenizer.encode(question + answer, add_special_tokens=False)

@@ -98,7 +98,7 @@ def reverse_complement(tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
 
 
 def complement(tokens: Tensor) -> Tensor:
-    """Return each base's complement, A for T and C for G, in any shape; 4 (N) and above are kept."""
+    """Return each base's complement, such as A for T and C for G, in any shape; 4 (N) and above are kept."""
     return torch.where((tokens >= 0) & (tokens < N_CODE), N_CODE - 1 - tokens, tokens)
 
 

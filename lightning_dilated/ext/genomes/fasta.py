@@ -33,8 +33,8 @@ class GenomeDataModule(SequenceDataModule):
     label is the next base on the strand that is read, or -100 if that is N or outside the split. Masked modelling
     ignores the labels. Bases after the last whole window of a record are unused; `describe` counts them.
 
-    N is an unknown base; assembly gaps are runs of N of up to megabases. By default (`n_policy="skip"`) windows with
-    more than `max_n_fraction` of N are left out; "token" keeps every window. Remaining N are tokens, but never labels.
+    N is an unknown base; assembly gaps are runs of N of up to megabases. By default (`n_policy="skip"`) windows with a
+    share of N above `max_n_fraction` are left out; "token" keeps all windows. N is never a label.
 
     A plain file is read by range through its index, FILE.fai (as from `samtools faidx`). A missing index is written
     next to the file, or into `cache_dir` if that fails. A gzip file cannot be read by range: it is decompressed once,
@@ -57,10 +57,10 @@ class GenomeDataModule(SequenceDataModule):
         cache_dir: null is `genomes` in the package's cache folder ($LIGHTNING_DILATED_CACHE, or lightning-dilated in
             $XDG_CACHE_HOME or ~/.cache). If missing, it is created for this user alone (mode 0700).
         cache_gib: maximum GiB of blocks of URLs there, see `FileOpener`; decompressed files are not counted.
-        pack_tokens: null does not pack. A number is the maximum number of bases in a batch on each device; it makes records
-            shorter than a window, and bases after the last whole window of a record, samples of their own length (at
-            least two bases), and packs samples into one row: {"tokens": (1, n), "labels": (1, n), "cu_seqlens":
-            (D + 1,) int32 on the CPU, the bounds of the D samples, "index": (D,)}.
+        pack_tokens: null: no packing. A number turns packing on, and is the maximum number of bases in a batch on each
+            device. Records shorter than a window, and bases after the last whole window of a record, then become
+            samples of their own length (at least two bases). A batch is one row of packed samples: {"tokens": (1, n),
+            "labels": (1, n), "cu_seqlens": (D + 1,) int32 on the CPU, the bounds of the D samples, "index": (D,)}.
         bed: a BED file, plain or .gz: only its regions are cut into windows, from a region's first base on; each base
             is in the split of its place in the record. A region with a strand is read on that strand (-: from its last
             base on), regardless of `reverse_complement`. `short` then applies to regions. Regions may overlap.
@@ -71,7 +71,7 @@ class GenomeDataModule(SequenceDataModule):
     `predict` reads the test split. Its batches also contain the place of each window in the file, as lists and tensors
     (B,): `record`, `start`, `stop` (counted from 0, as in BED), `strand` (+ or -) and, with `bed`, the `region`'s name.
 
-    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
+    Raises: TypeError or ValueError for values outside these ranges. The data on disk is checked later, by `check`.
     """
 
     vocab_size: int = len(LETTERS)
@@ -144,7 +144,7 @@ class GenomeDataModule(SequenceDataModule):
 
     @property
     def genome(self) -> Genome:
-        """The records of all files; checks them on first use."""
+        """The records of all files; they are read and checked on first use."""
         self.check()
         assert self._genome is not None
         return self._genome
@@ -158,7 +158,7 @@ class GenomeDataModule(SequenceDataModule):
         return PlacedWindows(self.dataset("test"), self.predict_strands, self.bed is not None)
 
     def describe(self) -> str:
-        """Return one line: files, records and bases, windows of each split, and unused bases."""
+        """Return one line with the numbers of files, records, bases, windows of each split, and unused bases."""
         datasets, records = {split: self.dataset(split) for split in SPLITS}, self.genome.records
         counts = ", ".join(f"{len(windows):,} {split}" for split, windows in datasets.items())
         bases = sum(record.length for record in records)
@@ -197,7 +197,7 @@ class GenomeDataModule(SequenceDataModule):
         return [region for region in cut if region.stop > region.start]
 
     def _short_ones(self, genome: Genome) -> list[tuple[str, int]]:
-        """Return names and lengths of records, or of regions of the BED file (read here), that are below a window."""
+        """Return names and lengths of records, or of regions of the BED file (read here), shorter than a window."""
         ones = [(record.name, record.length) for record in genome.records]
         if self.bed is not None:
             self._bed_regions = read_bed(self.bed, genome.records, self.opener)
@@ -215,7 +215,7 @@ class GenomeDataModule(SequenceDataModule):
         return self.seq_len if self.pack_tokens is None else 2
 
     def _named(self, short: list[tuple[str, int]]) -> str:
-        """Return the number of short records or regions, and up to 20 of their names and bases."""
+        """Return the number of short records or regions, and the names and lengths of up to 20 of them."""
         names = ", ".join(f"{name} ({length:,})" for name, length in short[:20])
         hidden = f" and {len(short) - 20:,} more" if len(short) > 20 else ""
         several, verb = ("s", "are") if len(short) > 1 else ("", "is")
@@ -394,7 +394,7 @@ class GenomeWindows(Dataset):
     def read_ranges(self, index: int, ranges: tuple[range, ...], flip: bool | None = None) -> dict[str, Any]:
         """Return the window at the positions `ranges`; read the bases of each range, and one more for the last label.
 
-        `flip` selects the other strand; None: see `reversed`.
+        If `flip` is True, read the other strand; if it is None, `reversed` decides.
         """
         flip = self.reversed(index) if flip is None else flip
         tokens, labels = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
@@ -404,7 +404,7 @@ class GenomeWindows(Dataset):
                 tokens.append(values[:-1][:: x.step])
                 labels.append(values[1:][:: x.step])
         target = torch.cat(labels)
-        target[target == N_CODE] = -100  # the base is unknown
+        target[target == N_CODE] = -100  # an unknown base is no label
         return {"tokens": torch.cat(tokens), "labels": target, "index": index}
 
     def _place(self, index: int) -> tuple[int, int, int, int]:
@@ -427,7 +427,7 @@ class GenomeWindows(Dataset):
         codes = self.genome.read(number, max(start, low), min(stop, high))
         if flip:
             codes = np.take(COMPLEMENTS, codes[::-1])
-        missing = end - begin - len(codes)  # at most one, after the window's end
+        missing = end - begin - len(codes)  # at most one base: the label of a region's last base
         return np.concatenate([codes.astype(np.int64), np.full(missing, -100, dtype=np.int64)])
 
 

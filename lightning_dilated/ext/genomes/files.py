@@ -66,7 +66,7 @@ def plain_file(path: str, cache: Path, opener: FileOpener | None = None) -> str:
     if within(target, cache).exists():
         return str(target)
     with locked(Path(f"{target}.lock"), cache):
-        if not within(target, cache).exists():  # another process may have written it
+        if not within(target, cache).exists():  # another process may have written the file meanwhile
             _decompress(path, target, opener, packed)
             rank_zero_info(f"{path} was {'decompressed to' if packed else 'copied, with line ends of LF, to'} {target}")
     return str(target)
@@ -82,7 +82,7 @@ def _clean(blocks: Iterator[bytes]) -> Iterator[bytes]:
     begin, left = codecs.BOM_UTF8, b""
     for block in blocks:
         block = left + block.removeprefix(begin)
-        left, begin = (b"\r" if block.endswith(b"\r") else b""), b""  # the next block may begin with its LF
+        left, begin = (b"\r" if block.endswith(b"\r") else b""), b""  # the LF after this CR may begin the next block
         yield block.removesuffix(b"\r").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     yield left.replace(b"\r", b"\n")
 
@@ -192,7 +192,7 @@ def _cached(path: str, cache: Path, suffix: str, opener: FileOpener, version: ob
 def read_index(
     path: str, source: str, cache: Path, opener: FileOpener | None = None
 ) -> list[tuple[str, int, int, int, int]]:
-    """Return name, number of bases, byte of the first base, and bases and bytes per line of each record, from its .fai.
+    """Return name, number of bases, byte of the first base, bases per line and bytes per line of each record of a .fai.
 
     An index next to the file is used unless it is older than the file. Otherwise an index is written there, or into
     `cache` if that fails. For a URL, the index next to it is copied into `cache`, or a new index is written there.
@@ -210,7 +210,7 @@ def read_index(
         with pyfaidx.Faidx(file, indexname=str(target), build_index=False) as faidx:
             records = [(name, r.rlen, r.offset, r.lenc, r.lenb) for name, r in faidx.index.items()]
     except ValueError as error:
-        if "Duplicate key" in str(error):  # in an existing index
+        if "Duplicate key" in str(error):  # the error is about an existing index
             raise ValueError(f"{source} is not a FASTA file that can be read by range. {_reason(error)}") from error
         raise stale(source, str(error)) from error
     except (pyfaidx.FastaIndexingError, OSError) as error:
@@ -284,7 +284,7 @@ def _fasta(path: str, opener: FileOpener) -> Any:
             return opener.open(path)
 
     class Times:
-        """Returns equal times, so that pyfaidx accepts the index, which is known to belong to the file."""
+        """Gives file and index the same time, so that pyfaidx accepts the index, which does belong to the file."""
 
         def stat(self, path: str) -> dict[str, float]:
             return {"mtime": 0.0}
@@ -322,7 +322,7 @@ class Record:
     file: str
     name: str
     length: int
-    offset: int  # byte of its first base in the stream
+    offset: int  # position of its first base in the stream, in bytes
     line_bases: int
     line_bytes: int
     # set by the scan

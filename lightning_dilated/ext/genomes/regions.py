@@ -32,8 +32,8 @@ def read_bed(path: str | Path, records: Sequence[Record], opener: FileOpener | N
     by tabs or blanks. Lines that begin with #, "track" or "browser" are skipped. `records` are the genome's records.
 
     Raises:
-        FileNotFoundError, ValueError: for a file without regions, an invalid line, an unknown record, or an end outside
-            the record, with the line.
+        FileNotFoundError, ValueError: for a file without regions; and, with the line's number, for an invalid line, an
+            unknown record, or an end outside the record.
     """
     numbers: dict[str, list[int]] = {}
     for number, record in enumerate(records):

@@ -1,4 +1,4 @@
-"""`lightning-dilated score`: score the alleles of a VCF file by a model of a genome, and write a CSV row for each."""
+"""`lightning-dilated score`: score the alleles of a VCF file with a genome model, and write a CSV row for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-likelihoods, allele scores and embeddings of sequences by a token model, on either strand of a genome.
+"""Log-likelihoods, allele scores and embeddings of sequences with a token model, on either strand of a genome.
 
 Shape letters: B sequences, N tokens of the longest, V vocabulary, E embedding dim, M sites.
 """
@@ -19,15 +19,15 @@ from lightning_dilated.ext.genomes.variants import AlleleWindows
 from lightning_dilated.memory.chunked_loss import IGNORE
 from lightning_dilated.models.longnet.lm import Strands
 
-#: maximum vocabulary size of a genome: bases, N, and some more for a mask token or padding
+#: maximum vocabulary size of a genome model: bases, N, and some more tokens, such as a mask token or padding
 MOST_GENOME_TOKENS = 16
 
 
 class Scores(NamedTuple):
     """Log-likelihoods of B sequences, on the CPU.
 
-    `log_likelihood`: (B,) float64, in nats. `bases`: (B,) float64, number of summed tokens; with both strands the mean
-    of the two numbers.
+    `log_likelihood`: (B,) float64, in nats. `bases`: (B,) float64, number of summed tokens; with both strands, the mean
+    of their two numbers.
     """
 
     log_likelihood: Tensor
@@ -116,7 +116,7 @@ def read_by(strands: str) -> tuple[bool, ...]:
 
 
 def left_out(model: Any, ignore_tokens: Iterable[int] | None) -> list[int]:
-    """Return the tokens not to score: `ignore_tokens`, or by default a genome's N and tokens that are never masked."""
+    """Return the tokens that are not scored: `ignore_tokens`, or by default N of a genome and tokens never masked."""
     never = set(range(model.vocab_size, model.embedded_tokens))  # a mask token has no probability
     if ignore_tokens is not None:
         return sorted(never | {integer(x, "ignore_tokens", 0) for x in ignore_tokens})
@@ -184,8 +184,8 @@ def _masked(
     return _site_nats(model, rows, len(sequences), batch_size)
 
 
-#: a row that the model reads: indices of the results that it adds to; a sequence of tokens (N,) for each of these
-#: results, to score; and sites (M,). The model reads the first of these sequences, with all sites masked
+#: a row that the model reads: indices of the results that it adds to; for each of these results a sequence of tokens
+#: (N,) to score; and the sites (M,). The model reads the first sequence, with all sites masked
 MaskedRow = tuple[Sequence[int], Sequence[Tensor], Tensor]
 
 

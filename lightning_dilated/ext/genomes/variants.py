@@ -28,7 +28,7 @@ class Variant:
         start: the first base of REF, counted from 0 (POS - 1).
         name: ID.
         ref, alt: the alleles as in the file.
-        note: the reason if the allele has no bases, such as a symbolic allele; else "".
+        note: if the allele has no bases, as a symbolic allele, the reason; else "".
     """
 
     line: int
@@ -87,7 +87,7 @@ def _wrong(bases: str) -> bool:
 
 
 def _note(alt: str) -> str:
-    """Return the reason if an alternative allele has no bases, else ""."""
+    """Return why an alternative allele has no bases, or "" if it has bases."""
     if alt in (".", ""):
         return "no alternative allele" if alt else ""
     if alt == "*":

@@ -3,7 +3,7 @@
 A mask is a hash of sample number and global position. It does not depend on ranks, workers, devices or the order of
 calls, so every rank can compute its own part.
 
-Shape letters: B batch, L tokens of this rank, V vocabulary, N tokens (a rank's own, on many ranks), M masked tokens.
+Shape letters: B batch, L tokens of this rank, V vocabulary, N tokens (this rank's if shared), M masked tokens.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Masking:
 
     @property
     def block(self) -> int:
-        """Positions of a block. Each block starts a span, so ranks look back less than a block for a span's start."""
+        """Positions per block. Each block starts a new span, so ranks search less than a block for a span's start."""
         return 1 << max(10, math.ceil(math.log2(1024 * self.span)))
 
     def apply(
@@ -181,7 +181,7 @@ class LongNetMLM(TokenModel):
         mask_seed: seed of the masks.
         strands: "both", for genomes: average the logits with the reverse complement's logits, mapped back to positions
             and bases of the sequence. The logits of a reverse complement then equal the mapped logits of the sequence,
-            bit by bit if the same kernels compute both. It is twice the work, and ranks cannot share a sequence.
+            bit by bit if the same kernels compute both. This doubles the work, and ranks cannot share a sequence.
         options: other arguments of `TokenModel`, except `bytes_per_token`.
 
     Bits per token, and in validation and test the accuracy over all masked tokens, are logged with the mean loss.
@@ -285,7 +285,7 @@ class LongNetMLM(TokenModel):
 
         Args:
             sequences, strands, batch_size: see `LongNetLM.score`.
-            passes: K (None: N); pass j masks tokens j, j + K, ... at once: N / K times less work, with less context.
+            passes: K (None: N); pass j masks tokens j, j + K, ... together: K / N of the work, but less context.
             ignore_tokens: tokens that are not scored; None: tokens that are never masked, and N for a genome.
 
         Raises:
@@ -343,7 +343,7 @@ class LongNetMLM(TokenModel):
             return losses.sum(), torch.full((), len(right), device=losses.device)
         x, chosen = self._states(batch)
         labels = batch["tokens"].masked_fill(~chosen, IGNORE)
-        if self.vocab_size > self.dim:  # for a smaller V, all logits cost less than to wait for the number of masks
+        if self.vocab_size > self.dim:  # for a smaller V, all logits cost less than waiting for the number of masks
             x, labels = x[chosen][None], labels[chosen][None]
         return self._losses(x, labels, summed=True), chosen.sum()
 
@@ -354,7 +354,7 @@ class LongNetMLM(TokenModel):
         return self._read(inputs, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens")), chosen
 
     def planning_copy(self, depth: int) -> LongNetMLM:
-        """Copy as DilatedModule; the loss is over all tokens, because masks need values, which fake tensors lack."""
+        """Copy as DilatedModule does; the loss is over all tokens, because fake tensors have no values for masks."""
         model = super().planning_copy(depth)
 
         def loss_terms(batch: Mapping[str, Any]) -> tuple[Tensor, Any]:

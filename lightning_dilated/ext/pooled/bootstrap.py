@@ -34,14 +34,14 @@ class BootstrapIntervals(pl.Callback):
     Predictions of all ranks are gathered. A resample draws G times from the G groups of samples, with replacement.
     Slides of a patient are not independent, so `group_column` of SlideDataModule defines the groups; without it each
     sample is a group. The interval depends only on the predictions and `seed`, not on the number of ranks. It shows how
-    much the metric would vary with other patients of this cohort, not with another training.
+    the metric would vary with other patients of this cohort, but not how it varies between trainings.
 
     Columns: metric, value, low, high, level, samples, groups, resamples, and undefined: the number of resamples that
     are left out because the metric has no value (such as AUROC if only one class is drawn).
 
     Args:
-        resamples: number of resamples; 1,000 take some seconds.
-        level: the interval's level, such as 0.95.
+        resamples: number of resamples; a test with 1,000 takes a few seconds longer.
+        level: confidence level of the intervals, such as 0.95.
         seed: seed of the draws.
         path: path of the CSV; None means `test_metrics.csv` in the logger's folder.
 
@@ -53,7 +53,7 @@ class BootstrapIntervals(pl.Callback):
         self.resamples = integer(resamples, "resamples", 1)
         self.level = real(level, "level", above=0, below=1)
         self.seed, self.path = integer(seed, "seed", 0), path
-        #: {metric: (value, low, high)} of the last test, on the first rank
+        #: {metric: (value, low, high)} of the last test; set only on the first rank
         self.intervals: dict[str, tuple[float, float, float]] = {}
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

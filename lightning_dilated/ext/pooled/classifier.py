@@ -37,7 +37,7 @@ class LongNetClassifier(PooledModule):
         pattern: see `TransformerModel`.
         feature_dim: F, for batches of features.
         vocab_size: V, for batches of tokens. Set one of the two.
-        task: "classification", "regression", "ordinal" or "survival"; None makes embeddings only.
+        task: "classification", "regression", "ordinal" or "survival"; None: the model only makes embeddings.
         num_classes: the number of classes, or of a regression's targets (None: 1); see `PooledModule`.
         pool: embedding of a sequence: "mean" over its tokens' states, or the state of its "first" token.
         options: options of `PooledModule` and `TransformerModel`, except residual_dtype, shift_layers and shift_below.
@@ -173,5 +173,5 @@ def _blank_in_front(coords: Any, cu_seqlens: Any) -> list[int]:
     first = coords[:, 0]
     if cu_seqlens is not None:
         starts = torch.as_tensor(cu_seqlens)[:-1].to(coords.device, torch.int64)
-        first = coords[0, starts[starts < coords.shape[1]]]  # attention raises for wrong bounds
+        first = coords[0, starts[starts < coords.shape[1]]]  # attention itself rejects wrong bounds
     return (first == -1).all(1).nonzero()[:, 0].tolist()

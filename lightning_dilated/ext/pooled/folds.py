@@ -1,4 +1,4 @@
-"""`lightning-dilated folds`: the mean and standard deviation of the test metrics of several folds."""
+"""`lightning-dilated folds`: mean and standard deviation of test metrics over several folds."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class ClassificationHead(Head):
         self.linear = nn.Linear(dim, classes)
 
     def check(self, label: Tensor) -> Tensor:
-        """Return the labels as int64 (B,). Raises as `check_classes`."""
+        """Return the labels as int64 (B,). Raises the errors that `check_classes` raises."""
         return check_classes(label, self.classes)
 
     def losses(self, logits: Tensor, label: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from lightning_dilated.models.transformer_model import TransformerModel
 from lightning_dilated.pattern.layers import LayersLike
 from lightning_dilated.sequence import active_sequence, sequence_sum
 
-#: linear layers of a block that get updates, and other parameters that do: the joint projection to q, k and v
+#: linear layers of a block that get low-rank updates, and a parameter that gets one: the projection to q, k and v
 LAYERS = ("out_proj", "fc1", "fc2", "gate")
 PARAMETERS = ("attention.in_proj_weight",)
 
@@ -139,7 +139,7 @@ class PooledModule(TransformerModel):
         self.head: nn.Module | None = None
         #: the label that was last moved to a device, its version, and the head's checked copy of it or the head's error
         self._read: tuple[Any, int, Any] = None, 0, None
-        #: names of the head's classes, and the order of a slide's tiles; set by training on data that has them
+        #: names of the head's classes, and the order of a slide's tiles; set in training if the data has them
         self.classes: list[str] | None = None
         self.tile_order: str | None = None
         #: factors of each class's loss in this fit
@@ -222,7 +222,7 @@ class PooledModule(TransformerModel):
         return [sum(counts) / (present * n) if n else 1.0 for n in counts]
 
     def _prepare_survival(self) -> None:
-        """Take bins of time from the training data if unset; check that Cox's likelihood has samples to compare."""
+        """Derive unset bins of time from the training data; check that Cox's likelihood has samples to compare."""
         if self.survival_loss == "cox":
             if self._data_setting("batch_size", 2) == 1 and self._data_setting("pack_tokens") is None:
                 raise ValueError(
@@ -237,7 +237,7 @@ class PooledModule(TransformerModel):
                 self.head.edges = self.time_bins
 
     def _keep_order(self) -> None:
-        """Make the data use the order of tiles that the model was trained with."""
+        """Tell the data which order of tiles the model was trained with."""
         follow = self._data_setting("follow_order")
         if self.tile_order is not None and callable(follow):
             follow(self.tile_order)
@@ -328,7 +328,7 @@ class PooledModule(TransformerModel):
         if self.head is not None and isinstance(batch, Mapping) and "label" in batch:
             try:
                 checked = self.head.check(torch.as_tensor(batch["label"]))
-            except (TypeError, ValueError) as error:  # raised in the step, where all ranks raise together
+            except (TypeError, ValueError) as error:  # the error is raised in the step, where all ranks raise together
                 checked = error
             label = moved["label"]
             versioned = isinstance(label, Tensor) and not label.is_inference()
@@ -345,7 +345,7 @@ class PooledModule(TransformerModel):
         return checked
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """Return the class-weighted sum of losses and the number of samples, equal on all ranks of the sequence.
+        """Return the class-weighted sum of losses and the number of samples, the same on all ranks of the sequence.
 
         For Cox's likelihood, the second value is the number of events.
         """
@@ -375,7 +375,7 @@ class PooledModule(TransformerModel):
     def _report(self, stage: str) -> None:
         metric = self.epoch_scores[stage]
         scores, labels, _ = metric.whole_epoch()  # from all ranks, gathered by torchmetrics
-        if self.head.of_epoch:  # all ranks add the same sum and count, which does not change the mean
+        if self.head.of_epoch:  # all ranks add the same sum and count, so the mean does not change
             self.mean_loss[stage].update(self.head.losses(scores, labels).sum(), self.head.count(labels))
         super()._report(stage)
         metric.reset()
@@ -461,9 +461,9 @@ def first_token(x: Tensor, positions: Tensor, documents: Documents | None = None
 
 
 def check_lengths(lengths: Any, rows: int, least: int, what: str) -> Tensor | None:
-    """Return lengths (B,) int64 on the CPU. Raises ValueError for one below `least`, or above a non-negative `rows`.
+    """Return lengths (B,) int64 on the CPU. Raises ValueError for a length below `least` or above `rows` >= 0.
 
-    While torch traces the call, values are not checked, because the graph serves any values.
+    While torch traces the call, values are not checked, because the graph must work for any values.
     """
     if lengths is None:
         return None

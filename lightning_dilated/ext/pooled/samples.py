@@ -33,7 +33,7 @@ class EpochScores(Float64Metric):
         self._begin()
 
     def _begin(self) -> None:
-        """Start with empty tensors, because a rank may have no sample, and gathering needs equal dtypes and dims."""
+        """Start with empty tensors, because a rank may have no sample, and gathering needs the same dtype and dims."""
         for name, shape in self._shapes.items():
             setattr(self, name, [torch.empty(shape, dtype=torch.float64, device=self.device)])
 
@@ -55,7 +55,7 @@ class EpochScores(Float64Metric):
         return whole(self.scores), whole(self.labels), whole(self.index)
 
     def whole_epoch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tensors of `compute` sorted by index, with the dims that torchmetrics squeezes for one sample."""
+        """Return the tensors of `compute` sorted by index; restore dims that torchmetrics squeezes for one sample."""
         scores, labels, index = (
             x.reshape(-1, *shape[1:]) for x, shape in zip(self.compute(), self._shapes.values(), strict=True)
         )
@@ -68,7 +68,7 @@ def check_documents(batch: Mapping[str, Any], rows: int, least: int, what: str) 
 
     Args:
         rows: B of the batch.
-        least, what: minimum number of tokens of a sample, and the reason for it, which errors state.
+        least: minimum number of tokens of a sample; errors state `what` as the reason for it.
     """
     bounds = batch.get("cu_seqlens")
     if bounds is None:

@@ -31,7 +31,7 @@ class AttentionWriter(pl.Callback):
     Also writes `attention/SLIDE_ID.png`, a heat map (`data.write_heat_map`; the mean over all heads).
 
     The arrays fit `data.heat_map(attention, coords, tile_size)` and `data.write_attention(path, attention, coords)`.
-    Every slide is encoded a second time, up to the layer.
+    Every slide is encoded a second time, up to the chosen layer.
 
     Args:
         layer, heads: as in `SlideEncoder.attention_map`; one layer only.
@@ -62,7 +62,7 @@ class AttentionWriter(pl.Callback):
         self.pictures, self.thumbnails, self.scale = flag(pictures, "pictures"), thumbnails, scale
         if thumbnails is not None and not pictures:
             raise ValueError("thumbnails are the background of pictures: set pictures to True, or omit thumbnails.")
-        #: {slide: (thumbnail, size of the slide)}
+        #: {slide: (path of its thumbnail, size of the slide)}
         self._grounds: dict[str, tuple[Path, tuple[int, int]]] = {}
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -53,7 +53,7 @@ class GridPositions(nn.Module):
             quarter = torch.arange(self.dim // 4, dtype=torch.float64, device="cpu") / (self.dim / 4)
             angle = torch.arange(self.grid, dtype=torch.float64, device="cpu")[:, None] / 10000**quarter
             axis = torch.cat([angle.sin(), angle.cos()], 1).float().to(device)
-            if torch.compiler.is_compiling():  # a graph's tensor cannot be cached
+            if torch.compiler.is_compiling():  # tensors of a traced graph cannot be cached
                 return axis
             self._axes[device] = axis
         return self._axes[device]
@@ -109,7 +109,7 @@ def cells_of(coords: Tensor, counted: Tensor, tile_size: int) -> Tensor:
 @torch.library.custom_op("lightning_dilated::checked_cells", mutates_args=())
 def checked_cells(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> Tensor:
     """Return `cells_of` after `check_coords` as one graph node, so that compiled models also check coordinates."""
-    if not (coords.is_cuda and torch.cuda.is_current_stream_capturing()):  # a capture cannot read values
+    if not (coords.is_cuda and torch.cuda.is_current_stream_capturing()):  # a captured graph cannot read values
         check_coords(coords, counted, tile_size, grid)
     return cells_of(coords, counted, tile_size)
 
@@ -176,7 +176,7 @@ def released_pattern(
 class SlideBackbone(TransformerModel):
     """The part of GigaPath's slide models that `SlideEncoder` and `SlidePretrainer` share.
 
-    Its blocks equal torchscale's released encoders: LayerNorm, GELU, sub-layer norms, no positions.
+    Its blocks are torchscale's as released: LayerNorm, GELU, sub-layer norms, and no embedding of positions.
 
     Parameters: `patch_embed` (F to E), `cls_token`, `transformer` and a final `norm` (eps 1e-6).
 
@@ -185,9 +185,9 @@ class SlideBackbone(TransformerModel):
         dim: E; the defaults of the sizes are GigaPath's 12l768d.
         depth: number of layers.
         num_heads: attention heads.
-        segment_lengths: tokens per segment in each branch; None: GigaPath's, 2^linspace(10, log2 of the most tiles, 5).
+        segment_lengths: tokens per segment in each branch; None: 2^linspace(10, log2 T, 5) for at most T tiles.
         dilation_rates: dilation rate of each branch; None: GigaPath's 1, 2, 4, 8, 16.
-        max_wsi_size: pixels along an axis of the largest slide, which determine the segments; None: 1024 tiles' pixels.
+        max_wsi_size: pixels along an axis of the largest slide, which determine the segments; None: 1024 tiles.
         tile_size: side of a tile, in the pixels of coords.
         grid: cells of the positions along an axis; fixed by the weights (GigaPath: 1000).
         padding: "masked", exact attention, or "attended", as released weights were trained (the softmax includes zero
@@ -321,7 +321,7 @@ class SlideBackbone(TransformerModel):
             features: (B, L, F).
             coords: (B, L, 2), -1 in the blank row.
             lengths: (B,), number of rows of the whole slides, including the blank row.
-            change: replaces projected tiles (B, L, E) at positions (L,), before positions are added.
+            change: a function that replaces projected tiles (B, L, E) at positions (L,), before positions are added.
             documents: the slides packed into one row (B = 1), each with a blank row in front.
         """
         checked_by_all(self._check_shapes, features, coords)
@@ -355,8 +355,8 @@ class SlideBackbone(TransformerModel):
 
 
 def _check_blank(coords: Tensor, positions: Tensor, packed: bool) -> None:
-    """Raise ValueError if a slide's first row is not blank. Without `packed`, it can only be this rank's first row."""
-    if torch.compiler.is_compiling():  # a graph must serve any values
+    """Raise ValueError if a slide's first row is not blank. Without `packed`, only this rank's first row can be one."""
+    if torch.compiler.is_compiling():  # a graph must work for any values
         return
     at = (positions == 0).nonzero()[:, 0] if packed else torch.arange(int((positions[:1] == 0).any()))
     in_front = coords[:, send(at, coords.device)]

@@ -19,7 +19,7 @@ from lightning_dilated._validation import integer
 from lightning_dilated.ext.slides.files import H5, PT, EmptySlide, Slide, slide_name
 from lightning_dilated.ext.slides.labels import Row
 
-#: minimum ratio of cells to tiles: separate grids of tissue let a few tiles share a cell, but in a wrong unit many do
+#: minimum ratio of cells to tiles: separate grids of tissue let a few tiles share a cell, but with a wrong unit many do
 UNIQUE = 0.9
 #: minimum number of distances between neighbours that is needed to judge the tile size
 ENOUGH = 16
@@ -239,8 +239,8 @@ SHOWN = 5
 class Inventory:
     """The slides of a SlideDataModule with their splits and labels, in one order.
 
-    `labels` has a number or (time, event) for each slide, `groups` the names of the slides' groups, such as patients.
-    `by_column`: whether the splits are from the csv. `largest`: the largest coordinates (x, y) of each slide.
+    `labels` has a number or (time, event) for each slide. `groups` has the name of each slide's group, such as a
+    patient. `by_column`: whether the splits are from the csv. `largest`: the largest coordinates (x, y) of each slide.
     """
 
     slides: list[Slide]
@@ -316,7 +316,7 @@ def check_sizes(slides: list[Slide], max_tiles: int | None) -> None:
 
 
 def one_tile_size(slides: list[Slide], tile_size: int | None) -> int | None:
-    """Return the tile side that option and slides state, or None if none does. Raises ValueError if they disagree."""
+    """Return the tile side that the option or the slides state, or None. Raises ValueError if they disagree."""
     stated = {s.tile_size: s.path for s in reversed(slides) if s.tile_size}
     if tile_size is not None:
         # a smaller size is the distance of overlapping tiles, which `overlap_fault` compares with the coordinates
@@ -338,7 +338,7 @@ def one_tile_size(slides: list[Slide], tile_size: int | None) -> int | None:
 
 
 def by_name(paths: list[str]) -> dict[str, str]:
-    """Return {slide: file}; raise ValueError for a file of another kind, or two files of one name."""
+    """Return {slide: file}; raise ValueError for an unsupported file, or for two files with the same name."""
     files: dict[str, str] = {}
     for file in paths:
         if not file.lower().endswith((*H5, *PT)):

@@ -45,7 +45,7 @@ def layer_weights(
 ) -> list[Tensor]:
     """Return exact attention weights of chosen queries and layers, without an N x N matrix; later layers do not run.
 
-    They are computed from the q and k that the op gets, which include low-rank updates and autocast.
+    They are computed from the q and k that the op gets, after low-rank updates and autocast.
 
     Args:
         transformer: a stack without rotary positions, in eval mode.
@@ -171,9 +171,9 @@ class SlideEncoder(SlideBackbone, PooledModule):
             path: `{"model": state_dict}` or a bare state dict of a GigaPath layout (12l768d, 24l1024d, 12l1536d,
                 12l384d), alone or inside a fine-tuned model; loaded with `weights_only=True`.
             compat: attention as released, which attends to zero pads (`padding="attended"`); False masks them.
-            num_heads, grid: not determined by weights; every release has 16 heads and 1000 cells.
-            options: other arguments of `SlideEncoder`. If `depth` is given, the file must have that number of layers;
-                else at least the number of layers of GigaPath's encoder of its width, if there is one.
+            num_heads, grid: not determined by weights; every release has 16 heads, and 1000 cells along an axis.
+            options: other arguments of `SlideEncoder`. If `depth` is given, the file must have that number of layers.
+                Otherwise it must have at least the layers of GigaPath's encoder of its width, if any.
 
         Raises:
             FileNotFoundError, ValueError: with the missing parts of the file. Unused entries are logged in one line.
@@ -287,7 +287,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
             picture and `write_attention(path, weights[b, :n])` writes into its file (both in `lightning_dilated.data`).
 
         Raises:
-            TypeError, ValueError: as `forward`; for invalid arguments, in training mode, or if ranks share a sequence.
+            TypeError, ValueError: as in `forward`; for bad arguments, in training mode, or if ranks share a sequence.
         """
         _one_rank("attention_map takes whole slides on one rank: call it outside of the steps that share a sequence.")
         layers = chosen_layers(layer, self.depth)

@@ -36,7 +36,7 @@ _LARGEST = 1 << 31
 
 
 def states_overlap(attributes: Mapping[str, Any]) -> bool:
-    """Return whether the attributes state the overlap of tiles; CLAM, with step_size below patch_size, does not."""
+    """Return whether the attributes state the overlap of tiles; CLAM's do not if step_size is below patch_size."""
     return all(name in attributes for name in ("patch_size_level0", "overlap", "patch_size"))
 
 
@@ -60,14 +60,14 @@ def tile_size_of(path: str, attributes: Mapping[str, Any]) -> int | None:
         return size
     if "downsample" not in attributes:
         return None
-    # CLAM steps from tile to tile by whole downsamples
+    # CLAM rounds `downsample` down when it steps from tile to tile
     return size * int(_numbers(path, attributes, "downsample", 1, least=1)[0])
 
 
 def extent_of(path: str, attributes: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return a lower bound (width, height) of the slide in level-0 pixels, or None if the attributes lack it.
 
-    Raises: ValueError as `tile_size_of`.
+    Raises: the errors that `tile_size_of` raises.
     """
     if "level0_width" in attributes and "level0_height" in attributes:  # TRIDENT
         return _whole(path, attributes, "level0_width"), _whole(path, attributes, "level0_height")
@@ -77,7 +77,7 @@ def extent_of(path: str, attributes: Mapping[str, Any]) -> tuple[int, int] | Non
     factor = _numbers(path, attributes, "downsample", 1)[0]
     width, height = (
         math.ceil((x + 1) * factor) if factor > 1 else math.ceil(x) for x in size
-    )  # levels are rounded down
+    )  # CLAM rounds the sizes of levels down
     return width, height
 
 
@@ -171,10 +171,10 @@ def _h5_of_url(h5py: Any, path: str, opener: FileOpener) -> Iterator[Any]:
             traceback.clear_frames(x.__traceback__)
         if store_error is error:
             raise
-        raise store_error from error  # HDF5 hides it behind its own error
+        raise store_error from error  # HDF5 would raise its own error instead
 
 
-#: {words of an HDF5 error: cause and remedy}
+#: {words in an HDF5 error: the cause and the remedy}
 _REASONS = {
     "signature not found": "it is not an HDF5 file, or empty: write it again",
     "truncated": "it is truncated, as by a copy that was cut short: copy or write it again",
@@ -346,7 +346,7 @@ class SlideReader:
     opener: FileOpener = field(default_factory=FileOpener, repr=False, compare=False)
 
     def inspect(self, path: str) -> Slide:
-        """Read names, shapes and types, but no row.
+        """Read names, shapes and types, but no rows.
 
         Raises:
             EmptySlide: for a file without tiles.
@@ -366,7 +366,7 @@ class SlideReader:
 
         No other tile is read, except tiles between two that are at most NEAR rows apart.
 
-        Raises: ValueError as `inspect`, and for a feature that is not finite, with the tile's number.
+        Raises: the errors of `inspect`, and ValueError for a feature that is not finite, with the tile's number.
         """
         with self._opened(path) as (features, coords):
             values = torch.empty(len(rows), features.width, dtype=self.dtype)
@@ -378,7 +378,7 @@ class SlideReader:
         return values, places
 
     def read_coords(self, path: str) -> np.ndarray:
-        """Return all coordinates, (T, 2) int64. Raises ValueError as `inspect`, or if the reader has no `coords`."""
+        """Return all coordinates, (T, 2) int64. Raises the errors of `inspect`, and ValueError without `coords`."""
         with self._opened(path) as (_, coords):
             if coords is None:
                 raise ValueError(f"{path} is read without coordinates: set data.coords_name to the array's name")

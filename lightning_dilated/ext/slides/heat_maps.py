@@ -45,7 +45,7 @@ def heat_map(weights: Any, coords: Any, tile_size: int = 256) -> np.ndarray:
     return grid
 
 
-#: for pictures without a thumbnail: maximum number of pixels of the longer side, and of a tile's side
+#: without a thumbnail: maximum number of pixels of a picture's longer side, and of a tile's side
 LONGEST, LARGEST_TILE = 2048, 16
 #: maximum difference between the proportions of a thumbnail and of the slide
 PROPORTION = 0.05
@@ -75,7 +75,7 @@ def write_heat_map(
             skewed; "linear" from the smallest weight to the largest.
 
     Raises:
-        ValueError: as `heat_map`; for a thumbnail without `slide_size`, or with other proportions than the slide.
+        ValueError: as in `heat_map`; for a thumbnail without `slide_size`, or with proportions unlike the slide's.
         FileNotFoundError: for a missing thumbnail.
     """
     from matplotlib import colormaps
@@ -102,7 +102,7 @@ def write_heat_map(
 
 
 def _shares(values: np.ndarray, scale: str) -> np.ndarray:
-    """Return each value's place in the range of colours, (N,) from 0 to 1; equal values get equal places."""
+    """Return each value's place in the range of colours, (N,) from 0 to 1; equal values get the same place."""
     if scale == "linear":
         return (values - values.min()) / (np.ptp(values) or 1.0)
     distinct, number, counts = np.unique(values, return_inverse=True, return_counts=True)
@@ -155,7 +155,7 @@ def write_attention(
         path: an .h5 slide with features (T, F) and coords (T, 2).
         weights: (N,) or (N, H), one row per position.
         coords: (N, 2) of the same positions, such as a sample's coords in a batch; they identify the tile of a row.
-            Rows below 0 are left out, and tiles without a row get NaN. None: weights are the T tiles in the file's
+            Rows below 0 are left out, and tiles without a row get NaN. None: the rows are the T tiles in the file's
             order, without a class token.
         name: name of the dataset.
         features_name, coords_name: names of the slide's arrays.

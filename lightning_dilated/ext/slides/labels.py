@@ -38,7 +38,7 @@ class Columns:
 
     @property
     def named(self) -> dict[str, str | None]:
-        """{option: column} without the split's column, which may be "auto"."""
+        """Return {option: column} for all columns but the split's, which may be "auto"."""
         return {
             "slide_column": self.slide,
             "label_column": self.label,
@@ -166,7 +166,7 @@ def _row(where: str, line: int, values: list[str], header: dict[str, int], colum
 def class_numbers(
     path: str, rows: Iterable[Row], classes: list[str] | None, trained: bool = False
 ) -> tuple[list[str], list[int]]:
-    """Return the classes and each row's class number. If `classes` is None, labels are sorted, whole numbers by value.
+    """Return the classes and each row's class number. If `classes` is None, all labels are classes, in sorted order.
 
     Args:
         path, rows: path of the csv, for errors, and its rows.
@@ -189,7 +189,7 @@ def class_numbers(
                 "set data.labels to 'numbers' for regression"
             )
         if not any(_padded(word) for word in words):  # 01 and 1 may be two classes, so padded numbers stay words
-            words = [str(int(x)) for x in numbers]  # tables with gaps write 1 as 1.0
+            words = [str(int(x)) for x in numbers]  # programs write 1 as 1.0 if the column has gaps
     names = (
         sorted(set(words), key=lambda x: (0, int(x), "") if _whole(x) else (1, 0, x)) if classes is None else classes
     )

@@ -37,7 +37,7 @@ class SlidePretrainer(SlideBackbone):
     Args:
         mask_ratio: probability in (0, 1) that a tile is hidden.
         normalise: whether the target is a tile's features minus their mean, divided by their standard deviation.
-        decoder_dim: features of the decoder; its heads and pattern are the encoder's.
+        decoder_dim: features of the decoder, which has the encoder's number of heads and pattern.
         decoder_depth: layers of the decoder.
         mask_seed: seed of the choice of hidden tiles.
         options: options of `SlideBackbone`; the decoder has no dropout.

@@ -47,7 +47,7 @@ from lightning_dilated.sequence.shard import SequenceSpec
 _HINT = "pass existing .h5 or .pt files, directories or globs in data.paths"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-#: the shifts of slides if there are no slides
+#: an array for the shifts of zero slides
 _EMPTY = np.empty((0, 2), np.int64)
 
 
@@ -90,8 +90,8 @@ class SlideDataModule(SplitDataModule):
         features_name, coords_name: the arrays' names in a file; coords_name null reads slides without coordinates.
         feature_dtype: "float32", "float16" or "bfloat16".
         tile_size: side of a tile minus the overlap of tiles, in pixels of the coordinates, which are checked against
-            it; null takes the file's (TRIDENT's patch_size_level0, CLAM's patch_size), or the model's if the file has
-            none. CLAM does not write its step_size: if that is below the patch_size, set it here, in level-0 pixels.
+            it; null takes the size in the file (patch_size_level0 from TRIDENT, patch_size from CLAM), or else the
+            model's. CLAM does not write its step_size: if that is below the patch_size, set it here, in level-0 pixels.
         check_values: check the features of the "first" slide of each split, or of "all" slides, before training.
             Features are checked again on every read. The coordinates of all slides are always checked.
         seed: fixes the training order, the splits and the subsets.
@@ -115,7 +115,7 @@ class SlideDataModule(SplitDataModule):
         cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null: `remote` in the package's cache folder)
             and its maximum size in GiB, see `FileOpener`.
 
-    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
+    Raises: TypeError or ValueError for values outside these ranges. The data on disk is checked later, by `check`.
     """
 
     collate = staticmethod(collate_slides)
@@ -389,7 +389,7 @@ class SlideDataModule(SplitDataModule):
         inventory = inventory or self.inventory
         if split in inventory.splits:
             return None
-        if split == "train":  # always requested, unless every slide is for testing
+        if split == "train":  # training is requested, unless all slides are for testing
             only = set(inventory.splits) == {"test"} and (inventory.by_column or self.test_fraction == 1)
             return "all slides are in the test split; see data.test_fraction and data.split_column" if only else None
         if inventory.by_column:
@@ -503,7 +503,7 @@ class SlideDataModule(SplitDataModule):
             self.reader.read(slide.path, np.arange(start, min(start + BLOCK, slide.tiles)))
 
     def _coords(self, slide: Slide, faults_of: Callable[[np.ndarray], Sequence[str]], note: str = "") -> np.ndarray:
-        """Return all coordinates of a slide; raise ValueError for its faults, followed by the note."""
+        """Return all coordinates of a slide; raise ValueError with its faults, followed by `note`."""
         coords = self.reader.read_coords(slide.path)
         faults = [fault for fault in faults_of(coords) if fault]
         if faults:

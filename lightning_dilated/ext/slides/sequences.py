@@ -28,15 +28,15 @@ class SlideSequences(Dataset):
     A sample is {"features": (N, F), "coords": (N, 2) int64, "length": N, "label", "index", "slide_id": its name}.
 
     It is one slide, or with `groups` several slides in one sequence. "label" is present if there are labels, and
-    "coords" if the reader has a name for coordinates.
+    "coords" if the reader reads coordinates.
 
     Args:
         reader: reads the files.
         slides: headers of the files.
         labels: one per sample, a number or several; None for none.
         class_token: whether a blank row comes first.
-        max_tiles: most tiles of a slide; a larger slide gives a random subset, which depends only on (seed, epoch,
-            index in `slides`). None for all.
+        max_tiles: maximum number of tiles of a slide; a larger slide gives a random subset, which depends only on
+            (seed, epoch, index in `slides`). None for all.
         order: order of a slide's tiles: "file", or "raster": by rows of the slide from top to bottom and left to right.
         seed: seed of the subsets.
         groups: {name: indices in `slides`} of each sample; None: each slide is a sample with its own name.
@@ -155,7 +155,7 @@ class SlideSequences(Dataset):
 def _placed(parts: list[torch.Tensor], rows: np.ndarray, count: int, blank: int) -> torch.Tensor:
     """Return a tensor (count, W) with the rows of `parts` at the indices `rows`, and `blank` in all other rows."""
     if len(parts) == 1 and len(rows) == count:
-        return parts[0]  # a slide may be large: no copy
+        return parts[0]  # make no copy, because a slide may be large
     out = parts[0].new_full((count, parts[0].shape[1]), blank)
     start = 0
     for part in parts:
@@ -201,5 +201,5 @@ def collate_slides(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _padded(parts: list[torch.Tensor], blank: int) -> torch.Tensor:
     if len(parts) == 1:
-        return parts[0][None]  # a slide may be large: no copy
+        return parts[0][None]  # make no copy, because a slide may be large
     return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=blank)

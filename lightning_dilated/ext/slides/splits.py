@@ -37,9 +37,9 @@ def check_groups(path: str, rows: list[Row], split_column: str, group_column: st
 def deal_groups(groups: list[str], labels: list[int] | None, folds: int, seed: int) -> list[int]:
     """Return the fold of each slide, from 0 to folds - 1: groups are shuffled and dealt in rotation, class by class.
 
-    Slides of one group stay together. Folds differ by at most one group, and by at most one group of each class. A
-    group counts as its rarest class: the class that the fewest groups have. The result depends only on the names of the
-    groups, their classes and the seed. Arguments are the same as in `split_groups`.
+    Slides of one group stay together. The numbers of groups in two folds differ by at most one, in total and for each
+    class. A group counts as its rarest class: the class that the fewest groups have. The result depends only on the
+    names of the groups, their classes and the seed. Arguments are the same as in `split_groups`.
 
     Raises: ValueError for fewer groups than folds.
     """
@@ -76,7 +76,7 @@ def split_folds(
 def split_groups(
     groups: list[str], labels: list[int] | None, val_fraction: float, test_fraction: float, seed: int
 ) -> list[str]:
-    """Return the split of each slide: random groups according to the fractions, with each class in its share.
+    """Return the split of each slide: random groups in the given fractions, which apply to each class.
 
     Slides of one group stay together. A split with a fraction above 0 gets at least one group. If its number of groups
     is at least the number of classes, it gets one of each class; but the last group of a class is kept for training.
@@ -151,7 +151,7 @@ def check_agreement(path: str, rows: list[Row], labels: Sequence[object] | None,
 
 
 def warn_of_one_class(classes: list[str], numbers: Sequence[float], splits: list[str], by_column: bool) -> None:
-    """Warn of validation and test splits with slides of one class only."""
+    """Warn about validation and test splits with slides of only one class."""
     for split in SPLITS[1:]:
         numbers_there = [number for number, split_name in zip(numbers, splits, strict=True) if split_name == split]
         if numbers_there and len(set(numbers_there)) == 1:
@@ -169,7 +169,7 @@ def warn_of_one_class(classes: list[str], numbers: Sequence[float], splits: list
 
 
 def warn_of_untrained(classes: list[str], numbers: Sequence[float], splits: list[str]) -> None:
-    """Warn of classes without a slide to train on."""
+    """Warn about classes without a slide to train on."""
     trained = {number for number, split in zip(numbers, splits, strict=True) if split == "train"}
     missing = [name for i, name in enumerate(classes) if i not in trained]
     if missing:

@@ -33,7 +33,7 @@ def write_synthetic_slides(
 
     Features are standard normal noise; tiles within a round spot (0.2 to 0.6 of the tissue) add `signal` times a
     direction of the slide's class. `score`, for regression, is the label plus the spot's share; each patient has two
-    slides. Equal arguments write equal values.
+    slides. The same arguments write the same values.
 
     Args:
         folder: created if missing; files of the same names are replaced.

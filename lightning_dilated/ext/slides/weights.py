@@ -34,7 +34,7 @@ OUTER = {"patch_embed.proj": "patch_embed", "encoder.layer_norm": "transformer.n
 OWN = re.compile(r"(cls_token$|patch_embed\.|transformer\.|norm\.)")
 _LAYERS = re.compile(r"encoder\.layers\.([0-9]+)\.")
 _OWN_LAYERS = re.compile(r"transformer\.blocks\.([0-9]+)\.")
-#: number of layers of GigaPath's published slide encoders, by features and width
+#: {(features, width): number of layers} of GigaPath's published slide encoders
 PUBLISHED = {(1536, 768): 12, (1536, 1024): 24, (1536, 1536): 12, (384, 384): 12}
 
 
@@ -65,7 +65,7 @@ def read_file(path: str | Path) -> Any:
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """Return the state dict of a file: `{"model": ...}`, `{"state_dict": ...}` or bare; raises as `read_file`."""
+    """Return the state dict of a file: `{"model": ...}`, `{"state_dict": ...}` or bare. Raises as `read_file` does."""
     stored = read_file(path)
     for name in ("model", "state_dict"):
         if isinstance(stored, Mapping) and isinstance(stored.get(name), Mapping):
@@ -99,7 +99,7 @@ def own_weights(stored: Mapping[str, Tensor], where: str, grid: int, report: boo
         grid: cells along an axis, to check a stored table of positions.
         report: log unused entries of the file in one line.
 
-    Raises: ValueError for missing parameters, with names, or another table of positions.
+    Raises: ValueError for missing parameters, with names, or for a different table of positions.
     """
     if any(".lora_" in name or ".base_layer." in name for name in stored):
         raise ValueError(
@@ -183,7 +183,7 @@ def sizes_of(state: Mapping[str, Tensor], where: str = "the weights") -> dict[st
 def load_backbone(model: Any, path: str | Path) -> None:
     """Copy the encoder's weights of a file into `model`; its head or decoder does not change.
 
-    Raises: FileNotFoundError or ValueError; if the model's sizes differ from the file's, the message has the settings.
+    Raises: FileNotFoundError or ValueError; if the model's sizes differ from the file's, the message lists both.
     """
     _check_settings(model, path)
     weights = own_weights(read_weights(path), str(path), model.grid, report=True)
@@ -206,7 +206,7 @@ def load_backbone(model: Any, path: str | Path) -> None:
 
 
 def _check_settings(model: Any, path: str | Path) -> None:
-    """Raise ValueError if a checkpoint of ours has other heads, tile size or grid, which shapes do not show."""
+    """Raise ValueError if our checkpoint has different heads, tile size or grid, because shapes do not show these."""
     stored = read_file(path)
     settings = stored.get("hyper_parameters") if isinstance(stored, Mapping) else None
     for name in ("num_heads", "tile_size", "grid") if isinstance(settings, Mapping) else ():
@@ -262,12 +262,12 @@ def check_names(state: Mapping[Any, Any], where: str | Path) -> None:
 
 
 def check_depth(depth: int, requested: int | None, published: int | None, where: str | Path, what: str = "") -> None:
-    """Raise ValueError if a file has another number of layers than requested, or fewer than the published model.
+    """Raise ValueError if a file does not have the requested number of layers, or has fewer than the published model.
 
     Args:
         depth: number of layers of the file.
         requested: the argument `depth`, if it was passed.
-        published, what: number of layers of the published model of these sizes, if any; and its name, for errors.
+        published: number of layers of the published model of these sizes, if any; errors call the model `what`.
     """
     if requested is not None and requested != depth:
         raise ValueError(f"{where} has {depth} layers, and depth={requested} was asked for: is the file complete?")

@@ -24,9 +24,9 @@ VARIABLE = "LIGHTNING_DILATED_CACHE"
 STAYS = 0.9
 #: number of bytes of the checksum at the end of a block's file
 _CHECKSUM = 4
-#: number of lock files for fetches; two blocks may share one
+#: number of lock files for fetches; several blocks may share a lock file
 _LOCKS = 1024
-#: number of seconds after which a temporary file counts as left over by a dead process
+#: number of seconds after which a temporary file is taken to be left behind by a dead process
 _ABANDONED = 3600
 
 
@@ -61,7 +61,7 @@ def within(path: Path, root: Path) -> Path:
 
 
 def opened(path: Path, root: Path, flags: int = os.O_RDONLY) -> int:
-    """Return the descriptor of a regular file in a cache folder. Raises OSError, as `within`."""
+    """Open a regular file in a cache folder and return its descriptor. Raises the errors that `within` raises."""
     # do not follow a link, or wait for a fifo, that appears after the check
     extra = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     handle = os.open(within(path, root), flags | extra, 0o600)
@@ -74,13 +74,13 @@ def opened(path: Path, root: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_bytes(path: Path, root: Path) -> bytes:
-    """Return the contents of a file in a cache folder. Raises OSError, as `within`."""
+    """Return the contents of a file in a cache folder. Raises the errors that `within` raises."""
     with open(opened(path, root), "rb") as file:
         return file.read()
 
 
 def write_part(path: Path, root: Path, data: bytes) -> Path:
-    """Write data next to its destination, under an unpredictable name. Raises OSError, as `within`."""
+    """Write data next to its destination, under an unpredictable name. Raises the errors that `within` raises."""
     part = within(path.parent, root) / f"{path.name}.{secrets.token_hex(8)}.part"
     with open(part, "xb") as file:  # x creates the file and follows no link
         file.write(data)
@@ -131,20 +131,20 @@ def locked(file: Path, root: Path | None = None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class BlockCache:
-    """Blocks by key. The least recently used blocks are evicted if a new one would make the folder exceed `limit`.
+    """Blocks, stored under keys. The least recently used ones are evicted if a new block would exceed the `limit`.
 
     A block's file is renamed into place when complete. A block with a wrong checksum counts as missing.
 
     Args:
         folder: folder of the blocks; created with the first block.
-        limit: maximum number of bytes of all blocks; 0 stores none. Each process applies its own limit.
+        limit: maximum total size of the blocks in bytes; 0 stores nothing. Each process applies its own limit.
     """
 
     folder: str
     limit: int
 
     def get(self, key: str) -> bytes | None:
-        """Return the block, or None, and mark it as used now."""
+        """Return the block of a key, or None if it is not stored, and mark the block as just used."""
         path = self._path(key)
         try:
             stored = read_bytes(path, Path(self.folder))
@@ -153,7 +153,7 @@ class BlockCache:
         data, checksum = stored[:-_CHECKSUM], stored[-_CHECKSUM:]
         if zlib.crc32(data).to_bytes(_CHECKSUM, "big") != checksum:
             with contextlib.suppress(OSError):
-                path.unlink()  # damaged, as after a power failure
+                path.unlink()  # the file is damaged, for example by a power failure
             return None
         with contextlib.suppress(OSError):  # another process may have removed it
             os.utime(path, follow_symlinks=False)
@@ -201,7 +201,7 @@ class BlockCache:
         return Path(self.folder) / "blocks" / key[:2] / key
 
     def _place(self, part: Path, target: Path) -> None:
-        """Move a written block into place after evicting others; called under the folder's lock."""
+        """Evict other blocks if needed, and move a written block into place; called while the folder's lock is held."""
         if self.has(target.name):
             return
         counter, size = Path(self.folder) / "bytes", part.stat().st_size
@@ -216,7 +216,7 @@ class BlockCache:
         os.replace(part, target)
 
     def _shrink(self, most: int) -> int:
-        """Remove the least recently used blocks, down to `most` bytes; return the bytes that remain."""
+        """Remove the least recently used blocks until at most `most` bytes remain; return the bytes that remain."""
         files, now = [], time.time()
         blocks = within(Path(self.folder) / "blocks", Path(self.folder))
         for folder in (x for x in os.scandir(blocks) if x.is_dir(follow_symlinks=False)):

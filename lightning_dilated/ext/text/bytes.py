@@ -78,29 +78,29 @@ class ByteSequences(Dataset):
 class ByteDataModule(SequenceDataModule):
     """Text or binary files as one byte stream: the first part for training, then validation, then test.
 
-    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64; a token id is the byte's value, so
-    `vocab_size` is 256. Labels are from the same split. The training order depends only on `seed` and the epoch, and
-    continues exactly from a checkpoint; validation and test have the order of the files.
+    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64; the id of a token is the value of the
+    byte, so `vocab_size` is 256. Labels never come from a different split. The training order depends only on `seed`
+    and the epoch, and continues exactly from a checkpoint; validation and test follow the order of the files.
 
     Args:
         paths: files, directories (read recursively), globs, or URLs of these; null: files of Python's standard library.
         seq_len: N, number of tokens of a sequence (each sample reads N + 1 bytes).
         batch_size: B, number of sequences of a batch on each device.
-        val_fraction: share of the bytes for validation, from 0 (none) to below 1.
-        test_fraction: share of the bytes for test, from 0 to below 1.
+        val_fraction: share of the bytes for validation, at least 0 (none) and below 1.
+        test_fraction: share of the bytes for test, at least 0 (none) and below 1.
         val_limit: maximum number of sequences of the validation split; null for all.
         seed: seed of the training order.
         num_workers: processes that load batches; 0 loads in the main process.
-        pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
+        pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: with a GPU.
         suffixes: file endings to take from a directory, such as ['.txt']; null for all.
-        pack_tokens: null does not pack. A number makes samples of files, or of pieces of N bytes of longer files,
-            instead of sequences across files, and is the maximum number of bytes in a batch on each device. A batch is
-            one row of D packed samples, {"tokens": (1, n), "labels": (1, n), "cu_seqlens": (D + 1,) int32 bounds of the
-            samples on the CPU, "index": (D,)}. A file's last byte has the label -100.
+        pack_tokens: null: no packing. A number turns packing on, and is the maximum number of bytes in a batch on each
+            device. A sample is then a file, or a piece of N bytes of a longer file, and never spans two files. A batch
+            is one row of D packed samples, {"tokens": (1, n), "labels": (1, n), "cu_seqlens": (D + 1,) int32 bounds of
+            the samples on the CPU, "index": (D,)}. A file's last byte has the label -100.
         cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null: `remote` in the package's cache folder)
             and its maximum size in GiB, see `FileOpener`.
 
-    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
+    Raises: TypeError or ValueError for values outside these ranges. The data on disk is checked later, by `check`.
     """
 
     vocab_size: int = 256
@@ -161,7 +161,7 @@ class ByteDataModule(SequenceDataModule):
         return self._sequences(self.stream, split)
 
     def bigram_bits_per_byte(self, split: str = "val") -> float:
-        """Return the bits per byte of an add-one bigram model, trained on the train split, over the pairs of a split.
+        """Train an add-one bigram model on the train split, and return its bits per byte on the byte pairs of `split`.
 
         Raises: ValueError for an unknown split or one without sequences.
         """

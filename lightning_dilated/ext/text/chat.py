@@ -33,14 +33,14 @@ class ChatDataModule(ReadsConversations, SplitDataModule):
     """Conversations packed into rows: batches of {"tokens", "labels", "index", "cu_seqlens"} for causal models.
 
     tokens and labels are (1, N). Labels are the next token if the assistant writes it, and -100 elsewhere. cu_seqlens
-    (D + 1,) int32 on the CPU holds the bounds of the D conversations of the row, index (D,) their numbers. Packing
-    does not change losses and gradients. Each machine encodes the data once, into the package's cache folder; each rank
-    then reads only its part of a row.
+    (D + 1,) int32 on the CPU holds the bounds of the D conversations of the row, and index (D,) holds their numbers.
+    Packing does not change losses or gradients. Each machine encodes the data once, into the package's cache folder;
+    each rank then reads only its part of a row.
 
     Args:
-        paths: files (.jsonl, .json, .parquet), directories or globs, folders of `datasets.save_to_disk`; or the
+        paths: files (.jsonl, .json, .parquet), directories or globs, folders that `datasets.save_to_disk` wrote; or the
             arguments of `datasets.load_dataset` as a mapping: {path: owner/name, split: train}. All formats except JSON
-            need the extra `datasets`. A row has `messages`, a list of {"role", "content"}, or `prompt`, `completion`.
+            need the extra `datasets`. A row has `messages`, a list of {"role", "content"}, or `prompt` + `completion`.
         tokenizer: a folder that transformers saved, or a repository's name, with a chat template; or a tokenizer.json.
         seq_len: maximum number of tokens of a conversation.
         template: a Jinja chat template, or a file that holds one, in place of the tokenizer's own.
@@ -52,11 +52,11 @@ class ChatDataModule(ReadsConversations, SplitDataModule):
         val_fraction, test_fraction: shares of the conversations of `paths`, taken from the end; null is 0.05, or 0 if
             `val_paths` or `test_paths` is set.
         val_limit: maximum number of conversations of the validation split; null for all.
-        column: the name of the messages in a row.
+        column: name of the column that holds the messages.
         seed, num_workers, pin_memory: see `SplitDataModule`.
         cache_dir: folder of the encoded conversations; null is `chat` in the package's cache folder.
 
-    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
+    Raises: TypeError or ValueError for values outside these ranges. The data on disk is checked later, by `check`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ChatDataModule(ReadsConversations, SplitDataModule):
         self._about = ""
 
     def check(self) -> None:
-        """Encode all conversations that this machine has not encoded yet; check that each requested split has one.
+        """Encode conversations that this machine has not encoded yet; check that each requested split has at least one.
 
         Raises: OSError, ValueError or ModuleNotFoundError with the row, the problem and the remedy.
         """
@@ -122,7 +122,7 @@ class ChatDataModule(ReadsConversations, SplitDataModule):
         return self._samples[split]
 
     def describe(self) -> str:
-        """Return one line: conversations of each split, and tokens."""
+        """Return one line with the number of conversations of each split and the number of tokens."""
         counts = ", ".join(f"{len(self.dataset(split)):,} {split}" for split in SPLITS)
         return f"conversations of up to {self.seq_len:,} tokens: {counts}; {self._about}"
 

@@ -21,11 +21,11 @@ class RangedSamples(Dataset):
 
     #: number of tokens of each sample, (samples,) int64
     lengths: np.ndarray
-    #: the word for a sample in errors
+    #: the word that error messages use for a sample
     what: str
 
     def piece(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens and labels, int64, at positions [start, stop) of a sample; this reads one more token."""
+        """Return tokens and labels, int64, at positions [start, stop) of a sample; also read the token after them."""
         raise TypeError(f"{type(self).__name__} must define piece(index, start, stop).")
 
     def __len__(self) -> int:

@@ -77,18 +77,18 @@ def encode_files(
     eos_token: str | None = None,
     documents: bool = True,
 ) -> EncodedFiles:
-    """Encode UTF-8 text files, each one document, into a .bin of uint16 (a vocabulary of up to 65,536) or uint32.
+    """Encode UTF-8 text files, one document each, into a .bin file of uint16 (for up to 65,536 token ids) or uint32.
 
     A text of more than 131,072 characters is encoded in pieces. The tokens equal an encoding of the whole text if the
     tokenizer looks at most 2,048 characters around a token (see above). A tokenizer that looks farther, for example to
-    pair quotes, may split such a text differently without an error. If a text spells out a special token, it becomes
-    that token, as in the library. No special tokens are added at the ends. `out` appears only when it is complete.
+    pair quotes, may split such a text differently without an error. A special token that a text spells out is encoded
+    as that token, as the library does. No special tokens are added at the ends. `out` appears only when it is complete.
 
     Args:
         tokenizer: a tokenizer.json of Hugging Face's `tokenizers` (extra `tokenizers`).
         inputs: files, directories (read recursively, all files) or globs; files of a directory are sorted.
         out: the .bin file to write.
-        eos_token: the text of the token that ends each document; None takes the tokenizer's only special token.
+        eos_token: the text of the token that ends each document; None uses the tokenizer's only special token.
         documents: False writes no end tokens.
 
     Raises:
@@ -291,13 +291,13 @@ def marking_dropped(tokenizer: Tokenizer) -> tuple[Tokenizer, int] | None:
 
     BPE without an unknown token silently drops text that its vocabulary lacks. A character may be dropped only at the
     end of a word, only inside a word, or only after normalisation, so it is not enough to encode single characters.
-    The other tokens may differ from the tokens of `tokenizer`.
+    Apart from the mark, its tokens may differ from the tokens of `tokenizer`.
     """
     state = json.loads(tokenizer.to_str())
     model = state["model"]
     if model["type"] != "BPE" or model["unk_token"] is not None or _has_all_bytes(state):
         return None
-    name = max(model["vocab"], key=len) + "\0"  # longer than any token, so it is new
+    name = max(model["vocab"], key=len) + "\0"  # the mark is longer than any token, so it equals none
     # on loading, the added tokens are numbered from the vocabulary's size on; this mark is above all of them
     mark = vocabulary_size(tokenizer) + len(state["added_tokens"]) + 1
     model["vocab"][name], model["unk_token"], state["post_processor"] = mark, name, None

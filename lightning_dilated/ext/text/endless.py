@@ -20,7 +20,7 @@ from lightning_dilated.sequence.shard import SequenceSpec
 
 
 class StreamSequences(Dataset):
-    """Tokens [start, stop) of a text as S streams of equal length; sample s * S + i is step s of stream i.
+    """Tokens [start, stop) of a text as S streams of the same length; sample s * S + i is step s of stream i.
 
     A sampler that serves samples in order, S at a time over all ranks, gives every stream its next step. If the number
     of ranks divides S, each rank serves whole streams.
@@ -92,7 +92,7 @@ class StreamDataModule(SequenceDataModule):
     The model needs a method `stream`, such as `LongNetLM.stream`, which carries a stream's state from step to step.
     Gradients do not cross steps (truncated back-propagation). Each split is cut into S contiguous streams of equal
     length; each data-parallel rank serves S / ranks whole streams. An epoch is one pass through all streams. Steps are
-    not shuffled. Checkpoints save the position, and a run may resume with another number of ranks.
+    not shuffled. Checkpoints save the position, and a run may resume with a different number of ranks.
 
     Batches: `tokens` (B, n) int64; `labels` (B, n) int64, the next token of each token, also across steps, and -100 for
     a separator; `starts` (B, n) bool, True at the start of a stream or document; `stream` (B,) int64, the numbers of
@@ -102,7 +102,7 @@ class StreamDataModule(SequenceDataModule):
     Args:
         paths: files, directories (read recursively) or globs, or URLs of them.
         seq_len: N, number of tokens of a step.
-        streams: S, a multiple of the data-parallel ranks.
+        streams: S, a multiple of the number of data-parallel ranks.
         separator: the byte or token that ends a document; tokens do not see earlier documents. null: no separator.
         vocab_size: null reads files as bytes (256 values); a number reads token files, as in `TokenDataModule`.
         dtype: dtype of .bin token files, see `TokenDataModule`.
@@ -112,7 +112,7 @@ class StreamDataModule(SequenceDataModule):
         cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null: `remote` in the package's cache folder)
             and its maximum size in GiB, see `FileOpener`.
 
-    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
+    Raises: TypeError or ValueError for values outside these ranges. The data on disk is checked later, by `check`.
     """
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1, "starts": 1}, whole=["stream", "position", "index"])
@@ -198,7 +198,7 @@ class StreamDataModule(SequenceDataModule):
         return StreamSequences(self._text, start, stop, self.seq_len, self.streams, self.separator, known, whole)
 
     def per_rank(self, replicas: int) -> int:
-        """Return the number of streams of each rank. Raises ValueError if S is no multiple of the ranks."""
+        """Return the number of streams of each rank. Raises ValueError if the number of ranks does not divide S."""
         if self.streams % replicas:
             raise ValueError(
                 f"data.streams = {self.streams} is no multiple of the {replicas} data-parallel ranks, and each rank reads "
@@ -207,7 +207,7 @@ class StreamDataModule(SequenceDataModule):
         return self.streams // replicas
 
     def describe(self) -> str:
-        """Return one line: the tokens of all files, S, and the tokens of a stream in each split."""
+        """Return one line with S and the numbers of tokens: of all files, and of a stream in each split."""
         data = {split: self.dataset(split) for split in SPLITS}
         sizes = ", ".join(f"{x.length:,} {split}" for split, x in data.items())
         return f"{len(data['train'].text):,} tokens; {self.streams:,} streams of {sizes}, {self.seq_len:,} a step"

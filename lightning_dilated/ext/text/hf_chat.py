@@ -28,7 +28,7 @@ class ChatEncoder:
     longer: int = 0
 
     def __call__(self, row: Any, where: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return tokens and marks, or None to skip the row. Raises ValueError for a long row if `too_long` says so."""
+        """Return tokens and marks, or None to skip the row. Raises ValueError if the row is too long to be used."""
         ids, learn = self.tokenizer.tokens(conversation(row, where, self.column), self.train_on)
         if len(ids) <= self.seq_len:
             return ids, learn
@@ -38,7 +38,7 @@ class ChatEncoder:
                 "set data.too_long to skip (leave such conversations out) or to cut (cut them at that length)"
             )
         self.longer += 1
-        if self.longer & (self.longer - 1) == 0:  # 1, 2, 4, 8, ...
+        if self.longer & (self.longer - 1) == 0:  # log at 1, 2, 4, 8, ... such conversations
             rank_zero_info(
                 f"data: {self.longer:,} conversations of more than data.seq_len = {self.seq_len:,} tokens so far "
                 f"(data.too_long: {self.too_long})"
@@ -48,7 +48,7 @@ class ChatEncoder:
 
 
 class ChatStreamDataModule(ReadsConversations, StreamedDataModule):
-    """Conversations as in `ChatDataModule`, encoded during training: no cache is written, and lengths are unknown.
+    """Conversations as in `ChatDataModule`, but encoded during training: no cache is written, and lengths are unknown.
 
     Each reader packs its own conversations into rows, in order. Rows are the same on any number of ranks and loader
     workers, and a resumed run continues after the rows that were used. The source starts over at its end.
@@ -59,7 +59,7 @@ class ChatStreamDataModule(ReadsConversations, StreamedDataModule):
         readers, epoch_rows, val_paths, test_paths, val_limit, num_workers, pin_memory, cache_dir: see
             `StreamedDataModule`.
 
-    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
+    Raises: TypeError or ValueError for values outside these ranges. The data on disk is checked later, by `check`.
     """
 
     pack = staticmethod(packed)

@@ -15,7 +15,7 @@ from lightning_dilated.ext.text.packed_stream import Encode, StreamedDataModule,
 
 @dataclass
 class TextEncoder:
-    """Encodes a text and appends the end-of-document token; all tokens are trained on."""
+    """Encodes a text and appends the end-of-document token; training uses all tokens."""
 
     tokenizer: TextTokenizer
     column: str
@@ -35,7 +35,7 @@ class TextEncoder:
 
 
 class TextStreamDataModule(LoadsTokenizer[TextTokenizer], StreamedDataModule):
-    """Texts of a `datasets` dataset or of JSON Lines, encoded during training, in rows of N tokens.
+    """Texts from a `datasets` dataset or from JSON Lines, encoded during training, in rows of N tokens.
 
     Batches are {"tokens": (1, N), "labels": (1, N) the next token, "index": (1,)}, all int64, and "cu_seqlens" (D + 1,)
     int32 on the CPU, the bounds of documents. A document ends after `eos_token`, which has the label -100. A document
@@ -44,17 +44,17 @@ class TextStreamDataModule(LoadsTokenizer[TextTokenizer], StreamedDataModule):
     its end.
 
     Args:
-        paths: files (.jsonl, .json, .parquet), directories or globs, folders of `datasets.save_to_disk`; or a mapping
-            of arguments of `datasets.load_dataset`, {path: owner/name, split: train}, to stream that data set. All
-            formats except JSON need the extra `datasets`.
+        paths: files (.jsonl, .json, .parquet), directories or globs, folders that `datasets.save_to_disk` wrote; or the
+            arguments of `datasets.load_dataset` as a mapping, {path: owner/name, split: train}, to stream that data
+            set. All formats except JSON need the extra `datasets`.
         tokenizer: a folder that transformers saved, or the name of a repository; or a tokenizer.json.
         seq_len: N, number of tokens of a row.
-        column: the name of the text in a row.
+        column: name of the column that holds the text.
         eos_token: the text of the token that ends a document; null is the tokenizer's own end token.
         readers, epoch_rows, val_paths, test_paths, val_limit, num_workers, pin_memory, cache_dir: see
             `StreamedDataModule`.
 
-    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
+    Raises: TypeError or ValueError for values outside these ranges. The data on disk is checked later, by `check`.
     """
 
     pack = staticmethod(filled)

@@ -45,7 +45,7 @@ class LoadsTokenizer(ABC, Generic[Loaded]):
         return self.tokenizer.vocab_size
 
     def tokenizer_files(self) -> dict[str, str]:
-        """Return {file name: text} of the tokenizer, for checkpoints."""
+        """Return {file name: text} of the tokenizer's files, for checkpoints."""
         return self.tokenizer.files()
 
 
@@ -64,7 +64,7 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: list[int]) -> str:
-        """Return the text of tokens, including special tokens."""
+        """Decode tokens to a text, which includes special tokens."""
 
     @abstractmethod
     def end_token(self, name: str | None = None) -> int:
@@ -131,7 +131,7 @@ class TransformersText(TextTokenizer):
 
 
 def load_text_tokenizer(source: str) -> TextTokenizer:
-    """Load a tokenizer.json, or the tokenizer of a folder or repository of transformers.
+    """Load a tokenizer.json file, or a tokenizer that transformers loads from a folder or a hub repository.
 
     Raises: ModuleNotFoundError without the library; OSError or ValueError with the remedy.
     """
@@ -139,7 +139,7 @@ def load_text_tokenizer(source: str) -> TextTokenizer:
 
 
 def is_json(source: str) -> bool:
-    """Return whether `source` is a single file, a tokenizer.json."""
+    """Return whether `source` names a tokenizer.json file and not a folder or a repository."""
     return Path(source).suffix == ".json" or Path(source).is_file()
 
 
@@ -155,10 +155,10 @@ def checked_source(source: object) -> str:
 
 
 def load_transformers(source: str) -> Any:
-    """Load the tokenizer of a folder or a hub repository.
+    """Load a tokenizer from a folder or a hub repository.
 
-    Raises: ModuleNotFoundError without transformers; FileNotFoundError if neither exists; ValueError for a folder
-        without a tokenizer.
+    Raises: ModuleNotFoundError without transformers; FileNotFoundError if there is no such folder or repository;
+        ValueError for a folder without a tokenizer.
     """
     try:
         from transformers import AutoTokenizer
@@ -178,7 +178,7 @@ def load_transformers(source: str) -> Any:
     try:
         with panics_named(source):
             return AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # transformers and the hub raise several kinds
+    except Exception as error:  # transformers and the hub raise several kinds of errors
         lines = str(error).strip().splitlines() or [type(error).__name__]
         where = (
             "has no tokenizer that transformers can read" if is_folder else "is no folder here, and cannot be fetched"

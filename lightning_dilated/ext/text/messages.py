@@ -9,7 +9,7 @@ from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ANSWERS = "assistant"
-#: an example of a conversation, for errors
+#: an example of a conversation, for error messages
 SHAPE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
 #: keys by which a message can opt out of training

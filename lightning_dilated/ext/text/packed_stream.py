@@ -1,7 +1,7 @@
 """StreamedRows: rows packed from documents as they are read, and StreamedDataModule, which serves them.
 
 Documents are encoded during training, so their lengths are unknown in advance. Reader i of S packs its own documents
-into rows; the global row g is row g // S of reader g mod S. Rows therefore depend neither on ranks nor on loader
+into rows; row g of all rows is row g // S of reader g mod S. Rows therefore depend neither on ranks nor on loader
 workers, each of R ranks needs only S / R readers, and the number of used rows determines the position in training.
 
 Shape letters: N tokens of a row, D documents of a row, S readers, R data-parallel ranks.
@@ -101,14 +101,14 @@ class PackedReaders:
         readers: the readers of the source.
         encode: converts a row of the source to a document.
         pack: `filled` or `packed`.
-        size: tokens of a row.
+        size: number of tokens of a row.
     """
 
     def __init__(self, readers: Readers, encode: Encode, pack: Pack, size: int) -> None:
         self.readers, self.encode, self.pack, self.size = readers, encode, pack, size
 
     def rows(self, reader: int, start: Position = Position(), endless: bool = True) -> Rows:  # noqa: B008
-        """Yield each row from `start` on with the position of the next row; `endless` starts over at the source's end.
+        """Yield each row from `start` on, and the next row's position; if `endless`, start over at the source's end.
 
         Raises: ValueError if a whole pass has no document.
         """
@@ -140,7 +140,7 @@ class StreamedRows(Dataset):
 
     Args:
         source: the source of rows.
-        epoch_rows: rows of an epoch; the next epoch continues after them.
+        epoch_rows: number of rows of an epoch; the next epoch continues with the rows after them.
         folder: folder of the recorded positions, one file per reader; valid for this source only.
         identity: identifies the source and all settings that rows depend on.
     """
@@ -253,21 +253,21 @@ def at_positions(row: dict[str, Any], ranges: tuple[range, ...]) -> dict[str, An
 
 
 class StreamedDataModule(SplitDataModule):
-    """Base of the DataModules that encode documents in training; a subclass defines `encoder`, `settings` and `pack`.
+    """Base of DataModules that encode documents during training; a subclass defines `encoder`, `settings` and `pack`.
 
     A batch is one row: tokens and labels (1, N) int64, cu_seqlens (D + 1,) int32 on the CPU, index (1,). The source
     starts over at its end, so set `trainer.max_steps`. Documents are read in file order, so shuffle the files first.
 
     Args:
-        paths: files (.jsonl, .json, .parquet), directories or globs, folders of `datasets.save_to_disk`; or the
+        paths: files (.jsonl, .json, .parquet), directories or globs, folders that `datasets.save_to_disk` wrote; or the
             arguments of `datasets.load_dataset` as a mapping, {path: owner/name, split: train}, to stream a data set.
         seq_len: maximum number of tokens of a document.
         row_tokens: maximum number of tokens of a row.
-        readers: S, independent passes through the source; a multiple of the data-parallel ranks times their loader
-            workers. Rows depend on S. An S that divides the number of files is fastest.
-        epoch_rows: rows of an epoch, a multiple of S; training continues across epochs.
+        readers: S, number of independent readers of the source; a multiple of the number of loader workers of all
+            data-parallel ranks. Rows depend on S. An S that divides the number of files is fastest.
+        epoch_rows: number of rows of an epoch, a multiple of S; each epoch continues where the previous one ended.
         val_paths, test_paths: data for validation and for test; null for none.
-        val_limit: maximum number of validation rows, taken from the start. These and all test rows stay in memory.
+        val_limit: maximum number of validation rows, taken from the start. Validation and test rows stay in memory.
         num_workers, pin_memory: see `SplitDataModule`.
         cache_dir: folder of the recorded positions; null is `streams` in the package's cache folder.
     """
@@ -349,7 +349,7 @@ class StreamedDataModule(SplitDataModule):
         return super().train_dataloader()
 
     def describe(self) -> str:
-        """Return one line: readers, tokens of a row, and rows of validation and test."""
+        """Return one line with the numbers of readers, of tokens of a row, and of rows for validation and test."""
         counts = ", ".join(f"{len(self.dataset(x)):,} rows of {x}" for x in SPLITS[1:] if self.wanted(x) is None)  # type: ignore[arg-type]
         return f"{self.readers:,} readers, rows of up to {self.row_tokens:,} tokens{'; ' if counts else ''}{counts}"
 

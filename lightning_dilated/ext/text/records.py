@@ -1,6 +1,6 @@
 """Random access to the rows of JSON Lines, JSON, Parquet, and `datasets` (an optional extra); a row is a mapping.
 
-JSON needs no other library. Parquet, folders of `save_to_disk` and all else that `datasets` loads need the extra.
+JSON needs no other library; all other formats that `datasets` loads need the extra.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_dilated.ext.files.files import collect_files, path_list, paths_hi
 from lightning_dilated.ext.text.tokenizer import whole_texts
 
 SUFFIXES = [".jsonl", ".json", ".parquet"]
-#: files that mark a folder of `save_to_disk`
+#: files by which a folder that `save_to_disk` wrote is recognized
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 #: number of bytes that are read at a time to find line breaks
 _BLOCK = 1 << 24
@@ -53,7 +53,7 @@ class Rows(Protocol):
 
 
 def library() -> ModuleType:
-    """Import `datasets`. Raises ModuleNotFoundError that names the extra."""
+    """Import `datasets`. Raises a ModuleNotFoundError that names the extra."""
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -119,9 +119,9 @@ def is_saved(path: str) -> bool:
 
 
 def load(arguments: Mapping[str, Any], name: str) -> Any:
-    """Load a dataset of `datasets` from a folder of `save_to_disk`, or by `load_dataset` with `arguments`.
+    """Load a dataset from a folder that `save_to_disk` wrote, or by calling `load_dataset` with `arguments`.
 
-    Raises: ValueError for a missing or unknown split; errors of `datasets`.
+    Raises: ValueError for a missing or unknown split, and the errors that `datasets` raises.
     """
     datasets = library()
     path, split = str(arguments["path"]), arguments.get("split")
@@ -189,7 +189,7 @@ class JsonLines:
         bounds = np.unique(np.concatenate([*ends, [done]]))
         self._starts, self._stops = bounds[:-1], bounds[1:]
         self._lines = np.arange(1, len(bounds))
-        short = self._stops - self._starts <= 2  # at most a character and a line break
+        short = self._stops - self._starts <= 2  # perhaps empty: at most one character and a line break
         empty = [i for i in np.flatnonzero(short) if not self._read(int(i)).strip()]
         self._starts, self._stops, self._lines = (np.delete(x, empty) for x in (self._starts, self._stops, self._lines))
 

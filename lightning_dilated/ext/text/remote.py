@@ -38,7 +38,7 @@ _MAGIC = re.compile(r"[*?\[]")
 #: keys in fsspec's `info` that identify a file's content; `_TIMES` is the fallback
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id")
 _TIMES = ("mtime", "LastModified", "last_modified", "created")
-#: errors that another try cannot fix
+#: errors that a retry cannot fix
 _FINAL = (
     FileNotFoundError,
     PermissionError,
@@ -55,7 +55,7 @@ _NO_LOGIN = (
     "ProfileNotFound",
     "TokenRetrievalError",
 )
-#: packages to install for a scheme
+#: packages to install for each scheme of URLs
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "'lightning-dilated[s3]'"),
     **dict.fromkeys(("gs", "gcs"), "'lightning-dilated[gcs]'"),
@@ -90,7 +90,7 @@ class RemoteFiles:
         cache_dir: folder of the blocks; None: `remote` in the package's cache folder (`cache_root`).
         cache_gib: maximum GiB of the blocks there; 0 stores none on disk.
 
-    Raises: the methods raise the errors of `explained`.
+    Raises: the methods raise the errors that `explained` returns.
     """
 
     def __init__(self, cache_dir: str | None = None, cache_gib: float = CACHE_GIB) -> None:
@@ -111,7 +111,7 @@ class RemoteFiles:
 
         Files are sorted by name; hidden files are left out, as in local folders.
 
-        Raises: FileNotFoundError with a message that ends in `hint`; other errors as `explained`.
+        Raises: FileNotFoundError with a message that ends in `hint`; or another error that `explained` returns.
         """
         if _MAGIC.search(url) and scheme_of(url) not in ("http", "https"):
             files = self._retried(url, lambda: _globbed(url))
@@ -150,11 +150,11 @@ class RemoteFiles:
         return True
 
     def size(self, url: str) -> int:
-        """Return the bytes of a file."""
+        """Return the size of a file in bytes."""
         return self.state(url).size
 
     def check_workers(self, num_workers: int) -> None:
-        """Raise ValueError if loader workers would have to read the memory of this process."""
+        """Raise ValueError if loader workers would need files that exist only in the memory of this process."""
         for url in self._states:
             if num_workers and scheme_of(url) == "memory":
                 raise ValueError(
@@ -252,7 +252,7 @@ class RemoteFiles:
             except Exception:
                 _check_same(url, state)  # the read fails if the file has become shorter
                 raise
-            # check after the read, so that no byte of a newer version is returned
+            # check after the read, so that bytes of a newer version are never returned
             _check_same(url, state)
             if len(data) != stop - start:
                 raise OSError(f"the store returned {len(data):,} bytes instead of {stop - start:,}")
@@ -263,7 +263,7 @@ class RemoteFiles:
         return data
 
     def _retried(self, url: str, request: Callable[[], Result]) -> Result:
-        """Return the result of a request after at most TRIES tries. Raises as `explained`."""
+        """Return the result of a request after at most TRIES tries. Raises the errors that `explained` returns."""
         wait = WAIT
         for attempt in range(TRIES):
             try:

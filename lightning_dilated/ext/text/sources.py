@@ -34,12 +34,12 @@ class Readers(Protocol):
     count: int
 
     def rows(self, reader: int, start: int) -> Iterator[tuple[Any, str]]:
-        """Yield each row, and its location for errors, in one pass of a reader from its row `start` on."""
+        """Yield the rows of one reader from its row `start` on, once, each with its location for errors."""
         ...
 
 
 class NumberedReaders:
-    """Readers of rows by number: reader i reads only the rows i, i + S, i + 2S, ..."""
+    """Readers of a source with numbered rows: reader i reads only the rows i, i + S, i + 2S, ..."""
 
     def __init__(self, rows: Rows, count: int, name: str) -> None:
         if len(rows) < count:

@@ -70,7 +70,7 @@ class TokenStore:
 
 
 def encoded(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str, cache_dir: str | None) -> TokenStore:
-    """Return the store of all rows; the first process of this machine encodes it, and other processes reuse it.
+    """Return the store of all rows; the first process of this machine encodes the rows, and others reuse the store.
 
     Args:
         learn: see `ChatTokenizer.tokens`.

@@ -26,11 +26,11 @@ from lightning_dilated.ext.text.load_tokenizer import JsonText, TextTokenizer, T
 from lightning_dilated.ext.text.messages import ANSWERS, Conversation, is_learned, part_texts
 from lightning_dilated.ext.text.tokenizer import panics_named
 
-#: the same expression as in transformers
+#: the same regular expression as in transformers
 _TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 #: placed around the text inside a template's tags; no text should contain these characters
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
-#: placed around the number of a content part, to detect whether a template writes the part; `repr` would escape it
+#: placed around the number of a content part, to detect whether a template writes the part; `repr` escapes U+E0F2
 _PART = "\ue0f2"
 #: transformers' names for special tokens; a tokenizer.json does not have them
 _NAMED = {"bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"}
@@ -86,7 +86,7 @@ class ChatTokenizer(TextTokenizer):
         return np.array(ids, dtype=np.int64), np.array(mask, dtype=bool)
 
     def _with_contents(self, chat: Conversation) -> Conversation:
-        """Replace each list of content parts by a text, unless the template writes it part by part."""
+        """Replace each list of content parts with a text, unless the template writes it part by part."""
         parts = {i: texts for i, x in enumerate(chat.messages) if (texts := part_texts(x)) is not None}
         if not parts:
             return chat
@@ -106,7 +106,7 @@ class ChatTokenizer(TextTokenizer):
 
 
 def load_chat_tokenizer(source: str, template: str | None = None) -> ChatTokenizer:
-    """Load a tokenizer.json, which needs a template, or the tokenizer of a folder or repository of transformers.
+    """Load a tokenizer.json, which needs a template, or a tokenizer that transformers loads by folder or repository.
 
     Args:
         template: a Jinja chat template, or the path of a file that holds one, in place of the tokenizer's own.
@@ -138,7 +138,7 @@ def template_text(template: str) -> str:
 
 # -- the assistant's tokens --------------------------------------------------------------------------------------------
 def _by_prefixes(tokenizer: ChatTokenizer, chat: Conversation) -> tuple[list[int], list[int]]:
-    """Return tokens, and a 1 for each one of the assistant's, else a 0, by comparing prefixes of the conversation."""
+    """Return tokens, and for each 1 if the assistant wrote it, else 0, by comparing prefixes of the conversation."""
     ids = tokenizer.encode(tokenizer.render(chat))
     mask = [0] * len(ids)
     answers = [i for i, x in enumerate(chat.messages) if x["role"] == ANSWERS and is_learned(x)]
@@ -338,13 +338,13 @@ def _spend(characters: int = 0, steps: int = 1) -> None:
 #: parts of a format string (with `%` or braces) that may hold widths; and fields that take a width from an argument
 _FIELDS = re.compile(r"[%)][-#0 +.\d]*|\{[^{}]*|(?<=\})[^{}]*\}")
 _ASKS = re.compile(r"[%)][-#0 +.\d]*\*|\{[^{}]*\{")
-#: functions with integer arguments that are not sizes; "" means a macro, because its body is counted instead
+#: functions with integer arguments that are not sizes; "" means a macro, because the body of a macro is counted
 _NO_SIZES = {"", "append", "d", "default", "dict", "get", "join", "namespace", "replace", "reject", "rejectattr"}
 _NO_SIZES |= {"select", "selectattr", "set"}
 
 
 def _size(value: Any, widths: bool = False) -> int:
-    """Return the size that an argument can give a result: its characters or entries, or its value if it is an integer.
+    """Return how large an argument can make a result: its number of characters or entries, or the value of an integer.
     `widths` adds the numbers in a text."""
     if isinstance(value, int):
         return max(0, int(value))
@@ -384,7 +384,7 @@ def bounded_environment() -> type[Any]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Filters(dict):  # type: ignore[type-arg]
-        """Filters that count their calls from a compiled template."""
+        """Filters that charge the budget for each call from a compiled template."""
 
         def __getitem__(self, name: str) -> Any:
             function = super().__getitem__(name)
@@ -398,16 +398,16 @@ def bounded_environment() -> type[Any]:
             return counted
 
     class Counting(CodeGenerator):
-        """Adds a count to each pass of a loop and each body of a macro."""
+        """Compiles templates so that each pass of a loop and each call of a macro is charged to the budget."""
 
         def visit_Template(self, node: Any, frame: Any = None) -> None:
             for inner in (*node.find_all(nodes.For), *node.find_all(nodes.Macro), *node.find_all(nodes.CallBlock)):
                 text = sum(len(x.data) for x in inner.find_all(nodes.TemplateData))
-                steps = 1 if isinstance(inner, nodes.For) else 8  # 8 is about the cost of a call
+                steps = 1 if isinstance(inner, nodes.For) else 8  # a call costs about 8 steps
                 costs = [nodes.Const(text), nodes.Const(steps)]
                 count = nodes.Call(nodes.EnvironmentAttribute("spend"), costs, [], None, None)
                 inner.body.insert(0, nodes.ExprStmt(count).set_lineno(inner.lineno))
-            for inner in list(node.find_all(nodes.Concat)):  # an environment cannot intercept `~`
+            for inner in list(node.find_all(nodes.Concat)):  # the environment never sees the operator ~
                 joined = nodes.Filter(nodes.List(inner.nodes), "_concat", [], [], None, None)
                 inner.__class__, inner.__dict__ = (
                     nodes.Filter,
@@ -452,7 +452,7 @@ def _size_of_result(operator: str, left: Any, right: Any) -> int:
     """Return an upper bound on the characters, bits or bytes of an operator's result."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * max(0, right) if operator == "**" else left.bit_length() + right.bit_length()
-        return bits if bits < 1 << 16 else CHARACTERS + 1  # reject long numbers, because products take too long
+        return bits if bits < 1 << 16 else CHARACTERS + 1  # reject long numbers: multiplying them takes too long
     if operator == "+":
         return sum(len(x) * (1 if isinstance(x, str) else 16) for x in (left, right) if isinstance(x, Sized))
     if operator == "%" and isinstance(left, str):
@@ -460,7 +460,7 @@ def _size_of_result(operator: str, left: Any, right: Any) -> int:
         return _size_of_format(left, values if isinstance(right, (tuple, dict)) else (right,))
     if operator == "*":
         most = max(1, _size(left)) * max(1, _size(right))
-        return most if isinstance(left, str) or isinstance(right, str) else 16 * most  # bytes of an entry
+        return most if isinstance(left, str) or isinstance(right, str) else 16 * most  # 16 bytes for each entry
     return 0
 
 

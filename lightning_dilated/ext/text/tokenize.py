@@ -15,7 +15,7 @@ def tokenize(argv: list[str]) -> None:
 
 
 def fit_arguments(paths: str, **values: object) -> str:
-    """Return `fit` arguments for a file of tokens; in `values`, __ in a key is a dot, and None omits the argument."""
+    """Return `fit` arguments for a file of tokens; in keys of `values`, __ means a dot; None omits an argument."""
     options = {"data": "lightning_dilated.data.TokenDataModule", "data__paths": shlex.quote(paths), **values}
     return " ".join(f"--{name.replace('__', '.')} {x}" for name, x in options.items() if x is not None)
 

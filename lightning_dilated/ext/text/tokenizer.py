@@ -51,7 +51,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def tokenizer_of(text: str, where: str) -> Tokenizer:
-    """Load a tokenizer from the text of a tokenizer.json. Raises as `load_tokenizer`, with `where` as the path."""
+    """Load a tokenizer from the text of a tokenizer.json. Raises the errors of `load_tokenizer`; they name `where`."""
     library = _tokenizer_class(where)
     return _checked(lambda: library.from_str(text), where)
 
@@ -72,7 +72,7 @@ def _checked(load: Callable[[], Tokenizer], path: str | Path) -> Tokenizer:
     try:
         with panics_named(path):
             tokenizer = load()
-            tokenizer.encode("a", add_special_tokens=False)  # a first test that it works
+            tokenizer.encode("a", add_special_tokens=False)  # test that the tokenizer works
     except Exception as error:
         raise ValueError(
             f"tokenizer {path} cannot be read ({str(error)[:120]}). Pass a tokenizer.json, as tokenizers and transformers "
@@ -97,7 +97,7 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 def unknown_token(tokenizer: Tokenizer) -> int | None:
     """Return the token for text that the vocabulary lacks, or None if the tokenizer has no such token."""
-    model = json.loads(tokenizer.to_str())["model"]  # the library's classes do not expose it for Unigram
+    model = json.loads(tokenizer.to_str())["model"]  # the library's class for Unigram does not expose the token
     if model["type"] == "Unigram":
         return model["unk_id"]
     name = model.get("unk_token")
@@ -105,7 +105,7 @@ def unknown_token(tokenizer: Tokenizer) -> int | None:
 
 
 def whole_text(text: str) -> str:
-    r"""Replace each lone surrogate by U+FFFD, because no tokenizer accepts one.
+    r"""Replace each lone surrogate with U+FFFD, because no tokenizer accepts one.
 
     JSON contains a lone surrogate, such as "\\ud83d", if a program has cut an emoji's escape in two.
     """
@@ -158,7 +158,7 @@ def _added(tokenizer: Tokenizer, ids: list[int], shown: int) -> str:
 
 
 def end_token(tokenizer: Tokenizer, path: str, name: str | None, how: str) -> int:
-    """Return the id of the end-of-document token `name`, or of the only special token if None. `how` is a remedy.
+    """Return the id of the end-of-document token `name`, or of the only special token if None. Errors end with `how`.
 
     Raises: ValueError for an unknown name, or for None if the tokenizer does not have exactly one special token.
     """

@@ -29,7 +29,7 @@ DTYPES = ("uint16", "uint32", "int32", "int64")
 #: dtypes of tokens in raw files
 RAW_DTYPES = ("uint8", *DTYPES)
 SUFFIXES = [".npy", ".bin"]
-#: first bytes of files that do not contain raw tokens, with a remedy
+#: {first bytes: fault and remedy} of files that contain something other than raw tokens
 _FOREIGN = {
     b"\x93NUMPY": "is a .npy file by its content: rename it to end in .npy",
     b"PK\x03\x04": "is a zip archive by its content (torch.save and .npz make such files): save the tokens by numpy.save",
@@ -37,7 +37,7 @@ _FOREIGN = {
     b"\x1f\x8b\x08\x08": "is compressed by gzip: decompress it first",
     b"LITPKDS": "begins with the 24-byte header of lit-gpt's packed data: set data.header to 24 and data.dtype to its dtype",
 }
-#: {magic: (dtype, bytes)} of llm.c; its header is int32 magic, version and token count, then zeros up to byte 1024
+#: {magic number: (dtype, bytes)} of llm.c; its 1024-byte header begins with magic number, version and token count
 _LLMC = {20240520: ("uint16", 2), 20240801: ("uint32", 4)}
 
 
@@ -56,7 +56,7 @@ def token_file(path: str, size: int, dtype: str | None, header: int, opener: Fil
 
     Args:
         path: a path, or a URL for `opener`.
-        dtype, header: of raw (.bin) files, the dtype (None: uint16) and the number of bytes before the first token.
+        dtype, header: for raw (.bin) files: dtype of the tokens (None: uint16), and bytes before the first token.
 
     Raises: ValueError naming the file and a remedy.
     """
@@ -156,7 +156,7 @@ def _refuse_wider(path: str, tokens: np.ndarray) -> None:
 class TokenStream:
     """The tokens of several files, concatenated in the given order; only the requested tokens are read.
 
-    The stream reads through a `ByteStream`, and can be pickled as a `ByteStream` can.
+    The stream reads through a `ByteStream`, and can be pickled if the `ByteStream` can.
     """
 
     def __init__(self, files: Sequence[TokenFile], opener: FileOpener | None = None) -> None:
@@ -240,7 +240,7 @@ def out_of_range(token: int, path: str, position: int, vocab_size: int, note: st
 
 
 def checked(tokens: torch.Tensor, vocab_size: int, stream: ByteStream | TokenStream, begin: int) -> torch.Tensor:
-    """Return the tokens from position `begin` of a stream; raise ValueError for one that is not in the vocabulary."""
+    """Return the tokens from position `begin` of a stream; raise ValueError for a token outside the vocabulary."""
     wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
     if len(wrong):
         offset = int(wrong[0])
@@ -249,7 +249,7 @@ def checked(tokens: torch.Tensor, vocab_size: int, stream: ByteStream | TokenStr
 
 
 class TokenDocuments(Documents):
-    """The `Documents` of a stream of tokens; to read a token that is not below `vocab_size` raises ValueError."""
+    """The `Documents` of a stream of tokens; reading a token that is not below `vocab_size` raises ValueError."""
 
     def __init__(
         self, stream: TokenStream, bounds: np.ndarray, seq_len: int, limit: int | None, vocab_size: int
@@ -266,7 +266,7 @@ class TokenSequences(ByteSequences):
 
     Args:
         stream, start, stop, seq_len, limit: as in `ByteSequences`, counted in tokens.
-        vocab_size: to read a token that is not below this number raises ValueError.
+        vocab_size: reading a token that is not below this number raises ValueError.
         eos_token, ends: the token that ends a document, and its sorted positions in the stream; None: no documents.
     """
 
@@ -295,7 +295,7 @@ class TokenSequences(ByteSequences):
         return checked(tokens, self.vocab_size, self.stream, begin)
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """Return the sample at the positions in `ranges`; with documents, also their bounds in the whole sequence.
+        """Return the sample at the positions in `ranges`, and the bounds of documents, if any, in the whole sequence.
 
         The end token of a document has no next token: its label is -100.
         """
@@ -340,9 +340,9 @@ class TokenDataModule(SequenceDataModule):
 
     Batches are {"tokens": (B, N), "labels": (B, N) next tokens, "index": (B,)}, all int64. With `eos_token`, B is
     1, and on every rank "cu_seqlens" (D + 1,) int32, on the CPU, has the bounds of the documents in the whole sequence.
-    A document ends after its `eos_token`, which has the label -100. Labels are from the same split. A rank reads its
-    slice of a sequence. Only `check` reads every token once, in every process, to find invalid tokens and the ends of
-    documents. This takes about two core seconds per gigabyte of uint16; `scan: false` turns it off.
+    A document ends after its `eos_token`, which has the label -100. Labels never come from a different split. A rank
+    reads only its slice of a sequence, but `check` reads every token once in every process, to find invalid tokens and
+    the ends of documents. This takes about two core seconds per gigabyte of uint16; `scan: false` turns it off.
 
     Args:
         paths: files, directories (read recursively, .npy and .bin) or globs, or URLs of these. A .npy contains one row
@@ -353,22 +353,22 @@ class TokenDataModule(SequenceDataModule):
         val_paths, test_paths: files for validation and for test, instead of a share of `paths`.
         val_fraction, test_fraction: shares of the tokens of `paths`, taken from the end; null: 0.05, or 0 if
             `val_paths` or `test_paths` is set.
-        dtype: dtype of .bin files: uint8 (bytes), uint16, uint32, int32 or int64; null: uint16, unless the file looks like
-            uint32, which is an error.
-        header: number of bytes before the first token of .bin files (1024 in files of llm.c).
+        dtype: dtype of .bin files: uint8 (bytes), uint16, uint32, int32 or int64; null: uint16, with an error if a file
+            looks like uint32.
+        header: number of bytes before the first token of .bin files (1024 in llm.c's files).
         eos_token: the token that ends a document; null: the data is one text.
         val_limit: maximum number of sequences of the validation split; null for all.
         scan: check every token before training; false: check only the tokens of batches, without finding documents.
-        pack_tokens: null does not pack. A number makes samples of whole documents (by `eos_token`), or of pieces of N
-            tokens of longer documents, instead of sequences that cut documents, and is the maximum number of tokens in
-            a batch on each device. A batch is one row of D packed samples, and "index" is (D,).
+        pack_tokens: null: no packing. A number turns packing on, and is the maximum number of tokens in a batch on each
+            device. A sample is then a whole document (by `eos_token`), or a piece of N tokens of a longer document. A
+            batch is one row of D packed samples, and "index" is (D,).
         seed, num_workers, pin_memory: see `SplitDataModule`.
         cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null: `remote` in the package's cache folder)
             and its maximum size in GiB, see `FileOpener`. `scan` fetches all files; turn it off for large ones.
         tokenizer: the tokenizer that made the tokens: a tokenizer.json, or a folder that transformers saved.
             Checkpoints store it for `generate`. null: no tokenizer.
 
-    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
+    Raises: TypeError or ValueError for values outside these ranges. The data on disk is checked later, by `check`.
     """
 
     def __init__(
@@ -421,7 +421,7 @@ class TokenDataModule(SequenceDataModule):
     def tokenizer_files(self) -> dict[str, str] | None:
         """Return {name: text} of the files of `data.tokenizer`, for checkpoints, or None without a tokenizer.
 
-        Raises: as `load_text_tokenizer`; also ValueError for a tokenizer with more than `vocab_size` tokens.
+        Raises: the errors of `load_text_tokenizer`, and ValueError for a tokenizer with more than `vocab_size` tokens.
         """
         if self.tokenizer_source is None:
             return None
@@ -494,7 +494,7 @@ class TokenDataModule(SequenceDataModule):
     def _scanned(self, streams: dict[str, TokenStream]) -> dict[str, np.ndarray]:
         if not self.scan:
             return {name: np.empty(0, dtype=np.int64) for name in streams}
-        # scan separate streams, so that `bytes_read` of the others counts only tokens of batches
+        # scan separate streams, so that `bytes_read` of the streams in use counts only tokens of batches
         ends = {
             name: scan(TokenStream(x.files, x.opener), self.vocab_size, self.eos_token) for name, x in streams.items()
         }

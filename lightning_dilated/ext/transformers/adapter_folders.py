@@ -34,7 +34,7 @@ def is_folder(path: str | Path) -> bool:
 
 
 def check_plain(folder: str | Path) -> None:
-    """Refuse options that make peft import a module. transformers reads the options in any folder of a model.
+    """Refuse options that make peft import a module; transformers reads peft's options from any folder that it loads.
 
     Raises: ValueError that names the option.
     """
@@ -68,11 +68,11 @@ def stored_config(folder: str | Path) -> dict[str, Any] | None:
 
 
 def check_base(folder: str | Path, values: Mapping[str, Any], config: Any) -> None:
-    """Compare the config that adapters were trained with to the config of the model that will receive them.
+    """Check that adapters fit a model: compare `values`, the config of their training, with the model's `config`.
 
-    Without this check, transformers would drop layers of a deeper model, and add random layers to a shallower one.
+    Without this check, transformers would drop layers of a deeper base model, and add random ones to a shallower one.
 
-    Raises: ValueError for a model of another kind or size.
+    Raises: ValueError for a model of a different kind or size.
     """
     before, now = values.get("text_config", values), config.to_dict()
     now = now.get("text_config", now)
@@ -139,9 +139,9 @@ def stored_options(folder: str | Path, lora: Mapping[str, Any] | None) -> dict[s
 
 
 def load(adapted: Any, folder: str | Path) -> None:
-    """Load the weights of a folder into adapters.
+    """Load weights from a folder into the adapters of a decoder.
 
-    Raises: ValueError for a damaged file, and for weights with other names or shapes; the message names one of them.
+    Raises: ValueError for a damaged file, and for unexpected names or shapes of weights; the message names one of them.
     """
     import peft
 

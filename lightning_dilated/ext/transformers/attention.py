@@ -1,6 +1,6 @@
 """The attention function that each layer of a transformers model calls.
 
-Shape letters: B batch, N tokens (of this rank, in a sequence on ranks), H query heads, K kv heads, D head dim.
+Shape letters: B batch, N tokens (this rank's tokens if ranks share a sequence), H query heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return (out (B, N, H, D), None) for query (B, H, N, D), key and value (B, K, N, D), as AttentionInterface asks.
+    """Return (out (B, N, H, D), None) for query (B, H, N, D), key and value (B, K, N, D), for AttentionInterface.
 
     Args:
         module: the attention layer; its config may hold patterns, see `set_pattern`.
         attention_mask: the result of `masks.visible_keys`.
         dropout, scaling, is_causal, sliding_window: the layer's options.
-        position_ids, cu_seq_lens_q, cu_seq_lens_k: define the documents; on ranks, positions must be global.
+        position_ids, cu_seq_lens_q, cu_seq_lens_k: define the documents; positions must be global.
 
     Raises: ValueError for anything that would not be computed exactly, with the reason and a remedy.
     """
@@ -208,7 +208,7 @@ def _cached_step(
     is_causal: bool | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Attend to a cache of transformers by transformers' "sdpa"."""
+    """Attend to a cache of transformers with transformers' "sdpa"."""
     if has_pattern(module):
         raise ValueError(
             f"{type(module).__name__} has a pattern, but transformers' own caches serve only layers without a pattern. "

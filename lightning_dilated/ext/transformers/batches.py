@@ -29,7 +29,7 @@ _POSITIONS = ("wpe", "embed_positions", "position_embedding", "position_embeddin
 
 # -- batches -----------------------------------------------------------------------------------------------------------
 def check_batch(batch: Any, vocab_size: int, labels: bool = False) -> None:
-    """Raise TypeError or ValueError unless a batch has tokens (B, N) below V, and labels (B, N) if `labels`."""
+    """Raise TypeError or ValueError unless a batch has tokens (B, N) below V, and labels (B, N) if `labels` is True."""
     if not isinstance(batch, Mapping):
         raise TypeError(f"a batch is a mapping of tokens (B, N) and labels (B, N), got {type(batch).__name__}.")
     for name, instead in _OTHERS.items():
@@ -134,7 +134,7 @@ def check_generation(decoder: Any, tokens: Tensor, options: Mapping[str, Any], h
         )
     new, whole = option("max_new_tokens"), option("max_length")
     if new is not None or whole is not None:
-        check_positions(decoder, whole if new is None else tokens.shape[1] + new - 1)  # the last token is not fed back
+        check_positions(decoder, whole if new is None else tokens.shape[1] + new - 1)  # the last new token is no input
     check_padding(options.get("attention_mask"), tokens)
 
 
@@ -151,7 +151,7 @@ def check_padding(mask: Any, tokens: Tensor) -> None:
 
 
 def step_arguments(mask: Tensor | None, new: int) -> dict[str, Tensor]:
-    """Return a decoder's arguments for the last `new` tokens, given a mask (B, N) of all tokens, or {} without one."""
+    """Return a decoder's arguments for the last `new` tokens, given a mask (B, N) of all tokens; {} without a mask."""
     if mask is None:
         return {}
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)

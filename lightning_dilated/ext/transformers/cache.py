@@ -49,7 +49,7 @@ class DilatedCache(Cache):
         self._depth = len(self.layers)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **options: Any) -> Any:
-        """See `_Layer.update`. Raises ValueError for layers that the config does not have, as in a model with loops."""
+        """See `_Layer.update`. Raises ValueError for layers that the config does not list, as in a looped model."""
         if layer_idx >= self._depth:
             raise ValueError(
                 f"a DilatedCache was made for {self._depth} layers, and the model asks for number {layer_idx}, counted from "
@@ -64,7 +64,7 @@ class DilatedCache(Cache):
 
 
 class _Layer(CacheLayerMixin):
-    """The cache of a layer. Lengths that transformers gets include `skipped` columns of padding, which have no rows."""
+    """The cache of a layer. Lengths that transformers gets include `skipped` columns of padding, which are not kept."""
 
     supports_early_init = False
 

@@ -1,7 +1,7 @@
 """Kinds of decoder layers: layers with attention that this package computes, and layers that it refuses.
 
 A config lists the kind of each layer in `layer_types`. This package computes the attention only if the decoder's code
-calls transformers' attention interface; other code accepts any name and computes its own attention.
+calls transformers' attention interface; other code accepts any attention name but computes its own attention.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def refuse_chunks(config: Any, layer: int | None) -> None:
 
 
 def other_kinds(config: Any) -> list[str]:
-    """Return the kinds of layers that mix tokens by other means than attention."""
+    """Return the kinds of layers that mix tokens by means other than attention."""
     return sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_ALONE)
 
 

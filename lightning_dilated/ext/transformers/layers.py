@@ -1,9 +1,9 @@
 """DecoderLayers: the layers of a decoder of transformers as a stack that `MemorySettings` act on.
 
-In training, transformers lets a function of this module run each layer (`GradientCheckpointingLayer`). That suffices to
-recompute single layers. Groups of layers and offloading need the loop over all layers, so `Loop` gives the decoder one
-callable for each layer. Each callable returns the hidden states unchanged, except the last one, which runs all layers.
-Parameter names do not change.
+In training, transformers runs each layer (a `GradientCheckpointingLayer`) through a function of this module. That
+suffices to recompute single layers. Groups of layers and offloading need the loop over all layers, so `Loop` gives the
+decoder one callable for each layer. Each callable returns the hidden states unchanged, except the last one, which runs
+all layers. Parameter names do not change.
 
 Shape letters: B batch, N tokens, E embedding dim.
 """
@@ -77,7 +77,7 @@ class DecoderLayers(StackMemory):
         self._compile()
 
     def compile_blocks(self) -> None:
-        """Compile each layer; equal layers share a graph. Decoding stays uncompiled."""
+        """Compile each layer; layers with the same code and pattern share a graph. Decoding stays uncompiled."""
         fix_patterns(self.blocks, self._config)
         self.compiled = True
         self._compile()
@@ -86,7 +86,7 @@ class DecoderLayers(StackMemory):
         if not self.compiled:
             return
         kinds = len({layer_pattern(self._config, i) for i in range(len(self.blocks))})
-        # graphs for each pattern: with and without gradients, first layer and others, static and dynamic lengths
+        # a pattern has graphs with and without gradients, for first and other layers, for static and dynamic lengths
         allow_recompiles(16 * kinds)
         for layer in self.blocks:
             layer.compile(fullgraph=True)
@@ -158,7 +158,7 @@ def _recomputed(policy: str, run: Callable[..., Tensor], x: Tensor, *args: Any) 
 
 
 def _tile(mlp: Any, tile: int | None) -> None:
-    """Make a feed-forward run in tiles of tokens; None: all tokens at once."""
+    """Make a feed-forward run in tiles of tokens; None: in one step for all tokens."""
     vars(mlp).pop("forward", None)
     if tile is not None:
         mlp.forward = partial(_in_tiles, mlp, tile)

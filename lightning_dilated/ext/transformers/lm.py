@@ -52,7 +52,7 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.layers import layer_patterns, read_patterns
 from lightning_dilated.sequence import SequenceSpec, active_sequence
 
-#: decoders that compute logits from the last hidden states by the output projection alone
+#: decoders that compute logits from the last hidden states with the output projection alone
 PLAIN_HEADS = ("gemma3_text", "llama", "mistral", "phi", "qwen2", "qwen3")
 
 
@@ -65,25 +65,25 @@ class HFCausalLM(WithTokenizer):
     bits per token if the mean number of bytes of a token is unknown.
 
     Args:
-        model: a folder or hub repository, to load its weights; or a config (of transformers, or its values as a mapping
-            with `model_type`), for random weights. Weights have the Trainer's dtype.
+        model: a folder or hub repository to load weights from; or, for random weights, a config of transformers or a
+            mapping of its values, with `model_type`. Weights have the Trainer's dtype.
         pattern: see `set_pattern`. None: the pattern in the model's config if any, else the model's own attention.
         config: values that replace values of the model's config, such as {"max_position_embeddings": 65536,
             "rope_parameters": {"rope_type": "yarn", "factor": 8.0, ...}} to continue training at longer sequences.
-        tile: compute the loss from logits of this many tokens at a time; None: logits (B, N, V) at once. For Llama,
-            Qwen 2 and 3, Mistral, Gemma 3 and Phi.
+        tile: compute the loss from logits of this many tokens at a time; None: all logits (B, N, V) in one step.
+            Supported for Llama, Qwen 2 and 3, Mistral, Gemma 3 and Phi.
         lora: options of `peft.LoraConfig` as a mapping, such as {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj",
             "v_proj"]}, to train low-rank updates only and freeze the model's own weights. Adapters are fp32 even if
             weights have 16 bits. Needs the extra `lora`.
         adapters: a folder of adapters, written by `save_pretrained` or peft. Their training continues with the stored
             options, patterns and config; `lora` is optional. None: new adapters, unless `model` is a folder of
-            adapters; its own adapters are then loaded, with the base model that it names.
+            adapters, which are then loaded together with the base model that the folder names.
         gradient_checkpointing: store only a layer's input and recompute the layer in the backward;
             `callbacks.ActivationRecompute` replaces it.
-        compile_blocks: compile every layer on its first run by torch.compile, and on a GPU the loss of vocabularies of
-            at least 1,024 tokens; generation stays uncompiled.
-        bytes_per_token: mean bytes of a token; bits per byte are loss / (ln 2 bytes_per_token). None: the value in the
-            data, such as `ByteDataModule`; if the data has none, `bits_per_token` is logged.
+        compile_blocks: compile every layer on its first run with torch.compile, and on a GPU also the loss, if V is at
+            least 1,024; generation stays uncompiled.
+        bytes_per_token: mean bytes of a token; bits per byte are loss / (ln 2 bytes_per_token). None: the DataModule's
+            value, as in `ByteDataModule`; if it has none, `bits_per_token` is logged.
         optimizer, lr_scheduler: see `DilatedModule`.
 
     A checkpoint holds the config and all weights, even those that `lora` froze; it loads without `model`'s folder.
@@ -95,9 +95,9 @@ class HFCausalLM(WithTokenizer):
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["lengths", "cu_seqlens", *PLACE])
     causal = predicts_next_token = takes_any_layout = True
-    #: set while a callback watches: called with a batch and its losses (B, L) before they are summed
+    #: a callback's function or None: it gets a batch and its losses (B, L) before they are summed
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
-    #: set while a callback watches: called with a batch and the likeliest token at each label (B, L), -100 elsewhere
+    #: a callback's function or None: it gets a batch and the likeliest token at each label (B, L), -100 elsewhere
     watch_predictions: Callable[[Mapping[str, Any], Tensor], None] | None = None
 
     def __init__(
@@ -159,7 +159,7 @@ class HFCausalLM(WithTokenizer):
                 f"({', '.join(PLAIN_HEADS)}, without a soft cap); {kind} may change them. Leave tile out."
             )
         if self.lora is not None:
-            with torch.device("meta"):  # takes no memory; fails early for a wrong module name
+            with torch.device("meta"):  # needs no memory; a wrong module name fails early
                 check_targets(self.lora, self._decoder(None))
 
     def _decoder(self, source: str | None) -> Any:
@@ -235,7 +235,7 @@ class HFCausalLM(WithTokenizer):
         length = tokens.shape[1] if agreed is None else agreed.seq_len
         if bounds is not None and len(bounds) > 1:
             length = int(bounds.diff().max())
-        if not is_fake(tokens):  # tokens are fake in a plan
+        if not is_fake(tokens):  # a plan's tokens have no values
             self._check_length(length)
             check_lengths(batch.get("lengths"), tokens, length)
         shared = group is not None and group.ranks > 1
@@ -256,7 +256,7 @@ class HFCausalLM(WithTokenizer):
         checked_on_all(check_batch, batch, self.vocab_size, labels)
 
     def _check_length(self, length: int) -> None:
-        """Raise for sequences beyond the model's positions; warn beyond its training length."""
+        """Raise for sequences longer than the model's positions allow; warn if they are longer than in its training."""
         check_positions(self.decoder, length)
         if not self._length_checked and (warning := length_warning(self.config, length)) is not None:
             self._length_checked = True
@@ -281,7 +281,7 @@ class HFCausalLM(WithTokenizer):
     def forward(
         self, batch: Mapping[str, Any] | Tensor, *, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Return logits (B, N, V) of tokens (B, N) or of a batch; logits of this rank's tokens in an active sequence.
+        """Return logits (B, N, V) of tokens (B, N) or of a batch; only of this rank's tokens in a shared sequence.
 
         Args:
             lengths, cu_seqlens: as in `dilated_attention`; only if `batch` is a tensor of tokens.
@@ -333,7 +333,7 @@ class HFCausalLM(WithTokenizer):
 
     @torch.no_grad()
     def _show_likeliest(self, batch: Mapping[str, Any], likeliest: Callable[[Tensor], Tensor]) -> None:
-        """Call `watch_predictions` with the likeliest token at each label, from `likeliest(mask of labels (B, L))`."""
+        """Call `watch_predictions` with the likeliest token at each label; `likeliest` gets a mask (B, L) of labels."""
         if self.watch_predictions is not None:
             counted = batch["labels"] != IGNORE
             tokens = torch.full(counted.shape, IGNORE, device=counted.device)
@@ -348,7 +348,7 @@ class HFCausalLM(WithTokenizer):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, **options: Any) -> Any:
-        """Continue prompts (B, N) by `generate` of transformers: returns (B, N + new) tokens, or outputs by name.
+        """Continue prompts (B, N) with transformers' `generate`: returns (B, N + new) tokens, or outputs by name.
 
         With a pattern, decoding uses a `dilated_cache`; its rows equal the rows of a forward over the whole sequence.
         Layers with their own attention use transformers' cache. Dropout is off. Generation runs on one rank.
@@ -462,7 +462,7 @@ class HFCausalLM(WithTokenizer):
         copy.config = with_depth(self.config, depth)
         copy.source, copy.adapters, copy._adapted = None, None, ()
         if self.lora is not None:
-            copy.lora = {**self.lora, "init_lora_weights": False}  # other initializations read weights
+            copy.lora = {**self.lora, "init_lora_weights": False}  # other ways to initialize read the weights
         return copy
 
     def token_features(self) -> tuple[int, ...]:
@@ -473,12 +473,12 @@ class HFCausalLM(WithTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens in the decoder's vocabulary."""
+        """V, the number of tokens in the decoder's vocabulary."""
         return self.config.get_text_config(decoder=True).vocab_size
 
     @property
     def made_for(self) -> int | None:
-        """Sequence length that the decoder is made for, or None if its config has none."""
+        """Sequence length that the decoder is made for, or None if its config does not state one."""
         return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     @property
@@ -488,9 +488,9 @@ class HFCausalLM(WithTokenizer):
 
     # -- folders of transformers ---------------------------------------------------------------------------------------
     def save_pretrained(self, folder: str | Path, merge: bool = False) -> Path:
-        """Write a folder of transformers, which loads without this package; its config contains the patterns, if any.
+        """Write a model folder that transformers loads without this package; its config contains the patterns, if any.
 
-        With `lora` the folder is peft's: it holds the adapters and the name of their base model, plus a
+        With `lora` the folder has peft's format: it holds the adapters and the name of their base model, plus a
         `decoder_config.json` with which `HFCausalLM(folder)` continues training. The data's tokenizer, if any, is
         written into the folder. On several ranks, call this method on one rank only.
 
@@ -517,7 +517,7 @@ class HFCausalLM(WithTokenizer):
 
     @classmethod
     def from_pretrained(cls, path_or_repo: str | Path, **changes: Any) -> Self:
-        """Return `HFCausalLM(path_or_repo, **changes)` with loaded weights; also reads a folder of `consolidate`."""
+        """Return `HFCausalLM(path_or_repo, **changes)` with loaded weights; also reads what `consolidate` wrote."""
         if is_of_package(path_or_repo):
             return super().from_pretrained(path_or_repo, **changes)
         module = cls(path_or_repo, **changes)

@@ -1,4 +1,4 @@
-"""Low-rank updates (LoRA, arXiv 2106.09685) of a decoder's projections by peft."""
+"""Low-rank updates (LoRA, arXiv 2106.09685) of a decoder's projections, made by peft."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def peft_library() -> ModuleType:
 
 
 def read_options(lora: Any) -> dict[str, Any]:
-    """Check the mapping of `HFCausalLM(lora=...)` and return it in plain values.
+    """Check the mapping of `HFCausalLM(lora=...)` and return it as plain values.
 
     Raises: ModuleNotFoundError without peft; TypeError or ValueError that names the option.
     """
@@ -99,7 +99,7 @@ def check_targets(options: dict[str, Any], decoder: Any) -> None:
 
 def _linear_names(decoder: nn.Module) -> list[str]:
     names = (name.rpartition(".")[2] for name, m in decoder.named_modules() if isinstance(m, nn.Linear))
-    return list(dict.fromkeys(name for name in names if name != "default"))  # peft names its layers "default"
+    return list(dict.fromkeys(name for name in names if name != "default"))  # peft's name for layers in adapters
 
 
 def add_adapters(decoder: Any, options: dict[str, Any]) -> Any:
@@ -120,7 +120,7 @@ def wide_adapters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def keep_wide(module: nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """Restore the fp32 values that `wide_adapters` returned, `before`, in adapters that were then cast to 16 bits."""
+    """Restore `before`, the values that `wide_adapters` returned, in adapters that have since been cast to 16 bits."""
     for name, values in before.items():
         p = module.get_parameter(name)
         if p.dtype in (torch.bfloat16, torch.float16):

@@ -1,9 +1,9 @@
 """Masks of transformers as a window, padding and documents, in place of a (B, 1, N, N) tensor.
 
 transformers describes a mask by a function of (sample, head, query, key). In a causal mask, dense or sliding, the keys
-that a query sees are an interval that ends at the query, so its first key defines it. A few values of the function
-for each token distinguish these masks from the other masks of transformers (chunks, blocks, two-way). Functions that a
-model adds are refused without being evaluated.
+that a query sees are an interval that ends at the query, so the interval's first key defines it. A few values of the
+function for each token distinguish these masks from the other masks of transformers (chunks, blocks, two-way).
+Functions that a model adds are refused without being evaluated.
 
 Shape letters: B batch, L tokens of this rank, N tokens of the sequence, D documents.
 """
@@ -46,7 +46,7 @@ class VisibleKeys:
         window: number of keys that a token sees, including itself; None: all earlier tokens.
         padding: padding of the samples, or None.
         has_padding_mask: whether the caller gave an `attention_mask`; transformers then ignores documents.
-        starts: (D - 1,) where this rank's documents begin, except its first one, as transformers reads position_ids.
+        starts: (D - 1,) where this rank's documents begin, without its first, as transformers reads position_ids.
         known: whether `known_documents` set `bounds`; if True, `bounds` alone defines the documents.
         bounds: int32 (D + 1,) on the CPU, the global bounds of packed documents; None: one document.
         follows: whether the tokens continue the tokens of a `DilatedCache`.
@@ -132,7 +132,7 @@ def _mask_after_cache(
     local_size: int | None = None,
     **options: Any,
 ) -> VisibleKeys | CachedStep:
-    """Return the mask of `lengths` (queries, keys) that begin at positions `offsets` after a cache."""
+    """Return the mask after a cache; `lengths` and `offsets` are the counts and first positions of queries and keys."""
     checked_on_all(_refuse_cache_on_ranks, active_sequence(), *lengths)
     if _follows(lengths, offsets) and local_size != 1:  # with a window of 1, transformers' own cache has these sizes
         padding = None if attention_mask is None else Padding.of(attention_mask)
@@ -233,7 +233,7 @@ def _intervals(
             "ring_dilated computes causal attention, dense or in a sliding window, but this model's mask is another one, "
             f"such as two-way attention, or blocks that see each other both ways. {SDPA}"
         )
-    # ranks skip this check, because the positions of their layout jump in every row
+    # ranks skip this check, because positions of their layout jump in every row
     if batch > 1 and active_sequence() is None and bool(further.any()):
         raise ValueError(_several_rows(batch) + " A model that attends within chunks of tokens is not supported.")
     return further.any(0).nonzero()[:, 0].cpu() + 1
@@ -316,7 +316,7 @@ def _check_jumps(mask: VisibleKeys, position_ids: Tensor) -> None:
 
 
 def _refuse_ignored_documents(mask: VisibleKeys, positions: Tensor) -> None:
-    """Raise for positions (B, N) that restart among real tokens, because transformers' mask is of one document."""
+    """Raise for positions (B, N) that restart among real tokens, because transformers' mask assumes one document."""
     restarts = positions.diff(dim=1) < 1
     if mask.padding is not None:
         real = mask.padding.real()

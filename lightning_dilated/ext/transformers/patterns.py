@@ -48,7 +48,7 @@ def set_pattern(model: Any, pattern: LayersLike | None) -> None:
 
 
 def text_config(model: Any, caller: str = "set_pattern") -> Any:
-    """Return the config of a model's attention layers. Raises TypeError if `model` is no model or no decoder."""
+    """Return the config of a model's attention layers. Raises TypeError if `model` is not a decoder or config."""
     config = getattr(model, "config", model)
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"{caller} takes a model or a config of transformers, got {type(model).__name__}.")
@@ -73,7 +73,7 @@ def layer_pattern(config: Any, layer: int) -> DilatedPattern:
     return DilatedPattern.dense() if window is None else DilatedPattern([Window(window)])
 
 
-#: the attribute of a compiled attention layer that holds its pattern
+#: name of the attribute that holds the pattern of a compiled attention layer
 FIXED = "compiled_pattern"
 
 
@@ -98,7 +98,7 @@ def has_pattern(module: Any) -> bool:
 
 
 def own_pattern(module: Any) -> DilatedPattern | None:
-    """Return the pattern that `set_pattern` set for an attention layer, or None if unset, or with a `fixed_pattern`.
+    """Return the pattern that `set_pattern` set for an attention layer, or None if there is none, or a `fixed_pattern`.
 
     Raises: ValueError for a layer without `layer_idx` if there are several patterns.
     """

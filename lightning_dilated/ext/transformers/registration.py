@@ -8,14 +8,14 @@ from lightning_dilated.ext._compat.transformers import skip_documents_without_to
 from lightning_dilated.ext.transformers.attention import attend
 from lightning_dilated.ext.transformers.masks import visible_keys
 
-#: the name that `attn_implementation` takes
+#: the name to pass as `attn_implementation`
 NAME = "ring_dilated"
 #: the oldest supported release of transformers: major and minor number
 OLDEST = (5, 24)
 
 
 def register() -> None:
-    """Let `from_pretrained` and `from_config` of transformers take `attn_implementation="ring_dilated"`.
+    """Let `from_pretrained` and `from_config` of transformers accept `attn_implementation="ring_dilated"`.
 
     With it, a model computes exactly its own attention, dense or in sliding windows, unless `set_pattern` gives it
     patterns. In an active `SequenceGroup`, ranks share the tokens of a sequence. A second call changes nothing.

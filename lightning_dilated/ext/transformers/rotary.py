@@ -1,4 +1,4 @@
-"""Rotary positions: checks of options and lengths, and frequencies that depend on the sequence length, on ranks.
+"""Rotary positions: checks of options and lengths, and length-dependent frequencies for sequences that ranks share.
 
 transformers derives the length from the positions that it gets, but a rank has only some of them. Hooks therefore
 append the last position of the sequence to the rank's positions, and remove its angles from the result.
@@ -20,9 +20,9 @@ from lightning_dilated._compat.torch import ThreadStack
 
 #: kinds of `rope_parameters` with frequencies that depend on the sequence length
 BY_LENGTH = ("dynamic", "longrope")
-#: kinds in which `factor` is a ratio of lengths; in llama3 it is not (Llama 3.1: factor 8 for 16 times the tokens)
+#: kinds in which `factor` is a ratio of lengths, unlike llama3 (Llama 3.1 has factor 8 for 16 times the tokens)
 BY_RATIO = ("yarn", "longrope")
-#: the last position of the current sequence, if a caller set it
+#: the last position of the current sequence, if `furthest_position` set it
 _furthest = ThreadStack("furthest position")
 
 

@@ -1,4 +1,4 @@
-"""Read the arguments that name a decoder's parts: its config, and folders of weights, adapters and tokenizer."""
+"""Read the arguments that name a decoder's parts: its config and its folders of weights, adapters and tokenizer."""
 
 from __future__ import annotations
 
