@@ -71,7 +71,7 @@ def test_the_output_projection_has_its_whole_gradient(offload):
 
 
 def test_cpu_offload_leaves_gathered_blocks(counted):
-    """Gathered blocks stay on the GPU. On the host, parameters and gradients are padded to powers of two, states are not."""
+    """Gathered blocks stay on the GPU. The host pads parameters and gradients to powers of two, but not the states."""
     whole, block = counted.parameters, counted.blocks[0][0]
     edge = whole - 8 * block
     plain = memory(counted, 1 << 14, Setup("ring_dilated_fsdp", 4, 4))

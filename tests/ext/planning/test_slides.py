@@ -266,7 +266,7 @@ def test_settings_cost_of_both_stacks():
         for x in (SETTINGS["none"], SETTINGS["attention-kept"], SETTINGS["block"], SETTINGS["groups"])
     ]
     assert sorted(seconds) == seconds
-    again = seconds[2] - seconds[0]  # of all blocks; groups of two recompute half of the blocks twice, with a whole forward
+    again = seconds[2] - seconds[0]  # for all blocks; groups of two add a whole forward for half of them
     whole = 0.0
     for machine in (scaled(x, GPUS["H200"]) for x in model.stacks):
         whole += (1 - machine.again) * machine.at(1 << 18).rest_forward * machine.depth / 2
