@@ -127,7 +127,7 @@ def row(
 
 
 def show_profile(o: argparse.Namespace, generate: Callable[[torch.Tensor, int], Any], context: int) -> None:
-    """Print the kernels that draw tokens, by time: those of a call, minus those of a call that draws one token."""
+    """Print the kernels of drawn tokens by time: all kernels of a call, minus the kernels of a call for one token."""
     from torch.profiler import ProfilerActivity, profile
 
     prompt = torch.randint(o.vocabulary, (o.batch, context), device=o.device)

@@ -119,7 +119,7 @@ def convolve(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (B, N, H, D) by angles whose cosines and sines are (N, 1, D / 2)."""
+    """Rotate x (B, N, H, D) by angles, given as cosines and sines (N, 1, D / 2)."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
 

@@ -37,7 +37,7 @@ def results(tensors, cu_seqlens=None):
 
 
 def compare(got, want, tolerance):
-    """Assert equality up to a tolerance. The gradient of log_decay may be 0, so its scale includes that of beta."""
+    """Assert equality up to a tolerance. The gradient of log_decay may be 0, so its scale includes beta's scale."""
     for name, x in want.items():
         scale = max(float(want[y].abs().max()) for y in {name, "d beta" if name == "d log_decay" else name})
         off = float((got[name] - x).abs().max()) / scale

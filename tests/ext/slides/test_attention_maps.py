@@ -34,7 +34,7 @@ def explicit(model, features, coords):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_the_explicit_softmax(way):
-    """Weights in a ragged batch equal those of each slide alone, in all layers and heads. Weights of padding are 0."""
+    """Weights in a ragged batch equal the weights for each slide alone, in all layers and heads. Padding has weight 0."""
     model = encoder(depth=3, **WAYS[way]).eval()
     features, coords, tiles = slides(40, 23, 1)
     queries = [39, 0, 22]

@@ -87,7 +87,7 @@ def test_a_new_sample_joins_old_ones(name):
     ],
 )
 def test_losses_are_those_of_the_whole(name, positions):
-    """Losses equal those of the whole sequence, even if the grouping of streams changes or documents begin."""
+    """Losses equal the losses of the whole sequence, even if the grouping of streams changes or documents begin."""
     model = MODELS[name].train()
     model.streaming.carried.clear()
     starts = torch.rand(3, 121, generator=torch.Generator().manual_seed(0)) < 0.05
@@ -235,7 +235,7 @@ def test_a_batch_that_failed_is_not_in_the_checkpoint(tmp_path):
 
 @pytest.mark.full
 def test_validation_is_that_of_the_whole(tmp_path):
-    """Validation equals that of the whole sequence, even in mid-training, and differs from that of separate windows."""
+    """Even in mid-training, validation has the loss of the whole sequence, not the loss of separate windows."""
     checks = {"val_check_interval": 3, "num_sanity_val_steps": 2}
     trainer, model, data, losses = fitted(tmp_path, 5, **checks)
     assert losses == pytest.approx(fitted(tmp_path, 5, limit_val_batches=0)[3], rel=1e-12)

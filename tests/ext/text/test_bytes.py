@@ -184,7 +184,7 @@ def test_just_enough_data(tmp_path: Path, size: int) -> None:
 
 
 class Ranked(pl.Trainer):
-    """A Trainer whose strategy reports that it is one of several ranks."""
+    """A Trainer with a strategy that claims to be one of several ranks."""
 
     distributed_sampler_kwargs: dict[str, int] | None = None
 

@@ -59,7 +59,7 @@ def test_generated_rows_are_those_alone(family, name, lengths):
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_logits_of_steps_are_those_alone(name):
-    """In single forwards, the logits of each row equal those of the row alone, up to rounding."""
+    """In single forwards, each row has the same logits as it has alone, up to rounding."""
     model = decoder("qwen3", pattern=PATTERNS[name]).eval()
     ids, mask, rows = padded("left")
     new, cache = tokens(len(rows), NEW), dilated_cache(model.config)

@@ -132,7 +132,7 @@ def facts(planned):
     ],
 )
 def test_flops_are_what_torch_counts(family, lora):
-    """FLOPs are equal except for those of norms. The vocabulary is large, so the head has half of the FLOPs."""
+    """FLOPs are equal except for the norms. The vocabulary is large, so the head has half of the FLOPs."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "depth": 3, "vocab_size": 8192}
     real = model(family, lora, **sizes)
     real.train()
