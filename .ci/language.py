@@ -15,12 +15,12 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 #: first words that no docstring, comment or paragraph may have
 FIRST = re.compile(r"(Of|What|Where|Whether|Within|Those|That)\b")
-#: at most `RATE` of these words in a thousand words
+#: words with a limit: at most `RATE` of them in a thousand words
 CHAINS = re.compile(
     r"\b(that of|those of|of which|whose|so many|as many|lies?|stands?|stood|go on|goes on)\b", re.IGNORECASE
 )
 RATE = 1.5
-#: most characters in a line of prose of the documentation, and in a row of a table, without link addresses and code
+#: maximum characters, without link addresses and code, in a line of prose in the documentation, and in a table's row
 PROSE, ROW = 140, 200
 ADDRESS = re.compile(r"\]\([^)]*\)|`[^`]*`|https?://\S+")
 #: allowed findings of each kind in each area; never increase these budgets
@@ -51,7 +51,7 @@ class Finding(NamedTuple):
 
 
 def of_code(path: Path) -> Iterator[Text]:
-    """Yield docstrings and lines of comments of a file; `begins` is set for the first of consecutive lines."""
+    """Yield docstrings and comment lines of a file. The first of consecutive lines has `begins`."""
     source = path.read_text()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -34,7 +34,7 @@ ORDER = (
 )
 EXT = "ext"
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent / "lightning_dilated"
-#: most lines of the core and of the package, and most imports of the package within functions of the core. Lower a
+#: maximum lines of the core and of the package, and maximum imports of the package within the core's functions. Lower a
 #: budget that is more than `SLACK` above the current number; increase one only with a feature that needs the lines
 CORE, PACKAGE, INNER = 26_999, 65_295, 26
 SLACK = 150
@@ -67,7 +67,7 @@ class Module(NamedTuple):
 
 
 def folder_of(name: str) -> str:
-    """Return the second part of a dotted name."""
+    """Return the folder (or file of the top folder) in a module's dotted name, which is the name's second part."""
     return name.split(".")[1] if "." in name else ""
 
 
@@ -105,7 +105,7 @@ def imports(module: Module, modules: dict[str, Module]) -> Iterator[tuple[str, i
 def wrong_imports(
     module: Module, modules: dict[str, Module], may_import: dict[str, tuple[str, ...]]
 ) -> Iterator[Finding]:
-    """Yield imports of folders that are not below the module's, imports of `ext/` in the core, and relative imports."""
+    """Yield imports that the order of folders does not allow, imports of `ext/` in the core, and relative imports."""
     for node in module.imports:
         if isinstance(node, ast.ImportFrom) and node.level:
             yield Finding(module.path, node.lineno, "relative import; write the full name")
@@ -150,7 +150,7 @@ def allowed(modules: dict[str, Module]) -> dict[str, tuple[str, ...]]:
 
 
 def circles(modules: dict[str, Module]) -> Iterator[Finding]:
-    """Yield the first circle of imports. Imports inside of functions count, too."""
+    """Yield the first circle of imports, including imports inside functions."""
     graph = {}
     for name, module in modules.items():
         below = {other for other, _ in imports(module, modules)} - {name}
@@ -249,7 +249,7 @@ def too_many_files(modules: dict[str, Module]) -> Iterator[Finding]:
 
 
 def reached(modules: dict[str, Module]) -> dict[str, int]:
-    """Return the current number of each budget."""
+    """Return the current number for each budget."""
     core = [module for module in modules.values() if module.folder != EXT]
     lines = lambda files: sum(len(module.path.read_text().splitlines()) for module in files)  # noqa: E731
     return {"CORE": lines(core), "PACKAGE": lines(modules.values()), "INNER": sum(map(inner_imports, core))}
@@ -268,7 +268,7 @@ def inner_imports(module: Module) -> int:
 
 
 def over_budget(modules: dict[str, Module], root: Path) -> Iterator[Finding]:
-    """Yield budgets that are exceeded, and budgets that must be lowered."""
+    """Yield budgets that are exceeded, and budgets that must be reduced."""
     for name, there in reached(modules).items():
         budget, slack = globals()[name], 0 if name == "INNER" else SLACK
         if there > budget:

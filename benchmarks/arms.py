@@ -1,7 +1,7 @@
 """Arms of the learning experiments (patterns by layer), and the training that all of them share.
 
-AdamW(betas=(0.9, 0.95), weight_decay=0.1), gradients clipped at 1. The learning rate rises over 100 steps, is constant,
-and falls linearly to 0 over the last fifth of the steps (or of the minutes, if they end the run). bf16 autocast.
+AdamW(betas=(0.9, 0.95), weight_decay=0.1), gradients clipped at 1. The learning rate rises over 100 steps, stays constant,
+and falls linearly to 0 over the last fifth of the steps (of the minutes, if --minutes is set). bf16 autocast is used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pattern_of(arm: str, depth: int, heads: int, local: int = 2048) -> list[ld.D
     """Return the patterns of alternating layers.
 
     Args:
-        local: segment length of the local heads in the arms window, heads and the hybrids.
+        local: segment length of local heads, which the arms window and heads and all hybrids have.
     """
     near, hybrid = ld.DilatedPattern.dense(local), ld.DilatedPattern.hybrid
     if arm == "heads":
@@ -60,11 +60,11 @@ def pattern_of(arm: str, depth: int, heads: int, local: int = 2048) -> list[ld.D
         "hybrid-all": lambda: hybrid(depth, heads, local=local, global_heads="all"),
         "hybrid-lite": lambda: hybrid(depth, heads, local=local, far=far),
         "hybrid-first": lambda: hybrid(depth, heads, local=local, global_first=0),
-        # layer 0, where recall learns dense heads, and every fourth layer, where copying does
+        # layer 0, in which recall learns dense heads, and every fourth layer, in which copying learns them
         "hybrid-ends": lambda: (
             hybrid(depth, heads, local=local, global_first=0)[:1] + hybrid(depth, heads, local=local)[1:]
         ),
-        # windows of half a segment, because a query then has on average the same number of keys
+        # windows have half the width of segments, so that a query sees on average the same number of keys
         "hybrid-window": lambda: hybrid(depth, heads, local=local // 2, window=True),
         "hybrid-half": lambda: hybrid(depth, heads, local=local, global_every=2),
     }[arm]()
@@ -144,7 +144,7 @@ def train(model: ld.LongNetLM, stages: list[Stage], a: argparse.Namespace) -> Tr
             sums[tenth] += loss
             counts[tenth] += 1
             step += 1
-            if counts[tenth] == 1:  # the first step of a tenth: earlier tenths are complete
+            if counts[tenth] == 1:  # the first step of a tenth
                 print(f"{sys.argv[1:]} {step}: {float(loss):.3f} bits", file=sys.stderr, flush=True)
             if step - first == stage.steps // 5 + 1:  # the measured time starts after compilation
                 synchronise(a.device)

@@ -8,23 +8,23 @@
     python benchmarks/branch_prototypes.py text --arm window --branch summary --block 16
     python benchmarks/branch_prototypes.py compare window.npy summary.npy
 
-Each branch adds keys to the softmax over the local segments of `--arm window`. As with other branches, a key that is in
-both counts twice:
+Each branch adds keys to the softmax over the local segments of `--arm window`. As with other branches, a key in both
+counts twice:
 
 - summary: blocks of `--block` tokens that end before the query's own block. The key of a block is the mean of its
   unrotated keys, rotated at the block's centre. Its value is the mean of the values. The log of the block's number of
   tokens is added to the score. With `--levels` above 1, distant blocks are larger, by the factor `--ratio` per level:
   the largest aligned blocks that do not contain the query.
 - selected: each query and head chooses the `--top-k` earlier blocks with the largest q . mean(k), and attends to their
-  keys (MoBA, arXiv 2502.13189). The choice has no gradient. With equal scores, the earlier block is chosen.
+  keys (MoBA, arXiv 2502.13189). The choice has no gradient. If scores are equal, the earlier block is chosen.
 - residue: every query of head h attends to the earlier keys at positions o_h mod `--rate`. o_h is h mod rate, or with
   `--offsets spread` h * rate / heads, so that the heads of a layer are spread evenly.
 
-Scores are fp32 matrices for a chunk of queries. `pairs` is the number of keys of a query (for selected, also of scored
-blocks), in units of dense heads; seconds mean little. `recall` is the task of `recall_distance.py`, and its accuracy
-may be tested at lengths without training. `text` is the bytes of Python's standard library in sequences of 1,024, and
-bits per byte of the second half. `arms.py` trains the models. `check` compares with loops over the definitions in
-float64. Prints one line of JSON.
+Scores are fp32 matrices for a chunk of queries. `pairs` is the number of keys of a query (for selected, plus the scored
+blocks), in units of dense heads. Seconds mean little. `recall` trains on the task of `recall_distance.py`, and can test
+at lengths that are not trained. `text` trains on the bytes of Python's standard library in sequences of 1,024, and has
+bits per byte of the second half. `arms.py` trains the models. `check` compares branches with loops in
+float64 over their definitions. Prints one line of JSON.
 
 Shape letters: B batch, N tokens, H heads, D head dim, C queries of a chunk, M keys of a branch.
 """
@@ -54,7 +54,7 @@ from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.attention.rotary import Rotary
 
-#: maximum of scores in a chunk of queries (B, H, C, keys); number of tokens from which the backward recomputes chunks
+#: maximum number of scores (B, H, C, keys) in a chunk of queries; from this many tokens on, the backward recomputes them
 SCORES, RECOMPUTED = 2**27, 2048
 
 
@@ -76,7 +76,7 @@ class Keys:
         k, v: (B, H, M, D).
         bias: (M,), added to the scores of the keys.
         visible: function of queries (B, H, C, D) and positions (C,) that returns a mask to broadcast to (B, H, C, M).
-        before: function of a position: how many of the first keys earlier queries may see; others are left out.
+        before: function of a position; returns how many keys, from the first on, earlier queries may see.
     """
 
     k: Tensor
@@ -88,7 +88,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Summary:
-    """Means of blocks of `block`, `block * ratio`, ... tokens; `levels` is the number of block sizes."""
+    """Adds means of blocks of `block`, `block * ratio`, ... tokens. `levels` is the number of block sizes."""
 
     block: int
     levels: int = 1
@@ -96,7 +96,7 @@ class Summary:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of tokens in a block of each level."""
+        """The number of tokens in a block of each level."""
         return [self.block * self.ratio**level for level in range(self.levels)]
 
     def keys(self, x: Inputs) -> Keys:
@@ -133,7 +133,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Selected:
-    """For each query and head, the `top_k` blocks of `block` tokens with the largest q . mean(k)."""
+    """Adds, for each query and head, the `top_k` blocks of `block` tokens with the largest q . mean(k)."""
 
     block: int
     top_k: int
@@ -164,7 +164,7 @@ class Selected:
 
 @dataclass(frozen=True)
 class Residue:
-    """For all queries of head h, the keys at positions o_h mod `rate`."""
+    """Adds the keys at positions o_h mod `rate` for all queries of head h."""
 
     rate: int
     spread: bool = False
@@ -174,7 +174,7 @@ class Residue:
         return head * self.rate // heads % self.rate if self.spread and self.rate > heads else head % self.rate
 
     def keys(self, x: Inputs) -> Keys:
-        """Return every `rate`-th key, from the offset of each head."""
+        """Return every `rate`-th key, starting at the offset of each head."""
         heads, tokens = x.k.shape[1:3]
         offsets = torch.tensor([self.offset(h, heads) for h in range(heads)], device=x.k.device)
         at = offsets[:, None] + torch.arange(0, tokens, self.rate, device=x.k.device)  # (H, M)
@@ -205,7 +205,7 @@ def attend(
 
     Args:
         segment, shift: segment length and shift of the local branch.
-        chunk: C; by default a segment, at least 128, if `SCORES` allows.
+        chunk: C; by default the segment length or 128, whichever is larger, but limited by `SCORES`.
         recompute: whether the backward recomputes scores; by default from `RECOMPUTED` tokens on.
     """
     batch, heads, tokens, _ = x.q.shape
@@ -258,7 +258,7 @@ class PrototypeAttention(MultiheadDilatedAttention):
 
 
 def give_branch(model: ld.LongNetLM, branch: Branch | None, layers: list[int] | None) -> None:
-    """Add the branch to these layers (None: all) of a model with local segments. Others get this code without it."""
+    """Add the branch to these layers (None: all) of a model with local segments. Other layers get only the same code."""
     for i, block in enumerate(model.transformer.blocks):
         block.attention_layer.__class__ = PrototypeAttention
         block.attention_layer.branch = branch if layers is None or i in layers else None
@@ -362,7 +362,7 @@ def text(a: Namespace) -> dict[str, object]:
 
 
 def _sequences(a: Namespace, split: str, steps: int) -> Iterator[Batch]:
-    """Yield batches of the quickstart's bytes: training in an order drawn by the seed, validation evenly spaced.
+    """Yield batches of the quickstart's bytes. The seed determines the order in training; validation is evenly spaced.
 
     Training repeats epochs. Validation ends after the last sequence if there are fewer than `steps`.
     """
@@ -379,7 +379,7 @@ def _sequences(a: Namespace, split: str, steps: int) -> Iterator[Batch]:
 
 
 def compare(a: Namespace) -> dict[str, object]:
-    """Return by how many bits the second costs less than the first, paired by sample, and the standard error."""
+    """Return how many bits less the second arm needs than the first, paired by sample, and the standard error."""
     gain = np.load(a.first) - np.load(a.second)
     return {"gain": round(float(gain.mean()), 4), "error": round(float(gain.std(ddof=1) / len(gain) ** 0.5), 4)}
 
@@ -452,7 +452,7 @@ def _rows(x: Inputs, b: int, h: int, p: int, branch: Branch | None) -> list[tupl
         return [(k[j], v[j], 0.0) for block in chosen for j in block]
     rows, at = [], 0
     while branch is not None and at < p // branch.block * branch.block:
-        # the largest aligned block from here on without the query
+        # the largest aligned block that starts here and does not contain the query
         size = max(s for s in branch.sizes if at % s == 0 and at // s < p // s)
         key = torch.stack([x.plain_k[b, h, j] for j in range(at, at + size)]).mean(0)
         if x.rotary is not None:

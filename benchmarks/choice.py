@@ -4,10 +4,10 @@
     python benchmarks/choice.py --device cpu --ranks 2 --local 4096 --heads 2 --head-dim 16 --dtype float32
 
 The host limits short calls, and its speed drifts by more than exchanges differ. Therefore each of many rounds times
-every exchange once, in four consecutive calls (as in layers), and each round has another order. Times are the slowest
-rank's. "of the best" is the median over rounds of the ratio to the named exchange with the shortest median. Two columns
-come from separate calls after the rounds: "exposed" is the time in which computation waits for rows, on the rank with
-the most; "received" is the bytes of both passes, on the rank with the most.
+every exchange once, in four consecutive calls (as in layers), and each round has a different order. Times are the slowest
+rank's. "of the best" is the median over rounds of the ratio to the exchange by name with the shortest median. Two columns
+come from separate calls after the rounds: "exposed" is the time in which computation waits for rows, and "received" is
+the bytes of both passes, each on the rank with the largest number.
 Shape letters: R ranks, N = R L tokens, L tokens of a rank.
 """
 
@@ -30,7 +30,7 @@ from lightning_dilated.sequence import SequenceGroup
 from lightning_dilated.sequence.exchange import EXCHANGES
 
 CALLS = 4
-#: number of calls in the median "exposed"
+#: number of calls from which the median "exposed" is computed
 WATCHED = 5
 COLUMNS = (
     *("tokens a rank", "causal", "exchange", "head_size", "ms", "quarter below", "quarter above", "of the best"),
@@ -86,7 +86,7 @@ def timed(run, group: SequenceGroup, device: torch.device) -> float:
 
 
 def rounds(ways: dict, tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tuple[str, int], list[float]]:
-    """Return seconds by exchange, a number per round."""
+    """Return the seconds of each exchange in each round."""
     device, times = tensors[0].device, {key: [] for key in ways}
     runs = {key: step(tensors, pattern, causal, group)[1] for key, group in ways.items()}
     for number in range(args.rounds + 2):  # two warm-up rounds

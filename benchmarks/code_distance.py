@@ -1,4 +1,4 @@
-"""Ordinary source code: how many bits less does a byte cost if more of the earlier text can be read?
+"""Ordinary source code: how many bits per byte does a model save if it can read more of the earlier text?
 
     python benchmarks/code_distance.py make linux-source-6.12 code.bin --limit 310
     python benchmarks/code_distance.py train code.bin --arm hybrid --windows hybrid.npy
@@ -10,7 +10,7 @@ goes to OUT.val.bin instead. Generated tables (drivers/gpu/drm/amd/include) are 
 and a model of 8 layers of width 512 with 8 heads. Print one line of JSON: bits per byte by octave of the position, over
 the validation windows. --windows stores them as (windows, octaves).
 `compare`: for each octave, print by how many percent the first arm's bits are below the second's, paired by window, and
-the difference in standard errors.
+the difference divided by its standard error.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def make(a: argparse.Namespace) -> dict[str, object]:
 
 
 def run(a: argparse.Namespace) -> dict[str, object]:
-    """Train an arm. Return bits by octave."""
+    """Train an arm. Return bits by octave of the position."""
     steps = a.steps or a.data.stat().st_size // SEQ_LEN
     model = model_of(a, *SIZES, SEQ_LEN)
     trained = train(model, [Stage(SEQ_LEN, steps, versions(a, SEQ_LEN, "train", steps))], a)
@@ -90,7 +90,7 @@ def run(a: argparse.Namespace) -> dict[str, object]:
 
 
 def compare(a: argparse.Namespace) -> dict[str, object]:
-    """Return by octave by how many percent the first arm's bits are lower, and standard errors. Join the last two."""
+    """Return by how many percent the first arm's bits are lower: for each octave, and for the last two together."""
     first, second = np.load(a.first), np.load(a.second)
     far = slice(OCTAVES.index(16384), None)
     weights = np.array([16384.0, 32767.0])

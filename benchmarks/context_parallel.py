@@ -5,8 +5,8 @@
 
 N tokens over all ranks, causal. "dense": each query attends to all earlier keys, with torch's context parallel, and
 with our op for each exchange and layout. "dilated": our op with geometric(first, N), next to torch's dense attention on
-the same tokens. Times are medians on the slowest rank. Separate calls of our op measure "received", the bytes of both
-passes on the rank that receives most, and "exposed", the longest time on any rank in which computation waits for rows.
+the same tokens. Times are medians on the slowest rank. In separate calls of our op, "received" is the bytes of both
+passes on the rank that receives most, and "exposed" is the longest time of any rank in which computation waits for rows.
 Shape letters: N tokens, L = N / R tokens of a rank, R ranks, H heads, D head dim.
 """
 

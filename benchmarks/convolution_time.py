@@ -4,8 +4,8 @@
     python benchmarks/convolution_time.py --tiles
 
 Rows of q, k and v are bf16, as in layers (q and k are slices of one tensor, v is separate), and weights are fp32. The
-table has milliseconds of the forward and the backward, and of the memory traffic of each at 3 TB/s: two tensors in the
-forward, three in the backward. With `--tiles`, rows are tile sizes of the kernels instead.
+table has milliseconds of the forward and the backward, and of their memory traffic at 3 TB/s: two tensors in the
+forward, three in the backward. With `--tiles`, there is a row for each tile size of the kernels instead.
 Shape letters: N tokens, C channels, W taps.
 """
 
@@ -25,7 +25,7 @@ from lightning_dilated.planning import seconds_of
 CUDA = torch.device("cuda")
 #: bytes per second that the traffic column assumes
 BANDWIDTH = 3e12
-#: tiles: (elements, channels, warps) in the forward; (elements, channels, warps, stages, tokens of a program) backward
+#: tiles in the forward: (elements, channels, warps); in the backward: (elements, channels, warps, stages, program's tokens)
 FORWARD = [(n, c, w) for n in (2048, 4096, 8192) for c in (64, 128, 256) for w in (4, 8)]
 BACKWARD = [
     (n, c, w, stages, tokens)

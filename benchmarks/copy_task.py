@@ -37,12 +37,12 @@ ARMS = {
 
 
 def batch(size: int, distance: int | None, device: str, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (tokens (B, N), labels (B, N) with -100 where no prediction counts, distances (B,))."""
+    """Return (tokens (B, N), labels (B, N), distances (B,)). The label -100 excludes a prediction from the loss."""
     d = torch.randint(HALF // 2 + 1, HALF + 1, (size,), generator=generator)
     if distance is not None:
         d.fill_(distance)
     first = torch.randint(SYMBOLS, (size, HALF), generator=generator)
-    # a token of the second half equals the token d before it, or 2 d before it if that is also in the second half
+    # a token of the second half equals the token d before it; if that is in the second half as well, the one 2 d before it
     source = torch.arange(HALF, TOKENS + 1) - d[:, None]
     source = torch.where(source < HALF, source, source - d[:, None])
     tokens = torch.cat([first, first.gather(1, source)], 1)

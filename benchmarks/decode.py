@@ -3,7 +3,7 @@
     python benchmarks/decode.py --context 4096 65536 1048576
     python benchmarks/decode.py --context 65536 --batch 16
     python benchmarks/decode.py --context 65536 --hybrid 4
-    python benchmarks/decode.py --context 4096 --peer        # and a Llama of equal size of transformers, in the same run
+    python benchmarks/decode.py --context 4096 --peer        # and transformers' Llama of the same size, in the same run
     python benchmarks/decode.py --context 65536 --plain      # without CUDA graphs
     python benchmarks/decode.py --context 65536 --profile    # and the kernels of a token, by time
     python benchmarks/decode.py --device cpu --context 256 --dim 64 --depth 2 --heads 2 --tokens 8
@@ -127,7 +127,7 @@ def row(
 
 
 def show_profile(o: argparse.Namespace, generate: Callable[[torch.Tensor, int], Any], context: int) -> None:
-    """Print kernels by time for the drawn tokens: the kernels of a call, minus a call that draws one token."""
+    """Print the kernels of drawn tokens by time: all kernels of a call, minus the kernels of a call for one token."""
     from torch.profiler import ProfilerActivity, profile
 
     prompt = torch.randint(o.vocabulary, (o.batch, context), device=o.device)

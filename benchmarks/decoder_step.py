@@ -4,13 +4,13 @@
     python benchmarks/decoder_step.py --size 8B --lora 16 --seq-len 32768
     python benchmarks/decoder_step.py --size 8B --lora 16 --seq-len 131072 --layer-tile 8192
 
-Ways: `dense` is the decoder's own attention in "ring_dilated"; `hybrid` has a dense head in one layer of 4 and local
+Ways: `dense` is the decoder's own attention in "ring_dilated"; `hybrid` has one dense head in every fourth layer and local
 segments of 2,048; `sdpa-cudnn` and `sdpa-flash` are transformers' decoder with a backend of torch's attention. All have
 random weights, recompute layers in the backward, and use fused AdamW and a loss in tiles of tokens. For the first two
 ways, `--compile` compiles layers, and `--layer-tile` computes feed-forwards in tiles. The allocator uses expandable
 segments, because otherwise fragments would exhaust the memory for lengths that nearly fill the GPU, and it leaves 1 GiB
-to libraries. Columns are milliseconds of the median step and peak memory, and for the first two ways both by `plan`. A
-row that runs out of memory has the peaks in use and reserved, and the failed request.
+to libraries. Columns are milliseconds of the median step and peak memory, and for the first two ways the planned values. A
+row that runs out of memory has the peaks of used and reserved memory, and the size of the failed request.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def lora_of(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def settings(a: argparse.Namespace) -> MemorySettings:
-    """Return memory settings for dense and hybrid."""
+    """Return the memory settings of the ways dense and hybrid."""
     return MemorySettings("block", tile=a.layer_tile)
 
 
@@ -117,7 +117,7 @@ def peer_loss(decoder: Any, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def planned(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
-    """Return [GiB, ms] of a step by `plan`, or the reason why there is no plan."""
+    """Return [GiB, ms] that `plan` predicts for a step, or the reason why there is no plan."""
     try:
         model, gpu = ours(a, way), find_gpu(a.gpu)
         subject = counted_model_of(
@@ -131,7 +131,7 @@ def planned(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
 
 
 def train_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, autocast: torch.autocast) -> None:
-    """Step in the Trainer's order: the last gradients are freed after the forward. No autocast in the backward."""
+    """Step in the Trainer's order: the forward comes before the previous gradients are freed. Only it has autocast."""
     with autocast:
         value = loss()
     optimizer.zero_grad()
@@ -140,7 +140,7 @@ def train_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, aut
 
 
 def measured(a: argparse.Namespace, loss: Callable[[], Tensor], parameters: list[Tensor]) -> list[str]:
-    """Return [ms, tokens per second, GiB] of a step."""
+    """Return [seconds, GiB] of a step."""
     cuda = a.device == "cuda"
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=cuda)
     seconds = []
@@ -193,7 +193,7 @@ def name_of(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
 
 
 def held(error: torch.OutOfMemoryError) -> list[str]:
-    """Return cells of a row that has no result: the reason, and torch's GiB in use, reserved and requested."""
+    """Return the cells of a row without a result: the reason, and the used, reserved and requested memory of torch."""
     used, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
     request = re.search(r"Tried to allocate (\d[\d.]* \w+)", str(error))
     return ["out of memory", "", f"{used:.1f} of {reserved:.1f}" + (f", asked for {request[1]}" if request else "")]

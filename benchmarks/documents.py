@@ -1,4 +1,4 @@
-"""Packed documents: time each engine on one row of tokens that is split into a growing number of documents.
+"""Packed documents: time each engine on one row of tokens that is split into more and more documents.
 
     python benchmarks/documents.py                       # 131,072 tokens as 1, 16, 128 and 1,024 documents, causal
     python benchmarks/documents.py --documents 1 16 --seq-len 32768 --causal 0

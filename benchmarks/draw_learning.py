@@ -3,8 +3,8 @@
     python benchmarks/draw_learning.py benchmarks/results/*_learning.jsonl docs/learning.png
 
 The files contain lines printed by `recall_distance.py` and `pairs_distance.py`. The first panel has the share of right
-answers by octave of the distance, at 65,536 tokens. The others have bits by eighth of the position, where the second
-half is another strain of the first or a new version of it, with a fixed or drawn start. Each seed is a line.
+answers by octave of the distance, at 65,536 tokens. The others have bits by eighth of the position, and the second
+half is a different strain or a new version of the first half, with a fixed or drawn start. Each seed has a line.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def belongs(row: dict) -> bool:
-    """Return whether a row is drawn: the arm has a label, the rotary base is the length's, no sequence is longer."""
+    """Return whether a row is drawn: it has an arm with a label, and the rotary base for its longest sequence."""
     if (row["arm"], row.get("local")) not in LABELS or row["base"] != 1e7:
         return False
     # for two versions, hybrid-first has a convolution, and other arms have none

@@ -34,7 +34,7 @@ SETTINGS = [
     "block, tile=16384, head_chunks=6",
     "block, every=2, tile=16384, head_chunks=6",
 ]
-#: text for them in the picture
+#: text for these letters in the picture
 WORDS = ["all kept", "attention-kept", "block", "block, tile=16384", "as d, head_chunks=6", "as e, every=2"]
 
 

@@ -31,7 +31,7 @@ STAGES = [
 def draw(picture: Path) -> None:
     """Write a PNG with a row per stage, a column per rank, and bars where ranks exchange data.
 
-    It is higher than wide, so that words are readable on a phone.
+    The picture is taller than wide, so that words are readable on a phone.
     """
     figure, axis = plt.subplots(figsize=(7, 7), layout="constrained")
     for row, (name, holds, exchanges) in enumerate(STAGES):

@@ -3,10 +3,10 @@
     python benchmarks/exchange.py --local 262144 --record benchmarks/results/....md     # on a machine with GPUs: all of them
     python benchmarks/exchange.py --device cpu --ranks 2 --local 4096 --heads 2 --head-dim 16 --dtype float32
 
-"alone" is the op on one rank over its own tokens, with the branches that fit a shard, which needs no exchange. "added"
+"alone" is the op on one rank's own tokens, with the branches that fit a shard and need no exchange. "added"
 is the additional time of the widest branches and their exchange. "exposed" is the time in which computation waits for
-rows, in both passes, measured by the exchange in separate calls. "moving" is the time saved in calls without transfers
-(--still), which leave buffers unchanged. Each column has the rank with the largest number. Calls are trusted as in
+rows, in both passes, measured by the exchange in separate calls. "moving" is the time that calls without transfers save
+(--still); they leave buffers unchanged. Each column has the largest number of any rank. Calls are trusted as in
 training (`SequenceGroup.trusting`), and "forward" also saves tensors for the backward. Bytes are received bytes,
 counted by the exchange itself. "planned" is the plan's bytes of both passes, without the trade of tokens for heads.
 Shape letters: L tokens of a rank, N = R L tokens, R ranks, H heads, D head dim.
@@ -97,7 +97,7 @@ def meet(device: torch.device) -> None:
 
 
 def most(device: torch.device, *numbers: float) -> list[float]:
-    """Return, for each number, the largest of all ranks."""
+    """Return the maximum over ranks of each number."""
     largest = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.tolist()
@@ -118,7 +118,7 @@ def step(tensors, pattern, causal: bool, group: SequenceGroup | None):
 
 
 def watched(run, group: SequenceGroup, device: torch.device, repeats: int) -> tuple[float, float, float]:
-    """Return (exposed seconds, bytes received by the plan, whether counts differ) of a pass, on the rank with most."""
+    """Return (exposed seconds, planned bytes to receive, whether counts differ) of a pass, maximum over ranks."""
     exposed = []
     for _ in range(repeats):
         meet(device)
@@ -146,7 +146,7 @@ def counted(run, group: SequenceGroup) -> tuple[int, int]:
 
 
 def awaited(run, group: SequenceGroup, device: torch.device, repeats: int) -> tuple[str, str]:
-    """Return cells "exposed ms" and "received MB" (both passes, the rank with the most), from calls without timing."""
+    """Return the cells "exposed ms" and "received MB" (both passes, maximum over ranks), from calls without timing."""
     exposed, _, unlike = watched(run, group, device, repeats)
     (received,) = most(device, sum(counted(run, group)))
     return f"{exposed * 1e3:.2f}", f"{received / 1e6:.2f}{' (NOT as planned)' if unlike else ''}"

@@ -40,7 +40,7 @@ from lightning_dilated.ext.planning.host import host_memory
 from lightning_dilated.models import DilatedModule
 
 GIB = 2**30
-#: number of last lines in the output of a failed rank that an error contains
+#: number of lines, from the end of a failed rank's output, that an error contains
 SHOWN = 15
 
 
@@ -53,7 +53,7 @@ class Outcome:
         allocated, reserved: largest bytes on a GPU of any rank, 0 if unknown.
         seconds: time of the second step.
         message: the rank that ran out of memory, and its error.
-        host, pinned: largest bytes of a rank's process on the host: resident, libraries included; and pinned at the
+        host, pinned: largest bytes of a rank's process on the host: resident, with libraries; and pinned at the
             end.
     """
 
@@ -433,7 +433,7 @@ def _missing(error: BaseException) -> str | None:
 
 
 def _where(error: BaseException) -> str:
-    """Return this package's last line in the traceback, because torch's message does not name the operation."""
+    """Return the last line of this package in the traceback, because torch's message does not name the operation."""
     frames = traceback.extract_tb(error.__traceback__)
     package = [f for f in frames if "lightning_dilated" in Path(f.filename).parts] or frames
     return f"{Path(package[-1].filename).name}:{package[-1].lineno}, {package[-1].name}"

@@ -1,7 +1,7 @@
 """Time the host in one small call of the op: microseconds of a forward, and of a forward and backward.
 
     python benchmarks/host_time.py                  # on a CPU
-    python benchmarks/host_time.py --device cuda    # the part that GPU kernels, which overlap with it, do not hide
+    python benchmarks/host_time.py --device cuda    # only the part that does not overlap with GPU kernels
     python benchmarks/host_time.py --device cuda --profile
 
 A call has 64 tokens, 4 heads of 8 (on a GPU 64, in bfloat16) and two branches. The time is the smallest of nine means,

@@ -58,7 +58,7 @@ class Point:
     precision: str = "bf16-mixed"
     optimizer: str = "adamw"
     shifted: bool = False  # six branches, and every other layer is shifted
-    hybrid: int | None = None  # if set, a dense head in one of `hybrid` layers, and local segments
+    hybrid: int | None = None  # if set, a dense head in every `hybrid`-th layer, and local segments
 
     @property
     def pattern(self) -> dict[str, Any]:

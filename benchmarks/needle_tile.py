@@ -2,7 +2,7 @@
 
     python benchmarks/needle_tile.py --tiles 512 --segment 32 --depth 2
 
-Tiles are noise. One tile, anywhere in the slide, has one of four directions added, which is the slide's class (guesses:
+Tiles are noise. To one tile, anywhere in the slide, one of four directions is added: the slide's class (guesses:
 25 %). AdamW (1e-3), 8 new slides per step. Prints the accuracy on 512 new slides for each arm.
 """
 

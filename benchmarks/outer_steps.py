@@ -3,8 +3,8 @@
     python benchmarks/outer_steps.py --out runs/outer_steps
 
 Two ranks on a CPU have their own sequences. All rows have the same order of samples, seeds and inner optimizer. The
-threshold was set before the first run: with an outer step after every 20 inner steps, and other defaults, the
-validation loss after 300 steps must be at most 1 % above that loss in data-parallel training.
+threshold was set before the first run: with an outer step after every 20 inner steps, and defaults otherwise, the
+validation loss after 300 steps must be at most 1 % higher than in data-parallel training.
 """
 
 from __future__ import annotations

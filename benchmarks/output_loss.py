@@ -1,4 +1,4 @@
-"""Time output projection and loss over long sequences: in tiles, at once, and by functions of torch and liger-kernel.
+"""Time output projection and loss over long sequences: in tiles, in one piece, and with torch and liger-kernel.
 
     python benchmarks/output_loss.py
     python benchmarks/output_loss.py --seq-len 4096 --dim 64 --vocab 512 --tile 1024 --steps 1     # on a CPU

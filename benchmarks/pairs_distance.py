@@ -3,9 +3,9 @@
     python benchmarks/pairs_distance.py strains genomes --arm hybrid --kv-conv 4
     python benchmarks/pairs_distance.py versions pairs.bin --arm paper --minutes 7.8
 
-`strains` FOLDER: the folder has a folder of FASTA files per species, and pylori is for validation
+`strains` FOLDER: FOLDER has a folder of FASTA files for each species. The species pylori is for validation
 (`StrainPairsDataModule`; the boundary varies by up to a tenth of N/2, and up to 63 bases are dropped). A model of 8
-layers of width 256 with 4 heads, on samples of 4,096, then 16,384, then 65,536 bytes.
+layers of width 256 with 4 heads trains on samples of 4,096, then 16,384, then 65,536 bytes.
 `versions` FILE: samples of 65,536 bytes from `version_pairs.py`; FILE.val.bin is for validation. A model of 8 layers of
 width 512 with 8 heads.
 A step has 65,536 tokens (`arms.py`). Prints one line of JSON: bits per token of the first and the second half, the
@@ -52,7 +52,7 @@ def run(a: argparse.Namespace) -> dict[str, object]:
     longest = max(lengths)
     model = model_of(a, *SIZES[a.kind], longest)
     make = strains if a.kind == "strains" else versions
-    # if minutes are limited, the last length gets the time that is left
+    # if minutes are limited, the last length uses the remaining time
     stages = [
         Stage(n, k, make(a, n, "train", k * (20 if a.minutes else 1))) for n, k in zip(lengths, steps, strict=True)
     ]
@@ -103,7 +103,7 @@ def token_bits(model: ld.LongNetLM, samples: Iterator[Batch], device: str) -> to
 
 
 def validate(model: ld.LongNetLM, samples: Iterator[Batch], device: str) -> dict[str, object]:
-    """Return bits of both halves and of eighths. The second half starts N/16 after the middle."""
+    """Return bits of both halves and of eighths. Halves exclude the N/16 positions before and after the middle."""
     bits = token_bits(model, samples, device)
     half = bits.shape[1] // 2
     second = bits[:, half + half // 8 :].mean(1)

@@ -3,10 +3,10 @@
     python benchmarks/recurrence_time.py --seq-len 65536 262144
     python benchmarks/recurrence_time.py --seq-len 65536 --parts
 
-Rows are bf16, states fp32. The table has milliseconds of a forward, and of a forward, its repetition and a backward,
+Inputs are bf16, states are fp32. The table has milliseconds of a forward, and of a forward, its repetition and a backward,
 relative to the op with five branches over the same tokens. It also has the largest differences of the output and of the
 gradients of q, k, v, log_decay and beta from the first row. Ways that are not installed are omitted, with the reason.
-With `--parts`, rows are kernels, in a call that is not split into windows.
+With `--parts`, there is a row for each kernel, in a call that is not split into windows.
 Shape letters: B batch, N tokens, H heads, D head dim.
 """
 

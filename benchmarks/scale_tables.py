@@ -36,7 +36,7 @@ class Setting:
         ranks_per_node: number of ranks with fast links between them.
         links: speeds and latencies.
         recompute: one of `models.recompute.POLICIES`.
-        overheads: (tokens of a rank, seconds of a step outside of its parts) in ascending order; linear in between,
+        overheads: (tokens of a rank, seconds of a step outside of its parts) in ascending order; linear between points,
             proportional to the tokens beyond the last.
     """
 
@@ -61,7 +61,7 @@ class Setting:
         return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
 
     def step(self, tokens: int, ranks: int, exchange: str = "auto") -> Step:
-        """Return the step of geometric(first, L * R), L tokens on each of R ranks; raises like `step_on_ranks`."""
+        """Return the step of geometric(first, L * R), with L tokens per rank. Raises the errors of `step_on_ranks`."""
         pattern = DilatedPattern.geometric(self.machine.first, tokens * ranks)
         setup = Setup("ring_dilated", ranks, self.ranks_per_node, exchange=exchange, links=self.links)
         over = self.overhead(tokens)
@@ -140,7 +140,7 @@ def _speed(step: Step) -> float:
     return step.tokens / step.ranks / step.seconds / 1e3
 
 
-#: a colour and a marker per exchange; flat forms have broken lines, so that lines of equal numbers are visible
+#: a colour and a marker per exchange; flat forms have dashed lines, so that both lines are visible if they coincide
 STYLES = {
     "gather": ("tab:blue", "o", "--"),
     "butterfly": ("tab:orange", "s", "--"),
@@ -152,7 +152,7 @@ STYLES = {
 
 
 def scale_plot(steps: Sequence[Step], path: str | Path, caption: str) -> None:
-    """Write a PNG with a column per L: above, tokens/s per GPU by GPUs; below, the exposed share of a step.
+    """Write a PNG with a column per L: above, tokens/s per GPU; below, the exposed share of a step, both by GPUs.
 
     Args:
         steps: result of `sweep`; every line begins at the steps of one rank.

@@ -167,7 +167,7 @@ def idle(compute: Any, inputs: Inputs, parameters: Sequence[torch.Tensor], share
 
 
 def host() -> None:
-    """Print the host's time of a step: the encoder with narrow layers, without its blocks, and in `Trainer.fit`."""
+    """Print the host's time for a step of a narrow encoder with idle replays, alone and in `Trainer.fit`."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # Lightning would use more threads for strategies with several processes
     why_not = CudaGraphs.why_not

@@ -41,18 +41,18 @@ from lightning_dilated.sequence.exchange.row_ops import Batch, Rows, add_rows, p
 
 #: number of wide branches in the assumed longer sequence
 WIDE = 4
-#: seconds of dense attention before it is measured, because a GPU lowers its clock during steps that last seconds
+#: seconds that dense attention runs before it is measured, because a GPU lowers its clock during long steps
 SUSTAINED = 3.0
 
 
 def device_seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Measure like `seconds_of`, but on a GPU only the kernels' time: they start after all launches."""
+    """Measure like `seconds_of`, but on a GPU without the host's time: kernels start after all launches."""
     if device.type != "cuda":
         return seconds_of(run, device, repeats)
     run()
     with torch.cuda.device(device):
         each = on_gpu(run, 1)
-        times = min(16, max(1, round(0.01 / each)))  # no more launches than a stream's queue holds
+        times = min(16, max(1, round(0.01 / each)))  # at most the launches that a stream's queue holds
         return statistics.median(on_gpu(run, times, min(2 * times * each, 0.05)) for _ in range(repeats))
 
 
@@ -153,7 +153,7 @@ class Bench:
         return Call(engine, window, args.causal, self.head_dim**-0.5)
 
     def engine(self, q: Tensor, pattern: DilatedPattern | None = None) -> Engine:
-        """Return the engine of a rank that shares a sequence, or if the pattern is for q's own tokens, of one rank."""
+        """Return the engine of a rank that shares a sequence, or of a single rank if `pattern` is for q's own tokens."""
         flops = math.inf
         if pattern is not None and self.device.type == "cuda":
             window = HeadWindow(pattern, self.args.heads, self.kv_heads, (0, self.args.heads))
@@ -232,7 +232,7 @@ class Bench:
         return max(0.0, twice) / parts.rest_forward if parts.rest_forward else 1.0
 
     def arrivals(self) -> tuple[Line, Line]:
-        """Time batches of wide branches: in each head, first/2^j queries and the other keys of their segment."""
+        """Time batches of received rows. Each head has first/2^j queries, and the segment's other tokens as keys."""
         heads, group, points = self.args.heads, self.args.heads // self.kv_heads, ([], [])
         head = torch.arange(heads, device=self.device)[:, None]
         for j in range(1, min(7, self.args.first.bit_length() - 1)):
@@ -255,7 +255,7 @@ class Bench:
         return fit_line(points[0]), fit_line(points[1])
 
     def some(self, tokens: int, heads: int) -> list[Tensor]:
-        """Return few and many row indices of a (1, L, heads, D) tensor, spread over the tensor."""
+        """Return small and large sets of row indices of a tensor (1, L, heads, D), spread over the tensor."""
         counts = (self.args.first * heads // 64, self.args.first * heads // 8, self.args.first * heads)
         return [torch.randperm(tokens * heads, device=self.device)[:n].sort().values for n in counts]
 
@@ -276,7 +276,7 @@ class Bench:
         return fit_line(points[0]), fit_line(points[1])
 
     def few(self, tokens: int) -> tuple[Line, Line]:
-        """Time selecting rows with parts of other ranks and adding the parts, by number of rows: forward, backward."""
+        """Time the forward and backward of selecting rows and adding the parts of other ranks, by number of rows."""
         q, k, v = self.qkv(tokens)
         out, grad, lse = torch.randn_like(q), torch.randn_like(q), self.random(1, self.args.heads, tokens).float()
         lse, points = lse.transpose(1, 2), ([], [])

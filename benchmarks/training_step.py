@@ -185,7 +185,7 @@ def gaps_table(clock: Clock, rows: int = 12) -> None:
 
 
 def rate_of(args: argparse.Namespace, model: ld.LongNetLM, seconds: float) -> list[str]:
-    """Return [TFLOP/s by the step's own FLOPs, share of the GPU's peak] for our attention, which counts its pairs."""
+    """Return [TFLOP/s from the step's counted FLOPs, share of the GPU's peak]. Only our attention counts its pairs."""
     if args.attention != "ours":
         return ["", ""]
     rate = step_flops(model, args.seq_len, [args.seq_len]) / seconds

@@ -35,7 +35,7 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def tried(table: dict[Any, tuple[int, ...]], dim: Any, tiles: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Set the tiles in a kernel's table one after the other, and restore the table at the end."""
+    """Set each of the tiles in a kernel's table, one at a time, and restore the table at the end."""
     before = table[dim]
     for tile in tiles:
         table[dim] = tile

@@ -1,11 +1,11 @@
 """Attention to the rows with the query's learned code: exact by sorting, and "soft" over all rows.
 
-Letters: B batch, N tokens, D head dim, G groups of M codes, L rows that a lookup reads at most, P lookups (probes) of a
-query, K rows, Q lookups, T entries of a block.
+Letters: B batch, N tokens, D head dim, G groups of M codes, L maximum number of rows that a lookup reads, P lookups (probes)
+of a query, K rows, Q lookups, T entries of a block.
 
-A row with code logits z has the code of the largest logit of each group. Query p looks up its own code and P - 1 others,
-and reads of each the L latest rows j <= p. The score of a row is the scaled product q.k plus the log of the chance that the
-codes agree, and one softmax runs over all rows read and a key of score `null` and value 0.
+The code of a row is the index of its largest logit in each group. Query p looks up its own code and P - 1 others, and for
+each it reads the L latest rows j <= p with that code. A row's score is the scaled product q.k plus the log of the chance
+that the codes agree. One softmax covers the scores of these rows and a null key with score `null` and value 0.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch.utils.checkpoint import checkpoint
 
 NONE = -1e9
 BLOCK = 64
-#: scores that are computed at a time
+#: number of scores that are computed at a time
 SCORES = 1 << 24
 
 
 @dataclass
 class Rows:
-    """K rows of a far head: sequence and code in one number, position, and k, v and code chances side by side."""
+    """K rows of a far head. A number combines sequence and code. `packed` joins k, v and the chances of the codes."""
 
     code: Tensor  # (K,) int64
     position: Tensor  # (K,) int64
     packed: Tensor  # (K, 2 D + G M)
 
     def latest(self, most: int) -> Rows:
-        """Return the `most` latest rows of each code, by code and position."""
+        """Return up to `most` latest rows of each code, sorted by code and position."""
         order = (self.code * (self.position.max() + 1) + self.position).argsort()
         code = self.code[order]
         place = torch.arange(len(code), device=code.device)
@@ -45,8 +45,8 @@ class Rows:
 
 @dataclass
 class Read:
-    """Results of lookups: (…, D) outputs, and (…,) log of the sum of exponentials of scores, mean log chance under the
-    softmax, log of the sum of chances, and the number of rows.
+    """Results of lookups: outputs `out` (…, D) and, all (…,), the log-sum-exp of scores `lse`, the log chance of agreement
+    averaged by the softmax `match`, the log of the sum of chances `chance`, and the number of rows `count`.
     """
 
     out: Tensor
@@ -56,19 +56,19 @@ class Read:
     count: Tensor
 
     def shaped(self, *sizes: int) -> Read:
-        """Return the lookups in another shape."""
+        """Return the results reshaped to `sizes`."""
         pairs = ((self.out, self.out.shape[-1:]), *((z, ()) for z in (self.lse, self.match, self.chance, self.count)))
         return Read(*(z.reshape(*sizes, *tail) for z, tail in pairs))
 
 
 def numbers(z: Tensor) -> Tensor:
-    """Return (…) codes of logits (…, G, M)."""
+    """Return each code as one number (…), computed from the logits (…, G, M)."""
     place = z.shape[-1] ** torch.arange(z.shape[-2], device=z.device)
     return (z.argmax(-1) * place).sum(-1)
 
 
 def probed(z: Tensor, probes: int) -> Tensor:
-    """Return (P, …) codes to look up: the query's, and codes with the second best of a group, least certain first."""
+    """Return codes (P, …) to look up: the query's own, and variants with the second choice in an uncertain group."""
     place = z.shape[-1] ** torch.arange(z.shape[-2], device=z.device)
     best = z.topk(2, -1)
     change = (best.indices[..., 1] - best.indices[..., 0]) * place
@@ -80,9 +80,9 @@ def probed(z: Tensor, probes: int) -> Tensor:
 def attend(
     query: Tensor, packed: Tensor, allowed: Tensor, dim: int, groups: int, taught: bool = False
 ) -> tuple[Tensor, ...]:
-    """Return the fields of `Read` of blocks: (b, T, D + G M) queries, (b, S, 2 D + G M) rows; allowed (b, T, S).
+    """Return out, lse, match and chance of queries (b, T, D + G M) on rows (b, S, 2 D + G M). The mask is (b, T, S).
 
-    `taught`: scores do not depend on codes, and only the codes' own losses train them.
+    `taught`: scores do not depend on codes, and the codes are trained only by their own losses.
     """
     q, chances_q = query.split([dim, query.shape[-1] - dim], -1)
     k, v, chances_k = packed.split([dim, dim, query.shape[-1] - dim], -1)
@@ -100,10 +100,10 @@ def attend(
 
 
 def exact(query: Tensor, code: Tensor, position: Tensor, rows: Rows, latest: int, dim: int, groups: int) -> Read:
-    """Look up (Q, D + G M) queries of codes at positions, by sorting.
+    """Look up queries (Q, D + G M), which have a code and a position, by sorting.
 
-    Rows and lookups are merged by (code, position, row before lookup). A block of T merged entries reads the T rows
-    that it may contain and the L rows before it, for any codes.
+    Rows and lookups are sorted together by code and position, and a row comes before a lookup with the same key. A block
+    of T sorted entries reads its own rows and the L rows before it, whatever their codes. A mask selects the right ones.
     """
     size, count, device = len(rows.code), len(code), code.device
     span = torch.maximum(rows.position.max(), position.max()) + 1
@@ -138,7 +138,7 @@ def exact(query: Tensor, code: Tensor, position: Tensor, rows: Rows, latest: int
 
 
 def soft(query: Tensor, packed: Tensor, dim: int, groups: int, taught: bool = False) -> Read:
-    """Read all rows j <= p of (B, N, …), in parts of the batch and of the queries, and again in the backward."""
+    """Read all rows j <= p of tensors (B, N, …), in parts of batch and queries that the backward recomputes."""
     size, device = query.shape[1], query.device
     step, cut = max(1, SCORES // size**2), -(-size // 4)
     parts = []
@@ -155,7 +155,7 @@ def soft(query: Tensor, packed: Tensor, dim: int, groups: int, taught: bool = Fa
 
 
 def mix(read: Read, null: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs (…, D) of lookups (P, …) in one softmax with the null key, and the losses agree and contrast."""
+    """Merge lookups (P, …) and the null key in one softmax. Return outputs (…, D) and the losses agree and contrast."""
     total = torch.logaddexp(read.lse.logsumexp(0), null)
     share = (read.lse - total).exp()
     out = (share[..., None].to(read.out.dtype) * read.out).sum(0)
@@ -166,6 +166,6 @@ def mix(read: Read, null: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def balance(chances: Tensor) -> Tensor:
-    """Return the KL divergence of the mean chances of codes (…, G, M) from uniform, summed over groups."""
+    """Return the KL divergence of the mean code chances (…, G, M) from uniform chances, summed over groups."""
     mean = chances.flatten(0, -3).mean(0)
     return (mean * (mean * chances.shape[-1]).clamp_min(1e-9).log()).sum()

@@ -1,4 +1,4 @@
-"""A transformer with local heads and one far head, whole or chunk by chunk.
+"""A transformer with local heads and far heads, for whole sequences or chunk by chunk.
 
 Letters: B batch, N tokens, E width, H heads, D head dim, W taps, w local segment length.
 """
@@ -21,12 +21,12 @@ BASE = 1e7
 class Sizes:
     """The sizes of a model.
 
-    far_layer, also: the layer with a far head, and further ones.
-    start: initial convolutions of codes.
-    alike: the projections of codes of queries and keys begin with equal weights.
-    std: of the embedding, which the output shares, scaled so that logits begin alike; None: as for all matrices.
+    far_layer, also: index of a layer with a far head, and indices of other layers that have one.
+    start: name of the initial weights of the convolutions from which codes are computed.
+    alike: whether the code projections of queries and of keys start with the same weights.
+    std: initial standard deviation of the embedding, which does not change initial logits. None: as in other matrices.
     sharp: root mean square to which the code logits of a group are scaled; None: unscaled.
-    query_taps: the far head's queries pass through a convolution, as its keys and values do.
+    query_taps: whether the far head's queries pass through a convolution, as its keys and values do.
     """
 
     vocabulary: int
@@ -59,10 +59,10 @@ class Sizes:
 
 @dataclass
 class Settings:
-    """Settings that may change between steps: local segment length, lookups of a query, all rows or not.
+    """Settings that may change between steps: local segment length, lookups per query, and whether all rows are read.
 
-    sample: if codes are taught, the positions of a sequence whose losses are computed. The head is a dense one then,
-    without a null key. 0: all positions, and a null key.
+    sample: number of positions per sequence at which taught codes have losses. The far head is then a dense head without
+    a null key. 0: losses are computed at all asked positions, and there is a null key.
     """
 
     local: int = 2048
@@ -82,7 +82,7 @@ class Carried:
 
 @dataclass
 class Call:
-    """Arguments of a layer besides its input: `aux` collects the far head's losses and counts."""
+    """Arguments of a layer besides its input. `aux` collects the far head's losses and counts."""
 
     settings: Settings
     asked: Tensor
@@ -93,9 +93,9 @@ class Call:
     def collect(
         self, agree: Tensor, contrast: Tensor, chances: Tensor, asking: Tensor, rows: Tensor | None = None
     ) -> None:
-        """Add a far head's losses, and its rows, to those of earlier layers.
+        """Add a far head's losses, and the number of rows that it read, to the sums over earlier layers.
 
-        `balance` is over all rows, `spread` over asked queries: without `spread` the asked keys may share one code.
+        `balance` covers all rows, `spread` covers the asked queries. Without `spread`, all asked keys might share a code.
         """
         losses = {"agree": agree.mean(), "contrast": contrast.mean(), "balance": codes.balance(chances)}
         losses["spread"] = codes.balance(asking.softmax(-1))
@@ -104,12 +104,12 @@ class Call:
 
 
 def chosen(x: Tensor, at: Tensor) -> Tensor:
-    """Return (B, A, …) of x (B, N, …) at positions (B, A)."""
+    """Return the entries (B, A, …) of x (B, N, …) at positions (B, A)."""
     return x[torch.arange(len(x), device=x.device)[:, None], at]
 
 
 def convolve(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
-    """Return (B, N, C): the sum over taps i of weight_i x_(p - i), after the W - 1 rows `before`."""
+    """Return (B, N, C): at p, the sum over taps i of weight_i x_(p - i). The W - 1 rows `before` precede x."""
     taps, size = len(weight), x.shape[1]
     x, weight = torch.cat([before, x], 1), weight.to(x.dtype)
     out = x[:, taps - 1 :] * weight[0]
@@ -119,14 +119,14 @@ def convolve(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate (B, N, H, D) by (N, 1, D / 2) angles."""
+    """Rotate x (B, N, H, D) by angles, given as cosines and sines (N, 1, D / 2)."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
 
 
 @lru_cache(maxsize=8)
 def angles(size: int, first: int, period: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine (N, 1, D / 2) at positions first, first + 1, ... modulo a period."""
+    """Return cosines and sines (N, 1, D / 2) of rotary angles at positions first, first + 1, ... modulo a period."""
     positions = (torch.arange(size, device=device) + first) % period
     rate = BASE ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
     angle = positions[:, None, None] * rate
@@ -134,14 +134,14 @@ def angles(size: int, first: int, period: int, dim: int, device: torch.device) -
 
 
 class Taps(nn.Module):
-    """A causal depthwise convolution of (B, N, C)."""
+    """A causal depthwise convolution of rows (B, N, C)."""
 
     def __init__(self, channels: int, start: tuple[float, ...] = (1, 0, 0, 0)) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(start, dtype=torch.float32)[:, None].repeat(1, channels))
 
     def forward(self, x: Tensor, carried: Carried | None, name: str) -> Tensor:
-        """Convolve after the last rows of the previous chunk."""
+        """Convolve x, which continues the last rows of the previous chunk."""
         size = len(self.weight) - 1
         new = carried is None or name not in carried.tails
         before = x.new_zeros(len(x), size, x.shape[2]) if new else carried.tails[name]
@@ -163,7 +163,7 @@ class Layer(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
         self.fc1, self.fc2 = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
         self.taps = Taps(2 * width)
-        if index in sizes.far_layers:  # in all arms: the far head's keys begin with the token before
+        if index in sizes.far_layers:  # in all arms, the far head's keys initially include the previous token
             self.taps.weight.data[1, width - self.dim : width] = sizes.before
         self.far_taps = Taps(self.dim) if sizes.query_taps and index in sizes.far_layers else None
         if self.far == "codes":
@@ -177,11 +177,11 @@ class Layer(nn.Module):
             self.null = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor, call: Call) -> Tensor:
-        """Map (B, N, E) to (B, N, E)."""
+        """Apply the layer to x (B, N, E)."""
         y = self.norm1(x)
         q, k, v = self.qkv(y).chunk(3, -1)
         k, v = self.taps(torch.cat([k, v], -1), call.carried, "kv").chunk(2, -1)
-        if self.far_taps is not None:  # of the last head, in all arms
+        if self.far_taps is not None:  # convolve the queries of the last head, in all arms
             last = self.far_taps(q[..., -self.dim :], call.carried, "q")
             q = torch.cat([q[..., : -self.dim], last], -1)
         heads = [z.unflatten(-1, (self.sizes.heads, self.dim)) for z in (q, k, v)]
@@ -196,10 +196,10 @@ class Layer(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
     def local(self, q: Tensor, k: Tensor, v: Tensor, width: int, carried: Carried | None) -> Tensor:
-        """Attend in segments of `width`, shifted by half in odd layers; chunks begin at whole segments."""
+        """Attend in segments of `width`, which odd layers shift by half. Chunks begin at multiples of `width`."""
         size, half = q.shape[1], width // 2 if self.shifted else 0
         width = min(width, size) if not half else width
-        # only differences inside of a segment count, so positions restart in each
+        # only the distances within a segment matter, so positions restart in each segment
         turned = angles(size, half, width, self.dim, q.device)
         q, k = turn(q, *turned), turn(k, *turned)
         if not half:
@@ -218,14 +218,14 @@ class Layer(nn.Module):
         return result
 
     def aligned(self, q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
-        """Attend in whole segments and the remainder."""
+        """Attend within whole segments, and within the shorter rest."""
         whole = q.shape[1] // width * width
         parts = [(slice(0, whole), width), (slice(whole, None), q.shape[1] - whole)]
         return torch.cat([self.segments(q[:, s], k[:, s], v[:, s], n) for s, n in parts if n and q[:, s].shape[1]], 1)
 
     @staticmethod
     def segments(q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
-        """Compute causal attention in segments of `width` of (B, N, H, D)."""
+        """Compute causal attention of (B, N, H, D) within segments of `width` tokens."""
         width = min(width, q.shape[1])
         cut = [z.unflatten(1, (-1, width)).flatten(0, 1).transpose(1, 2) for z in (q, k, v)]
         out = F.scaled_dot_product_attention(*cut, is_causal=True)
@@ -242,9 +242,9 @@ class Layer(nn.Module):
         return self.segments(q, k, v, q.shape[1])[:, :, 0]
 
     def hashed(self, y: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """Read rows of the query's codes. The losses agree and contrast are means over the asked positions.
+        """Read rows that have the query's codes. The losses agree and contrast are means over the asked positions.
 
-        Reads at other positions have no effect on the answers, and their weights would make all codes equal.
+        Reads at other positions do not affect the answers, and losses of these reads would make all codes equal.
         """
         sizes, carried, at = self.sizes, call.carried, call.asked
         cut = (sizes.groups, sizes.codes)
@@ -270,13 +270,13 @@ class Layer(nn.Module):
         return out
 
     def sampled(self, query: Tensor, packed: Tensor, at: Tensor) -> codes.Read:
-        """Read all rows j <= p at some positions p, (B, A), without a gradient to the scores."""
+        """Let the queries at positions p of `at` (B, A) read all rows j <= p, without a gradient to the scores."""
         allowed = at[..., None] >= torch.arange(packed.shape[1], device=at.device)
         parts = codes.attend(chosen(query, at), packed, allowed, self.dim, self.sizes.groups, True)
         return codes.Read(*parts, at + 1).shaped(1, *at.shape)
 
     def look_up(self, query: Tensor, packed: Tensor, z_q: Tensor, code: Tensor, call: Call) -> codes.Read:
-        """Read exactly: rows of code (B, N), also of earlier chunks, for (P, B, N, …) lookups."""
+        """Look up exactly, in rows with codes (B, N) and in rows of earlier chunks. Return results (P, B, N, …)."""
         sizes, probes, (batch, size) = self.sizes, call.settings.probes, code.shape
         sequence = torch.arange(batch, device=code.device)[:, None] * sizes.codes**sizes.groups
         position = (torch.arange(size, device=code.device) + call.start).repeat(batch)
@@ -292,7 +292,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Maps tokens to the logits of some positions."""
+    """Maps tokens to logits at some positions."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class Model(nn.Module):
     def forward(
         self, tokens: Tensor, asked: Tensor, settings: Settings, start: int = 0, carried: list[Carried] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return ((B, A, vocabulary) logits at `asked` (B, A), losses, counts); `carried`: of a chunk from `start`."""
+        """Return (logits (B, A, vocabulary) at `asked` (B, A), losses and counts). A chunk begins at `start`."""
         x, aux = self.embed(tokens), {}
         if torch.is_autocast_enabled(tokens.device.type):
             x = x.to(torch.get_autocast_dtype(tokens.device.type))

@@ -3,9 +3,9 @@
     python benchmarks/far/pairs.py pack corpus.bin --trees lib/python3.8 lib/python3.9 --more torch-2.11 torch-2.13
     python benchmarks/far/pairs.py look corpus.bin --size 65536
 
-`pack` takes trees of versions, old to new, and writes the Python files that changed. A corpus is an xz file: a line of
-JSON with each file's name and the lengths of its versions, and then their bytes. `look` prints what a lookup without
-learning pays for held-out samples.
+`pack` reads trees of versions, old to new, and writes the Python files that changed. A corpus is an xz file: a line of
+JSON with each file's name and the lengths of its versions, and then their bytes. `look` prints how many bits per byte a
+lookup without learning needs for held-out samples.
 
 Letters: B batch, N bytes of a sample, K anchors.
 """
@@ -25,20 +25,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-#: bytes of a version of a file
+#: smallest and largest number of bytes in a version of a file
 LEAST, MOST = 500, 300_000
-#: a line that occurs once in both versions is known by so many bytes
+#: number of bytes of a line that must be equal, and unique, in both versions
 LINE = 40
 
 
 def held_out(name: str) -> bool:
-    """Choose one file in 16 by the hash of its name and folder, so that all versions are held out together."""
+    """Return whether a file is held out: one in 16, by a hash of name and folder, which is equal for all versions."""
     key = "/".join(name.split("/")[-2:])
     return hashlib.sha256(key.encode()).digest()[0] % 16 == 0
 
 
 def pack(chains: Sequence[Sequence[Path]], more: Sequence[Sequence[Path]], out: Path) -> dict[str, int]:
-    """Write the Python files of chains of trees, old to new, each with its versions that differ; `more`: training's."""
+    """Write the Python files of chains of trees, old to new, with their differing versions. `more` is for training."""
     header, texts, seen = [], [], set()
     for i, trees in enumerate([*chains, *more]):
         names = {str(p.relative_to(tree)) for tree in trees for p in tree.rglob("*.py")}
@@ -59,9 +59,9 @@ def pack(chains: Sequence[Sequence[Path]], more: Sequence[Sequence[Path]], out: 
 
 
 def read(path: Path) -> list[list[tuple[bytes, bytes]]]:
-    """Return (old, new) of consecutive versions, for training and held out.
+    """Return two lists of pairs (old, new) of consecutive versions: pairs for training, and pairs that are held out.
 
-    All first changes are in the order of names, and then all second ones.
+    The first changes of all files come first, in the order of names, and then the second changes.
     """
     with lzma.open(path, "rb") as file:
         header, data = json.loads(file.readline()), memoryview(file.read())
@@ -78,7 +78,7 @@ def read(path: Path) -> list[list[tuple[bytes, bytes]]]:
 
 
 class Pairs:
-    """All old files end to end, and all new ones, with the places in both at which a sample may begin."""
+    """All old files end to end, all new files end to end, and the positions in both where a sample may begin."""
 
     def __init__(self, pairs: list[tuple[bytes, bytes]], device: str = "cpu") -> None:
         rng, starts, anchors, a, b = random.Random(0), [], [], 0, 0
@@ -94,13 +94,13 @@ class Pairs:
         )
 
     def samples(self, at: Tensor, size: int) -> Tensor:
-        """Return (B, N) bytes; at (B, 2): the places in the old and in the new files. After the last is the first."""
+        """Return samples (B, N) that begin at positions `at` (B, 2) of the old and the new files, which wrap around."""
         reach = torch.arange(size // 2, device=at.device)
         halves = [x[(i[:, None] + reach) % len(x)] for x, i in zip((self.old, self.new), at.T, strict=True)]
         return torch.cat(halves, 1).long()
 
     def walk(self, size: int) -> Tensor:
-        """Return the places of samples without common bytes, each from the beginning of a file."""
+        """Return the positions of samples that do not overlap. Each sample begins with a file."""
         places, room = [], (0, 0)
         for a, b in self.starts:
             fits = a + size // 2 <= len(self.old) and b + size // 2 <= len(self.new)
@@ -111,7 +111,7 @@ class Pairs:
 
 
 def same_lines(old: bytes, new: bytes, rng: random.Random) -> list[tuple[int, int]]:
-    """Return (place in old, place in new) of some lines that occur once in both, about one for 2,000 bytes."""
+    """Return (position in old, position in new) of some lines that occur once in each, about one per 2,000 bytes."""
     places = []
     for _ in range(1 + len(old) // 2000):
         i = old.find(b"\n", rng.randrange(len(old))) + 1
@@ -122,14 +122,14 @@ def same_lines(old: bytes, new: bytes, rng: random.Random) -> list[tuple[int, in
 
 
 class Versions:
-    """The task of `recall.train`: every byte is asked. A part of the training samples has two equal halves."""
+    """A task for `recall.train` that asks for every byte. A share `copies` of training samples has two equal halves."""
 
     def __init__(self, path: Path, device: str = "cpu", copies: float = 0.05) -> None:
         self.trained, self.held = (Pairs(pairs, device) for pairs in read(path))
         self.copies, self.vocabulary = copies, 256
 
     def draw(self, size: int, batch: int, gen: torch.Generator, repeats: int = 1) -> tuple[Tensor, ...]:
-        """Return (B, N) bytes, positions (B, N - 1), next bytes, and nothing in place of distances."""
+        """Return bytes (B, N), asked positions and next bytes (B, N - 1), and an empty tensor instead of distances."""
         pairs, device = self.trained, self.trained.anchors.device
         chosen = torch.randint(len(pairs.anchors), (batch,), generator=gen, device=device)
         tokens = pairs.samples(pairs.anchors[chosen], size)
@@ -139,14 +139,14 @@ class Versions:
 
 
 def asked(tokens: Tensor) -> tuple[Tensor, ...]:
-    """Return bytes, all positions but the last, the next bytes and no distances."""
+    """Return the bytes, all positions but the last, the next bytes, and an empty tensor instead of distances."""
     at = torch.arange(tokens.shape[1] - 1, device=tokens.device).expand(len(tokens), -1)
     return tokens, at, tokens[:, 1:], tokens[:, :0]
 
 
 # -- without learning --------------------------------------------------------------------------------------------------
 def trigrams(text: Tensor) -> Tensor:
-    """Return (256, 256, 256) chances of a byte after two, smoothed by those after one."""
+    """Return the chance of each byte after two given bytes (256, 256, 256), smoothed with its chance after one."""
     x = text.long()
     two = torch.bincount(x[:-1] * 256 + x[1:], minlength=1 << 16).view(256, 256) + 0.01
     one = two / two.sum(-1, keepdim=True)
@@ -155,10 +155,10 @@ def trigrams(text: Tensor) -> Tensor:
 
 
 def lookup_bits(sample: bytes, chances: Tensor, reach: int, context: int = 8) -> float:
-    """Return bits a byte of the second half, by the byte after the latest place with the same last bytes.
+    """Return bits per byte of the second half. The byte after the latest occurrence of the context is the prediction.
 
-    After a hit the lookup continues at that place. Its byte has the chance at which lookups after so long a run of hits
-    were right before; all else, and bytes whose place is further back than `reach`, are left to trigrams.
+    After a hit, the byte that follows there is the next prediction. Its chance is the share of earlier predictions, after
+    an equally long run of hits, that were right. Trigrams predict other bytes, and bytes from further back than `reach`.
     """
     table = chances[list(sample[:-2]), list(sample[1:-1]), list(sample[2:])].tolist()
     latest: dict[bytes, int] = {}
@@ -180,23 +180,23 @@ def lookup_bits(sample: bytes, chances: Tensor, reach: int, context: int = 8) ->
 
 
 def xz_bits(sample: bytes) -> float:
-    """Return bits a byte that the second half adds to the xz of the first."""
+    """Return the bits per byte that the second half adds to the size of the first half compressed with xz."""
     size = [8 * len(lzma.compress(x)) for x in (sample, sample[: len(sample) // 2])]
     return (size[0] - size[1]) / (len(sample) // 2)
 
 
 def second(size: int) -> int:
-    """Return the first position of the second half that counts: an eighth of a half behind the middle."""
+    """Return the first position that counts: an eighth of a half after the middle."""
     return size // 2 + size // 16
 
 
 def spread_out(places: Tensor, count: int) -> Tensor:
-    """Return at most `count` places, evenly from all."""
+    """Return at most `count` of the positions, evenly spaced."""
     return places[torch.linspace(0, len(places) - 1, min(count, len(places))).long()]
 
 
 def look(path: Path, size: int, count: int) -> dict[str, object]:
-    """Return bits a byte of lookups that reach all bytes, and only a window, over held-out samples."""
+    """Return bits per byte of held-out samples: lookups that reach all bytes, a window or nothing, and xz."""
     trained, held = (Pairs(pairs) for pairs in read(path))
     chances = trigrams(trained.new[: 1 << 24])
     samples = [bytes(x.tolist()) for x in held.samples(spread_out(held.walk(size), count), size)]

@@ -1,4 +1,4 @@
-"""Recall by length of a far head: train at short lengths, test at longer ones. E0 and E1 of README.md.
+"""Recall with a far head by sequence length: train at short lengths, test at longer ones. E0 and E1 of README.md.
 
     python benchmarks/far/recall.py --far codes --out rows                               # E1
     python benchmarks/far/recall.py --far dense --haystack filler --lr 2e-3 --before 0 --steps 400 400 400 400 \
@@ -8,7 +8,7 @@
         --lengths 64 256 --steps 150 100 --local 16 32 --soft-until 64 --tokens 4096 --test 256 1024 4096 \
         --test-tokens 8192 --out rows
 
-Writes lines of JSON to OUT/NAME.jsonl as it goes, each tenth of the training and each test, and the weights to OUT/NAME.pt.
+Appends a line of JSON to OUT/NAME.jsonl after each tenth of the training and each test. Saves the weights in OUT/NAME.pt.
 """
 
 from __future__ import annotations
@@ -82,20 +82,20 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def prepare(compiled: bool) -> None:
-    """Compile operations that are bound by memory."""
+    """Compile operations that memory bandwidth limits, if `compiled` is set."""
     if compiled:
         models.convolve, models.turn = (torch.compile(f, dynamic=True) for f in (models.convolve, models.turn))
         codes.attend = torch.compile(codes.attend, dynamic=True)
 
 
 def task_of(a: argparse.Namespace) -> Task:
-    """Return the task of a command line."""
+    """Return the task that the command line describes."""
     words = {"text": a.text, "key_tokens": a.key_tokens, "full": a.full}
     return Task(a.haystack, a.keys, a.per_pair, device=a.device, **words)
 
 
 def sizes_of(a: argparse.Namespace, vocabulary: int) -> Sizes:
-    """Return the model's sizes of a command line."""
+    """Return the sizes of the model that the command line describes."""
     names = ("far", "far_layer", "width", "groups", "codes", "latest", "before", "start", "alike", "std", "sharp")
     names += ("query_taps",)
     return Sizes(vocabulary, **{name: getattr(a, name) for name in names})
@@ -122,7 +122,7 @@ def loss_of(
 
 
 def train(model: Model, task: Task, a: argparse.Namespace, loss_of: LossOf = loss_of) -> dict[str, Any]:
-    """Train at each length, until the steps or `a.seconds` are over. Return the results."""
+    """Train at each length, until its steps are done or `a.seconds` have passed. Return the results."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=a.device == "cuda"
     )
@@ -165,7 +165,7 @@ def train(model: Model, task: Task, a: argparse.Namespace, loss_of: LossOf = los
 
 @torch.no_grad()
 def test(model: Model, task: Task, size: int, settings: Settings, a: argparse.Namespace) -> dict[str, Any]:
-    """Return right answers, bits and rows read of new sequences of a length."""
+    """Return the share of right answers, bits, and numbers of rows read, for new sequences of this length."""
     gen = torch.Generator(a.device).manual_seed(7)
     right, nats, rows, far, count = [], [], [], [], max(2, a.test_tokens // size)
     for _ in range(count):

@@ -1,9 +1,9 @@
-"""Run a list of command lines in order, some at a time; each has an output file.
+"""Run a list of command lines in order, several at a time, each with its own output file.
 
     python benchmarks/far/side_by_side.py jobs.txt --at-once 6 --logs logs
 
-A line of the list is a command for the shell. An empty line waits until all earlier ones have ended. Prints the start
-and end of each.
+A line of the list is a command for the shell. At an empty line, the script waits until all earlier commands have ended.
+Prints when each command starts and ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Start commands, wait, and start the next."""
+    """Start commands in order, at most `--at-once` at a time."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("list", type=Path)
     p.add_argument("--at-once", type=int, default=6)

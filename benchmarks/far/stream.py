@@ -1,4 +1,4 @@
-"""Recall of trained codes over up to a billion tokens, through the whole model, chunk by chunk. E2 of README.md.
+"""Recall of a model with trained codes over up to a billion tokens, chunk by chunk. Experiment E2 of README.md.
 
     python benchmarks/far/stream.py rows/codes.pt --tokens 16777216 --name codes --out rows
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 def load(path: str, device: str) -> tuple[Model, argparse.Namespace]:
-    """Load a trained model, and the options of its training."""
+    """Load a trained model, and the options that it was trained with."""
     stored = torch.load(path, map_location=device, weights_only=True)
     model = Model(Sizes(**stored["sizes"])).to(device).eval()
     model.load_state_dict(stored["weights"])
@@ -32,7 +32,7 @@ def load(path: str, device: str) -> tuple[Model, argparse.Namespace]:
 
 @torch.no_grad()
 def recall(model: Model, stream: Stream, settings: Settings) -> dict[str, Any]:
-    """Return right answers and rows read."""
+    """Read the stream. Return a summary of right answers and rows read."""
     device = stream.task.device
     carried = [Carried() for _ in model.layers]
     right, rows, asked_rows, began = [], torch.zeros((), device=device, dtype=torch.float64), [], time.monotonic()

@@ -1,10 +1,10 @@
-"""The task: pairs of a key and a value, and the keys asked again far away, in a haystack of filler, noise or text.
+"""The task: pairs of a key and a value, and questions for the keys far away, in a haystack of filler, noise or text.
 
 Letters: B batch, N tokens, V keys and V values, C pairs, A asked positions of a sequence.
 
-Tokens 0 to H - 1 are the haystack's, H to H + V - 1 the keys, H + V to H + 2 V - 1 the values. H is 1 for the filler, 64
-for noise, 256 for the bytes of a text. A key of two tokens has its second token in V tokens of its own, before the values.
-A full haystack consists of pairs: the first half is pairs alone, and the second half the same pairs in another order.
+Tokens below H are for the haystack, the next V tokens are keys, and the last V tokens are values. H is 1 for the filler, 64
+for noise, 256 for the bytes of a text. If keys have two tokens, second tokens are V more tokens between keys and values.
+A full haystack consists of pairs only: the second half has the pairs of the first half in a different order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Task:
             self.bytes = torch.frombuffer(data, dtype=torch.uint8).to(self.device)
 
     def hay(self, batch: int, size: int, gen: torch.Generator, training: bool) -> Tensor:
-        """Return (B, N) tokens; of a text, training reads the first nine tenths and tests the last."""
+        """Return haystack tokens (B, N). Training reads the first nine tenths of a text, tests read the last tenth."""
         if self.bytes is None:
             return torch.randint(0, self.first, (batch, size), generator=gen, device=self.device)
         border = len(self.bytes) * 9 // 10
@@ -65,22 +65,22 @@ class Task:
         return self.bytes[start + torch.arange(size, device=self.device)].long()
 
     def keys_of(self, batch: int, count: int, gen: torch.Generator) -> Tensor:
-        """Return (B, count, 1 or 2) tokens of keys, each key once a sequence."""
+        """Return the tokens of keys (B, count, 1 or 2). A sequence has each key at most once."""
         if self.key_tokens == 1:
             key = torch.rand(batch, self.keys, generator=gen, device=self.device).argsort(1)[:, :count]
             return self.first + key[..., None]
         first, step, factor = (
             torch.randint(0, self.possible, (batch, 1), generator=gen, device=self.device) for _ in "abc"
         )
-        key = first + (2 * step + 1) * torch.arange(count, device=self.device)  # an odd step: no key twice
-        for _ in range(2):  # in order the second tokens would all differ, and one token would name its pair
+        key = first + (2 * step + 1) * torch.arange(count, device=self.device)  # an odd step makes keys unique
+        for _ in range(2):  # mix: otherwise all second tokens would differ, and one token would identify its pair
             key = key % self.possible
             key = (key ^ key // self.keys) * (2 * factor + 1)
         key = key % self.possible
         return self.first + torch.stack([key // self.keys, self.keys + key % self.keys], -1)
 
     def places(self, batch: int, room: int, count: int, gen: torch.Generator) -> Tensor:
-        """Return (B, count) starts of runs of a key and its value in `room` places, without overlap, unordered."""
+        """Return starts (B, count) of a key and its value in `room` positions, without overlap, in random order."""
         run = self.key_tokens + 1
         spare = 0 if self.full else run - 1
         slots = torch.rand(batch, (room - spare) // run, generator=gen, device=self.device).argsort(1)
@@ -92,7 +92,7 @@ class Task:
     def draw(
         self, size: int, batch: int, gen: torch.Generator, repeats: int = 1, training: bool = True
     ) -> tuple[Tensor, ...]:
-        """Return (B, N) tokens and (B, A) asked positions, answers, distances. Each key is asked `repeats` times."""
+        """Return tokens (B, N), and asked positions, answers and distances (B, A), on average `repeats` per key."""
         half, device, last = size // 2, self.device, self.key_tokens - 1
         count = half // (last + 2) if self.full else min(size // self.per_pair, self.most_pairs)
         count, repeats = min(count, self.possible), 1 if self.full else repeats
@@ -111,7 +111,7 @@ class Task:
 
 
 class Stream:
-    """One sequence of the task in chunks; noise is generated on reading, so a billion tokens need no memory."""
+    """One sequence of the task in chunks. Noise is generated when it is read, so a billion tokens need no memory."""
 
     def __init__(self, task: Task, size: int, chunk: int, seed: int) -> None:
         if task.haystack == "text" or size % chunk or task.key_tokens > 1 or task.full:
@@ -124,7 +124,7 @@ class Stream:
         count, half, device = min(size // task.per_pair, task.most_pairs, task.keys), size // 2, task.device
         key = torch.randperm(task.keys, generator=gen, device=device)[:count] + task.first
         self.answers = torch.randint(0, task.keys, (count,), generator=gen, device=device) + task.first + task.keys
-        # one run in each of `count` equal parts of a half, in another order in the second
+        # each of the `count` equal parts of a half has one key and its value; the halves differ in their order
         part = half // count
         inside = lambda: torch.randint(0, part - 1, (count,), generator=gen, device=device)  # noqa: E731
         parts = torch.arange(count, device=device) * part
@@ -143,6 +143,6 @@ class Stream:
         return tokens
 
     def asked_in(self, start: int) -> tuple[Tensor, Tensor]:
-        """Return asked positions of a chunk, counted from its start, and their answers."""
+        """Return the asked positions in a chunk, relative to its start, and their answers."""
         here = (self.asked >= start) & (self.asked < start + self.chunk)
         return self.asked[here] - start, self.answers[here]

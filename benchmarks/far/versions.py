@@ -1,10 +1,10 @@
-"""Bits a byte of the second of two versions of source files, 32,768 bytes behind the first. E4 of README.md.
+"""Bits per byte of the new version of source files, 32,768 bytes after the old version. Experiment E4 of README.md.
 
     python benchmarks/far/versions.py --data corpus.bin --far codes --compile --out rows
 
 A model of bytes as in `benchmarks/results/2026-11-24_h100_version_pairs.md`: 8 layers of width 512, 8 heads of 64, the
-last head of layers 3 and 7 far. Trained on short samples first. `pairs.py` writes the corpus, and holds files out.
-Writes lines of JSON to OUT/NAME.jsonl as it goes, each tenth of the training (bits: of the second half) and each test.
+last head of layers 3 and 7 is a far head. It trains on short samples first. `pairs.py` writes the corpus.
+Appends a line of JSON to OUT/NAME.jsonl after each tenth of the training (bits of the second half) and each test.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def loss_of(
 
 @torch.no_grad()
 def test(model: Model, task: Versions, size: int, settings: Settings, a: argparse.Namespace) -> dict[str, Any]:
-    """Return bits a byte of both halves of held-out samples, the second's standard error, and rows read."""
+    """Return bits per byte of both halves of held-out samples, the standard error of the second half, and rows read."""
     bits, rows = [], []
     for place in spread_out(task.held.walk(size), a.samples):
         tokens, at, answers, _ = asked(task.held.samples(place[None], size))

@@ -70,13 +70,13 @@ def run(
 
 
 def on_rank(rank: int, group: Any, text: str, steps: int, saved: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
-    """Call `run` on a worker with a ShardedCheckpoint; `saved` has its arguments."""
+    """Call `run` on a worker, with a ShardedCheckpoint unless `saved`, its arguments, is None."""
     callbacks = [] if saved is None else [ShardedCheckpoint(**saved)]
     return run(text, steps, *callbacks, world=launched(rank), **more)
 
 
 def with_options(rank: int, group: Any, text: str, steps: int, saved: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """`on_rank` with positional arguments only, because the pool passes no keywords."""
+    """Call `on_rank` with positional arguments only, because the pool passes no keywords."""
     return on_rank(rank, group, text, steps, saved, **options)
 
 

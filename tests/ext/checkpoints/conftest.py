@@ -1,4 +1,4 @@
-"""A run with its checkpoints."""
+"""Fixtures: a training run, and its checkpoints."""
 
 import shutil
 

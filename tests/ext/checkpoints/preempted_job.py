@@ -1,7 +1,7 @@
 """A script with a ShardedCheckpoint that is interrupted: preempted_job.py STRATEGY DEVICES STEPS WORKERS [SIGNAL RANK].
 
-The script sends SIGNAL to rank RANK in the third batch. If RANK is "validation", rank 0 gets it in the validation
-before. Without SIGNAL, each rank writes its process number to `ready0` etc., and trains slowly.
+The script sends SIGNAL to rank RANK in the third batch. If RANK is "validation", rank 0 gets the signal in the
+validation before. Without SIGNAL, each rank trains slowly and writes its process number to a file (rank 0: `ready0`).
 """
 
 import os

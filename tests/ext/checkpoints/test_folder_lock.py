@@ -117,7 +117,7 @@ def test_released_once_and_by_its_owner_only(tmp_path):
 
 
 def test_of_many_one_gets_it(tmp_path):
-    """Several processes try to lock a fresh folder, or a folder of a dead holder, at the same moment. One succeeds."""
+    """Several processes try to lock a new folder, or one with a dead holder, at the same moment. Exactly one succeeds."""
     for round in range(20):
         if round % 2:
             record = {"token": "dead", "pid": 1, "began": "0", "table": folder_lock._process_table()}
@@ -227,7 +227,7 @@ def test_a_file_that_says_nothing(tmp_path, quick, what):
 
 
 def test_who_was_taken_over_ends(text, tmp_path, quick):
-    """A process that was suspended for long has to stop, because its successor writes in the folder now."""
+    """A process that was suspended for a long time has to stop, because its successor now writes to the folder."""
 
     class Loses(Callback):
         def on_train_batch_start(self, trainer, *args):

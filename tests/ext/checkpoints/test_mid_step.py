@@ -27,7 +27,7 @@ pytestmark = pytest.mark.full
 
 PATTERN = DilatedPattern.longnet([8, 32], [1, 2])
 STEPS, CHUNK = 6, 16
-#: data kind -> last kind of pass in a step of four chunks
+#: kind of data -> the kind of pass with which a step of four chunks ends
 LAST = {"sequences": "backward", "streams": "chunk"}
 
 
@@ -60,7 +60,7 @@ def run(text, kind, steps=STEPS, *callbacks, due=None, ends=None, ckpt=None, beg
 
     Args:
         due: moment (steps, pass, chunks) at which the clock advances by an hour.
-        ends: (moment, signal): the process sends itself the signal.
+        ends: (moment, signal): at this moment the process sends itself this signal.
         begun: seed of the initial weights.
     """
     pl.seed_everything(begun, verbose=False)
@@ -120,7 +120,7 @@ def test_due_by_time(text, kind, whole, tmp_path):
 
 @pytest.mark.parametrize("done", [1, 3])
 def test_killed(text, kind, whole, tmp_path, done):
-    """After SIGKILL between chunks, earlier checkpoints are complete, no other file exists, the step is repeated."""
+    """After SIGKILL between chunks, only complete earlier checkpoints exist, and the step is repeated."""
     events = {"due": (1, LAST[kind], 2), "ends": ((4, LAST[kind], done), signal.SIGKILL)}
     process = context().Process(target=run, args=(text, kind, STEPS, by_time(tmp_path)), kwargs=events)
     process.start()

@@ -106,7 +106,7 @@ def test_gradients_that_wait_are_not_lost(text, tmp_path):
 
 
 def test_before_the_first_batch(text, copied, tmp_path):
-    """Nothing is saved if no new step was made, also in a resumed run."""
+    """If a fresh or resumed run has made no step, nothing is saved."""
     assert ended(text, STEPS, ShardedCheckpoint(str(tmp_path / "new")), Sends(TERM, 0, "start")) == 143
     assert names(tmp_path / "new") == []
     before = {path.name: path.stat().st_mtime_ns for path in copied.iterdir()}
@@ -155,7 +155,7 @@ def test_while_a_checkpoint_is_written(text, tmp_path, asynchronous):
 
 
 def test_a_checkpoint_that_fails_then(text, tmp_path, monkeypatch):
-    """If the last checkpoint fails, the exit status shows that the step was not saved."""
+    """If writing the last checkpoint fails, the exit status shows that the step was not saved."""
     said = []
     monkeypatch.setattr(module, "rank_zero_warn", said.append)
     monkeypatch.setattr(module, "write", mock.Mock(side_effect=OSError(28, "No space left on device")))
@@ -221,7 +221,7 @@ def test_requeue_of_an_array_that_slurm_refuses(text, tmp_path, slurm, monkeypat
 
 
 def test_requeue_by_lightning(text, tmp_path, slurm):
-    """Lightning requeues without a ShardedCheckpoint: once, all ranks at the same batch. Training continues then."""
+    """Without a ShardedCheckpoint, Lightning requeues the job once, and training continues."""
     (tmp_path / "ck").mkdir()
     options = {"strategy": "ring_dilated", "plugins": [SLURMEnvironment()], "default_root_dir": tmp_path}
     result = run(text, STEPS, Sends(USR1, 1), Sends(USR1, 3), **options)
@@ -296,7 +296,7 @@ def job(folder, *args, launcher=None, environment=None, act=None):
 
 
 def check_job(folder, outcome, status, step=3):
-    """Check the exit status of a job, and that it left one complete checkpoint, at that step."""
+    """Check the exit status of a job, and that its only checkpoint is complete and has this step."""
     assert outcome[0] == status, outcome[1][-3000:]
     assert names(folder / "ckpt") == [f"step-{step:08d}"], outcome[1][-3000:]
 

@@ -26,7 +26,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("oldest", [2, 3])
 def test_a_checkpoint_that_was_moved_away_and_linked(text, copied, tmp_path, oldest):
-    """When its checkpoint is the oldest, the link is deleted but its target remains, also when later runs start."""
+    """When the linked checkpoint is the oldest, the link is deleted. Its target remains, even when later runs start."""
     archive = tmp_path / "archive"
     archive.mkdir()
     name = f"step-0000000{oldest}"

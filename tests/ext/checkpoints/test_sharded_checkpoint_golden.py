@@ -1,6 +1,6 @@
 """Folders of an earlier version still load, and training continues from them with the recorded losses.
 
-`tests/golden/checkpoint_folder` holds checkpoints of step 2 by two ranks, and `expected.json` the results of steps 3
+`tests/golden/checkpoint_folder` has checkpoints that two ranks wrote at step 2. `expected.json` has results of steps 3
 and 4. To record new ones next to them: `python -m tests.ext.checkpoints.test_sharded_checkpoint_golden FOLDER`.
 """
 

@@ -42,7 +42,7 @@ def four():
 
 
 def go(request, ranks, text, steps, saved, **options):
-    """Return rank 0's results of a run. With one rank it runs on a plain device."""
+    """Return rank 0's results of a run. A single rank runs without a process group."""
     if ranks == 1:
         from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
@@ -161,7 +161,7 @@ def test_all_ranks_refuse_a_damaged_one_that_was_named(request, pool, text, tmp_
 
 # -- failures of one rank ----------------------------------------------------------------------------------------------
 def failing(rank, group, text, saved, who, where, strategy):
-    """Return the error of a run in which a disk of one rank is full, or rank 0 cannot finish the checkpoint."""
+    """Return the error of a run in which the disk of one rank is full, or rank 0 cannot finish the checkpoint."""
     target = {
         "bytes": (dcp.FileSystemWriter, "write_data"),
         "copy": ("HostStager", "stage"),
@@ -231,7 +231,7 @@ def alone(rank, group, text, folder, where, strategy, asynchronous):
     ],
 )
 def test_an_error_of_one_rank_ends_all_with_its_cause(pool, text, tmp_path, where, strategy, asynchronous):
-    """Ranks that wait in a collective about the files raise immediately, not after the timeout of an hour."""
+    """Ranks that wait for others in a checkpoint's collectives raise immediately, not after the timeout of an hour."""
     begin = time.monotonic()
     for words, files in pool.run(2, alone, text, str(tmp_path), where, strategy, asynchronous):
         assert "rank 1: LookupError: no such thing" in words and "step-00000002" in words and not files

@@ -1,4 +1,4 @@
-"""Checkpoint folders from a stranger: no file of theirs runs code or blocks, in any reader."""
+"""Checkpoint folders from strangers: no reader runs code from their files, or hangs."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def edit(folder, change):
 
 
 def replace_entries(folder, kind, data):
-    """Replace all entries of a kind by the same bytes."""
+    """Replace all entries of a kind with the same bytes."""
 
     def change(record):
         keys = [index for index in record.storage_data if isinstance(record.state_dict_metadata[index.fqn], kind)]
@@ -143,7 +143,7 @@ def test_no_entry_runs_code(text, one, tmp_path, strategy, what):
 
 
 def test_every_value_is_read_so(one, tmp_path):
-    """Replace one entry at a time by a payload, and read all of them."""
+    """Replace one entry at a time with a payload, and read the checkpoint."""
     before = (one / ".metadata").read_bytes()
     names = list(pickle.loads(before).state_dict_metadata)
     assert len(names) > 10

@@ -1,4 +1,4 @@
-"""ShortConvolution, and layers that contain it, equal a loop over tokens, in documents, in decoding and compiled."""
+"""ShortConvolution, and layers that contain it, equal a loop over tokens: packed, in decoding, and compiled."""
 
 from itertools import pairwise
 

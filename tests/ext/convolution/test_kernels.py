@@ -115,7 +115,7 @@ def is_an_op(rank, group):
 
 
 def grads_of_any_kind(rank, group):
-    """Check gradients with an unused output and an expanded gradient. Two runs must have the same bits."""
+    """Check gradients with an unused output and an expanded gradient. Two runs must agree bit by bit."""
     module, parts, _ = module_and_parts()
 
     def run():
@@ -218,7 +218,7 @@ def test_two_ranks(interpreter, name, layout):
 
 
 def chunks_of_streams(rank, group):
-    """Rows continue the previous chunk, by document of each sample. 16-bit gradients are summed in fp32."""
+    """Rows continue the same document of the previous chunk. Gradients of 16-bit rows are summed in fp32."""
     generator = torch.Generator().manual_seed(0)
     rows, weight, grad = (torch.randn(*x, generator=generator) for x in ((2, 300, 5), (4, 5), (2, 297, 5)))
     numbers = torch.randint(0, 2, (2, 300), generator=generator).cumsum(1, dtype=torch.int32)

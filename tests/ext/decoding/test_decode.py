@@ -48,9 +48,9 @@ def last(q, k, v, pattern, length, **options):
 
 
 def bounded(pattern, heads, kv_heads, row):
-    """Return a function: assert that in each branch a cache has at most ceil(w / r) rows per residue of a kv head.
+    """Return a check of caches: a branch has at most ceil(w / r) rows for each residue of a kv head.
 
-    Its buffers have the same limit (`row` bytes per row), or twice that for a segment of the whole sequence.
+    Buffers have the same limit (`row` bytes per row), or twice that for a segment of the whole sequence.
     """
     held = []
     for branch in pattern.branches:

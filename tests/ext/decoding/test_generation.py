@@ -222,7 +222,7 @@ def test_captured_steps_are_the_plain_ones(captured, name):
 
 
 def test_stream_of_captured_steps(captured):
-    """A step that was started ahead is undone when the stream ends. A step in use is not shared by another stream."""
+    """If a stream ends, the step that it started ahead is undone. A second stream does not use the first one's step."""
     model = lively()
     for stop in (0, 5):
         (got, _), _ = both_ways(model, PROMPT, 30, stop=stop, temperature=2.0)
@@ -308,7 +308,7 @@ def test_a_model_is_not_kept(captured):
 
 
 def between(model, own):
-    """Leave a stream after 12 tokens. Return (tokens, random numbers that the caller drew between them, one more)."""
+    """Leave a stream after 12 tokens. Return (tokens, the caller's random numbers between tokens, the number after)."""
     torch.manual_seed(3)
     tokens, drawn, generator = [], [], torch.Generator().manual_seed(4) if own else None
     for token in model.generate_stream(PROMPT, 30, stop=[9], generator=generator):
@@ -509,7 +509,7 @@ def test_refused(options, error, text):
 
 @pytest.mark.full
 def test_compiled_blocks(captured):
-    """Modules after attention are compiled: for one token, a prompt's first length and other lengths. Hooks run."""
+    """The modules after attention have three graphs: for one token, the first prompt length, and others. Hooks run."""
     torch._dynamo.reset()
     model, want = lively(kv_conv=3), []
     counter = CompileCounterWithBackend("aot_eager")

@@ -74,7 +74,7 @@ def test_equals_answers_counted_by_hand(tmp_path, capsys, split, name):
 class Reader(LongNetLM):
     """Answers from the last `reach` tokens. If the key is not among them, it guesses one of all values.
 
-    A model gets no labels. The labels here only mark the positions of answers.
+    Real models do not see labels. This one uses labels only to find the positions of answers.
     """
 
     reach = 10**6

@@ -44,7 +44,7 @@ def test_a_far_branch_beats_the_walled_control() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_recurrence_crosses_the_wall() -> None:
-    """A loss below 1.64 bits needs the keys, not just the values that occur. The control cannot do better than 3."""
+    """A loss below 1.64 bits needs the keys, not just the values that occur. The control needs at least 3 bits."""
     remembering = bits(WALLED, 400, pair_tokens=2, recurrence={"gate_init": 1.0})
     walled = bits(WALLED, 400, pair_tokens=2)
     assert walled > GUESS - 0.05

@@ -40,14 +40,14 @@ def read_text(sample):
             values.setdefault(match[1], []).append(match[2])
             first.setdefault(match[1], place)
         elif (match := re.fullmatch(r"Variable ([a-z]+-[a-z]+) is equal to ([a-z]+-[a-z]+)\.", line)) is not None:
-            values[match[1]], first[match[1]] = values[match[2]], first[match[2]]  # KeyError if before its variable
+            values[match[1]], first[match[1]] = values[match[2]], first[match[2]]  # KeyError if unknown
         place += len(line) + 1
     asked_key = re.findall(r"[a-z]+-[a-z]+", question)[-1]
     return " " + ", ".join(values[asked_key]), sorted({x for group in values.values() for x in group}), first[asked_key]
 
 
 def read_tokens(sample, module):
-    """Read the token form as documented. Return the same, with tuples of tokens as values."""
+    """Read a sample of tokens by the documented format. Return the same as `read_text`, with tuples as values."""
     form, tokens = module.form, sample["tokens"].tolist()
     keys, values = range(2 + form.fillers, 2 + form.fillers + 7), range(2 + form.fillers + 7, module.vocab_size)
     question = tokens.index(1)
@@ -106,7 +106,7 @@ def test_depth_is_where_the_needle_stands(task, form):
         else:
             keys = range(2 + module.form.fillers, module.vocab_size)
             before = sum(x in keys for x in sample["tokens"][:place].tolist())
-        slack = 30 if form == "text" else 0.5  # half a line of text, half a token
+        slack = 30 if form == "text" else 0.5  # half a line of text, or half a token
         assert abs(place - before - depth / 100 * room) <= slack
 
 

@@ -1,4 +1,4 @@
-"""attention_weights, multiplied with v, give the oracle's output at the given rows for any pattern."""
+"""The product of attention_weights and v equals the oracle's output at the given rows, for any pattern."""
 
 import pytest
 import torch

@@ -91,7 +91,7 @@ def test_far_recall_obeys_its_rule(seq_len: int, pairs: int, vocabulary: int, qu
         assert sum(token == 0 for token in tokens) == seq_len - 2 * pairs - 2 * (queries or pairs)
         places |= set(keys)
         values += list(known.values())
-    if (seq_len, queries) == (64, None):  # pairs occur anywhere; with other sizes they can move less
+    if (seq_len, queries) == (64, None):  # with this size, pairs occur at all positions
         assert places == {p for p in range(seq_len) if p not in (half - 1, seq_len - 1)}
     share = np.bincount(values, minlength=data.vocab_size)[1 + vocabulary :] / len(values)
     assert np.abs(share - 1 / vocabulary).max() < 5 * np.sqrt(1 / vocabulary / len(values))

@@ -19,7 +19,7 @@ GEOMETRIC = DilatedPattern.geometric(4, 16)
 
 
 def sees(pattern, n, heads, causal, kv_heads=None):
-    """Return a (N, N) bool tensor that is true if some head of query p sees key j."""
+    """Return a bool tensor (N, N) that is true at (p, j) if any head of query p sees key j."""
     return (pattern.counts(n, heads, causal, kv_heads) > 0).any(0)
 
 
@@ -31,7 +31,7 @@ def crossing(pairs):
 def brute_reach(layers, depth):
     """Return (share of positions that the last one reaches after `depth` layers, layers until it reaches all, or None).
 
-    `layers` are the pairs of alternating layers 0, 1, ... Information flows from the last layer down. Layers keep x.
+    `layers`: pairs of the alternating layers. Positions are traced back from the last layer. Each layer keeps its input.
     """
     n = len(layers[0])
     steps = [(pairs | torch.eye(n, dtype=torch.bool)).double() for pairs in layers]
@@ -70,7 +70,7 @@ def test_equals_brute_force(case, depth):
 @example((DilatedPattern([(4, 1), (8, 8)]), 8, 8, 8, False))  # all residues are used, by one position per segment
 @settings(max_examples=examples(75))
 def test_hints_speak_where_something_is_lost(case):
-    """If the last token never sees all positions, there is a hint. If nothing is wrong, there is none."""
+    """There is a hint if the last token never sees all positions, and no hint if nothing is wrong."""
     pattern, n, heads, kv, causal = case
     got = pattern.explain(n, heads, 1, causal, kv)
     if got.layers_to_full_reach is None or got.uncovered:

@@ -29,7 +29,7 @@ MODELS = {
     "slide": lambda: slide_encoder(task="classification", num_classes=2),
     "slide, attended": lambda: slide_encoder(padding="attended", pool="mean"),
 }
-#: models in CI, since tracing takes seconds; slow tests have all of them
+#: models in CI, because tracing takes seconds; slow tests export all models
 QUICK = ("slide, attended",)
 EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 #: a script that prints the outputs of a file for inputs in an .npz; it runs without this package

@@ -43,7 +43,7 @@ def test_an_index_of_a_read_only_folder_lies_in_the_cache(
     (name,) = names(cache)
     assert name.startswith("lambda_virus.fa.") and name.endswith(".fai")
     Path(lambda_virus).write_text(">other\nACGT\n")
-    assert read_index(lambda_virus, "given", cache) == [("other", 4, 7, 4, 5)]  # another file of this name has its own
+    assert read_index(lambda_virus, "given", cache) == [("other", 4, 7, 4, 5)]  # of the other file
 
 
 def test_gzip_is_undone_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -120,7 +120,7 @@ def test_a_window_in_the_middle(tmp_path: Path) -> None:
     st.integers(2, 18),
 )
 def test_windows_are_parts_of_the_two_genomes(bases: str, start: int, size: int, alt: str, length: int) -> None:
-    """A window is cut from the record with its allele. Outside [start, stop), at least one side is equal in both."""
+    """Windows are parts of the record with either allele. They are equal before `start`, after `stop`, or both."""
     ref = bases[start : start + size]
     if not ref or ref == alt:
         return

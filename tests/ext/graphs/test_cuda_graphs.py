@@ -26,7 +26,7 @@ def rerun(compute, inputs, parameters, shared):
     x = inputs.x
 
     def computed():
-        """Compute with the padding as another document, because on the CPU the bounds have to end with the row."""
+        """Compute with the padding as an additional document, because on the CPU bounds must end with the row."""
         copies = [None if value is None else value.clone() for value in inputs[1:]]
         if copies[1] is not None:
             copies[1] = torch.cat([copies[1], torch.tensor([x.shape[1]], dtype=torch.int32)])
@@ -178,7 +178,7 @@ def test_bounds_are_checked_before_a_replay(replayed):
 
 
 def test_what_the_device_holds_counts_up_to_the_tokens():
-    """A record has more tokens than the sequence: lengths beyond N or below 0 are clipped as eager kernels do."""
+    """A record has more tokens than the sequence: lengths beyond N or below 0 are clipped, as in eager kernels."""
     x, beyond = torch.ones(1, 20, 4), 2**32 + 3
     assert padded_to(Inputs(x, torch.tensor([beyond])), 64).lengths.tolist() == [20]
     assert padded_to(Inputs(x, torch.tensor([-beyond])), 64).lengths.tolist() == [0]
@@ -289,7 +289,7 @@ def test_a_shared_parameter(replayed):
 
 @pytest.mark.parametrize("name", ["mode", "p", "pattern", "deterministic"])
 def test_what_a_replay_would_not_see(replayed, monkeypatch, name):
-    """If a module's mode or settings or a setting of torch change, the step is recorded again."""
+    """If a module's mode, its settings or a setting of torch changes, the step is recorded again."""
     model = stack(dropout=0.5)
     model.graphs, x = CudaGraphs(0.1), torch.randn(1, 20, 16, dtype=torch.float64)
     model(x).sum().backward()
@@ -316,7 +316,7 @@ def test_a_second_backward_is_an_error(replayed):
 
 @pytest.mark.parametrize("by", ["torch.autograd.grad", ".grad", "a view"])
 def test_gradients_that_users_hold(replayed, by):
-    """Gradients to which a user has references are unchanged by the next backward, and its gradients are right."""
+    """If a user keeps a backward's gradients, the next backward does not change them, and has right gradients itself."""
     model, held = stack(), []
     x, weights = torch.randn(1, 20, 16, dtype=torch.float64), list(model.blocks.parameters())
     for graphs in (None, CudaGraphs(0.1)):
@@ -335,7 +335,7 @@ def test_gradients_that_users_hold(replayed, by):
 
 
 def test_a_fit_frees_them(replayed, caplog):
-    """After a fit, the memory of records is free. The log has the padding of the fit once."""
+    """A fit frees the memory of its records, and logs its share of padding once."""
     model = ld.LongNetLM(PATTERN, 16, 16, 1, 2, max_seq_len=64, cuda_graphs=True)
     tokens = torch.arange(40)[None] % 16
     trainer = pl.Trainer(
@@ -500,7 +500,7 @@ def test_slides_on_a_gpu(compiled):
         gradients = gradients_of(model.cuda(), batches, autocast=half)
         results.append((gradients, losses_of(model, batches, lr=1e-4, autocast=half)[0]))
     assert len(model.transformer.graphs._records) > 5 and not model.transformer.graphs._said
-    distance = [lambda a, b: float((a - b).norm() / b.norm()), lambda a, b: abs(a - b)]  # for gradients, for losses
+    distance = [lambda a, b: float((a - b).norm() / b.norm()), lambda a, b: abs(a - b)]  # of gradients, of losses
     for far, tolerance, runs in zip(distance, (2e-2, 5e-3), zip(*results, strict=True), strict=True):
         exact, plain, replayed = runs
         errors, replay_errors = ([far(a, b) for a, b in zip(x, exact, strict=True)] for x in (plain, replayed))
@@ -613,7 +613,7 @@ def test_the_op_is_captured_with_lengths():
 
 
 def packings(tokens, most, number):
-    """Draw bounds of up to `most` documents. Some are empty, and some rows have tokens after the last document."""
+    """Draw bounds of up to `most` documents. Some documents are empty. Some rows have tokens after the last document."""
     generator = torch.Generator().manual_seed(number)
     stop = tokens if number % 2 else int(torch.randint(tokens // 2, tokens, (), generator=generator))
     cuts = torch.randint(0, stop + 1, (int(torch.randint(0, most, (), generator=generator)),), generator=generator)
@@ -741,7 +741,7 @@ def test_graphs_keep_their_workspaces(own):
     ]
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     run = lambda: [a @ b for a, b in pairs]  # noqa: E731
-    stream.wait_stream(torch.cuda.current_stream())  # which draws the inputs
+    stream.wait_stream(torch.cuda.current_stream())  # wait for the inputs
     with torch.cuda.stream(stream):
         want = run()
     torch.cuda.synchronize()

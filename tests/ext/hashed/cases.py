@@ -17,19 +17,19 @@ from torch import Tensor
 from lightning_dilated.attention import hashed_attention
 from lightning_dilated.ext.hashed.oracle import oracle
 
-#: of the tensors
+#: names of the tensors
 NAMES = ("q", "k", "v", "z_q", "z_k", "null")
-#: of the losses
+#: names of the losses
 LOSSES = ("agree", "contrast", "balance", "spread")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call, without its numbers; `documents` are the tokens of each sample, or with `packed` of each document.
+    """One call without the values of its tensors. `documents`: number of tokens of each sample or, if packed, document.
 
     Attributes:
         padding: tokens after the longest sample.
-        whole: logits are integers from 0 to 2, so that many are equal.
+        whole: whether logits are integers from 0 to 2, so that many are equal.
     """
 
     documents: tuple[int, ...]
@@ -78,7 +78,7 @@ class Case:
         return settings
 
     def run(self, call: Callable[..., Any] = hashed_attention, device: str = "cpu") -> dict[str, Tensor]:
-        """Return out, losses, counts and the gradients of a weighted sum, in float64."""
+        """Return out, losses, counts of rows, and the gradients of a weighted sum of results, in float64."""
         tensors = [x.detach().to(device).requires_grad_() for x in self.tensors()]
         out, losses = call(*tensors, **self.settings())
         results = {"out": out, **{name: getattr(losses, name) for name in LOSSES}}
@@ -88,17 +88,17 @@ class Case:
         return {name: x.detach().double().cpu() for name, x in (results | {"rows": losses.rows}).items()}
 
     def by_definition(self) -> dict[str, Tensor]:
-        """Return the same by the oracle."""
+        """Return the same results computed by the oracle."""
         return self.run(oracle)
 
 
 def weights(shape: torch.Size, seed: int) -> Tensor:
-    """Draw the weights of a result in the loss."""
+    """Draw the weights with which a result counts in the loss."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 + seed), dtype=torch.float64)
 
 
 def compare(got: dict[str, Tensor], want: dict[str, Tensor], tol: float = 1e-10) -> None:
-    """Assert that counts are equal, and all else to `tol` of the largest number."""
+    """Assert that counts are equal, and that other results differ by at most `tol` times the largest value."""
     assert got.keys() == want.keys()
     for name, x in want.items():
         assert got[name].shape == x.shape, name
@@ -108,7 +108,7 @@ def compare(got: dict[str, Tensor], want: dict[str, Tensor], tol: float = 1e-10)
 
 @st.composite
 def cases(draw: st.DrawFn, longest: int = 10) -> Case:
-    """Draw any call of some documents."""
+    """Draw any call with several documents."""
     groups, codes = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     soft = draw(st.integers(0, 3)) == 0
     packed = draw(st.booleans())

@@ -21,7 +21,7 @@ from .cases import LOSSES, Case, cases, compare
 @given(case=cases(), block=st.integers(1, 9), part=st.sampled_from([1, 1000, 1 << 23]))
 @settings(max_examples=examples(40), deadline=None)
 def test_any_call(case, block, part):
-    """Blocks of any size, each alone or some at a time."""
+    """Compute with blocks of any size, one or several at a time."""
     blocks = mock.patch.multiple(functional, BLOCK=block, SOFT_BLOCK=block)
     with blocks, mock.patch.object(lookup, "PART", part):
         compare(case.run(), case.by_definition())
@@ -46,7 +46,7 @@ def test_no_token_and_one(tokens, batch, soft):
 
 
 def logits(case, index):
-    """Return the tensors of a case, all with the code `index` for queries and 0 for rows."""
+    """Return the tensors of a case in which all queries have the code `index`, and all rows have the code 0."""
     tensors = [x.detach() for x in case.tensors()]
     for z, i in zip(tensors[3:5], (index, 0), strict=True):
         z.abs_().neg_()[..., i] = 1.0
@@ -55,7 +55,7 @@ def logits(case, index):
 
 @pytest.mark.parametrize("latest", [1, 7, 100])
 def test_all_codes_equal(latest):
-    """All tokens have one code: a query reads the latest rows."""
+    """All tokens have the same code, so a query reads the latest rows."""
     case = Case((90,), latest=latest)
     tensors = logits(case, 0)
     out, losses = hashed_attention(*tensors, latest=latest)
@@ -64,7 +64,7 @@ def test_all_codes_equal(latest):
 
 
 def test_no_row_has_the_code():
-    """Only the null key is left: outputs, counts, and the losses of queries are 0, and gradients finite."""
+    """Queries see only the null key. Therefore outputs, counts, losses of queries, and gradients are 0."""
     case = Case((90,), codes=3)
     tensors = [x.requires_grad_() for x in logits(case, 1)]
     out, losses = hashed_attention(*tensors)
@@ -74,13 +74,13 @@ def test_no_row_has_the_code():
 
 
 def test_equal_logits_take_the_lowest_index():
-    """With all logits 0 the codes are 0: probes change groups 0, 1, 2 in this order to index 1."""
+    """If all logits are 0, all codes are 0. Further probes look up index 1 in group 0, then in group 1, then in 2."""
     case = Case((40,), groups=3, codes=3)
     q, k, v, _, _, null = (x.detach() for x in case.tensors())
     z = torch.zeros(1, 40, 1, 3, 3, dtype=torch.float64)
     filed = z.clone()
     order = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
-    # 1, 2, 3 and 4 rows of these codes, and a row of each of two codes that nobody looks up
+    # the codes have 1, 2, 3 and 4 rows; two codes that no query looks up have a row each
     rows_of_codes = [code for number, code in enumerate(order, 1) for _ in range(number)] + [(2, 0, 0), (1, 1, 0)]
     for p, code in enumerate(rows_of_codes):
         filed[0, p, 0, range(3), code] = 1.0
@@ -143,7 +143,7 @@ def test_padding_may_hold_anything(soft):
 
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
 def test_other_dtypes_and_autocast(dtype, tol):
-    """Compared with float64 of the same rounded numbers, whose codes are the same."""
+    """Compare with float64 results from the same rounded inputs, which have the same codes."""
     case = Case((150,), dim=16, groups=2, codes=4, latest=20, probes=2, dtype=dtype)
     got = case.run()
     compare(got, case.by_definition(), tol)
@@ -160,7 +160,7 @@ def test_other_dtypes_and_autocast(dtype, tol):
 
 
 def test_scores_of_16_bits_are_fp32():
-    """Scores 64 + j / 16 are not bf16 numbers; sums of q and k are."""
+    """The scores 64 + j / 16 cannot be represented in bf16, but q and k can."""
     case = Case((64,), groups=1, codes=1, latest=64, group=1, dim=2, dtype=torch.bfloat16)
     q, k, *others = (x.detach() for x in case.tensors())
     q[:], k[..., 0], k[0, :, 0, 1] = 1, 64, torch.arange(64) / 16
@@ -169,7 +169,7 @@ def test_scores_of_16_bits_are_fp32():
 
 
 def test_chances_below_the_floor():
-    """Logits that differ by hundreds have chances of 0 in fp32; losses and gradients are finite, and equal float64."""
+    """If logits differ by hundreds, chances are 0 in fp32. Losses and gradients are finite, and equal to float64."""
     case = Case((30,), groups=2, codes=3, soft=True, dtype=torch.float32)
     tensors = [x.detach().clone() for x in case.tensors()]
     for z in tensors[3:5]:
@@ -182,7 +182,7 @@ def test_chances_below_the_floor():
 
 @pytest.mark.parametrize("change", [{}, {"probes": 3}, {"soft": True}, {"soft": True, "code_scores": False}], ids=str)
 def test_gradcheck(change):
-    """Logits are far from ties, because the choice of rows has no derivative; the weights in the losses are constant."""
+    """The choice of rows has no derivative, so in this case no logits are close to a tie."""
     case = replace(Case((4,), kv_heads=1, group=2, dim=2, latest=2), **change)
     call = lambda *x: hashed_attention(*x, **case.settings())[0]  # noqa: E731
     assert torch.autograd.gradcheck(call, case.tensors(3), atol=1e-7, rtol=1e-6)
@@ -199,7 +199,7 @@ def test_losses_train_codes_only():
 
 
 def test_taught_scores_leave_codes_out():
-    """With code_scores=False the output does not depend on logits."""
+    """With code_scores=False, the output does not depend on the logits of codes."""
     case = Case((30,), soft=True, code_scores=False)
     q, k, v, z_q, z_k, null = case.tensors()
     out = hashed_attention(q, k, v, z_q, z_k, null, **case.settings())[0]
@@ -208,7 +208,7 @@ def test_taught_scores_leave_codes_out():
 
 
 class Largest(TorchDispatchMode):
-    """Records the most numbers of a result of an operation."""
+    """Records the number of elements in the largest result of any operation."""
 
     numbers = 0
 
@@ -220,7 +220,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("latest", [16, 64])
 def test_memory_grows_with_tokens(latest, monkeypatch):
-    """No tensor has more numbers than the inputs of all tokens, or than a part and its results."""
+    """No tensor is larger than a small multiple of the tokens, whatever the number of rows that a query reads."""
     monkeypatch.setattr(lookup, "PART", 1 << 16)
     case = Case((3000,), group=1, dim=8, groups=2, codes=4, latest=latest, dtype=torch.float32)
     with Largest() as largest:
@@ -229,7 +229,7 @@ def test_memory_grows_with_tokens(latest, monkeypatch):
 
 
 def test_two_runs_give_equal_bits():
-    """A row has readers in several blocks, and their gradients are added in one order."""
+    """Queries in several blocks read the same row. Their gradients are always added in the same order."""
     case = Case((600,), latest=300, probes=2, dtype=torch.float32)
     first, again = case.run(), case.run()
     assert all(torch.equal(x, again[name]) for name, x in first.items())

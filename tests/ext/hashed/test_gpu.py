@@ -1,4 +1,4 @@
-"""hashed_attention on a GPU: the tests of random calls, of 16 bits and of equal bits again."""
+"""hashed_attention on a GPU: random calls, 16-bit tensors, and runs that agree bit by bit."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def test_any_call(case, dtype):
 
 @pytest.mark.parametrize("soft", [False, True])
 def test_equals_the_cpu_with_equal_bits(soft):
-    """Many readers of few rows, in several parts."""
+    """In this case many queries read few rows, in several parts."""
     case = Case(
         (4000, 3000), kv_heads=2, dim=16, codes=4, latest=30, probes=1 if soft else 2, soft=soft, dtype=torch.float32
     )

@@ -1,4 +1,4 @@
-"""Wrong calls of hashed_attention: each error names the argument, its value and the allowed ones."""
+"""Wrong calls of hashed_attention: each error names the argument, its value and the allowed values."""
 
 from types import SimpleNamespace
 

@@ -150,7 +150,7 @@ def test_predict_step():
 
 @pytest.mark.parametrize("span", [1, 3])
 def test_predict_gives_a_sequence_the_same_numbers_everywhere(span):
-    """The row, the batch and padding change no result. One changed token does not change the number of masks."""
+    """Row, batch and padding do not change results. If one token changes, the number of masks stays the same."""
     model, data = tiny(mask_span=span), batch(3, 60)
     tokens, short = data["tokens"], data["tokens"][1, :33]
     padded = tokens.clone()
@@ -179,7 +179,7 @@ def turns(first):
 
 
 def test_learns_a_rule():
-    """Neighbours determine a masked letter. A guess costs log 3 = 1.1 and is right one time in three."""
+    """Neighbours determine a masked letter. A guess has the loss log 3 = 1.1, and is right one time in three."""
     torch.manual_seed(0)
     make = functools.partial(torch.optim.AdamW, lr=0.003)
     model, run = LongNetMLM(PATTERN, 3, dim=32, depth=2, mask_fraction=0.3, optimizer=make), trainer(max_epochs=1)
@@ -251,7 +251,7 @@ def test_refused(name):
 @pytest.mark.parametrize("vocab_size", [8, 40])  # below dim: logits of all tokens; above: only of masked ones
 @pytest.mark.parametrize("tile", [None, 5])
 def test_the_loss_is_that_of_the_masked_terms(vocab_size, tile):
-    """The value, the count and the gradients are equal."""
+    """`loss_terms` has the value, count and gradients of the losses of `masked_terms`."""
     torch.manual_seed(0)
     model = LongNetMLM(
         {"segment_lengths": [16], "dilation_rates": [1]}, vocab_size, dim=16, depth=1, num_heads=2

@@ -31,7 +31,7 @@ def runs(chosen):
 @pytest.mark.parametrize("span", [1, 2.5, 8])
 @pytest.mark.parametrize("fraction", [0.15, 0.5])
 def test_shares(fraction, span):
-    """Shares are right within 5 standard deviations, with whole spans as the independent draws."""
+    """Shares are right within 5 standard deviations, which assume that each span is an independent draw."""
     inputs, chosen = apply(masking(fraction=fraction, span=span))
     within = lambda p, n: pytest.approx(p, abs=5 * (p * (1 - p) * 2 * span / n) ** 0.5)  # noqa: E731
     assert chosen.float().mean().item() == within(fraction, B * N)

@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Passes(TorchDispatchMode):
-    """Sums the bytes of tensors that operators read and write, if a dimension is `size`. Views do not count."""
+    """Counts the bytes that operators read and write, in tensors with a dimension `size`. Views do not count."""
 
     def __init__(self, size):
         super().__init__()

@@ -130,7 +130,7 @@ def test_advice_for_steps_of_streams(tmp_path, step, streams, now, says):
 
 @pytest.mark.slow
 def test_advice_of_parameters_on_the_host():
-    """If parameters are offloaded, they do not count against the GPU's memory."""
+    """Offloaded parameters do not count as memory of the GPU."""
     model = ld.LongNetLM(FIVE, dim=8192, depth=64, num_heads=64)
     strategies = (ld.RingDilatedFSDPStrategy(cpu_offload=x) for x in (False, True))
     said = [advice_of(trainer(precision="bf16-mixed", strategy=x), model, 1 << 14) for x in strategies]
@@ -170,7 +170,7 @@ def small(**options):
 
 
 def test_nothing_is_replaced_in_the_process_that_trains(monkeypatch):
-    """The model is built, trained, and has objects that cannot be pickled. The advice equals a new model's."""
+    """Advice for a trained model, with objects that cannot be pickled, equals the advice for a new model."""
     run, model = trainer(precision="bf16-mixed"), small(optimizer=lambda parameters: torch.optim.SGD(parameters, 1.0))
     model.configure_model()
     model.note, model.held = (lambda: None), torch.zeros(3)

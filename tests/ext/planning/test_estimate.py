@@ -63,7 +63,7 @@ def test_a_machine_without_long_rows_prices_attention():
 
 
 def test_scales():
-    """With twice the depth or width, no causal mask, or another GPU, each part scales with its own quantity."""
+    """With twice the depth or width, no causal mask, or a different GPU, each part scales with its own quantity."""
     base, wide = measured_machine(), facts(dim=1536, num_heads=24)
     rescaled = scaled(wide, H200)
     products = wide.block_parameters / MINE.block_parameters
@@ -94,7 +94,7 @@ def test_a_wide_vocabulary_costs_its_products_and_its_loss():
 @pytest.mark.parametrize("dim, passes", [(768, False), (2048, True), (4096, True), (4096, False)])
 @pytest.mark.parametrize("tokens", [1 << 16, 1 << 18, 1 << 20])
 def test_a_head_takes_no_less_than_its_flops(dim, passes, tokens):
-    """A head takes at least its FLOPs, and at most 2.5 times that, which includes the loss if it is large."""
+    """A head takes 1 to 2.5 times the time of its FLOPs. The upper bound includes a large loss."""
     words = 1 << 17
     model = facts(dim=dim, num_heads=dim // 64)
     wide, small = (replace(model, vocab=256 + x, logits=passes) for x in (words, 0))
@@ -197,8 +197,8 @@ def test_cpu_offload_takes_copies_and_an_optimizer_on_the_host(tokens):
 
 
 def test_buckets_of_gradients_are_the_setups():
-    """A single bucket starts after the whole backward. Smaller ones overlap it, except for the first block's two."""
-    model = replace(MINE, call=replace(MINE.call, pattern=DilatedPattern.dense(2048)))  # no other exchange
+    """A single bucket is sent after the backward. Smaller buckets overlap it, except for the first block's two."""
+    model = replace(MINE, call=replace(MINE.call, pattern=DilatedPattern.dense(2048)))  # exchanges gradients only
     whole, parts = (
         estimate(model, MemorySettings(), 1 << 18, Setup("ring_dilated", 2, 2, bucket_cap_mb=x), H200)
         for x in (None, 25)
@@ -211,7 +211,7 @@ def test_buckets_of_gradients_are_the_setups():
 
 
 def test_many_ranks():
-    """Planning up to 4,096 ranks takes seconds. Many heads are merged into fewer and wider heads with equal bytes."""
+    """Planning for 64 ranks is fast, because many heads are merged into fewer, wider heads with the same bytes."""
     pattern = DilatedPattern.geometric(2048, 1 << 24)
     model = replace(MINE, call=replace(MINE.call, pattern=pattern))
     t = estimate(model, MemorySettings("block"), 1 << 24, Setup("ring_dilated", 64), H200)
@@ -223,7 +223,7 @@ def test_many_ranks():
 
 
 def test_both_stacks_step_on_the_host():
-    """The decoder's parameters are copied and updated on the host, too."""
+    """Offloading copies and updates the parameters of the encoder and of the decoder on the host."""
     model = ld.SlidePretrainer(depth=1, dim=96, num_heads=4, decoder_dim=192, decoder_depth=3)
     facts_of_model = Facts.of(model, counted_model_of(model, "32-true"))
     setup = Setup("ring_dilated_fsdp", cpu_offload=True)

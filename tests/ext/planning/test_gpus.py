@@ -23,7 +23,7 @@ def test_links_are_those_of_the_gpu(name):
 
 
 def test_numbers_by_hand():
-    """16 lanes of 16 GT/s, 128 of 130 bits. An H200 reached 259 of 450 GB/s. GeForce GPUs copy through the host."""
+    """PCIe 4 has 16 lanes of 16 GT/s (128 of 130 bits). The other links scale with an H200's: 259 of 450 GB/s."""
     assert pytest.approx(16 * 16e9 / 8 * 128 / 130, rel=0.001) == PCIE4
     assert GPUS["L40S"].links.near == GPUS["A10"].links.near == pytest.approx(PCIE4 * 259e9 / NVLINK4, abs=0.5e9)
     assert GPUS["RTX4090"].links.near == GPUS["RTX3090"].links.near == pytest.approx(9e9, abs=0.5e9)

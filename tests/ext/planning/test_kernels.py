@@ -39,7 +39,7 @@ def fork(x, w, u, v):
 
 
 def wait(x, w, u, v):
-    """The second operation needs a product with the first's result: two kernels. The second works in place."""
+    """The second operation needs a product with the first one's result. Of the two kernels, the second works in place."""
     h = x @ w
     a = h.sin()
     return a @ u, (h * (a @ u).sum()) @ v
@@ -70,8 +70,8 @@ def test_by_hand(run):
         kernels = Kernels(graph, Graphs(tape))
         with tape:
             results = kernels(inputs)
-        assert not inputs  # compiled code empties the list, too
-        assert tape.peak == pytest.approx(PEAKS[run], abs=64)  # sums take a few bytes
+        assert not inputs  # like compiled code, it empties the list
+        assert tape.peak == pytest.approx(PEAKS[run], abs=64)  # sums need a few bytes
         want = sum(x.untyped_storage().nbytes() for x in (results if isinstance(results, tuple) else [results]))
         assert tape.live == want
 

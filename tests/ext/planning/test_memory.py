@@ -54,7 +54,7 @@ MEASURED = {
 
 @pytest.mark.parametrize("case", MEASURED, ids=lambda case: f"{case[0]}-{case[3]}")
 def test_measured(case):
-    """The error must be at most 10 %, and should be at most 5 %. It is up to 1.7 %, with GiB given to three digits."""
+    """Errors must be at most 2.5 %, and the largest is 1.7 %. Measured GiB have up to three digits."""
     kind, compiled, strategy, policy = case
     model = ld.LongNetLM(**BYTES) if kind == "bytes" else ld.SlideEncoder(**SLIDES)
     plan = footprint(counted_model_of(model, memory=MemorySettings(policy), compile_blocks=compiled))
@@ -66,7 +66,7 @@ def test_measured(case):
 
 @pytest.mark.parametrize("compiled, each", [(True, 2 + 2), (False, 2 + 4 + 4)])
 def test_bytes_of_a_logit(compiled, each):
-    """A compiled loss stores logits and their gradient in 16 bits, an eager one also an fp32 copy and log-softmax."""
+    """A compiled loss stores 16-bit logits and gradients. An eager loss also stores an fp32 copy and the log-softmax."""
     words = 1 << 17
     plan = footprint(
         counted_model_of(lm(vocab_size=words), "bf16-mixed", MemorySettings("block"), compiled), (1024, 2048)

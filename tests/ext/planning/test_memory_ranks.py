@@ -61,7 +61,7 @@ def test_fsdp_deals_parameters(counted):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_output_projection_has_its_whole_gradient(offload):
-    """From the head's backward on, it is unsharded until FSDP reduces the parameters outside of blocks, at the end."""
+    """From the head's backward on, the gradient is unsharded. FSDP reduces parameters outside of blocks at the end."""
     model = lm(vocab_size=4096, tie_embeddings=False)
     plan = footprint(counted_model_of(model, "bf16-mixed", MemorySettings("block")), (1024, 2048))
     setup, size = Setup("ring_dilated_fsdp", 4, 4, cpu_offload=offload), 4096 * 64 * 4
@@ -71,7 +71,7 @@ def test_the_output_projection_has_its_whole_gradient(offload):
 
 
 def test_cpu_offload_leaves_gathered_blocks(counted):
-    """Gathered blocks stay on the GPU. The host pads parameters and gradients, but not states, to powers of two."""
+    """Gathered blocks stay on the GPU. The host pads parameters and gradients to powers of two, but not the states."""
     whole, block = counted.parameters, counted.blocks[0][0]
     edge = whole - 8 * block
     plain = memory(counted, 1 << 14, Setup("ring_dilated_fsdp", 4, 4))
@@ -91,7 +91,7 @@ def test_cpu_offload_leaves_gathered_blocks(counted):
 
 
 def test_host_memory_limits_cpu_offload():
-    """If host memory is limited, block inputs get the memory that is left after the states."""
+    """If host memory is limited, block inputs may use the memory that the states leave."""
     model = lm(depth=8)
     subject = counted_model_of(model)
     setup = Setup("ring_dilated_fsdp", 2, 2, cpu_offload=True)

@@ -1,8 +1,8 @@
 """Steps on many ranks: small steps added up by hand; work and bytes equal the definition and the planner.
 
-`machines` has the device. With 64 tokens per rank, forward + backward of a block take 6 + 14 ms without attention, 10 +
-20 ms for own attention, 1 + 2 ms more per wide branch, 1 + 2 ms per batch of received rows, and 0.125 + 0.375 ms for
-the few rows that they reach. Packing (0.5 ms) and summing gradients (0.25 ms) overlap own attention.
+`machines` has the device. With 64 tokens per rank, forward + backward of a block take 6 + 14 ms without attention. 10 +
+20 ms are for own attention, 1 + 2 ms per wide branch, 1 + 2 ms per batch of received rows, and 0.125 + 0.375 ms for
+queries that attend to these rows. Packing (0.5 ms) and summing gradients (0.25 ms) overlap own attention.
 """
 
 import time
@@ -41,7 +41,7 @@ def step(ranks, pattern=None, model=None, options=None, **how):
     return step_on_ranks(model or machine(), cycle, 64, setup_of(ranks, **how), **options or {})
 
 
-#: a block on two ranks: its other layers, own attention with a wide branch, a batch of rows, few rows; both passes
+#: two blocks on two ranks: other layers, own attention and a wide branch, received rows, their queries; both passes
 TWO = 2 * (6 + 11 + 1 + 0.125 + 14 + 2 + 22 + 0.375) + OUTSIDE
 
 
@@ -148,7 +148,7 @@ def test_slower_links_never_help(exchange):
 
 
 def test_zigzag_gives_ranks_equal_work():
-    """With a dense causal pattern, the last of four contiguous ranks would compute 1.75 times the mean."""
+    """In a dense causal pattern, the last of four contiguous shards would have 1.75 times the mean work."""
     dense, model = (
         DilatedPattern.dense(),
         machine(causal=True, arrive_forward=Line(0, 1e-5), arrive_backward=Line(0, 2e-5)),
@@ -178,7 +178,7 @@ def test_layers_of_other_groups(head_size):
 
 
 def test_a_pair_among_many_keys_and_its_row():
-    """In a dense layer, `long_forward` is the time per pair. A row takes the measured rows' time beyond its pairs."""
+    """In a dense layer, `long_forward` is the time per pair, and a row takes at least no additional time."""
     slow = machine(long_forward=1e-7, long_backward=2e-7)
     forward, backward = attention_seconds(slow, 64)
     assert (forward.pair, backward.pair) == (1e-7, 2e-7)

@@ -52,14 +52,14 @@ SECONDS = {
 }
 
 
-#: GiB from the same files, and the allowed relative error
+#: name of a row -> (GiB from the same files, allowed relative error)
 PEAKS = {
     "H100": (17.4, 0.025),
     "three recurrences": (19.4, 0.025),
     "words, kv_conv": (53.86, 0.01),
     "kept stream": (85.6, 0.025),
 }
-#: allowed errors of seconds, if they are not 0.1
+#: name of a row -> allowed relative error of its seconds; other rows may have 0.1
 WITHIN = {"hybrid stream of 4M": 0.03, "narrow stream, blocks": 0.12}
 
 
@@ -91,7 +91,7 @@ STREAMS = (ROOT / "benchmarks" / "results" / "2026-11-26_streams.jsonl").read_te
 
 @pytest.mark.parametrize("line", STREAMS)
 def test_streams(line):
-    """In chunks of 1,048,576 tokens, seconds must be within 10 % and memory within 5 %; memory is exact to 0.5 %."""
+    """Errors of streamed steps must be at most 10 % in seconds, and 0.5 % in memory."""
     row = json.loads(line)
     depth, dim = map(int, row["model"].split(" x "))
     tokens = row["tokens"]
@@ -101,8 +101,8 @@ def test_streams(line):
     assert case.memory(settings, tokens).peak / GIB == pytest.approx(row["gib"], rel=0.005)
 
 
-#: (file's day, recompute): {tokens per GPU: {GPUs: ms}}, of one machine, or of four GPUs' first day. Not included:
-#: 65,536 tokens on two GPUs with slower hosts (up to 19 % over the plan, which ignores the host)
+#: (day of the file, recompute): {tokens per GPU: {GPUs: milliseconds of a step}}. Not included:
+#: 65,536 tokens on two GPUs with slow hosts, which take up to 19 % longer than planned, as the plan ignores the host
 STEPS = {
     ("22", "none"): {65536: {1: 140.6, 2: 147.4, 4: 173.4}, 262144: {1: 533.7, 2: 545.0, 4: 554.8}},
     ("22", "attention-kept"): {1 << 20: {1: 2336.4, 4: 2418.6}},
@@ -120,7 +120,7 @@ def seconds_of(tokens, ranks, recompute, beyond=0.0):
 
 @pytest.mark.parametrize("day, recompute", STEPS)
 def test_steps(day, recompute):
-    """Given the measured step of one GPU, errors must be at most 15 %; all but the shortest step of four have 3.5 %."""
+    """With the step of one GPU given, errors may be at most 3.5 %, or 15 % for the shortest step on four GPUs."""
     for tokens, rows in STEPS[day, recompute].items():
         beyond, several = rows[1] / 1e3 - seconds_of(tokens, 1, recompute), {n: ms for n, ms in rows.items() if n > 1}
         assert beyond >= 0 and several

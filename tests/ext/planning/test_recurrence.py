@@ -31,7 +31,7 @@ def call(tokens, whole=None):
 @pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
 @pytest.mark.parametrize("kind", SPECS)
 def test_workspace_is_that_of_a_longer_call(kind, forward, monkeypatch):
-    """The estimate from two short lengths equals a longer call; with windows, a window plus the states between."""
+    """An estimate from two short lengths equals a longer call. With windows, it covers a window and all stored states."""
     spec, tokens = op.encode(kind, SPECS[kind], True), 3000
     counted = workspace.recurrence_workspace(forward, call(tokens), spec, Meter)
     held = workspace._recurrence_held(forward, tokens, (4, 2, 16), torch.float32, spec, Meter())
@@ -41,7 +41,7 @@ def test_workspace_is_that_of_a_longer_call(kind, forward, monkeypatch):
     less = workspace.recurrence_workspace(forward, call(tokens), spec, Meter)
     held = workspace._recurrence_held(forward, tokens, (4, 2, 16), torch.float32, spec, Meter())
     assert less == pytest.approx(held, rel=0.15) and less < 0.45 * counted
-    assert workspace.recurrence_workspace(forward, call(tokens, 2 * tokens), spec, Meter) == counted  # ranks share it
+    assert workspace.recurrence_workspace(forward, call(tokens, 2 * tokens), spec, Meter) == counted  # of one rank
 
 
 # -- in a model --------------------------------------------------------------------------------------------------------
@@ -60,12 +60,12 @@ def case(layers=(), gpu="H100", heads=4, precision="bf16-mixed"):
 
 
 def seconds(settings=KEPT, tokens=TOKENS, **options):
-    """Return the seconds of all recurrences."""
+    """Return the seconds that all recurrences of a step take."""
     return case(**options).time(settings, tokens).step.compute.get("recurrence", 0.0)
 
 
 def test_layers_that_differ_lie_between():
-    """If every other layer has a recurrence, its time is half, and memory is between no and all recurrences."""
+    """With a recurrence in half of the layers, its time is half, and memory is between none and all."""
     none, half, whole = (case(layers) for layers in ("", "-g", "g"))
     peaks = [x.memory(KEPT, TOKENS).peak for x in (none, half, whole)]
     assert peaks[0] < peaks[1] < peaks[2]

@@ -62,5 +62,5 @@ def test_repeats_are_found():
     assert find_repeats("xababababy") == [Repeat(3, 5, 1)]
     assert find_repeats("aaaaaaa", 2) == []  # three groups and a shorter group
     assert find_repeats("aaaaaaaa", 2) == [Repeat(2, 4, 1)]
-    # first runs of one layer, then repetitions of the rest
+    # runs of the same layer are found first, then repetitions of what remains
     assert find_repeats("daaaaa" * 4) == [Repeat(i, i + 1, 2) for i in (2, 6, 10, 14)] + [Repeat(4, 8, 1)]

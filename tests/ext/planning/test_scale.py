@@ -66,7 +66,7 @@ def run_script(tmp_path, monkeypatch, options: str) -> list[str]:
 
 
 def test_script(tmp_path, monkeypatch, capsys):
-    """A step with the estimated time has the deviation 0. A step that took 1.5 times that has -1/3."""
+    """If a step took the estimated time, the deviation is 0. If it took 1.5 times as long, the deviation is -1/3."""
     options = "--tokens 64 --ranks 1 2 --round 1e-12 --plot p.png"
     lines = run_script(tmp_path, monkeypatch, f"{options} --measured 1:64:115 1:64:172.5 2:64:500:gather")
     assert "| 1 | 64 | none | 115.0 | 115.0 | +0.0 % | 0.00 |" in lines
@@ -76,7 +76,7 @@ def test_script(tmp_path, monkeypatch, capsys):
 
 
 def test_calibrated(tmp_path, monkeypatch):
-    """A step of one GPU took 5 ms more than its parts with 64 tokens, and 9 ms more with 128."""
+    """With 64 tokens, a step of one GPU took 5 ms longer than its parts. With 128 tokens, it took 9 ms longer."""
     options = "--no-table --round 1e-12 --calibrate --measured 2:64:500:gather"
     lines = run_script(tmp_path, monkeypatch, f"{options} 1:128:232 1:64:120")
     assert "5.0 ms with 64 tokens, 9.0 ms with 128 tokens" in lines[1]
@@ -107,7 +107,7 @@ def test_links_of_a_file(tmp_path, monkeypatch):
 
 
 def test_parts_longer_than_the_step(tmp_path, monkeypatch):
-    """The overhead is at least 0."""
+    """If the parts take longer than the step, the overhead is 0."""
     lines = run_script(tmp_path, monkeypatch, "--no-table --calibrate --measured 1:64:100")
     assert "0.0 ms with 64 tokens" in lines[1]
     assert "| 1 | 64 | none | 100.0 | 115.0 | +15.0 % | 0.00 |" in lines

@@ -112,7 +112,7 @@ def hybrid(depth=6, **options):
 
 
 def test_hybrid():
-    """Dense layers keep rows of other ranks, shifted local layers few, other layers none. FLOPs add up over layers."""
+    """Dense layers keep many rows of other ranks, shifted local layers keep few, and other layers keep none."""
     model = hybrid()
     subject = counted_model_of(model)
     assert {p: n for p, n in ((x.pattern, n) for x, n in subject.call.layers(6))} == Counter(model.patterns)

@@ -121,7 +121,7 @@ def test_host_memory_is_what_training_takes(offload):
 
 
 def lives(settings):
-    """Return the bytes outside of the host at the start of each decoder block, in forward and recomputation."""
+    """Return the bytes that are not offloaded when each decoder block starts, in forward and recomputation."""
     model = mae(decoder_depth=5)
     model.configure_model()
     for stack in (model.transformer, model.decoder):
@@ -150,7 +150,7 @@ def lives(settings):
     [(1.0, 1), (0.6, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((0.2, 1), (0.4, 2), (1.0, 2)))],
 )
 def test_the_decoders_inputs_are_where_training_has_them(offload, every):
-    """Decoder inputs are on the GPU or host as in a real step. If all encoder inputs are sent, the last is on both."""
+    """Decoder inputs are on the GPU or host as in a real step. If all encoder inputs are offloaded, the last is on both."""
     settings = MemorySettings("block", every, offload)
     here, away = lives(MemorySettings("block", every)), lives(settings)
     plan = counted(settings=MemorySettings("block", every), decoder_depth=5)
@@ -246,7 +246,7 @@ def test_parameters_are_the_models(kind):
 @pytest.mark.parametrize("policy", ["none", "block"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_time_counts_both_stacks(policy, ranks):
-    """A decoder equal to the encoder takes the time and the bytes of the same number of additional blocks."""
+    """A decoder of the encoder's width costs as much time and memory as adding its blocks to the encoder."""
     setup = Setup("ring_dilated", ranks, ranks)
     two_stacks = facts(mae(**WIDE, decoder_dim=64))
     alone = facts(mae(**WIDE, depth=7, decoder_depth=1)).stacks[0]
@@ -266,7 +266,7 @@ def test_settings_cost_of_both_stacks():
         for x in (SETTINGS["none"], SETTINGS["attention-kept"], SETTINGS["block"], SETTINGS["groups"])
     ]
     assert sorted(seconds) == seconds
-    again = seconds[2] - seconds[0]  # all blocks again; with groups of two, half of them again, with a whole forward
+    again = seconds[2] - seconds[0]  # for all blocks; groups of two add a whole forward for half of them
     whole = 0.0
     for machine in (scaled(x, GPUS["H200"]) for x in model.stacks):
         whole += (1 - machine.again) * machine.at(1 << 18).rest_forward * machine.depth / 2

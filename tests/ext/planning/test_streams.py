@@ -63,7 +63,7 @@ for tokens in (16384, 32768, 65536):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["DilatedPattern.dense(1024)", "DilatedPattern.geometric(1024, 65536)"])
 def test_peak_is_flat_in_the_length(name):
-    """Minus the closed form (rows stored, in use, and their gradients, in fp32), the peak is constant to 2 %."""
+    """Without the memory of carried rows (stored, in use, fp32 gradients), the peak is constant to 2 %."""
     peaks = printed(PEAKS.replace("PATTERN", name))
     pattern = eval(name, {"DilatedPattern": ld.DilatedPattern})
     rows = [carried_rows(pattern, 4, 4, n, 4096) for n in (16384, 32768, 65536)]
@@ -80,7 +80,7 @@ def plan_of(**options):
 
 
 def test_memory_and_time_of_a_case():
-    """Memory covers a chunk and the carried rows. Time grows with the number of chunks. Truncation saves a forward."""
+    """Memory covers a chunk and carried rows. Time is proportional to the length. Truncation saves a forward."""
     case, settings = plan_of(), MemorySettings("block", stream=8192)
     whole = case.memory(MemorySettings("block"), 8192)
     assert case.memory(settings, 8192) == whole

@@ -38,7 +38,7 @@ def test_passes(run, passes):
 
 
 def test_products():
-    """A product of wide matrices counts its FLOPs, a product with an adapter's rank the bytes it reads and writes."""
+    """Products of wide matrices count by their FLOPs. Narrow products with an adapter count by the bytes they move."""
     assert work_of(lambda x, w: x @ w, (TOKENS, 2048), (2048, 1024)) == Work(2 * 2048 * 1024, 0)
     narrow = work_of(lambda x, w: x @ w, (TOKENS, 2048), (2048, 16))
     assert narrow == Work(0, ELEMENT * (2048 + 16 + 2048 * 16 / TOKENS)) and RIDGE * narrow.moved > 2 * 2048 * 16

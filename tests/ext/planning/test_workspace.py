@@ -37,13 +37,13 @@ def test_measured(name):
 
 
 def test_by_hand():
-    """Without stretches, the first branch's part becomes the result, and the second branch's part needs more memory."""
+    """Without stretches, the first branch writes into the result. The second branch needs additional memory."""
     pattern, n = DilatedPattern.longnet([64, 128], [1, 2]), 1024
     call = OpCall(pattern, 2, 2, 64, False, n, engine="cudnn")
     rows, row = 2 * n, 64 * 2
     # the second branch has half of the rows; its backward needs dq in fp32, delta and the log-sum-exp
     own = rows * (row + 4)
-    # the first branch's part becomes out, and its log-sum-exp exists until it is merged
+    # the first branch writes into out, and its log-sum-exp exists until the branches are merged
     assert workspace(call)[0] == rows // 2 * (row + 4) + 0 * own
     assert workspace(call)[1] == rows // 2 * (3 * row + 4 * 64 + 8)
     assert call.results == (rows * (row + 4), 3 * rows * row)
@@ -63,7 +63,7 @@ def test_global_tokens(engine):
     call = OpCall(pattern, 2, 2, 64, False, n, engine=engine)
     without_global = replace(call, pattern=DilatedPattern([(64, 1), (128, 2)]), final=False)
     rows, row = 2 * n, 64 * 2
-    crossing = (rows - 2 * 4) * (row + 2 * 4 * 64 + 4 * 4)  # queries of the other tokens, keys of the four global ones
+    crossing = (rows - 2 * 4) * (row + 2 * 4 * 64 + 4 * 4)  # other tokens attend to the four global ones
     assert workspace(call)[0] == max(workspace(without_global)[0], rows * 2 * 64 + crossing)
     part = (rows - 2 * 4) * (3 * row + 2 * 4 + (4 * 64 if engine == "cudnn" else 0))
     assert workspace(call)[1] == 3 * rows * row + max(workspace(without_global)[1], part, 3 * rows * row)

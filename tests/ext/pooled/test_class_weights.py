@@ -51,7 +51,7 @@ def test_a_list(task):
 
 @pytest.mark.parametrize("counts, weights", [([6, 2], [8 / 12, 8 / 4]), ([6, 0, 2], [8 / 12, 1.0, 8 / 4])])
 def test_balanced_counts_the_training_samples(counts, weights):
-    """Weights have the mean 1 over samples, and each class has an equal share. An absent class has no influence."""
+    """The mean weight of a sample is 1, and all classes have the same share. An absent class changes nothing."""
     balanced = model(class_weights="balanced", num_classes=len(counts))
     trainer(max_steps=1).fit(balanced, Data(counts))
     assert balanced._loss_weights == weights

@@ -1,4 +1,4 @@
-"""LongNetClassifier and what pooled models share: every task learns, metrics of whole epochs, fine-tuning."""
+"""LongNetClassifier, and features of all pooled models: learning each task, metrics of epochs, fine-tuning."""
 
 import csv
 import functools
@@ -209,7 +209,7 @@ def test_a_blank_row_is_refused():
 
 @pytest.mark.parametrize("label, message", [([0, 3], "found 3"), ([0.5, 1.0], "must be integers"), ([0, 1], None)])
 def test_labels_are_read_before_they_are_moved(label, message):
-    """Labels are read once, because a GPU waits at each read. A wrong one raises in the step, on all ranks."""
+    """Labels are read once, because each read waits for the GPU. A wrong label raises in the step, on all ranks."""
     model = LongNetClassifier(PATTERN, vocab_size=8, num_classes=3, **SIZES)
     model.configure_model()
     checked, check = [], model.head.check

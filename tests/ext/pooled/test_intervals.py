@@ -1,4 +1,4 @@
-"""BootstrapIntervals: intervals against theory, whole groups, the same on any number of ranks, file and table."""
+"""BootstrapIntervals: agreement with theory, whole groups, equal results on any number of ranks, file and table."""
 
 import csv
 

@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Stack(pl.LightningModule):
-    """`depth` blocks in a ModuleList. `again`: how the module itself recomputes them: "reentrant", "other" or not."""
+    """`depth` blocks. `again`: kind of checkpoint with which the module recomputes them, "reentrant" or "other", or None."""
 
     def __init__(self, depth=2, again=None):
         super().__init__()

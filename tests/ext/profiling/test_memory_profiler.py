@@ -52,16 +52,16 @@ def but_scalars(span):
 
 
 def test_by_hand(tmp_path):
-    """In the second step of two blocks, weights, gradients and momenta have 512 bytes each, the batch 128."""
+    """In the second step, weights, gradients and momenta of two blocks have 512 bytes each. The batch has 128."""
     profiler, steps = fit(tmp_path, Stack(), check_val_every_n_epoch=None)
     spans = highest(profiler.measured)
     always = {PARAMETERS: 512, GRADIENTS: 512, OPTIMIZER: 512, BATCH: 128}
-    # within a block, the output of the Linear exists until the output of the Tanh does
+    # within a block, the output of the Linear exists until the Tanh has computed its output
     first, second = spans[Phase(FORWARD, 0)], spans[Phase(FORWARD, 1)]
     assert first.kinds == {**always, ACTIVATIONS: 128, TEMPORARY: 128} and first.allocated == 1920
     assert second.kinds == {**always, ACTIVATIONS: 256, TEMPORARY: 128} and second.allocated == 2048
     assert but_scalars(spans[Phase(FORWARD)]) == ({**always, ACTIVATIONS: 256}, 1920)
-    # gradients of the last step are freed, and each block's backward allocates the block's gradients again
+    # the gradients of the previous step are freed, and the backward of each block allocates new ones
     fixed = {PARAMETERS: 512, OPTIMIZER: 512, BATCH: 128}
     assert but_scalars(spans[Phase(BACKWARD)])[1] <= 1664
     # second block: the first block's saved output, the gradient of the second block's weight, and the gradients of the
@@ -95,7 +95,7 @@ def test_recomputed_by_the_module(tmp_path, again):
     assert but_scalars(spans[Phase(FORWARD)])[0][ACTIVATIONS] == 2 * ACTIVATION  # block inputs without the batch
     for i in range(3):
         kinds = spans[Phase(BACKWARD, i)].kinds
-        assert kinds[GRADIENTS] in ((2 - i) * WEIGHT, (3 - i) * WEIGHT)  # of later blocks, at the end of this one, too
+        assert kinds[GRADIENTS] in ((2 - i) * WEIGHT, (3 - i) * WEIGHT)  # later blocks, finally this one
         assert kinds[ACTIVATIONS] // ACTIVATION == i  # inputs of this block and of earlier blocks, without the batch
         assert kinds[TEMPORARY] >= 2 * ACTIVATION  # recomputed activations, gradients
 
@@ -155,7 +155,7 @@ def test_some_steps(tmp_path):
 
 
 def test_several_batches_a_step(tmp_path):
-    """During the forward of the second batch, gradients of the first one exist. The optimizer runs once for both."""
+    """During the forward of the second batch, the first batch's gradients exist. The optimizer runs once for both."""
     profiler, steps = fit(tmp_path, Stack(), 2, accumulate_grad_batches=2)
     assert list(steps) == [0, 1] and profiler.steps == 2
     spans = [x for x in profiler.measured.spans if x.phase == Phase(FORWARD, 1)]
@@ -169,7 +169,7 @@ def test_several_batches_a_step(tmp_path):
 
 
 def test_validation_is_not_counted(tmp_path):
-    """The batches of the validation are a thousand times larger. `Stack` keeps the gradients during it."""
+    """Validation batches are a thousand times larger. `Stack` keeps the gradients during validation."""
     plain, _ = fit(tmp_path, Stack(), 4, limit_val_batches=0)
     checked, _ = fit(tmp_path, Stack(), 4, val_check_interval=1)
     assert plain.rows == checked.rows and plain.peak_allocated == checked.peak_allocated == 2048

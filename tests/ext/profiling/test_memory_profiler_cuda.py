@@ -47,7 +47,7 @@ class Allocator:
 
 
 def played(monkeypatch, exchange="gather"):
-    """Simulate a step of two blocks: weights and momenta of 512 bytes each, batch 128, others 7000, start at 8152."""
+    """Simulate a step of two blocks. It starts with 8152 bytes: weights 512, momenta 512, batch 128, other owners 7000."""
     module, allocator, x = Stack(2), Allocator(monkeypatch, 8152), torch.ones(4, 8)
     optimizer = module.configure_optimizers()
     optimizer.state = {p: {"momentum_buffer": torch.zeros_like(p)} for p in module.parameters()}
@@ -93,7 +93,7 @@ def test_the_allocator(monkeypatch):
     kinds = lambda **amounts: {**base, **none, **{names[k]: n for k, n in amounts.items()}}  # noqa: E731
     names = {"g": GRADIENTS, "e": EXCHANGE, "a": ACTIVATIONS, "t": TEMPORARY}
     assert spans == [
-        # memory of other owners counts as temporary in every phase
+        # memory of other owners always counts as temporary
         (Phase(FORWARD), 8170, 13170, kinds(a=8, t=7010)),
         # 1000 bytes remain, including 300 of rows; 400 bytes are in transit
         (Phase(FORWARD, 0), 9660, 14660, kinds(a=708, e=400, t=7400)),
@@ -101,7 +101,7 @@ def test_the_allocator(monkeypatch):
         (Phase(FORWARD, 1), 10760, 15760, kinds(a=1408, e=700, t=7500)),
         (Phase(FORWARD), 10300, 15300, kinds(a=1448, e=600, t=7100)),
         (Phase(BACKWARD), 10250, 15250, kinds(a=1448, e=600, t=7050)),
-        # bytes saved at the start of the phase; its rows are freed with them
+        # activations as at the start of the phase, which frees them together with their rows
         (Phase(BACKWARD, 1), 11000, 16000, kinds(a=1448, e=670, t=7730)),
         (Phase(BACKWARD, 0), 9900, 14900, kinds(a=808, e=300, g=256, t=7384)),
         (Phase(REST), 8664, 13664, kinds(g=512, t=7000)),
@@ -124,7 +124,7 @@ def test_the_allocator_around_the_ring(monkeypatch):
 # -- a GPU -------------------------------------------------------------------------------------------------------------
 @pytest.mark.gpu
 def test_a_gpu(tmp_path):
-    """Peaks are at most the allocator's. Memory that Python does not see adds to the bytes of the CPU test."""
+    """Peaks do not exceed reserved memory. They exceed the CPU's by memory that libraries allocate."""
     profiler = MemoryProfiler(1, folder=tmp_path, snapshot_steps=(1, 2))
     built = quiet(max_steps=3, callbacks=[profiler], accelerator="gpu", devices=1)
     torch.cuda.reset_peak_memory_stats()

@@ -173,7 +173,7 @@ def fails(folder, profiler, where, block=1, steps=4, **options):
 
 @pytest.mark.parametrize("every", [1, 50])
 def test_in_the_forward(tmp_path, monkeypatch, every):
-    """The third step fails in the forward, in a measured step or in another."""
+    """The third step fails in its forward, whether or not the profiler measures this step."""
     monkeypatch.setattr(memory_profiler, "planned", lambda trainer, module: f"{type(module).__name__} needs less.")
     said = fails(tmp_path, MemoryProfiler(every), Forward(2))
     assert "rank 0 ran out of memory in step 2, forward of block 2 of 2: an allocation of 20.00 GiB failed" in said

@@ -84,7 +84,7 @@ def test_the_order_of_phases(again):
 
 
 def test_what_lies_between_blocks():
-    """A block's backward ends with the gradient of its input, for the first and the second block."""
+    """The backward of the first and of the second block ends when the gradient of the block's input exists."""
     module, between = Stack(2), nn.Linear(8, 8)
     run = lambda x: module.layers[1](between(module.layers[0](between(x))))  # noqa: E731
     assert followed(module, torch.ones(4, 8), run) == [*FORWARDS, (B, None), (B, 1), (B, None), (B, 0), (B, None)]
@@ -133,7 +133,7 @@ def test_copies_are_not_followed():
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
 def test_shares():
-    """Known bytes may exceed the allocated bytes. Then they are cut in order."""
+    """If the known bytes exceed the allocated bytes, later kinds are reduced."""
     parts = shares(700, {PARAMETERS: 512, GRADIENTS: 512, ACTIVATIONS: -5})
     assert parts[PARAMETERS] == 512 and parts[GRADIENTS] == 188 and parts[ACTIVATIONS] == parts[TEMPORARY] == 0
     assert sum(parts.values()) == 700

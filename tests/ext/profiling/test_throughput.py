@@ -81,7 +81,7 @@ def test_batches_are_noted_when_they_have_ended(gpu):
     assert rates == pytest.approx([1, 2, 16, 5], rel=1e-3)
     connector.should_update_logs = False
     monitor._update(trainer, module, batch, 1)
-    monitor._start(trainer)  # something else starts, such as a validation; earlier batches are recorded before
+    monitor._start(trainer)  # a validation or another stage starts, which first records earlier batches
     assert not monitor._under_way
     monitor._update(trainer, module, batch, 1)
     trainer.sanity_checking, trainer.state.fn = False, TrainerFn.VALIDATING

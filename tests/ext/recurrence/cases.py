@@ -29,9 +29,9 @@ class Case:
 
     Attributes:
         earlier: tokens of each document in an earlier call; None: the call gets no state.
-        padding: tokens after the longest sample; None: without lengths, and samples have equal lengths.
-        chunk: C, of gated_delta.
-        reset: log_decay of every third token; None: all are random.
+        padding: number of tokens after the longest sample.
+        chunk: chunk length of gated_delta.
+        reset: log_decay of every third token; None: all values are random.
     """
 
     kind: str
@@ -108,7 +108,7 @@ class Case:
         return sum((x * self.weights(*x.shape, seed=2 + i)).sum() for i, x in enumerate((out, *states)))
 
     def run(self) -> dict[str, Tensor]:
-        """Run recurrent_attention. Return its results, and the gradients of all tokens."""
+        """Run recurrent_attention. Return its results, and gradients for current and earlier tokens."""
         tensors, past = self.tensors(), self.past()
         settings = {**self.settings(), **self.limits()}
         if not self.causal:
@@ -128,7 +128,7 @@ class Case:
     ) -> dict[str, Tensor]:
         """Return results and gradients by name."""
         every = (*tensors, *past)
-        loss = self.loss(out, states) + 0 * sum(x.sum() for x in every)  # documents without tokens have gradients, too
+        loss = self.loss(out, states) + 0 * sum(x.sum() for x in every)  # gives all inputs a gradient
         grads = torch.autograd.grad(loss, every)
         names = [*NAMES[: len(tensors)], *(f"earlier {name}" for name in NAMES[: len(past)])]
         named = {"out": out.detach(), **{f"state {i}": x.detach() for i, x in enumerate(states)}}

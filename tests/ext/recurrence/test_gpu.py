@@ -37,7 +37,7 @@ def results(tensors, cu_seqlens=None):
 
 
 def compare(got, want, tolerance):
-    """Assert equality. log_decay's gradient may be 0, so its scale includes beta's, a sum of the same length."""
+    """Assert equality up to a tolerance. The gradient of log_decay may be 0, so its scale includes beta's scale."""
     for name, x in want.items():
         scale = max(float(want[y].abs().max()) for y in {name, "d beta" if name == "d log_decay" else name})
         off = float((got[name] - x).abs().max()) / scale
@@ -100,7 +100,7 @@ def test_windows_of_the_op():
         assert float((x - y).abs().max() / y.abs().max()) <= 2e-2
 
 
-#: D and E in the sweep; values of E with the same kernels run one after the other
+#: D and E in the sweep; values of E that share kernels are consecutive
 DIMS = (8, 16, 24, 32, 48, 64, 96, 128)
 #: (tokens, bounds of documents, whether the call has resets)
 CALLS = [

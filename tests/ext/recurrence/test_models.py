@@ -200,7 +200,7 @@ def test_recomputed_gradients_are_equal(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_truncated_gradients_do_not_depend_on_what_is_saved(name):
-    """Chunks carry detached states, also if the backward recomputes blocks."""
+    """Chunks carry detached states, even if the backward recomputes blocks."""
     model, data = lively(KINDS[name]), batch(1, 40)
 
     def gradients(**options):
@@ -224,7 +224,7 @@ LIMITS = {
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("name", KINDS)
 def test_windows_of_a_long_call_change_nothing(name, limits, monkeypatch):
-    """With windows of 7 tokens, one document begins with a window and others inside one. Chunks are split, too."""
+    """With windows of 7 tokens, some documents begin at a window, others inside one. Chunks have windows as well."""
     from lightning_dilated.ext.recurrence import op
 
     model, data = lively(KINDS[name], num_kv_heads=2), {**batch(1 + (limits != "packed"), 29), **LIMITS[limits]}
@@ -302,7 +302,7 @@ def test_decays_stay_in_fp32():
 
 
 def test_mixed_precision_computes_the_state_wide():
-    """bf16 rounds q, k and v but not the state, so after 2,000 tokens the error is still one of bf16."""
+    """q, k and v are rounded to bf16, but not the state. After 2,000 tokens the error is still as small as bf16's."""
     torch.manual_seed(0)
     layer = ld.MultiheadDilatedAttention(32, 2, ld.DilatedPattern.dense(8), causal=True, recurrence={"gate_init": 1.0})
     x = torch.randn(1, 2000, 32)

@@ -14,7 +14,7 @@ from lightning_dilated.recurrence.description import KINDS
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_results_lie_as_traced(kind, kv_heads):
-    """Results have the strides that tracing predicts, because compiled code reads results by them."""
+    """Results have the strides that tracing predicts, because compiled code relies on these strides."""
     q = torch.randn(2, 70, 4, 8)
     k, v = torch.randn(2, 2, 70, kv_heads, 8)
     gates = (-torch.rand(2, 70, kv_heads), torch.rand(2, 70, kv_heads)) if kind == "gated_delta" else (None, None)
@@ -42,7 +42,7 @@ def summary(kind, tensors, lengths):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_without_values(kind):
-    """Shapes equal the shapes with values, and later calls are not affected."""
+    """Tensors with and without values give the same shapes, and later calls are not affected."""
     tables.cache_clear()
     with FakeTensorMode():
         fake = summary(kind, arguments(kind), torch.tensor([70, 3]))
@@ -65,7 +65,7 @@ def test_traced_with_values(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_transforms_of_torch_func(kind):
-    """For transforms that it does not support, the op raises. recurrent_attention itself supports all of them."""
+    """The op raises under transforms that it does not support. recurrent_attention itself supports all transforms."""
     q, k, v, *gates = (x.detach() for x in arguments(kind))
     settings = {"kind": kind, "segment": None if kind == "gated_delta" else 16}
     spec = encode(*settings.values(), True)

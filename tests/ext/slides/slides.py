@@ -39,7 +39,7 @@ def slides(*tiles: int, features: int = 12, grid: int = 8, seed: int = 0) -> tup
 
 
 def batch(*tiles: int, **options: Any) -> dict[str, Tensor]:
-    """Return slides in the form of the DataModule: a blank row first, which counts in lengths; labels 0 and 1."""
+    """Return a batch like the DataModule's: lengths include the blank first row, and labels are 0 and 1."""
     x, coords, lengths = slides(*tiles, **options)
     features = torch.cat([torch.zeros_like(x[:, :1]), x], 1)
     coords = torch.cat([torch.full_like(coords[:, :1], -1), coords], 1)

@@ -34,7 +34,7 @@ def explicit(model, features, coords):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_the_explicit_softmax(way):
-    """A ragged batch equals each slide alone: all layers and heads, class token and tiles. Weights of padding are 0."""
+    """Weights in a ragged batch equal the weights for each slide alone, in all layers and heads. Padding has weight 0."""
     model = encoder(depth=3, **WAYS[way]).eval()
     features, coords, tiles = slides(40, 23, 1)
     queries = [39, 0, 22]
@@ -58,7 +58,7 @@ def test_equals_the_explicit_softmax(way):
 
 @pytest.mark.parametrize("padding", ["masked", "attended"])
 def test_rows_lack_the_class_tokens_own_weight_and_that_of_pads(padding):
-    """Segments begin at the class token, so only the last tile attends to pads, not the class token."""
+    """Segments begin at the class token, so it does not attend to pads, but the last tile does."""
     features, coords, _ = slides(40)
     model = encoder(padding=padding).eval()
     want = explicit(model, features, coords)[-1]

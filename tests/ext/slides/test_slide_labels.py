@@ -50,7 +50,7 @@ def test_split_column_without_a_test_split(folder, tmp_path):
 
 @pytest.mark.parametrize("by_column", [False, True], ids=["fraction", "column"])
 def test_all_slides_for_testing(folder, tmp_path, by_column, recwarn):
-    """Unlabelled slides to predict are in the order of files, even fewer than a batch. A fit raises with the reason."""
+    """Unlabelled slides are predicted in the order of files, even if they do not fill a batch. A fit raises an error."""
     options = {"batch_size": 13}
     if by_column:
         lines = [f"slide_{i:03d},{i % 3},test" for i in range(12)]

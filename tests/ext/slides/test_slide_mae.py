@@ -1,4 +1,4 @@
-"""SlidePretrainer: a counter determines the hidden tiles, which it cannot see. It learns and exports its encoder."""
+"""SlidePretrainer: a counter determines the tiles that the model cannot see; it learns, and exports its encoder."""
 
 import functools
 
@@ -23,7 +23,7 @@ def test_what_is_hidden():
     got = model.hidden_tiles(index, positions, lengths)
     assert not got[:, 0].any() and not got[3, 3000:].any()  # neither the class token nor padding is hidden
     assert got[:3, 1:].double().mean(1).tolist() == pytest.approx([0.75] * 3, abs=0.02)
-    assert torch.equal(got[1:, 7:90], model.hidden_tiles(index[1:], positions[7:90], lengths[1:]))  # in any call
+    assert torch.equal(got[1:, 7:90], model.hidden_tiles(index[1:], positions[7:90], lengths[1:]))  # again
     assert not torch.equal(got[0], got[1])
     other_masks = (
         pretrainer(mask_seed=1).hidden_tiles(index, positions, lengths),

@@ -1,4 +1,4 @@
-"""The order of tiles is raster in new models, and the trained order in other models, in every kind of run."""
+"""Tiles are in raster order for new models, and in the trained order for other models, in every kind of run."""
 
 import numpy as np
 import pytest

@@ -25,7 +25,7 @@ def cells(columns: int = 10, rows: int = 6) -> np.ndarray:
 
 
 def slides(folder: Path, sides: list[int], coords: np.ndarray | None = None, **attributes) -> str:
-    """Write a slide per tile side. Only `attributes` contain the side."""
+    """Write one slide for each side length of tiles, with these attributes."""
     coords = cells() if coords is None else coords
     for i, side in enumerate(sides):
         features = np.random.default_rng(i).standard_normal((len(coords), 4)).astype(np.float32)

@@ -28,7 +28,7 @@ def module(folder, path, **options) -> SlideDataModule:
 
 # -- groups --------------------------------------------------------------------------------------------------------------
 def torn(tmp_path):
-    """Return a csv with two slides per patient. The split column separates p0, p1 (train, test) and p2 (train, val)."""
+    """Return a csv with two slides per patient. The split column divides p0, p1 (train, test) and p2 (train, val)."""
     words = ["train"] * 12 + ["val"] * 4 + ["test"] * 4
     words[1] = words[3] = "test"
     words[5] = "val"

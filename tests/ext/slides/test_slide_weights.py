@@ -1,4 +1,4 @@
-"""Released slide encoders reproduce recorded outputs. Every name and shape is loaded, and missing ones are named."""
+"""Released slide encoders reproduce recorded outputs. All weights are loaded. Errors name missing weights."""
 
 import json
 
@@ -101,7 +101,7 @@ def test_every_name_and_shape_of_a_release(name):
 
 
 def table(state, dim=64, side=32):
-    """Return a state dict with the position table, computed row by row."""
+    """Return the state dict with an additional position table, which is computed row by row."""
     steps = torch.arange(side, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(dim // 4).double() / (dim / 4))
     axis = torch.cat([steps.sin(), steps.cos()], 1)
     rows = [torch.cat([axis[y], axis[x]]) for x in range(side) for y in range(side)]

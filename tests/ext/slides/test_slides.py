@@ -127,7 +127,7 @@ def test_forms_of_pt(tmp_path, coords, new):
 
 # -- subsets and orders ------------------------------------------------------------------------------------------------
 def rows_of(sample: dict, features: np.ndarray) -> list[int]:
-    """Return the numbers of the file's rows in a sample."""
+    """Return which rows of the file a sample has."""
     at = {tuple(x): i for i, x in enumerate(features.tolist())}
     return [at[tuple(x)] for x in sample["features"][1:].tolist()]
 

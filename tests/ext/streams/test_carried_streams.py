@@ -87,7 +87,7 @@ def test_a_new_sample_joins_old_ones(name):
     ],
 )
 def test_losses_are_those_of_the_whole(name, positions):
-    """Losses equal the whole, even if streams are batched otherwise than before, and documents begin."""
+    """Losses equal the losses of the whole sequence, even if the grouping of streams changes or documents begin."""
     model = MODELS[name].train()
     model.streaming.carried.clear()
     starts = torch.rand(3, 121, generator=torch.Generator().manual_seed(0)) < 0.05
@@ -154,7 +154,7 @@ def test_refusals():
 
 
 def test_other_head_chunks():
-    """A state stores rows by chunks of heads, so another number of chunks is refused."""
+    """A state stores rows by chunks of heads, so a different number of chunks is refused."""
     for before, after in ((1, 2), (2, 1), (4, 2)):
         model = lm().train()
         model.transformer.memory = MemorySettings(head_chunks=before)
@@ -235,7 +235,7 @@ def test_a_batch_that_failed_is_not_in_the_checkpoint(tmp_path):
 
 @pytest.mark.full
 def test_validation_is_that_of_the_whole(tmp_path):
-    """Validation equals the whole, also in mid-training. It differs from a validation of separate windows."""
+    """Even in mid-training, validation has the loss of the whole sequence, not the loss of separate windows."""
     checks = {"val_check_interval": 3, "num_sanity_val_steps": 2}
     trainer, model, data, losses = fitted(tmp_path, 5, **checks)
     assert losses == pytest.approx(fitted(tmp_path, 5, limit_val_batches=0)[3], rel=1e-12)
@@ -291,7 +291,7 @@ def test_losses_by_position_are_refused_before_any_work(tmp_path):
 
 @pytest.mark.full
 def test_flops_of_steps(tmp_path):
-    """A step attends to earlier steps. A validation does too, but starts new states."""
+    """A step attends to earlier steps. So does a step of a validation, which starts with new states."""
     counted, update = [], Throughput.update
     spy = lambda self, **x: counted.append(x["flops"]) or update(self, **x)  # noqa: E731
     with mock.patch.object(Throughput, "update", spy):
@@ -306,7 +306,7 @@ def test_flops_of_steps(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("steps", [7, 13])
 def test_the_pattern_is_checked_as_documents_grow(tmp_path, steps):
-    """The pattern is checked once, when documents reach a power of two of tokens, because a step is too short."""
+    """A step is too short to check the pattern, so it is checked once, when documents are long enough."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitted(tmp_path, steps, separator=None)
@@ -334,7 +334,7 @@ def tensors(state):
 
 
 def test_states_move_together():
-    """States from before the last batch move as well. A state that is shared remains shared."""
+    """States from before the last batch move as well. Shared states remain shared."""
     model = MODELS["convolution"].train()
     model.streaming.carried.clear()
     model.loss_terms(batch(0, 30, (0, 1)))
@@ -349,7 +349,7 @@ def test_states_move_together():
 
 @pytest.mark.full
 def test_what_a_run_leaves(tmp_path):
-    """When a run ends, states from before the last batch are freed, and other states move to the host with it."""
+    """When a run ends, states from before the last batch are freed, and other states move to the host with the model."""
     refs, moved, move = [], [], CarriedStreams.to
     put = CarriedStreams.put
 

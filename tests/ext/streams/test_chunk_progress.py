@@ -146,7 +146,7 @@ def test_a_bar_of_another_kind_is_let_be():
 
 
 def test_a_failed_step_and_the_model_afterwards():
-    """The text of a failed pass is not shown again, and the model has no progress callback afterwards."""
+    """After a failed pass, its text is not shown again, and the model has no progress callback."""
     model, shown, bar = tiny().train(), [], Tqdm()
     run_chunk, broken = model.streaming.chunk, []
 

@@ -39,7 +39,7 @@ def call(model, tokens, sizes, starts=None, chunk=7, **options):
 
 
 def expected(model, tokens, starts):
-    """Compute the same nats for whole samples with packed documents. The first token of a document has 0."""
+    """Compute the same nats from whole samples with packed documents. The first token of a document has 0 nats."""
     rows = []
     for row, begin in zip(tokens, starts, strict=True):
         bounds = torch.tensor([0, *[int(x) for x in begin.nonzero()[:, 0] if x], len(row)], dtype=torch.int32)
@@ -111,7 +111,7 @@ def test_state_of_a_recurrence_can_be_saved(name):
 
 @pytest.mark.parametrize("more", [{}, {"policy": "block", "head_chunks": 2}, {"policy": "attention-kept"}])
 def test_training_is_truncated(more):
-    """Training by calls has the gradients of `truncate` on the whole sequence."""
+    """Training call by call gives the same gradients as the whole sequence with `truncate`."""
     name = "geometric" if more.get("head_chunks") else "convolution"
     model, tokens = MODELS[name].train(), torch.randint(0, VOCABULARY, (2, 64))
     labels = tokens.roll(-1, 1)

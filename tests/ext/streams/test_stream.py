@@ -142,7 +142,7 @@ def test_chunks_out_of_order_and_of_other_lengths_are_refused():
 
 @pytest.mark.parametrize("pairs", [12.0, math.inf, 0.0])
 def test_few_carried_keys_are_tritons(pairs, monkeypatch):
-    """Triton computes up to this number of pairs in both passes. The call's own engine computes larger calls."""
+    """In both passes, Triton computes calls with up to `pairs` pairs. The call's own engine computes larger calls."""
     ran, plain = {"forward": [], "backward": []}, backends.ENGINES["math"]
 
     def recorded(name, q):
@@ -159,7 +159,7 @@ def test_few_carried_keys_are_tritons(pairs, monkeypatch):
 
 
 def test_carried_keys_are_cudnns_where_triton_cannot_serve_or_was_not_asked_for():
-    """Triton is used with "auto" only, if it can serve. The number of pairs holds on all GPUs that have a limit."""
+    """Triton is used only with "auto", and only if it supports the call. On all GPUs, the limit is the same or none."""
     gpu = Request(torch.device("cuda"), torch.bfloat16, 64, capability=(8, 0), changing=True)
     carried = backends.triton_up_to("auto", gpu)
     assert carried == (backends.CHANGING_UP_TO,) * 2 and carried[0] > 1024 * 2048
@@ -213,13 +213,13 @@ def test_stored_rows_share_memory(monkeypatch):
 
 @pytest.mark.gpu
 def test_stored_rows_are_copied_beside_the_computation():
-    """While the GPU computes, rows are copied both ways: before they are read, and before their memory is reused."""
+    """While the GPU computes, rows are copied in both directions, before they are read or their memory is reused."""
     store, device = Store(0), torch.device("cuda", torch.cuda.current_device())
     shape, stored, copies = (4096, 2, 64), [], streams.copy_stream(device)
     want = [torch.randn(shape, device=device) for _ in range(100)]
     for x in want:
         torch.cuda._sleep(100_000)
-        rows = x + 0  # computed after the wait
+        rows = x + 0  # computed when the GPU has waited
         stored.append(store.put(rows))
         del rows
         torch.full(shape, torch.nan, device=device)  # would be allocated in the rows' memory if that had been freed
@@ -227,7 +227,7 @@ def test_stored_rows_are_copied_beside_the_computation():
     same = []
     for i, x in enumerate(reversed(want)):
         rows = store.take(stored.pop(), device)
-        if i % 2:  # while the reader waits, the previous rows' memory may be used for the next copies
+        if i % 2:  # meanwhile, the next copies may use the memory of the previous rows
             torch.cuda._sleep(1_000_000)
         same.append((rows == x).all())  # does not wait for the GPU
         del rows

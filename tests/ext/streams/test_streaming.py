@@ -318,7 +318,7 @@ def test_compiled_blocks():
 
 @pytest.mark.parametrize("settings", [{"policy": "block"}, {"policy": "block", "head_chunks": 4}], ids=str)
 def test_a_route_is_made_once_in_each_pass(settings, monkeypatch):
-    """A chunk's route serves forward, recomputation and backward, and all layers with the same pattern."""
+    """A chunk has one route for forward, recomputation and backward, and for all layers with the same pattern."""
     routes, real = [], chunk_call.chunk_route
     monkeypatch.setattr(
         chunk_call, "chunk_route", lambda plan, i, *x: routes.append((i, plan.problem)) or real(plan, i, *x)
@@ -364,7 +364,7 @@ class Graphs:
 
 
 def test_whole_chunks_keep_their_graphs_after_a_shorter_one():
-    """Full chunks have graphs of fixed size. A last chunk of another length has a graph of any size: three graphs."""
+    """Full chunks have graphs of fixed size. A last chunk of a different length has a third graph, for any size."""
     graphs = Graphs()
     model = graphs.compile(lm())
     want, want_grads = gradients(lm(), text(61))
@@ -384,7 +384,7 @@ def test_whole_chunks_keep_their_graphs_after_a_shorter_one():
 
 
 def test_documents_of_any_number_share_graphs():
-    """Batches may have different numbers of documents. With a graph for each, torch's limit would be exceeded."""
+    """Batches may have different numbers of documents. A graph for each number would exceed torch's limit."""
     graphs = Graphs()
     model, same = graphs.compile(lm()), lm()
     for count in (1, 2, 3, 5, 8):
@@ -415,7 +415,7 @@ def test_a_copy_of_a_compiled_model_has_its_own_weights(settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"policy": "block", "tile": 6}, {"head_chunks": 2}], ids=str)
 def test_parts_of_whole_chunks_keep_their_graphs(settings):
-    """The same holds if the parts of blocks are compiled, for tiles of a chunk."""
+    """Full chunks also keep their graphs if parts of blocks are compiled for the tiles of a chunk."""
     graphs = Graphs()
     model = graphs.compile(lm())
     want, want_grads = gradients(lm(), text(61))

@@ -1,4 +1,4 @@
-"""Stores for tests of URLs: files copied to memory:// or to s3:// of moto's server, and records of requests."""
+"""Stores for tests of URLs: files copied to memory:// or to moto's server for s3://, and records of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-#: AWS credentials, without configuration files and metadata service; variables that name a proxy
+#: AWS credentials that need neither configuration files nor the metadata service; variables that name a proxy
 AWS = {
     "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null", "AWS_EC2_METADATA_DISABLED": "true",
@@ -38,7 +38,7 @@ def s3_server(patch: pytest.MonkeyPatch) -> Iterator[str]:
         patch.delenv(name, raising=False)
     for name, value in AWS.items():
         patch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()  # may be connected to another server
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # may be connected to a different server
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:

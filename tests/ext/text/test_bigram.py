@@ -1,4 +1,4 @@
-"""The bigram baseline equals a plain loop over exactly the pairs that the loader of a split returns."""
+"""The bigram baseline equals a plain loop over the pairs that the loader of a split returns."""
 
 import math
 from itertools import pairwise

@@ -21,7 +21,7 @@ from ...examples import examples
 
 
 def write(folder: Path, size: int, seed: int = 0) -> tuple[str, np.ndarray]:
-    """Write a directory of three files with `size` bytes in total. Return it and the bytes."""
+    """Write three files with `size` bytes in total. Return their directory and the bytes."""
     values = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
     for name, part in zip("abc", np.array_split(values, 3), strict=True):
         (folder / name).write_bytes(part.tobytes())
@@ -184,7 +184,7 @@ def test_just_enough_data(tmp_path: Path, size: int) -> None:
 
 
 class Ranked(pl.Trainer):
-    """A Trainer with a strategy that reports to be one of several ranks."""
+    """A Trainer with a strategy that claims to be one of several ranks."""
 
     distributed_sampler_kwargs: dict[str, int] | None = None
 
@@ -265,7 +265,7 @@ def test_all_loaders_in_a_trainer(tmp_path: Path, share: float) -> None:
     model, runner = Collector(), trainer()
     runner.fit(model, module)  # training also works without a validation split
     for run in (runner.test, runner.predict):
-        # if a run needs a split that is missing, it is an error, not an empty success
+        # if a run needs a missing split, it raises, and does not succeed without any data
         with nullcontext() if share else pytest.raises(ValueError, match=r"no test split.*data\.test_fraction is 0"):
             run(model, module)
     assert len(model.seen["train"]) == (28 if share else 48)

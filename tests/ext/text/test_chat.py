@@ -1,4 +1,4 @@
-"""Conversations as samples: labels are the assistant's words, and packs equal single conversations on any ranks."""
+"""Conversations as samples: labels are the assistant's words, and packs equal single conversations on all ranks."""
 
 import itertools
 import json
@@ -112,7 +112,7 @@ def test_all_tokens(module):
     st.lists(st.text(min_size=1, max_size=20) | st.sampled_from([START, END + "\n", "\n\n"]), min_size=2, max_size=7)
 )
 def test_tagged_and_prefixes_agree(contents):
-    """Tags and prefixes are independent ways to compute the mask. They agree, even if texts contain special tokens."""
+    """Tags and prefixes, two independent ways to compute the mask, agree, even if texts contain special tokens."""
     row = conversation(chat(*contents), "here")
     by_prefix, by_tags = TOKENIZERS()
     ids, mask = by_prefix.tokens(row)

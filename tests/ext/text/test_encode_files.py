@@ -1,4 +1,4 @@
-"""Characters without a token: an error if they would silently be dropped, a count if they become unknown tokens."""
+"""Characters without a token: an error if they would be dropped silently, and a count if they become unknown tokens."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_characters_without_a_token_are_not_left_out(tmp_path: Path) -> None:
 
 AFFIXED = {
     "end of a word": ("axb ax", r"a.txt holds 'x' \(U\+0078\), which the tokenizer would"),
-    "inside a word": ("ab a<s>b<", r"a.txt holds '<' \(U\+003C\), which the token"),  # "<s>" is a token, "<" is none
+    "inside a word": ("ab a<s>b<", r"a.txt holds '<' \(U\+003C\), which the token"),  # "<s>" is a token, "<" is not
     "all there": ("ab ax\nb<s>x", None),
     "a word at cuts": ("c" * 2000 + "x b", None),  # c has a token, but not at the end of words
 }
@@ -41,7 +41,7 @@ AFFIXED = {
 
 @pytest.mark.parametrize("name", AFFIXED)
 def test_what_is_left_out_depends_on_the_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """With a BPE suffix for word ends, x has a token only there. Pieces of 300 characters split words."""
+    """With a BPE suffix for word ends, x has a token only at word ends. Pieces of 300 characters split words."""
     monkeypatch.setattr(tokenizer, "PIECE", 300)
     monkeypatch.setattr(tokenizer, "OVERLAP", 128)
     text, says = AFFIXED[name]
@@ -61,7 +61,7 @@ def test_what_is_left_out_depends_on_the_word(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_is_left_out_is_seen_around_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each position is checked in at least one of two adjacent pieces."""
+    """A character without a token is found at every position, even where two pieces overlap."""
     monkeypatch.setattr(tokenizer, "PIECE", 60)
     monkeypatch.setattr(tokenizer, "OVERLAP", 32)
     bpe = tokenizers.Tokenizer(models.BPE({"a": 0}, []))

@@ -50,7 +50,7 @@ def write(folder: Path, **texts: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["bytes", "marked", "composed", "plain"])
 def test_pieces_give_the_tokens_of_the_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Pieces of 300 characters cut words in random order, with blanks, long runs and special tokens between them."""
+    """The text has words in random order, blanks, long runs and special tokens. Pieces of 300 characters cut words."""
     monkeypatch.setattr(tokenizer, "PIECE", 300)
     monkeypatch.setattr(tokenizer, "OVERLAP", 128)
     trained_tokenizer, draw = trained(kind), random.Random(0)
@@ -230,7 +230,7 @@ def test_what_has_all_bytes_is_encoded_once(tmp_path: Path, saved: str, monkeypa
 
 
 def test_half_a_character_is_not_left_out(tmp_path: Path) -> None:
-    """The BPE lacks the second byte of ê (0xc3 0xaa). It has the first, which é in its training text has, too."""
+    """The BPE lacks the second byte of ê (0xc3 0xaa), but has the first, because its training text contains é."""
     bpe = trained()
     bpe.model = models.BPE()
     bpe.train_from_iterator(["é and ü"], trainers.BpeTrainer(special_tokens=[END], show_progress=False))

@@ -1,4 +1,4 @@
-"""A text with half of a surrogate pair, such as a cut emoji's escape in JSON: every reader replaces it by U+FFFD."""
+"""A text with half of a surrogate pair, such as a cut emoji's escape in JSON: every reader replaces it with U+FFFD."""
 
 import json
 

@@ -145,7 +145,7 @@ def test_a_window_of_a_large_file(store: str, tmp_path: Path, monkeypatch: pytes
     samples = data.dataset("train")
     assert fetched.count() == BLOCK  # the first block, which shows the file's format
     half = samples.read_ranges(3, (range(BLOCK),))  # first half of the 4 MiB window, for the first of two ranks
-    assert fetched.count() == 3 * BLOCK  # two blocks of tokens; the last label is in the next
+    assert fetched.count() == 3 * BLOCK  # two blocks of tokens, and one with the last label
     other = samples.read_ranges(3, (range(BLOCK, 2 * BLOCK),))
     assert fetched.count() == 2 * BLOCK  # the block that both ranks need is in the cache
     whole = token_data(str(tmp_path), **options).dataset("train")[3]
@@ -187,7 +187,7 @@ def test_a_run_goes_on_where_it_stopped(store: str, tmp_path: Path, cached: dict
     trainer.save_checkpoint(tmp_path / "stopped.ckpt")
     second, _ = trained(token_data("memory:///data", **cached), ckpt=tmp_path / "stopped.ckpt", max_steps=20)
     assert first.seen + second.seen == whole.seen
-    # the run can resume from a local copy, because contents are equal
+    # the run can resume with a local copy of the data, because the contents are equal
     local, _ = trained(token_data(str(tmp_path)), ckpt=tmp_path / "stopped.ckpt", max_steps=20)
     assert local.seen == second.seen
     (tmp_path / "a.bin").write_bytes(tokens(tmp_path / "a.bin", 2000).read_bytes()[::-1])

@@ -1,4 +1,4 @@
-"""Rows that are packed while they are read. Their contents do not depend on ranks, workers, epochs and restarts."""
+"""Rows that are packed while they are read. Their contents do not depend on ranks, workers, epochs or restarts."""
 
 import itertools
 import json
@@ -71,7 +71,7 @@ def documents(lengths, first=0):
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(2, 15))
 def test_filled_rows_hold_all_tokens(lengths, size):
-    """Tokens are in order, labels are the next tokens of a document, and any row can be the start of reading."""
+    """Tokens are in order, labels are the next tokens of a document, and reading may start at any row."""
     rows = list(filled(documents(lengths), size))
     whole = torch.cat([row["tokens"] for row, _ in rows])
     labels = torch.cat([row["labels"] for row, _ in rows])
@@ -99,7 +99,7 @@ def test_packed_rows_cut_no_document(lengths, size):
 
 # -- rows ----------------------------------------------------------------------------------------------------------------
 def test_rows_are_the_texts(text):
-    """Reader i has every S-th text. Each text ends with the token for a document's end."""
+    """Each of two readers has every second text. Each text ends with the end-of-document token."""
     rows = texts(12)
     data = text(rows)
     tokenizer, dataset = data.tokenizer, data.dataset("train")

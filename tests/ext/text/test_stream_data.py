@@ -65,7 +65,7 @@ def test_validation_has_the_last_short_step(tmp_path):
 
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (2, 4), (4, 1)])
 def test_ranks_serve_whole_streams_and_go_on(tmp_path, before, after):
-    """Batches of R ranks, joined, equal the batches of one rank. A loader for another R continues after them."""
+    """The joined batches of R ranks equal the batches of one rank. A loader for a different R continues after them."""
     written(tmp_path)
     data = module(tmp_path, seq_len=8).dataset("train")
 

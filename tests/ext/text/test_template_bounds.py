@@ -1,4 +1,4 @@
-"""Chat templates have limits on steps and characters, even where one operation would create a huge value; panics."""
+"""Limits on steps and characters of chat templates, even if one operation would create a huge value; panics."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ TOKENS = np.random.default_rng(0).integers(0, 30, 1000)
 
 
 def module(folder: Path, tokens: np.ndarray = TOKENS, **options) -> TokenDataModule:
-    """Two token files, one of each format."""
+    """Return a module that reads two token files, one in each format."""
     np.save(folder / "a.npy", tokens[:333].astype(np.int32))
     (folder / "b.bin").write_bytes(tokens[333:].astype(np.uint16).tobytes())
     return TokenDataModule(

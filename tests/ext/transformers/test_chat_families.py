@@ -141,7 +141,7 @@ def test_parts_of_a_content_are_their_texts(tokenizers, family):
 
 
 def test_a_template_that_takes_parts_only(tokenizers):
-    """Text is passed as a list of one part, because the template would drop a plain text."""
+    """Text is passed as a list with one part, because the template would drop a plain string."""
     body = "{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>"
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
@@ -209,7 +209,7 @@ CALLS = (
 
 
 def texts(data):
-    """Return (text, part of it in labels) for each conversation."""
+    """Return (text, learned part of the text) for each conversation."""
     decode = data.tokenizer.decode
     rows = [(x["tokens"].tolist(), [t for t in x["labels"].tolist() if t >= 0]) for x in data.dataset("train")]
     return [(decode(tokens), decode(labels)) for tokens, labels in rows]

@@ -1,4 +1,4 @@
-"""Conversations with tokenizers of transformers and rows of `datasets`, and training of HFCausalLM on them."""
+"""Conversations with transformers' tokenizers and rows from `datasets`, and HFCausalLM trained on them."""
 
 import lightning.pytorch as pl
 import pytest
@@ -172,7 +172,7 @@ def train(rank, group, kind, paths, folder, cache):
 
 @pytest.mark.parametrize("kind", ["chat", "chat stream", "text stream"])
 def test_ranks_of_a_sequence_train_as_one(pools, tmp_path, folder, kind):
-    """Train on two ranks, and on three for uneven lengths. Together the ranks encode the rows of a file once."""
+    """Train on two ranks, and on three for uneven lengths. The ranks share the work of encoding the rows of a file."""
     rows = [{"prompt": " ".join(x["content"] for x in row["messages"]), "completion": "dry"} for row in chats(32)]
     paths = write(tmp_path / "chats.jsonl", rows)
     (want,) = pools(1).run(1, train, kind, paths, folder, str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""AccuracyByDepth and `evaluate` for decoders of transformers: answers counted by hand, tiles, ranks, a folder."""
+"""AccuracyByDepth and `evaluate` for transformers' decoders: answers counted by hand, tiles, ranks, a folder."""
 
 import csv
 
@@ -102,7 +102,7 @@ def test_a_folder_of_transformers_on_the_command_line(tmp_path):
 
 
 def test_positions_that_the_model_does_not_have(tmp_path):
-    """Learned positions have a fixed number, so longer texts raise. Rotary positions only become inaccurate."""
+    """A model has a fixed number of learned positions, so longer texts raise. Rotary positions only become inaccurate."""
     model = HFCausalLM(config("GPT2Config", max_position_embeddings=32, vocab_size=9))
     with pytest.raises(
         ValueError, match="the lengths go up to 34, but the model has positions for 32 tokens: leave out"

@@ -77,7 +77,7 @@ def test_a_checkpoint_of_the_second_run_needs_no_folder(base, tmp_path):
 
 
 def test_adapters_of_peft(base, tmp_path):
-    """peft wrote the folder, not this package."""
+    """The folder of adapters was written by peft, not by this package."""
     import transformers
 
     plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -130,7 +130,7 @@ def test_misuse(base, tmp_path):
     ("mistral", {}, "model_type='llama', and this one has 'mistral'"),
 ], ids=str)  # fmt: skip
 def test_another_base(base, tmp_path, family, changes, words):
-    """transformers would drop layers or initialize missing ones. A model of another kind does not have this pattern."""
+    """transformers would drop layers or initialize missing ones. A model of a different kind lacks this pattern."""
     trained(base, 0).save_pretrained(tmp_path / "adapters")
     other = HFCausalLM(config(family, **changes)).save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match=words):
@@ -167,7 +167,7 @@ def test_adapters_name_no_module(base, tmp_path, monkeypatch):
 
 
 def test_no_code_of_a_base_runs(base, tmp_path, monkeypatch):
-    """No question at the terminal offers to run the code."""
+    """The code is refused without a question at the terminal, which a user might confirm."""
     folder = trained(base, 0).save_pretrained(tmp_path / "adapters")
     values = {"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
     (base / "config.json").write_text(json.dumps(values))

@@ -142,7 +142,7 @@ def test_metrics():
 
 
 def test_bits_are_named_after_what_is_known(tmp_path):
-    """Bits are per byte if the data or the argument has the bytes, else per token. A stored 1 for tokens is ignored."""
+    """Bits are per byte if bytes per token are known, else per token. For large vocabularies, 1 counts as unknown."""
     (tmp_path / "a.txt").write_text("".join(f"line {i} of a text\n" for i in range(400)))
     data = ld.data.ByteDataModule(str(tmp_path / "a.txt"), seq_len=100, val_fraction=0.2)
     wide, many = config("llama", vocab_size=256), config("llama", vocab_size=600)

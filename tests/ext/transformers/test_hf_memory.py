@@ -1,4 +1,4 @@
-"""Memory settings of HFCausalLM keep the gradients, also on several ranks. Errors name unsupported settings."""
+"""Memory settings of HFCausalLM do not change gradients, even on several ranks. Errors name unsupported settings."""
 
 import pytest
 import torch

@@ -46,7 +46,7 @@ def test_rows_and_gradients_are_those_alone(name, side):
     ("phi", "own", [7, 3, 5]), ("qwen3", "hybrid", [7, 3, 5]), ("mistral", "hybrid", [6, 6]),
 ], ids=str)  # fmt: skip
 def test_generated_rows_are_those_alone(family, name, lengths):
-    """Rows equal runs alone, with every cache, even if some columns are padding in all rows."""
+    """With every cache, each row equals a run of the row alone, even if some columns are padding in all rows."""
     model = decoder(family, pattern=PATTERNS[name], eos_token_id=None).eval()
     ids, mask, rows = padded("left", lengths)
     alone = torch.cat([model.generate(x, use_cache=False, **GREEDY)[:, x.shape[1] :] for x in rows])
@@ -59,7 +59,7 @@ def test_generated_rows_are_those_alone(family, name, lengths):
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_logits_of_steps_are_those_alone(name):
-    """In single forwards, each row gets the logits it gets alone, up to rounding."""
+    """In single forwards, each row has the same logits as it has alone, up to rounding."""
     model = decoder("qwen3", pattern=PATTERNS[name]).eval()
     ids, mask, rows = padded("left")
     new, cache = tokens(len(rows), NEW), dilated_cache(model.config)

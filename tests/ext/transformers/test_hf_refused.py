@@ -146,7 +146,7 @@ def plain_empty_shard(rank, group, options):
 
 @pytest.mark.parametrize("options", [{"use_cache": False}, {}, {"positions": False}], ids=str)
 def test_a_plain_model_on_fewer_tokens_than_ranks_take(pools, options):
-    """All ranks raise. Otherwise only the rank without tokens would fail, inside transformers."""
+    """All ranks raise. Without the check, only the rank without tokens would fail, inside transformers."""
     for answer in pools(3).answers(3, plain_empty_shard, dict(options)):
         assert answer.error == "ValueError" and "rank 2 of 3 holds no token" in answer.message, answer.trace
 
@@ -183,7 +183,7 @@ def test_layers_that_share_keys():
 
 
 def test_new_keys_alone():
-    """A layer that attends to new keys only, without the cache, is refused."""
+    """A layer that ignores the cache and attends only to new keys is refused."""
     from lightning_dilated.ext.transformers.attention import attend
     from lightning_dilated.ext.transformers.masks import visible_keys
 

@@ -1,4 +1,4 @@
-"""Rotary scaling of configs: logits equal sdpa for each kind, also on ranks, and too long sequences cause a warning."""
+"""Rotary scaling in configs: each kind has the logits of sdpa, even on ranks, and too long sequences cause a warning."""
 
 import warnings
 
@@ -137,7 +137,7 @@ def test_longer_than_the_rotary_scaling_is_warned_of_once(family, rope, message)
     "rope", [KINDS["yarn"], {**YARN, "factor": 1.44}, LLAMA3], ids=["longer", "as advised", "llama3"]
 )
 def test_rotary_scaling_that_reaches_is_not_warned_of(rope):
-    """Scaled rotary positions that cover the length cause no warning. The factor of llama3 is no ratio of lengths."""
+    """Scaled rotary positions that cover the length cause no warning. The factor of llama3 is not a ratio of lengths."""
     model = HFCausalLM(config("llama", max_position_embeddings=128, rope_parameters=rope))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -62,7 +62,7 @@ def test_every_recipe_has_a_tiny_run():
 @pytest.mark.parametrize("weights", ["random", "base-model"])
 @pytest.mark.parametrize("name", TINY_RUNS)
 def test_runs_tiny(folder, name, weights):
-    """Train two steps and validate, with random weights and with the recipe's folder, then run `generate`."""
+    """Train two steps and validate, with random weights or the weights in a folder, then load the checkpoint."""
     model = MODEL if weights == "random" else []
     result = run_in(folder, "fit", "--config", f"{name}.yaml", *TINY_RUNS[name], *model, *TRAINER)
     assert result.code == 0, result.err[-3000:]

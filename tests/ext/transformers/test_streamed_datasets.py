@@ -1,4 +1,4 @@
-"""Streamed rows of `datasets`: each reader has other rows, whatever the workers, ranks and restarts."""
+"""Streamed rows from `datasets`: readers share the rows without overlap, for any workers, ranks and restarts."""
 
 import itertools
 
@@ -92,7 +92,7 @@ def test_a_run_stops_and_goes_on(tmp_path, folder, shards):
 
 
 def test_sources(tmp_path, folder, shards):
-    """Use arguments of load_dataset, a folder of save_to_disk, and train."""
+    """Train on data named by arguments of load_dataset, or stored in a folder by save_to_disk."""
     rows = chats(9)
     path = write(tmp_path / "chats.jsonl", rows)
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")

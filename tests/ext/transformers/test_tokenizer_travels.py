@@ -55,7 +55,7 @@ def test_checkpoints_and_folders(tmp_path, trained):
         stored_tokenizer(tmp_path / "run.ckpt").encode("the cat").ids
         == stored_tokenizer(tmp_path / "later").encode("the cat").ids
     )
-    # a model from a folder keeps the folder's tokenizer, even after training on data with another
+    # a model from a folder keeps the folder's tokenizer, even if the data have a different one
     again = HFCausalLM(str(tmp_path / "later"))
     again.save_pretrained(tmp_path / "again")
     assert same(tmp_path / "again")

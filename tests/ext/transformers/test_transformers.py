@@ -67,14 +67,14 @@ def test_right_padding_equals_sdpa(family, dtype):
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_positions_that_jump_ahead(cache):
-    """Without a cache, transformers takes such positions for documents. With a cache or a mask, it does not."""
+    """Without a cache or mask, transformers interprets jumps of positions as new documents."""
     at = (torch.arange(N) + 7 * (torch.arange(N) > 11))[None]
     for options in ({}, {"attention_mask": torch.ones(1, N)}):
         equal("mistral", torch.float64, tokens(1, N), position_ids=at, use_cache=cache, **options)
 
 
 def test_positions_of_padded_tokens():
-    """Positions are computed from a mask, as tokenizers do, with 1 at padding."""
+    """Positions are computed from a mask, as in transformers, and are 1 at padding."""
     inputs, labels, mask = padded()
     at = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
     equal("gemma3", torch.float64, inputs, labels, attention_mask=mask, position_ids=at)
@@ -95,7 +95,7 @@ def test_widths_of_windows(width):
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_cu_seq_lens_are_the_documents(cache):
-    """Positions may restart or count through, because rotary positions are relative."""
+    """Positions may restart or continue at each document, because rotary positions are relative."""
     bounds = torch.tensor(BOUNDS, dtype=torch.int32)
     want = step(decoder("mistral", "sdpa"), tokens(1, N), position_ids=restarting(), use_cache=False)
     bound_options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.clone(), "use_cache": cache}

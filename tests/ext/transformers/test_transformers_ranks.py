@@ -91,7 +91,7 @@ def test_dropout_in_layouts_and_exchanges(pools, settings):
 
 
 def test_dropout_drops():
-    """In the tests above, dropout does change the loss."""
+    """Dropout changes the loss, so the tests above are not trivial."""
     family, options = MODELS["dropout"]
     model = decoder(family, **options)
     torch.manual_seed(1)
