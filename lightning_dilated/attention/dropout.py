@@ -1,4 +1,4 @@
-"""Counter-based attention dropout by a hash of (seed, branch, sample, head, query position, key position).
+"""Counter-based attention dropout from a hash of (seed, branch, sample, head, query position, key position).
 
 The mask does not depend on tiles, engines or ranks, so the backward, a recomputation and all ranks use the same mask.
 The hash chains a 32-bit integer finaliser (two odd multipliers, three xor-shifts); all arithmetic is exact in int64.

@@ -186,7 +186,7 @@ class DilatedAttention(nn.Module):
         return op_arguments(q, k, v, self.pattern, **self._options(causal), **options)
 
     def engine_choice(self, q: Tensor, num_kv_heads: int | None = None) -> Choice:
-        """Return the engine for a call with this q (B, N, H, D), without documents, and reasons against other engines.
+        """Return the engine for a call with this q (B, N, H, D), without documents; see `Choice`.
 
         `num_kv_heads`: K; None means H.
         """

@@ -43,7 +43,7 @@ class Resolved:
         executor: computes forward and backward.
         plan: the choice of the exchange, with reasons; None on one rank.
         planned: the planned exchanges of forward and backward, for traffic logs; None without an exchange.
-        number: the call's number, equal on all ranks; 0 on one rank.
+        number: the call's number, the same on all ranks; 0 on one rank.
     """
 
     executor: Executor
@@ -214,7 +214,7 @@ def local_executor(
 
 
 def has_varying_length(documents: Sequence[Span], seq_len: int) -> bool:
-    """Return whether documents of a sequence of N tokens probably have other lengths in the next call.
+    """Return whether documents of a sequence of N tokens probably have different lengths in the next call.
 
     A length that is not a multiple of `LENGTH_GRAIN` suggests sequences with natural lengths, such as slides, because users
     who cut all sequences to one length usually choose a round number.

@@ -176,7 +176,7 @@ class _FusedNats(torch.autograd.Function):
 
 @functools.cache
 def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function once. After too many recompiles torch runs it uncompiled: more memory, equal results."""
+    """Compile a function once. After too many recompiles, torch runs it uncompiled, which needs more memory."""
     return torch.compile(run)
 
 

@@ -31,7 +31,7 @@ def pinned_bytes() -> int:
 
 
 def check_offload(offload: Any) -> float:
-    """Return a checked budget: 0 for none, a fraction of the saved tensors up to 1, or GiB of host memory above 1."""
+    """Return a checked budget: a fraction of the saved tensors if it is up to 1, else GiB of host memory."""
     hint = " 0 is none; up to 1 is a fraction of the saved block inputs; above 1 is GiB."
     return real(offload, "offload", least=0, hint=hint)
 

@@ -164,7 +164,7 @@ def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: 
 
     Args:
         policy: "block" or "attention-kept".
-        marked: with "block", make `result_is_unused` True in the second run; such a call cannot be compiled.
+        marked: with "block", make `result_is_unused` True in the second run. torch.compile cannot compile this.
     """
     run = _in_its_sequence(run)
     if policy == "block":

@@ -21,7 +21,7 @@ class MemorySettings:
         policy: which tensors each block saves, one of `recompute.POLICIES`.
         every: with "block", save only the input of every n-th block. The backward recomputes a group of n blocks, and
             then each of its blocks.
-        offload: the part of saved block inputs to store in pinned host memory: up to 1 a fraction of them, above 1 GiB.
+        offload: how much of the saved block inputs to store in pinned host memory: a fraction if up to 1, else GiB.
         tile: number of tokens, in all samples together, that a block's norm, feed-forward and residual compute at a
             time, and likewise last norm, output projection and loss (see `chunked_loss.loss_tile`); None: all. With
             head chunks, the projections to q, k and v and from the heads compute NARROW times this number at a time.

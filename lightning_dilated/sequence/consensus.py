@@ -161,9 +161,9 @@ def differing(everyone: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 # -- agreement ---------------------------------------------------------------------------------------------------------
 _REFUSED = -1
-#: most remembered agreements, and most deferred checks
+#: maximum numbers of remembered agreements and of deferred checks
 REMEMBERED, DEFERRED = 64, 256
-#: the advice if ranks have different link speeds, by which they might choose different exchanges
+#: the advice if ranks have different link speeds, and might therefore choose different exchanges
 ONE_FILE = (
     "Measure them once with `lightning-dilated bench links --output FILE` and give every rank that file by links= or "
     "LIGHTNING_DILATED_LINKS, or all of them links=Links()"
@@ -239,7 +239,7 @@ class Consensus:
         return agreed
 
     def flush(self) -> None:
-        """Do the deferred checks. The next call is not deferred, because other ranks may have other lengths by then."""
+        """Do the deferred checks. The next check is not deferred, because other ranks' lengths may differ by then."""
         self._latest = ()
         self._check_all()
 
@@ -261,7 +261,7 @@ class Consensus:
         deferred = self.deferred.popleft()
         expected = deferred.expected.lengths
         lengths = tuple(row[1] for row in self._compare(deferred.facts, deferred.digests, "used"))
-        if lengths != expected:  # the same call, but other ranks have other numbers of tokens
+        if lengths != expected:  # the same call, but other ranks have different numbers of tokens than before
             raise ValueError(
                 f"the ranks of the sequence hold {list(lengths)} tokens in a call, but {list(expected)} in the call "
                 "before it in the same step. Give all calls of a step sequences of one length, or leave `trusting`."
@@ -304,7 +304,7 @@ class Consensus:
         return f"the ranks of the sequence disagree, so nothing was {done}. " + ". ".join(lines)
 
     def _even_out(self, control: ControlGroup) -> None:
-        """Pad every rank's queue to the longest one, so that the ranks issue equally many collectives; clear it."""
+        """Pad each rank's queue to the longest, so that all ranks issue the same number of collectives; clear it."""
         if self.may_defer:
             waiting = len(self.deferred)
             most, self._calls = torch.stack(control.gather(torch.tensor([waiting, self._calls]))).amax(0).tolist()

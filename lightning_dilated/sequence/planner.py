@@ -39,8 +39,8 @@ PRICED = 8
 #: attention FLOP/s (both passes) and memory bytes/s of an H200, and bytes of a switch's fp32 copies per element of q,
 #: for the seconds of these copies and of waiting for a busier rank
 FLOPS, MEMORY, COPIED = 400e12, 4e12, 40
-#: slowdown of causal attention over a whole long sequence, by the owners of a switch, relative to pieces on zigzag
-#: ranks: 931 ms and 867 ms for 524,288 tokens on four H200
+#: slowdown of causal attention over a whole long sequence by the owners of a switch, relative to pieces on zigzag
+#: ranks: 931 ms instead of 867 ms for 524,288 tokens on four H200
 SWITCH_SLOWDOWN = 1.08
 #: "auto" leaves out exchanges that save more than this many times the rank's own rows of K and V
 MAX_SAVED_RATIO = 4
@@ -230,7 +230,7 @@ def rank_pairs(problem: Problem, exchange: str, rank: int) -> int:
 
 
 def busiest_pairs(problem: Problem, exchange: str, ranks: Sequence[int]) -> int:
-    """Return the most pairs that one rank computes, among `ranks` and the owners of these ranks' segments."""
+    """Return the largest number of pairs of one rank, among `ranks` and the owners of these ranks' segments."""
     if exchange != "switch" or problem.shard.interleaved:
         return max(rank_pairs(problem, exchange, rank) for rank in ranks)
     tasks = (tasks_by_owner(problem, rank).values() for rank in ranks)

@@ -134,7 +134,7 @@ def owner_of(problem: Problem, segment: BranchSegment, head: int) -> int:
 
 @functools.lru_cache(maxsize=16384)
 def rows_read(problem: Problem, readers: frozenset[int], source: int) -> RowsByDocumentHead:
-    """Return {(document, kv head): rows} that `source` holds and a reader needs; `source` may be a reader, too."""
+    """Return {(document, kv head): rows} that `source` holds and a reader needs; `source` may be a reader."""
     return _held(problem, source, _read_by(problem, readers))
 
 
@@ -175,7 +175,7 @@ def _last_of_members(rows: range, members: frozenset[int], total: int) -> int | 
 def _branch_rows(
     problem: Problem, last_row: LastRow, group: int, by_offset: bool
 ) -> dict[tuple[Document, int], list[BranchRows]]:
-    """Return the rows to take by document and group of heads; `by_offset`: heads with equal offsets take equal rows."""
+    """Return the rows to take by document and group of heads; `by_offset`: the same for all heads with an offset."""
     out: dict[tuple[Document, int], list[BranchRows]] = {}
     for document in problem.documents:
         for branch in range(len(problem.pattern.branches)):

@@ -31,7 +31,7 @@ CHANGING_BELOW: dict[tuple[int, int], float] = {(9, 0): 5.0e12}
 #: for keys from other ranks or chunks, {compute capability: limit}. Up to this number of (query, key) pairs in a head,
 #: triton's forward, which updates the running result in place, is faster than cuDNN's forward and a merge
 CHAINED_UP_TO: dict[tuple[int, int], float] = {(9, 0): 2.0**24}
-#: the same limit for shapes that change from call to call; it also holds in the backward
+#: the same limit for shapes that change from call to call; the backward uses it as well
 CHANGING_UP_TO = 2.0**24
 
 __all__ = [
@@ -140,7 +140,7 @@ def _grouped(request: Request) -> str | None:
 
 
 def triton_up_to(name: str, request: Request) -> tuple[float, float]:
-    """Return the most pairs in a head with which triton computes keys from other ranks, for forward and backward."""
+    """Return (forward limit, backward limit): the pairs per head up to which triton computes keys from other ranks."""
     if name != "auto" or request.device.type != "cuda" or TRITON.why_not(request) is not None:
         return 0.0, 0.0
     if request.changing:

@@ -86,7 +86,7 @@ class Engine:
         dropout: whether it applies `PairDropout` exactly, in the backward as well.
         bands: whether it supports a `Band`.
         empty: whether a call without rows is safe (the op never makes such a call).
-        alignment: alignment of every row, in bytes.
+        alignment: the alignment that every row needs, in bytes.
         deterministic: whether every run gives the same bits, in the backward as well.
         any_scale: whether a scale of 0 or below gives correct results.
         rows_in_place: whether the results have the layout of q if q's rows are adjacent.
@@ -144,7 +144,7 @@ class Engine:
 def merge(lse: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Merge two results over different keys: return (log-sum-exp, weight of the result so far, weight of the part).
 
-    The tensors have equal shapes (...). out * weight[..., None] + part * part_weight[..., None] is one softmax over all
+    All tensors have one shape (...). out * weight[..., None] + part * part_weight[..., None] is one softmax over all
     keys. Both weights are 0 for rows without a key (-inf).
     """
     part_lse = part_lse.to(lse.dtype)

@@ -82,7 +82,7 @@ class Executor(Protocol):
         """Return this executor with a dropout mask."""
 
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return out (B, N, H, D) and lse (B, H, N) of q, k and v, and rows to save for the backward, or None.
+        """Return (out (B, N, H, D), lse (B, H, N), rows to save for the backward or None); `inputs`: q, k, v.
 
         A row without a key is 0 in out and -inf in lse. Both are fp32 (fp64 for float64). If `final`, nothing will be
         merged into out, and out may have q's dtype.

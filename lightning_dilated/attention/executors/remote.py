@@ -88,7 +88,7 @@ def merge_rows(rows: Tensor, part: Tensor, part_lse: Tensor, out: Tensor, lse: T
 def add_batch(
     call: Call, batch: Batch, tensors: tuple[Tensor, ...], rows: Tensor, lse: Tensor, dq: Tensor, grads: Tensor
 ) -> None:
-    """Add a batch's gradients to dq (B, L, H, D), contiguous, and to the store's; `tensors` are grad, q and out."""
+    """Add a batch's gradients to contiguous dq (B, L, H, D) and to `grads` of the store; `tensors`: grad, q, out."""
     engine, terms = _engine_of(call, batch, tensors[1], call.max_triton_pairs[1])
     k, v = _keys(rows, batch)
     grad, q, out = (take(x, batch.queries)[:, None] for x in tensors)

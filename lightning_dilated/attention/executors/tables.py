@@ -221,7 +221,7 @@ def _windows(widths: Tensor, to: functools.partial[Tensor]) -> Tensor | None:
 
 
 def bits_of(documents: int) -> int:
-    """Return the bits that a document's index needs, at least 2, rounded up so that a few tables serve all rows."""
+    """Return the number of bits of a document's index, at least 2. Few tables then serve all numbers of documents."""
     return max(2, (documents - 1).bit_length())
 
 

@@ -328,7 +328,7 @@ def _distinct(numbers: Tensor, size: int) -> bool:
 def _numbers(source: LocalRows | ReceivedRows, requested: Iterable[tuple[RowRequest, int, Iterable[range]]]) -> Tensor:
     """Return the numbers in `source` of the requested rows, in order; `source` must have each row exactly once."""
     runs: tuple[list[Progression], list[Progression]] = [], []
-    single: tuple[list[np.ndarray], list[np.ndarray]] = [], []  # indices and numbers of single carried rows
+    single: tuple[list[np.ndarray], list[np.ndarray]] = [], []  # indices and row numbers of carried rows
     find, carried = source.find, None
     if isinstance(source, ReceivedRows):
         find, carried = source.find_received, source.carried

@@ -154,7 +154,7 @@ def _covered(problem: Problem, request: RowRequest, store: ReceivedRows) -> bool
 
 
 def _from_source(problem: Problem, requests: list[RowRequest], rank: int, hops: int) -> list[RowRequest]:
-    """Limit requests to the rows of the rank `hops` places before. Zero pads count once, with this rank's own rows."""
+    """Limit requests to keys of the rank `hops` places before this rank. Keep zero pads only for own keys."""
     held = problem.shard.ranges((rank - hops) % problem.shard.ranks)
     return [replace(part, pads=0 if hops else part.pads) for request in requests for part in request.cut(held)]
 
