@@ -141,7 +141,7 @@ def _cut(
         return None
     call = Call(TRITON, head_window(spec, shape[2], kv_heads), spec.causal, spec.scale)
     layout = Layout(shape, dtype, device, spec.dropout > 0, True, bits)
-    at_once = max(1, grouped.LIMIT // shape[1:].numel())  # most samples of a launch
+    at_once = max(1, grouped.LIMIT // shape[1:].numel())  # the maximum number of samples in a launch
     samples = [Span(i, min(at_once, shape[0] - i), 0, shape[1]) for i in range(0, shape[0], at_once)]
     works = grouped.plan(call, samples, layout)
     return None if works is None else grouped.Grouped(call, works)

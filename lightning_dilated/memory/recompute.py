@@ -144,7 +144,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _retained(mode: Any) -> Iterator[None]:
-    """Enter `mode`, torch's context of the second run; if the graph is retained, restore results that it removes."""
+    """Enter `mode`, torch's context of the second run; for a retained graph, restore results that `mode` removes."""
     saved = saved_by_op(mode).items() if backward_is_retained() else ()
     before = {op: copy.copy(results) for op, results in saved}
     try:

@@ -163,7 +163,7 @@ def sequence_mean(x: Tensor, dim: int = 1, mask: Tensor | None = None, sequence:
         sequence: the ranks; None means the active group, or this rank alone.
 
     Returns:
-        x's shape without `dim`, equal on all ranks.
+        x's shape without `dim`, the same values on all ranks.
 
     Raises:
         ValueError: if the mask's shape does not fit, or, on every rank, if shapes or dtypes differ.

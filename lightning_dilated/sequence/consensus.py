@@ -113,7 +113,7 @@ def forget_connections(before: set[Connection], groups: Iterable[dist.ProcessGro
 
 
 class ControlGroup:
-    """The ranks of a process group, connected by gloo; `backend` is a separate connection, None uses the group's."""
+    """The ranks of a process group, connected by gloo; `backend`: a separate connection, None if not needed."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None, channel: str = "") -> None:
         self.group, self.ranks = group, dist.get_world_size(group)
@@ -147,7 +147,7 @@ class ControlGroup:
 
 
 def differing(everyone: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Compare the mappings of all ranks; return {name: which rank has which value} for unequal values."""
+    """Compare the mappings of all ranks; return {name: which rank has which value} for values that differ."""
     lines = {}
     for name in dict.fromkeys(name for each in everyone for name in each):
         values = [each.get(name) for each in everyone]
@@ -196,7 +196,7 @@ class Consensus:
     """The agreement of a process group's ranks on their calls.
 
     Attributes:
-        may_defer: whether checks may be deferred; equal on all ranks. It is False if collectives block the host: a rank
+        may_defer: whether checks may be deferred, identical on all ranks. False if collectives block the host: a rank
             could then wait in a collective forever and never learn that another rank makes a different call.
         deferred: the checks that are not done yet.
     """
@@ -213,7 +213,7 @@ class Consensus:
     def agree(
         self, facts: dict[str, Any], length: int, seed: int, call: Any, later: bool, check: Callable[[Agreement], None]
     ) -> Agreement:
-        """Return the agreement, or the expected one if its check is deferred; `check` refuses impossible lengths."""
+        """Return the agreement, or the expected agreement with a deferred check; `check` refuses impossible lengths."""
         if self.control.ranks == 1:
             agreed = Agreement((length,), seed, self._next_number())
             check(agreed)
@@ -309,5 +309,5 @@ class Consensus:
             waiting = len(self.deferred)
             most, self._calls = torch.stack(control.gather(torch.tensor([waiting, self._calls]))).amax(0).tolist()
             padding = [self._send(0, 0, 0) for _ in range(most - waiting)]
-            self._discarded = [x.digests for x in self.deferred] + padding  # kept until they have arrived
+            self._discarded = [x.digests for x in self.deferred] + padding  # kept until their messages have arrived
             self.deferred.clear()

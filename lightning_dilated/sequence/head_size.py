@@ -84,7 +84,7 @@ def head_prices(
     links: Links = DEFAULTS,
     exchange_memory: int | None = None,
 ) -> tuple[tuple[HeadPrice, ...], tuple[tuple[int, str], ...]]:
-    """Return the prices of all sizes that serve a call, and (size, reason) of the others; for arguments, see `plan`.
+    """Return prices of the sizes that serve a call, and (size, reason) of the others; arguments as in `planner.plan`.
 
     `problem` must be without groups. A group must be inside a node, and cannot have more ranks than the call has heads.
 

@@ -102,7 +102,7 @@ class HeadPrice:
 
     @property
     def total(self) -> float:
-        """Seconds with waiting."""
+        """Seconds, including waiting."""
         return self.seconds + self.waiting
 
     def __str__(self) -> str:
@@ -269,7 +269,7 @@ def local_pairs(problem: Problem, rank: int) -> int:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 def held(problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int) -> int:
-    """Return the most bytes of received rows, and of fp32 sums of their gradients, that a rank holds at once in a call.
+    """Return a rank's peak bytes, in a call, of received rows and of the fp32 sums of these rows' gradients.
 
     The peak is in the backward. Own rows that the exchange copies are counted; send buffers are not.
     """
@@ -290,7 +290,7 @@ def held(problem: Problem, exchange: str, rank: int, per_node: int, head_dim: in
 
 
 def most_held(problem: Problem, exchange: str, per_node: int, head_dim: int, element_size: int) -> int:
-    """Return the most bytes that any rank holds at once, over all members of a head-parallel group."""
+    """Return the maximum number of bytes that any rank of a head-parallel group holds at the same time."""
     ranks = problem.shard.ranks
     listed = range(ranks) if ranks <= LISTED_RANKS else priced_ranks(ranks)
     return max(held(x, exchange, r, per_node, head_dim, element_size) for x in members_of(problem) for r in listed)

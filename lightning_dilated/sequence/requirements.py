@@ -34,7 +34,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of attention over a sharded sequence; equal on all ranks.
+    """One call of attention over a sharded sequence, the same on all ranks.
 
     `documents` are the documents that no rank holds alone. `heads` = (first, stop) are the query heads that this rank
     computes (all, or its window in a head-parallel group). In a stream of chunks, pieces of chunks replace ranks.

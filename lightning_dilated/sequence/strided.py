@@ -175,7 +175,7 @@ def _last_of_members(rows: range, members: frozenset[int], total: int) -> int | 
 def _branch_rows(
     problem: Problem, last_row: LastRow, group: int, by_offset: bool
 ) -> dict[tuple[Document, int], list[BranchRows]]:
-    """Return the rows to take by document and group of heads; `by_offset`: the same for all heads with an offset."""
+    """Return the rows to take by document and head group; `by_offset`: heads of one offset take the same rows."""
     out: dict[tuple[Document, int], list[BranchRows]] = {}
     for document in problem.documents:
         for branch in range(len(problem.pattern.branches)):

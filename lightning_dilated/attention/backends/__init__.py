@@ -75,7 +75,7 @@ class Choice:
 
 
 def environment(device: torch.device) -> tuple[object, ...]:
-    """Return the settings outside the request that affect the choice of engine and executor. They can change."""
+    """Return the settings outside the request that affect the choice of engine and executor, and that can change."""
     capability = kernels.capability(device) or (0, 0)
     limits = [table.get(capability, DEFAULT) for table in (GROUPED_BELOW, CHANGING_BELOW)]
     impl = torch.nn.attention.current_flash_attention_impl()
@@ -117,7 +117,7 @@ def check_name(name: str) -> str:
 
 
 def _candidates(name: str) -> tuple[str, ...]:
-    """Return the names of a family's engines in order of preference, or the name of the engine.
+    """Return the names of a family's engines in order of preference; for an engine, only its own name.
 
     "flash" precedes cuDNN if the user activated another flash attention in torch
     (`torch.nn.attention.activate_flash_attention_impl("FA3")`).

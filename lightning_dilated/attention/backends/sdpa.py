@@ -35,7 +35,7 @@ def _without_dropout(function: Callable) -> Callable:
 def _cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Call cuDNN's backward with the strides of its cached graph; if copies would be too large, use flash."""
+    """Call cuDNN's backward with the strides of its cached graph, or flash's if copies would be too large."""
     restrided = _with_first_strides((q, k, v), grad, out)
     if restrided is None:
         return compat.flash_attention_backward(grad, q, k, v, out, lse, causal, scale)

@@ -20,7 +20,7 @@ from lightning_dilated.attention.backends.math import MATH
 
 #: narrowest window that is computed in blocks; the math engine is equally fast for narrower windows
 NARROW = 16
-#: most elements in the blocks of one call
+#: maximum number of elements in the blocks of one call
 AT_ONCE = 1 << 24
 
 

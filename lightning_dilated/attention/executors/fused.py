@@ -289,7 +289,7 @@ class Fused:
             if out is None:
                 out = _result(q.shape, dtype, q.device, None if index is None else parts[index][0], covered)
             _descend(q.device, chunk, make, functools.partial(_merge, branch, span, out, lse), parts)
-            del parts  # before the next span's parts are made
+            del parts  # free them before the next span's parts are made
         return torch.zeros_like(q, dtype=dtype) if out is None else out, lse, None
 
     @avoid_frame_chunk_edge

@@ -158,7 +158,7 @@ def _merge_requests(
     q, out, lse = tensors
     if selected is not None and not len(
         selected.flat
-    ):  # no query reads the rows; take part in the exchange for the other ranks
+    ):  # no query reads the rows, but the other ranks need this rank in the exchange
         for _ in arrivals:
             pass
         return
@@ -166,7 +166,7 @@ def _merge_requests(
     for batches, rows in arrivals:
         for batch in batches:
             merge_batch(call, batch, queries, rows, *state)
-        del rows  # before the next round is posted
+        del rows  # free them before the next round is posted
     if selected is not None:
         selected.put(out, state[0][0, :, 0])
         selected.put(lse.transpose(1, 2), state[1][0, 0])
@@ -188,7 +188,7 @@ def _add_requests(
     for batches, rows, grads in arrivals:
         for batch in batches:
             add_batch(call, batch, inputs, rows, rows_lse, dq, grads)
-        del rows, grads  # before the next round is posted
+        del rows, grads  # free them before the next round is posted
     return dq if selected is None else dq[0, :, 0]
 
 

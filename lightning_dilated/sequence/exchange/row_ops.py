@@ -381,7 +381,7 @@ class Rows:
         return x[self.at] if flat is None else flat[0].index_select(0, flat[1])
 
     def put(self, x: Tensor, values: Tensor) -> None:
-        """Write (n, ...) values, rounded to x's dtype."""
+        """Write values (n, ...) to the selected rows of x, rounded to x's dtype."""
         flat, values = self._flattened(x), values.to(x.dtype)
         if flat is None:
             x[self.at] = values

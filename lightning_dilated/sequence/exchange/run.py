@@ -122,7 +122,7 @@ def compile_program(
 def _renumbered(
     compiled: Compiled, problem: Problem, queries: LocalRows, own: LocalRows, device: torch.device
 ) -> Compiled:
-    """Copy to a device. If only few rows are used, replace row numbers by numbers within the used rows."""
+    """Copy indices to a device. If few rows are used, replace row numbers by numbers within the used rows."""
     samples = max((d.sample + d.samples for d in problem.documents), default=0)
     sizes = lambda x: (samples * x.length * (x.heads[1] - x.heads[0]), x.length, x.heads[1] - x.heads[0])  # noqa: E731
     all_batches = [*compiled.ready, *(b for x in compiled.rounds for b in x.batches)]
@@ -341,7 +341,7 @@ class BackwardRun(Run):
         self._returning.append((number, posted))
 
     def _collect(self, leave: int = 0) -> None:
-        """Add gradients of all returning rounds but the last `leave`; send gradients of relayed rows a round back."""
+        """Add gradients of all returning rounds except the last `leave`; return those of relayed rows further."""
         while len(self._returning) > leave:
             number, posted = self._returning.pop(0)
             arrived = (posted.follow if self._ahead else posted.wait)()
