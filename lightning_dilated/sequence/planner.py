@@ -269,7 +269,7 @@ def local_pairs(problem: Problem, rank: int) -> int:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 def held(problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int) -> int:
-    """Return a rank's peak bytes, in a call, of received rows and of the fp32 sums of these rows' gradients.
+    """Return the peak bytes that received rows, and the fp32 sums of their gradients, need on a rank in a call.
 
     The peak is in the backward. Own rows that the exchange copies are counted; send buffers are not.
     """
@@ -290,7 +290,7 @@ def held(problem: Problem, exchange: str, rank: int, per_node: int, head_dim: in
 
 
 def most_held(problem: Problem, exchange: str, per_node: int, head_dim: int, element_size: int) -> int:
-    """Return the maximum number of bytes that any rank of a head-parallel group holds at the same time."""
+    """Return the maximum number of bytes that any rank of any head-parallel group holds at once."""
     ranks = problem.shard.ranks
     listed = range(ranks) if ranks <= LISTED_RANKS else priced_ranks(ranks)
     return max(held(x, exchange, r, per_node, head_dim, element_size) for x in members_of(problem) for r in listed)

@@ -42,7 +42,7 @@ class Call:
     """Settings that all blocks of one call share.
 
     If `branches` is set, only the branches with these indices are computed. Triton computes batches of keys from other
-    ranks or chunks with at most `max_triton_pairs` pairs in a head; the two limits are for forward and backward.
+    ranks or chunks up to `max_triton_pairs` (limits for forward and backward on the pairs per head).
     """
 
     engine: Engine
@@ -76,7 +76,7 @@ class Layout(NamedTuple):
 
 
 class Executor(Protocol):
-    """Computes a call. One executor computes a rank's local blocks; others wrap it and add the rows of other ranks."""
+    """Computes a call. One executor computes a rank's local blocks; others wrap it and add rows from other ranks."""
 
     def masked(self, mask: Dropout) -> Self:
         """Return this executor with a dropout mask."""

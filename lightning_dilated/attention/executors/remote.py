@@ -100,7 +100,7 @@ def add_batch(
 
 @dataclass(frozen=True)
 class RowExchange:
-    """Sends rows, computes the local blocks meanwhile, and merges the rows that arrive.
+    """Sends rows, computes the local blocks meanwhile, and merges the results for the rows that arrive.
 
     Attributes:
         local: the executor of the rank's local blocks.

@@ -73,7 +73,7 @@ def rate_of(b: Block) -> int:
 
 
 def _step(blocks: tuple[Block, ...], length: int) -> int:
-    """Return a multiple of most rates, small enough that a program's rows are usually in one segment."""
+    """Return a common multiple of most rates. It is small, so a program's rows are usually in one segment."""
     from lightning_dilated.kernels.combine import SUM
 
     widths = [b.segment_stride for b in blocks if b.segments > 1]

@@ -119,7 +119,7 @@ class Units:
 
 @dataclass
 class Volume:
-    """Units that a rank receives, by (pass, "near" or "far"); rounds and messages of both passes; units saved."""
+    """The traffic that a rank receives: rounds, messages, units saved, and units by (pass, "near" or "far")."""
 
     rounds: int
     messages: int

@@ -341,7 +341,7 @@ class BackwardRun(Run):
         self._returning.append((number, posted))
 
     def _collect(self, leave: int = 0) -> None:
-        """Add gradients of all returning rounds except the last `leave`; return those of relayed rows further."""
+        """Add gradients of all returning rounds except the last `leave`; pass gradients of relayed rows on."""
         while len(self._returning) > leave:
             number, posted = self._returning.pop(0)
             arrived = (posted.follow if self._ahead else posted.wait)()
