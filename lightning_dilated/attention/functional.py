@@ -115,7 +115,7 @@ def dilated_attention(
             document, and attention does not cross its bounds. Bounds on the CPU must rise from 0 to N. With one rank,
             they can be on q's GPU, where the kernels clamp them to 0..N, and output rows after the last bound are 0.
             One CUDA graph then serves all rows of up to N tokens with this number of documents, empty ones included. If
-            the kernels do not serve the call, for example with another engine, `lengths` and `cu_seqlens` on a GPU are
+            the kernels do not serve the call, for example with other engines, `lengths` and `cu_seqlens` on a GPU are
             copied to the host, which waits for them and raises ValueError for values that would be clamped.
         return_lse: whether to return lse, the natural logarithm of the softmax denominator, which has no gradient.
         engine: "auto", "sdpa", or the name of an engine; `DilatedAttention.engine_choice` explains "auto"'s choice.

@@ -94,7 +94,7 @@ def _scaled(x: Tensor, by: Tensor, step: int) -> Tensor:
 IGNORE = -100
 #: maximum number of logits (large, so that sums over tiles take little time) and minimum number of tokens in a tile
 MOST, LEAST = 2**29, 1024
-#: smallest vocabulary for which one compiled pass over the logits is faster than several eager ones
+#: smallest vocabulary for which one compiled pass over the logits is faster than several eager passes
 WIDE = 1024
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_dilated._validation import real
 
 GIB = 2**30
-#: if no free buffer fits and all buffers together would exceed ROOM times the peak use, the free ones are released
+#: if no free buffer fits and all buffers together would exceed ROOM times the peak use, the free buffers are released
 ROOM = 4
 #: the buffers that are registered with CUDA
 _PINNED: weakref.WeakSet[_Buffer] = weakref.WeakSet()

@@ -212,7 +212,7 @@ def _on_gradient(run: Callable[[], None], x: Tensor) -> None:
 
 def _group(layers: list[Callable[[Tensor], Tensor]], x: Tensor, after_first: Callable[[Tensor], None] | None) -> Tensor:
     # Before torch 2.13 a layer's checkpoint saves a tensor of the default dtype. Trainer(precision="bf16-true") sets
-    # this dtype in the forward only, so the second run would save a tensor of another dtype.
+    # this dtype in the forward only, so the second run would save a tensor of a different dtype.
     options = {"context_fn": partial(_contexts_of_dtype, torch.get_default_dtype())}
     options = {} if torch.compiler.is_compiling() else options
     return checkpoint(_in_its_sequence(partial(_run, layers, after_first)), x, use_reentrant=False, **options)

@@ -62,7 +62,7 @@ class MemorySettings:
 
     @property
     def narrow_tile(self) -> int | None:
-        """The number of tokens that are projected at a time with head chunks; None: all."""
+        """The number of tokens that are projected at a time with head chunks; None means all."""
         return None if self.tile is None else NARROW * self.tile
 
     @property

@@ -32,7 +32,7 @@ def tiled(
         run: a function of tensors with samples in dim 0 and tokens in dim 1; it must compute each token alone.
         modules: modules with the parameters that `run` uses; other parameters get no gradient.
         tile: maximum number of tokens in a tile, in all samples together; None: one tile.
-        rows: (B, N, ...), such as hidden states and labels; rows that require a gradient get one.
+        rows: (B, N, ...), such as hidden states and labels; the result's gradient reaches rows that require gradients.
         unused: return a tensor without values, in the shape of `rows[0]`, because the result will not be read.
 
     Raises:

@@ -122,7 +122,7 @@ class ControlGroup:
             self.backend = _threaded_gloo(group, timeout, channel)
 
     def start_gather(self, own: Tensor) -> PendingGather:
-        """Start to gather every rank's tensor. All must be on the CPU and have equal shapes and dtypes."""
+        """Start to gather every rank's tensor. All must be on the CPU and have the same shape and dtype."""
         if self.ranks == 1:
             return PendingGather([own])
         with torch.inference_mode(False):  # the thread that writes to the tensors is not in inference mode
@@ -197,7 +197,7 @@ class Consensus:
 
     Attributes:
         may_defer: whether checks may be deferred, identical on all ranks. False if collectives block the host: a rank
-            could then wait in a collective forever and never learn that another rank makes a different call.
+            could then wait in a collective forever and never learn that a rank makes a different call.
         deferred: the checks that are not done yet.
     """
 

@@ -197,7 +197,7 @@ class SequenceGroup:
         Args:
             what: facts of the call by name; they must be the same on all ranks.
             length: this rank's tokens; None for a call without tokens.
-            seed: this rank's dropout seed; the agreement has rank 0's.
+            seed: this rank's dropout seed; the agreement has the seed of rank 0.
             call_id: a further fact, which must be the same on all ranks, but changes with every call.
             later: inside `trusting`, defer the check to `settle` if an equal call (except for `call_id`) was agreed on.
             chunk: tokens of a chunk on all ranks together, if the call is on one chunk; `agreed` is then not updated.

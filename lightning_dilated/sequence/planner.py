@@ -44,7 +44,7 @@ FLOPS, MEMORY, COPIED = 400e12, 4e12, 40
 SWITCH_SLOWDOWN = 1.08
 #: "auto" leaves out exchanges that save more than this many times the rank's own rows of K and V
 MAX_SAVED_RATIO = 4
-#: default link speeds of prices
+#: the link speeds that prices assume by default
 DEFAULTS = Links()
 #: with up to this number of ranks, the memory of an exchange is counted on all of them, else on the priced ranks
 LISTED_RANKS = 64
@@ -66,7 +66,7 @@ class Price:
         seconds: time of both passes with nothing hidden behind computation.
         waiting: seconds that ranks wait for the busiest rank (causal attention over contiguous shards), and seconds of
             the switch's copies of whole tensors.
-        held: the most bytes that a rank holds at once, see `held`; None without a limit.
+        held: the maximum number of bytes that a rank holds at once, see `held`; None without a limit.
     """
 
     exchange: str
@@ -221,7 +221,7 @@ def make_problem(
 
 # -- work --------------------------------------------------------------------------------------------------------------
 def rank_pairs(problem: Problem, exchange: str, rank: int) -> int:
-    """Count the (query, key) pairs that a rank computes in wide segments; no exchange changes pairs in narrow ones."""
+    """Count the (query, key) pairs that a rank computes in wide segments; no exchange affects narrow segments."""
     if exchange != "switch":
         return joint_pairs(problem, rank) + local_pairs(problem, rank)
     if problem.shard.interleaved:
@@ -396,7 +396,7 @@ def plan(
         ranks_per_node: ranks that share fast links; None means all ranks.
         head_dim, element_size: D, and bytes of an element of q, k and v.
         links: the link speeds of this machine.
-        exchange_memory: the most bytes that a rank may hold at once, see `held`; None means no limit.
+        exchange_memory: maximum number of bytes that a rank may hold at once, see `held`; None means no limit.
 
     Raises:
         ValueError: if the named exchange cannot serve the problem, or if the named exchange, or every exchange, holds

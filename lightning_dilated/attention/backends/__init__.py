@@ -1,6 +1,6 @@
 """The registry of engines, and the choice of "auto" for a call.
 
-The thresholds below were measured on an H200 (`benchmarks/results/2026-11-21_h200_speed.md`). For another machine,
+The thresholds below were measured on an H200 (`benchmarks/results/2026-11-21_h200_speed.md`). For other machines,
 change the entries. The argument `engine=` overrides all of them.
 """
 
@@ -119,7 +119,7 @@ def check_name(name: str) -> str:
 def _candidates(name: str) -> tuple[str, ...]:
     """Return the names of a family's engines in order of preference; for an engine, only its own name.
 
-    "flash" precedes cuDNN if the user activated another flash attention in torch
+    "flash" precedes cuDNN if the user activated a different flash attention in torch
     (`torch.nn.attention.activate_flash_attention_impl("FA3")`).
     """
     names = FAMILIES.get(check_name(name), (name,))

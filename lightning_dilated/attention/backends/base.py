@@ -92,7 +92,7 @@ class Engine:
         rows_in_place: whether the results have the layout of q if q's rows are adjacent.
         forward_into: None, or forward(..., into), which updates a running state in place: into = (out (B, L, H, D),
             lse (B, H, L), flat rows of out for the query rows (G, J, n), number of additional zero keys).
-        min_rows: fewest query rows and key rows; the op gives smaller blocks to the math engine.
+        min_rows: minimum number of query rows and key rows; the math engine computes smaller blocks.
         available: a function that returns None for a device that can run the engine, else the reason why it cannot.
     """
 

@@ -2,7 +2,7 @@
 
 `RowExchange` receives rows of K and V, and also uses rows that a rank carries, such as rows of a stream's earlier
 chunks. `AllToAll` sends queries, keys and values to the owners of (segment, head) problems, which send outputs back.
-`HeadParallel` exchanges tokens for heads before and after another executor. A batch consists of requests of equal
+`HeadParallel` exchanges tokens for heads before and after another executor. A batch consists of requests of the same
 shape; their keys are indices into a store of rows from other ranks or chunks.
 Shape letters: B batch, L local tokens, H heads of q, D head dim, G requests of a batch, n queries and m keys of a
 request; a row of the store is (2, D): K and V.

@@ -216,7 +216,7 @@ def _width(width: int | None) -> int:
 
 
 def _windows(widths: Tensor, to: functools.partial[Tensor]) -> Tensor | None:
-    """Return the windows of jobs; None if no job has one."""
+    """Return the windows of jobs; None if no job has a window."""
     return to(widths.int()) if bool((widths < _width(None)).any()) else None
 
 

@@ -260,7 +260,7 @@ def _located(
 
 @dataclass
 class Batch:
-    """Requests of one branch with equal numbers of queries and keys: one call of a backend.
+    """Requests of one branch with the same numbers of queries and keys: one call of a backend.
 
     Attributes:
         queries: (G, n) rows of q, by flat number or by number in a selection; no row occurs twice.
@@ -479,7 +479,7 @@ def add_at(total: Tensor, rows: Tensor, parts: Sequence[Tensor], distinct: bool 
     total.index_add_(0, rows.flatten(), torch.stack(flat, 1) if len(parts) == 2 else flat[0])
 
 
-#: fewest rows that our kernels move; for fewer rows torch's kernels take less host time to launch
+#: minimum number of rows that our kernels move; for fewer rows, torch's kernels are launched in less host time
 MIN_KERNEL_ROWS = 2**17
 
 

@@ -39,7 +39,7 @@ from lightning_dilated.sequence.requirements import Problem, RowRequest, row_req
 
 @dataclass
 class GradientReturn:
-    """A round's gradients on the way back: `leaving` are sent, and received ones are added to the rows of `packing`."""
+    """A round's gradients on the way back: `leaving` are sent; received gradients are added to rows of `packing`."""
 
     leaving: Tensor | slice
     sends: dict[int, int]
