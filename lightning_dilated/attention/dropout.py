@@ -22,7 +22,7 @@ START = 0x243F6A88
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Map 32-bit integers in int64 one to one; products may wrap, but their low 32 bits stay exact."""
+    """Map 32-bit integers in int64 one to one. Products may overflow, but their low 32 bits stay exact."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
     return x ^ (x >> 16)

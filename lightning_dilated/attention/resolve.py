@@ -82,7 +82,7 @@ def resolve(
         )
     limits = [x for x in (lengths, cu_seqlens) if x is not None and x.device.type != "cpu"]
     if limits:
-        cut = _cut.__wrapped__ if captured(q.device) else _cut  # not cached, see `_alone` below
+        cut = _cut.__wrapped__ if captured(q.device) else _cut  # not cached while a CUDA graph records, as below
         bits = 0 if cu_seqlens is None else bits_of(len(cu_seqlens) - 1)
         arguments = code, q.shape, k.shape[2], q.dtype, q.device, bits, environment(q.device)
         grouped_executor = None if place is not None else cut(*arguments)

@@ -231,7 +231,7 @@ def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
 
 
 def products_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype of `nn.functional.linear`: autocast's, or the weight's without autocast or for float64."""
+    """Return the dtype of `nn.functional.linear`: autocast's dtype, else (or for float64) the weight's dtype."""
     kind = x.device.type
     if kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)

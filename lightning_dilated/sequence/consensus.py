@@ -74,7 +74,7 @@ def _thread(process: int) -> ThreadPoolExecutor:
 
 
 Connection: TypeAlias = tuple[dist.ProcessGroup, timedelta | None, str]
-#: open connections; they are kept, because closing a connection waits for gathers that other ranks have not joined
+#: the open connections, which are kept because closing a connection waits for gathers that other ranks have not joined
 _connections: dict[Connection, ThreadedGloo] = {}
 #: number of times that each connection was made, so that no rank reads the addresses of an earlier connection
 _times: Counter[tuple[str, timedelta | None, str]] = Counter()
@@ -197,7 +197,7 @@ class Consensus:
 
     Attributes:
         may_defer: whether checks may be deferred, identical on all ranks. False if collectives block the host: a rank
-            could then wait in a collective forever and never learn that a rank makes a different call.
+            could then wait in a collective forever and never learn that others make a different call.
         deferred: the checks that are not done yet.
     """
 

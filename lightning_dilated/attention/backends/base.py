@@ -83,11 +83,11 @@ class Engine:
         devices: supported device types; () means any.
         dtypes: supported dtypes; () means all floating dtypes.
         max_head_dim, head_dim_multiple: limits of the head dim.
-        dropout: whether it applies `PairDropout` exactly, in the backward as well.
+        dropout: whether it applies `PairDropout` exactly, in both passes.
         bands: whether it supports a `Band`.
         empty: whether a call without rows is safe (the op never makes such a call).
         alignment: the alignment that every row needs, in bytes.
-        deterministic: whether every run gives the same bits, in the backward as well.
+        deterministic: whether every run gives the same bits, in both passes.
         any_scale: whether a scale of 0 or below gives correct results.
         rows_in_place: whether the results have the layout of q if q's rows are adjacent.
         forward_into: None, or forward(..., into), which updates a running state in place: into = (out (B, L, H, D),

@@ -15,7 +15,7 @@ from lightning_dilated.attention.backends.base import Band, Engine, Terms
 
 #: maximum number of scores in memory at once (16 MiB in fp32); a single row of scores may exceed it
 SCORE_BUDGET = 1 << 22
-#: memory of a dropout mask's integers, as a multiple of the memory of the scores
+#: ratio of the memory of a dropout mask's integers to the memory of the scores
 DROPOUT_ROOM = 8
 
 

@@ -64,8 +64,8 @@ class Call:
 
 
 class Layout(NamedTuple):
-    """Facts for planning: properties of q (B, N, H, D), whether there is dropout, and whether the device has lengths,
-    or (if `bits` is not 0) the bounds of 2**bits documents."""
+    """Facts for planning: properties of q (B, N, H, D), and whether there is dropout. `lengths`: whether the device has
+    lengths, or bounds of 2**bits documents if `bits` is not 0."""
 
     shape: Sequence[int]
     dtype: torch.dtype
