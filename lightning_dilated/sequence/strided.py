@@ -65,7 +65,7 @@ class BranchRows:
 
 
 def classes(problem: Problem, document: Document, branch: int) -> list[SegmentClass]:
-    """Return the classes of a branch's segments: a short first and last segment, and whole segments by start modulo T."""
+    """Return classes of a branch's segments: a short first and last segment, and whole segments by start modulo T."""
     spec, total = problem.pattern.branches[branch], problem.shard.total
     width = segment_width(spec, document.length)
     turns = total // math.gcd(width, total)
