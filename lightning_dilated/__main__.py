@@ -1,4 +1,4 @@
-"""Run the command line by `python -m lightning_dilated`."""
+"""Run the command line with `python -m lightning_dilated`."""
 
 from lightning_dilated.cli import main
 

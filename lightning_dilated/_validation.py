@@ -55,7 +55,7 @@ def refuse_special(path: str | os.PathLike[str]) -> None:
 def check_input(path: object) -> None:
     """Raise ValueError for a path or address that Lightning could not read safely.
 
-    Lightning passes local paths to fsspec too, which reads `::` in a path as a chain.
+    Lightning also passes local paths to fsspec, which reads `::` in a path as a chain.
     """
     check_address(path)
     if is_address(path) and store_of(str(path)) in ("file", "local"):

@@ -134,6 +134,6 @@ class LayerPlace:
         return layer.heads(query, positions, lengths, cu_seqlens, causal, self)
 
     def of_recurrence(self) -> LayerPlace:
-        """Return the place of the convolution in the layer's recurrence: layer -1 for layer 0, -2 for layer 1, ..."""
+        """Return the place of the recurrence's convolution. Its layer number is -1 - layer, which no layer has."""
         layer, chunk = self.place.unbind()
         return replace(self, place=torch.stack([-1 - layer, chunk]))

@@ -1,4 +1,4 @@
-"""Counter-based attention dropout by a hash of (seed, branch, sample, head, query position, key position).
+"""Counter-based attention dropout from a hash of (seed, branch, sample, head, query position, key position).
 
 The mask does not depend on tiles, engines or ranks, so the backward, a recomputation and all ranks use the same mask.
 The hash chains a 32-bit integer finaliser (two odd multipliers, three xor-shifts); all arithmetic is exact in int64.
@@ -22,7 +22,7 @@ START = 0x243F6A88
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Map 32-bit integers in int64 one to one; products may wrap, but their low 32 bits stay exact."""
+    """Map 32-bit integers in int64 one to one. Products may overflow, but their low 32 bits stay exact."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
     return x ^ (x >> 16)

@@ -115,7 +115,7 @@ def dilated_attention(
             document, and attention does not cross its bounds. Bounds on the CPU must rise from 0 to N. With one rank,
             they can be on q's GPU, where the kernels clamp them to 0..N, and output rows after the last bound are 0.
             One CUDA graph then serves all rows of up to N tokens with this number of documents, empty ones included. If
-            the kernels do not serve the call, for example with another engine, `lengths` and `cu_seqlens` on a GPU are
+            the kernels do not serve the call, for example with other engines, `lengths` and `cu_seqlens` on a GPU are
             copied to the host, which waits for them and raises ValueError for values that would be clamped.
         return_lse: whether to return lse, the natural logarithm of the softmax denominator, which has no gradient.
         engine: "auto", "sdpa", or the name of an engine; `DilatedAttention.engine_choice` explains "auto"'s choice.
@@ -237,7 +237,7 @@ def _refuse_forward_mode(*tensors: Tensor) -> None:
 
 
 def check_rows(q: Any, k: Any, v: Any) -> None:
-    """Raise unless q, k, v are (B, N, heads, D) of one dtype and device, and q and k have equal B, N and head dim."""
+    """Raise unless q, k, v are (B, N, heads, D) of one dtype and device, and q and k agree in B, N and head dim."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor of shape (B, N, heads, D), got {type(x).__name__}.")
@@ -291,7 +291,7 @@ def _check_scale(scale: Any, q: Tensor) -> float:
 
 
 def check_documents(x: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Check the shapes of lengths and cu_seqlens for x (B, N, ...) and return both. The op checks values on the CPU."""
+    """Check the shapes of lengths and cu_seqlens for x (B, N, ...); return both. The op checks values on the CPU."""
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("give lengths (right-padded samples) or cu_seqlens (packed documents), not both.")
     if lengths is not None:

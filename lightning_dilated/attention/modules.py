@@ -186,7 +186,7 @@ class DilatedAttention(nn.Module):
         return op_arguments(q, k, v, self.pattern, **self._options(causal), **options)
 
     def engine_choice(self, q: Tensor, num_kv_heads: int | None = None) -> Choice:
-        """Return the engine for a call with this q (B, N, H, D), without documents, and reasons against other engines.
+        """Return the engine for a call with this q (B, N, H, D), without documents; see `Choice`.
 
         `num_kv_heads`: K; None means H.
         """
@@ -224,8 +224,8 @@ class MultiheadDilatedAttention(nn.Module):
         xpos_scale_base: `xpos_scale_base` of `Rotary`, for "xpos" only.
         global_rotary: whether dense heads have positions. A dense head is served by `Branch(None, 1)` and by no other
             branch. All other heads have positions.
-        kv_conv: taps of a short convolution on v, and on k before its rotation (see `ext/convolution`), causal if the
-            layer is; None means no convolution.
+        kv_conv: taps of a short convolution on v, and on k before its rotation (see `ext/convolution`). It is causal
+            if the layer is causal. None means no convolution.
         recurrence: a memory of constant size besides the pattern: a `Recurrence`, or a mapping for its `from_dict`;
             None means no recurrence.
         batch_first: must be True.

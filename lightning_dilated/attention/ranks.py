@@ -99,7 +99,7 @@ def record_planned(group: SequenceGroup | None, planned: tuple[Planned, Planned]
 def _facts(
     spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], backward: bool
 ) -> dict[str, object]:
-    """Return the facts of a call that must be equal on all ranks, besides the group's settings."""
+    """Return the facts of a call that must be the same on all ranks, besides the group's settings."""
     lengths, bounds = documents
     digest = None if bounds is None else hashlib.blake2b(bounds.numpy().tobytes(), digest_size=8).hexdigest()
     return {

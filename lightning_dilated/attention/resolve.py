@@ -43,7 +43,7 @@ class Resolved:
         executor: computes forward and backward.
         plan: the choice of the exchange, with reasons; None on one rank.
         planned: the planned exchanges of forward and backward, for traffic logs; None without an exchange.
-        number: the call's number, equal on all ranks; 0 on one rank.
+        number: the call's number, the same on all ranks; 0 on one rank.
     """
 
     executor: Executor
@@ -82,7 +82,7 @@ def resolve(
         )
     limits = [x for x in (lengths, cu_seqlens) if x is not None and x.device.type != "cpu"]
     if limits:
-        cut = _cut.__wrapped__ if captured(q.device) else _cut  # not cached, see `_alone` below
+        cut = _cut.__wrapped__ if captured(q.device) else _cut  # not cached while a CUDA graph records, as below
         bits = 0 if cu_seqlens is None else bits_of(len(cu_seqlens) - 1)
         arguments = code, q.shape, k.shape[2], q.dtype, q.device, bits, environment(q.device)
         grouped_executor = None if place is not None else cut(*arguments)
@@ -141,7 +141,7 @@ def _cut(
         return None
     call = Call(TRITON, head_window(spec, shape[2], kv_heads), spec.causal, spec.scale)
     layout = Layout(shape, dtype, device, spec.dropout > 0, True, bits)
-    at_once = max(1, grouped.LIMIT // shape[1:].numel())  # most samples of a launch
+    at_once = max(1, grouped.LIMIT // shape[1:].numel())  # the maximum number of samples in a launch
     samples = [Span(i, min(at_once, shape[0] - i), 0, shape[1]) for i in range(0, shape[0], at_once)]
     works = grouped.plan(call, samples, layout)
     return None if works is None else grouped.Grouped(call, works)
@@ -214,7 +214,7 @@ def local_executor(
 
 
 def has_varying_length(documents: Sequence[Span], seq_len: int) -> bool:
-    """Return whether documents of a sequence of N tokens probably have other lengths in the next call.
+    """Return whether documents of a sequence of N tokens probably have different lengths in the next call.
 
     A length that is not a multiple of `LENGTH_GRAIN` suggests sequences with natural lengths, such as slides, because users
     who cut all sequences to one length usually choose a round number.

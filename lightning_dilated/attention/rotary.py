@@ -204,7 +204,7 @@ class Rotary(nn.Module):
             furthest: the largest of `positions`, if the caller knows it. If None, xPos reads it from `positions`.
 
         Raises:
-            ValueError: if `positions` has another shape, or if xPos's scales would overflow.
+            ValueError: if `positions` has a different shape, or if xPos's scales would overflow.
         """
         if positions is None:
             numbers, end = _positions(start, x.shape[1], x.device)

@@ -17,7 +17,7 @@ from lightning_dilated.pattern.rows import Block
 
 @dataclass(frozen=True)
 class Span:
-    """Documents of equal length: the tokens [start, start + length) of samples batch, ..., batch + batches - 1.
+    """Documents of the same length: the tokens [start, start + length) of samples batch, ..., batch + batches - 1.
 
     On a shard, they may be a part of a document. The document has `whole` tokens (None means `length`), and the part
     begins at its token `offset`. Row 0 of the shard has the global position `origin`.

@@ -15,7 +15,7 @@ __all__ = ["available", "capability", "on", "why_not"]
 
 @functools.cache
 def _missing() -> str | None:
-    """Return a message about a requirement of Triton that this machine lacks; None if it lacks none."""
+    """Return a message about a requirement of Triton that this machine lacks; None if it has all of them."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed"
     if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "gcc", "clang"))):

@@ -169,7 +169,7 @@ def _forward(
 
 
 def _band_arguments(band: tuple[int, int] | None) -> dict[str, object]:
-    """Return the kernels' arguments for a band; without one, placeholders that are not read."""
+    """Return the kernels' arguments for a band; without a band, placeholders that are not read."""
     lower, upper = band or (0, 0)
     return {"lower": lower, "upper": upper, "BAND": band is not None}
 

@@ -156,7 +156,7 @@ class Work:
         return {"windows": self.jobs if self.windows is None else self.windows, "BAND": self.windows is not None}
 
     def place(self, size: int, lengths: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the arguments for `_find` with tiles of `size` rows; the last is not read if there are no lengths."""
+        """Return the arguments for `_find` with tiles of `size` rows; the last argument is not read without lengths."""
         return self.jobs, self.grids[size].job, self.grids[size].first, self.jobs if lengths is None else lengths
 
 
@@ -182,7 +182,7 @@ def slots(width: int, shift: int, rate: int, tile: int, tokens: int) -> tuple[in
 
     The job has segments of `width`, and tiles of `tile` rows. All documents are within a row of N = `tokens`.
     """
-    positions = rate * tile  # that a tile spans
+    positions = rate * tile  # positions that a tile spans
     if width - shift >= tokens or (width % positions == 0 and shift % positions == 0):
         return positions, NONE, 1  # ceil(L / positions) tiles for a document of L tokens
     if width <= positions:
@@ -192,7 +192,7 @@ def slots(width: int, shift: int, rate: int, tile: int, tokens: int) -> tuple[in
 
 @triton.jit
 def bound(bounds, i, tokens):
-    """Return bound i of the documents, clamped to the row; 32 bits."""
+    """Return bound i of the documents, clamped to the row, as a 32-bit integer."""
     return tl.minimum(tl.maximum(tl.load(bounds + i), 0), tokens)
 
 

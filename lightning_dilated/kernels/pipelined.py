@@ -1,4 +1,4 @@
-"""Flash attention's forward for Hopper: loads tiles by tensor descriptors, and overlaps products with the softmax.
+"""Flash attention's forward for Hopper: loads tiles through tensor descriptors, and overlaps products with the softmax.
 
 The kernel issues the product for the scores of the next keys before the product of the last weights with their values,
 so that the tensor cores work during the exponentials (FlashAttention-3, arXiv 2407.08608, 3.1).
@@ -39,7 +39,7 @@ def _bits(p, DTYPE: tl.constexpr):
 
 @triton.jit
 def _softmax(score, most, total, i, first, m, scale, CAUSAL: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr):
-    """Return (p, rescale, most, total) after the scores of keys first..first + KEYS; scale > 0."""
+    """Update the online softmax with the scores of KEYS keys from `first` on: return (p, rescale, most, total)."""
     if EDGE:
         j = first + tl.arange(0, KEYS)
         if CAUSAL:
@@ -57,7 +57,7 @@ def _over(
     acc, most, total, p, q, k, v, g, h, i, low, high, m, scale,
     CAUSAL: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Continue the online softmax over keys low..high. acc lacks the p of the last tile, which the caller adds."""
+    """Continue the online softmax over keys low..high. The caller must add the last tile's p to acc."""
     for first in tl.range(low, high, KEYS):
         key = _load(k, g, h, first, KEYS, BLOCK)
         score = tl.dot(q, tl.trans(key))

@@ -180,7 +180,7 @@ class BlockMemory(nn.Module):
     def _of_tiles(
         self, name: str, part: Callable[..., Any], tile: int | None, x: Tensor, whole: bool
     ) -> Callable[..., Any]:
-        """Return `_piece` to run on tiles of x (B, N, E), even a shorter last one. `whole`: x is a whole chunk."""
+        """Return `_piece` to run on tiles of x (B, N, E), also on a shorter last tile. `whole`: x is a whole chunk."""
         if name not in self._pieces:
             return part
         step = min(step_of(tile, x), x.shape[1])

@@ -94,12 +94,12 @@ def _scaled(x: Tensor, by: Tensor, step: int) -> Tensor:
 IGNORE = -100
 #: maximum number of logits (large, so that sums over tiles take little time) and minimum number of tokens in a tile
 MOST, LEAST = 2**29, 1024
-#: smallest vocabulary for which one compiled pass over the logits is faster than several eager ones
+#: smallest vocabulary for which one compiled pass over the logits is faster than several eager passes
 WIDE = 1024
 
 
 def loss_tile(tile: int | None, vocab: int) -> int | None:
-    """Return the number of tokens in a tile of logits, below `tile` for a wide vocabulary; None: all tokens."""
+    """Return the number of tokens in a tile of logits, below `tile` for a wide vocabulary; None means all tokens."""
     return None if tile is None else min(tile, max(LEAST, MOST // vocab))
 
 
@@ -176,7 +176,7 @@ class _FusedNats(torch.autograd.Function):
 
 @functools.cache
 def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function once. After too many recompiles torch runs it uncompiled: more memory, equal results."""
+    """Compile a function once. After too many recompiles, torch runs it uncompiled, which needs more memory."""
     return torch.compile(run)
 
 

@@ -87,7 +87,7 @@ class AttentionParts:
         norm: a function (x, dtype) that returns the normalized x in this dtype; it must compute each token alone.
         modules: modules with the parameters that `norm` reads.
         arguments: a function (q, k, v, window=..., needs_grad=...) that returns the op's arguments (`op_arguments`).
-        tile: number of tokens, in all samples together, that are normalized and projected at a time; None: all.
+        tile: number of tokens, in all samples together, that are normalized and projected at a time; None means all.
     """
 
     norm: Callable[[Tensor, torch.dtype], Tensor]

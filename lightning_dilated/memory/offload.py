@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_dilated._validation import real
 
 GIB = 2**30
-#: if no free buffer fits and all buffers together would exceed ROOM times the peak use, the free ones are released
+#: if no free buffer fits and all buffers together would exceed ROOM times the peak use, the free buffers are released
 ROOM = 4
 #: the buffers that are registered with CUDA
 _PINNED: weakref.WeakSet[_Buffer] = weakref.WeakSet()
@@ -31,7 +31,7 @@ def pinned_bytes() -> int:
 
 
 def check_offload(offload: Any) -> float:
-    """Return a checked budget: 0 for none, a fraction of the saved tensors up to 1, or GiB of host memory above 1."""
+    """Return a checked budget: a fraction of the saved tensors if it is up to 1, else GiB of host memory."""
     hint = " 0 is none; up to 1 is a fraction of the saved block inputs; above 1 is GiB."
     return real(offload, "offload", least=0, hint=hint)
 

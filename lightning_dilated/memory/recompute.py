@@ -144,7 +144,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _retained(mode: Any) -> Iterator[None]:
-    """Enter `mode`, torch's context of the second run; if the graph is retained, restore results that it removes."""
+    """Enter `mode`, torch's context of the second run; for a retained graph, restore results that `mode` removes."""
     saved = saved_by_op(mode).items() if backward_is_retained() else ()
     before = {op: copy.copy(results) for op, results in saved}
     try:
@@ -164,7 +164,7 @@ def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: 
 
     Args:
         policy: "block" or "attention-kept".
-        marked: with "block", make `result_is_unused` True in the second run; such a call cannot be compiled.
+        marked: with "block", make `result_is_unused` True in the second run. torch.compile cannot compile this.
     """
     run = _in_its_sequence(run)
     if policy == "block":
@@ -212,7 +212,7 @@ def _on_gradient(run: Callable[[], None], x: Tensor) -> None:
 
 def _group(layers: list[Callable[[Tensor], Tensor]], x: Tensor, after_first: Callable[[Tensor], None] | None) -> Tensor:
     # Before torch 2.13 a layer's checkpoint saves a tensor of the default dtype. Trainer(precision="bf16-true") sets
-    # this dtype in the forward only, so the second run would save a tensor of another dtype.
+    # this dtype in the forward only, so the second run would save a tensor of a different dtype.
     options = {"context_fn": partial(_contexts_of_dtype, torch.get_default_dtype())}
     options = {} if torch.compiler.is_compiling() else options
     return checkpoint(_in_its_sequence(partial(_run, layers, after_first)), x, use_reentrant=False, **options)

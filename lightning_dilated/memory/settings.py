@@ -21,9 +21,9 @@ class MemorySettings:
         policy: which tensors each block saves, one of `recompute.POLICIES`.
         every: with "block", save only the input of every n-th block. The backward recomputes a group of n blocks, and
             then each of its blocks.
-        offload: the part of saved block inputs to store in pinned host memory: up to 1 a fraction of them, above 1 GiB.
+        offload: how much of the saved block inputs to store in pinned host memory: a fraction if up to 1, else GiB.
         tile: number of tokens, in all samples together, that a block's norm, feed-forward and residual compute at a
-            time, and likewise last norm, output projection and loss (see `chunked_loss.loss_tile`); None: all. With
+            time, and so do last norm, output projection and loss (see `chunked_loss.loss_tile`); None means all. With
             head chunks, the projections to q, k and v and from the heads compute NARROW times this number at a time.
         head_chunks: number of chunks of heads; q, k and v are computed for one chunk after another.
         stream: number of tokens in a chunk of a sequence. The model computes the chunks forward one after another, then
@@ -62,7 +62,7 @@ class MemorySettings:
 
     @property
     def narrow_tile(self) -> int | None:
-        """The number of tokens that are projected at a time with head chunks; None: all."""
+        """The number of tokens that are projected at a time with head chunks; None means all."""
         return None if self.tile is None else NARROW * self.tile
 
     @property

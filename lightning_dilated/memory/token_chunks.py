@@ -32,7 +32,7 @@ def tiled(
         run: a function of tensors with samples in dim 0 and tokens in dim 1; it must compute each token alone.
         modules: modules with the parameters that `run` uses; other parameters get no gradient.
         tile: maximum number of tokens in a tile, in all samples together; None: one tile.
-        rows: (B, N, ...), such as hidden states and labels; rows that require a gradient get one.
+        rows: (B, N, ...), such as hidden states and labels; the result's gradient reaches rows that require gradients.
         unused: return a tensor without values, in the shape of `rows[0]`, because the result will not be read.
 
     Raises:
@@ -231,7 +231,7 @@ def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
 
 
 def products_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype of `nn.functional.linear`: autocast's, or the weight's without autocast or for float64."""
+    """Return the dtype of `nn.functional.linear`: autocast's dtype, else (or for float64) the weight's dtype."""
     kind = x.device.type
     if kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)

@@ -1,4 +1,4 @@
-"""Reads the patterns of a model's layers from one pattern, a repeating list or a hybrid.
+"""Reads the patterns of a model's layers from a single pattern, a repeating list or a hybrid.
 
 Shape letters: H query heads, w segment length.
 """

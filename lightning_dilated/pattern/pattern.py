@@ -176,10 +176,10 @@ class DilatedPattern:
             far: a pattern with further branches for layers without a dense head; its offset rule applies to them.
             shifted: whether local segments of layers 1, 3, ... begin half a segment earlier, so that consecutive layers
                 have different boundaries.
-            global_first: first layer with dense heads, counted from 0; None means `global_every - 1`. With None, a model
-                learned to copy over some 32,768 tokens, but not with 0 (benchmarks/results/2026-11-24_h100_strains.md).
-                To look up single keys, use 0 and `kv_conv`: with a dense head in layer 0 of four, recall at 65,536
-                tokens was 99.99 %, in the last layer 0.06 % (benchmarks/results/2026-11-24_h100_recall_first.md).
+            global_first: first layer with dense heads, counted from 0; None means `global_every - 1`. With None, but
+                not 0, a model learned to copy over about 32,768 tokens (benchmarks/results/2026-11-24_h100_strains.md).
+                To look up single keys, use 0 and `kv_conv`: at 65,536 tokens, four layers recalled 99.99 % with a dense
+                head in layer 0, but 0.06 % with one in layer 3 (benchmarks/results/2026-11-24_h100_recall_first.md).
                 With dense heads in layer 0 and the default layers, models recalled keys, but only one of two seeds
                 learned to copy (benchmarks/results/2026-11-25_h200_learning.md).
             window: whether to use sliding windows of `local` tokens, which have no boundaries, in place of segments.

@@ -110,7 +110,7 @@ def segment_at(branch: AnyBranch, seq_len: int, position: int) -> Segment:
 
 
 def segment_classes(width: int, shift: int, length: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (start, number, tokens, first index) of the cut first segment, the full segments and the cut last one."""
+    """Yield (start, number, tokens, first index) of a cut first segment, full segments and a cut last segment."""
     start = 0
     if shift:
         start = min(width - shift, length)

@@ -23,7 +23,7 @@ from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 
 def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | None = None) -> Tensor:
-    """Return this rank's share of the mean loss: `total` over the sum of all ranks' counts. Shares sum to the loss.
+    """Return this rank's share of the mean loss: `total` / (sum of all ranks' counts). The shares sum to the loss.
 
     For a loss over tokens, sum and count this rank's tokens. For a loss over samples that every rank of a sequence
     computes identically (as in a pooled classifier), sum and count the samples on every rank.
@@ -48,7 +48,7 @@ def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | Non
 
 
 def scalar(x: Tensor | float, device: torch.device) -> Tensor:
-    """Return a number as a tensor on a device without making the host wait. A kernel writes Python numbers there."""
+    """Return a number as a tensor on a device, without making the host wait for the device."""
     if type(x) in (bool, int, float):
         return torch.full((), x, device=device)  # type: ignore[arg-type]  # mypy does not narrow by `type(x) in`
     return send(x, device) if isinstance(x, Tensor) else torch.as_tensor(x, device=device)
@@ -134,7 +134,7 @@ def sequence_sum(x: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
     """Return the sum of x over the ranks of the sequence, on every rank.
 
     Args:
-        x: any shape, equal on all ranks.
+        x: any shape, the same on all ranks.
         sequence: the ranks; None means the active group. If no group is active, x itself is returned.
 
     Raises:
@@ -163,7 +163,7 @@ def sequence_mean(x: Tensor, dim: int = 1, mask: Tensor | None = None, sequence:
         sequence: the ranks; None means the active group, or this rank alone.
 
     Returns:
-        x's shape without `dim`, equal on all ranks.
+        x's shape without `dim`, the same values on all ranks.
 
     Raises:
         ValueError: if the mask's shape does not fit, or, on every rank, if shapes or dtypes differ.

@@ -74,7 +74,7 @@ def _thread(process: int) -> ThreadPoolExecutor:
 
 
 Connection: TypeAlias = tuple[dist.ProcessGroup, timedelta | None, str]
-#: open connections; they are kept, because closing a connection waits for gathers that other ranks have not joined
+#: the open connections, which are kept because closing a connection waits for gathers that other ranks have not joined
 _connections: dict[Connection, ThreadedGloo] = {}
 #: number of times that each connection was made, so that no rank reads the addresses of an earlier connection
 _times: Counter[tuple[str, timedelta | None, str]] = Counter()
@@ -113,7 +113,7 @@ def forget_connections(before: set[Connection], groups: Iterable[dist.ProcessGro
 
 
 class ControlGroup:
-    """The ranks of a process group, connected by gloo; `backend` is a separate connection, None uses the group's."""
+    """The ranks of a process group, connected by gloo; `backend`: a separate connection, None if not needed."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None, channel: str = "") -> None:
         self.group, self.ranks = group, dist.get_world_size(group)
@@ -122,7 +122,7 @@ class ControlGroup:
             self.backend = _threaded_gloo(group, timeout, channel)
 
     def start_gather(self, own: Tensor) -> PendingGather:
-        """Start to gather every rank's tensor. All must be on the CPU and have equal shapes and dtypes."""
+        """Start to gather every rank's tensor. All must be on the CPU and have the same shape and dtype."""
         if self.ranks == 1:
             return PendingGather([own])
         with torch.inference_mode(False):  # the thread that writes to the tensors is not in inference mode
@@ -147,7 +147,7 @@ class ControlGroup:
 
 
 def differing(everyone: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Compare the mappings of all ranks; return {name: which rank has which value} for unequal values."""
+    """Compare the mappings of all ranks; return {name: which rank has which value} for values that differ."""
     lines = {}
     for name in dict.fromkeys(name for each in everyone for name in each):
         values = [each.get(name) for each in everyone]
@@ -161,9 +161,9 @@ def differing(everyone: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 # -- agreement ---------------------------------------------------------------------------------------------------------
 _REFUSED = -1
-#: most remembered agreements, and most deferred checks
+#: maximum numbers of remembered agreements and of deferred checks
 REMEMBERED, DEFERRED = 64, 256
-#: the advice if ranks have different link speeds, by which they might choose different exchanges
+#: the advice if ranks have different link speeds, and might therefore choose different exchanges
 ONE_FILE = (
     "Measure them once with `lightning-dilated bench links --output FILE` and give every rank that file by links= or "
     "LIGHTNING_DILATED_LINKS, or all of them links=Links()"
@@ -196,8 +196,8 @@ class Consensus:
     """The agreement of a process group's ranks on their calls.
 
     Attributes:
-        may_defer: whether checks may be deferred; equal on all ranks. It is False if collectives block the host: a rank
-            could then wait in a collective forever and never learn that another rank makes a different call.
+        may_defer: whether checks may be deferred, identical on all ranks. False if collectives block the host: a rank
+            could then wait in a collective forever and never learn that others make a different call.
         deferred: the checks that are not done yet.
     """
 
@@ -213,7 +213,7 @@ class Consensus:
     def agree(
         self, facts: dict[str, Any], length: int, seed: int, call: Any, later: bool, check: Callable[[Agreement], None]
     ) -> Agreement:
-        """Return the agreement, or the expected one if its check is deferred; `check` refuses impossible lengths."""
+        """Return the agreement, or the expected agreement with a deferred check; `check` refuses impossible lengths."""
         if self.control.ranks == 1:
             agreed = Agreement((length,), seed, self._next_number())
             check(agreed)
@@ -239,7 +239,7 @@ class Consensus:
         return agreed
 
     def flush(self) -> None:
-        """Do the deferred checks. The next call is not deferred, because other ranks may have other lengths by then."""
+        """Do the deferred checks. The next check is not deferred, because other ranks' lengths may differ by then."""
         self._latest = ()
         self._check_all()
 
@@ -261,7 +261,7 @@ class Consensus:
         deferred = self.deferred.popleft()
         expected = deferred.expected.lengths
         lengths = tuple(row[1] for row in self._compare(deferred.facts, deferred.digests, "used"))
-        if lengths != expected:  # the same call, but other ranks have other numbers of tokens
+        if lengths != expected:  # the same call, but other ranks have different numbers of tokens than before
             raise ValueError(
                 f"the ranks of the sequence hold {list(lengths)} tokens in a call, but {list(expected)} in the call "
                 "before it in the same step. Give all calls of a step sequences of one length, or leave `trusting`."
@@ -304,10 +304,10 @@ class Consensus:
         return f"the ranks of the sequence disagree, so nothing was {done}. " + ". ".join(lines)
 
     def _even_out(self, control: ControlGroup) -> None:
-        """Pad every rank's queue to the longest one, so that the ranks issue equally many collectives; clear it."""
+        """Pad each rank's queue to the longest, so that all ranks issue the same number of collectives; clear it."""
         if self.may_defer:
             waiting = len(self.deferred)
             most, self._calls = torch.stack(control.gather(torch.tensor([waiting, self._calls]))).amax(0).tolist()
             padding = [self._send(0, 0, 0) for _ in range(most - waiting)]
-            self._discarded = [x.digests for x in self.deferred] + padding  # kept until they have arrived
+            self._discarded = [x.digests for x in self.deferred] + padding  # kept until their messages have arrived
             self.deferred.clear()

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _groups: dict[str, SequenceGroup] = {}
 _active = ThreadStack("active sequences")
 _numbers = itertools.count()
-#: most calls for which a group caches routes; enough for several layers of a step, forward and backward
+#: maximum number of calls for which a group caches routes; enough for several layers of a step, forward and backward
 REMEMBERED = 32
 
 
@@ -57,7 +57,7 @@ class SequenceGroup:
         ranks_per_node: ranks that share fast links; None means all ranks.
         loss_group: the ranks that add their losses, including data-parallel ranks; None means the sequence's ranks.
         timeout: timeout of control messages between ranks; None means torch's default.
-        links: the link speeds that "auto" uses, equal on all ranks; None means `Links.of_this_machine()`.
+        links: the link speeds that "auto" uses, the same on all ranks; None means `Links.of_this_machine()`.
         exchange_memory_gib: the most GiB that the exchange of a call may use on a rank for other ranks' rows and fp32
             sums of their gradients. "auto" chooses an exchange within this limit. None means no limit.
 
@@ -119,7 +119,7 @@ class SequenceGroup:
 
     def shard(self, seq_len: int, members: int = 1) -> Shard:
         """Return the shard of a sequence of N tokens; `members`: see `Shard`."""
-        if self.stream is not None and seq_len <= self.stream:  # one chunk
+        if self.stream is not None and seq_len <= self.stream:  # a single chunk needs no chunked layout
             return Shard(seq_len, self.ranks // members, members=members)
         return Shard(seq_len, self.ranks // members, self.layout, members, self.stream)
 
@@ -153,7 +153,7 @@ class SequenceGroup:
         """Free everything that the group stores. The op and later backwards can no longer find the group by name."""
         _groups.pop(self.name, None)
         self.forget()
-        self._consensus = None  # it refers to the process groups
+        self._consensus = None  # the consensus refers to the process groups
         self.group = self.loss_group = None  # type: ignore[assignment]
 
     def _open(self) -> Consensus:
@@ -195,10 +195,10 @@ class SequenceGroup:
         """Compare a call on all ranks; every rank raises if the call of one rank differs.
 
         Args:
-            what: facts of the call by name; they must be equal on all ranks.
+            what: facts of the call by name; they must be the same on all ranks.
             length: this rank's tokens; None for a call without tokens.
-            seed: this rank's dropout seed; the agreement has rank 0's.
-            call_id: another fact that must be equal on all ranks, but changes with every call.
+            seed: this rank's dropout seed; the agreement has the seed of rank 0.
+            call_id: a further fact, which must be the same on all ranks, but changes with every call.
             later: inside `trusting`, defer the check to `settle` if an equal call (except for `call_id`) was agreed on.
             chunk: tokens of a chunk on all ranks together, if the call is on one chunk; `agreed` is then not updated.
 

@@ -84,7 +84,7 @@ def head_prices(
     links: Links = DEFAULTS,
     exchange_memory: int | None = None,
 ) -> tuple[tuple[HeadPrice, ...], tuple[tuple[int, str], ...]]:
-    """Return the prices of all sizes that serve a call, and (size, reason) of the others; arguments: `planner.plan`.
+    """Return prices of the sizes that serve a call, and (size, reason) of the others; arguments as in `planner.plan`.
 
     `problem` must be without groups. A group must be inside a node, and cannot have more ranks than the call has heads.
 
@@ -205,7 +205,7 @@ def plan_in_groups(
 
 
 def _not_priced(problem: Problem) -> str | None:
-    """Return the reason why a call has no groups at any price; None if groups are priced."""
+    """Return the reason why a call has no groups, whatever they would cost; None if groups are priced."""
     if not crosses(problem):
         return "no segment crosses a shard"
     if any((d.start, d.stop) != (0, problem.shard.seq_len) for d in problem.documents):

@@ -1,4 +1,4 @@
-"""`layout="auto"`: the layout in which causal attention of all layers costs least, by the planner's prices.
+"""`layout="auto"`: the layout in which causal attention of all layers costs least, according to the planner's prices.
 
 Shape letters: N tokens, H query heads, K kv heads, R ranks.
 """
@@ -15,7 +15,7 @@ from lightning_dilated.sequence.planner import FLOPS, make_problem, plan
 
 #: zigzag must save this share of attention's time, because two runs of tokens on a rank need more launches
 SAVED = 0.1
-#: features of a head in prices
+#: features of a head that the prices assume
 HEAD_DIM = 64
 
 
@@ -32,7 +32,7 @@ def cheapest_layout(
     """Return "contiguous" or "zigzag" for the causal attention of a model.
 
     The cost of a layout, in whole femtoseconds, is the sum of the mean computation of a rank, the time of each layer's
-    cheapest exchange, and the wait for the busiest rank. "zigzag" is chosen only if it costs over a tenth less.
+    cheapest exchange, and the wait for the busiest rank. "zigzag" is chosen only if it saves more than a tenth.
 
     Args:
         patterns: the pattern of each layer.

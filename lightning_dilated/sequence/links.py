@@ -17,7 +17,7 @@ NUMBERS = ("near", "far", "round", "message")
 
 @dataclass(frozen=True)
 class Links:
-    """Link speeds for prices: bytes/s of a GPU inside a node and between nodes, seconds of a round and a message.
+    """Link speeds for prices: bytes/s of a GPU inside a node and between nodes, seconds for a round and for a message.
 
     The defaults are speeds of H200 nodes: 259 GB/s was measured for an all-to-all over NVLink, 50 GB/s is one 400 Gb/s
     adapter per GPU, and the round time is for a few bytes. `lightning-dilated bench links` measures your links.

@@ -39,12 +39,12 @@ PRICED = 8
 #: attention FLOP/s (both passes) and memory bytes/s of an H200, and bytes of a switch's fp32 copies per element of q,
 #: for the seconds of these copies and of waiting for a busier rank
 FLOPS, MEMORY, COPIED = 400e12, 4e12, 40
-#: slowdown of causal attention over a whole long sequence, by the owners of a switch, relative to pieces on zigzag
-#: ranks: 931 ms and 867 ms for 524,288 tokens on four H200
+#: slowdown of causal attention over a whole long sequence by the owners of a switch, relative to pieces on zigzag
+#: ranks: 931 ms instead of 867 ms for 524,288 tokens on four H200
 SWITCH_SLOWDOWN = 1.08
 #: "auto" leaves out exchanges that save more than this many times the rank's own rows of K and V
 MAX_SAVED_RATIO = 4
-#: default link speeds of prices
+#: the link speeds that prices assume by default
 DEFAULTS = Links()
 #: with up to this number of ranks, the memory of an exchange is counted on all of them, else on the priced ranks
 LISTED_RANKS = 64
@@ -66,7 +66,7 @@ class Price:
         seconds: time of both passes with nothing hidden behind computation.
         waiting: seconds that ranks wait for the busiest rank (causal attention over contiguous shards), and seconds of
             the switch's copies of whole tensors.
-        held: the most bytes that a rank holds at once, see `held`; None without a limit.
+        held: the maximum number of bytes that a rank holds at once, see `held`; None without a limit.
     """
 
     exchange: str
@@ -102,7 +102,7 @@ class HeadPrice:
 
     @property
     def total(self) -> float:
-        """Seconds with waiting."""
+        """Seconds, including waiting."""
         return self.seconds + self.waiting
 
     def __str__(self) -> str:
@@ -221,7 +221,7 @@ def make_problem(
 
 # -- work --------------------------------------------------------------------------------------------------------------
 def rank_pairs(problem: Problem, exchange: str, rank: int) -> int:
-    """Count the (query, key) pairs that a rank computes in wide segments; no exchange changes pairs in narrow ones."""
+    """Count the (query, key) pairs that a rank computes in wide segments; no exchange affects narrow segments."""
     if exchange != "switch":
         return joint_pairs(problem, rank) + local_pairs(problem, rank)
     if problem.shard.interleaved:
@@ -230,7 +230,7 @@ def rank_pairs(problem: Problem, exchange: str, rank: int) -> int:
 
 
 def busiest_pairs(problem: Problem, exchange: str, ranks: Sequence[int]) -> int:
-    """Return the most pairs that one rank computes, among `ranks` and the owners of these ranks' segments."""
+    """Return the largest number of pairs of one rank, among `ranks` and the owners of these ranks' segments."""
     if exchange != "switch" or problem.shard.interleaved:
         return max(rank_pairs(problem, exchange, rank) for rank in ranks)
     tasks = (tasks_by_owner(problem, rank).values() for rank in ranks)
@@ -269,7 +269,7 @@ def local_pairs(problem: Problem, rank: int) -> int:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 def held(problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int) -> int:
-    """Return the most bytes of received rows, and of fp32 sums of their gradients, that a rank holds at once in a call.
+    """Return the peak bytes that received rows, and the fp32 sums of their gradients, need on a rank in a call.
 
     The peak is in the backward. Own rows that the exchange copies are counted; send buffers are not.
     """
@@ -290,7 +290,7 @@ def held(problem: Problem, exchange: str, rank: int, per_node: int, head_dim: in
 
 
 def most_held(problem: Problem, exchange: str, per_node: int, head_dim: int, element_size: int) -> int:
-    """Return the most bytes that any rank holds at once, over all members of a head-parallel group."""
+    """Return the maximum number of bytes that any rank of any head-parallel group holds at once."""
     ranks = problem.shard.ranks
     listed = range(ranks) if ranks <= LISTED_RANKS else priced_ranks(ranks)
     return max(held(x, exchange, r, per_node, head_dim, element_size) for x in members_of(problem) for r in listed)
@@ -396,7 +396,7 @@ def plan(
         ranks_per_node: ranks that share fast links; None means all ranks.
         head_dim, element_size: D, and bytes of an element of q, k and v.
         links: the link speeds of this machine.
-        exchange_memory: the most bytes that a rank may hold at once, see `held`; None means no limit.
+        exchange_memory: maximum number of bytes that a rank may hold at once, see `held`; None means no limit.
 
     Raises:
         ValueError: if the named exchange cannot serve the problem, or if the named exchange, or every exchange, holds

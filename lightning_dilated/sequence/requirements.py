@@ -34,7 +34,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of attention over a sharded sequence; equal on all ranks.
+    """One call of attention over a sharded sequence, the same on all ranks.
 
     `documents` are the documents that no rank holds alone. `heads` = (first, stop) are the query heads that this rank
     computes (all, or its window in a head-parallel group). In a stream of chunks, pieces of chunks replace ranks.
@@ -132,7 +132,7 @@ def _below(n: int, m: int, upper: int) -> int:
 def straddling(documents: Sequence[Document], shard: Any) -> tuple[Document, ...]:
     """Return the documents of a call that are not inside one run of consecutive positions of one rank.
 
-    Documents must be sorted by their bounds (packed, or one for each sample): only cuts between shards are looked up.
+    Documents must be sorted by their bounds (packed, or one per sample), because only cuts of shards are looked up.
     """
     if shard.interleaved:
         return tuple(d for d in documents if d.stop > d.start)

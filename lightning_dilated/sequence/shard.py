@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 
 def cut(start: int, stop: int, part: int, parts: int) -> range:
-    """Return piece `part` of [start, stop); each has ceil((stop - start) / parts) positions, or fewer at the end."""
+    """Return piece `part` of [start, stop). A piece has ceil((stop - start) / parts) positions, or fewer at the end."""
     size = -(-(stop - start) // parts)
     return range(min(start + part * size, stop), min(start + (part + 1) * size, stop))
 
@@ -122,7 +122,7 @@ class Shard:
 
     @property
     def longest(self) -> int:
-        """L, the most tokens of a rank. Rank 0 has them; in zigzag rank R - 1, as rank 0 has the short last chunk."""
+        """L, the largest number of tokens on a rank: rank 0, or R - 1 in zigzag, where rank 0 has the last chunk."""
         return max(self.length(0), self.length(self.ranks - 1))
 
     def owner(self, position: int) -> tuple[int, int]:

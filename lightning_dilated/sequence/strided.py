@@ -65,7 +65,7 @@ class BranchRows:
 
 
 def classes(problem: Problem, document: Document, branch: int) -> list[SegmentClass]:
-    """Return the classes of a branch's segments: a short first one, whole ones by start modulo T, a short last one."""
+    """Return classes of a branch's segments: a short first and last segment, and whole segments by start modulo T."""
     spec, total = problem.pattern.branches[branch], problem.shard.total
     width = segment_width(spec, document.length)
     turns = total // math.gcd(width, total)
@@ -134,7 +134,7 @@ def owner_of(problem: Problem, segment: BranchSegment, head: int) -> int:
 
 @functools.lru_cache(maxsize=16384)
 def rows_read(problem: Problem, readers: frozenset[int], source: int) -> RowsByDocumentHead:
-    """Return {(document, kv head): rows} that `source` holds and a reader needs; `source` may be a reader, too."""
+    """Return {(document, kv head): rows} that `source` holds and a reader needs; `source` may be a reader."""
     return _held(problem, source, _read_by(problem, readers))
 
 
@@ -175,7 +175,7 @@ def _last_of_members(rows: range, members: frozenset[int], total: int) -> int | 
 def _branch_rows(
     problem: Problem, last_row: LastRow, group: int, by_offset: bool
 ) -> dict[tuple[Document, int], list[BranchRows]]:
-    """Return the rows to take by document and group of heads; `by_offset`: heads with equal offsets take equal rows."""
+    """Return the rows to take by document and head group; `by_offset`: heads of one offset take the same rows."""
     out: dict[tuple[Document, int], list[BranchRows]] = {}
     for document in problem.documents:
         for branch in range(len(problem.pattern.branches)):

@@ -1,6 +1,6 @@
 """The registry of engines, and the choice of "auto" for a call.
 
-The thresholds below were measured on an H200 (`benchmarks/results/2026-11-21_h200_speed.md`). For another machine,
+The thresholds below were measured on an H200 (`benchmarks/results/2026-11-21_h200_speed.md`). For other machines,
 change the entries. The argument `engine=` overrides all of them.
 """
 
@@ -31,7 +31,7 @@ CHANGING_BELOW: dict[tuple[int, int], float] = {(9, 0): 5.0e12}
 #: for keys from other ranks or chunks, {compute capability: limit}. Up to this number of (query, key) pairs in a head,
 #: triton's forward, which updates the running result in place, is faster than cuDNN's forward and a merge
 CHAINED_UP_TO: dict[tuple[int, int], float] = {(9, 0): 2.0**24}
-#: the same limit for shapes that change from call to call; it also holds in the backward
+#: the same limit for shapes that change from call to call; the backward uses it as well
 CHANGING_UP_TO = 2.0**24
 
 __all__ = [
@@ -75,7 +75,7 @@ class Choice:
 
 
 def environment(device: torch.device) -> tuple[object, ...]:
-    """Return the settings outside the request that affect the choice of engine and executor. They can change."""
+    """Return the settings outside the request that affect the choice of engine and executor, and that can change."""
     capability = kernels.capability(device) or (0, 0)
     limits = [table.get(capability, DEFAULT) for table in (GROUPED_BELOW, CHANGING_BELOW)]
     impl = torch.nn.attention.current_flash_attention_impl()
@@ -117,9 +117,9 @@ def check_name(name: str) -> str:
 
 
 def _candidates(name: str) -> tuple[str, ...]:
-    """Return the names of a family's engines in order of preference, or the name of the engine.
+    """Return the names of a family's engines in order of preference; for an engine, only its own name.
 
-    "flash" precedes cuDNN if the user activated another flash attention in torch
+    "flash" precedes cuDNN if the user activated a different flash attention in torch
     (`torch.nn.attention.activate_flash_attention_impl("FA3")`).
     """
     names = FAMILIES.get(check_name(name), (name,))
@@ -140,7 +140,7 @@ def _grouped(request: Request) -> str | None:
 
 
 def triton_up_to(name: str, request: Request) -> tuple[float, float]:
-    """Return the most pairs in a head with which triton computes keys from other ranks, for forward and backward."""
+    """Return (forward limit, backward limit): the pairs per head up to which triton computes keys from other ranks."""
     if name != "auto" or request.device.type != "cuda" or TRITON.why_not(request) is not None:
         return 0.0, 0.0
     if request.changing:

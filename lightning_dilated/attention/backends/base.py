@@ -83,16 +83,16 @@ class Engine:
         devices: supported device types; () means any.
         dtypes: supported dtypes; () means all floating dtypes.
         max_head_dim, head_dim_multiple: limits of the head dim.
-        dropout: whether it applies `PairDropout` exactly, in the backward as well.
+        dropout: whether it applies `PairDropout` exactly, in both passes.
         bands: whether it supports a `Band`.
         empty: whether a call without rows is safe (the op never makes such a call).
-        alignment: alignment of every row, in bytes.
-        deterministic: whether every run gives the same bits, in the backward as well.
+        alignment: the alignment that every row needs, in bytes.
+        deterministic: whether every run gives the same bits, in both passes.
         any_scale: whether a scale of 0 or below gives correct results.
         rows_in_place: whether the results have the layout of q if q's rows are adjacent.
         forward_into: None, or forward(..., into), which updates a running state in place: into = (out (B, L, H, D),
             lse (B, H, L), flat rows of out for the query rows (G, J, n), number of additional zero keys).
-        min_rows: fewest query rows and key rows; the op gives smaller blocks to the math engine.
+        min_rows: minimum number of query rows and key rows; the math engine computes smaller blocks.
         available: a function that returns None for a device that can run the engine, else the reason why it cannot.
     """
 
@@ -144,7 +144,7 @@ class Engine:
 def merge(lse: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Merge two results over different keys: return (log-sum-exp, weight of the result so far, weight of the part).
 
-    The tensors have equal shapes (...). out * weight[..., None] + part * part_weight[..., None] is one softmax over all
+    All tensors have one shape (...). out * weight[..., None] + part * part_weight[..., None] is one softmax over all
     keys. Both weights are 0 for rows without a key (-inf).
     """
     part_lse = part_lse.to(lse.dtype)

@@ -1,4 +1,4 @@
-"""Sliding windows by cuDNN: one call computes a band, with a graph of nvidia-cudnn-frontend (extra `windows`).
+"""Sliding windows with cuDNN: one call computes a band, with a graph of nvidia-cudnn-frontend (extra `windows`).
 
 torch's cuDNN attention has no bands. Each combination of shape, strides, scale and band needs a graph, which takes time
 to build. The Triton kernels therefore compute short blocks, which vary in length, and bands that cuDNN refuses.
@@ -21,9 +21,9 @@ from torch import Tensor
 from lightning_dilated.attention.backends.base import Band, Engine, Terms
 
 _log = logging.getLogger(__name__)
-#: fewest rows of a block for cuDNN
+#: minimum number of rows in a block that cuDNN computes
 FEWEST = 8192
-#: most cached graphs; a hybrid model needs two for each shape of a batch
+#: maximum number of cached graphs; a hybrid model needs two for each shape of a batch
 REMEMBERED = 256
 #: cuDNN's handles, one for each thread and device: a handle belongs to one stream at a time
 _handles = threading.local()

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lightning_dilated.attention.backends.base import Band, Engine, Terms
 
-#: most scores in memory at once, in elements (16 MiB in fp32); a single row of scores may exceed it
+#: maximum number of scores in memory at once (16 MiB in fp32); a single row of scores may exceed it
 SCORE_BUDGET = 1 << 22
-#: memory of a dropout mask's integers, as a multiple of the memory of the scores
+#: ratio of the memory of a dropout mask's integers to the memory of the scores
 DROPOUT_ROOM = 8
 
 
@@ -74,7 +74,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tens
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute a block's dq, dk and dv by the backward of flash attention (arXiv 2205.14135, algorithm 4)."""
+    """Compute a block's dq, dk and dv with the backward of flash attention (arXiv 2205.14135, algorithm 4)."""
     scale, dropout, band = terms.scale, terms.dropout, _band(q, terms)
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = q.new_empty(q.shape, dtype=wide)

@@ -35,7 +35,7 @@ def _without_dropout(function: Callable) -> Callable:
 def _cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Call cuDNN's backward with the strides of its cached graph; if copies would be too large, call flash's."""
+    """Call cuDNN's backward with the strides of its cached graph, or flash's if copies would be too large."""
     restrided = _with_first_strides((q, k, v), grad, out)
     if restrided is None:
         return compat.flash_attention_backward(grad, q, k, v, out, lse, causal, scale)
@@ -116,8 +116,8 @@ def _cuda_available(device: torch.device, name: str, op: str) -> str | None:
     return f"{name} needs compute capability 8.0" if version < (8, 0) else compat.missing_op(op)
 
 
-# Observed: cuDNN refuses a single row. For fp32 it returns NaN, and for no rows None, both without an error. The CPU op
-# kills the process if there are no rows. All mask before they scale, so causal results with scale <= 0 are wrong.
+# Observed: cuDNN refuses a single row. It raises no error for fp32, but returns NaN; for no rows, it returns None. The
+# CPU op kills the process for no rows. All ops mask before they scale: causal results with scale <= 0 are wrong.
 CPU_FLASH = Engine(
     name="cpu_flash",
     forward=_without_dropout(compat.cpu_flash_attention_forward),

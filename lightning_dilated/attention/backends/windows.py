@@ -1,4 +1,4 @@
-"""Windows by engines that have no bands: blocks of `width` rows attend to themselves and to neighbouring blocks.
+"""Windows with engines that have no bands: blocks of `width` rows attend to themselves and to neighbouring blocks.
 
 With causal attention, row a of a block sees the keys up to a in its block, and the keys after a in the previous block.
 The second part is causal attention with queries and keys in reverse order. Without causal attention, row a sees its
@@ -18,15 +18,15 @@ from torch import Tensor
 from lightning_dilated.attention.backends.base import Band, Engine, Terms, merge
 from lightning_dilated.attention.backends.math import MATH
 
-#: narrowest window that is computed by blocks; the math engine is equally fast for narrower windows
+#: narrowest window that is computed in blocks; the math engine is equally fast for narrower windows
 NARROW = 16
-#: most elements in the blocks of one call
+#: maximum number of elements in the blocks of one call
 AT_ONCE = 1 << 24
 
 
 @functools.cache
 def with_windows(engine: Engine) -> Engine:
-    """Return an engine with `bands`: `engine` computes windows over two or more blocks, the math engine other bands."""
+    """Return an engine with `bands`: `engine` computes windows over several blocks, and math the other bands."""
     forward = functools.partial(_forward, engine)
     return replace(engine, forward=forward, backward=functools.partial(_backward, engine), bands=True)
 
@@ -79,7 +79,7 @@ class _Piece:
 
 
 def _pieces(n: int, width: int, causal: bool, size: int) -> Iterator[_Piece]:
-    """Yield pieces that contain all pairs of a window over n rows; `size`: elements of a row over samples and heads."""
+    """Yield pieces that contain all pairs of a window over n rows; `size`: elements of a row in all samples."""
     blocks = n // width
     step, end = max(1, AT_ONCE // (size * width)), blocks * width
     for first in range(0, blocks, step):
@@ -100,7 +100,7 @@ def _pieces(n: int, width: int, causal: bool, size: int) -> Iterator[_Piece]:
 
 
 def _serves(q: Tensor, k: Tensor, band: Band) -> int:
-    """Return the width of the window if the band is a window that can be computed by blocks; else 0."""
+    """Return the width of the window if the band is a window that can be computed in blocks; else 0."""
     width = 1 - band.lower
     window = q.shape[2] == k.shape[2] >= 2 * width and band.upper in (0, width - 1)
     return width if window and width >= NARROW else 0

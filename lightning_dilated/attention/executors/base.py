@@ -42,7 +42,7 @@ class Call:
     """Settings that all blocks of one call share.
 
     If `branches` is set, only the branches with these indices are computed. Triton computes batches of keys from other
-    ranks or chunks with at most `max_triton_pairs` pairs in a head; the two limits are for forward and backward.
+    ranks or chunks up to `max_triton_pairs` (limits for forward and backward on the pairs per head).
     """
 
     engine: Engine
@@ -64,8 +64,8 @@ class Call:
 
 
 class Layout(NamedTuple):
-    """Facts for planning: properties of q (B, N, H, D), whether there is dropout, and whether the device has lengths,
-    or (if `bits` is not 0) the bounds of 2**bits documents."""
+    """Facts for planning: properties of q (B, N, H, D), and whether there is dropout. `lengths`: whether the device has
+    lengths, or bounds of 2**bits documents if `bits` is not 0."""
 
     shape: Sequence[int]
     dtype: torch.dtype
@@ -76,13 +76,13 @@ class Layout(NamedTuple):
 
 
 class Executor(Protocol):
-    """Computes a call. One executor computes a rank's local blocks; others wrap it and add the rows of other ranks."""
+    """Computes a call. One executor computes a rank's local blocks; others wrap it and add rows from other ranks."""
 
     def masked(self, mask: Dropout) -> Self:
         """Return this executor with a dropout mask."""
 
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return out (B, N, H, D) and lse (B, H, N) of q, k and v, and rows to save for the backward, or None.
+        """Return (out (B, N, H, D), lse (B, H, N), rows to save for the backward or None); `inputs`: q, k, v.
 
         A row without a key is 0 in out and -inf in lse. Both are fp32 (fp64 for float64). If `final`, nothing will be
         merged into out, and out may have q's dtype.

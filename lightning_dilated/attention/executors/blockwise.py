@@ -60,7 +60,7 @@ class Blockwise:
         return total
 
     def _only(self, inputs: Sequence[Tensor]) -> tuple[Span, Block] | None:
-        """Return the only block if it has every row of q and k; its results are then the results of the call."""
+        """Return the only block if it has every row of q and k, and thus gives the call's results; else None."""
         batch, seq_len, heads, _ = inputs[0].shape
         blocks = self.call.blocks(self.spans[0]) if len(self.spans) == 1 else ()
         if len(blocks) != 1 or heads != inputs[1].shape[2]:

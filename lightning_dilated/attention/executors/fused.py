@@ -57,7 +57,7 @@ def layout(
     Args:
         document: tokens of the document.
         part: (start, stop) in the document.
-        limits: most positions of a chunk with dense branches (parts of more than half the rows), and of other chunks.
+        limits: maximum positions of a chunk with dense branches (parts of over half the rows), and of other chunks.
         at_once: a branch that is computed for all positions at once, because its part is not larger than the result.
     """
     length, branches = part[1] - part[0], frozenset(range(len(window.pattern.branches)))
@@ -133,10 +133,10 @@ UNIT = 131072 * 12 * 64
 FORWARD = 4 * UNIT
 #: limits in the backward for dense and thin branches (small calls are faster with more segments)
 DENSE, THIN = UNIT, 2 * UNIT
-#: the most elements of q with which the backward is one chunk
+#: up to this number of elements of q, the backward is one chunk
 ONE_PIECE = 2 * UNIT
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: most rows in the parts of all branches, per row of q; above it, blocks are merged one by one, one part at a time
+#: maximum number of rows in all branches' parts, per row of q; for more rows, blocks are merged one by one
 OVERLAP = 2.5
 
 
@@ -164,12 +164,12 @@ def forward_pieces(call: Call, spans: Sequence[Span], inputs: Sequence[Tensor], 
 
 
 def backward_pieces(call: Call, spans: Sequence[Span], tensors: Sequence[Tensor], add: bool) -> Pieces:
-    """Return the pieces of the backward. `add`: it adds to given gradients; `tensors` are grad, q, k, v and out."""
+    """Return the pieces of the backward; `add`: whether it adds to given gradients; `tensors`: grad, q, k, v, out."""
     if tensors[1].numel() <= ONE_PIECE:
         return _pieces(call, spans, tensors, (ONE_PIECE, ONE_PIECE), not add)
     pieces, _ = _pieces(call, spans, tensors, (DENSE, THIN), False)
     branch = None if add or len(pieces) > 1 else _result_branch(call, spans, tensors)
-    # compute a branch at once only if no chunk cuts it: else the engine's workspace for all rows outweighs the saving
+    # compute a branch in one piece only if no chunk cuts it: else the engine's workspace outweighs the saving
     at_once = any(b.branch == branch for _, chunk in pieces for b in chunk.blocks)
     return pieces, branch if at_once else None
 
@@ -289,7 +289,7 @@ class Fused:
             if out is None:
                 out = _result(q.shape, dtype, q.device, None if index is None else parts[index][0], covered)
             _descend(q.device, chunk, make, functools.partial(_merge, branch, span, out, lse), parts)
-            del parts  # before the next span's parts are made
+            del parts  # free them before the next span's parts are made
         return torch.zeros_like(q, dtype=dtype) if out is None else out, lse, None
 
     @avoid_frame_chunk_edge

@@ -28,7 +28,7 @@ from lightning_dilated.pattern.rows import global_tokens, without_global
 if TYPE_CHECKING:
     from lightning_dilated.kernels.grouped import GroupedDrop, Work
 
-#: most (position, head, feature) triples of a launch's spans: 262,144 tokens of 12 heads of 64
+#: maximum number of (position, head, feature) triples in a launch's spans: 262,144 tokens, 12 heads of 64
 LIMIT = 2 * fused.UNIT
 #: tables that CUDA graphs read; they are never freed, because a graph may be replayed at any time
 _recorded: dict[int, Work] = {}

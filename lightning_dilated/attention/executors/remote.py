@@ -2,7 +2,7 @@
 
 `RowExchange` receives rows of K and V, and also uses rows that a rank carries, such as rows of a stream's earlier
 chunks. `AllToAll` sends queries, keys and values to the owners of (segment, head) problems, which send outputs back.
-`HeadParallel` exchanges tokens for heads before and after another executor. A batch consists of requests of equal
+`HeadParallel` exchanges tokens for heads before and after another executor. A batch consists of requests of the same
 shape; their keys are indices into a store of rows from other ranks or chunks.
 Shape letters: B batch, L local tokens, H heads of q, D head dim, G requests of a batch, n queries and m keys of a
 request; a row of the store is (2, D): K and V.
@@ -88,7 +88,7 @@ def merge_rows(rows: Tensor, part: Tensor, part_lse: Tensor, out: Tensor, lse: T
 def add_batch(
     call: Call, batch: Batch, tensors: tuple[Tensor, ...], rows: Tensor, lse: Tensor, dq: Tensor, grads: Tensor
 ) -> None:
-    """Add a batch's gradients to dq (B, L, H, D), contiguous, and to the store's; `tensors` are grad, q and out."""
+    """Add a batch's gradients to contiguous dq (B, L, H, D) and to `grads` of the store; `tensors`: grad, q, out."""
     engine, terms = _engine_of(call, batch, tensors[1], call.max_triton_pairs[1])
     k, v = _keys(rows, batch)
     grad, q, out = (take(x, batch.queries)[:, None] for x in tensors)
@@ -100,7 +100,7 @@ def add_batch(
 
 @dataclass(frozen=True)
 class RowExchange:
-    """Sends rows, computes the local blocks meanwhile, and merges the rows that arrive.
+    """Sends rows, computes the local blocks meanwhile, and merges the results for the rows that arrive.
 
     Attributes:
         local: the executor of the rank's local blocks.
@@ -158,7 +158,7 @@ def _merge_requests(
     q, out, lse = tensors
     if selected is not None and not len(
         selected.flat
-    ):  # no query reads the rows; take part in the exchange for the other ranks
+    ):  # no query reads the rows, but the other ranks need this rank in the exchange
         for _ in arrivals:
             pass
         return
@@ -166,7 +166,7 @@ def _merge_requests(
     for batches, rows in arrivals:
         for batch in batches:
             merge_batch(call, batch, queries, rows, *state)
-        del rows  # before the next round is posted
+        del rows  # free them before the next round is posted
     if selected is not None:
         selected.put(out, state[0][0, :, 0])
         selected.put(lse.transpose(1, 2), state[1][0, 0])
@@ -188,7 +188,7 @@ def _add_requests(
     for batches, rows, grads in arrivals:
         for batch in batches:
             add_batch(call, batch, inputs, rows, rows_lse, dq, grads)
-        del rows, grads  # before the next round is posted
+        del rows, grads  # free them before the next round is posted
     return dq if selected is None else dq[0, :, 0]
 
 

@@ -73,7 +73,7 @@ def rate_of(b: Block) -> int:
 
 
 def _step(blocks: tuple[Block, ...], length: int) -> int:
-    """Return a multiple of most rates, small enough that a program's rows are usually in one segment."""
+    """Return a common multiple of most rates. It is small, so a program's rows are usually in one segment."""
     from lightning_dilated.kernels.combine import SUM
 
     widths = [b.segment_stride for b in blocks if b.segments > 1]
@@ -216,12 +216,12 @@ def _width(width: int | None) -> int:
 
 
 def _windows(widths: Tensor, to: functools.partial[Tensor]) -> Tensor | None:
-    """Return the windows of jobs; None if no job has one."""
+    """Return the windows of jobs; None if no job has a window."""
     return to(widths.int()) if bool((widths < _width(None)).any()) else None
 
 
 def bits_of(documents: int) -> int:
-    """Return the bits that a document's index needs, at least 2, rounded up so that a few tables serve all rows."""
+    """Return the number of bits of a document's index, at least 2. Few tables then serve all numbers of documents."""
     return max(2, (documents - 1).bit_length())
 
 

@@ -65,7 +65,7 @@ class HeadGroup:
     lengths: tuple[int, ...]
 
     def to_heads(self, tensors: Sequence[Tensor], cuts: Sequence[Windows]) -> list[Tensor]:
-        """Exchange tensors (B, L, H, D) of one dtype and D for (B, G, own window, D); `cuts` has each one's windows."""
+        """Exchange (B, L, H, D) tensors of one dtype and D for (B, G, own window, D); `cuts`: each tensor's windows."""
         batch, length, _, dim = tensors[0].shape
         rank, widths = self.wire.rank, [[b - a for a, b in cut] for cut in cuts]
         parts = [

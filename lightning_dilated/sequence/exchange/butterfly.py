@@ -135,7 +135,7 @@ def hierarchical_why_not(problem: Problem, per_node: int) -> str | None:
 
 
 def hierarchical_program(problem: Problem, rank: int, per_node: int) -> Program:
-    """Return rounds as in `program`; of another node's rows a rank gets 1 in `per_node`, and spreads it in its node."""
+    """As `program`, but each rank of a node receives a part of another node's rows, and passes it on in its node."""
     rounds, inside = [], per_node.bit_length() - 1
     node, number = divmod(rank, per_node)
     for level in range(1, problem.shard.ranks.bit_length()):

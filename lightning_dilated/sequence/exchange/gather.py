@@ -29,7 +29,7 @@ def volume(problem: Problem, rank: int, per_node: int) -> Volume:
 
 
 def hierarchical_why_not(problem: Problem, per_node: int) -> str | None:
-    """Return why the ranks do not form several whole nodes, or None."""
+    """Return the reason why the ranks do not form several whole nodes, or None."""
     ranks = problem.shard.ranks
     if per_node == 1:
         return "needs several ranks a node"

@@ -49,7 +49,7 @@ class Round:
 
     @property
     def counts(self) -> tuple[dict[int, int], dict[int, int]]:
-        """({peer: rows sent}, {peer: rows received})."""
+        """The numbers of rows: ({peer: rows sent}, {peer: rows received})."""
         return {p: count(m) for p, m in self.sends.items()}, {p: count(m) for p, m in self.receives.items()}
 
 
@@ -106,7 +106,7 @@ def merge(messages: Iterable[Message]) -> Message:
 # -- volume ------------------------------------------------------------------------------------------------------------
 @dataclass
 class Units:
-    """Counts of units in the tensors' dtype (`own`) or fp32 (`wide`: gradients, outputs), and fp32 `numbers` (lse)."""
+    """Number of units in the tensors' dtype (`own`) and in fp32 (`wide`), and of fp32 numbers (`numbers`, for lse)."""
 
     own: float = 0
     wide: float = 0
@@ -119,7 +119,7 @@ class Units:
 
 @dataclass
 class Volume:
-    """Units that a rank receives, by (pass, "near" or "far"); rounds and messages of both passes; units saved."""
+    """The traffic that a rank receives: rounds, messages, units saved, and units by (pass, "near" or "far")."""
 
     rounds: int
     messages: int

@@ -56,7 +56,7 @@ def returning(problem: Problem, rank: int, hops: int) -> Round:
     return step
 
 
-#: up to this many ranks, `volume` counts all travelling rows; with more ranks, only rows that the rank itself needs
+#: up to this number of ranks, `volume` counts all travelling rows; for more ranks, only rows that this rank needs
 COUNTED = 16
 
 

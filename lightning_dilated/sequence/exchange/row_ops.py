@@ -260,7 +260,7 @@ def _located(
 
 @dataclass
 class Batch:
-    """Requests of one branch with equal numbers of queries and keys: one call of a backend.
+    """Requests of one branch with the same numbers of queries and keys: one call of a backend.
 
     Attributes:
         queries: (G, n) rows of q, by flat number or by number in a selection; no row occurs twice.
@@ -328,7 +328,7 @@ def _distinct(numbers: Tensor, size: int) -> bool:
 def _numbers(source: LocalRows | ReceivedRows, requested: Iterable[tuple[RowRequest, int, Iterable[range]]]) -> Tensor:
     """Return the numbers in `source` of the requested rows, in order; `source` must have each row exactly once."""
     runs: tuple[list[Progression], list[Progression]] = [], []
-    single: tuple[list[np.ndarray], list[np.ndarray]] = [], []  # indices and numbers of single carried rows
+    single: tuple[list[np.ndarray], list[np.ndarray]] = [], []  # indices and row numbers of carried rows
     find, carried = source.find, None
     if isinstance(source, ReceivedRows):
         find, carried = source.find_received, source.carried
@@ -381,7 +381,7 @@ class Rows:
         return x[self.at] if flat is None else flat[0].index_select(0, flat[1])
 
     def put(self, x: Tensor, values: Tensor) -> None:
-        """Write (n, ...) values, rounded to x's dtype."""
+        """Write values (n, ...) to the selected rows of x, rounded to x's dtype."""
         flat, values = self._flattened(x), values.to(x.dtype)
         if flat is None:
             x[self.at] = values
@@ -479,7 +479,7 @@ def add_at(total: Tensor, rows: Tensor, parts: Sequence[Tensor], distinct: bool 
     total.index_add_(0, rows.flatten(), torch.stack(flat, 1) if len(parts) == 2 else flat[0])
 
 
-#: fewest rows that our kernels move; for fewer rows torch's kernels take less host time to launch
+#: minimum number of rows that our kernels move; for fewer rows, torch's kernels are launched in less host time
 MIN_KERNEL_ROWS = 2**17
 
 

@@ -39,7 +39,7 @@ from lightning_dilated.sequence.requirements import Problem, RowRequest, row_req
 
 @dataclass
 class GradientReturn:
-    """A round's gradients on the way back: `leaving` are sent, and received ones are added to the rows of `packing`."""
+    """A round's gradients on the way back: `leaving` are sent; received gradients are added to rows of `packing`."""
 
     leaving: Tensor | slice
     sends: dict[int, int]
@@ -122,7 +122,7 @@ def compile_program(
 def _renumbered(
     compiled: Compiled, problem: Problem, queries: LocalRows, own: LocalRows, device: torch.device
 ) -> Compiled:
-    """Copy to a device. If only few rows are used, replace row numbers by numbers within the used rows."""
+    """Copy indices to a device. If few rows are used, replace row numbers by numbers within the used rows."""
     samples = max((d.sample + d.samples for d in problem.documents), default=0)
     sizes = lambda x: (samples * x.length * (x.heads[1] - x.heads[0]), x.length, x.heads[1] - x.heads[0])  # noqa: E731
     all_batches = [*compiled.ready, *(b for x in compiled.rounds for b in x.batches)]
@@ -154,7 +154,7 @@ def _covered(problem: Problem, request: RowRequest, store: ReceivedRows) -> bool
 
 
 def _from_source(problem: Problem, requests: list[RowRequest], rank: int, hops: int) -> list[RowRequest]:
-    """Limit requests to the rows of the rank `hops` places before. Zero pads count once, with this rank's own rows."""
+    """Limit requests to keys of the rank `hops` places before this rank. Keep zero pads only for own keys."""
     held = problem.shard.ranges((rank - hops) % problem.shard.ranks)
     return [replace(part, pads=0 if hops else part.pads) for request in requests for part in request.cut(held)]
 
@@ -341,7 +341,7 @@ class BackwardRun(Run):
         self._returning.append((number, posted))
 
     def _collect(self, leave: int = 0) -> None:
-        """Add gradients of all returning rounds but the last `leave`; send gradients of relayed rows a round back."""
+        """Add gradients of all returning rounds except the last `leave`; pass gradients of relayed rows on."""
         while len(self._returning) > leave:
             number, posted = self._returning.pop(0)
             arrived = (posted.follow if self._ahead else posted.wait)()
