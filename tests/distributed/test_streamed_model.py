@@ -132,7 +132,7 @@ def refused(rank, group, layout, stream, endless):
 
 def test_refusals(pool):
     for arguments, why in (
-        (("contiguous", None, False), r"with layout='contiguous' the ranks .* Set layout='chunked'"),
+        (("contiguous", None, False), r"with layout='contiguous' its ranks .* Set layout='chunked'"),
         (("chunked", 8, False), "streams chunks of 16 tokens, but its ranks share chunks of 8: set equal"),
         (("chunked", 16, True), "endless streams are computed on one rank each.*set sequence_size=1"),
     ):

@@ -148,7 +148,7 @@ def test_a_state_of_another_model_is_refused_and_another_precision_is_not():
 def test_refusals():
     model, tokens = MODELS["geometric"], torch.randint(0, VOCABULARY, (2, 8))
     for bad, message in [
-        (tokens[0], r"tokens must be \(B, n\)"),
+        (tokens[0], r"tokens must be integers \(B, n\), not empty"),
         (tokens[:, :0], "at least one"),
         (tokens.double(), "float64"),
     ]:
