@@ -124,7 +124,7 @@ def check_sizes(stored: Any, size: int) -> None:
 METADATA = ".metadata"
 #: the warning that torch prints if one rank reads alone, as these readers do on purpose
 ALONE = "torch.distributed is disabled, unavailable or uninitialized"
-#: maximum number of elements in a byte of a file: for a 4-bit state, the file declares the dtype that it represents
+#: maximum number of elements in a byte of a file: a file declares a 4-bit state with the wider dtype it represents
 DENSEST = 2
 #: torch's classes for the records of a `.metadata` file
 _RECORDS = (

@@ -1,4 +1,4 @@
-"""A Trainer's state in checkpoints: optimizer states by name, low-bit states as tensors, and each tensor's writer."""
+"""A Trainer's state in checkpoints: optimizer states by name, low-bit states as tensors, which rank writes what."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def to_names(state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn
 
 
 def to_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """Undo `to_names`: replace names of parameters by numbers, which count the parameters of all groups in order."""
+    """Undo `to_names`: replace names of parameters with numbers, which count the parameters of all groups in order."""
     order = [name for group in state["param_groups"] for name in group["params"]]
     return renamed({"state": {}, **state}, {name: i for i, name in enumerate(order)})
 
@@ -261,7 +261,7 @@ def unlike_replicas(every: Sequence[Mapping[str, int]], ranks: Sequence[int]) ->
 def equal_names(sizes: dict[str, int], module: nn.Module) -> set[str]:
     """Return the names of parameters and optimizer states that must be equal on all ranks that train one model."""
     ignored, named = own_parameters(module), list(module.named_parameters(remove_duplicate=False))
-    ignored_ids = {id(p) for name, p in named if name in ignored}  # such a parameter may have several names
+    ignored_ids = {id(p) for name, p in named if name in ignored}  # shared parameters have several names
     equal = {f".state_dict.{name}" for name, p in named if id(p) not in ignored_ids}
     parts = tuple(f".{name}." for name in ignored)
     states = {x for x in sizes if x.startswith(".optimizer_") and not any(part in x for part in parts)}

@@ -330,7 +330,7 @@ class SequenceDataModule(SplitDataModule):
 def split_fractions(
     fractions: dict[str, float | None], separate: dict[str, bool], option: str, all_test: bool = False
 ) -> dict[str, float]:
-    """Return the shares of the "val" and "test" split.
+    """Return the shares of the "val" and "test" splits.
 
     Args:
         fractions: the user's `data.<split>_fraction` for each split. None means 0.05; but if any split has separate

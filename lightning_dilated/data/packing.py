@@ -155,7 +155,7 @@ class PackingSampler(ResumableSampler):
     Args:
         dataset: `PackedSamples`.
         num_replicas, rank, shuffle, seed: see `ResumableSampler`.
-        drop_last: leave out up to R - 1 packs, so that all ranks get equally many.
+        drop_last: leave out up to R - 1 packs, so that all ranks get the same number.
     """
 
     dataset: PackedSamples
@@ -170,7 +170,7 @@ class PackingSampler(ResumableSampler):
         for (epoch, first), known in self._known.items():
             if epoch == self.epoch and first <= start:
                 at = int(np.searchsorted(known, start))
-                if at < len(known) and known[at] == start:  # packs that begin at the same sample are the same
+                if at < len(known) and known[at] == start:  # equal starts give equal packs
                     return known[at:]
         if any(epoch != self.epoch for epoch, _ in self._known):
             self._known.clear()

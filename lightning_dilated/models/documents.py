@@ -25,8 +25,8 @@ def check_form(owner: object, batch: Any, **forms: Form) -> None:
     """Check that a batch is a mapping that contains these tensors.
 
     Raises:
-        TypeError: if the batch is not a mapping, or an entry is not a tensor or has another dtype.
-        ValueError: if an entry is missing or has another number of dimensions.
+        TypeError: if the batch is not a mapping, or an entry is not a tensor or has a wrong dtype.
+        ValueError: if an entry is missing or has a wrong number of dimensions.
     """
     name, expected = type(owner).__name__, ", ".join(f"{x} {shape}" for x, (shape, _) in forms.items())
     remedy = check_mapping(owner, batch, expected, *forms)

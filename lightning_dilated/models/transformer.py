@@ -401,8 +401,8 @@ class DilatedTransformer(StackMemory):
     def compile_blocks(self) -> None:
         """Compile each block in place, as one graph; compiled blocks need a rotary table instead of positions."""
         kinds = len({block.attention_layer.attention.pattern for block in self.blocks})
-        # the graphs for a pattern: with and without gradients, for whole sequences and for chunks, for static and for
-        # dynamic lengths, and the graphs of `CompiledPart` for whole chunks
+        # 24 is enough graphs for a pattern: with and without gradients, for whole sequences and for chunks, for static
+        # and for dynamic lengths, and the graphs of `CompiledPart` for whole chunks
         allow_recompiles(24 * kinds)
         for block in self.blocks:
             block.compile(fullgraph=True)
@@ -432,7 +432,7 @@ def init_weights(model: nn.Module, depth: int, dim: int) -> None:
     std = (2 / (5 * integer(dim, "dim", 1))) ** 0.5
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
-            if name.endswith("bias") and not name.endswith("decay.dt_bias"):  # its layer initializes dt_bias
+            if name.endswith("bias") and not name.endswith("decay.dt_bias"):  # the layer initializes its dt_bias
                 nn.init.zeros_(parameter)
             continue
         if name.endswith(("kv_conv.weight", "recurrence.conv.weight")):

@@ -57,7 +57,7 @@ def options_of(cls: type) -> dict[str, Any]:
 
 
 class _NamedArguments:
-    """Stores a call's arguments by name, refuses unknown ones. A base class: jsonargparse reads a class's `__new__`."""
+    """Stores arguments by name, refuses unknown ones. A base class, as jsonargparse reads a model's own `__new__`."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         self = super().__new__(cls)
@@ -146,7 +146,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
         cuda_graphs: record the blocks' training step on a GPU as CUDA graphs, one for each shape of a batch, and replay
             them. Use it for short sequences, if launching kernels takes longer than running them. It needs one rank for
             each sequence, and no recomputation or attention dropout.
-        graph_padding: the most padding, as a share of the tokens, that batches with `lengths` and packed rows get to
+        graph_padding: maximum padding, as a share of the tokens, of batches with `lengths` and of packed rows, to
             reduce the number of graphs. Fewer than 64 tokens a row are always allowed. The share of padding is logged.
         linear_dtype: "float8": linear layers of the blocks, except the projection to q, k and v, multiply in float8 by
             torchao, on an H100 or later; for wide models with `compile_blocks`. None: the precision of the run.
@@ -244,7 +244,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
         if "recurrence" in saved:
             saved["recurrence"] = plain_recurrences(self.recurrences)
         if "rotary_base" in saved and self.options.position_encoding != "none":
-            # save numbers, so that loading with another max_seq_len does not change the trained bases
+            # save numbers, so that loading with a different max_seq_len does not change the trained bases
             saved["rotary_base"] = stored_bases(self.rotary_bases)
         self.save_hyperparameters(saved)
 

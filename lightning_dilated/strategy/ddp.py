@@ -27,14 +27,14 @@ from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
     """Shard every sequence over several ranks, with all parameters on each rank (DDP).
 
-    `Trainer(strategy="ring_dilated")` takes the defaults. A region of one rank trains the module without DDP.
+    `Trainer(strategy="ring_dilated")` uses the default options. A region of one rank trains the module without DDP.
 
     Args:
         sequence_size: number of ranks that share a sequence; "auto": all ranks; a list such as [8, 4, 2]: the largest
             number in it that divides the number of ranks. Other ranks hold other samples (data parallel).
         head_size: number of neighbouring ranks of a node that exchange tokens for heads. "auto": each attention call
-            takes the size with the least planned cost; `print(strategy.sequence.plan)` lists the costs.
-        exchange: the algorithm that moves rows between ranks; "auto": the one with the least planned cost.
+            uses the size with the lowest planned cost; `print(strategy.sequence.plan)` lists the costs.
+        exchange: the algorithm that moves rows between ranks; "auto": the one with the lowest planned cost.
         layout: which positions a rank holds. "auto": "contiguous" or "zigzag", whichever the planner expects to cost
             less for the patterns of all layers and the longest sequence that the DataModule or the model declares.
             "auto" is always "contiguous" for streams, packed rows, an `exchange` other than "auto", a limit
@@ -59,7 +59,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         cpu_offload: must be False, because this strategy holds all parameters on every GPU.
         exchange_memory_gib: limit in GiB for the rows of other ranks and the fp32 sums of their gradients that a rank
             stores at a time for an attention call; send buffers and the exchange of `head_size` are not counted.
-            exchange="auto" takes the cheapest exchange within the limit. If no exchange fits, or the named exchange
+            exchange="auto" uses the cheapest exchange within the limit. If no exchange fits, or the named exchange
             does not fit, the first call raises an error that lists the memory of every exchange. None: no limit.
         check_replicas: number of optimizer steps between two checks that all ranks of a region have parameters with the
             same bits. If ranks differ, an error names them; on a GPU it is raised at the next check. None: check only
@@ -121,7 +121,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         super()._configure_launcher()
         interactive = hasattr(sys, "ps1")
         if interactive and self.launcher is not None and not self.launcher.is_interactive_compatible:
-            # Lightning would recommend its own strategy, which does not share sequences
+            # Lightning would recommend its own strategy, which does not shard sequences
             raise MisconfigurationException(
                 "an interactive session cannot be run again on every rank: use strategy='ring_dilated_notebook' or "
                 "RingDilatedStrategy(start_method='fork', ...) before the first use of CUDA, or run a script."

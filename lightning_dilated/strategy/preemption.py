@@ -417,7 +417,7 @@ def report_lost_ranks(
     patience: float = PATIENCE,
     is_ending: Callable[[], bool] = lambda: False,
 ) -> str:
-    """Describe in one line the ranks that raised an error, and the ranks without a reason after `patience` seconds.
+    """Describe in one line the ranks that raised an error, and the ranks that gave no reason in `patience` seconds.
 
     Args:
         reasons: a store of {rank: reason} for the ranks that ended; the reason is "" for a broken connection.

@@ -36,7 +36,7 @@ def check_regions(regions: Any, outer: Any) -> None:
 
 
 class RegionMixin:
-    """A strategy mixin, placed before Lightning's class: regions train apart, and outer steps synchronize them.
+    """A strategy mixin, placed before Lightning's class: regions train separately, and outer steps synchronize them.
 
     During a fit the module has the region's own parameters. In validations, in checkpoints and after the fit it has the
     mean over regions. Right after an outer step without `delay` and `mix`, the region's parameters equal the mean.

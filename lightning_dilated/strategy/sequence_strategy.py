@@ -156,14 +156,14 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
 
     @override
     def teardown(self) -> None:
-        """Restore the loaders, free the routes, and if an exception or Lightning's Tuner ended the run, close it."""
+        """Restore the loaders and free the routes; end the run if an exception or Lightning's Tuner stopped it."""
         if self._loaders is not None:
             self._loaders.restore()
         if self._global_batch is not None:
             self._global_batch.restore()
         self._replicas = None
         if self._sequence is not None:
-            self._sequence.was_active = False  # so that another strategy's recomputation raises no error
+            self._sequence.was_active = False  # so that recomputation under a different strategy raises no error
             self._sequence.forget()
         super().teardown()
         trainer = None if self.lightning_module is None else attached_trainer(self.lightning_module)

@@ -55,7 +55,7 @@ def resolve(section: str, name: str) -> type:
     """Return the class of a name or dotted path.
 
     Raises:
-        ValueError: if the class does not exist or has another base; the error lists the section's classes.
+        ValueError: if the class does not exist or has a different base; the error lists the section's classes.
     """
     base, modules = SECTIONS[section]
     value = next((getattr(module, name) for module in modules if hasattr(module, name)), None)

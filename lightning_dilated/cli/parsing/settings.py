@@ -18,7 +18,7 @@ CONFIG: Key = ("config",)
 
 
 class Option(NamedTuple):
-    """An option: its words, name with dashes, key and values. The words before the first option are an Option, too."""
+    """The words, name (with dashes), key and values of an option, or the words before a command line's first option."""
 
     words: list[str]
     name: str

@@ -333,7 +333,7 @@ class KVCache:
         """Add new tokens (B, n, E); return the heads' outputs (B, n, H, D). The first call may add the prompt.
 
         Raises:
-            ValueError: if the call does not support a cache, or the cache was made for another layer.
+            ValueError: if the call does not support a cache, or the cache was made for a different layer.
         """
         self._check_layer(layer, causal, lengths is not None or cu_seqlens is not None)
         furthest, later = None, None

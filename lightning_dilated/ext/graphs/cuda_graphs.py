@@ -353,7 +353,7 @@ class CudaGraphs:
 
 
 def _checked(inputs: Inputs) -> Inputs:
-    """Return the inputs with lengths or bounds as tensors. Check their values, because a replay would not."""
+    """Return the inputs with lengths or bounds as tensors. Check their values, which a replay does not check."""
     tokens = inputs.x.shape[1]
     with no_sequence():
         lengths, bounds = check_documents(inputs.x, inputs.lengths, inputs.cu_seqlens)

@@ -186,7 +186,7 @@ class TokenModel(WithTokenizer, TransformerModel):
 
         LongNetLM scores the whole windows, as in `score`. LongNetMLM scores masked sites. For a substitution, all sites
         where the alleles differ are masked together. For an insertion or deletion, sites are masked one at a time, from
-        `flank` tokens before the alleles to `flank` tokens after the longer allele, so both windows have equally many.
+        `flank` tokens before the alleles to `flank` tokens after the longer allele: the same number in both windows.
 
         Args:
             variants: windows of both alleles, from `data.allele_windows`.
@@ -275,7 +275,7 @@ class LongNetLM(TokenModel):
         return self._logits(x)
 
     def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return each label's nats (B, N), at least fp32, and 0 where the label is -100."""
+        """Return each label's loss in nats (B, N), at least fp32, and 0 where the label is -100."""
         return self._label_nats(batch)
 
     def _label_nats(self, batch: Mapping[str, Any]) -> Tensor:
