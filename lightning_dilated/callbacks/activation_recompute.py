@@ -16,7 +16,7 @@ from lightning_dilated.sequence.group import SequenceGroup
 
 
 class ActivationRecompute(pl.Callback):
-    """Saves fewer activations of transformer blocks for the backward, and recomputes the others; gradients are equal.
+    """Saves fewer activations of transformer blocks for the backward, and recomputes the others; gradients are the same.
 
     Args:
         policy: "block" saves only a block's input. "attention-kept" also saves the attention's output, log-sum-exp and

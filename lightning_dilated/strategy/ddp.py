@@ -53,8 +53,8 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
             None: the Trainer's `accumulate_grad_batches`.
         bucket_cap_mb: MiB of gradients that DDP sums at a time during the backward. None: DDP's default, 25; but GPUs
             of one node compute a single sum after the backward, which costs less than sums that overlap with it.
-        regions: number of parts of the job that train apart between outer steps, each on consecutive ranks with its own mesh
-            and samples; "auto": one for each node. Each region has its own gradients, clipping and training loss.
+        regions: number of parts of the job that train separately between outer steps, on consecutive ranks, with their own
+            mesh and samples; "auto": one for each node. Each region has its own gradients, clipping and training loss.
         outer: the outer steps that synchronize the regions' parameters; required for several regions, allowed for one.
         cpu_offload: must be False, because this strategy holds all parameters on every GPU.
         exchange_memory_gib: limit in GiB for the rows of other ranks and the fp32 sums of their gradients that a rank

@@ -68,10 +68,10 @@ def hashed_attention(
 ) -> tuple[Tensor, HashedLosses]:
     """Attend to earlier rows that have the query's learned code, at a cost almost linear in N.
 
-    A code is the index of the largest logit in each group, the lowest index of equal ones. Query p reads the `latest`
-    last rows j <= p of its document in which z_k has the code that z_q has at p. With `probes`, it also reads the
-    latest rows of further codes, with the second largest logit of one group: the groups in which both differ least. The
-    score of a row is scale q.k + log m, m = product over groups of max(sum(softmax(z_q) softmax(z_k)), 1e-30), the
+    A code has the index of the largest logit in each group (the lowest index if logits are equal). Query p reads the
+    last `latest` rows j <= p of its document in which z_k has the code that z_q has at p. With `probes`, it also reads
+    the latest rows of further codes, each with the second largest logit in a group where it is closest to the largest.
+    A row's score is scale q.k + log m, m = product over groups of max(sum(softmax(z_q) softmax(z_k)), 1e-30), the
     chance that the codes agree. One softmax runs over the rows and a null key of score `null` and value 0.
 
     The choice of rows has no gradient: the losses train the codes. Add their means, weighted, to your loss.

@@ -137,7 +137,7 @@ class TokenModel(WithTokenizer, TransformerModel):
         return self.head(self.final_norm(x))
 
     def _nats(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Return the nats (B, N) of labels (B, N) for hidden states (B, N, E): at least fp32, 0 at a label of -100."""
+        """Return losses (B, N) in nats of labels (B, N) for hidden states (B, N, E): at least fp32, 0 at labels of -100."""
         logits = self._logits(x).flatten(0, 1)
         return token_nats(logits, labels.flatten(), self.compile_blocks).view(labels.shape)
 
