@@ -350,7 +350,7 @@ def migrated(checkpoint: dict[str, Any], source: Any) -> dict[str, Any]:
     return _pl_migrate_checkpoint(checkpoint, checkpoint_path=path)
 
 
-#: the checkpoint that is being loaded, and `strict`; models compare its tensors with layers before allocating these
+#: (the checkpoint that is being loaded, `strict`); models compare its tensors with layers before they allocate layers
 LOADED: ContextVar[tuple[dict[str, Any], bool | None] | None] = ContextVar("loaded", default=None)
 
 

@@ -138,7 +138,7 @@ def _write(
     peers: RankGroup,
     names: Iterable[str],
 ) -> None:
-    """Write as in `write`, but do not clean up after a failure."""
+    """Do what `write` does, except for the cleaning up after a failure."""
     folder, entries = unfinished(path), {}
     peers.together(what, _clear, folder, peers)
     try:
@@ -363,7 +363,7 @@ def load_whole_states(module: nn.Module, optimizers: list[Any], states: list[dic
 def load_folder_with(
     strategy: ModelParallelStrategy, find: Callable[[Path], Path], checkpoint_path: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """Load a file as ModelParallelStrategy does, or a folder, which `find` checks and which is not unpickled."""
+    """Load a file as ModelParallelStrategy does, or a folder: `find` checks it, and it is read without unpickling."""
     check_input(checkpoint_path)
     if not Path(checkpoint_path).is_dir():
         return type(strategy).load_checkpoint(strategy, checkpoint_path, *args, **kwargs)

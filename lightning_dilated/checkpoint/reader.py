@@ -188,7 +188,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _checked(stored: Any, folder: Path) -> Metadata:
-    """Return copies of the records, made of plain values, after checking these against each other and the files."""
+    """Check the records against each other and against the files, and return copies made of plain values."""
     if not isinstance(stored, Metadata):
         raise ValueError(f"it holds {type(stored).__name__}, not the metadata of a checkpoint")
     entries = _entries(dict(stored.storage_data), folder)

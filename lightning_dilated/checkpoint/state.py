@@ -1,4 +1,4 @@
-"""A Trainer's state in checkpoints: optimizer states by name, low-bit states as tensors, which rank writes what."""
+"""A Trainer's state in checkpoints: optimizer states by name, low-bit states as tensors, and the rank that writes each."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class PackingSampler(ResumableSampler):
         return bounds
 
     def packs(self, start: int = 0) -> int:
-        """Return the number of all ranks' packs in the current epoch from the sample `start` of its order on."""
+        """Return the number of all ranks' packs from index `start` of the current epoch's order to the epoch's end."""
         count = len(self.bounds(start)) - 1
         return count // self.num_replicas * self.num_replicas if self.drop_last else count
 

@@ -257,7 +257,7 @@ class DilatedModule(Pretrained, LearningRate):
         return (max(1, numbers // width),)
 
     def reads_logits(self) -> bool:
-        """Return True if the first of `token_features` is a number of logits; the model must be built."""
+        """Return True if the first number in `token_features` counts logits; the model must be built."""
         return isinstance(getattr(self, "head", None), nn.Linear)  # `step_flops` uses the same test
 
     def planning_notes(self) -> list[str]:

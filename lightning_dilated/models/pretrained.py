@@ -1,6 +1,6 @@
 """Models in folders of config.json and model.safetensors, on disk or the Hugging Face hub (extra `hub`).
 
-All loaders share these checks: of classes that a file names, and of the names, layers, shapes and values of weights.
+All loaders use the same checks of the classes that a file names, and of the weights' names, layers, shapes and values.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _constructors(cls: type) -> tuple[list[inspect.Signature], type]:
 
 
 def _positional(cls: type) -> Iterator[str]:
-    """Yield the names of a constructor's positional arguments, and if it takes `*args`, of the next constructor's."""
+    """Yield the names of a constructor's positional arguments; if it takes `*args`, add the next constructor's names."""
     signatures, package_class = _constructors(cls)
     for signature in [*signatures, inspect.signature(vars(package_class)["__init__"])]:
         parameters = list(signature.parameters.values())[1:]
@@ -108,7 +108,7 @@ def _no_argument(cls: type, name: str, known: Collection[str], hint: str | None 
 def _defaults(cls: type) -> dict[str, Any]:
     """Return {argument: default} of the arguments that a checkpoint stores.
 
-    If a user's class has a constructor, only its own arguments count, unless it passes all others on by `*args`.
+    If a user's class has a constructor, only its own arguments count, unless it passes all others on as `*args`.
     """
     signatures, package_class = _constructors(cls)
     parameters = list(signatures[0].parameters.values()) if signatures else []

@@ -43,9 +43,9 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         ranks_per_node: number of ranks that are connected by fast links; None: the ranks of a node.
         timeout: seconds after which a rank that waits for another rank raises an error.
         allow: names of modules that may run although they mix tokens or samples, because they are correct on shards.
-        process_group_backend: "nccl" or "gloo"; None: by the device.
+        process_group_backend: "nccl" or "gloo"; None: the device decides.
         start_method: how to start further processes; "popen" runs the script again.
-        check_first_batch: check on the start of the first batch that all ranks compute the same results as one rank.
+        check_first_batch: check, on the first tokens of the first batch, that all ranks give the same results as one rank.
         find_unused_parameters: DDP's option for models with parameters that are unused in some steps.
         links: a file from `lightning-dilated bench links`, for exchange="auto"; None: this machine's file, else defaults.
         global_batch: number of sequences in an optimizer step, on any number of ranks: gradients accumulate over

@@ -176,7 +176,7 @@ class KVCache:
     def attend(
         self, q: Tensor, out: Tensor, lse: Tensor, start: int, scale: float, engine: Engine | None = None
     ) -> None:
-        """Attend from queries (B, n, H, D) at positions from `start` on to the cache, and merge into out and lse.
+        """Let queries (B, n, H, D) at positions `start`, `start` + 1, ... attend to the cache; merge into out and lse.
 
         out (B, n, H, D) and lse (B, n, H), in fp32 or wider, are changed in place. If n is 1, positions may differ
         between samples. `engine` computes large blocks; matrix products compute small blocks.
@@ -275,7 +275,7 @@ class KVCache:
         return self.clock.positions(self.length, batch, device)
 
     def token_positions(self, x: Tensor) -> tuple[Tensor | None, int | None]:
-        """Return the positions of x (B, n, ...) and the largest one, or (None, None) for length, length + 1, ...
+        """Return the positions of x (B, n, ...) and the largest of them; (None, None) means length, length + 1, ...
 
         Positions of a single token are a device tensor if samples differ, or if a captured graph may advance them.
         """

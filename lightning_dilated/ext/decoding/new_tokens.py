@@ -35,8 +35,8 @@ def decode_attention(
     """Compute causal dilated attention of n new tokens that follow the tokens in `cache`, and add them to the cache.
 
     A single token costs O(sum over branches of w / r) for each head; a GPU runs two kernels for all branches, and a CPU
-    runs matrix products. Several tokens (a prompt, or its next chunk) attend to each other by `dilated_attention`, and
-    to the cache by the same engine; the two results are merged by their log-sum-exps.
+    runs matrix products. Several tokens (a prompt, or its next chunk) attend to each other in `dilated_attention`, and
+    to the cache with the same engine; the two results are merged with their log-sum-exps.
 
     Args:
         q: (B, n, H, D), rotated to its global positions if positions are rotary.

@@ -1,4 +1,4 @@
-"""Data files, local or by URL: lists of files, digests of contents, and reads of byte ranges."""
+"""Local and remote data files: lists of files, digests of their contents, and reads of byte ranges."""
 
 from __future__ import annotations
 

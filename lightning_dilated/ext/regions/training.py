@@ -30,7 +30,7 @@ class RegionTraining:
         self.outer: OuterOptimizer | None = None
         self.group: dist.ProcessGroup | None = None
         self._peers: dist.ProcessGroup | None = None  # the ranks that have this rank's index in their regions
-        self._peers_on_host: dist.ProcessGroup | None = None  # the same ranks, over gloo
+        self._peers_on_host: dist.ProcessGroup | None = None  # a gloo group of the same ranks
         self._loaded_outer: dict[str, Any] | None = None  # state in the checkpoint that this fit continues
         self._loaded_local = False  # whether the checkpoint had this region's state
         self._applied = True

@@ -232,7 +232,7 @@ class LongNetLM(TokenModel):
     host_entries = (*TokenModel.host_entries, "stream", "position", "starts")
     #: a callback's function, called with a batch and its losses (B, L) before they are summed
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
-    #: a callback's function, called with a batch and the likeliest tokens (B, L), which are -100 where the label is
+    #: a callback's function, called with a batch and the likeliest tokens (B, L), -100 where the label is -100
     watch_predictions: Callable[[Mapping[str, Any], Tensor], None] | None = None
 
     @property
