@@ -374,7 +374,7 @@ def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | 
 
 @functools.cache
 def argument_types(cls: Any) -> dict[str, list[Any]]:
-    """Return {argument of a class: the types that jsonargparse reads it by}; an argument with a dataclass has several.
+    """Return {argument of a class: the types that jsonargparse reads it as}; an argument with a dataclass has several.
 
     Uses `_typehint` of jsonargparse's actions. Known to work with jsonargparse 4.44 to 4.53.
     """

@@ -41,7 +41,7 @@ def pack_bounds(lengths: np.ndarray, budget: int, start: int = 0) -> np.ndarray:
 class PackedSamples(Dataset):
     """A dataset that is indexed by packs: an item is one row of D samples with their bounds `cu_seqlens` (D + 1,).
 
-    Its length and its other attributes are the inner dataset's. An index that is a number means a pack of one sample.
+    Its length and other attributes are those of `dataset`. An index that is a number means a pack of one sample.
 
     Args:
         dataset: has `length_of(index)` or `lengths`, and has `read_ranges(index, ranges)`, which returns a mapping.
@@ -110,7 +110,7 @@ def _members(pack: int | tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _by_sample(x: range, bounds: np.ndarray) -> Iterator[tuple[int, range]]:
-    """Yield, in order, each sample with positions in x: its index in the pack, and these positions in the sample."""
+    """For each sample with positions in x, in order, yield its index in the pack and these positions in the sample."""
     at = x.start
     while at < x.stop:
         i = int(np.searchsorted(bounds, at, side="right")) - 1

@@ -16,7 +16,7 @@ from lightning_dilated._device import send
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.sequence import sequence_mean, sequence_sum
 
-#: the required shape of a batch's entry, in letters, and the kind of its values
+#: (the required shape of a batch's entry, in shape letters; the kind of its values)
 Form: TypeAlias = tuple[str, Literal["tokens", "integers", "floats", "numbers"]]
 _ALLOWED = {"tokens": "int64 or int32", "integers": "integers", "floats": "floating numbers", "numbers": "real numbers"}
 

@@ -103,7 +103,7 @@ class DilatedModule(Pretrained, LearningRate):
     #: whether `layout="auto"` may choose zigzag: the model must take positions from the group of ranks, and mix tokens
     #: only by this package's layers; a subclass that redefines layers, forward, losses or steps must set it again
     takes_any_layout = False
-    #: whether the released weights determine the pattern
+    #: whether the model's published weights determine its pattern
     released_pattern = False
     depth: int
     num_heads: int

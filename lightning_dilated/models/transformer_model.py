@@ -131,7 +131,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
         ffn_dim: hidden features of the feed-forward; None: 4 dim (GELU), or about 8/3 dim (SwiGLU).
         rotary_base: a number; or "length": the base for `max_seq_len` tokens, max(1e4, 0.0424 N^1.628) rounded up to a power
             of ten (the bound of arXiv 2405.14591); or "none": no positions; or a list of these for layers 0, 1, ..., which
-            repeats. None: "length" if `max_seq_len` is set, else 10,000, which serves 2,000 tokens.
+            repeats. None: "length" if `max_seq_len` is set, else 10,000, enough for 2,000 tokens.
         max_seq_len: the length of the longest sequence that the model is made for; checkpoints store it and the rotary
             bases. If a recipe sets neither this nor `rotary_base`, the command line takes the data's length; in Python
             it does not follow the data.

@@ -150,7 +150,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         Reading a folder runs no code from it, even with `weights_only=False`.
         """
         peers = RankGroup(self.global_rank, self.world_size)
-        if not peers.any(Path(checkpoint_path).is_dir()):  # also on a rank that does not see the folder
+        if not peers.any(Path(checkpoint_path).is_dir()):  # true on all ranks if one rank sees the folder
             read_to_host(self.checkpoint_io)
             return self._of_this_region(super().load_checkpoint(checkpoint_path, *args, **kwargs))
         return self._of_this_region(read_whole(checked(Path(checkpoint_path), peers), self.sizes.regions, self.region))

@@ -161,7 +161,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         Lightning does not pass `Trainer.fit(weights_only=...)` to strategies that shard parameters.
         """
         peers = RankGroup(self.global_rank, self.world_size)
-        if peers.any(Path(checkpoint_path).is_dir()):  # also on a rank that does not see the folder
+        if peers.any(Path(checkpoint_path).is_dir()):  # true on all ranks if one rank sees the folder
             return self._load_folder(checked(Path(checkpoint_path), peers))
         if peers.any(Path(checkpoint_path).is_file()):
             refuse_one_file(self.optimizers, f"{checkpoint_path} is one file")

@@ -34,7 +34,7 @@ HeadSize: TypeAlias = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Ranks along each axis: world = regions x data x ring x head; the ranks of a region or a sequence are consecutive.
+    """Numbers of ranks: world = regions x data x ring x head. The ranks of a region or of a sequence are consecutive.
 
     Args:
         world: number of all ranks.

@@ -80,7 +80,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
     match hook, args:
         case "setup_environment", ():  # in every fit, validate, test and predict; the module has no layers yet
             refuse_callbacks(trainer, type(strategy).__name__, strategy.sizes, fsdp)
-            lightning()  # processes join the group; with cpu_offload, also over gloo (`join_host`)
+            lightning()  # processes join the group; with cpu_offload they also connect over gloo (`join_host`)
             compare_settings(settings_of, module, {"class": type(strategy), **strategy._options.compared})
             strategy._seed = run_seed(strategy)
             make_groups(strategy)  # the mesh (data, ring, head), the sequence group, and groups over regions
@@ -124,7 +124,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             # otherwise DDP would move all inputs to the GPU, including the tokens that a stream keeps on the host
             strategy.model.device_ids = None
 
-        # Lightning loads a checkpoint here for FSDP; for DDP, before "setup"
+        # here Lightning loads a checkpoint for FSDP; for DDP it does so before "setup"
 
         case "process_dataloader", (dataloader,):  # Lightning passed `distributed_sampler_kwargs` to the sampler
             return shard_loader(strategy, lightning(dataloader))

@@ -195,7 +195,7 @@ class Preemption:
             self._hooks.requeue(signum, None)
 
 
-#: a byte, written to the pipe in place of a signal's number, that ends the thread
+#: the byte that ends the thread; it is written to the pipe in place of a signal's number
 _END = 0
 
 

@@ -71,7 +71,7 @@ class RegionMixin:
         return None if self._regions is None else self._regions.group
 
     def _check_precision(self) -> None:
-        """Raise ValueError in `Trainer(...)` for 16-mixed: a checkpoint holds one scaler, and each region has its own."""
+        """Raise ValueError in `Trainer(...)` for 16-mixed: a checkpoint stores one scaler, but each region has its own."""
         precision = getattr(self.precision_plugin, "precision", None)  # type: ignore[attr-defined]
         if self._options.regions != 1 and precision == "16-mixed":
             raise ValueError(

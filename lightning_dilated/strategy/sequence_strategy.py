@@ -350,7 +350,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as Lightning does, but take means of integers in float64."""
+        """Reduce as Lightning does, but compute means of integers in float64."""
         average = reduce_op in ("mean", "avg", ReduceOp.AVG) or reduce_op is None
         if isinstance(tensor, Tensor) and average and not tensor.is_floating_point() and not tensor.is_complex():
             # Lightning weights logged values by the ranks' mean count, and a mean of integers would be rounded down

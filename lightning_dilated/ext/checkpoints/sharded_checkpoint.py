@@ -132,7 +132,7 @@ class ShardedCheckpoint(Checkpoint):
         self._init_process_state()
         self._resumed_from: Path | None = None
         self._wrote: Path | None = None  # the folder that this object has written checkpoints to
-        self._saved_step = self._last_step = -1  # the last saved step, and the step after the previous batch
+        self._saved_step = self._last_step = -1  # the last saved step; the step count after the previous batch
         self._clock = 0.0
         self._training = False
 

@@ -300,7 +300,7 @@ def _logits(model: CausalModel, request: _Request, caches: list[KVCache]) -> Ten
 
 @contextmanager
 def evaluating(model: CausalModel) -> Iterator[None]:
-    """Set the model to eval mode, without an active sequence; then restore all modes (in new modules, the model's)."""
+    """Set the model to eval mode, without an active sequence; then restore all modes (new modules get the model's mode)."""
     modules: Callable[[], Iterator[Any]] = getattr(model, "modules", lambda: iter([model]))
     before, mode = {id(m): m.training for m in modules()}, model.training
     trains = any(before.values())

@@ -448,7 +448,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> tu
 
 
 def _by_engine(engine: Engine, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute `_dense` for unscaled queries by an engine."""
+    """Compute `_dense` for unscaled queries with an engine."""
     grouped = q.unflatten(2, (k.shape[1], -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     out, lse = engine.forward(*suited(engine, grouped, k, v), Terms(False, scale))
     back = lambda x: x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).flatten(2, 3)  # noqa: E731

@@ -46,7 +46,7 @@ def decode_attention(
         table: rotary table for q and k, if they are not rotated yet.
 
     Returns:
-        (B, n, H, D) in q's dtype; 0 for a head that no branch serves at a position.
+        (B, n, H, D) in q's dtype; 0 where a head has no branch that covers the position.
 
     Raises:
         ValueError: if shapes differ from the cache's, or a tensor requires a gradient.

@@ -165,7 +165,7 @@ class TokenModel(WithTokenizer, TransformerModel):
         Args:
             sequences: see `score`.
             pool: "mean" over the tokens of each sequence; "none" keeps the tokens, padded on the right with 0.
-            layer: index of the block to return the output of; -1: the last block. None: the normalized states that the
+            layer: index of the block whose output is returned; -1: the last block. None: the normalized states that the
                 output projection reads.
             strands: strands of a genome to read: "forward", "reverse", or "both" for their mean. Rows have the order of
                 the given sequence: with "both", `embed(reverse_complement(x))` is `embed(x)` in reversed order. None:
