@@ -71,7 +71,7 @@ _ATTRIBUTES, _OLD_ATTRIBUTES = "attributes", "told"
 
 
 def flatten_low_bit(value: Any) -> Any:
-    """Replace each low-bit state in a nested mapping by {class: {its tensors}}, so that files store its bits."""
+    """Replace each low-bit state in a nested mapping with {class: {its tensors}}, so that files store its bits."""
     if isinstance(value, Mapping):
         return {k: flatten_low_bit(v) for k, v in value.items()}
     if not (isinstance(value, Tensor) and type(value).__name__ in LOW_BIT):
@@ -269,7 +269,7 @@ def equal_names(sizes: dict[str, int], module: nn.Module) -> set[str]:
 
 
 def assign_writers(sizes: dict[str, int], ranks: int, module: nn.Module) -> list[set[str]]:
-    """Return the names that each rank writes: tensors, the largest first, are given to the rank with the fewest bytes.
+    """Return the names that each rank writes. Tensors, the largest first, go to the rank with the fewest bytes so far.
 
     This holds for tensors that are equal on all ranks (`equal_names`); rank 0 writes others, such as statistics.
     """

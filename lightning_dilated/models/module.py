@@ -285,7 +285,7 @@ class DilatedModule(Pretrained, LearningRate):
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return nn.Module's parameters; without a Trainer build the layers first, as the next methods also do."""
+        """Return nn.Module's parameters; without a Trainer build the layers first, as the next methods do."""
         return super(DilatedModule, self._built_outside()).named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch overloads it

@@ -336,7 +336,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save after comparing the ranks' parameters: a checkpoint must not mix ranks that differ."""
+        """Save after comparing the ranks' parameters: a checkpoint must not mix parts of ranks that differ."""
         if self._replicas is not None:
             self._replicas.compare()
         super().save_checkpoint(*args, **kwargs)

@@ -97,7 +97,7 @@ def help_of(section: str, cls: type) -> str:
 
 
 def pages(argv: Sequence[str]) -> list[str]:
-    """Return the help pages that --model.help and --data.help request: for their value, or else for the chosen class.
+    """Return the help pages that --model.help and --data.help request, for the class that they or other options name.
 
     Raises:
         ValueError: if there is neither a value nor a chosen class, or if no class has the given name.

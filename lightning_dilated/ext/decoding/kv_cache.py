@@ -423,7 +423,7 @@ def _kernel_slots(slots_key: tuple[DilatedPattern, int, int], capacities: tuple[
 
 @functools.lru_cache(maxsize=4096)
 def _index(heads: tuple[int, ...], device: torch.device) -> slice | Tensor:
-    """Return an index of these heads: a slice if they are evenly spaced, because slices make views, else a tensor."""
+    """Return an index of these heads: a slice, which makes a view, if they are evenly spaced; else a tensor."""
     step = heads[1] - heads[0] if len(heads) > 1 else 1
     if step > 0 and heads == tuple(range(heads[0], heads[-1] + 1, step)):
         return slice(heads[0], heads[-1] + 1, step)

@@ -145,7 +145,7 @@ class RegionTraining:
             checkpoint["regions"] = self._gather_regions(local)
 
     def _gather_regions(self, local: dict[str, Any]) -> dict[str, Any]:
-        """Return each region's state by its number, on rank 0. This also works after a run, without the groups."""
+        """Return {number of a region: its state} on rank 0. This also works after a run, without the groups."""
         size, rank = self.sizes.region_size, self._strategy.global_rank
         group = self._peers_on_host or self.sizes.new_group("peers", self._timeout, "gloo")
         regions: list[Any] | None = [None] * self.sizes.regions if rank == 0 else None
