@@ -9,7 +9,7 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-#: stack entries of 8 bytes: too many for a normal chunk, so that CPython allocates a larger chunk for the call
+#: number of stack entries of 8 bytes, more than a normal chunk holds, so that CPython allocates a larger chunk
 _ROOM = 1 << 13
 
 

@@ -38,7 +38,7 @@ from torch.utils.data import BatchSampler
 
 # -- strategies, checkpoints and the Trainer's connectors --------------------------------------------------------------
 def set_device_mesh(module: Any, mesh: Any) -> None:
-    """Set a LightningModule's `device_mesh`, as ModelParallelStrategy does, by `module._device_mesh`."""
+    """Set a LightningModule's `device_mesh`, as ModelParallelStrategy does, via `module._device_mesh`."""
     module._device_mesh = mesh
 
 
@@ -58,22 +58,22 @@ def writes_one_file(strategy: Any) -> bool:
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Allocate meta parameters on a device, as ModelParallelStrategy does, by `_materialize_distributed_module`."""
+    """Allocate meta parameters on a device, as ModelParallelStrategy does, via `_materialize_distributed_module`."""
     _materialize_distributed_module(module, device)
 
 
 def set_module_device(module: nn.Module, device: torch.device) -> None:
-    """Set the device that LightningModules report, without moving tensors, by `_update_properties`."""
+    """Set the device that LightningModules report, without moving tensors, via `_update_properties`."""
     _update_properties(module, device=device)
 
 
 def optimizers_to_device(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:
-    """Move optimizer states, as ModelParallelStrategy does, by `_optimizers_to_device`."""
+    """Move optimizer states, as ModelParallelStrategy does, via `_optimizers_to_device`."""
     _optimizers_to_device(optimizers, device)
 
 
 def destroy_process_group_at_exit() -> None:
-    """Destroy the process group when Python exits, by `_destroy_dist_connection`; Lightning does this only for NCCL."""
+    """Destroy the process group when Python exits, via `_destroy_dist_connection`; Lightning does this only for NCCL."""
     atexit.register(_destroy_dist_connection)
 
 
@@ -83,7 +83,7 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
 
 
 def resume_from(trainer: Any, path: Path) -> None:
-    """Load a checkpoint later than `ckpt_path` does, after a fit has begun, by `_checkpoint_connector.resume_start`."""
+    """Load a checkpoint later than `ckpt_path` does, after a fit has begun, via `_checkpoint_connector.resume_start`."""
     trainer._checkpoint_connector.resume_start(path)
 
 
@@ -228,7 +228,7 @@ class EndsRuns(_SubprocessScriptLauncher):
     """A launcher that calls `strategy.end_run()` after the last hook of a run.
 
     `Strategy.teardown` is too early, because `on_fit_end` and the teardown hooks run later and may call collectives.
-    It runs last only after an exception or Lightning's Tuner, see `is_over`.
+    `teardown` runs last only after an exception or Lightning's Tuner, see `is_over`.
     """
 
     starts_processes = True
@@ -245,7 +245,7 @@ class EndsRuns(_SubprocessScriptLauncher):
 
 
 def end_runs(strategy: Any) -> None:
-    """Replace a strategy's `_launcher` by `EndsRuns`, except for launchers that end their processes with the run.
+    """Replace a strategy's `_launcher` with `EndsRuns`, except for launchers that end their processes with the run.
 
     ModelParallelStrategy has no launcher if another program, such as torchrun, starts the processes.
     """
@@ -286,7 +286,7 @@ def batches_finished(trainer: pl.Trainer) -> int:
 def set_batches_finished(trainer: pl.Trainer, count: int) -> None:
     """Set the number of this epoch's finished batches, by shifting all counts of `epoch_loop.batch_progress.current`.
 
-    Lightning counts batches, and has no public API to translate the count to another batch size.
+    Lightning counts batches, and has no public API to translate the count to a different batch size.
     """
     current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     shift = count - current.processed
@@ -345,12 +345,12 @@ def read_trusted(source: Any, map_location: Any) -> Any:
 
 
 def migrated(checkpoint: dict[str, Any], source: Any) -> dict[str, Any]:
-    """Convert a checkpoint of an older Lightning to the installed version's format, by `_pl_migrate_checkpoint`."""
+    """Convert a checkpoint of an older Lightning to the installed version's format, via `_pl_migrate_checkpoint`."""
     path = source if isinstance(source, (str, Path)) else None
     return _pl_migrate_checkpoint(checkpoint, checkpoint_path=path)
 
 
-#: the checkpoint that is being loaded, and `strict`; models compare its tensors with layers before allocating these
+#: (the checkpoint that is being loaded, `strict`); models compare its tensors with layers before they allocate layers
 LOADED: ContextVar[tuple[dict[str, Any], bool | None] | None] = ContextVar("loaded", default=None)
 
 
@@ -374,7 +374,7 @@ def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | 
 
 @functools.cache
 def argument_types(cls: Any) -> dict[str, list[Any]]:
-    """Return {argument of a class: the types that jsonargparse reads it by}; an argument with a dataclass has several.
+    """Return {argument of a class: the types that jsonargparse reads it as}; an argument with a dataclass has several.
 
     Uses `_typehint` of jsonargparse's actions. Known to work with jsonargparse 4.44 to 4.53.
     """
@@ -390,7 +390,7 @@ def argument_types(cls: Any) -> dict[str, list[Any]]:
 def given_hyperparameters() -> dict[str, Any]:
     """Return the class and the recipe values that the command line makes a module from; {} in other programs.
 
-    LightningCLI passes these values only to `save_hyperparameters`, by `_given_hyperparameters`.
+    LightningCLI passes these values only to `save_hyperparameters`, via `_given_hyperparameters`.
     """
     return _given_hyperparameters.get() or {}
 

@@ -38,12 +38,12 @@ CONVOLUTION: Any = conv._ConvNd
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Join all axes of a mesh into one, by `DeviceMesh._flatten`, the only way to get a group over several axes."""
+    """Join all axes of a mesh into one, via `DeviceMesh._flatten`, the only way to get a group over several axes."""
     return mesh._flatten(name)
 
 
 def default_store() -> dist.Store:
-    """Return the store of the default process group, by `distributed_c10d._get_default_store`."""
+    """Return the store of the default process group, via `distributed_c10d._get_default_store`."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -67,12 +67,12 @@ def whole_graphs_in_ddp() -> AbstractContextManager[None]:
 
 
 def map_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Apply a function to parameters, buffers and metric states, by `nn.Module._apply`, as `Module.to` does."""
+    """Apply a function to parameters, buffers and metric states, via `nn.Module._apply`, as `Module.to` does."""
     module._apply(function)
 
 
 def set_dataset(loader: DataLoader, dataset: Any) -> None:
-    """Replace a loader's dataset by one of the same length. `DataLoader.__setattr__`, which is bypassed, would raise
+    """Replace a loader's dataset with one of the same length. `DataLoader.__setattr__`, which is bypassed, would raise
     an error because the sampler was made for the first dataset."""
     vars(loader)["dataset"] = dataset
 
@@ -90,7 +90,7 @@ def stored_layout(name: str) -> torch.layout:
 
 
 def set_nested(state: Any, path: tuple[str | int, ...], value: Any) -> None:
-    """Set a value in nested mappings and lists, as the DefaultLoadPlanner does, by `_nested_dict.set_element`."""
+    """Set a value in nested mappings and lists, as the DefaultLoadPlanner does, via `_nested_dict.set_element`."""
     set_element(state, path, value)
 
 
@@ -243,7 +243,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def hooks_paused(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Disable the hooks of these leaf tensors within the context, by `Tensor._backward_hooks`."""
+    """Disable the hooks of these leaf tensors within the context, via `Tensor._backward_hooks`."""
     hooked = [(x, x._backward_hooks) for x in tensors if x._backward_hooks]
     try:
         for x, _ in hooked:
@@ -270,7 +270,7 @@ def missing_op(name: str) -> str | None:
 
 
 def cudnn_attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) by `aten::_scaled_dot_product_cudnn_attention`."""
+    """Return (out, lse) by calling `aten::_scaled_dot_product_cudnn_attention`."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
@@ -280,7 +280,7 @@ def cudnn_attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale
 def cudnn_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) by `aten::_scaled_dot_product_cudnn_attention_backward`.
+    """Return (dq, dk, dv) by calling `aten::_scaled_dot_product_cudnn_attention_backward`.
 
     torch caches a cuDNN graph by the shapes and strides of q, k and v and by the bits of the dropout rate. The key does
     not contain the strides of grad and out, so the graph reads them with the strides of its first call. The rate -0.0
@@ -295,7 +295,7 @@ def cudnn_attention_backward(
 
 
 def flash_attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) by `aten::_scaled_dot_product_flash_attention`."""
+    """Return (out, lse) by calling `aten::_scaled_dot_product_flash_attention`."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return out, lse
 
@@ -303,7 +303,7 @@ def flash_attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale
 def flash_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) by `aten::_scaled_dot_product_flash_attention_backward`."""
+    """Return (dq, dk, dv) by calling `aten::_scaled_dot_product_flash_attention_backward`."""
     none = torch.empty(0, dtype=torch.int64, device=q.device)
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none, scale=scale
@@ -311,14 +311,14 @@ def flash_attention_backward(
 
 
 def cpu_flash_attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) by `aten::_scaled_dot_product_flash_attention_for_cpu`."""
+    """Return (out, lse) by calling `aten::_scaled_dot_product_flash_attention_for_cpu`."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
 
 def cpu_flash_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) by `aten::_scaled_dot_product_flash_attention_for_cpu_backward`."""
+    """Return (dq, dk, dv) by calling `aten::_scaled_dot_product_flash_attention_for_cpu_backward`."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, scale=scale
     )

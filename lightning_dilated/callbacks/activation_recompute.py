@@ -16,7 +16,7 @@ from lightning_dilated.sequence.group import SequenceGroup
 
 
 class ActivationRecompute(pl.Callback):
-    """Saves fewer activations of transformer blocks for the backward, and recomputes the others; gradients are equal.
+    """Saves fewer activations of transformer blocks for the backward, and recomputes the others; gradients are the same.
 
     Args:
         policy: "block" saves only a block's input. "attention-kept" also saves the attention's output, log-sum-exp and
@@ -32,7 +32,7 @@ class ActivationRecompute(pl.Callback):
             one chunk at a time. They are projected three times, or four times with a policy. Not available with LoRA.
         stream: number of tokens in a chunk. Longer sequences are computed chunk by chunk, forward and again in the
             backward. Memory holds one chunk, and the keys and values that later chunks read. Other settings apply to a
-            chunk. Loss and gradients are as in one pass, except that hidden dropout draws other masks. Only for
+            chunk. Loss and gradients are as in one pass, except that hidden dropout draws different masks. Only for
             LongNetLM. Each rank streams its own sequences (sequence_size=1), or ranks share every chunk (the strategy's
             layout="chunked"). Validation, test and predict also stream. Progress bars show the current chunk.
         truncate: with `stream`, stop gradients at the boundaries of chunks (truncated back-propagation through time),

@@ -1,3 +1,3 @@
-"""Checkpoints: folders that ranks write together, manifests that show damage, and readers that run no code in files."""
+"""Checkpoints: folders that ranks write together, manifests that reveal damage, readers that run no code in files."""
 
 __all__: list[str] = []

@@ -138,7 +138,7 @@ def _write(
     peers: RankGroup,
     names: Iterable[str],
 ) -> None:
-    """Write as in `write`, but do not clean up after a failure."""
+    """Do what `write` does, except for the cleaning up after a failure."""
     folder, entries = unfinished(path), {}
     peers.together(what, _clear, folder, peers)
     try:
@@ -154,7 +154,7 @@ def _write(
 
 
 def _clear(folder: Path, peers: RankGroup) -> None:
-    """Remove any file, folder or link at a new checkpoint's path; through a link, its target would be written."""
+    """Remove any file, folder or link at a new checkpoint's path; writing through a link would change its target."""
     if peers.rank == 0 and os.path.lexists(folder):
         remove(folder)
 
@@ -179,7 +179,7 @@ def _write_files(
     tensors: dict[str, Any], meta: bytes, folder: Path, peers: RankGroup, what: str
 ) -> dict[str, dict[str, Any]]:
     """Write this rank's files, and return their manifest entries."""
-    writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # any other value needs a GPU
+    writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # larger values need a GPU
     planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # if ranks differ, keep the lowest rank's values
     dcp.save(tensors, storage_writer=writer, planner=planner, process_group=peers.group, no_dist=peers.size == 1)
     return peers.together(what, _write_meta, meta, folder, peers)
@@ -363,7 +363,7 @@ def load_whole_states(module: nn.Module, optimizers: list[Any], states: list[dic
 def load_folder_with(
     strategy: ModelParallelStrategy, find: Callable[[Path], Path], checkpoint_path: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """Load a file as ModelParallelStrategy does, or a folder, which `find` checks and which is not unpickled."""
+    """Load a file as ModelParallelStrategy does, or a folder: `find` checks it, and it is read without unpickling."""
     check_input(checkpoint_path)
     if not Path(checkpoint_path).is_dir():
         return type(strategy).load_checkpoint(strategy, checkpoint_path, *args, **kwargs)

@@ -99,7 +99,7 @@ class SavedFolder:
         return None
 
     def damage(self, peers: RankGroup) -> str | None:
-        """Return a description of the damage, or None. Every rank must call this, and checks a part of the files."""
+        """Return a description of the damage, or None. Every rank must call this; each checks a part of the files."""
         return next((problem for problem in peers.gather(self._damage(peers)) if problem), None)
 
     def _damage(self, peers: RankGroup) -> str | None:

@@ -81,7 +81,7 @@ class RankGroup:
                 thread.join(POLL)
             if not ended:
                 raise failure(f"{what}: {store.get('failed').decode()}", False)
-        except RuntimeError:  # the store is lost, and perhaps also ranks that the call needs
+        except RuntimeError:  # the store is lost, perhaps with ranks that the call needs
             thread.join(POLL)
             if not ended:
                 raise

@@ -124,7 +124,7 @@ def check_sizes(stored: Any, size: int) -> None:
 METADATA = ".metadata"
 #: the warning that torch prints if one rank reads alone, as these readers do on purpose
 ALONE = "torch.distributed is disabled, unavailable or uninitialized"
-#: maximum number of elements in a byte of a file: for a 4-bit state, the file declares the dtype that it represents
+#: maximum number of elements in a byte of a file: a file declares a 4-bit state with the wider dtype it represents
 DENSEST = 2
 #: torch's classes for the records of a `.metadata` file
 _RECORDS = (
@@ -188,7 +188,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _checked(stored: Any, folder: Path) -> Metadata:
-    """Return copies of the records, made of plain values, after checking these against each other and the files."""
+    """Check the records against each other and against the files, and return copies made of plain values."""
     if not isinstance(stored, Metadata):
         raise ValueError(f"it holds {type(stored).__name__}, not the metadata of a checkpoint")
     entries = _entries(dict(stored.storage_data), folder)

@@ -1,4 +1,4 @@
-"""A Trainer's state in checkpoints: optimizer states by name, low-bit states as tensors, and each tensor's writer."""
+"""A Trainer's state in checkpoints: optimizer states by name, low-bit states as tensors, and the rank that writes each."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def to_names(state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn
 
 
 def to_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """Undo `to_names`: replace names of parameters by numbers, which count the parameters of all groups in order."""
+    """Undo `to_names`: replace names of parameters with numbers, which count the parameters of all groups in order."""
     order = [name for group in state["param_groups"] for name in group["params"]]
     return renamed({"state": {}, **state}, {name: i for i, name in enumerate(order)})
 
@@ -71,7 +71,7 @@ _ATTRIBUTES, _OLD_ATTRIBUTES = "attributes", "told"
 
 
 def flatten_low_bit(value: Any) -> Any:
-    """Replace each low-bit state in a nested mapping by {class: {its tensors}}, so that files store its bits."""
+    """Replace each low-bit state in a nested mapping with {class: {its tensors}}, so that files store its bits."""
     if isinstance(value, Mapping):
         return {k: flatten_low_bit(v) for k, v in value.items()}
     if not (isinstance(value, Tensor) and type(value).__name__ in LOW_BIT):
@@ -261,7 +261,7 @@ def unlike_replicas(every: Sequence[Mapping[str, int]], ranks: Sequence[int]) ->
 def equal_names(sizes: dict[str, int], module: nn.Module) -> set[str]:
     """Return the names of parameters and optimizer states that must be equal on all ranks that train one model."""
     ignored, named = own_parameters(module), list(module.named_parameters(remove_duplicate=False))
-    ignored_ids = {id(p) for name, p in named if name in ignored}  # such a parameter may have several names
+    ignored_ids = {id(p) for name, p in named if name in ignored}  # shared parameters have several names
     equal = {f".state_dict.{name}" for name, p in named if id(p) not in ignored_ids}
     parts = tuple(f".{name}." for name in ignored)
     states = {x for x in sizes if x.startswith(".optimizer_") and not any(part in x for part in parts)}
@@ -269,7 +269,7 @@ def equal_names(sizes: dict[str, int], module: nn.Module) -> set[str]:
 
 
 def assign_writers(sizes: dict[str, int], ranks: int, module: nn.Module) -> list[set[str]]:
-    """Return the names that each rank writes: tensors, the largest first, are given to the rank with the fewest bytes.
+    """Return the names that each rank writes. Tensors, the largest first, go to the rank with the fewest bytes so far.
 
     This holds for tensors that are equal on all ranks (`equal_names`); rank 0 writes others, such as statistics.
     """

@@ -99,7 +99,7 @@ class DilatedCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Set the default data: Python's source code."""
-        if not dict(settings(sys.argv[1:])).get(("data",)):  # else the class that is named would get these defaults
+        if not dict(settings(sys.argv[1:])).get(("data",)):  # a class that is named must not get these
             parser.set_defaults({"data": {"class_path": "lightning_dilated.data.ByteDataModule"}})
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:

@@ -44,7 +44,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def stored_class(stored: dict[str, Any]) -> str:
-    """Return the dotted name of a checkpoint's model class; LongNetLM if the checkpoint is so old that it has none."""
+    """Return the dotted name of a checkpoint's model class; LongNetLM for an old checkpoint without this name."""
     named = stored_hparams(stored).get("_class_path") or stored.get("class_path")
     return current_class_path(str(named or "lightning_dilated.LongNetLM"))
 
@@ -55,7 +55,7 @@ def checkpoint_settings(path: str, class_name: str | None, set_here: set[str]) -
     Args:
         path: a .ckpt file.
         class_name: the model's class in recipes and options; None: the checkpoint's class.
-        set_here: model arguments that recipes and options set; the checkpoint's values for them may be of any kind.
+        set_here: model arguments that recipes and options set; the checkpoint may have any values for them.
     """
     stored = read_checkpoint(path)
     named = stored_class(stored)
@@ -112,14 +112,14 @@ def load_module(path: str | Path) -> DilatedModule:
 
 
 def load_any(path: str | Path, tile: int | None = None) -> DilatedModule:
-    """Load as in `load_module`, or load a HFCausalLM from a folder of transformers or adapters.
+    """Load as in `load_module`, or load a HFCausalLM from a transformers folder or a folder of adapters.
 
     Args:
         tile: the tile of a HFCausalLM's loss, if the decoder supports tiles.
 
     Raises:
-        FileNotFoundError, ValueError: as in `load_module`; for a folder without config.json; if adapters lack a model.
-        ModuleNotFoundError: for a folder of transformers if the library is not installed.
+        FileNotFoundError, ValueError: as in `load_module`; for a folder without config.json; for adapters without a model.
+        ModuleNotFoundError: for a transformers folder if transformers is not installed.
     """
     folder = Path(path)
     decoder = hook("decoder of a folder")(folder, tile) if folder.is_dir() else None

@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
             fail(f"no command {argv[0]!r}. Commands: {', '.join([*known, *COMMANDS])}.")
         expandable_segments(os.environ)
         quiet(argv[0])
-        # Lightning's launchers start workers with sys.argv, so it needs the recipe's real path
+        # Lightning's launchers start workers with sys.argv, so sys.argv must contain the recipe's real path
         with one_line_errors():
             argv = with_recipes(argv)
             if pages := class_help.pages(argv):

@@ -34,7 +34,7 @@ def find_recipe(name: str) -> str:
 
 
 def with_recipes(argv: list[str]) -> list[str]:
-    """Replace the recipe's name after each --config by the path of the recipe."""
+    """Replace the recipe's name after each --config with the path of the recipe."""
     words = list(argv)
     for i, word in enumerate(words):
         if word in ("--config", "-c") and i + 1 < len(words):

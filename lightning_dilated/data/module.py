@@ -42,7 +42,7 @@ class SplitDataModule(pl.LightningDataModule):
         seed: seed of the training order.
         num_workers: number of processes that load batches; 0 loads in the main process.
         pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
-        pack_tokens: the most tokens of a batch on each device. Instead of `batch_size` padded rows, a batch is one row of
+        pack_tokens: maximum tokens of a batch on each device. Instead of `batch_size` padded rows, a batch is one row of
             D samples in the order of the epoch, with their bounds `cu_seqlens` (D + 1,) int32 on the CPU. Entries with
             one value for each sample are (D,). A sample with more tokens is a separate batch. null: do not pack.
 
@@ -330,7 +330,7 @@ class SequenceDataModule(SplitDataModule):
 def split_fractions(
     fractions: dict[str, float | None], separate: dict[str, bool], option: str, all_test: bool = False
 ) -> dict[str, float]:
-    """Return the shares of the "val" and "test" split.
+    """Return the shares of the "val" and "test" splits.
 
     Args:
         fractions: the user's `data.<split>_fraction` for each split. None means 0.05; but if any split has separate

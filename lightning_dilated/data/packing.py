@@ -41,7 +41,7 @@ def pack_bounds(lengths: np.ndarray, budget: int, start: int = 0) -> np.ndarray:
 class PackedSamples(Dataset):
     """A dataset that is indexed by packs: an item is one row of D samples with their bounds `cu_seqlens` (D + 1,).
 
-    Its length and its other attributes are the inner dataset's. An index that is a number means a pack of one sample.
+    Its length and other attributes are those of `dataset`. An index that is a number means a pack of one sample.
 
     Args:
         dataset: has `length_of(index)` or `lengths`, and has `read_ranges(index, ranges)`, which returns a mapping.
@@ -110,7 +110,7 @@ def _members(pack: int | tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _by_sample(x: range, bounds: np.ndarray) -> Iterator[tuple[int, range]]:
-    """Yield, in order, each sample with positions in x: its index in the pack, and these positions in the sample."""
+    """For each sample with positions in x, in order, yield its index in the pack and these positions in the sample."""
     at = x.start
     while at < x.stop:
         i = int(np.searchsorted(bounds, at, side="right")) - 1
@@ -155,7 +155,7 @@ class PackingSampler(ResumableSampler):
     Args:
         dataset: `PackedSamples`.
         num_replicas, rank, shuffle, seed: see `ResumableSampler`.
-        drop_last: leave out up to R - 1 packs, so that all ranks get equally many.
+        drop_last: leave out up to R - 1 packs, so that all ranks get the same number.
     """
 
     dataset: PackedSamples
@@ -170,7 +170,7 @@ class PackingSampler(ResumableSampler):
         for (epoch, first), known in self._known.items():
             if epoch == self.epoch and first <= start:
                 at = int(np.searchsorted(known, start))
-                if at < len(known) and known[at] == start:  # packs that begin at the same sample are the same
+                if at < len(known) and known[at] == start:  # equal starts give equal packs
                     return known[at:]
         if any(epoch != self.epoch for epoch, _ in self._known):
             self._known.clear()
@@ -179,7 +179,7 @@ class PackingSampler(ResumableSampler):
         return bounds
 
     def packs(self, start: int = 0) -> int:
-        """Return the number of all ranks' packs in the current epoch from the sample `start` of its order on."""
+        """Return the number of all ranks' packs from index `start` of the current epoch's order to the epoch's end."""
         count = len(self.bounds(start)) - 1
         return count // self.num_replicas * self.num_replicas if self.drop_last else count
 

@@ -18,7 +18,7 @@ from lightning_dilated._compat.lightning import (
 )
 
 _STATE_KEYS = ("epoch", "samples", "seed", "num_samples", "seq_len", "shuffle")
-#: the text in a fingerprint between names with sizes and the digest of content, which old checkpoints lack
+#: text in a fingerprint before the digest of the data's content, which old checkpoints lack
 MARK = "; content "
 
 
@@ -39,12 +39,12 @@ class ResumableSampler(DistributedSampler):
         num_replicas, rank: R, the number of data-parallel replicas, and this replica's number.
         shuffle: permute the samples in each epoch; False: keep their order.
         seed: the seed of the permutations.
-        drop_last: leave out up to R - 1 samples, so that all ranks get equally many; False: the last ranks may get one
-            sample fewer. Without `classes` no sample is used twice in an epoch.
+        drop_last: leave out up to R - 1 samples, so that all ranks get the same number; False: the last ranks may get
+            one sample fewer. Without `classes` no sample is used twice in an epoch.
         classes: the class of each sample, (samples,) integers, to draw classes equally often; needs `shuffle`. None:
             draw each sample once.
 
-    Raises: ValueError for a rank outside [0, num_replicas), and for `classes` of another length or without `shuffle`.
+    Raises: ValueError for a rank outside [0, num_replicas), and for `classes` of a wrong length or without `shuffle`.
     """
 
     #: whether epochs have different numbers of batches
@@ -130,7 +130,7 @@ class ResumableSampler(DistributedSampler):
         return {"global_batch_size": batch_size * self.num_replicas}
 
     def start_pass(self) -> None:
-        """Enter the next epoch, unless the position was set or the current epoch has no used sample."""
+        """Enter the next epoch, unless the position was set or no sample of the current epoch was used."""
         if not self._positioned and self.consumed > 0:
             self.epoch, self.consumed = self.epoch + 1, 0
         self._positioned = False
@@ -172,7 +172,7 @@ class ResumableLoader(DataLoader):
     """A DataLoader over a `ResumableSampler` with `state_dict` and `load_state_dict`, which Lightning calls.
 
     The state counts the samples of all yielded batches on all ranks, without prefetched batches. So it can be loaded
-    with another number of ranks or workers, or another batch size. After loading, the first pass yields the rest of the
+    with a different number of ranks or workers, or batch size. After loading, the first pass yields the rest of the
     epoch; each later pass yields a whole epoch. `len` counts a whole epoch, as Lightning adds finished batches itself.
 
     Set `trainer` if a Trainer runs the loader. Then a batch that was yielded but not finished (because training_step
@@ -186,7 +186,7 @@ class ResumableLoader(DataLoader):
     """
 
     trainer: pl.Trainer | None = None
-    _handed_out: tuple[int, int] = (-1, 0)  # before the last yield: (batches finished by Lightning, used samples)
+    _handed_out: tuple[int, int] = (-1, 0)  # before the last yield: (Lightning's finished batches, used samples)
     _loaded_samples: int | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -288,7 +288,7 @@ class ResumableLoader(DataLoader):
         }
 
     def _position_after(self, samples: int, batches: int) -> int:
-        """Return how many samples all ranks will have used `batches` batches after they have used `samples`."""
+        """Return how many samples all ranks will have used when they compute `batches` batches after `samples` samples."""
         return cast(ResumableSampler, self.sampler).position_after(samples, batches, int(self.batch_size or 1))
 
     def _batches_after(self, samples: int) -> int:

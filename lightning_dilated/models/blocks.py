@@ -24,7 +24,7 @@ from lightning_dilated.sequence import active_sequence
 
 
 def drop_path_rates(rate: float, depth: int) -> list[float]:
-    """Return each layer's drop probability, linear from 0 in the first to `rate` in the last (arXiv 1603.09382)."""
+    """Return each layer's drop probability, which rises linearly from 0 to `rate` (arXiv 1603.09382)."""
     return [rate * i / max(1, depth - 1) for i in range(depth)]
 
 
@@ -60,7 +60,7 @@ class BlockOptions:
         bias: whether linear layers have a bias.
         dropout: probability for hidden features, in [0, 1).
         attention_dropout: probability for attention weights, in [0, 1).
-        drop_path: probability of stochastic depth in the last layer (arXiv 1603.09382), linear from 0 in the first.
+        drop_path: probability of stochastic depth in the last layer (arXiv 1603.09382); it rises from 0 in the first.
         sub_layernorm: add norms before the output projections of attention and feed-forward (arXiv 2210.06423).
         position_encoding: "rotary", "xpos" (rotary with decay, arXiv 2212.10554) or "none".
         xpos_scale_base: number of tokens over which xPos decays.

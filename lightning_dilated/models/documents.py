@@ -16,7 +16,7 @@ from lightning_dilated._device import send
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.sequence import sequence_mean, sequence_sum
 
-#: the required shape of a batch's entry, in letters, and the kind of its values
+#: (the required shape of a batch's entry, in shape letters; the kind of its values)
 Form: TypeAlias = tuple[str, Literal["tokens", "integers", "floats", "numbers"]]
 _ALLOWED = {"tokens": "int64 or int32", "integers": "integers", "floats": "floating numbers", "numbers": "real numbers"}
 
@@ -25,8 +25,8 @@ def check_form(owner: object, batch: Any, **forms: Form) -> None:
     """Check that a batch is a mapping that contains these tensors.
 
     Raises:
-        TypeError: if the batch is not a mapping, or an entry is not a tensor or has another dtype.
-        ValueError: if an entry is missing or has another number of dimensions.
+        TypeError: if the batch is not a mapping, or an entry is not a tensor or has a wrong dtype.
+        ValueError: if an entry is missing or has a wrong number of dimensions.
     """
     name, expected = type(owner).__name__, ", ".join(f"{x} {shape}" for x, (shape, _) in forms.items())
     remedy = check_mapping(owner, batch, expected, *forms)

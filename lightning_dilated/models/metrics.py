@@ -18,7 +18,7 @@ def each_batch(batch: Any, loaders: Any, function: Callable[[Any], Any]) -> Any:
     """Apply a function to each loader's batch in a combined batch; return the results in the same nesting.
 
     Args:
-        batch: a batch of CombinedLoader, nested as the loaders are, with None for a loader at its end; or one batch.
+        batch: a batch of CombinedLoader, nested as the loaders are, with None for a loader that has ended; or one batch.
         loaders: a mapping or list of loaders, which may be nested; any other object is one loader.
     """
     if isinstance(loaders, Mapping) and isinstance(batch, Mapping) and batch.keys() == loaders.keys():

@@ -103,7 +103,7 @@ class DilatedModule(Pretrained, LearningRate):
     #: whether `layout="auto"` may choose zigzag: the model must take positions from the group of ranks, and mix tokens
     #: only by this package's layers; a subclass that redefines layers, forward, losses or steps must set it again
     takes_any_layout = False
-    #: whether the released weights determine the pattern
+    #: whether the model's published weights determine its pattern
     released_pattern = False
     depth: int
     num_heads: int
@@ -233,7 +233,7 @@ class DilatedModule(Pretrained, LearningRate):
             return torch.tensor(values)
 
     def planning_copy(self, depth: int) -> Self:
-        """Return an unbuilt copy with another number of blocks, without pretrained weights and compilation.
+        """Return an unbuilt copy with a different number of blocks, without pretrained weights and compilation.
 
         Redefine this method if the loss reads the values of tensors, which tensors do not have while `plan` runs.
         """
@@ -257,7 +257,7 @@ class DilatedModule(Pretrained, LearningRate):
         return (max(1, numbers // width),)
 
     def reads_logits(self) -> bool:
-        """Return True if the first of `token_features` is a number of logits; the model must be built."""
+        """Return True if the first number in `token_features` counts logits; the model must be built."""
         return isinstance(getattr(self, "head", None), nn.Linear)  # `step_flops` uses the same test
 
     def planning_notes(self) -> list[str]:
@@ -285,7 +285,7 @@ class DilatedModule(Pretrained, LearningRate):
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return nn.Module's parameters; without a Trainer build the layers first, as the next methods also do."""
+        """Return nn.Module's parameters; without a Trainer build the layers first, as the next methods do."""
         return super(DilatedModule, self._built_outside()).named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch overloads it
@@ -305,7 +305,7 @@ class DilatedModule(Pretrained, LearningRate):
 
         Raises:
             ValueError: for more layers than tensors, unless `build` is another package's, which may share tensors.
-            RuntimeError: for tensors of another size, as in nn.Module's `load_state_dict`.
+            RuntimeError: for tensors of a wrong size, as in nn.Module's `load_state_dict`.
         """
         depth, builds_here = getattr(self, "depth", 0), _is_ours(type(self).build)
         if builds_here and whole and isinstance(depth, int) and depth > len(state_dict):
@@ -410,7 +410,7 @@ class DilatedModule(Pretrained, LearningRate):
             return
         try:
             stored = layer_recurrences(hparams["recurrence"], len(current), getattr(self, "causal", False))
-        except (TypeError, ValueError):  # the checkpoint's model had another depth, or was not causal
+        except (TypeError, ValueError):  # the checkpoint's model had a different depth, or was not causal
             stored = None
         if stored is None or without_starts(stored) != without_starts(current):
             raise ValueError(
@@ -447,7 +447,7 @@ class DilatedModule(Pretrained, LearningRate):
     def on_fit_start(self) -> None:
         """Switch to training mode: Lightning does not do this, and loaded encoders are in eval mode."""
         checkpoint_after_optimizer_steps(self.trainer)
-        self._shown = DeferredScalar()  # the last fit may have used another device
+        self._shown = DeferredScalar()  # the last fit may have used a different device
         self.train()
 
     def on_train_end(self) -> None:

@@ -1,6 +1,6 @@
 """Models in folders of config.json and model.safetensors, on disk or the Hugging Face hub (extra `hub`).
 
-All loaders share these checks: of classes that a file names, and of the names, layers, shapes and values of weights.
+All loaders use the same checks of the classes that a file names, and of the weights' names, layers, shapes and values.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def imported(path: str) -> Any:
 
 
 def _yaml(text: str) -> Any:
-    """Parse YAML by jsonargparse's scanner, with scalars as texts, so that it accepts all that other loaders accept."""
+    """Parse YAML with jsonargparse's scanner and scalars as texts, to accept everything that other loaders accept."""
     return yaml.load(text, getattr(yaml, "CBaseLoader", yaml.BaseLoader))
 
 
@@ -381,7 +381,7 @@ def plain_arguments(hparams: Mapping[str, Any], owner: str) -> dict[str, Any]:
     return plain
 
 
-#: mappings in a config of transformers that may have numbers as keys, which transformers also reads from strings
+#: mappings in a transformers config whose keys may be numbers; JSON stores these as strings, which transformers reads
 _NUMBERED = {"id2label", "pruned_heads"}
 
 
@@ -493,7 +493,7 @@ def _load(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
     model.state_dict()  # builds the layers
     if blank is None:
         _check_complete(model, tensors, wrong)
-    wide = names_in_fp32(model)  # in any model
+    wide = names_in_fp32(model)  # these are in fp32 in every model
     dtypes = {x.dtype for name, x in tensors.items() if x.is_floating_point() and name not in wide}
     if len(dtypes) == 1:
         model.to(dtypes.pop())

@@ -16,7 +16,7 @@ from lightning_dilated.pattern import DilatedPattern
 
 
 def plain_value(value: Any) -> Any:
-    """Return a hyperparameter as a plain value: a pattern becomes a mapping, also inside a list."""
+    """Return a hyperparameter as a plain value: patterns, even inside lists, become mappings."""
     if isinstance(value, DilatedPattern):
         return value.to_dict()
     if isinstance(value, (list, tuple)) and any(isinstance(x, DilatedPattern) for x in value):

@@ -39,7 +39,7 @@ BasesLike: TypeAlias = float | str | Sequence[float | str] | None
 USUAL = 10_000.0
 #: "Base of RoPE Bounds Context Length" (arXiv 2405.14591), equation 13: the smallest base for N tokens is 0.0424 N^1.628
 FACTOR, POWER = 0.0424, 1.628
-#: tolerance, because the constants have three digits: the base 1e4 serves 1,996 tokens, and is accepted for 2,048
+#: tolerance, because the constants have three digits: the base 1e4 suffices for 1,996 tokens, but is accepted for 2,048
 TOLERANCE = 1.05
 
 
@@ -50,7 +50,7 @@ def base_of_length(seq_len: int) -> float:
 
 
 def served_length(base: float) -> int:
-    """Return the longest distance in tokens that a rotary base serves, by the same bound as `base_of_length`."""
+    """Return the longest distance, in tokens, for which a rotary base suffices by the bound of `base_of_length`."""
     return int((base / FACTOR) ** (1 / POWER))
 
 
@@ -101,7 +101,7 @@ def _base(value: float | str, max_seq_len: int | None) -> float | None:
 
 
 def stored_bases(bases: Sequence[float | None]) -> float | str | list[float | str]:
-    """Return the bases of all layers as a value of `rotary_base`, in numbers, to store in a checkpoint."""
+    """Return the bases of all layers as numbers, in the form that `rotary_base` takes, to store them in a checkpoint."""
     cycle = ["none" if base is None else base for base in shortest_cycle(bases)]
     return cycle[0] if len(cycle) == 1 else cycle
 
@@ -113,7 +113,7 @@ def rotary_hint(
     max_seq_len: int | None = None,
     global_rotary: bool = True,
 ) -> str | None:
-    """Return advice if a layer attends over longer distances than its rotary base serves, else None.
+    """Return advice if a layer attends over distances that are too long for its rotary base, else None.
 
     Args:
         bases, patterns: one for each layer.
@@ -144,10 +144,10 @@ def rotary_hint(
 def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range], training: bool = True) -> int:
     """Count the FLOPs of a module's blocks and of its output projection `head`, on all ranks together.
 
-    A product with a matrix of P weights takes 2 P a token forward and 4 P backward. Half of the backward is for the
+    A product with a matrix of P weights costs 2 P a token forward and 4 P backward. Half of the backward is for the
     weight's gradient, unless the weight is frozen; half is for the input's gradient, unless all earlier parameters are
-    frozen. A pair of a query and a key takes 4 D forward and 10 D backward, or 6 D backward for a key that truncated
-    back-propagation carries without gradient; 0 if all earlier parameters are frozen. A recurrence takes twice as much
+    frozen. A pair of a query and a key costs 4 D forward and 10 D backward, or 6 D backward for a key that truncated
+    back-propagation carries without gradient; 0 if all earlier parameters are frozen. A recurrence costs twice as much
     backward as forward (`Recurrence.flops`). Parameters are assumed to be used in the module's order. As usual, norms,
     activations, recomputation and pooled heads are not counted (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 
@@ -386,7 +386,7 @@ class DilatedTransformer(StackMemory):
         ]
 
     def sizes(self) -> BlockSizes:
-        """Return the sizes of the first block, except `windows`, which is True if it applies to all blocks."""
+        """Return the sizes of the first block; only `windows` describes all blocks."""
         block = self.blocks[0]
         inner, weight = block.attention_layer, block.attention_layer.in_proj_weight
         updated = (0, 0)
@@ -401,8 +401,8 @@ class DilatedTransformer(StackMemory):
     def compile_blocks(self) -> None:
         """Compile each block in place, as one graph; compiled blocks need a rotary table instead of positions."""
         kinds = len({block.attention_layer.attention.pattern for block in self.blocks})
-        # the graphs for a pattern: with and without gradients, for whole sequences and for chunks, for static and for
-        # dynamic lengths, and the graphs of `CompiledPart` for whole chunks
+        # 24 is enough graphs for a pattern: with and without gradients, for whole sequences and for chunks, for static
+        # and for dynamic lengths, and the graphs of `CompiledPart` for whole chunks
         allow_recompiles(24 * kinds)
         for block in self.blocks:
             block.compile(fullgraph=True)
@@ -432,7 +432,7 @@ def init_weights(model: nn.Module, depth: int, dim: int) -> None:
     std = (2 / (5 * integer(dim, "dim", 1))) ** 0.5
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
-            if name.endswith("bias") and not name.endswith("decay.dt_bias"):  # its layer initializes dt_bias
+            if name.endswith("bias") and not name.endswith("decay.dt_bias"):  # the layer initializes its dt_bias
                 nn.init.zeros_(parameter)
             continue
         if name.endswith(("kv_conv.weight", "recurrence.conv.weight")):
@@ -443,7 +443,7 @@ def init_weights(model: nn.Module, depth: int, dim: int) -> None:
 
 
 def position_advice(module: Any, seq_len: int) -> str | None:
-    """Return advice about the rotary bases for sequences of N tokens; None if the bases serve them."""
+    """Return advice about the rotary bases for sequences of N tokens; None if the bases suffice."""
     bases, made_for = getattr(module, "rotary_bases", ()), getattr(module, "max_seq_len", None)
     options = getattr(module, "options", None)
     if getattr(options, "position_encoding", "none") != "rotary":

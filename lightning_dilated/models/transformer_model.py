@@ -57,7 +57,7 @@ def options_of(cls: type) -> dict[str, Any]:
 
 
 class _NamedArguments:
-    """Stores a call's arguments by name, refuses unknown ones. A base class: jsonargparse reads a class's `__new__`."""
+    """Stores arguments by name, refuses unknown ones. A base class, as jsonargparse reads a model's own `__new__`."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         self = super().__new__(cls)
@@ -75,7 +75,7 @@ def _constructors(cls: type) -> tuple[list[inspect.Signature], type]:
 
 
 def _positional(cls: type) -> Iterator[str]:
-    """Yield the names of a constructor's positional arguments, and if it takes `*args`, of the next constructor's."""
+    """Yield the names of a constructor's positional arguments; if it takes `*args`, add the next constructor's names."""
     signatures, package_class = _constructors(cls)
     for signature in [*signatures, inspect.signature(vars(package_class)["__init__"])]:
         parameters = list(signature.parameters.values())[1:]
@@ -108,7 +108,7 @@ def _no_argument(cls: type, name: str, known: Collection[str], hint: str | None 
 def _defaults(cls: type) -> dict[str, Any]:
     """Return {argument: default} of the arguments that a checkpoint stores.
 
-    If a user's class has a constructor, only its own arguments count, unless it passes all others on by `*args`.
+    If a user's class has a constructor, only its own arguments count, unless it passes all others on as `*args`.
     """
     signatures, package_class = _constructors(cls)
     parameters = list(signatures[0].parameters.values()) if signatures else []
@@ -131,7 +131,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
         ffn_dim: hidden features of the feed-forward; None: 4 dim (GELU), or about 8/3 dim (SwiGLU).
         rotary_base: a number; or "length": the base for `max_seq_len` tokens, max(1e4, 0.0424 N^1.628) rounded up to a power
             of ten (the bound of arXiv 2405.14591); or "none": no positions; or a list of these for layers 0, 1, ..., which
-            repeats. None: "length" if `max_seq_len` is set, else 10,000, which serves 2,000 tokens.
+            repeats. None: "length" if `max_seq_len` is set, else 10,000, enough for 2,000 tokens.
         max_seq_len: the length of the longest sequence that the model is made for; checkpoints store it and the rotary
             bases. If a recipe sets neither this nor `rotary_base`, the command line takes the data's length; in Python
             it does not follow the data.
@@ -146,7 +146,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
         cuda_graphs: record the blocks' training step on a GPU as CUDA graphs, one for each shape of a batch, and replay
             them. Use it for short sequences, if launching kernels takes longer than running them. It needs one rank for
             each sequence, and no recomputation or attention dropout.
-        graph_padding: the most padding, as a share of the tokens, that batches with `lengths` and packed rows get to
+        graph_padding: maximum padding, as a share of the tokens, of batches with `lengths` and of packed rows, to
             reduce the number of graphs. Fewer than 64 tokens a row are always allowed. The share of padding is logged.
         linear_dtype: "float8": linear layers of the blocks, except the projection to q, k and v, multiply in float8 by
             torchao, on an H100 or later; for wide models with `compile_blocks`. None: the precision of the run.
@@ -244,7 +244,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
         if "recurrence" in saved:
             saved["recurrence"] = plain_recurrences(self.recurrences)
         if "rotary_base" in saved and self.options.position_encoding != "none":
-            # save numbers, so that loading with another max_seq_len does not change the trained bases
+            # save numbers, so that loading with a different max_seq_len does not change the trained bases
             saved["rotary_base"] = stored_bases(self.rotary_bases)
         self.save_hyperparameters(saved)
 

@@ -1,4 +1,4 @@
-"""Comparisons of ranks before they train: settings, loaders and numbers of batches."""
+"""Checks, before training, that all ranks have the same settings, data and numbers of batches."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _described(value: Any) -> str:
         return f"{type(value).__qualname__} {value.name if isinstance(value, enum.Enum) else value.item()!r}"
     if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
         return repr(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # its repr may contain addresses
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # its `repr` may contain memory addresses
         fields = {x.name: getattr(value, x.name, None) for x in dataclasses.fields(value) if x.compare}
         return f"{type(value).__qualname__}({', '.join(f'{name}={_described(x)}' for name, x in fields.items())})"
     if isinstance(value, functools.partial):
@@ -182,10 +182,10 @@ def compare_loader(
     """Shard a loader and compare it over all ranks of the job, even if `shard` fails on this rank.
 
     Returns:
-        The sharded loader, and the reason why a step of the stage cannot add losses over ranks, or None if it can.
+        The sharded loader; None if a step of the stage can add losses over ranks, else the reason why it cannot.
 
     Raises:
-        ValueError: on every rank; see `compare_loaders` and `check_equal_batches`. A failed rank raises its own error.
+        ValueError: on every rank; see `compare_loaders` and `check_equal_batches`. If `shard` failed, its own error.
     """
     sharded, facts, error = loader, {}, None
     try:
@@ -234,11 +234,11 @@ def number_of_batches(loader: Any, trainer: Any, stage: str) -> int | None:
 
 
 def check_equal_batches(batches: list[Any], stage: str, sizes: MeshSizes, shards_parameters: bool) -> str | None:
-    """Return None if all ranks have equally many batches, else the reason why a step cannot add losses over ranks.
+    """Return None if ranks have equal numbers of batches, else the reason why a step cannot add losses over ranks.
 
     Raises:
         ValueError: if the numbers differ in a stage where each step needs all ranks: in training, and in every stage if
-            parameters are sharded. Also if only some ranks have evaluation batches, and would wait for the others.
+            parameters are sharded. Also if only some ranks have evaluation batches; these would wait for the others.
     """
     if len(set(batches)) == 1:
         return None

@@ -27,14 +27,14 @@ from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
     """Shard every sequence over several ranks, with all parameters on each rank (DDP).
 
-    `Trainer(strategy="ring_dilated")` takes the defaults. A region of one rank trains the module without DDP.
+    `Trainer(strategy="ring_dilated")` uses the default options. A region of one rank trains the module without DDP.
 
     Args:
         sequence_size: number of ranks that share a sequence; "auto": all ranks; a list such as [8, 4, 2]: the largest
             number in it that divides the number of ranks. Other ranks hold other samples (data parallel).
         head_size: number of neighbouring ranks of a node that exchange tokens for heads. "auto": each attention call
-            takes the size with the least planned cost; `print(strategy.sequence.plan)` lists the costs.
-        exchange: the algorithm that moves rows between ranks; "auto": the one with the least planned cost.
+            uses the size with the lowest planned cost; `print(strategy.sequence.plan)` lists the costs.
+        exchange: the algorithm that moves rows between ranks; "auto": the one with the lowest planned cost.
         layout: which positions a rank holds. "auto": "contiguous" or "zigzag", whichever the planner expects to cost
             less for the patterns of all layers and the longest sequence that the DataModule or the model declares.
             "auto" is always "contiguous" for streams, packed rows, an `exchange` other than "auto", a limit
@@ -43,9 +43,9 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         ranks_per_node: number of ranks that are connected by fast links; None: the ranks of a node.
         timeout: seconds after which a rank that waits for another rank raises an error.
         allow: names of modules that may run although they mix tokens or samples, because they are correct on shards.
-        process_group_backend: "nccl" or "gloo"; None: by the device.
+        process_group_backend: "nccl" or "gloo"; None: the device decides.
         start_method: how to start further processes; "popen" runs the script again.
-        check_first_batch: check on the start of the first batch that all ranks compute the same results as one rank.
+        check_first_batch: check, on the first tokens of the first batch, that all ranks give the same results as one rank.
         find_unused_parameters: DDP's option for models with parameters that are unused in some steps.
         links: a file from `lightning-dilated bench links`, for exchange="auto"; None: this machine's file, else defaults.
         global_batch: number of sequences in an optimizer step, on any number of ranks: gradients accumulate over
@@ -53,13 +53,13 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
             None: the Trainer's `accumulate_grad_batches`.
         bucket_cap_mb: MiB of gradients that DDP sums at a time during the backward. None: DDP's default, 25; but GPUs
             of one node compute a single sum after the backward, which costs less than sums that overlap with it.
-        regions: number of parts of the job that train apart between outer steps, each on consecutive ranks with its own mesh
-            and samples; "auto": one for each node. Each region has its own gradients, clipping and training loss.
+        regions: number of parts of the job that train separately between outer steps, on consecutive ranks, with their own
+            mesh and samples; "auto": one for each node. Each region has its own gradients, clipping and training loss.
         outer: the outer steps that synchronize the regions' parameters; required for several regions, allowed for one.
         cpu_offload: must be False, because this strategy holds all parameters on every GPU.
         exchange_memory_gib: limit in GiB for the rows of other ranks and the fp32 sums of their gradients that a rank
             stores at a time for an attention call; send buffers and the exchange of `head_size` are not counted.
-            exchange="auto" takes the cheapest exchange within the limit. If no exchange fits, or the named exchange
+            exchange="auto" uses the cheapest exchange within the limit. If no exchange fits, or the named exchange
             does not fit, the first call raises an error that lists the memory of every exchange. None: no limit.
         check_replicas: number of optimizer steps between two checks that all ranks of a region have parameters with the
             same bits. If ranks differ, an error names them; on a GPU it is raised at the next check. None: check only
@@ -121,7 +121,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         super()._configure_launcher()
         interactive = hasattr(sys, "ps1")
         if interactive and self.launcher is not None and not self.launcher.is_interactive_compatible:
-            # Lightning would recommend its own strategy, which does not share sequences
+            # Lightning would recommend its own strategy, which does not shard sequences
             raise MisconfigurationException(
                 "an interactive session cannot be run again on every rank: use strategy='ring_dilated_notebook' or "
                 "RingDilatedStrategy(start_method='fork', ...) before the first use of CUDA, or run a script."
@@ -150,7 +150,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         Reading a folder runs no code from it, even with `weights_only=False`.
         """
         peers = RankGroup(self.global_rank, self.world_size)
-        if not peers.any(Path(checkpoint_path).is_dir()):  # also on a rank that does not see the folder
+        if not peers.any(Path(checkpoint_path).is_dir()):  # true on all ranks if one rank sees the folder
             read_to_host(self.checkpoint_io)
             return self._of_this_region(super().load_checkpoint(checkpoint_path, *args, **kwargs))
         return self._of_this_region(read_whole(checked(Path(checkpoint_path), peers), self.sizes.regions, self.region))

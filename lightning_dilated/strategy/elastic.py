@@ -1,4 +1,4 @@
-"""Support for jobs in which the number of ranks changes: launched nodes, and a fixed number of sequences in a step."""
+"""Support for jobs whose number of ranks changes: count launched nodes, and fix the number of sequences in a step."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def check_launched(devices: int, nodes: int) -> None:
 
 
 class GlobalBatch:
-    """Accumulates gradients over the batches that hold a fixed number of sequences.
+    """Accumulates gradients so that every optimizer step has the same number of sequences.
 
     Epochs end with a whole step: sequences that do not fill a step are left out. Otherwise the number of steps would depend
-    on the number of ranks, and the last gradient would be divided by more batches than it has.
+    on the number of ranks, and the last gradient would be divided by more batches than were added to it.
     """
 
     def __init__(self, sequences: int) -> None:

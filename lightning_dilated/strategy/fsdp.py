@@ -136,7 +136,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         """Step without torch's file cache of compiled graphs, for optimizers that compile, such as torchao's.
 
         The cache identifies a graph by the unsharded shape of a parameter. If the rows do not divide evenly over ranks,
-        a rank could get a graph for another number of rows and raise an error while the others wait.
+        a rank could get a graph for a different number of rows and raise an error while the others wait.
         """
         usual = uses_autograd_cache()
 
@@ -161,7 +161,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         Lightning does not pass `Trainer.fit(weights_only=...)` to strategies that shard parameters.
         """
         peers = RankGroup(self.global_rank, self.world_size)
-        if peers.any(Path(checkpoint_path).is_dir()):  # also on a rank that does not see the folder
+        if peers.any(Path(checkpoint_path).is_dir()):  # true on all ranks if one rank sees the folder
             return self._load_folder(checked(Path(checkpoint_path), peers))
         if peers.any(Path(checkpoint_path).is_file()):
             refuse_one_file(self.optimizers, f"{checkpoint_path} is one file")
@@ -179,7 +179,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save; a new folder may replace a file of the same name, and a new file may replace a folder.
 
-        Only one rank of each node removes the old file or folder. In Lightning every rank does, and late ranks fail.
+        Only one rank of each node removes the old file or folder. In Lightning every rank does so, and late ranks fail.
         """
         path = Path(self.broadcast(filepath))
         if storage_options is None:  # Lightning raises an error for any other value
@@ -198,7 +198,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
                 path.unlink()
 
     def _load_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        """Load weights by Lightning, but not optimizer states: it would misread the states of other strategies."""
+        """Let Lightning load weights, but not optimizer states, because it would misread other strategies' states."""
         check_input(path)
         optimizers, self.optimizers = self.optimizers, []
         try:

@@ -18,8 +18,8 @@ def layout_for(
     """Return the layout that "auto" means for a module.
 
     The layout is "zigzag" only for a causal module that declares `takes_any_layout`, its heads and its patterns, and
-    only if zigzag costs less for the longest sequence. Streams, an exchange other than "auto" and a memory limit get
-    "contiguous": memory depends on the batch size and the head dimension, which are unknown before the first call.
+    only if zigzag costs less for the longest sequence. It is "contiguous" for streams, for a named exchange, and
+    for a memory limit, because memory depends on the batch size and head dimension, unknown before the first call.
 
     Args:
         module: the LightningModule.

@@ -151,7 +151,7 @@ class Loaders:
             names = ("dataset", "collate_fn", "worker_init_fn")
             self._before.append((loader, {name: vars(loader)[name] for name in names}))
         else:
-            self._restore(loader)  # the same loader again, for example in validate after fit
+            self._restore(loader)  # an earlier stage used this loader, as in validate after fit
         if isinstance(loader.dataset, (RangeDataset, RaggedDataset)) and not isinstance(
             loader.dataset, IterableDataset
         ):
@@ -159,7 +159,7 @@ class Loaders:
         else:
             loader.collate_fn = RankCollate(loader.collate_fn, _known(spec), self.place)
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
-            # Lightning's own seeds differ by global rank, but the ranks of a sequence must augment it in the same way
+            # Lightning's seeds differ on every rank, but all ranks of a sequence must augment it in the same way
             loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.data_rank)
         loader.worker_init_fn = WorkerWithoutSignals(loader.worker_init_fn)
         return loader

@@ -34,13 +34,13 @@ HeadSize: TypeAlias = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Ranks along each axis: world = regions x data x ring x head; the ranks of a region or a sequence are consecutive.
+    """Numbers of ranks: world = regions x data x ring x head. The ranks of a region or of a sequence are consecutive.
 
     Args:
         world: number of all ranks.
         sequence_size: number of ranks that share a sequence; "auto": all ranks of a region; a list: the largest number
             in it that divides the number of ranks of a region.
-        head_size: number of ranks that exchange tokens for heads; "auto" becomes 1 here, because each call chooses.
+        head_size: number of ranks that exchange tokens for heads; "auto" becomes 1 here: each call chooses its size.
         regions: number of parts of the job that train apart between outer steps.
 
     Raises:
@@ -160,18 +160,18 @@ class RunGroups:
             self.groups += [group for group in process_groups() if group not in before]
 
     def add(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Add groups that must end with the run."""
+        """Add groups to destroy at the end of the run."""
         self.groups += groups
 
     def hold(self, names: set[str]) -> bool:
-        """Return True if the run has a group with one of these names; then forget connections, but keep all groups."""
+        """If the run has a group with one of these names, keep all groups, forget connections, and return True."""
         if not any(group.group_name in names for group in self.groups):
             return False
         _left.append(forget_connections(self._before, ()))
         return True
 
     def end_now(self) -> None:
-        """Destroy the groups that `hold` left."""
+        """Destroy the groups that `hold` kept."""
         for group in set(self.groups) & set(process_groups()):
             dist.destroy_process_group(group)
         self.groups.clear()
@@ -207,7 +207,7 @@ _left: list[Any] = []
 
 
 def _all_arrived(run: int, patience: timedelta, failed: bool, begun: dict[str, int]) -> bool:
-    """Return True if all ranks arrive within `patience` and, after an exception, began equally many collectives."""
+    """Return True if all ranks arrive within `patience` and, after an exception, have equal counts of collectives."""
     if dist.get_world_size() == 1:
         return True
     try:
@@ -317,7 +317,7 @@ def join_under_torchrun(backend: str, timeout: timedelta, device: torch.device) 
 
 
 def _store(rank: int, timeout: timedelta) -> dist.Store:
-    """Connect to the job's store, on the agent or rank 0; `dist.rendezvous` would not report the missing ranks."""
+    """Connect to the store of torchrun's agent or rank 0; `dist.rendezvous` would not report the missing ranks."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     served = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -348,13 +348,13 @@ def agree_on_token(store: dist.Store, rank: int, world: int, timeout: timedelta)
 
 
 def _send_token(store: dist.Store, world: int, timeout: timedelta) -> str:
-    """Answer the requests of the other ranks until all have the token or time is up, then publish the missing ranks."""
+    """Answer the other ranks' requests until all have the token or the timeout ends; then publish the missing ranks."""
     token, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     missing = list(range(1, world))
     while missing:
         missing = [rank for rank in missing if not store.check([f"taken/{token}/{rank}"])]
         for rank in missing:
-            if store.check([f"hello/{rank}"]):  # perhaps still an earlier attempt's request
+            if store.check([f"hello/{rank}"]):  # it may be a request of an earlier attempt
                 store.set(f"answer/{store.get(f'hello/{rank}').decode()}", token)
         if missing and time.monotonic() > end:
             break

@@ -62,7 +62,7 @@ Hook = Literal["setup_environment", "setup", "configure_ddp", "process_dataloade
 
 
 def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[..., Any], *args: Any) -> Any:
-    """Take the set-up steps of one of Lightning's hooks; the cases are in the order in which a fit calls the hooks.
+    """Run the set-up steps that belong to one of Lightning's hooks; a fit calls the hooks in the order of the cases.
 
     `Trainer(...)` has already checked sizes, before further processes started (`SequenceStrategy._configure_launcher`).
 
@@ -80,7 +80,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
     match hook, args:
         case "setup_environment", ():  # in every fit, validate, test and predict; the module has no layers yet
             refuse_callbacks(trainer, type(strategy).__name__, strategy.sizes, fsdp)
-            lightning()  # processes join the group; with cpu_offload, also over gloo (`join_host`)
+            lightning()  # processes join the group; with cpu_offload they also connect over gloo (`join_host`)
             compare_settings(settings_of, module, {"class": type(strategy), **strategy._options.compared})
             strategy._seed = run_seed(strategy)
             make_groups(strategy)  # the mesh (data, ring, head), the sequence group, and groups over regions
@@ -124,7 +124,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             # otherwise DDP would move all inputs to the GPU, including the tokens that a stream keeps on the host
             strategy.model.device_ids = None
 
-        # Lightning loads a checkpoint here for FSDP; for DDP, before "setup"
+        # here Lightning loads a checkpoint for FSDP; for DDP it does so before "setup"
 
         case "process_dataloader", (dataloader,):  # Lightning passed `distributed_sampler_kwargs` to the sampler
             return shard_loader(strategy, lightning(dataloader))
@@ -134,7 +134,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
                 strategy._global_batch.check_first_step(trainer)
             strategy._check_first_batch(batch)
             compare_training(trainer, strategy.sizes, fsdp)
-            leave_room(strategy.root_device)  # after NCCL's communicators have taken their memory
+            leave_room(strategy.root_device)  # called after NCCL's communicators have allocated their memory
     return None
 
 
@@ -323,7 +323,7 @@ def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh, offload: CPUO
                 fully_shard(decay, **options)
             fully_shard(layer, **options)
     fully_shard(module, **options)
-    for name in STEPS:  # Lightning calls these instead of forward
+    for name in STEPS:  # Lightning calls these methods instead of forward
         register_fsdp_forward_method(module, name)
 
 

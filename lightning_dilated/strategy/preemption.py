@@ -195,7 +195,7 @@ class Preemption:
             self._hooks.requeue(signum, None)
 
 
-#: a byte, written to the pipe in place of a signal's number, that ends the thread
+#: the byte that ends the thread; it is written to the pipe in place of a signal's number
 _END = 0
 
 
@@ -417,7 +417,7 @@ def report_lost_ranks(
     patience: float = PATIENCE,
     is_ending: Callable[[], bool] = lambda: False,
 ) -> str:
-    """Describe in one line the ranks that raised an error, and the ranks without a reason after `patience` seconds.
+    """Describe in one line the ranks that raised an error, and the ranks that gave no reason in `patience` seconds.
 
     Args:
         reasons: a store of {rank: reason} for the ranks that ended; the reason is "" for a broken connection.

@@ -36,7 +36,7 @@ def check_regions(regions: Any, outer: Any) -> None:
 
 
 class RegionMixin:
-    """A strategy mixin, placed before Lightning's class: regions train apart, and outer steps synchronize them.
+    """A strategy mixin, placed before Lightning's class: regions train separately, and outer steps synchronize them.
 
     During a fit the module has the region's own parameters. In validations, in checkpoints and after the fit it has the
     mean over regions. Right after an outer step without `delay` and `mix`, the region's parameters equal the mean.
@@ -71,7 +71,7 @@ class RegionMixin:
         return None if self._regions is None else self._regions.group
 
     def _check_precision(self) -> None:
-        """Raise ValueError in `Trainer(...)` for 16-mixed: a checkpoint holds one scaler, and each region has its own."""
+        """Raise ValueError in `Trainer(...)` for 16-mixed: a checkpoint stores one scaler, but each region has its own."""
         precision = getattr(self.precision_plugin, "precision", None)  # type: ignore[attr-defined]
         if self._options.regions != 1 and precision == "16-mixed":
             raise ValueError(

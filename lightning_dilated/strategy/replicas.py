@@ -28,7 +28,7 @@ class Replicas:
     def __init__(self, module: nn.Module, every: int | None, group: dist.ProcessGroup) -> None:
         self.module, self.every, self.group = module, every, group
         self._steps = 0
-        #: names, this rank's bits, largest and inverted smallest bits over ranks, event after copying these to the host
+        #: parameter names; bits on this rank; maximum over ranks of bits and of inverted bits; event of the copy to host
         self._posted: tuple[list[str], Tensor, Tensor, torch.cuda.Event | None] | None = None
 
     def step(self) -> None:

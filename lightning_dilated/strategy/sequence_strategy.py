@@ -156,14 +156,14 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
 
     @override
     def teardown(self) -> None:
-        """Restore the loaders, free the routes, and if an exception or Lightning's Tuner ended the run, close it."""
+        """Restore the loaders and free the routes; end the run if an exception or Lightning's Tuner stopped it."""
         if self._loaders is not None:
             self._loaders.restore()
         if self._global_batch is not None:
             self._global_batch.restore()
         self._replicas = None
         if self._sequence is not None:
-            self._sequence.was_active = False  # so that another strategy's recomputation raises no error
+            self._sequence.was_active = False  # so that recomputation under a different strategy raises no error
             self._sequence.forget()
         super().teardown()
         trainer = None if self.lightning_module is None else attached_trainer(self.lightning_module)
@@ -336,7 +336,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save after comparing the ranks' parameters: a checkpoint must not mix ranks that differ."""
+        """Save after comparing the ranks' parameters: a checkpoint must not mix parts of ranks that differ."""
         if self._replicas is not None:
             self._replicas.compare()
         super().save_checkpoint(*args, **kwargs)
@@ -350,7 +350,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as Lightning does, but take means of integers in float64."""
+        """Reduce as Lightning does, but compute means of integers in float64."""
         average = reduce_op in ("mean", "avg", ReduceOp.AVG) or reduce_op is None
         if isinstance(tensor, Tensor) and average and not tensor.is_floating_point() and not tensor.is_complex():
             # Lightning weights logged values by the ranks' mean count, and a mean of integers would be rounded down

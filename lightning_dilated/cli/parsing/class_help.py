@@ -55,7 +55,7 @@ def resolve(section: str, name: str) -> type:
     """Return the class of a name or dotted path.
 
     Raises:
-        ValueError: if the class does not exist or has another base; the error lists the section's classes.
+        ValueError: if the class does not exist or has a different base; the error lists the section's classes.
     """
     base, modules = SECTIONS[section]
     value = next((getattr(module, name) for module in modules if hasattr(module, name)), None)
@@ -97,7 +97,7 @@ def help_of(section: str, cls: type) -> str:
 
 
 def pages(argv: Sequence[str]) -> list[str]:
-    """Return the help pages that --model.help and --data.help request: for their value, or else for the chosen class.
+    """Return the help pages that --model.help and --data.help request, for the class that they or other options name.
 
     Raises:
         ValueError: if there is neither a value nor a chosen class, or if no class has the given name.

@@ -33,7 +33,7 @@ FEW = 12
 BASES = (DilatedModule, pl.LightningDataModule, Optimizer, LRScheduler)
 
 
-#: types that a parser reads without importing anything or reading files, as subclasses of Enum and PurePath
+#: types that a parser reads without importing anything or reading files, like subclasses of Enum and PurePath
 PLAIN = {
     *(Any, str, int, float, bool, complex, type(None), list, tuple, set, frozenset, dict, Mapping, Sequence, Iterable)
 }
@@ -85,7 +85,7 @@ def _texts(value: Any, within: bool) -> Iterator[str]:
 
 
 def with_public_names(value: Any) -> Any:
-    """Replace the class in every `class_path` of a configuration by its public name."""
+    """Replace the class in every `class_path` of a configuration with its public name."""
     if isinstance(value, (Namespace, dict)):
         values = {key: with_public_names(x) for key, x in (value if isinstance(value, dict) else vars(value)).items()}
         if isinstance(path := values.get("class_path"), str):

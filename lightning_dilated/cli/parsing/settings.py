@@ -18,7 +18,7 @@ CONFIG: Key = ("config",)
 
 
 class Option(NamedTuple):
-    """An option: its words, name with dashes, key and values. The words before the first option are an Option, too."""
+    """The words, name (with dashes), key and values of an option, or the words before a command line's first option."""
 
     words: list[str]
     name: str
@@ -82,7 +82,7 @@ def chosen_classes(argv: Sequence[str]) -> dict[str, str | None]:
 
 
 def with_parts(argv: Sequence[str]) -> list[str]:
-    """Replace options for a part (--model.pattern.hybrid.local 128) by the whole: the parser would drop other parts."""
+    """Replace options for a part (--model.pattern.hybrid.local 128) with the whole: the parser would drop other parts."""
     words: list[str] = []
     wholes: dict[Key, Any] = {("model", "pattern"): {}}
     for option in options(argv):

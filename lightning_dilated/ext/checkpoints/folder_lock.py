@@ -105,7 +105,7 @@ class FolderLock:
         return self.path.with_name(f"{NAME}-end-{hashlib.blake2b(repr(token).encode(), digest_size=8).hexdigest()}")
 
     def _end(self, token: Any, successor: bool = False) -> bool:
-        """Remove the file of the holder with this token, or replace it by this run's; return False if it was gone.
+        """Remove the file of the holder with this token, or replace it with this run's; return False if it was gone.
 
         Only the run that creates the claim file of this token may do so, because another run's new file must stay.
         """

@@ -71,7 +71,7 @@ class ShardedCheckpoint(Checkpoint):
 
     - 143 (SIGTERM), 130 (SIGINT), 138 (SIGUSR1): the last step is in a complete checkpoint. After SIGUSR1 rank 0 has called
       `scontrol requeue` once. (A second SIGINT kills a process, also with status 130; the last steps may not be saved.)
-    - 1: the checkpoint could not be written, or SLURM refused; a warning gives the reason. Older ones are complete.
+    - 1: the checkpoint could not be written, or SLURM refused; a warning says why. Older checkpoints are complete.
     - 0: the fit had ended before the signal arrived.
 
     Under torchrun these are the statuses of workers; torchrun gives workers 30 s, and has its own exit status. To
@@ -132,7 +132,7 @@ class ShardedCheckpoint(Checkpoint):
         self._init_process_state()
         self._resumed_from: Path | None = None
         self._wrote: Path | None = None  # the folder that this object has written checkpoints to
-        self._saved_step = self._last_step = -1  # the last saved step, and the step after the previous batch
+        self._saved_step = self._last_step = -1  # the last saved step; the step count after the previous batch
         self._clock = 0.0
         self._training = False
 
@@ -141,7 +141,7 @@ class ShardedCheckpoint(Checkpoint):
         self._peers = self._writers = RankGroup()
         self._world: Any = None  # the default process group when the groups of `_peers` and `_writers` were made
         self._background, self._stager = BackgroundJob(), HostStager()
-        self._lock: FolderLock | None = None  # on rank 0, during a fit
+        self._lock: FolderLock | None = None  # held by rank 0 during a fit
         self._preemption: Preemption | None = None  # of the current fit
 
     def __getstate__(self) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
             raise ValueError(f"--config {config} of generate holds {wrong}; its keys are {', '.join(known)}.")
         defaults = {k: _typed(config, known[k], v) for k, v in values.items() if v is not None}
         _one_count(f"--config {config}", defaults.get("max_new_bytes"), defaults.get("max_new_tokens"))
-        if options.max_new_bytes is not None or options.max_new_tokens is not None:  # override both config entries
+        if options.max_new_bytes is not None or options.max_new_tokens is not None:  # overrides both config entries
             defaults.update(max_new_bytes=None, max_new_tokens=None)
         p.set_defaults(**defaults)
     _one_count("generate", options.max_new_bytes, options.max_new_tokens)

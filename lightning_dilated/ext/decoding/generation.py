@@ -32,7 +32,7 @@ AHEAD = 16
 def checked_prompt(
     tokens: Tensor, lengths: Tensor | Sequence[int] | None, vocab_size: int
 ) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return int64 tokens (B, N) in 0..V - 1, padded with 0, and the number of tokens of each prompt, None if equal.
+    """Return int64 tokens (B, N) in 0..V - 1, padded with 0, and the prompts' lengths (None if they are equal).
 
     Raises:
         TypeError, ValueError: for an invalid prompt.
@@ -300,7 +300,7 @@ def _logits(model: CausalModel, request: _Request, caches: list[KVCache]) -> Ten
 
 @contextmanager
 def evaluating(model: CausalModel) -> Iterator[None]:
-    """Set the model to eval mode, without an active sequence; then restore all modes (in new modules, the model's)."""
+    """Set the model to eval mode, without an active sequence; then restore all modes (new modules get the model's mode)."""
     modules: Callable[[], Iterator[Any]] = getattr(model, "modules", lambda: iter([model]))
     before, mode = {id(m): m.training for m in modules()}, model.training
     trains = any(before.values())

@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_dilated.kernels.rows import flags
 from lightning_dilated.kernels.tiles import LOG2E, block_dim, precision
 
-#: limits of one step: rows that a program reads, bytes of their keys, and entries that the merge reads
+#: limits for one step of a loop: rows that a program reads, bytes of these rows' keys, entries that the merge reads
 KEYS, TILE, ENTRIES = 64, 1 << 14, 64
 #: largest head dim, because a row must fit into registers
 MOST_DIM = 256
@@ -296,7 +296,7 @@ def _merge(
         entry = entries + e * 7
         _, _, residue = _place(entry, position)
         first, step, count = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6).to(tl.int32)
-        count = tl.where(residue == tl.load(entry + 3), count, 0)  # parts of other residues are old
+        count = tl.where(residue == tl.load(entry + 3), count, 0)  # other residues' parts hold old results
         for start in tl.range(0, count, ENTRIES):
             at = sample * parts + first + (start + i) * step
             lse = tl.load(part_lse + at, mask=start + i < count, other=float("-inf"))

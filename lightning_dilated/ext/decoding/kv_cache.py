@@ -176,7 +176,7 @@ class KVCache:
     def attend(
         self, q: Tensor, out: Tensor, lse: Tensor, start: int, scale: float, engine: Engine | None = None
     ) -> None:
-        """Attend from queries (B, n, H, D) at positions from `start` on to the cache, and merge into out and lse.
+        """Let queries (B, n, H, D) at positions `start`, `start` + 1, ... attend to the cache; merge into out and lse.
 
         out (B, n, H, D) and lse (B, n, H), in fp32 or wider, are changed in place. If n is 1, positions may differ
         between samples. `engine` computes large blocks; matrix products compute small blocks.
@@ -275,7 +275,7 @@ class KVCache:
         return self.clock.positions(self.length, batch, device)
 
     def token_positions(self, x: Tensor) -> tuple[Tensor | None, int | None]:
-        """Return the positions of x (B, n, ...) and the largest one, or (None, None) for length, length + 1, ...
+        """Return the positions of x (B, n, ...) and the largest of them; (None, None) means length, length + 1, ...
 
         Positions of a single token are a device tensor if samples differ, or if a captured graph may advance them.
         """
@@ -333,7 +333,7 @@ class KVCache:
         """Add new tokens (B, n, E); return the heads' outputs (B, n, H, D). The first call may add the prompt.
 
         Raises:
-            ValueError: if the call does not support a cache, or the cache was made for another layer.
+            ValueError: if the call does not support a cache, or the cache was made for a different layer.
         """
         self._check_layer(layer, causal, lengths is not None or cu_seqlens is not None)
         furthest, later = None, None
@@ -423,7 +423,7 @@ def _kernel_slots(slots_key: tuple[DilatedPattern, int, int], capacities: tuple[
 
 @functools.lru_cache(maxsize=4096)
 def _index(heads: tuple[int, ...], device: torch.device) -> slice | Tensor:
-    """Return an index of these heads: a slice if they are evenly spaced, because slices make views, else a tensor."""
+    """Return an index of these heads: a slice, which makes a view, if they are evenly spaced; else a tensor."""
     step = heads[1] - heads[0] if len(heads) > 1 else 1
     if step > 0 and heads == tuple(range(heads[0], heads[-1] + 1, step)):
         return slice(heads[0], heads[-1] + 1, step)
@@ -448,7 +448,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> tu
 
 
 def _by_engine(engine: Engine, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute `_dense` for unscaled queries by an engine."""
+    """Compute `_dense` for unscaled queries with an engine."""
     grouped = q.unflatten(2, (k.shape[1], -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     out, lse = engine.forward(*suited(engine, grouped, k, v), Terms(False, scale))
     back = lambda x: x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).flatten(2, 3)  # noqa: E731

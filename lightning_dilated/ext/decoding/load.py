@@ -37,7 +37,7 @@ def load_language_model(path: str | Path, vocab_size: int | None = None) -> Dila
 
     A model may have more tokens than its tokenizer, because vocabularies are padded to a multiple of up to 1,024. If
     more than 1,024 tokens or more than half are unused, this warns, because the model may have been trained with
-    another tokenizer. A model over bytes (vocab_size 256 and bytes_per_token 1) is never padded.
+    a different tokenizer. A model over bytes (vocab_size 256 and bytes_per_token 1) is never padded.
 
     Raises:
         ValueError: for another kind of model, a model over tokens without a tokenizer, a model over bytes with a

@@ -35,8 +35,8 @@ def decode_attention(
     """Compute causal dilated attention of n new tokens that follow the tokens in `cache`, and add them to the cache.
 
     A single token costs O(sum over branches of w / r) for each head; a GPU runs two kernels for all branches, and a CPU
-    runs matrix products. Several tokens (a prompt, or its next chunk) attend to each other by `dilated_attention`, and
-    to the cache by the same engine; the two results are merged by their log-sum-exps.
+    runs matrix products. Several tokens (a prompt, or its next chunk) attend to each other in `dilated_attention`, and
+    to the cache with the same engine; the two results are merged with their log-sum-exps.
 
     Args:
         q: (B, n, H, D), rotated to its global positions if positions are rotary.
@@ -46,7 +46,7 @@ def decode_attention(
         table: rotary table for q and k, if they are not rotated yet.
 
     Returns:
-        (B, n, H, D) in q's dtype; 0 for a head that no branch serves at a position.
+        (B, n, H, D) in q's dtype; 0 where a head has no branch that covers the position.
 
     Raises:
         ValueError: if shapes differ from the cache's, or a tensor requires a gradient.

@@ -158,7 +158,7 @@ class TokenStep:
             self._replay = self._captured(model)
 
     def next(self, source: torch.Generator | None) -> None:
-        """Draw the next token of each sample into `token`, using `source`; `done` becomes True if all have ended."""
+        """Draw each sample's next token into `token` with random numbers of `source`; `done`: whether all have ended."""
         assert self._replay is not None, "prepare comes first"
         with self._randomness(source):
             self._replay()

@@ -1,4 +1,4 @@
-"""Data files, local or by URL: lists of files, digests of contents, and reads of byte ranges."""
+"""Local and remote data files: lists of files, digests of their contents, and reads of byte ranges."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def file_suffixes(value: object, name: str) -> list[str] | None:
 def collect_files(
     paths: list[str] | None, suffixes: list[str] | None = None, hint: str = HINT, opener: FileOpener | None = None
 ) -> list[str]:
-    """Return the regular files that `paths` mean, without duplicates, in the order of the list.
+    """Return the regular files that `paths` refer to, without duplicates, in the order of the list.
 
-    A directory means all its files (with `suffixes`, all files with these endings), sorted by relative path. A glob
-    means the files that it matches, sorted. Names inside directories that start with "." are left out. None means the
+    A directory stands for all its files (with `suffixes`, those with these endings), sorted by relative path. A glob
+    stands for the files it matches, sorted. Names inside directories that start with "." are left out. None means the
     source files of Python's standard library, without its tests. URLs work the same way through `opener`.
 
     Raises: FileNotFoundError (missing path, no match, empty directory, dangling link), PermissionError (unreadable),

@@ -313,7 +313,7 @@ class CudaGraphs:
         return 100 * (self.padded - self.tokens) / max(1, self.tokens)
 
     def begin(self, token: Any) -> int:
-        """Return the number of a new replay; until `token` is freed or `backward` runs, `why_not` refuses another."""
+        """Return the number of a new replay; until `token` is freed or `backward` runs, `why_not` refuses others."""
         self._turn, self._open = self._turn + 1, weakref.ref(token)
         return self._turn
 
@@ -336,7 +336,7 @@ class CudaGraphs:
         for p, x in zip(parameters, shared, strict=True):
             if p.grad is not None and p.grad.data_ptr() == x.data_ptr():
                 p.grad.data = p.grad.clone()
-        earlier = {i: x.clone() for i, x in enumerate(shared) if memory_users(x) > 1}  # results of torch.autograd.grad
+        earlier = {i: x.clone() for i, x in enumerate(shared) if memory_users(x) > 1}  # for torch.autograd.grad
         _fill(recorded.grad, grad)
         recorded.backward()
         grads = [x.detach() if used else None for x, used in zip(shared, recorded.used, strict=True)]
@@ -353,7 +353,7 @@ class CudaGraphs:
 
 
 def _checked(inputs: Inputs) -> Inputs:
-    """Return the inputs with lengths or bounds as tensors. Check their values, because a replay would not."""
+    """Return the inputs with lengths or bounds as tensors. Check their values, which a replay does not check."""
     tokens = inputs.x.shape[1]
     with no_sequence():
         lengths, bounds = check_documents(inputs.x, inputs.lengths, inputs.cu_seqlens)

@@ -1,1 +1,1 @@
-"""Hashed attention: a query reads the latest rows with its learned code, at a cost that grows with N."""
+"""Hashed attention: a query reads the latest rows with its learned code, at a cost almost linear in N."""

@@ -19,28 +19,28 @@ from lightning_dilated.ext.hashed.order import codes, merge
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.sequence.group import active_sequence
 
-#: entries of a block: of lookups by code, and of soft ones
+#: number of entries in a block, for lookups by code and for soft lookups
 BLOCK, SOFT_BLOCK = 64, 256
-#: most tokens of a document with soft lookups
+#: maximum number of tokens of a document for soft lookups
 SOFT_TOKENS = 8192
 
 
 @dataclass(frozen=True)
 class HashedLosses:
-    """The losses of a call's codes, and the number of rows that queries read.
+    """The losses that train the codes of a call, and the number of rows that each query reads.
 
     S_p are the rows that query p reads, m_pj is the chance that the codes of query p and row j agree, and w_pj are the
     weights of the softmax over S_p and the null key. The losses take w as constant, so they train z_q and z_k only.
     They are fp32 (fp64 for float64 inputs).
 
     Attributes:
-        agree: (B, N, H), -sum over j in S_p of w_pj log m_pj: small if a query has the codes of rows that it weighs.
-        contrast: (B, N, H), -sum over j in S_p of w_pj log(m_pj / sum over i in S_p of m_pi): small if other rows of
-            S_p have other codes.
+        agree: (B, N, H), -sum over j in S_p of w_pj log m_pj: small if rows with large weights have p's codes.
+        contrast: (B, N, H), -sum over j in S_p of w_pj log(m_pj / sum over i in S_p of m_pi): small if the other
+            rows of S_p have different codes.
         balance: (K,), sum over groups and codes of c log(M c), where c is the mean of softmax(z_k) over all real tokens
-            of all samples: the KL divergence from uniform, small if all codes occur.
-        spread: (K,), the same for z_q.
-        rows: (B, N, K) int64, the size of S_p. Padding has 0 here, and in agree and contrast.
+            of all samples. This KL divergence from the uniform distribution is small if all codes occur.
+        spread: (K,), as `balance`, but for z_q.
+        rows: (B, N, K) int64, the size of S_p. At padding, `rows`, `agree` and `contrast` are 0.
     """
 
     agree: Tensor
@@ -66,29 +66,29 @@ def hashed_attention(
     soft: bool = False,
     code_scores: bool = True,
 ) -> tuple[Tensor, HashedLosses]:
-    """Attention to earlier rows that have the query's learned code, at a cost that grows with N.
+    """Attend to earlier rows that have the query's learned code, at a cost almost linear in N.
 
-    A code is the index of the largest logit in each group, the lowest index of equal ones. Query p reads the `latest`
-    last rows j <= p of its document in which z_k has the code that z_q has at p. With `probes`, it also reads the
-    latest rows of further codes, with the second largest logit of one group: the groups in which both differ least. The
-    score of a row is scale q.k + log m, m = product over groups of max(sum(softmax(z_q) softmax(z_k)), 1e-30), the
+    A code has the index of the largest logit in each group (the lowest index if logits are equal). Query p reads the
+    last `latest` rows j <= p of its document in which z_k has the code that z_q has at p. With `probes`, it also reads
+    the latest rows of further codes, each with the second largest logit in a group where it is closest to the largest.
+    A row's score is scale q.k + log m, m = product over groups of max(sum(softmax(z_q) softmax(z_k)), 1e-30), the
     chance that the codes agree. One softmax runs over the rows and a null key of score `null` and value 0.
 
     The choice of rows has no gradient: the losses train the codes. Add their means, weighted, to your loss.
 
     Sorting finds the rows, O(N log N); scores are O(N (64 + latest)) for any codes; memory is O(N). Products are in
-    fp32 (fp64 for float64), also under autocast. Two runs give equal bits. Gradients cannot be differentiated again.
-    Pass q and k before rotary positions.
+    fp32 (fp64 for float64), also under autocast. Repeated runs give the same bits. Gradients cannot be differentiated
+    again. Pass q and k before rotary positions.
 
     Args:
         q: (B, N, H, D), any floating dtype.
         k, v: (B, N, K, D) with K dividing H; query head h reads kv head h // (H / K).
         z_q, z_k: (B, N, K, G, M) logits, any floating dtype; M ** G is at most 2**31.
         null: (H,), any floating dtype.
-        latest: the most rows of a code that a query reads.
-        probes: the codes that a query looks up, at most G + 1.
+        latest: maximum number of rows that a query reads for each code.
+        probes: number of codes that a query looks up, at most G + 1.
         scale: scale of q.k; 1/sqrt(D) if None.
-        lengths: (B,) integers, the real tokens of each right-padded sample; padding gives 0.
+        lengths: (B,) integers, the number of tokens in each sample before its padding, where the output is 0.
         cu_seqlens: (documents + 1,) integers that rise from 0 to N, the bounds of documents (B = 1).
         soft: read all rows j <= p, in O(N^2) and for documents of at most 8,192 tokens, to begin the training of codes;
             `latest` and `probes` have no effect.
@@ -96,8 +96,8 @@ def hashed_attention(
 
     Returns:
         out (B, N, H, D) in q's dtype, and `HashedLosses`: agree and contrast (B, N, H), small if a query has the codes
-        of the rows that it weighs, and of no others; balance and spread (K,), small if all codes occur; and the number
-        of rows that each query reads (B, N, K).
+        of the rows with large weights, and of no others; balance and spread (K,), small if all codes occur; and (B, N,
+        K), the number of rows that each query reads.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed.
@@ -123,7 +123,7 @@ def hashed_attention(
     documents, shape, tokens = documents.to(q.device), k.shape[:3], sum(sizes)
     if tokens < documents.numel():
         z_q, z_k = (x.masked_fill((documents < 0)[:, :, None, None, None], 0) for x in (z_q, z_k))
-    if soft:  # one code for all
+    if soft:  # all rows have the same code
         row_codes = lookup_codes = torch.zeros(*shape, 1, dtype=torch.int64, device=q.device)
     else:
         row_codes, lookup_codes = codes(z_k.detach()), codes(z_q.detach(), probes)
@@ -142,7 +142,7 @@ def hashed_attention(
 
 
 def _divergence(chances: Tensor, real: Tensor) -> Tensor:
-    """Return (K,), the KL divergence from uniform of mean chances (B, N, K, G, M) of real tokens (B, N), over groups."""
+    """Return (K,): the KL divergence from uniform of the mean of chances over `real` tokens, summed over groups."""
     mean = (chances * real[:, :, None, None, None]).sum((0, 1)) / real.sum().clamp_min(1)
     return (mean * (mean * chances.shape[-1]).clamp_min(FLOOR).log()).sum((-2, -1))
 
@@ -177,7 +177,7 @@ def _check_options(latest: Any, probes: Any, soft: Any, code_scores: Any, groups
 
 
 def _documents(q: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor, list[int]]:
-    """Return (B, N) int64, the number of each token's document, -1 for padding; and the tokens of each document."""
+    """Return the index of each token's document, (B, N) int64 with -1 for padding; and the length of each document."""
     batch, seq_len = q.shape[:2]
     lengths, cu_seqlens = check_documents(q, lengths, cu_seqlens)
     if cu_seqlens is not None:

@@ -1,9 +1,9 @@
-"""The scores and sums of hashed attention, block by block of the merged order, and their gradients.
+"""Compute the scores and sums of hashed attention, and their gradients, in blocks of an `Order`.
 
-Parts of all blocks are computed one after another, and again in the backward, so memory is O(N). Sums have a fixed order.
+A few blocks are computed at a time, and again in the backward, so memory is O(N). Sums are added in a fixed order.
 
-Shape letters: B batch, N tokens, K kv heads, R tokens B N K, g query heads of a kv head, D head dim, G groups of M codes,
-P lookups of a query, b blocks of T entries, S rows that a block may read, C columns.
+Shape letters: B batch, N tokens, K kv heads, R = B N K rows, g query heads for each kv head, D head dim, G groups of M
+codes, P lookups for each query, b blocks of T entries, S rows that a block may read.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.autograd.function import once_differentiable
 
 from lightning_dilated.ext.hashed.order import Order
 
-#: a smaller chance counts as this one, and has no gradient: products of chances stay in the range of float32
+#: smaller chances are raised to this number and have no gradient, so that the log of a chance is never infinite
 FLOOR = 1e-30
-#: numbers of a part's scores and chances: 32 MB in fp32, and some times that in the backward
+#: number of scores and chances to compute at a time: 32 MB in fp32, and several times that in the backward
 PART = 1 << 23
 
 
 class Inputs(NamedTuple):
-    """The rows of all tokens: q (R, g, D), k and v (R, D), chances of codes (R, G, M), which sum to 1 over M."""
+    """The inputs of all rows: q (R, g, D), k and v (R, D), and chances of codes (R, G, M), which sum to 1 over M."""
 
     q: Tensor
     k: Tensor
@@ -34,16 +34,16 @@ class Inputs(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """Results of lookups, without the null key; 0 or -inf if a lookup reads no row."""
+    """The results of lookups without the null key. If a lookup reads no row, means are 0 and logs of sums are -inf."""
 
     out: Tensor  # (R, P, g, D), the mean of v under the softmax of scores
     lse: Tensor  # (R, P, g), the log of the sum of exp(score)
-    match: Tensor  # (R, P, g), the mean of log chances under the same softmax, taken as constant
+    match: Tensor  # (R, P, g), the mean of log chances under the same softmax, which gets no gradient from it
     chance: Tensor  # (R, P), the log of the sum of chances
 
 
 def attend(inputs: Inputs, reads: Tensor, scale: float, code_scores: bool) -> Reads:
-    """Return the results (b, T, ...) of blocks: q (b, T, g, D), chance_q (b, T, G, M), k, v and chance_k (b, S, ...)."""
+    """Return results (b, T, ...) for q (b, T, g, D), chance_q (b, T, G, M), k, v, chance_k (b, S, ...) and `reads`."""
     q, k, v, chance_q, chance_k = inputs
     empty = ~reads.any(-1, keepdim=True)
     match = (chance_q.transpose(1, 2) @ chance_k.permute(0, 2, 3, 1)).clamp_min(FLOOR).log().sum(1)
@@ -62,7 +62,7 @@ def attend(inputs: Inputs, reads: Tensor, scale: float, code_scores: bool) -> Re
 
 
 def parts(order: Order, inputs: Inputs) -> Iterator[tuple[Tensor, Inputs, Tensor, Tensor]]:
-    """Yield some blocks after others: rows (b, S) by sorted order, and inputs, reads and lookups (b T,) for `attend`."""
+    """Yield a few blocks at a time: indices in `order.rows` (b, S), two arguments of `attend`, and lookups (b T,)."""
     size, most, dtype = order.block, order.block + order.reach, inputs.chance_q.dtype
     step = max(1, PART // (size * most * (3 * inputs.q.shape[1] + 2 * inputs.chance_q.shape[1])))
     offsets = torch.arange(-order.reach, size, device=order.first.device)
@@ -77,13 +77,13 @@ def parts(order: Order, inputs: Inputs) -> Iterator[tuple[Tensor, Inputs, Tensor
 
 
 class Lookup(torch.autograd.Function):
-    """Compute the `Reads` of all lookups of an order, from the tensors of `Inputs`."""
+    """Compute the `Reads` of all lookups in an `Order` from the tensors of `Inputs`."""
 
     @staticmethod
     def forward(ctx: Any, order: Order, probes: int, settings: tuple[float, bool], *tensors: Tensor) -> Any:
         inputs = Inputs(*tensors)
         (tokens, group, dim), new = inputs.q.shape, inputs.chance_q.new_full
-        size = tokens * probes + 1  # entries that are no lookups write the last
+        size = tokens * probes + 1  # entries that are not lookups write to the last place
         shapes = (size, group, dim), (size, group), (size, group), (size,)
         results = [new(*x) for x in zip(shapes, (0, -torch.inf, 0, -torch.inf), strict=True)]
         for _, block, reads, lookups in parts(order, inputs):
@@ -100,7 +100,7 @@ class Lookup(torch.autograd.Function):
         grads = tuple(torch.cat([x.flatten(0, 1), x.new_zeros(1, *x.shape[2:])]) for x in grads)
         new, widths = grads[0].new_zeros, [x.shape[1:].numel() for x in (inputs.k, inputs.v, inputs.chance_k)]
         queries = [new(len(grads[0]), *x.shape[1:]) for x in (inputs.q, inputs.chance_q)]
-        # L rows before the first, and T after the last, are none
+        # the L places before the first row and the T places after the last row belong to no row
         sums = new(order.reach + len(order.rows) + order.block, sum(widths))
         for rows, block, reads, lookups in parts(order, inputs):
             with torch.enable_grad(), torch.autocast(inputs.q.device.type, enabled=False):
@@ -111,7 +111,7 @@ class Lookup(torch.autograd.Function):
                 total[lookups] = x.flatten(0, 1)
             columns = torch.cat([k, v, chance_k.flatten(2)], -1).flatten(0, 1)
             number = (rows - rows[0, 0]).flatten()
-            # rows of several blocks are added in sorted order: on a GPU, index_add_ adds in any order
+            # add a row's gradients from several blocks in a fixed order; on a GPU, index_add_ adds in any order
             columns, lengths = columns[number.argsort(stable=True)], torch.bincount(number)
             first = int(rows[0, 0]) + order.reach
             place = sums[first : first + len(lengths)]
@@ -125,7 +125,7 @@ class Lookup(torch.autograd.Function):
 
 
 def merge_lookups(read: Reads, null: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out (B, N, H, D), agree and contrast (B, N, H) of `read` (B, N, K, P, ...) and the null key (K, g)."""
+    """Merge `read` (B, N, K, P, ...) with the null key (K, g); return out (B, N, H, D), agree, contrast (B, N, H)."""
     null_key = null[:, None].expand_as(read.lse[:, :, :, :1])
     share = torch.cat([null_key, read.lse], 3).softmax(3)[:, :, :, 1:]
     out = (share[..., None] * read.out).sum(3)

@@ -1,11 +1,11 @@
-"""The oracle: hashed attention and its losses by their definition, O(N^2) in float64. `lookup.py` is tested against it.
+"""Hashed attention and its losses as defined here, in float64 and O(N^2). Tests compare `lookup.py` with this oracle.
 
     m_pj = prod_g max(sum_m softmax(z_q)_pgm softmax(z_k)_jgm, 1e-30),   s_pj = scale q_p.k_j + log m_pj
     out_p = sum_j w_pj v_j,   w_pj = exp(s_pj) / (exp(null) + sum_i exp(s_pi)),   i and j in S_p
 
-S_p are the L last rows j <= p of p's document with p's code, and the L last of each further code that p looks up.
-`HashedLosses` has the losses. Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, G groups of M
-codes, L latest rows, P codes that a query looks up.
+S_p are the rows that query p reads: for each code that p looks up, the last L rows j <= p of its document with that
+code. `HashedLosses` defines the losses. Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, G
+groups of M codes, L latest rows, P codes that a query looks up.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lightning_dilated.ext.hashed.functional import HashedLosses
 
 
 def looked_up(z: list[list[float]], probes: int) -> list[tuple[int, ...]]:
-    """Return the P codes of logits (G, M): the largest of each group, the lowest index of equal ones.
+    """Return the P codes that logits (G, M) look up. The first has the index of the largest logit in each group.
 
-    Each further code takes the second largest of one group, for the P - 1 groups in which the difference between both
-    is smallest; of equal groups, the lowest.
+    Each further code has the index of the second largest logit in one group: one of the P - 1 groups in which this
+    logit is closest to the largest. If logits or groups are equal, the lower index counts.
     """
     ranked = [sorted(range(len(row)), key=lambda m, row=row: (-row[m], m)) for row in z]
     own = tuple(order[0] for order in ranked)
@@ -35,7 +35,7 @@ def looked_up(z: list[list[float]], probes: int) -> list[tuple[int, ...]]:
 def oracle(
     *tensors: Tensor, latest=64, probes=1, scale=None, lengths=None, cu_seqlens=None, soft=False, code_scores=True
 ) -> tuple[Tensor, HashedLosses]:
-    """Return out (B, N, H, D) and the losses, float64 and differentiable; arguments as in `hashed_attention`."""
+    """Return out (B, N, H, D) and the losses, differentiable and in float64. For arguments see `hashed_attention`."""
     q, k, v, z_q, z_k, null = (x.double().cpu() for x in tensors)
     (batch, seq_len, heads, dim), kv_heads = q.shape, k.shape[2]
     counts = [seq_len] * batch if lengths is None else lengths
@@ -62,7 +62,7 @@ def oracle(
     out = torch.einsum("bhpj,bjhd->bphd", weights, v)
 
     constant = weights.detach()
-    others = reads_of_heads | ~reads_of_heads.any(-1, keepdim=True)  # any, if a query reads none: their weights are 0
+    others = reads_of_heads | ~reads_of_heads.any(-1, keepdim=True)  # all if a query reads none: their weights are 0
     total = match.masked_fill(~others, -torch.inf).logsumexp(-1, keepdim=True)
     real = [torch.cat([x[b, start:stop] for b, start, stop in documents]) for x in (chance_k, chance_q)]
     means = [x.sum(0) / max(1, len(x)) for x in real]

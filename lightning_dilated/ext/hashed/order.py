@@ -1,11 +1,11 @@
-"""The order of hashed attention: which rows a lookup reads, found by sorting; integers only.
+"""Find, by sorting, which rows each lookup of hashed attention reads. This file computes only with integers.
 
-Rows and lookups are merged by (document, kv head, code, position, row before lookup). A lookup reads the L rows before
-its place, or fewer if the rows of its code begin later. So a block of T merged entries reads at most the rows among
-them and the L rows before them, for any codes.
+Rows and lookups are sorted into one list of entries by document, kv head, code and position; a row comes before its own
+token's lookups. A lookup reads the last L rows before it that have its code. So a block of T entries reads at most its
+own rows and the L rows before the block, whatever the codes are.
 
-Shape letters: B batch, N tokens, K kv heads, G groups of M codes, L latest rows, P lookups of a query, T entries of a
-block, E entries, R rows.
+Shape letters: B batch, N tokens, K kv heads, G groups of M codes, L latest rows, P lookups for each query, E entries
+in blocks of T, R rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def codes(z: Tensor, probes: int = 1) -> Tensor:
-    """Return (..., P) int64, the codes that logits (..., G, M) look up; `looked_up` of the oracle defines them."""
+    """Return the codes (..., P) int64 that logits (..., G, M) look up; `looked_up` in `oracle.py` defines them."""
     place = z.shape[-1] ** torch.arange(z.shape[-2], device=z.device)
     if probes == 1:
         return (z.argmax(-1) * place).sum(-1, keepdim=True)
@@ -29,39 +29,39 @@ def codes(z: Tensor, probes: int = 1) -> Tensor:
 
 @dataclass(frozen=True)
 class Order:
-    """Rows and lookups in merged order, in whole blocks; a token is a number in (B, N, K)."""
+    """The sorted list of rows and lookups, filled up to whole blocks; a token is an index into flattened (B, N, K)."""
 
     tokens: Tensor  # (E,), the token of each entry
-    lookups: Tensor  # (E,), the number of a lookup in (B, N, K, P); B N K P for a row, and behind the last entry
-    begin: Tensor  # (E,), the first row that a lookup reads, in sorted order
-    end: Tensor  # (E,), one past the last; `begin` for other entries
+    lookups: Tensor  # (E,), the index of a lookup in a flattened (B, N, K, P); B N K P if the entry is no lookup
+    begin: Tensor  # (E,), the index in `rows` of the first row that a lookup reads
+    end: Tensor  # (E,), one more than the index of the last row that it reads; `begin` if it reads none
     rows: Tensor  # (R,), the token of each row, in sorted order
-    first: Tensor  # (E / T,), rows before each block
-    reach: int  # L, or the tokens of the longest document if they are fewer
+    first: Tensor  # (E / T,), the number of rows before each block
+    reach: int  # L, or the length of the longest document if this is less
     block: int  # T
 
 
 def merge(row_codes: Tensor, lookup_codes: Tensor, documents: Tensor, real: int, reach: int, block: int) -> Order:
-    """Sort rows (B, N, K, 1) and lookups (B, N, K, P) by code, below 2**31, in documents (B, N), -1 for padding.
+    """Sort rows and lookups within documents by their codes, (B, N, K, 1) and (B, N, K, P), all below 2**31.
 
-    `real` is the number of tokens that are not padding; the `Order` has `reach` and `block`.
+    `documents` (B, N): the index of each token's document, -1 for padding; `real`: number of tokens without padding.
     """
     kv_heads, kinds = row_codes.shape[2], 1 + lookup_codes.shape[3]
     head = documents[..., None] * kv_heads + torch.arange(kv_heads, device=documents.device)
     keys = head[..., None] * 2**31 + torch.cat([row_codes, lookup_codes], -1)
     keys = torch.where(documents[..., None, None] < 0, 2**62, keys).flatten()  # padding comes last
-    # stable: equal keys stay in the order of positions, a row before the lookups of its token
+    # a stable sort keeps equal keys in the order of positions, with a row before the lookups of its token
     keys, entry = (x[: real * kv_heads * kinds] for x in keys.sort(stable=True))
     tokens, is_row = entry // kinds, entry % kinds == 0
     end = is_row.cumsum(0) - is_row.long()
     new_code = torch.ones_like(is_row)
     new_code[1:] = keys[1:] != keys[:-1]
-    # `end` never falls, so the largest is the latest new code's
+    # `end` never decreases, so the maximum so far is its value where the current code begins
     first_of_code = torch.where(new_code, end, 0).cummax(0).values
     begin = torch.where(is_row, end, torch.maximum(first_of_code, end - reach))
     lookups = torch.where(is_row, lookup_codes.numel(), tokens * (kinds - 1) + entry % kinds - 1)
     rows = tokens[is_row]
-    if filler := -len(entry) % block:  # by a real token, because padding may hold anything
+    if filler := -len(entry) % block:  # fill with a real token, because padding may contain any values
         tokens, end = (torch.cat([x, x[-1:].expand(filler)]) for x in (tokens, end))
         begin = torch.cat([begin, end[-filler:]])
         lookups = torch.cat([lookups, lookups.new_full((filler,), lookup_codes.numel())])

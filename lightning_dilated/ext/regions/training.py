@@ -30,7 +30,7 @@ class RegionTraining:
         self.outer: OuterOptimizer | None = None
         self.group: dist.ProcessGroup | None = None
         self._peers: dist.ProcessGroup | None = None  # the ranks that have this rank's index in their regions
-        self._peers_on_host: dist.ProcessGroup | None = None  # the same ranks, over gloo
+        self._peers_on_host: dist.ProcessGroup | None = None  # a gloo group of the same ranks
         self._loaded_outer: dict[str, Any] | None = None  # state in the checkpoint that this fit continues
         self._loaded_local = False  # whether the checkpoint had this region's state
         self._applied = True
@@ -145,7 +145,7 @@ class RegionTraining:
             checkpoint["regions"] = self._gather_regions(local)
 
     def _gather_regions(self, local: dict[str, Any]) -> dict[str, Any]:
-        """Return each region's state by its number, on rank 0. This also works after a run, without the groups."""
+        """Return {number of a region: its state} on rank 0. This also works after a run, without the groups."""
         size, rank = self.sizes.region_size, self._strategy.global_rank
         group = self._peers_on_host or self.sizes.new_group("peers", self._timeout, "gloo")
         regions: list[Any] | None = [None] * self.sizes.regions if rank == 0 else None

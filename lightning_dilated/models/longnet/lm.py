@@ -137,7 +137,7 @@ class TokenModel(WithTokenizer, TransformerModel):
         return self.head(self.final_norm(x))
 
     def _nats(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Return the nats (B, N) of labels (B, N) for hidden states (B, N, E): at least fp32, 0 at a label of -100."""
+        """Return losses (B, N) in nats of labels (B, N) for hidden states (B, N, E): at least fp32, 0 at labels of -100."""
         logits = self._logits(x).flatten(0, 1)
         return token_nats(logits, labels.flatten(), self.compile_blocks).view(labels.shape)
 
@@ -165,7 +165,7 @@ class TokenModel(WithTokenizer, TransformerModel):
         Args:
             sequences: see `score`.
             pool: "mean" over the tokens of each sequence; "none" keeps the tokens, padded on the right with 0.
-            layer: index of the block to return the output of; -1: the last block. None: the normalized states that the
+            layer: index of the block whose output is returned; -1: the last block. None: the normalized states that the
                 output projection reads.
             strands: strands of a genome to read: "forward", "reverse", or "both" for their mean. Rows have the order of
                 the given sequence: with "both", `embed(reverse_complement(x))` is `embed(x)` in reversed order. None:
@@ -186,7 +186,7 @@ class TokenModel(WithTokenizer, TransformerModel):
 
         LongNetLM scores the whole windows, as in `score`. LongNetMLM scores masked sites. For a substitution, all sites
         where the alleles differ are masked together. For an insertion or deletion, sites are masked one at a time, from
-        `flank` tokens before the alleles to `flank` tokens after the longer allele, so both windows have equally many.
+        `flank` tokens before the alleles to `flank` tokens after the longer allele: the same number in both windows.
 
         Args:
             variants: windows of both alleles, from `data.allele_windows`.
@@ -232,7 +232,7 @@ class LongNetLM(TokenModel):
     host_entries = (*TokenModel.host_entries, "stream", "position", "starts")
     #: a callback's function, called with a batch and its losses (B, L) before they are summed
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
-    #: a callback's function, called with a batch and the likeliest tokens (B, L), which are -100 where the label is
+    #: a callback's function, called with a batch and the likeliest tokens (B, L), -100 where the label is -100
     watch_predictions: Callable[[Mapping[str, Any], Tensor], None] | None = None
 
     @property
@@ -275,7 +275,7 @@ class LongNetLM(TokenModel):
         return self._logits(x)
 
     def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return each label's nats (B, N), at least fp32, and 0 where the label is -100."""
+        """Return each label's loss in nats (B, N), at least fp32, and 0 where the label is -100."""
         return self._label_nats(batch)
 
     def _label_nats(self, batch: Mapping[str, Any]) -> Tensor:
