@@ -17,7 +17,7 @@ from typing import Any
 from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.recurrence import Recurrence
 
-#: bytes of an element of q, k and v, by the Trainer's precision
+#: for each precision of the Trainer, the bytes of an element of q, k and v
 ELEMENT_SIZES = {"bf16-mixed": 2, "bf16-true": 2, "16-mixed": 2, "16-true": 2, "32-true": 4, "64-true": 8}
 
 

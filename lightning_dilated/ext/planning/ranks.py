@@ -124,7 +124,7 @@ def work_of(problem: Problem, exchange: str | None, rank: int) -> Work:
 def arriving(problem: Problem, rank: int) -> tuple[int, int, int]:
     """Return `Work.pairs`, `Work.calls` and `Work.queries` of a rank.
 
-    In each head, only the branch with most query rows is counted, as if it contained the query rows of all others.
+    For `queries`, each head counts only the branch with the most query rows, as if it contained all other rows.
     """
     total, calls = 0, set()
     reached: dict[int, Counter[int]] = defaultdict(Counter)
@@ -204,7 +204,7 @@ def layer_on_ranks(machine: Machine, pattern: DilatedPattern, exchange: str, tok
 
 
 def ranks_that_count(setup: Setup) -> list[int]:
-    """Return the ranks that are counted to represent all: the priced ranks and all members of their groups."""
+    """Return the ranks that are counted to represent all ranks: `priced_ranks` and all members of their head groups."""
     ranks = setup.ranks
     most = min(setup.per_node, ranks) if setup.head_size == "auto" else int(setup.head_size)
     firsts = {rank // most * most for rank in priced_ranks(ranks)}

@@ -164,7 +164,7 @@ class CommunicationProfiler(pl.Callback):
 
     # -- numbers -----------------------------------------------------------------------------------------------------
     def _read(self, trainer: pl.Trainer, last: bool = False) -> None:
-        """Log batches that need no waiting; `last`: log all. The ranks exchange the numbers batch by batch."""
+        """Log batches that can be read without waiting, or all if `last`. The ranks exchange numbers batch by batch."""
         while self._unread and (last or reached(self._unread[0][1])):
             step, clock = self._unread.popleft()
             reach(clock)

@@ -74,7 +74,7 @@ def check_first_batch(
 def _differences(
     one: dict[str, Tensor], many: dict[str, Tensor], group: SequenceGroup
 ) -> dict[str, tuple[float, float]]:
-    """Return {name: (largest difference, largest value)}. All ranks return the same, so either all raise or none."""
+    """Return {name: (largest difference, largest value)}. All ranks return the same numbers, so all raise or none."""
     pairs = []
     for name, expected in one.items():
         actual = many[name]

@@ -34,7 +34,7 @@ from lightning_dilated.models import LongNetLM
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence import SequenceGroup, SequenceSpec, loss_sum, make_problem, plan
 
-#: (pattern, query heads, kv heads)
+#: by name: (pattern, number of query heads, number of kv heads)
 PATTERNS = {
     "nested": (DilatedPattern.geometric(8, 64), 8, 4),
     "ragged": (DilatedPattern([(7, 1), Branch(30, 3, shift=9), (None, 5)]), 6, 3),
@@ -141,7 +141,7 @@ def _batch(check: Check) -> dict[str, Tensor]:
 
 
 def _step(batch: dict[str, Tensor], device: str) -> dict[str, Tensor]:
-    """Return the loss of all ranks and this rank's part of all gradients; the model is equal on all ranks."""
+    """Return the loss of all ranks and this rank's part of all gradients; the model is the same on all ranks."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
         model = LongNetLM(**STEP)
@@ -153,7 +153,7 @@ def _step(batch: dict[str, Tensor], device: str) -> dict[str, Tensor]:
 
 
 def by_definition(check: Check) -> dict[str, Tensor]:
-    """Compute the reference on one rank, by the oracle or by a training step."""
+    """Compute the reference on one rank, with the oracle or with a training step."""
     if check.pattern == "LongNetLM":
         return _step(_batch(check), "cpu")
     *leaves, grad = tensors(check, torch.float64, "cpu")
@@ -163,7 +163,7 @@ def by_definition(check: Check) -> dict[str, Tensor]:
 
 
 def alone(check: Check, device: str) -> dict[str, Tensor]:
-    """Compute a call on one rank by this machine's engine."""
+    """Compute a call on one rank with this machine's engine."""
     *leaves, grad = tensors(check, getattr(torch, check.dtype), device)
     leaves = [x.requires_grad_() for x in leaves]
     return _gradients(check, dilated_attention(*leaves, PATTERNS[check.pattern][0], causal=check.causal), leaves, grad)

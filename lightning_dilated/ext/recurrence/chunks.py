@@ -66,7 +66,7 @@ def fading(log_decay: Tensor) -> Tensor:
     width = log_decay.shape[-1]
     later = torch.ones(width, width, dtype=torch.bool, device=log_decay.device).triu()
     between = log_decay[..., None].masked_fill(later, 0).cumsum(-2)
-    return between.masked_fill_(later.triu(1), -torch.inf).exp_()  # in place, as no tensor of a forward is larger
+    return between.masked_fill_(later.triu(1), -torch.inf).exp_()  # in place: it is the largest tensor of a forward
 
 
 def gated_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, tables: Tables) -> GatedChunks:

@@ -47,7 +47,7 @@ CONFIGS = {
     "queries": {64: (4, 1), 128: (8, 1)},
     "gradients": {64: (4, 1), 128: (8, 1)},
 }
-#: warps for fp32 rows, as products use both halves of each number; the inverse needs fewer for its tiles of 32
+#: number of warps for fp32 rows, where products use both halves of each number; the inverse has tiles of only 32
 WIDE_WARPS = {kernel: 4 if kernel == "invert" else 8 for kernel in CONFIGS}
 
 

@@ -170,7 +170,7 @@ class Meter(compat.TorchDispatchMode):
         out = self._run(func, args, kwargs, inputs)
         results = [t for t in compat.leaves(out) if isinstance(t, Tensor)]
         with self._lock:
-            for t in (*inputs, *results) if compat.changes_inputs(func) else results:  # may be resized
+            for t in (*inputs, *results) if compat.changes_inputs(func) else results:  # inputs may be resized
                 self._see(t, True)
             for t, kind in self.labels(func, inputs, results) if self.labels else ():
                 for x in self._see(t, True):
@@ -306,7 +306,7 @@ class Tape(Meter):
         self._spec = ""
 
     def enter(self, *part: Any) -> None:
-        """End the piece, and begin a new piece of `part`, by default of the same part."""
+        """End the current piece, and begin a new piece, which belongs to `part`, or by default to the same part."""
         self._cut()
         self.part = part or self.part
 

@@ -43,7 +43,7 @@ class Repeat(NamedTuple):
 
 def shorten(stack: Any, every: int) -> list[Repeat]:
     """Remove equal groups of `every` blocks from a stack; return the repeats that restore them, in removal order."""
-    if getattr(stack, "drop_path", 0):  # one call draws the drop-path factors of all blocks
+    if getattr(stack, "drop_path", 0):  # one call draws the factors of all blocks, so memory depends on their number
         return []
     signatures: list[Any] = []
     for block in stack.blocks:
