@@ -31,7 +31,7 @@ CONTEXT, NCCL = GIB // 2, 5 * GIB // 2
 
 
 #: bytes/s in one direction, from data sheets. In both directions together, NVLink 4 (H200, H100) has 900 GB/s, NVLink 3
-#: (A100) has 600 GB/s, and 16 lanes of PCIe 4.0 (L40S, A10) have 64 GB/s, of which the 128b/130b code leaves 63 GB/s
+#: (A100) has 600 GB/s, and 16 lanes of PCIe 4.0 (L40S, A10) have 64 GB/s, or 63 GB/s after the 128b/130b code
 NVLINK4, NVLINK3, PCIE4 = 450e9, 300e9, 31.5e9
 #: share of NVLink's speed that an all-to-all reached on H200: 259 GB/s. The same share is assumed for other links
 REACHED = DEFAULTS.near / NVLINK4

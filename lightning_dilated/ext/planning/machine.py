@@ -77,11 +77,11 @@ class Machine:
         parts: seconds at increasing numbers of tokens.
         optimizer: seconds of the optimizer's step over all parameters.
         again: the time to recompute a block's forward without the op, divided by the first time (`Parts.rest_forward`).
-        arrive_forward, arrive_backward: seconds to compute arrived rows, by their (query, key) pairs over heads.
-        pack: seconds to gather rows of K and V into a buffer, by the buffer's bytes.
-        add: seconds to sum returned gradients, by their bytes.
+        arrive_forward, arrive_backward: seconds to compute arrived rows, for a number of (query, key) pairs over heads.
+        pack: seconds to gather rows of K and V into a buffer, for a number of bytes of the buffer.
+        add: seconds to sum returned gradients, for a number of their bytes.
         few_forward, few_backward: seconds to select the query rows that attend to other ranks' keys, and to add
-            results to these rows and to the keys, by the number of query rows over heads.
+            results to these rows and to the keys, for a number of query rows over heads.
         long_forward, long_backward: seconds of a (query, key) pair in rows with many keys. The remaining time of the
             attention in `parts` is divided by query rows. 0: not measured, so all of it is divided by pairs.
 

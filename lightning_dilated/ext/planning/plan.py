@@ -30,7 +30,7 @@ from lightning_dilated.pattern.rows import cycle_to
 from lightning_dilated.sequence.head_size import plan_in_groups
 from lightning_dilated.sequence.planner import make_problem
 
-#: propose another layout if the busiest rank computes longer than the average rank by this share of a step
+#: propose a different layout if the busiest rank computes longer than the average rank by this share of a step
 UNEVEN = 0.1
 #: page that lists which numbers are measured, scaled or assumed
 RESTS_ON = 'docs/planning.md, "The assumptions of a plan"'

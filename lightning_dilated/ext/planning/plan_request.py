@@ -286,7 +286,7 @@ def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedMod
 
 
 def _arguments(args: argparse.Namespace, config: dict[str, Any], cls: type) -> dict[str, Any]:
-    """Return the recipe's arguments of the model, updated by given options; raise the errors of `_from_recipe`."""
+    """Return the recipe's arguments of the model, updated with given options; raise the errors of `_from_recipe`."""
     takes = options_of(cls)
     options = _sizes(args)
     if args.causal is not None:

@@ -307,7 +307,7 @@ def step_on_ranks(
         ValueError: if an exchange does not serve the call.
     """
     names = exchanges or [setup.exchange] * len(cycle)
-    work: Counter[str] = Counter()  # seconds that are equal on all ranks
+    work: Counter[str] = Counter()  # seconds that are the same on all ranks
     each: dict[str, Array] = defaultdict(lambda: np.zeros(1))  # seconds of each counted rank
     received: Counter[tuple[str, str]] = Counter()
     late, first = 0.0, None

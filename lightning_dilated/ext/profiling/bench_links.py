@@ -56,7 +56,7 @@ class Sample:
 
 
 def samples(rank: int, device: str, per_node: int, sizes: Sequence[int], repeats: int) -> Iterator[Sample]:
-    """Yield all samples, which are equal on all ranks. Every rank of the world has to call this function.
+    """Yield all samples, which are the same on all ranks. Every rank of the world has to call this function.
 
     Args:
         rank, device: this rank, and "cpu" or "cuda" (its current GPU).

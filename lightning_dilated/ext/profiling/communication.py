@@ -125,7 +125,7 @@ class CommunicationProfiler(pl.Callback):
         self._read(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log all measured batches before validation; during validation, a rank could have to wait for another one."""
+        """Log all measured batches before validation; during validation, a rank might have to wait for others."""
         if self._group is not None:
             self._read(trainer, last=True)
 

@@ -90,7 +90,7 @@ def _differences(
 
 
 def _head(batch: Mapping[str, Any], spec: SequenceSpec, group: SequenceGroup) -> dict[str, Any]:
-    """Return the batch with only the first tokens of the whole sequence, equal on every rank."""
+    """Return the batch with only the first tokens of the whole sequence, the same on every rank."""
     head = dict(batch)
     for name, dim in spec.dims.items():
         if name in head:

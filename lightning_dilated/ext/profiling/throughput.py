@@ -57,7 +57,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Set up meters that count each sequence once."""
         super().setup(trainer, pl_module, stage)
-        self._under_way.clear()  # batches of an earlier run have another time origin
+        self._under_way.clear()  # batches of an earlier run have a different time origin
         specs = [getattr(x, "sequence_spec", None) for x in (trainer.datamodule, pl_module)]  # type: ignore[attr-defined]
         spec = next((x for x in specs if x is not None), None)
         if spec is None:

@@ -45,7 +45,7 @@ PATTERNS = {
 LENGTHS = (64, 61)
 EXCHANGES = ("gather", "ring", "switch", "butterfly", "auto")
 HEAD_DIM = 16
-#: largest error at which results count as equal, relative to the largest value, by the dtype of q, k and v
+#: largest error at which results count as equal, relative to the largest value, for each dtype of q, k and v
 ALLOWED = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 ATTENTION = ("out", "dq", "dk", "dv")
 MODEL = ("loss", "gradients")
@@ -123,7 +123,7 @@ def matrix(ranks: int, dtypes: Sequence[str], quick: bool = False) -> list[Check
 
 
 def tensors(check: Check, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return random (q, k, v, grad), each (1, N, H or K, D) and equal on all ranks."""
+    """Return random (q, k, v, grad), each (1, N, H or K, D) and the same on all ranks."""
     generator = torch.Generator().manual_seed(check.seq_len)
     _, heads, kv_heads = PATTERNS[check.pattern]
     rows = (torch.randn(1, check.seq_len, h, HEAD_DIM, generator=generator) for h in (heads, kv_heads, kv_heads, heads))

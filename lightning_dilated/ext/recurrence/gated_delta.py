@@ -37,7 +37,7 @@ COLUMNS, FEW_COLUMNS = 64, 32
 EXACT = "tf32x3"
 #: `input_precision` of the inverse for 16-bit rows; its error for similar keys is at most 1.6e-3, under half of bf16's
 SOLVED = "tf32"
-#: (warps, stages) of each kernel for 16-bit rows, by the number of columns of a tile
+#: (warps, stages) of each kernel for 16-bit rows, for each number of columns of a tile
 CONFIGS = {
     "invert": {64: (2, 1), 128: (4, 1)},
     "pass": {64: (4, 2), 128: (8, 1)},

@@ -32,7 +32,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call, described by integers that are equal on all ranks.
+    """One call, described by integers that are the same on all ranks.
 
     Attributes:
         documents: all documents, including empty ones; the documents of a sample are consecutive.

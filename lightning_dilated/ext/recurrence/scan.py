@@ -1,4 +1,4 @@
-"""Compute the state before each piece of a sequence on many ranks, by an exclusive scan of affine maps S -> A S + B.
+"""Compute the state before each piece of a sequence on many ranks, with an exclusive scan of affine maps S -> A S + B.
 
 Shape letters: P pieces in the order of the sequence, p pieces of this rank, B batch, K kv heads, D head dim, E columns,
 R ranks, F numbers of a map.

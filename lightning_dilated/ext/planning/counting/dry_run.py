@@ -174,7 +174,7 @@ def step(
         RuntimeError: if called inside `with torch.device(...)` or another TorchFunctionMode.
     """
     if compat.function_modes():
-        # with torch 2.13, counting inside such a mode led to a crash of the process in a later garbage collection
+        # with torch 2.13, the process crashed in a garbage collection some time after counting inside a mode
         raise RuntimeError(
             "memory cannot be counted inside `with torch.device(...)` or another TorchFunctionMode: count outside."
         )
@@ -279,7 +279,7 @@ def _not_moved() -> contextlib.AbstractContextManager[Any]:
 # -- work of blocks, kernel by kernel ----------------------------------------------------------------------------------
 # A kernel reads its inputs once and writes its results once; views cost nothing. Without compilation, each operator is
 # a kernel. Calls of attention and of recurrences are not counted.
-#: number of tokens in a step that counts work; casts of weights, whose work is fixed, are 1 % of its work
+#: number of tokens in a step that counts work; casts of weights are a fixed amount, 1 % of its work
 TOKENS = 1 << 16
 #: maximum number of tiles in a step that counts work
 TILES = 16

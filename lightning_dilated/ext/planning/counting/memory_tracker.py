@@ -296,7 +296,7 @@ class Tape(Meter):
         self.blocks: list[tuple[int, int]] = []
         self.whole = (0, 0)
         self.parameters: Sequence[nn.Parameter] = ()
-        #: by stack name, bytes of the hidden states that the stack's first block gets
+        #: for each stack's name, the bytes of the hidden states that the stack's first block gets
         self.hidden: dict[str, int] = {}
         #: whether the backward has begun
         self.returning = False

@@ -36,7 +36,7 @@ def counted_model_of(
     compile_blocks: bool | None = None,
     capability: tuple[int, int] = (9, 0),
 ) -> CountedModel:
-    """Describe a model for counting, by its `example_batch`, its `planning_copy` and the stacks that `build` makes.
+    """Describe a model for counting, from its `example_batch`, its `planning_copy` and the stacks that `build` makes.
 
     Args:
         model: a model, built or not; it is not changed.
