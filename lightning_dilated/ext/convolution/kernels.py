@@ -25,7 +25,7 @@ class Tile:
     Attributes:
         elements: tokens times channels.
         channels: maximum number of channels.
-        warps: warps of a program, more than its channels need; their threads read the weights while they multiply.
+        warps: number of warps of a program. More warps than the channels need hide the time of reading weights.
         stages: number of tiles that a backward program has in flight: tiles that it prefetches, and the current tile.
     """
 

@@ -49,7 +49,7 @@ def read(
     """Return (the arguments of LongNetLM that follow from a decoder's tensors, the converted state dict).
 
     Raises:
-        FileNotFoundError, ValueError: as in `read_state_dict` and `convert`.
+        FileNotFoundError, ValueError: if `read_state_dict` or `convert` raises it.
     """
     where = "the state dict" if isinstance(source, Mapping) else source
     return convert(read_state_dict(source), num_heads, scale_embedding, depth, where)

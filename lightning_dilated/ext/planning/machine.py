@@ -204,7 +204,7 @@ class RuleTimes:
     """Measured seconds of the rules of recurrences.
 
     Attributes:
-        name, gpu: the device with the measured versions of software, and its name in `gpus.GPUS`.
+        name: the device, and the measured versions of software. gpu: the device's name in `gpus.GPUS`.
         tokens, heads, kv_heads, head_dim: sizes of the measured calls; their rows were bf16.
         rules: seconds by kind, then by "forward" or "backward"; "backward" includes a second forward.
     """

@@ -431,7 +431,7 @@ def _recipe_ranks(trainer: dict[str, Any]) -> int:
 
 
 def _settings(args: argparse.Namespace, callbacks: Any) -> MemorySettings | None:
-    """Return the settings of the recipe's callback, replaced by options; None if no option but `--stream` is given."""
+    """Return the settings of the recipe's callback, updated with options; None if no option but `--stream` is given."""
     options = {n: getattr(args, n) for n in ("policy", "every", "offload", "tile", "head_chunks", "stream")}
     options = {k: v for k, v in options.items() if v is not None}
     if not options.keys() - {"stream"}:

@@ -89,7 +89,7 @@ class Work(NamedTuple):
 
     Attributes:
         own: by branch, (pairs, query rows) of the rank's own queries and keys.
-        pairs, calls: number of (query, key) pairs with keys that arrived, and of calls that compute them.
+        pairs: number of (query, key) pairs with keys that arrived. calls: number of calls that compute these pairs.
         queries: number of query rows, over heads, that attend to these keys.
     """
 
@@ -248,8 +248,8 @@ def _travel(
 
 
 class AttentionSeconds(NamedTuple):
-    """Seconds of a (query, key) pair, and further seconds of a query row: start and end of its products, the part of
-    its tiles beyond the diagonal, and merging of branches."""
+    """Seconds of a (query, key) pair, and additional seconds of a query row: start and end of its products, the part
+    of its tiles beyond the diagonal, and merging of branches."""
 
     pair: float
     row: float

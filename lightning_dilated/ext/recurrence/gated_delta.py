@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_dilated.kernels.tiles import block_dim, read
 
-#: C
+#: number of slots of a chunk, C
 SLOTS = 64
 #: number of state columns per program; passes over chunks with wide tiles or fp32 rows take the smaller number,
 #: because they need more registers

@@ -115,7 +115,7 @@ class Footprint:
     Attributes:
         sizes: numbers of tokens of the two counted steps.
         hidden, inner: bytes per token of the hidden states between blocks, in the first stack and in the second stack.
-        parameters, trained: bytes of all parameters, and of trained parameters.
+        parameters, trained: bytes of all parameters, and bytes of trained parameters.
         blocks: (bytes of all parameters, bytes of trained parameters) of each block of the first stack.
     """
 

@@ -266,7 +266,7 @@ class Piece:
         begin, static: bytes at the start of the piece, and bytes of parameters and gradients among them.
         op: FORWARD or BACKWARD if the piece is one call of the attention op, one of `workspace.NAMES` if it is one
             call of a recurrence, else "".
-        heads, dtype: query heads of that call, and the dtype of q.
+        heads: number of query heads of that call. dtype: the dtype of q.
         spec: encoded arguments of a recurrence.
         casts: bytes of autocast's copies of parameters at the start of the piece.
     """

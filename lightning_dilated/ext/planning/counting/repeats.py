@@ -1,6 +1,6 @@
 """Count a model with many identical layers by running three units and repeating the pieces of the middle unit.
 
-A unit is a group of blocks that are recomputed together, or several groups that repeat. In a stretch of equal units
+A unit is a group of blocks that are recomputed together, or several groups that repeat. In a stretch of equal units,
 only the first one follows a different layer, and only the last one precedes a different layer. All units between them
 do the same work on tensors of the same sizes. One of these is run, and its pieces are repeated.
 
