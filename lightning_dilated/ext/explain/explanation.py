@@ -158,7 +158,7 @@ class Explanation:
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """Problems with the changes that solve them, the most important first; empty if there are no problems."""
+        """Problems, each with a change that solves it, the most important first; empty if there are no problems."""
         hints = []
         if self.walls:
             hints.append(

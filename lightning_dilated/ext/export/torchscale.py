@@ -107,7 +107,7 @@ def convert(
 
     Args:
         asked: the number of layers that the decoder must have; None: any number.
-        where: the file, for messages.
+        where: name of the file, for messages.
 
     Raises:
         ValueError: if tensors are missing, the decoder has parts that a LongNetLM lacks, or heads do not fit.

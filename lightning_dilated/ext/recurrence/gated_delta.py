@@ -287,7 +287,7 @@ def _pass(
     MAPS: tl.constexpr, STORE: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Pass a block of the state's columns through the chunks of a run or group, from `begin`; if MAPS, from [1 | 0]."""
+    """Pass a block of the state's columns through chunks of a run or group, from `begin`, or from [1 | 0] if MAPS."""
     item, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     d, i = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -32,7 +32,7 @@ NARROW, SMALL = 16, 64
 WINDOW_MEMORY = 5 << 30
 #: runs are passed in groups if the longest has at least this number of chunks; a group has about its square root
 GROUPED_FROM = 32
-#: least product of the numbers of runs and kv heads that keeps a GPU busy without groups
+#: smallest product of the numbers of runs and kv heads that keeps a GPU busy without groups
 BUSY = 256
 
 

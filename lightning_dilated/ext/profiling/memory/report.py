@@ -47,7 +47,7 @@ def unit_of(most: float) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes of a phase as maxima over measured steps, on the rank with the most bytes and the rank with the least."""
+    """Bytes of a phase as maxima over measured steps, on the ranks with the most and the fewest bytes."""
 
     phase: Phase
     allocated: int
