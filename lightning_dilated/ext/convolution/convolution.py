@@ -248,7 +248,7 @@ def _run_backward(grad: Tensor, rows: Tensor, weight: Tensor, right: int, seen: 
     return backward(grad, rows, weight, neighbours, sums, ROWS, torch.float32), sums.sum(0)
 
 
-# -- one rank, by kernels ----------------------------------------------------------------------------------------------
+# -- one rank, with kernels --------------------------------------------------------------------------------------------
 @torch.library.custom_op("lightning_dilated::local_convolution", mutates_args=())
 def local_convolution(
     parts: Sequence[Tensor], weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, right: int
@@ -341,7 +341,7 @@ def unflat(x: Tensor, like: Tensor) -> Tensor:
 
 
 def call_facts(x: Tensor, weight: Tensor, backward: bool, **extra: Any) -> dict[str, Any]:
-    """Return the facts of a call that must be equal on all ranks."""
+    """Return the facts of a call that must be the same on all ranks."""
     facts = {"call": "kv_conv", "pass": "backward" if backward else "forward", "batch": x.shape[0], "dtype": x.dtype}
     return {**facts, "taps and channels": tuple(weight.shape), **extra}
 

@@ -2,7 +2,7 @@
 
 A program computes a tile of tokens times channels. It reads the tile once for each tap, one row further each time;
 after the first read, the rows come from cache. Products are summed in fp32, with weights rounded to the dtype of the
-rows. A tuple that is extended by + holds a tensor for each tap, because Triton has no lists or starred expressions.
+rows. Tensors of the taps are collected in tuples that + extends, because Triton has no lists or starred expressions.
 Shape letters: B batch, N tokens, C channels of a part, W taps, P programs along the tokens of a sample.
 """
 
@@ -25,7 +25,7 @@ class Tile:
     Attributes:
         elements: tokens times channels.
         channels: maximum number of channels.
-        warps: warps of a program, more than its channels need; their threads read the weights while they multiply.
+        warps: number of warps of a program. More warps than the channels need hide the time of reading weights.
         stages: number of tiles that a backward program has in flight: tiles that it prefetches, and the current tile.
     """
 

@@ -20,7 +20,7 @@ from lightning_dilated.sequence.shard import Shard
 
 #: maximum number of tokens in which dead residues and uncovered rows are searched; walls are searched in all tokens
 SHORT = 1 << 14
-#: propose another layout if the busiest rank computes more than the mean times this factor
+#: propose a different layout if the busiest rank computes more than the mean times this factor
 UNBALANCED = 1.1
 
 
@@ -50,7 +50,7 @@ def advice(module: Any, seq_len: int) -> str | None:
 
 
 def balance_hint(module: Any, group: SequenceGroup, batch: Any) -> str | None:
-    """Return a hint to set another layout if contiguous shards give ranks unequal numbers of pairs; else None.
+    """Return a hint to set a different layout if contiguous shards give ranks unequal numbers of pairs; else None.
 
     Args:
         module: a model that has run on the ranks of the group.

@@ -147,7 +147,7 @@ def rotary_table(bases: tuple[float | None, ...]) -> list[str]:
 
 
 def run(argv: list[str]) -> None:
-    """Run the command: print the table, and a change for each problem."""
+    """Run the command: print the table, and suggest a change for each problem."""
     sizes = resolve_sizes(parser().parse_args(argv))
     arguments = sizes.seq_len, sizes.num_heads, sizes.depth, sizes.causal, sizes.num_kv_heads
     result = explain(sizes.patterns, *arguments)

@@ -158,7 +158,7 @@ class Explanation:
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """Problems with the changes that solve them, the most important first; empty if there are no problems."""
+        """Problems, each with a change that solves it, the most important first; empty if there are no problems."""
         hints = []
         if self.walls:
             hints.append(
@@ -318,7 +318,7 @@ def _uncovered(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_hea
     missing = 0
     for head in range(num_heads):
         branches = [b for b in pattern.branches if b.serves(head)]
-        if any(b.dilation_rate == 1 for b in branches):  # covers all positions
+        if any(b.dilation_rate == 1 for b in branches):  # this branch covers all positions
             continue
         for start in range(0, seq_len, AT_ONCE):
             positions = torch.arange(start, min(start + AT_ONCE, seq_len))
@@ -349,8 +349,8 @@ def _steps(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: 
 
 
 def _reach(layers: list[list[Step]], seq_len: int, depth: int) -> tuple[float | None, int | None]:
-    """Return the share of positions that reach the last token in `depth` layers, and the depth at which all do or None.
-    `layers`: the steps that layers cycle through. The search starts at the last layer and goes down."""
+    """Return the share of positions that reach the last token in `depth` layers, and the depth at which all do, or None
+    if some never do. `layers`: steps that layers cycle through. The search starts at the last layer and goes down."""
     if seq_len > REACH_LIMIT:
         return None, None
     reached = torch.zeros(seq_len, dtype=torch.bool)
@@ -370,7 +370,7 @@ def _reach(layers: list[list[Step]], seq_len: int, depth: int) -> tuple[float | 
 
 
 def _classes(branch: AnyBranch, used: frozenset[int], seq_len: int) -> tuple[torch.Tensor, int]:
-    """Return (class of each position, number of classes). Positions that see each other share a class; 0: unused."""
+    """Return (class of each position, number of classes). Positions that see each other share a class; 0 is unused."""
     segment, index = segment_index(branch, seq_len, torch.arange(seq_len))
     residue = index % branch.dilation_rate
     table = torch.zeros(int(residue.max()) + 1, dtype=torch.bool)
@@ -380,7 +380,7 @@ def _classes(branch: AnyBranch, used: frozenset[int], seq_len: int) -> tuple[tor
 
 
 def _sources(reached: torch.Tensor, group: torch.Tensor, size: int, causal: bool) -> torch.Tensor:
-    """Return the positions to which a reached query attends in one branch."""
+    """Return the positions to which any reached query attends in one branch."""
     position = torch.arange(len(reached))
     furthest = torch.full((size,), -1, dtype=torch.int64)
     furthest.scatter_reduce_(0, group, torch.where(reached, position, -1), "amax")
@@ -390,7 +390,7 @@ def _sources(reached: torch.Tensor, group: torch.Tensor, size: int, causal: bool
 
 
 def _window_sources(reached: torch.Tensor, residue: tuple[int, int], width: int, causal: bool) -> torch.Tensor:
-    """Return the positions to which a reached query attends in a window; `residue`: (r, o), positions p mod r = o."""
+    """Return the positions to which any reached query attends in a window of positions o mod r; `residue`: (r, o)."""
     rate, offset = residue
     here, sources = reached[offset::rate], torch.zeros_like(reached)
     number = torch.arange(len(here))
@@ -407,7 +407,7 @@ def _window_sources(reached: torch.Tensor, residue: tuple[int, int], width: int,
 
 
 def _global_sources(reached: torch.Tensor, tokens: int, causal: bool) -> torch.Tensor:
-    """Return the positions to which a reached query attends if the first `tokens` positions are global."""
+    """Return the positions to which any reached query attends if the first `tokens` positions are global."""
     sources = torch.zeros_like(reached)
     numbers = reached.nonzero()[:, 0]
     if len(numbers) and causal:

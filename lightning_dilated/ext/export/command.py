@@ -57,7 +57,7 @@ def run(argv: list[str]) -> None:
     """Run the command: load the model, write and check the file, and print a summary.
 
     Raises:
-        FileNotFoundError, ValueError, TypeError, ModuleNotFoundError: as in `load_module` and `export`.
+        FileNotFoundError, ValueError, TypeError, ModuleNotFoundError: if `load_module` or `export` raises it.
     """
     args = parser().parse_args(argv)
     if args.out.suffix not in LOADED and isinstance(decoder := load_any(args.ckpt_path), HFCausalLM):

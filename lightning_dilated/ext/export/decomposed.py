@@ -37,7 +37,7 @@ def decomposed(
         k, v: (B, N, K, D).
         spec: the call's options; they must be for one rank and a whole sequence, without dropout.
         longest: maximum number of tokens that the graph supports.
-        known: cache of row indices for calls with equal shapes in one trace, so that the graph computes them once.
+        known: cache of row indices for calls with the same shapes in one trace, so that the graph computes them once.
 
     Raises:
         ValueError: if the call cannot be exported, or its pattern has padding="attended" and does not allow it.

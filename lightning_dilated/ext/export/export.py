@@ -33,7 +33,7 @@ from lightning_dilated.sequence import active_sequence
 FORMATS = {".onnx": "ONNX", ".pt2": "AOTInductor package"}
 #: maximum number of tokens in sequences on which a file is compared with the model
 CHECKED = 4096
-#: largest accepted difference, relative to the largest value of an output, by dtype
+#: largest accepted difference, relative to the largest value of an output, for each dtype
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 #: options of Inductor: the first limits the fusion of index arithmetic, which would take minutes of compilation for a
 #: layer; the second turns off a pass that does not support `var_mean`

@@ -19,7 +19,7 @@ from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.ext.slides.weights import check_depth, check_layer_shapes, check_names
 from lightning_dilated.models.pretrained import check_finite, layers_of
 
-#: torchscale's names by our names, for the tensors of a layer, without the suffix `.weight` or `.bias`
+#: for tensors of a layer, torchscale's name for each of our names, without the suffix `.weight` or `.bias`
 LAYER = {
     "attention_norm": "self_attn_layer_norm",
     "attention.out_proj": "self_attn.out_proj",
@@ -49,7 +49,7 @@ def read(
     """Return (the arguments of LongNetLM that follow from a decoder's tensors, the converted state dict).
 
     Raises:
-        FileNotFoundError, ValueError: as in `read_state_dict` and `convert`.
+        FileNotFoundError, ValueError: if `read_state_dict` or `convert` raises it.
     """
     where = "the state dict" if isinstance(source, Mapping) else source
     return convert(read_state_dict(source), num_heads, scale_embedding, depth, where)
@@ -59,7 +59,7 @@ def read_state_dict(source: str | Path | Mapping[str, Tensor]) -> dict[str, Tens
     """Return the decoder's tensors by torchscale's names, without running code from a file.
 
     Args:
-        source: a state dict, or a file that is one or has one under "model", as in fairseq; names may have a prefix.
+        source: a state dict, or a file with one, directly or, as in fairseq, under "model"; names may have a prefix.
 
     Raises:
         FileNotFoundError, ValueError: if a file cannot be read, or does not contain exactly one decoder.
@@ -107,7 +107,7 @@ def convert(
 
     Args:
         asked: the number of layers that the decoder must have; None: any number.
-        where: the file, for messages.
+        where: name of the file, for messages.
 
     Raises:
         ValueError: if tensors are missing, the decoder has parts that a LongNetLM lacks, or heads do not fit.

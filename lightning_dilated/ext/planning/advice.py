@@ -214,8 +214,8 @@ def _otherwise(case: Case, able: list[MemorySettings], now: MemorySettings, toke
 
 
 def _by_host(case: Case, able: list[MemorySettings], tokens: int) -> list[str]:
-    """Return a list of one text, which advises offloading block inputs and names the host memory that it takes; return
-    [] if it does not help. The host's free memory is not checked: the limit that machines report grows with use."""
+    """Return a list of one text, which advises offloading block inputs and names the host memory that this needs. The
+    list is empty if this does not help. Free host memory is not checked: the limit that machines report may grow."""
     offloading = [replace(x, offload=1.0) for x in able if x.policy == "block"]
     roomy = replace(case, host=float("inf"))
     needs = {x: roomy.memory(x, tokens).host / GIB for x in offloading if roomy.fits(x, tokens)}

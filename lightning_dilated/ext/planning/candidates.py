@@ -27,7 +27,7 @@ SEARCH_WINDOWS = 6
 
 
 def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int | None = TILE) -> list[MemorySettings]:
-    """List the settings that a plan compares; `host`: GiB for offload, or 0; `tile`: number of tokens, or None."""
+    """List the settings that a plan compares; `host`: GiB for offloaded inputs; `tile`: tokens per tile."""
     chunks = max(c for c in range(1, SEARCH_WINDOWS + 1) if kv_heads % c == 0)
     settings = [
         MemorySettings(),
@@ -50,8 +50,8 @@ def candidates_of(facts: Facts, host: float = 0.0) -> list[MemorySettings]:
 
 
 def streams(settings: Sequence[MemorySettings], ranks: int = 1) -> list[MemorySettings]:
-    """List settings that train chunk by chunk, the fastest first, for sequences that fit with no other settings. On R
-    ranks the shared chunks are R times longer. Settings with tiles are listed only if one of `settings` has tiles."""
+    """List settings that train chunk by chunk, the fastest first, for sequences that fit with no other settings. R
+    ranks share chunks that are R times longer. Settings with tiles are listed only if one of `settings` has tiles."""
     sizes = [("none", 1 << 18, None), ("attention-kept", 1 << 20, None), ("block", 1 << 20, None)]
     sizes += [("block", 1 << 20, TILE)] * any(x.tile for x in settings)
     chunked = [MemorySettings(policy, tile=tile, stream=size * ranks) for policy, size, tile in sizes]
@@ -59,7 +59,7 @@ def streams(settings: Sequence[MemorySettings], ranks: int = 1) -> list[MemorySe
 
 
 def recommended(case: Case, settings: Sequence[MemorySettings], tokens: int | None) -> MemorySettings | None:
-    """Return the fastest settings that fit N tokens; without N, settings for the longest sequence; None if none fit."""
+    """Return the fastest settings that fit N tokens, or, without N, those with the longest sequence; else None."""
     if tokens is None:
         best = max(settings, key=lambda x: case.longest(x), default=None)
         return best if best is not None and case.longest(best) else None
@@ -129,7 +129,7 @@ def whole_recipe(
 
 
 def _strategy(listed: Any, setup: Setup, options: dict[str, Any]) -> Any:
-    """Return a strategy with all changed options: the recipe's if it has the planned class, else the planned one."""
+    """Return the recipe's strategy if it has the planned class, else the planned strategy, with all changed options."""
     path = str((listed.get("class_path") if isinstance(listed, dict) else listed) or "")
     same = path.rpartition(".")[2] in (setup.strategy, CLASSES[setup.strategy].rpartition(".")[2])
     arguments = dict(listed.get("init_args") or {}) if same and isinstance(listed, dict) else {}

@@ -377,7 +377,7 @@ class Case:
         return replace(counted, subject=replace(counted.subject, memory=settings))
 
     def memory(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> Memory:
-        """Return a rank's memory with N tokens; `rows`: the exchange's memory; None: compute it."""
+        """Return a rank's memory for N tokens; `rows`: memory of the exchange, which is computed if `rows` is None."""
         if in_chunks(settings, tokens):
             return self._stream_memory(settings, tokens)
         return memory(self.footprint(settings), tokens, self.setup, rows)

@@ -23,20 +23,20 @@ from lightning_dilated.sequence.planner import DEFAULTS
 
 GIB = 2**30
 #: share of a GPU's memory that is left free for fragments of the allocator and for memory that is not counted, and the
-#: minimum in bytes (see `_device.ROOM`)
+#: minimum number of bytes that is left free (see `_device.ROOM`)
 MARGIN, LEAST = 0.03, ROOM
-#: memory of CUDA and its libraries outside torch's allocator, and of NCCL with several ranks; on two H200 the sum was
-#: 2.85 GiB at the start of training, and 3.02 GiB later
+#: bytes that CUDA and its libraries use outside torch's allocator, and that NCCL uses on several ranks. On two H200 the
+#: sum was 2.85 GiB at the start of training, and 3.02 GiB later
 CONTEXT, NCCL = GIB // 2, 5 * GIB // 2
 
 
-#: bytes/s in one direction by data sheets: NVLink 4 of H200 and H100 (900 GB/s in both directions), NVLink 3 of A100
-#: (600 GB/s), and 16 lanes of PCIe 4.0 (16 GT/s a lane, 128b/130b; 64 GB/s for L40S and A10)
+#: bytes/s in one direction, from data sheets. In both directions together, NVLink 4 (H200, H100) has 900 GB/s, NVLink 3
+#: (A100) has 600 GB/s, and 16 lanes of PCIe 4.0 (L40S, A10) have 64 GB/s, or 63 GB/s after the 128b/130b code
 NVLINK4, NVLINK3, PCIE4 = 450e9, 300e9, 31.5e9
-#: share of NVLink's speed that an all-to-all reached on H200 (259 GB/s); also assumed for other links
+#: share of NVLink's speed that an all-to-all reached on H200: 259 GB/s. The same share is assumed for other links
 REACHED = DEFAULTS.near / NVLINK4
-#: bytes/s of a network adapter. A node is assumed to have one adapter for each GPU: 200 Gb/s, as in the data sheet of a
-#: DGX A100, or, for GPUs without NVLink, 100 Gb/s, which is a guess
+#: bytes/s of a network adapter; a node is assumed to have one adapter for each GPU. The data sheet of a DGX A100 states
+#: 200 Gb/s. The 100 Gb/s for GPUs without NVLink are a guess
 ADAPTER200, ADAPTER100 = 25e9, 12.5e9
 _MEASURE = "a guess; `lightning-dilated bench links` measures, --links FILE takes it"
 
@@ -92,7 +92,7 @@ _H100 = replace(_H200, source="defaults: those of H200, whose NVLink an SXM H100
 _A100 = _nvlink(NVLINK3, ADAPTER200, "NVLink of an SXM A100")
 
 
-#: known GPUs, with the memory that drivers report for 141, 80, 40, 48 and 24 GB (H200, H100: on the machines used here)
+#: known GPUs. `memory` is the size that drivers report; for H200 and H100 it was read on the machines of this project
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -129,7 +129,7 @@ def find_gpu(name: str, gib: float | None = None) -> Gpu:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median seconds of `run` after a warm-up, over `repeats` samples.
+    """Return the median seconds of `run` over `repeats` samples, after one call as a warm-up.
 
     If `device` is a GPU, each sample repeats `run` for about 20 ms.
     """
@@ -146,7 +146,7 @@ def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) ->
         return statistics.median(on_gpu(run, calls) for _ in range(repeats))
 
 
-#: approximate cycles a second of a GPU's clock
+#: approximate frequency of a GPU's clock in Hz
 CLOCK = 2e9
 
 
@@ -204,13 +204,13 @@ def dense_yardstick(
     """Return a function that runs torch's attention, forward and backward, on contiguous tensors of a pattern's sizes.
 
     The tensors have the pattern's segments, heads and rows, but the function does no dilation, no merging and no joint
-    backward, so it measures the cost of the FLOPs alone. A window becomes segments with as many pairs per row.
+    backward, so it measures the cost of the FLOPs alone. Segments with the same pairs per row replace a window.
 
     Args:
         pattern: the pattern.
         seq_len, heads, head_dim: N, H and D.
         causal: whether half of each block is masked.
-        dtype, device: of the tensors.
+        dtype, device: dtype and device of the tensors.
 
     Returns:
         a function without arguments.

@@ -17,7 +17,7 @@ from typing import Any
 from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.recurrence import Recurrence
 
-#: bytes of an element of q, k and v, by the Trainer's precision
+#: for each precision of the Trainer, the bytes of an element of q, k and v
 ELEMENT_SIZES = {"bf16-mixed": 2, "bf16-true": 2, "16-mixed": 2, "16-true": 2, "32-true": 4, "64-true": 8}
 
 
@@ -77,11 +77,11 @@ class Machine:
         parts: seconds at increasing numbers of tokens.
         optimizer: seconds of the optimizer's step over all parameters.
         again: the time to recompute a block's forward without the op, divided by the first time (`Parts.rest_forward`).
-        arrive_forward, arrive_backward: seconds to compute arrived rows, by their (query, key) pairs over heads.
-        pack: seconds to gather rows of K and V into a buffer, by the buffer's bytes.
-        add: seconds to sum returned gradients, by their bytes.
+        arrive_forward, arrive_backward: seconds to compute arrived rows, for a number of (query, key) pairs over heads.
+        pack: seconds to gather rows of K and V into a buffer, for a number of bytes of the buffer.
+        add: seconds to sum returned gradients, for a number of their bytes.
         few_forward, few_backward: seconds to select the query rows that attend to other ranks' keys, and to add
-            results to these rows and to the keys, by the number of query rows over heads.
+            results to these rows and to the keys, for a number of query rows over heads.
         long_forward, long_backward: seconds of a (query, key) pair in rows with many keys. The remaining time of the
             attention in `parts` is divided by query rows. 0: not measured, so all of it is divided by pairs.
 
@@ -204,7 +204,7 @@ class RuleTimes:
     """Measured seconds of the rules of recurrences.
 
     Attributes:
-        name, gpu: the device with the measured versions of software, and its name in `gpus.GPUS`.
+        name: the device, and the measured versions of software. gpu: the device's name in `gpus.GPUS`.
         tokens, heads, kv_heads, head_dim: sizes of the measured calls; their rows were bf16.
         rules: seconds by kind, then by "forward" or "backward"; "backward" includes a second forward.
     """

@@ -116,7 +116,7 @@ def _memory(axes: Axes, bars: Sequence[Bar], limit: int) -> None:
 ADAMW = 2.0
 #: bytes of 8-bit AdamW's states for each parameter: two 8-bit numbers, each with an fp32 maximum for a block of 256
 ADAMW_8BIT = 2 + 2 * 4 / 256
-#: bytes of cuBLAS workspaces for two threads (forward and backward): by GPU capability, and for all other capabilities
+#: bytes of cuBLAS workspaces of two threads (forward and backward), for the listed GPU capabilities and for all others
 CUBLAS = {(9, 0): 2 * (32 << 20)}
 CUBLAS_ELSEWHERE = 2 * (8 << 20)
 
@@ -233,7 +233,7 @@ def states_on_host(footprint: Footprint, setup: Setup) -> int:
 
 
 def bytes_moved_at_fit_end(footprint: Footprint, setup: Setup) -> int:
-    """Return the bytes of a rank's parameters, gradients and states, which Lightning moves to the host as fit ends."""
+    """Return the bytes of a rank's parameters, gradients and states, which Lightning moves to the host after fit."""
     trained = footprint.trained
     whole = footprint.parameters + trained + _states(trained, footprint.parameter_size, setup)
     return -(-whole // setup.ranks) if setup.strategy == "ring_dilated_fsdp" else whole

@@ -30,7 +30,7 @@ from lightning_dilated.pattern.rows import cycle_to
 from lightning_dilated.sequence.head_size import plan_in_groups
 from lightning_dilated.sequence.planner import make_problem
 
-#: propose another layout if the busiest rank computes longer than the average rank by this share of a step
+#: propose a different layout if the busiest rank computes longer than the average rank by this share of a step
 UNEVEN = 0.1
 #: page that lists which numbers are measured, scaled or assumed
 RESTS_ON = 'docs/planning.md, "The assumptions of a plan"'
@@ -205,7 +205,7 @@ def _check_stream(request: Request, strategy: str, settings: Sequence[MemorySett
 
 
 def strategy_of(request: Request, facts: Facts) -> str:
-    """Return the requested strategy. By default, FSDP if parameters, gradients and states fill half a GPU, else DDP."""
+    """Return the requested strategy; default: FSDP if parameters, gradients and states fill half a GPU, else DDP."""
     if request.strategy is not None:
         return request.strategy
     each = 20 if request.precision.endswith("mixed") or request.precision == "32-true" else 10
@@ -377,7 +377,7 @@ def _layers(x: Exchanged, depth: int) -> list[tuple[str, Exchanged]]:
 
 
 def _prices(layer: str, x: Exchanged) -> list[str]:
-    """List the prices of all exchanges for a layer's call."""
+    """List the estimated costs of all exchanges for a layer's call."""
     if x.plan is None or not x.plan.prices:
         return []
     return [f"  {layer}, on the priced rank with most:", *(f"    {y}" for y in str(x.plan).splitlines())]
@@ -390,7 +390,7 @@ def _recipe(request: Request, case: Case, row: Row) -> list[str]:
         return ["in the recipe:", "", *(f"  {line}" for line in lines)]
     recipe, memory = request.recipe, request.exchange_memory
     init_args = (recipe.get("data") or {}).get("init_args") or {}
-    if "seq_len" in init_args and init_args["seq_len"] is None:  # neither an option nor the recipe sets it
+    if "seq_len" in init_args and init_args["seq_len"] is None:  # neither an option nor the recipe sets a length
         recipe = {**recipe, "data": {**recipe["data"], "init_args": {**init_args, "seq_len": row.tokens}}}
     options = {"exchange": request.exchange, "head_size": request.head_size}
     options |= {"exchange_memory_gib": None if memory is None else memory / GIB}

@@ -142,13 +142,13 @@ class Request:
         stream: number of tokens in a chunk, in all compared settings; None: the plan may propose settings with chunks.
         host: GiB of host memory of a rank.
         strategy: name of the strategy; None: the plan chooses one.
-        batch, streams: numbers of sequences in the recipe's batch and of streams on all its data ranks, used in notes.
-        shared_by: number of GPUs that share a sequence by the recipe's sequence_size, used in a note; None: all GPUs.
+        batch: number of sequences in the recipe's batch, used in notes.
+        streams: number of streams on all data ranks of the recipe, used in notes.
+        shared_by: number of GPUs that share a sequence, from the recipe's sequence_size, for a note; None: all GPUs.
         outer: whether the recipe's strategy takes outer steps, used in a note.
         exchange_memory: the strategy's exchange_memory_gib, in bytes.
         data_ranks: the recipe's number of GPUs divided by the planned number; see `Setup`.
-        recipe: the recipe with the values of the options, but without the planned memory settings and strategy; None:
-            no recipe can express the options.
+        recipe: the recipe with the options' values, without planned settings; None: no recipe can express the options.
     """
 
     model: DilatedModule
@@ -286,7 +286,7 @@ def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedMod
 
 
 def _arguments(args: argparse.Namespace, config: dict[str, Any], cls: type) -> dict[str, Any]:
-    """Return the recipe's arguments of the model, updated by given options; raise the errors of `_from_recipe`."""
+    """Return the recipe's arguments of the model, updated with given options; raise the errors of `_from_recipe`."""
     takes = options_of(cls)
     options = _sizes(args)
     if args.causal is not None:
@@ -431,7 +431,7 @@ def _recipe_ranks(trainer: dict[str, Any]) -> int:
 
 
 def _settings(args: argparse.Namespace, callbacks: Any) -> MemorySettings | None:
-    """Return the settings of the recipe's callback, replaced by options; None if no option but `--stream` is given."""
+    """Return the settings of the recipe's callback, updated with options; None if no option but `--stream` is given."""
     options = {n: getattr(args, n) for n in ("policy", "every", "offload", "tile", "head_chunks", "stream")}
     options = {k: v for k, v in options.items() if v is not None}
     if not options.keys() - {"stream"}:

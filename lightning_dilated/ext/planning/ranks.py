@@ -89,7 +89,7 @@ class Work(NamedTuple):
 
     Attributes:
         own: by branch, (pairs, query rows) of the rank's own queries and keys.
-        pairs, calls: number of (query, key) pairs with keys that arrived, and of calls that compute them.
+        pairs: number of (query, key) pairs with keys that arrived. calls: number of calls that compute these pairs.
         queries: number of query rows, over heads, that attend to these keys.
     """
 
@@ -124,7 +124,7 @@ def work_of(problem: Problem, exchange: str | None, rank: int) -> Work:
 def arriving(problem: Problem, rank: int) -> tuple[int, int, int]:
     """Return `Work.pairs`, `Work.calls` and `Work.queries` of a rank.
 
-    In each head, only the branch with most query rows is counted, as if it contained the query rows of all others.
+    For `queries`, each head counts only the branch with the most query rows, as if it contained all other rows.
     """
     total, calls = 0, set()
     reached: dict[int, Counter[int]] = defaultdict(Counter)
@@ -204,7 +204,7 @@ def layer_on_ranks(machine: Machine, pattern: DilatedPattern, exchange: str, tok
 
 
 def ranks_that_count(setup: Setup) -> list[int]:
-    """Return the ranks that are counted to represent all: the priced ranks and all members of their groups."""
+    """Return the ranks that are counted to represent all ranks: `priced_ranks` and all members of their head groups."""
     ranks = setup.ranks
     most = min(setup.per_node, ranks) if setup.head_size == "auto" else int(setup.head_size)
     firsts = {rank // most * most for rank in priced_ranks(ranks)}
@@ -248,8 +248,8 @@ def _travel(
 
 
 class AttentionSeconds(NamedTuple):
-    """Seconds of a (query, key) pair, and further seconds of a query row: start and end of its products, the part of
-    its tiles beyond the diagonal, and merging of branches."""
+    """Seconds of a (query, key) pair, and additional seconds of a query row: start and end of its products, the part
+    of its tiles beyond the diagonal, and merging of branches."""
 
     pair: float
     row: float
@@ -307,7 +307,7 @@ def step_on_ranks(
         ValueError: if an exchange does not serve the call.
     """
     names = exchanges or [setup.exchange] * len(cycle)
-    work: Counter[str] = Counter()  # seconds that are equal on all ranks
+    work: Counter[str] = Counter()  # seconds that are the same on all ranks
     each: dict[str, Array] = defaultdict(lambda: np.zeros(1))  # seconds of each counted rank
     received: Counter[tuple[str, str]] = Counter()
     late, first = 0.0, None

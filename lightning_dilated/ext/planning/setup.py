@@ -20,7 +20,7 @@ class Setup:
 
     Attributes:
         strategy: "single" (one GPU, the module is not wrapped), "ring_dilated" (DDP) or "ring_dilated_fsdp".
-        ranks, per_node: R, the number of GPUs that share each sequence, and the number of GPUs on a node.
+        ranks: R, the number of GPUs that share each sequence. per_node: number of GPUs on a node.
         links: speeds of links, from which "auto" chooses an exchange.
         cpu_offload: whether ring_dilated_fsdp keeps parameters, gradients and optimizer states on the host.
         bucket_cap_mb: MiB of a bucket of gradients in ring_dilated; None: the strategy's default. Memory does not

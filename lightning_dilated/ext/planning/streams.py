@@ -149,7 +149,7 @@ class Exchange:
         return cls(forward, backward, carried)
 
     def seconds(self, links: Links, ranks: int, per_node: int) -> float:
-        """Return the seconds that carried rows take on the links."""
+        """Return the seconds that the links need to transfer carried rows."""
         far = max(0.0, 1 - per_node / ranks)
         return self.carried * ((1 - far) / links.near + far / links.far)
 

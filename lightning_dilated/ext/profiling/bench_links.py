@@ -1,6 +1,6 @@
 """Implement `lightning-dilated bench links`, which measures latency and bandwidth between ranks for the planner.
 
-It times an all-to-all as in the exchanges: all ranks in parallel send bytes to some peers and receive the same number.
+It times an all-to-all like the exchanges: in parallel, all ranks send bytes to some peers and receive the same number.
 
 Shape letters: P peers that a rank sends to.
 """
@@ -56,7 +56,7 @@ class Sample:
 
 
 def samples(rank: int, device: str, per_node: int, sizes: Sequence[int], repeats: int) -> Iterator[Sample]:
-    """Yield all samples, which are equal on all ranks. Every rank of the world has to call this function.
+    """Yield all samples, which are the same on all ranks. Every rank of the world has to call this function.
 
     Args:
         rank, device: this rank, and "cpu" or "cuda" (its current GPU).
@@ -78,7 +78,7 @@ def samples(rank: int, device: str, per_node: int, sizes: Sequence[int], repeats
 
 def _rings(rank: int, ranks: int, per_node: int) -> dict[str, tuple[int, Callable[[int], int]]]:
     """Return, for each kind, the length of this rank's ring and a function that maps n to the n-th next rank in it.
-    Latencies come last, because a GPU is slower at first (2 H200: 82 us for 8 bytes, then 48 us for 65,536)."""
+    Latencies come last, because a GPU is slower at first: two H200 took 82 us for 8 bytes and then 48 us for 65,536."""
     node, local = divmod(rank, per_node)
     nodes = ranks // per_node
     return {

@@ -125,7 +125,7 @@ class CommunicationProfiler(pl.Callback):
         self._read(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log all measured batches before validation; during validation, a rank could have to wait for another one."""
+        """Log all measured batches before validation; during validation, a rank might have to wait for others."""
         if self._group is not None:
             self._read(trainer, last=True)
 
@@ -164,7 +164,7 @@ class CommunicationProfiler(pl.Callback):
 
     # -- numbers -----------------------------------------------------------------------------------------------------
     def _read(self, trainer: pl.Trainer, last: bool = False) -> None:
-        """Log batches that need no waiting; `last`: log all. The ranks exchange the numbers batch by batch."""
+        """Log batches that can be read without waiting, or all if `last`. The ranks exchange numbers batch by batch."""
         while self._unread and (last or reached(self._unread[0][1])):
             step, clock = self._unread.popleft()
             reach(clock)

@@ -74,7 +74,7 @@ def check_first_batch(
 def _differences(
     one: dict[str, Tensor], many: dict[str, Tensor], group: SequenceGroup
 ) -> dict[str, tuple[float, float]]:
-    """Return {name: (largest difference, largest value)}. All ranks return the same, so either all raise or none."""
+    """Return {name: (largest difference, largest value)}. All ranks return the same numbers, so all raise or none."""
     pairs = []
     for name, expected in one.items():
         actual = many[name]
@@ -90,7 +90,7 @@ def _differences(
 
 
 def _head(batch: Mapping[str, Any], spec: SequenceSpec, group: SequenceGroup) -> dict[str, Any]:
-    """Return the batch with only the first tokens of the whole sequence, equal on every rank."""
+    """Return the batch with only the first tokens of the whole sequence, the same on every rank."""
     head = dict(batch)
     for name, dim in spec.dims.items():
         if name in head:

@@ -44,7 +44,7 @@ def moved(
 ) -> tuple[Moved, Moved]:
     """Return what a call's exchange moves on one rank, as (forward, backward), without head-parallel groups.
 
-    The numbers are exact and equal `Wire.traffic`; they are counted message by message from the rank's own program.
+    The numbers are exact, like `Wire.traffic`; they are counted message by message from the rank's own program.
     """
     forward, backward = collectives(problem, exchange, rank, per_node, head_dim, element_size)
     return _moved(forward, rank), _moved(backward, rank)

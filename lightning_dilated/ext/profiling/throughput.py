@@ -57,7 +57,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Set up meters that count each sequence once."""
         super().setup(trainer, pl_module, stage)
-        self._under_way.clear()  # batches of an earlier run have another time origin
+        self._under_way.clear()  # batches of an earlier run have a different time origin
         specs = [getattr(x, "sequence_spec", None) for x in (trainer.datamodule, pl_module)]  # type: ignore[attr-defined]
         spec = next((x for x in specs if x is not None), None)
         if spec is None:
@@ -158,7 +158,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
         x, dim = self._entry(batch)
         length = x.shape[dim]
         if self._sequence is not None and self._sequence.ranks > 1:
-            agreed = self._sequence.agreed  # the step's last call set it, so it is exact if ragged
+            agreed = self._sequence.agreed  # from the step's last call, so it is exact even if shards differ in length
             fits = agreed is not None and agreed.lengths[self._sequence.rank] == length
             length = agreed.seq_len if fits else length * self._sequence.ranks
         return self.samples_of(batch) * length

@@ -34,7 +34,7 @@ from lightning_dilated.models import LongNetLM
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence import SequenceGroup, SequenceSpec, loss_sum, make_problem, plan
 
-#: (pattern, query heads, kv heads)
+#: by name: (pattern, number of query heads, number of kv heads)
 PATTERNS = {
     "nested": (DilatedPattern.geometric(8, 64), 8, 4),
     "ragged": (DilatedPattern([(7, 1), Branch(30, 3, shift=9), (None, 5)]), 6, 3),
@@ -45,7 +45,7 @@ PATTERNS = {
 LENGTHS = (64, 61)
 EXCHANGES = ("gather", "ring", "switch", "butterfly", "auto")
 HEAD_DIM = 16
-#: largest error at which results count as equal, relative to the largest value, by the dtype of q, k and v
+#: largest error at which results count as equal, relative to the largest value, for each dtype of q, k and v
 ALLOWED = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 ATTENTION = ("out", "dq", "dk", "dv")
 MODEL = ("loss", "gradients")
@@ -123,7 +123,7 @@ def matrix(ranks: int, dtypes: Sequence[str], quick: bool = False) -> list[Check
 
 
 def tensors(check: Check, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return random (q, k, v, grad), each (1, N, H or K, D) and equal on all ranks."""
+    """Return random (q, k, v, grad), each (1, N, H or K, D) and the same on all ranks."""
     generator = torch.Generator().manual_seed(check.seq_len)
     _, heads, kv_heads = PATTERNS[check.pattern]
     rows = (torch.randn(1, check.seq_len, h, HEAD_DIM, generator=generator) for h in (heads, kv_heads, kv_heads, heads))
@@ -141,7 +141,7 @@ def _batch(check: Check) -> dict[str, Tensor]:
 
 
 def _step(batch: dict[str, Tensor], device: str) -> dict[str, Tensor]:
-    """Return the loss of all ranks and this rank's part of all gradients; the model is equal on all ranks."""
+    """Return the loss of all ranks and this rank's part of all gradients; the model is the same on all ranks."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
         model = LongNetLM(**STEP)
@@ -153,7 +153,7 @@ def _step(batch: dict[str, Tensor], device: str) -> dict[str, Tensor]:
 
 
 def by_definition(check: Check) -> dict[str, Tensor]:
-    """Compute the reference on one rank, by the oracle or by a training step."""
+    """Compute the reference on one rank, with the oracle or with a training step."""
     if check.pattern == "LongNetLM":
         return _step(_batch(check), "cpu")
     *leaves, grad = tensors(check, torch.float64, "cpu")
@@ -163,7 +163,7 @@ def by_definition(check: Check) -> dict[str, Tensor]:
 
 
 def alone(check: Check, device: str) -> dict[str, Tensor]:
-    """Compute a call on one rank by this machine's engine."""
+    """Compute a call on one rank with this machine's engine."""
     *leaves, grad = tensors(check, getattr(torch, check.dtype), device)
     leaves = [x.requires_grad_() for x in leaves]
     return _gradients(check, dilated_attention(*leaves, PATTERNS[check.pattern][0], causal=check.causal), leaves, grad)

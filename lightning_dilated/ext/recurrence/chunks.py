@@ -15,16 +15,16 @@ from torch.nn.functional import pad
 from lightning_dilated.ext.recurrence.rules import positive, ratio, unit
 from lightning_dilated.ext.recurrence.runs import Tables
 
-#: runs of at least this number of chunks (2 or more) are passed in groups, to save launches, which limit a GPU here
+#: runs of at least this number of chunks (2 or more) are passed in groups: this saves launches, which limit a GPU here
 GROUPED_FROM = 32
 
 
 class Transition(NamedTuple):
     """The map S -> a S - X^T Y S of each chunk. a (T, K, 1, 1) is None if it is 1; X, Y (T, K, C, D) are None if 0."""
 
-    decay: Tensor | None = None  # a
-    left: Tensor | None = None  # X
-    right: Tensor | None = None  # Y
+    decay: Tensor | None = None  # the factor a
+    left: Tensor | None = None  # the matrix X
+    right: Tensor | None = None  # the matrix Y
 
 
 class GatedChunks(NamedTuple):
@@ -66,7 +66,7 @@ def fading(log_decay: Tensor) -> Tensor:
     width = log_decay.shape[-1]
     later = torch.ones(width, width, dtype=torch.bool, device=log_decay.device).triu()
     between = log_decay[..., None].masked_fill(later, 0).cumsum(-2)
-    return between.masked_fill_(later.triu(1), -torch.inf).exp_()  # in place, as no tensor of a forward is larger
+    return between.masked_fill_(later.triu(1), -torch.inf).exp_()  # in place: it is the largest tensor of a forward
 
 
 def gated_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, tables: Tables) -> GatedChunks:

@@ -187,7 +187,7 @@ class _Checked:
     bounds: tuple[int, ...] | None
 
     def facts(self, return_state: bool) -> dict[str, Any]:
-        """Return the arguments that must be equal on all ranks."""
+        """Return the arguments that must be the same on all ranks."""
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors())
         return {
             "call": "recurrent_attention",

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_dilated.kernels.tiles import block_dim, read
 
-#: C
+#: number of slots of a chunk, C
 SLOTS = 64
 #: number of state columns per program; passes over chunks with wide tiles or fp32 rows take the smaller number,
 #: because they need more registers
@@ -37,7 +37,7 @@ COLUMNS, FEW_COLUMNS = 64, 32
 EXACT = "tf32x3"
 #: `input_precision` of the inverse for 16-bit rows; its error for similar keys is at most 1.6e-3, under half of bf16's
 SOLVED = "tf32"
-#: (warps, stages) of each kernel for 16-bit rows, by the number of columns of a tile
+#: (warps, stages) of each kernel for 16-bit rows, for each number of columns of a tile
 CONFIGS = {
     "invert": {64: (2, 1), 128: (4, 1)},
     "pass": {64: (4, 2), 128: (8, 1)},
@@ -47,7 +47,7 @@ CONFIGS = {
     "queries": {64: (4, 1), 128: (8, 1)},
     "gradients": {64: (4, 1), 128: (8, 1)},
 }
-#: warps for fp32 rows, as products use both halves of each number; the inverse needs fewer for its tiles of 32
+#: number of warps for fp32 rows, where products use both halves of each number; the inverse has tiles of only 32
 WIDE_WARPS = {kernel: 4 if kernel == "invert" else 8 for kernel in CONFIGS}
 
 
@@ -287,7 +287,7 @@ def _pass(
     MAPS: tl.constexpr, STORE: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Pass a block of the state's columns through the chunks of a run or group, from `begin`; if MAPS, from [1 | 0]."""
+    """Pass a block of the state's columns through chunks of a run or group, from `begin`, or from [1 | 0] if MAPS."""
     item, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     d, i = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

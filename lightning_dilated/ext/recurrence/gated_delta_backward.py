@@ -71,7 +71,7 @@ def _sums(
     key = read(k + first * k_sr + head * k_sh, i, k_sr, d, count, DIM, BLOCK, False)
     coarse, fine = totals(total, at, i, SLOTS)
     past, r = tl.exp(coarse + fine), tl.load(rate + at * SLOTS + i)
-    later = fade(-coarse, -fine, -coarse, -fine, i[:, None] <= i[None, :]) * r[:, None]  # rows: keys, columns: queries
+    later = fade(-coarse, -fine, -coarse, -fine, i[:, None] <= i[None, :]) * r[:, None]  # one row per key
     of_new = tl.zeros([SLOTS, COLUMNS], tl.float32)
     of_state = tl.zeros([BLOCK, COLUMNS], tl.float32)
     for g in range(GROUP):

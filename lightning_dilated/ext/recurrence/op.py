@@ -2,7 +2,7 @@
 
 The backward computes the call again and differentiates it, including the exchange of states if ranks share the
 sequence. On one rank a long sequence is computed window by window, and the backward starts at the last window. The
-FLOPs of a forward are counted by the rule (`Recurrence.flops`); a backward counts twice this number.
+FLOPs of a forward follow from the rule (`Recurrence.flops`); a backward counts twice this number.
 Shape letters: B batch, L tokens of this rank, H query heads, K kv heads, D head dim.
 """
 

@@ -32,7 +32,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call, described by integers that are equal on all ranks.
+    """One call, described by integers that are the same on all ranks.
 
     Attributes:
         documents: all documents, including empty ones; the documents of a sample are consecutive.
@@ -217,7 +217,7 @@ def _runs(call: Call, piece_numbers: Sequence[int]) -> Iterator[Run]:
 
 
 def _narrowed(call: Call, runs: list[Run]) -> tuple[int, list[Run]]:
-    """Return C and the runs after removing leading slots that are empty in all runs, as the state has their sums."""
+    """Remove leading slots that are empty in all runs, because the state has their sums; return C and the runs."""
     unused = min((run.skipped - _before(call, run) for run in runs), default=0)
     runs = [run._replace(skipped=run.skipped - unused) for run in runs]
     return max((run.slots for run in runs), default=1), runs

@@ -1,4 +1,4 @@
-"""Compute chunks of the gated delta rule by Triton kernels, as an autograd function. `chunks.py` computes other calls.
+"""Compute chunks of the gated delta rule with Triton kernels, as an autograd function; `chunks.py` serves other calls.
 
 Shape letters: B batch, L tokens of this rank, H query heads, K kv heads, D head dim, E value dim, W columns of the
 state (values are added to the last E), n runs, T chunks, m groups.
@@ -30,9 +30,9 @@ NARROW, SMALL = 16, 64
 #: bytes that a window of a long call may use in its backward. Each window computes the states before its groups of
 #: chunks again; with windows half as long, this would take a tenth of the time
 WINDOW_MEMORY = 5 << 30
-#: runs are passed in groups if the longest has at least this number of chunks; a group has about the square root of it
+#: runs are passed in groups if the longest has at least this number of chunks; a group has about its square root
 GROUPED_FROM = 32
-#: least product of the numbers of runs and kv heads that keeps a GPU busy without groups
+#: smallest product of the numbers of runs and kv heads that keeps a GPU busy without groups
 BUSY = 256
 
 

@@ -9,7 +9,7 @@ import torch
 
 from lightning_dilated.ext.streams.state import StreamState
 
-#: states of batches by the indices of their streams, in the order of the batch
+#: states of batches; the key is the indices of a batch's streams, in the order of the batch
 Groups = dict[tuple[int, ...], StreamState]
 
 
@@ -41,7 +41,7 @@ class CarriedStreams:
             batch: a unique number for each batch; None: every call is a new batch.
 
         Raises:
-            ValueError: if a stream continues without a state, or its state belongs to another position.
+            ValueError: if a stream continues without a state, or its state belongs to a different position.
         """
         if len(set(streams)) < len(streams):
             raise ValueError(f"a batch may contain each stream only once; got streams {list(streams)}.")

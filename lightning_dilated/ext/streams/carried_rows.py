@@ -146,7 +146,7 @@ def _read_later(problem: Problem, piece: range, later: int) -> dict[tuple[Docume
         if not (document.start < later < document.stop and document.start < piece.stop):
             continue
         for number, branch in enumerate(problem.pattern.branches):
-            # the segment that contains the position before `later`: no other one crosses `later`
+            # only the segment that contains the position before `later` may also contain `later`
             segment = segment_at(branch, document.length, later - 1 - document.start)
             begin, end, first = (x + document.start for x in segment)
             if begin >= piece.stop:
@@ -170,7 +170,7 @@ def _read_later(problem: Problem, piece: range, later: int) -> dict[tuple[Docume
 
 def _by_last(shard: ChunkShard, rows: range, reach: int, final: int) -> Iterator[tuple[int, range]]:
     """Yield (last reader's position, rows) for rows that are read up to `reach` positions later, at most until `final`.
-    Rows with their last reader in the same chunk are joined, under the largest position."""
+    Rows with their last readers in the same chunk are joined, with the largest position."""
     while rows:
         last = min(rows[0] + reach, final)
         end = shard.begin(min(max(0, last - shard.start) // shard.stream + 1, shard.chunks))
@@ -182,7 +182,7 @@ def _by_last(shard: ChunkShard, rows: range, reach: int, final: int) -> Iterator
 
 
 def _disjoint(progressions: list[tuple[int, range]]) -> list[tuple[int, list[range]]]:
-    """Return (last, rows) with each row only once, under the largest `last` of the progressions that contain it."""
+    """Return (last, rows) with each row only once, with the largest `last` of the progressions that contain it."""
     taken: list[range] = []
     out = []
     for last, rows in sorted(set(progressions), key=lambda x: (-x[0], x[1].step, x[1].start, x[1].stop)):

@@ -103,7 +103,7 @@ def chunk_part(
     """Return this rank's part of a chunk, for a call with q of `shape` (B, L, H, D) and K `kv_heads`.
 
     Raises:
-        ValueError: if the documents do not fit the sequence, or the chunk has another length.
+        ValueError: if the documents do not fit the sequence, or the chunk has a different length.
     """
     tokens = stream.tokens(chunk)
     if shape[1] != len(tokens):
@@ -147,7 +147,7 @@ def resolve_chunk(stream: Stream, call: OpCall) -> tuple[Resolved, int]:
         agreed, engine = compare(group, spec, call.q, call.k, call.documents, call.seed, call_id, call.backward, tokens)
         key = *key, engine
     make = functools.partial(_chunk_call, stream, call, layer, chunk, group)
-    # layers with equal patterns share a route, unless earlier calls carried rows to them
+    # layers with the same pattern share a route, unless earlier calls carried rows to them
     exchange, route, planned = stream.remember(chunk, (*key, layer if stream.documents else None), make)
     record_planned(group, planned, call.backward)
     rows = stream.rows_of(layer, spec.window[0] if spec.window else 0)

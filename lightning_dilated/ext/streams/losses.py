@@ -207,7 +207,7 @@ class ModelStreams:
         """Return the sum of losses in nats, or per-token losses (B, n); each stream continues from the previous batch.
 
         Raises:
-            ValueError: for `per_token` with gradients, and for batches packed in another way; see also `stream`.
+            ValueError: for `per_token` with gradients, and for batches packed in a different way; see also `stream`.
         """
         if per_token and torch.is_grad_enabled():
             raise ValueError("per-token losses of streams have no gradients: call loss_terms, or use torch.no_grad().")

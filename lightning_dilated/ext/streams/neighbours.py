@@ -88,7 +88,7 @@ class ChunkNeighbours:
         yield torch.cat([before, x], 1), self._seen(x.device), slice(0, x.shape[1])
 
     def _seen(self, device: torch.device) -> Seen:
-        """Return which rows belong to the same document, by the stream's documents or by `cu_seqlens`."""
+        """Return which rows belong to the same document, according to the stream's documents or `cu_seqlens`."""
         piece = self.stream.tokens(self.chunk)
         positions = range(piece.start - self.left, piece.stop)
         if self.stream.documents is None:

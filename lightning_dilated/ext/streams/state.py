@@ -29,8 +29,8 @@ class StreamState:
         position: number of tokens of each sample so far.
         starts: for each sample, the first position of its unfinished document.
         rows: by (layer, first head): rows (n, 2, D) of keys and values, and their description.
-        tails: last inputs (B, W - 1, C) of `kv_conv`, by layer, and of the recurrence's convolution, by -1 - layer.
-        memories: by layer: the state of the recurrence.
+        tails: last inputs (B, W - 1, C): of layer i's `kv_conv` at i, and of its recurrence's convolution at -1 - i.
+        memories: the state of each layer's recurrence, by layer index.
         hidden: (B, 1, E) the last token's hidden state, which predicts the next token; None before the first token.
         owner: description of the model that computed the state.
     """

@@ -146,7 +146,7 @@ class LayerRows:
         """Enter the same chunk again, the next chunk, or, in the descent, the previous one; `like`: the chunk's k."""
         if self.rows is None:
             self.rows = like.new_empty(0, 2, like.shape[3])
-        self.rows = self.rows.to(like.device, like.dtype)  # rows of a state may have another dtype
+        self.rows = self.rows.to(like.device, like.dtype)  # rows of a state may have a different dtype
         if chunk == self.chunk + 1 and self._leaving is not None:
             self._ascend()
         elif chunk == self.chunk - 1 and self._dropped:
@@ -243,7 +243,7 @@ class Stream(Context):
         self.shard, self.rank = ChunkShard(0, 0, 1), 0
         #: the ranks that share the sequence; None: one rank
         self.group: SequenceGroup | None = None
-        #: documents of all samples; None: each call has its own, by `lengths` or `cu_seqlens`
+        #: documents of all samples; None: each call has its own, from `lengths` or `cu_seqlens`
         self.documents: tuple[Document, ...] | None = None
         self._before: StreamState | None = None
         self._from_before: dict[tuple[int, int], Carried | None] = {}

@@ -33,7 +33,7 @@ READS = 4
 
 @dataclass
 class Graphs:
-    """A cache of compiled functions, the keys of the batches that it covers, and the tape that counts at present."""
+    """A cache of compiled functions. `ready`: keys of batches that are compiled; `tape`: the tape that counts now."""
 
     tape: Tape
     compiled: dict[tuple, Callable[..., Any]] = field(default_factory=dict)
@@ -212,7 +212,7 @@ def _maker(node: fx.Node) -> fx.Node:
 
 
 def _of_operator(node: fx.Node) -> bool:
-    """Return whether a node is one of several results of an operator in memory (see `_extern`)."""
+    """Return whether a node is one of several results of an operator that Inductor calls (see `_extern`)."""
     return node.target is operator.getitem and _extern(node.args[0])
 
 
@@ -260,12 +260,12 @@ def _inputs(node: fx.Node) -> set[fx.Node]:
     return values
 
 
-#: number of leading arguments that need a gradient, by piece; a piece that is not listed has one such argument
+#: for each piece, the number of leading arguments that need a gradient; it is 1 for a piece that is not listed
 LEADING = {"join": 2}
 
 
 class Pieces:
-    """Replace a block's methods by compiled pieces; blocks of a stack with equal pattern and recurrence share graphs.
+    """Replace a block's methods with compiled pieces. Blocks with the same stack, pattern and recurrence share graphs.
 
     Until `trace` is called, the pieces run uncompiled and record their arguments.
     """

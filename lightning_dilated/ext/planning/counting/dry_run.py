@@ -108,7 +108,7 @@ class _RMSNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
-#: (dtype of parameters, dtype of autocast or None) by the Trainer's precision
+#: for each precision of the Trainer: (dtype of parameters, dtype of autocast); None: no autocast
 PRECISIONS = {
     "bf16-mixed": (torch.float32, torch.bfloat16),
     "16-mixed": (torch.float32, torch.float16),
@@ -116,7 +116,7 @@ PRECISIONS = {
     "16-true": (torch.float16, None),
     "32-true": (torch.float32, None),
 }
-#: the main stack of blocks; names of its parts have no prefix
+#: name of the main stack of blocks; the names of its parts on the tape have no prefix
 MAIN = "transformer"
 
 
@@ -174,7 +174,7 @@ def step(
         RuntimeError: if called inside `with torch.device(...)` or another TorchFunctionMode.
     """
     if compat.function_modes():
-        # with torch 2.13, counting inside such a mode led to a crash of the process in a later garbage collection
+        # with torch 2.13, the process crashed in a garbage collection some time after counting inside a mode
         raise RuntimeError(
             "memory cannot be counted inside `with torch.device(...)` or another TorchFunctionMode: count outside."
         )
@@ -187,7 +187,7 @@ def step(
             model = make()
             model.configure_model()
         model.train()
-        model.compile_blocks = graphs is not None  # the loss reads this
+        model.compile_blocks = graphs is not None  # the model's loss reads this attribute
         data, parts = batch(), stacks(model)
         repeats = shorten(parts[MAIN], memory.every)
         for stack in parts.values():
@@ -279,11 +279,11 @@ def _not_moved() -> contextlib.AbstractContextManager[Any]:
 # -- work of blocks, kernel by kernel ----------------------------------------------------------------------------------
 # A kernel reads its inputs once and writes its results once; views cost nothing. Without compilation, each operator is
 # a kernel. Calls of attention and of recurrences are not counted.
-#: number of tokens in a step that counts work; casts of weights, which do not depend on it, are 1 % of that work
+#: number of tokens in a step that counts work; casts of weights are a fixed amount, 1 % of its work
 TOKENS = 1 << 16
 #: maximum number of tiles in a step that counts work
 TILES = 16
-#: products with fewer FLOPs per byte, such as an adapter's, are limited by memory (700 TFLOP/s and 2.9 to 4.1 TB/s)
+#: products with fewer FLOPs per byte than this are limited by memory: a GPU reaches 700 TFLOP/s and 2.9 to 4.1 TB/s
 RIDGE = 200
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 

@@ -40,7 +40,7 @@ GRAIN = 2048
 
 @dataclass(frozen=True)
 class Decoder:
-    """A second stack of blocks, with the prefix `name` in its parts on the tape. `parameters`: number in one block."""
+    """A second stack of blocks. `name`: prefix of its parts on the tape; `parameters`: the number in one block."""
 
     name: str
     depth: int
@@ -115,7 +115,7 @@ class Footprint:
     Attributes:
         sizes: numbers of tokens of the two counted steps.
         hidden, inner: bytes per token of the hidden states between blocks, in the first stack and in the second stack.
-        parameters, trained: bytes of all parameters, and of trained parameters.
+        parameters, trained: bytes of all parameters, and bytes of trained parameters.
         blocks: (bytes of all parameters, bytes of trained parameters) of each block of the first stack.
     """
 
@@ -174,7 +174,7 @@ def _line(at: tuple[int, int], values: tuple[int, int], x: int) -> int:
 
 
 def footprint(subject: CountedModel, sizes: tuple[int, int] | None = None, graphs: Graphs | None = None) -> Footprint:
-    """Count two steps. With tiles, one has three and the other four, because each further tile adds the same memory.
+    """Count two steps. With tiles, one step has three tiles and one has four; each further tile adds the same memory.
 
     Args:
         subject: model to count.
@@ -301,7 +301,7 @@ def exchanged(
 
 def _priced(chosen: Plan, name: str, per_node: int, dim: int, size: int, links: Links) -> Exchanged:
     """Estimate the bytes on many ranks. Assume that each rank sends the number of bytes that the busiest rank receives,
-    and that all queries of the densest branch that is wider than a rank attend to other ranks' keys."""
+    and that all queries of the densest branch with segments longer than a shard attend to other ranks' keys."""
     problem = chosen.problem
     prices = chosen.prices or (price(problem, name, per_node, dim, size, links),)
     kept = next(p for p in prices if p.exchange == name).kept
@@ -348,7 +348,7 @@ def _of(chosen: Plan, name: str, per_node: int, dim: int, size: int) -> Exchange
 
 
 def _buffers(step: Round, rank: int) -> tuple[int, int]:
-    """Return the numbers of rows in a rank's (send buffers, receive buffers), with rows that it copies to itself."""
+    """Return the numbers of rows in a rank's (send buffers, receive buffers); both include rows for the rank itself."""
     local = count(step.sends.get(rank, ()))
     remote = lambda side: sum(count(rows) for peer, rows in side.items() if peer != rank)  # noqa: E731
     return remote(step.sends) + local, remote(step.receives) + local

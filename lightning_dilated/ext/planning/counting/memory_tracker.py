@@ -170,7 +170,7 @@ class Meter(compat.TorchDispatchMode):
         out = self._run(func, args, kwargs, inputs)
         results = [t for t in compat.leaves(out) if isinstance(t, Tensor)]
         with self._lock:
-            for t in (*inputs, *results) if compat.changes_inputs(func) else results:  # may be resized
+            for t in (*inputs, *results) if compat.changes_inputs(func) else results:  # inputs may be resized
                 self._see(t, True)
             for t, kind in self.labels(func, inputs, results) if self.labels else ():
                 for x in self._see(t, True):
@@ -266,7 +266,7 @@ class Piece:
         begin, static: bytes at the start of the piece, and bytes of parameters and gradients among them.
         op: FORWARD or BACKWARD if the piece is one call of the attention op, one of `workspace.NAMES` if it is one
             call of a recurrence, else "".
-        heads, dtype: query heads of that call, and the dtype of q.
+        heads: number of query heads of that call. dtype: the dtype of q.
         spec: encoded arguments of a recurrence.
         casts: bytes of autocast's copies of parameters at the start of the piece.
     """
@@ -296,7 +296,7 @@ class Tape(Meter):
         self.blocks: list[tuple[int, int]] = []
         self.whole = (0, 0)
         self.parameters: Sequence[nn.Parameter] = ()
-        #: by stack name, bytes of the hidden states that the stack's first block gets
+        #: for each stack's name, the bytes of the hidden states that the stack's first block gets
         self.hidden: dict[str, int] = {}
         #: whether the backward has begun
         self.returning = False
@@ -306,7 +306,7 @@ class Tape(Meter):
         self._spec = ""
 
     def enter(self, *part: Any) -> None:
-        """End the piece, and begin a new piece of `part`, by default of the same part."""
+        """End the current piece, and begin a new piece, which belongs to `part`, or by default to the same part."""
         self._cut()
         self.part = part or self.part
 

@@ -36,7 +36,7 @@ def counted_model_of(
     compile_blocks: bool | None = None,
     capability: tuple[int, int] = (9, 0),
 ) -> CountedModel:
-    """Describe a model for counting, by its `example_batch`, its `planning_copy` and the stacks that `build` makes.
+    """Describe a model for counting, from its `example_batch`, its `planning_copy` and the stacks that `build` makes.
 
     Args:
         model: a model, built or not; it is not changed.
@@ -142,7 +142,7 @@ class Trained:
 
     Attributes:
         block, edge: trained parameters in a block, and outside all blocks.
-        weights: parameters in a block that multiply activations, without updates that are first added to a weight.
+        weights: parameters in a block that multiply activations; updates that are first added to a weight do not.
         gradients: parameters in a block that have gradients summed over tokens: all trained ones, except that an
             update that is first added to a weight counts as that weight.
         forward, backward: number of elements that low-rank updates read and write for each token.
@@ -251,7 +251,7 @@ class Facts:
         block_parameters, edge_parameters: parameters of a block without its recurrence, and all other parameters.
         projection, feed_forward: parameters of a block's joint projection, and of its feed-forward.
         logits: whether the loss of a token reads V logits.
-        windows: maximum number of head windows: the kv heads; 1 if blocks have low-rank updates or have no windows.
+        windows: maximum number of head windows: number of kv heads, or 1 if blocks have low-rank updates or no windows.
         tiles: whether feed-forwards can run in tiles.
         work: work of a block in which each operator is a kernel; None for other blocks.
         convolution: work of a block's short convolution, (forward, backward); empty if there is none.
@@ -296,7 +296,7 @@ class Facts:
 
     @classmethod
     def of(cls, model: DilatedModule, subject: CountedModel) -> Facts:
-        """Build the model on the meta device, and count it. Run steps of two layers if single operators are counted."""
+        """Build the model on the meta device, and count it. If `subject.by_operator`, also run steps of two layers."""
         built, alone = blank(subject.make, model.depth), blank(partial(_alike, model))
         by_name, features = stacks(alone), built.token_features()
         depths = {name: len(stack.blocks) for name, stack in stacks(built).items()}

@@ -1,6 +1,6 @@
-"""Count a model with many equal layers by running three units of them and repeating the pieces of the middle unit.
+"""Count a model with many identical layers by running three units and repeating the pieces of the middle unit.
 
-A unit is a group of blocks that are recomputed together, or several groups that repeat. In a stretch of equal units
+A unit is a group of blocks that are recomputed together, or several groups that repeat. In a stretch of equal units,
 only the first one follows a different layer, and only the last one precedes a different layer. All units between them
 do the same work on tensors of the same sizes. One of these is run, and its pieces are repeated.
 
@@ -43,7 +43,7 @@ class Repeat(NamedTuple):
 
 def shorten(stack: Any, every: int) -> list[Repeat]:
     """Remove equal groups of `every` blocks from a stack; return the repeats that restore them, in removal order."""
-    if getattr(stack, "drop_path", 0):  # one call draws the drop-path factors of all blocks
+    if getattr(stack, "drop_path", 0):  # one call draws the factors of all blocks, so memory depends on their number
         return []
     signatures: list[Any] = []
     for block in stack.blocks:

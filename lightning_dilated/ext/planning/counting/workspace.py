@@ -43,9 +43,9 @@ class OpCall:
 
     Attributes:
         tokens, batch: L and B of this rank.
-        whole, offset: number of tokens of the whole sequence (None: L), and position of this rank's first token.
+        whole: number of tokens of the whole sequence; None: L. offset: position of this rank's first token.
         window: (first, stop) of the call's query heads; None: all H.
-        final: whether out is complete after the call. It is not if results from other ranks' rows are merged into it.
+        final: whether out is complete after the call; False if results of other ranks' rows will be merged into it.
         others: the patterns of layers 1, 2, ... if they differ; layers cycle through `pattern` and `others`.
     """
 

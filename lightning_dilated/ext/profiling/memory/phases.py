@@ -65,7 +65,7 @@ def exchanged(func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) ->
 
 
 def shares(total: int, known: Mapping[str, int]) -> dict[str, int]:
-    """Split `total` bytes by kind: take the known kinds in order, at most `total`, and call the rest temporary."""
+    """Split `total` bytes by kind: known kinds in order, until they add up to `total`; the rest is temporary."""
     sizes, left = {}, total
     for kind in (PARAMETERS, OPTIMIZER, GRADIENTS, BATCH, EXCHANGE, ACTIVATIONS):
         sizes[kind] = max(0, min(known.get(kind, 0), left))
@@ -117,7 +117,7 @@ def _listed(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
 
 
 class Watch:
-    """Follow a module's blocks through forward and backward; the caller marks other phases by `enter`.
+    """Follow a module's blocks through forward and backward; the caller marks other phases with `enter`.
 
     Calls are followed outside compiled code, so that nothing is compiled again. A block's backward begins when the
     gradient of a result is computed. It ends when the gradient of an input is computed or another backward begins.

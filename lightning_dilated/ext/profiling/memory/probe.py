@@ -205,7 +205,7 @@ class CpuProbe:
 class CudaProbe:
     """Read a GPU's allocator between phases, and reset its peaks there; nothing waits for the GPU.
 
-    Parameters, gradients, optimizer states and the batch are counted by their tensors. Saved activations are computed:
+    Parameters, gradients, optimizer states and the batch are counted from tensors. Saved activations are computed:
     in the forward, bytes at the end of a phase minus bytes at the batch's start and bytes of other kinds; in the
     backward, the same difference at the start of the phase. Exchange buffers are the bytes that the sequence's
     exchanges sent and received in the phase, and received bytes that earlier blocks saved (at most the bytes that their

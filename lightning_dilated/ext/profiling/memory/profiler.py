@@ -30,7 +30,7 @@ from lightning_dilated.ext.profiling.memory.probe import (
 from lightning_dilated.ext.profiling.memory.report import Row, Top, draw, metrics, numbers, rows_of, show, top_of
 from lightning_dilated.sequence.consensus import ControlGroup, PendingGather
 
-#: general advice, the cheapest first
+#: general advice, the cheapest measures first
 GENERAL = (
     "What makes room, the cheapest first: ActivationRecompute('attention-kept'), then ActivationRecompute('block'), which "
     "keeps a block's input only; the feed-forward and the loss over tiles of tokens, and attention over chunks of heads, "

@@ -47,7 +47,7 @@ def unit_of(most: float) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes of a phase as maxima over measured steps, on the rank with the most bytes and the rank with the least."""
+    """Bytes of a phase as maxima over measured steps, on the ranks with the most and the fewest bytes."""
 
     phase: Phase
     allocated: int
@@ -69,7 +69,7 @@ class Top:
 
 
 def numbers(measured: Measured, blocks: int, host: Mapping[str, int | None]) -> Tensor:
-    """Return int64 bytes (n,): allocated by phase, reserved by phase, at the peak by kind, on the host; -1: unknown."""
+    """Return int64 bytes (n,): allocated by phase, reserved by phase, by kind at the peak, on the host; -1: unknown."""
     allocated, reserved = ([UNKNOWN] * len(phases(blocks)) for _ in range(2))
     places = {phase: i for i, phase in enumerate(phases(blocks))}
     for x in measured.spans:
