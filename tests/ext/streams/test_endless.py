@@ -149,7 +149,7 @@ def test_refusals():
     model, tokens = MODELS["geometric"], torch.randint(0, VOCABULARY, (2, 8))
     for bad, message in [
         (tokens[0], r"tokens must be integers \(B, n\), not empty"),
-        (tokens[:, :0], "at least one"),
+        (tokens[:, :0], r"not empty; got \(2, 0\)"),
         (tokens.double(), "float64"),
     ]:
         with pytest.raises(ValueError, match=message):
