@@ -211,7 +211,7 @@ def check_call(
     pattern.check_heads(*(window[1:] or (q.shape[2], k.shape[2])))
     _check_options(causal, dropout, engine, return_lse)
     lengths, cu_seqlens = check_documents(q, lengths, cu_seqlens)
-    return lengths, cu_seqlens, _check_scale(scale, q)
+    return lengths, cu_seqlens, check_scale(scale, q)
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -280,7 +280,8 @@ def _check_options(causal: Any, dropout: Any, engine: Any, return_lse: Any) -> N
     one_of(engine, "engine", engine_names())
 
 
-def _check_scale(scale: Any, q: Tensor) -> float:
+def check_scale(scale: Any, q: Tensor) -> float:
+    """Return the scale of scores for q (B, N, H, D); raise ValueError if it is not a finite number in their type."""
     if scale is None:
         return q.shape[3] ** -0.5
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):

@@ -222,8 +222,8 @@ class MultiheadDilatedAttention(nn.Module):
         position_encoding: "none", "rotary" or "xpos", from global positions.
         rotary_base: `base` of `Rotary`.
         xpos_scale_base: `xpos_scale_base` of `Rotary`, for "xpos" only.
-        global_rotary: whether dense heads have positions. A dense head is served by `Branch(None, 1)` and by no other
-            branch. All other heads have positions.
+        global_rotary: whether dense heads have positions. Dense heads are the heads of a branch `Branch(None, 1)`, if
+            no other branch serves one of them. All other heads have positions.
         kv_conv: taps of a short convolution on v, and on k before its rotation (see `ext/convolution`). It is causal
             if the layer is causal. None means no convolution.
         recurrence: a memory of constant size besides the pattern: a `Recurrence`, or a mapping for its `from_dict`;

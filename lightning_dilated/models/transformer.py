@@ -305,7 +305,7 @@ class DilatedTransformer(StackMemory):
             positions: (N,), in the whole sequence; None: from 0 on, or from the number of cached tokens on.
             lengths, cu_seqlens: see `dilated_attention`.
             caches: one for each block.
-            chunk: each block's position in a stream, if x is a chunk of a stream; needs `positions`.
+            chunk: each block's `LayerPlace`, if x is a chunk of a stream; needs `positions`.
             watch: a function that is called with the input and with every block's output.
             normed: whether to apply the last norm.
         """
@@ -424,7 +424,7 @@ def _watched(layer: Callable[[Tensor], Tensor], watch: Callable[[Tensor], None],
 
 
 def init_weights(model: nn.Module, depth: int, dim: int) -> None:
-    """Draw matrices from Normal(0, std), output projections from Normal(0, std / sqrt(2 depth)); set biases to 0.
+    """Draw matrices from Normal(0, std), `out_proj` and `fc2` from Normal(0, std / sqrt(2 depth)); set biases to 0.
 
     std = sqrt(2 / (5 dim)) is about 0.02 for a `dim` of 1024 (SmallInit in Nguyen and Salazar 2019, arXiv 1910.05895).
     With 0.02 at every width, narrow models would hardly learn.

@@ -220,7 +220,7 @@ class Consensus:
             return agreed
         key = (repr(facts), length)
         digest = int.from_bytes(hashlib.blake2b(repr((key[0], call)).encode(), digest_size=8).digest(), "big") >> 1
-        facts = facts if call is None else {**facts, "call": call}
+        facts = facts if call is None else {**facts, "call id": call}
         if later and self.may_defer and not seed and self._agreed.get(key) == self._latest:
             expected = Agreement(self._latest, 0, self._next_number())
             self.deferred.append(DeferredCheck(facts, self._send(digest, length, seed), expected))

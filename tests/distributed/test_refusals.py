@@ -145,6 +145,20 @@ def test_closed_before_its_backward(pool):
     assert all("only after the last backward" in error for error in pool.run(2, after_close))
 
 
+def other_call(rank, group):
+    """Return the error of ranks that agree on different calls of one layer and chunk."""
+    with sequence(group) as ours:
+        try:
+            ours.agree({"call": ("kv_conv", "recurrent_attention")[rank]}, 4, call_id="layer 2, chunk 1")
+        except ValueError as error:
+            return str(error)
+
+
+def test_an_identified_call_is_named_in_the_error(pool):
+    for error in pool.run(2, other_call):
+        assert "call: rank 0 has kv_conv, rank 1 has recurrent_attention" in error
+
+
 def waiting(rank, group):
     """Let rank 0 make a call, and no other rank."""
     short = dist.new_group([0, 1], timeout=timedelta(seconds=3))

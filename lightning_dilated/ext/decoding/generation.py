@@ -123,7 +123,7 @@ def generate_stream(
     Args:
         temperature: divisor of the logits; 0: take the likeliest token.
         top_k: draw from the k likeliest tokens.
-        top_p: draw from the likeliest tokens, up to a total probability of top_p.
+        top_p: draw from the smallest number of likeliest tokens with a total probability of at least top_p.
         generator: random number generator on the prompt's device; None: torch's default.
         stop: a token that ends a row, or a list or set of them. An ended row repeats its last token; when all rows
             have ended, the stream ends.

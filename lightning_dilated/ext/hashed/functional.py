@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dilated._validation import flag, integer, real
-from lightning_dilated.attention.functional import autocast, check_documents, check_rows
+from lightning_dilated._validation import flag, integer
+from lightning_dilated.attention.functional import autocast, check_documents, check_rows, check_scale
 from lightning_dilated.ext.hashed.lookup import FLOOR, Lookup, Reads, merge_lookups
 from lightning_dilated.ext.hashed.order import codes, merge
 from lightning_dilated.pattern.rows import check_bounds
@@ -84,7 +84,7 @@ def hashed_attention(
         q: (B, N, H, D), any floating dtype.
         k, v: (B, N, K, D) with K dividing H; query head h reads kv head h // (H / K).
         z_q, z_k: (B, N, K, G, M) logits, any floating dtype; M ** G is at most 2**31.
-        null: (H,), any floating dtype.
+        null: (H,), any floating dtype, finite.
         latest: maximum number of rows that a query reads for each code.
         probes: number of codes that a query looks up, at most G + 1.
         scale: scale of q.k; 1/sqrt(D) if None.
@@ -112,7 +112,7 @@ def hashed_attention(
     q, k, v = autocast(q, k, v)
     _check_tensors(q, k, v, z_q, z_k, null)
     _check_options(latest, probes, soft, code_scores, *z_q.shape[3:])
-    scale = q.shape[3] ** -0.5 if scale is None else real(scale, "scale")
+    scale = check_scale(scale, q)
     documents, sizes = _documents(q, lengths, cu_seqlens)
     longest = max(sizes, default=0)
     if soft and longest > SOFT_TOKENS:
