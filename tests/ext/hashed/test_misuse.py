@@ -58,7 +58,7 @@ def zeros(*shape, dtype=torch.float64):
             ValueError,
             "probes must be at most 1",
         ),
-        ({"scale": 1e39}, ValueError, "scale must be finite in float32"),
+        ({"scale": float("inf")}, ValueError, "scale must be a finite number or None"),
         ({"scale": "1"}, ValueError, "scale must be a finite number or None"),
         ({"soft": 1}, TypeError, "soft must be True or False, got 1"),
         ({"code_scores": None}, TypeError, "code_scores must be True or False"),
