@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_dilated._compat.lightning import attached_trainer
 from lightning_dilated._validation import integer
 
-#: learning-rate factor for gates and decays. Adam changes a parameter by about the learning rate a step: at a usual
-#: 3e-4 a gate that starts at 0 needs 1,000 steps of one sign to reach 0.3; with this factor, 100
+#: learning-rate factor for gates and decays. In each step, Adam changes a parameter by about the learning
+#: rate. At a usual 3e-4, a gate that starts at 0 needs 1,000 steps to reach 0.3. With this factor, it needs 100
 LR_SCALE = 10.0
 
 

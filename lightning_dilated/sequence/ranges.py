@@ -129,7 +129,7 @@ class _RangesByExtent:
 
 @dataclass
 class Holed:
-    """The elements of disjoint `pieces` without disjoint `holes`, which are inside the pieces."""
+    """The elements of disjoint `pieces` that are in no hole. `holes` are disjoint, too, and inside the pieces."""
 
     pieces: list[range]
     holes: list[range] = field(default_factory=list)

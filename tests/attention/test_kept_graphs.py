@@ -144,7 +144,7 @@ def agrees(case, engine="cudnn"):
 
 @pytest.mark.gpu
 def test_gradients_laid_out_otherwise_than_before():
-    """torch caches cuDNN's graphs by the strides of q, k, v but not of the gradient, for its own attention as well."""
+    """torch's own attention caches graphs of cuDNN by the strides of q, k and v, and ignores the strides of the gradient."""
     case = Case(DilatedPattern([(128, 4)]), 1, 256, 4, 4, 64, causal=True)
     for n in (256, 320, 257, 300, 310):
         agrees(case.but(seq_len=n))

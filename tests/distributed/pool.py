@@ -142,7 +142,7 @@ class Pool:
         store = Path(self._folder.name) / "store"  # a file of this pool: other sessions could use the same port
         with pytest.MonkeyPatch.context() as patch:
             for name, value in self.environment.items():
-                patch.setenv(name, value)  # a spawned interpreter has it before it calls `_work`
+                patch.setenv(name, value)  # a spawned interpreter has the variable before `_work` runs
             environment = dict(os.environ)  # a forked worker has the variables from the start of the fork server
             for rank in range(self.size):
                 here, there = context.Pipe()

@@ -1,4 +1,4 @@
-"""DilatedModule in a real Trainer: exact means, complete optimizers, subclasses with two methods, exact resuming."""
+"""DilatedModule in a real Trainer: means are exact, optimizers complete, resuming exact; subclasses need two methods."""
 
 import contextlib
 import functools

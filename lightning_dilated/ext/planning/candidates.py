@@ -129,7 +129,7 @@ def whole_recipe(
 
 
 def _strategy(listed: Any, setup: Setup, options: dict[str, Any]) -> Any:
-    """Return the recipe's strategy if it has the planned class, else the planned strategy, with all changed options."""
+    """Return the planned strategy with all changed options; arguments of the recipe's strategy stay if its class fits."""
     path = str((listed.get("class_path") if isinstance(listed, dict) else listed) or "")
     same = path.rpartition(".")[2] in (setup.strategy, CLASSES[setup.strategy].rpartition(".")[2])
     arguments = dict(listed.get("init_args") or {}) if same and isinstance(listed, dict) else {}

@@ -157,7 +157,7 @@ def report(request: Request) -> Report:
     """Plan a run.
 
     Raises:
-        ValueError: for a model that cannot be counted, or an exchange that cannot run its pattern.
+        ValueError: if the planner does not support the model, or if the exchange cannot run the model's pattern.
     """
     subject = counted_model_of(request.model, request.precision, None, request.compile_blocks, request.gpu.capability)
     facts = Facts.of(request.model, subject)

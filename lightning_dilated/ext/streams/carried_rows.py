@@ -169,8 +169,8 @@ def _read_later(problem: Problem, piece: range, later: int) -> dict[tuple[Docume
 
 
 def _by_last(shard: ChunkShard, rows: range, reach: int, final: int) -> Iterator[tuple[int, range]]:
-    """Yield (last reader's position, rows) for rows that are read up to `reach` positions later, at most until `final`.
-    Rows with their last readers in the same chunk are joined, with the largest position."""
+    """Yield (last reader's position, rows). A row's last reader is `reach` positions later, or at `final` if that is first.
+    Rows with their last readers in the same chunk are joined, and the largest of their positions is yielded."""
     while rows:
         last = min(rows[0] + reach, final)
         end = shard.begin(min(max(0, last - shard.start) // shard.stream + 1, shard.chunks))

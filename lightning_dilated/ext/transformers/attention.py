@@ -133,7 +133,7 @@ def _check_model(module: nn.Module, documents: Tensor | None) -> None:
     if shared and follows_length(config):
         raise ValueError(
             f"rotary frequencies of {type(module).__name__} depend on the sequence length (rope_type dynamic or longrope), "
-            "but each rank has only a part of it. Train it by HFCausalLM, or take another rope_type, such as yarn."
+            "but each rank has only a part of the sequence. Train with HFCausalLM, or take another rope_type, such as yarn."
         )
     if shared or documents is not None:
         refuse_states(config)

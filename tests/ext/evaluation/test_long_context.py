@@ -98,7 +98,7 @@ def test_depth_is_where_the_needle_stands(task, form):
         parts = module._parts(rng)
         room = length - parts.size
         place = (read_text(sample) if form == "text" else read_tokens(sample, module))[2]
-        # characters or tokens of other statements before it
+        # number of characters or tokens in the statements before the needle
         if form == "text":
             before = sum(
                 len(x) + 1 for x in text_of(sample)[:place].split("\n") if "code" in x or "Var" in x or "var" in x

@@ -86,7 +86,7 @@ def test_fit_logs_it_at_each_validation(tmp_path):
 
 @pytest.mark.parametrize("tile", [None, 7])
 def test_logits_are_made_at_labels_only(tmp_path, tile):
-    """Logits are computed for all tokens in the tiles of the loss. The callback adds those at labels, and no others."""
+    """The tiles of the loss compute the logits of all tokens. The callback adds only logits at labels."""
     data, rows = task(val_size=3), {}
     for callbacks in ((), (RecallByDistance(),)):
         model, sizes = model_of(data), []

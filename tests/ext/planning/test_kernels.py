@@ -17,7 +17,7 @@ H, OUT = 64 * 128 * 4, 64 * 32 * 4
 
 
 def one(x, w, u, v):
-    """An elementwise operation between two products is written into the memory of its input."""
+    """Between two matrix products, an elementwise operation writes its result into the memory of its input."""
     return ((x @ w) * 2) @ u
 
 

@@ -58,7 +58,7 @@ def test_length_is_exact(make, name, depth, precision):
 
 @pytest.mark.parametrize("policy", ["none", "attention-kept", "block"])
 def test_a_real_step_keeps_what_was_planned(policy):
-    """Compare bytes after the forward, and gradients after the backward, with a meter over real tensors."""
+    """Planned bytes after the forward, and of gradients after the backward, equal the bytes of real tensors."""
     settings = MemorySettings(policy)
     plan = footprint(counted_model_of(encoder(), "32-true", settings), (3072, 5120))
     between, last = (next(m for m in plan.moments if m.part == part) for part in (("between",), ("backward", 3)))

@@ -129,11 +129,11 @@ _fits = itertools.count()
 class MemoryProfiler(pl.Callback):
     """Log the peak memory of each part of a training step, print a table at the end of fit, and draw a timeline.
 
-    A step includes all batches up to one in which an optimizer steps. Its phases are the forward and the backward of
+    A step ends with the batch in which an optimizer steps. Its phases are the forward and the backward of
     each block (TransformerBlocks, or else the children of ModuleLists; numbered from 1), work outside blocks ("other"),
     the optimizer, and the rest. A block's backward includes recomputation. Validation is not part of a step.
 
-    Each number is logged at the step as the maximum and (`..._min_mb`) the minimum over ranks, in MB of 1e6 bytes:
+    Each name is the maximum over ranks in MB of 1e6 bytes; the same name with `_min_mb` is the minimum. Logged are
     `memory/peak_mb` of the step; `memory/forward_mb`, `backward`, `optimizer`, `rest`; `memory/forward_block_1_mb`,
     `forward_other`, ...; on GPUs, the same for reserved bytes, `memory/peak_reserved_mb`, ...; for the host process
     `memory/host_mb` (resident), `memory/host_peak_mb` and on GPUs `memory/pinned_mb`; `memory/at_peak/KIND_mb`.
@@ -142,7 +142,7 @@ class MemoryProfiler(pl.Callback):
     phases, so `torch.cuda.max_memory_allocated()` and DeviceStatsMonitor see only the time since the last reset: read
     `peak_allocated` and `peak_reserved` here instead. On the CPU, live tensors are counted (`planning.Meter`), without
     memory that a kernel allocates and frees. Counting is slower, and compiled blocks run uncompiled in measured steps.
-    `CpuProbe` and `CudaProbe` describe the kinds; memory of unknown kind is temporary.
+    `CpuProbe` and `CudaProbe` describe each KIND; memory of an unknown kind counts as temporary.
 
     A rank that runs out of memory warns with the phase, the missing bytes, the memory in use by kind, and settings that
     would help; then the error is raised. Other ranks are not involved.
