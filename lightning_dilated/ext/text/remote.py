@@ -175,7 +175,7 @@ class RemoteFiles:
         return RemoteBytes(self, url)
 
     def read(self, url: str, start: int, stop: int) -> np.ndarray:
-        """Return bytes [start, stop) of a remote file as a new uint8 array. Raises as `explained`."""
+        """Return bytes [start, stop) of a remote file as a new uint8 array. Raise the errors that `explained` raises."""
         out = np.empty(stop - start, dtype=np.uint8)
         for number, block in self._blocks(url, start // BLOCK, -(-stop // BLOCK)):
             begin = number * BLOCK
