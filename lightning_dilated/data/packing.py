@@ -41,7 +41,7 @@ def pack_bounds(lengths: np.ndarray, budget: int, start: int = 0) -> np.ndarray:
 class PackedSamples(Dataset):
     """A dataset that is indexed by packs: an item is one row of D samples with their bounds `cu_seqlens` (D + 1,).
 
-    Its length and other attributes are those of `dataset`. An index that is a number means a pack of one sample.
+    It has the length and the other attributes of `dataset`. An index that is a number means a pack of one sample.
 
     Args:
         dataset: has `length_of(index)` or `lengths`, and has `read_ranges(index, ranges)`, which returns a mapping.

@@ -164,7 +164,7 @@ def by_definition(module, x, **options):
 @given(st.data())
 @settings(max_examples=examples(40))
 def test_dense_heads_without_positions(data):
-    """The output and every gradient are those of the definition."""
+    """The output and every gradient equal the definition's."""
     heads, kv_heads, pattern = data.draw(with_dense_heads())
     n, causal = data.draw(st.integers(1, 24)), data.draw(st.booleans())
     bounds = torch.tensor(data.draw(documents(n)), dtype=torch.int32) if data.draw(st.booleans()) else None

@@ -62,8 +62,8 @@ def collect_files(
 ) -> list[str]:
     """Return the regular files that `paths` refer to, without duplicates, in the order of the list.
 
-    A directory stands for all its files (with `suffixes`, those with these endings), sorted by relative path. A glob
-    stands for the files it matches, sorted. Names inside directories that start with "." are left out. None means the
+    A directory means all its files (with `suffixes`: the files with these endings), sorted by relative path. A glob
+    means the files that it matches, sorted. Names inside directories that start with "." are left out. None means the
     source files of Python's standard library, without its tests. URLs work the same way through `opener`.
 
     Raises: FileNotFoundError (missing path, no match, empty directory, dangling link), PermissionError (unreadable),

@@ -104,7 +104,7 @@ class SlideDataModule(SplitDataModule):
             with their blank rows, "label", "index": (D,), "slide_id": list of D names}.
         sampling: "all" takes each training slide once an epoch; "balanced" draws all classes equally often: an epoch
             has the same length and repeats slides of rare classes (`ResumableSampler`).
-        folds: number of folds of a cross-validation, in place of `test_fraction`: slides (or groups) are dealt to folds
+        folds: number of folds of a cross-validation, in place of `test_fraction`: slides (or groups) are assigned to folds
             with equal shares of every class. One fold is tested; `val_fraction` of the other slides is for validation.
         fold: number of the tested fold, from 0 to folds - 1.
         time_column, event_column: columns of survival: time to the event or to the last visit, in any unit, and 1 if

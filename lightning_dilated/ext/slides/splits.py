@@ -35,7 +35,7 @@ def check_groups(path: str, rows: list[Row], split_column: str, group_column: st
 
 
 def deal_groups(groups: list[str], labels: list[int] | None, folds: int, seed: int) -> list[int]:
-    """Return the fold of each slide, from 0 to folds - 1: groups are shuffled and dealt in rotation, class by class.
+    """Return the fold of each slide, from 0 to folds - 1: groups are shuffled and assigned in rotation, class by class.
 
     Slides of one group stay together. The numbers of groups in two folds differ by at most one, in total and for each
     class. A group counts as its rarest class: the class that the fewest groups have. The result depends only on the
