@@ -39,7 +39,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, unrotated: Sequence[int]) -> Te
     rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
     if not unrotated:
         return rotated
-    same = torch.stack([torch.arange(x.shape[2], device=x.device) == head for head in unrotated]).any(0)  # no copy from the host
+    same = torch.stack([torch.arange(x.shape[2], device=x.device) == head for head in unrotated]).any(0)
     return torch.where(same[:, None], x, rotated)
 
 
