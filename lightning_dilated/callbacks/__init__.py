@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING
 
 from lightning_dilated._extensions import lazy_names
 from lightning_dilated.callbacks.activation_recompute import ActivationRecompute
-from lightning_dilated.callbacks.metrics_bar import MetricsProgressBar
 
 if TYPE_CHECKING:
     from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
     from lightning_dilated.ext.evaluation.accuracy_by_depth import AccuracyByDepth
     from lightning_dilated.ext.evaluation.loss_by_position import LossByPosition, RecallByDistance
     from lightning_dilated.ext.evaluation.predictions import PredictionWriter
+    from lightning_dilated.ext.explain.metrics_bar import MetricsProgressBar
     from lightning_dilated.ext.explain.run_report import RunReport
     from lightning_dilated.ext.pooled.bootstrap import BootstrapIntervals
     from lightning_dilated.ext.profiling.communication import CommunicationProfiler

@@ -19,8 +19,8 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import lightning_dilated
 from lightning_dilated import callbacks
+from lightning_dilated._extensions import hook
 from lightning_dilated.callbacks import MetricsProgressBar, PredictionWriter
-from lightning_dilated.callbacks.model_table import ModelTable
 from lightning_dilated.cli.errors import PROG, fail, one_line_errors, summarize_error, wants_traceback
 from lightning_dilated.cli.load_model import checkpoint_settings, read_checkpoint
 from lightning_dilated.cli.parsing import Parser
@@ -164,7 +164,7 @@ class DilatedCLI(LightningCLI):
         trainer = super().instantiate_trainer(**kwargs)
         config = self.config.get(str(self.subcommand), self.config)  # without subcommands, the whole config
         if "ModelSummary" not in str(config.trainer.callbacks):
-            trainer.callbacks = [ModelTable() if isinstance(c, ModelSummary) else c for c in trainer.callbacks]
+            trainer.callbacks = [hook("model table")() if isinstance(c, ModelSummary) else c for c in trainer.callbacks]
         if "RichProgressBar" not in str(config.trainer.callbacks):  # Lightning's default
             trainer.callbacks = [MetricsProgressBar() if type(c) is RichProgressBar else c for c in trainer.callbacks]
         writers = [c for c in trainer.callbacks if isinstance(c, BasePredictionWriter)]

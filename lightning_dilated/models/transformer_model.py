@@ -22,7 +22,6 @@ from lightning_dilated._compat.lightning import given_hyperparameters
 from lightning_dilated._extensions import hook
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.models.blocks import BlockOptions, default_hidden
-from lightning_dilated.models.float8 import to_float8
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.transformer import DilatedTransformer, layer_bases, rotary_hint, stored_bases
 from lightning_dilated.pattern import DilatedPattern
@@ -256,6 +255,6 @@ class TransformerModel(_NamedArguments, DilatedModule):
             rotary_bases=self.rotary_bases[:depth], recurrences=self.recurrences[:depth],
         )  # fmt: skip
         if self.linear_dtype is not None:
-            to_float8(transformer.blocks)
+            hook("float8 layers")(transformer.blocks)
         transformer.graphs = hook("cuda graphs")(self.graph_padding) if self.cuda_graphs else None
         return transformer

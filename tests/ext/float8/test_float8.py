@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.models import float8
+from lightning_dilated.ext.float8 import float8
 
 pytest.importorskip("torchao")
 PATTERN = ld.DilatedPattern([(16, 1), (64, 4)])

@@ -3,7 +3,7 @@
 import pytest
 
 import lightning_dilated as ld
-from lightning_dilated.callbacks.model_table import ModelTable, table
+from lightning_dilated.ext.explain.model_table import ModelTable, table
 
 from ..models import trainer
 
