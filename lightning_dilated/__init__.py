@@ -6,7 +6,7 @@ from lightning_dilated import sequence
 from lightning_dilated._extensions import lazy_names
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
 from lightning_dilated.models import DilatedModule, LongNetLM
-from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
+from lightning_dilated.pattern import Branch, DilatedPattern, Global, Hashed, Window
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import OuterSteps, RingDilatedFSDPStrategy, RingDilatedStrategy
@@ -33,6 +33,7 @@ __all__ = [
     "DilatedPattern",
     "Exported",
     "Global",
+    "Hashed",
     "LongNetClassifier",
     "LongNetLM",
     "LongNetMLM",

@@ -124,6 +124,7 @@ HOOKS = {
     "free generation memory": "decoding.token_step:forget",
     "generate stream": "decoding.generation:generate_stream",
     "generate": "decoding.generation:generate",
+    "hashed heads of a layer": "hashed.heads:HashedHeads",
     "load a tokenizer": "text.load_tokenizer:load_text_tokenizer",
     "maps of a recurrence": "recurrence.scan:maps_received",
     "model table": "explain.model_table:ModelTable",

@@ -24,9 +24,10 @@ class Mixer(nn.Module):
 
     Attributes:
         option: the layer's option, for messages.
+        own_start: whether `reset_parameters` sets the mixer's own parameters, which `init_weights` then does not draw.
         token_flops: forward FLOPs per token, without products with weight matrices.
     """
 
     option = ""
-    mixes = adds = False
+    mixes = adds = own_start = False
     token_flops = 0

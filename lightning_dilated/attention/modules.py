@@ -24,7 +24,7 @@ from lightning_dilated.attention.functional import autocast, dilated_attention, 
 from lightning_dilated.attention.resolve import has_varying_length
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.spans import spans
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import DilatedPattern, Hashed
 from lightning_dilated.pattern.rows import dense_kv_heads
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
@@ -228,6 +228,8 @@ class MultiheadDilatedAttention(nn.Module):
             if the layer is causal. None means no convolution.
         recurrence: a memory of constant size besides the pattern: a `Recurrence`, or a mapping for its `from_dict`;
             None means no recurrence.
+        hashed: the last kv heads read rows with the query's learned code: a `Hashed`, or a mapping for its
+            `from_dict`; None means no such heads. These heads do not follow the pattern.
         batch_first: must be True.
         device, dtype: device and dtype of the parameters.
 
@@ -258,6 +260,7 @@ class MultiheadDilatedAttention(nn.Module):
         global_rotary: bool = True,
         kv_conv: int | None = None,
         recurrence: Recurrence | Mapping[str, Any] | None = None,
+        hashed: Hashed | Mapping[str, Any] | None = None,
         scale: float | None = None,
         engine: str = "auto",
         batch_first: bool = True,
@@ -274,6 +277,9 @@ class MultiheadDilatedAttention(nn.Module):
                 "batch_first=False is not offered: inputs are (B, N, E). Transpose them, or drop the argument."
             )
         self.head_dim = embed_dim // num_heads
+        if hashed is not None:
+            hashed = Hashed.from_dict(hashed)
+            pattern = hashed.without_heads(DilatedPattern.from_dict(pattern), num_heads, num_kv_heads or num_heads)
         self.attention = DilatedAttention(pattern, causal=causal, dropout=dropout, scale=scale, engine=engine)
         _, self.num_kv_heads = self.attention.pattern.check_heads(num_heads, num_kv_heads)
         if not flag(global_rotary, "global_rotary"):
@@ -283,15 +289,18 @@ class MultiheadDilatedAttention(nn.Module):
         rows = (num_heads + 2 * self.num_kv_heads) * self.head_dim
         self.in_proj_weight = nn.Parameter(torch.empty(rows, embed_dim, **factory))
         self.in_proj_bias = nn.Parameter(torch.empty(rows, **factory)) if bias else None
+        sizes = embed_dim, num_heads, self.num_kv_heads, self.head_dim
         channels = 2 * self.num_kv_heads * self.head_dim
         self.kv_conv: Any = None
         if kv_conv is not None:
             self.kv_conv = hook("short convolution of a layer")(channels, kv_conv, causal, **factory)
         self.recurrence: Any = None
         if recurrence is not None:
-            sizes = embed_dim, num_heads, self.num_kv_heads, self.head_dim
             branch = hook("recurrence of a layer")
             self.recurrence = branch(Recurrence.from_dict(recurrence), *sizes, causal, **factory)
+        self.hashed: Any = None
+        if hashed is not None:
+            self.hashed = hook("hashed heads of a layer")(hashed, *sizes, causal, scale, **factory)
         self.sub_norm = nn.LayerNorm(embed_dim, **factory) if sub_layernorm else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
         self.reset_parameters()
@@ -370,7 +379,7 @@ class MultiheadDilatedAttention(nn.Module):
     @property
     def mixers(self) -> list[Any]:
         """Return the layer's additions to attention, see `Mixer`."""
-        return [mixer for mixer in (self.kv_conv, self.recurrence) if mixer is not None]
+        return [mixer for mixer in (self.kv_conv, self.recurrence, self.hashed) if mixer is not None]
 
     def heads(
         self,

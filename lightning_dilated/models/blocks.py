@@ -18,7 +18,7 @@ from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.memory.block_memory import BlockMemory
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import DilatedPattern, Hashed
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.sequence import active_sequence
 
@@ -153,6 +153,7 @@ class TransformerBlock(BlockMemory):
         num_kv_heads: int | None = None,
         options: BlockOptions | None = None,
         recurrence: Recurrence | None = None,
+        hashed: Hashed | None = None,
     ) -> None:
         super().__init__()
         options = options or BlockOptions()
@@ -172,6 +173,7 @@ class TransformerBlock(BlockMemory):
             global_rotary=options.global_rotary,
             kv_conv=options.kv_conv,
             recurrence=recurrence,
+            hashed=hashed,
             engine=options.engine,
         )
         self.ffn_norm = make_norm(options.norm, dim)

@@ -240,7 +240,7 @@ class DilatedModule(Pretrained, LearningRate):
         copy: Any = bare_copy(self)
         copy._built, copy._patterns = False, cycle_to(self.patterns, depth) if self.patterns else ()
         changed = {"depth": depth, "pretrained": None, "compile_blocks": False, "linear_dtype": None}
-        for name in ("rotary_bases", "recurrences"):
+        for name in ("rotary_bases", "recurrences", "hashed"):
             if layers := getattr(self, name, None):
                 setattr(copy, name, cycle_to(layers, depth))
         copy.__dict__.update({name: value for name, value in changed.items() if hasattr(self, name)})
@@ -424,10 +424,14 @@ class DilatedModule(Pretrained, LearningRate):
         If ranks share a sequence, return this rank's share of the mean over all ranks' tokens, and this rank's number
         of tokens. Batches that CombinedLoader combines count as one batch.
         """
-        terms = [self.loss_terms(part) for part in batches_in(batch, self._loaders())]
+        terms = [self._terms(part) for part in batches_in(batch, self._loaders())]
         total = functools.reduce(operator.add, (losses for losses, _ in terms))
         tokens = functools.reduce(operator.add, (scalar(count, total.device) for _, count in terms))
         return loss_share(total, tokens), tokens
+
+    def _terms(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        """Return the `loss_terms` of a batch in training."""
+        return self.loss_terms(batch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the mean loss over the batch's tokens, or this rank's share of this mean if ranks share a sequence."""

@@ -21,13 +21,14 @@ from lightning_dilated._extensions import hook
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.context import LayerPlace
 from lightning_dilated.attention.functional import autocast
+from lightning_dilated.attention.mixer import Mixer
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.memory.block_memory import BlockAttention, BlockSizes, StackMemory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, drop_path_factors, make_norm
 from lightning_dilated.models.documents import Documents
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import DilatedPattern, Hashed
 from lightning_dilated.pattern.rows import cycle_to, dense_branches, pairs, pairs_of_part, shortest_cycle, window_reach
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.sequence import SequenceSpec
@@ -242,6 +243,7 @@ class DilatedTransformer(StackMemory):
         hidden: hidden features of the feed-forward; None: `default_hidden`.
         rotary_bases: one for each block, with None for a block without positions; None: `options.rotary_base` for all.
         recurrences: one for each block, with None for a block without recurrence; None: no recurrences.
+        hashed: one for each block, with None for a block without hashed heads; None: no hashed heads.
     """
 
     def __init__(
@@ -256,11 +258,13 @@ class DilatedTransformer(StackMemory):
         options: BlockOptions | None = None,
         rotary_bases: Sequence[float | None] | None = None,
         recurrences: Sequence[Recurrence | None] | None = None,
+        hashed: Sequence[Hashed | None] | None = None,
     ) -> None:
         super().__init__()
         options = options or BlockOptions()
         integer(len(patterns), "depth", 1)
         hidden = integer(hidden, "ffn_dim", 1) if hidden is not None else default_hidden(dim, options.ffn)
+        nothing = [None] * len(patterns)
         layers = [options] * len(patterns) if rotary_bases is None else [options.with_base(x) for x in rotary_bases]
         self.blocks = nn.ModuleList(
             TransformerBlock(
@@ -272,8 +276,11 @@ class DilatedTransformer(StackMemory):
                 num_kv_heads=num_kv_heads,
                 options=layer,
                 recurrence=memory,
+                hashed=codes,
             )
-            for pattern, layer, memory in zip(patterns, layers, recurrences or [None] * len(patterns), strict=True)
+            for pattern, layer, memory, codes in zip(
+                patterns, layers, recurrences or nothing, hashed or nothing, strict=True
+            )
         )
         self.norm = make_norm(options.norm, dim)
         self.drop_path = options.drop_path
@@ -430,13 +437,16 @@ def init_weights(model: nn.Module, depth: int, dim: int) -> None:
     With 0.02 at every width, narrow models would hardly learn.
     """
     std = (2 / (5 * integer(dim, "dim", 1))) ** 0.5
+    mixers = [m for m in model.modules() if isinstance(m, Mixer) and m.own_start]
+    own = {p for mixer in mixers for p in mixer.parameters(recurse=False)}
+    for mixer in mixers:
+        mixer.reset_parameters()
     for name, parameter in model.named_parameters():
+        if parameter in own:
+            continue
         if parameter.ndim < 2:
             if name.endswith("bias") and not name.endswith("decay.dt_bias"):  # the layer initializes its dt_bias
                 nn.init.zeros_(parameter)
-            continue
-        if name.endswith(("kv_conv.weight", "recurrence.conv.weight")):
-            nn.init.zeros_(parameter)  # so that the convolution is the identity
             continue
         residual = name.endswith(("out_proj.weight", "fc2.weight"))
         nn.init.normal_(parameter, std=std / (2 * depth) ** 0.5 if residual else std)

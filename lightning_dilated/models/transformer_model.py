@@ -17,6 +17,7 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
 
 from lightning_dilated._compat.lightning import given_hyperparameters
 from lightning_dilated._extensions import hook
@@ -24,7 +25,7 @@ from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.models.blocks import BlockOptions, default_hidden
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.transformer import DilatedTransformer, layer_bases, rotary_hint, stored_bases
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import DilatedPattern, Hashed
 from lightning_dilated.pattern.layers import layer_patterns, plain_patterns, read_patterns
 from lightning_dilated.pattern.pattern import LAYERS
 from lightning_dilated.pattern.rows import dense_kv_heads
@@ -137,6 +138,9 @@ class TransformerModel(_NamedArguments, DilatedModule):
         recurrence: a memory of constant size, in addition to the pattern, that compresses all earlier tokens: a `Recurrence`
             or its mapping ({"kind": "gated_delta"}); or a list of these for layers 0, 1, ..., which repeats, with None for
             a layer without memory. None: no layer has one.
+        hashed: heads that read rows with the query's learned code, at a cost almost linear in the sequence length: a
+            `Hashed` or its mapping ({"layers": [3, 7]}). The last kv heads of these layers do not follow the pattern.
+            None: no layer has such heads.
         shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, so that tokens also attend across
             the boundaries of nested segments (see `pattern.explain`).
         shift_below: shift only segments of fewer tokens than this; None: every finite segment.
@@ -171,6 +175,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
         rotary_base: float | str | list[float | str] | None = None,
         max_seq_len: int | None = None,
         recurrence: dict[str, Any] | Recurrence | list[dict[str, Any] | Recurrence | None] | None = None,
+        hashed: dict[str, Any] | Hashed | None = None,
         shift_layers: Literal["none", "odd"] = "none",
         shift_below: int | None = None,
         compile_blocks: bool = False,
@@ -192,6 +197,10 @@ class TransformerModel(_NamedArguments, DilatedModule):
         self.pattern = read_patterns(pattern, depth, num_heads, num_kv_heads)
         self._patterns = layer_patterns(self.pattern, depth, shift_layers, shift_below)
         _, self.num_kv_heads = self._patterns[0].check_heads(num_heads, num_kv_heads)
+        heads = num_heads, self.num_kv_heads
+        self.hashed = (None,) * depth if hashed is None else Hashed.from_dict(hashed).in_layers(depth)
+        layers = zip(self._patterns, self.hashed, strict=True)
+        self._patterns = tuple(x if h is None else h.without_heads(x, *heads) for x, h in layers)
         self._check_dense_heads()
         self.recurrences = layer_recurrences(recurrence, depth, self.causal)
         self.max_seq_len = max_seq_len
@@ -212,10 +221,10 @@ class TransformerModel(_NamedArguments, DilatedModule):
                 f"cuda_graphs cannot record attention_dropout={dropout}, whose mask follows a seed of the host. "
                 "Set one of them only; dropout and drop_path are recorded."
             )
-        if cuda_graphs and any(self.recurrences):
+        if cuda_graphs and any((*self.recurrences, *self.hashed)):
             raise ValueError(
-                "cuda_graphs cannot record layers with a recurrence, whose tables of tokens are copied from the host. Set "
-                "one of them only."
+                "cuda_graphs cannot record layers with a recurrence or hashed heads, because the host prepares tables for "
+                "them. Leave out cuda_graphs, or recurrence and hashed."
             )
         rotary = encoding == "rotary"
         positions = self.rotary_bases, self.patterns, None, max_seq_len, self.options.global_rotary
@@ -242,10 +251,23 @@ class TransformerModel(_NamedArguments, DilatedModule):
             saved["pattern"] = plain_patterns(self.pattern)
         if "recurrence" in saved:
             saved["recurrence"] = plain_recurrences(self.recurrences)
+        if saved.get("hashed") is not None:
+            saved["hashed"] = Hashed.from_dict(saved["hashed"]).to_dict()
         if "rotary_base" in saved and self.options.position_encoding != "none":
             # save numbers, so that loading with a different max_seq_len does not change the trained bases
             saved["rotary_base"] = stored_bases(self.rotary_bases)
         self.save_hyperparameters(saved)
+
+    def _terms(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        """Return the `loss_terms` of a batch in training, with the gradients of the hashed heads' own losses."""
+        layers = [block.attention_layer.hashed for block in self.transformer.blocks] if any(self.hashed) else []
+        heads = [layer for layer in layers if layer is not None]
+        for layer in heads:
+            layer.begin_losses(batch)
+        losses, count = super()._terms(batch)
+        for layer in heads:
+            layer.add_losses(losses)
+        return losses, count
 
     def _transformer(self, depth: int) -> DilatedTransformer:
         """Make the first `depth` layers, with initial weights."""
@@ -253,6 +275,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
             self.dim, self.patterns[:depth], self.num_heads,
             causal=self.causal, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
             rotary_bases=self.rotary_bases[:depth], recurrences=self.recurrences[:depth],
+            hashed=self.hashed[:depth],
         )  # fmt: skip
         if self.linear_dtype is not None:
             hook("float8 layers")(transformer.blocks)

@@ -59,25 +59,43 @@ def serves(device: torch.device, dtype: torch.dtype, taps: int) -> bool:
 class ShortConvolution(Mixer):
     """y_p = x_p + sum over taps i of weight_i x_(p - left + i), with a weight for each tap and channel.
 
-    Weights are initially 0. Neighbours in other documents and outside the sequence count as 0. Based (arXiv 2402.18668)
+    Neighbours in other documents and outside the sequence count as 0. Based (arXiv 2402.18668)
     and Canon layers (arXiv 2512.17351) use such a step before attention, so that a token knows its neighbours.
 
     Args:
         channels: C.
         taps: W, at least 2.
         causal: whether all W - 1 neighbours of a token precede it; if not, (W - 1) // 2 precede it, and others follow.
+        starts: (number of channels, W initial weights) of groups of channels; without it all weights are initially 0.
 
     Raises:
         TypeError, ValueError: for `taps` that is not an integer of at least 2; the message calls it kv_conv.
     """
 
-    option, mixes = "kv_conv", True
+    option, mixes, own_start = "kv_conv", True, True
 
-    def __init__(self, channels: int, taps: int, causal: bool, device: Any = None, dtype: Any = None) -> None:
+    def __init__(
+        self,
+        channels: int,
+        taps: int,
+        causal: bool,
+        device: Any = None,
+        dtype: Any = None,
+        starts: Sequence[tuple[int, Sequence[float]]] = (),
+    ) -> None:
         super().__init__()
-        self.taps, self.causal = integer(taps, "kv_conv", 2), causal
+        self.taps, self.causal, self.starts = integer(taps, "kv_conv", 2), causal, starts
         self.right = 0 if causal else taps - 1 - (taps - 1) // 2
-        self.weight = nn.Parameter(torch.zeros(taps, channels, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(taps, channels, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the initial weights."""
+        self.weight.zero_()
+        parts = self.weight.split([size for size, _ in self.starts], 1) if self.starts else ()
+        for part, (_, weights) in zip(parts, self.starts, strict=True):
+            part.copy_(part.new_tensor(weights)[:, None].expand_as(part))
 
     def forward(
         self,

@@ -67,6 +67,8 @@ def why_not_captured(model: CausalModel) -> str | None:
         return "padding='attended' is checked at every length"
     if any(block.attention_layer.recurrence is not None for block in stack.blocks):
         return "the host counts the tokens of a recurrence's state"
+    if any(block.attention_layer.hashed is not None for block in stack.blocks):
+        return "the host counts the rows of hashed heads"
     if any(rotary is not None and rotary.xpos_scale_base is not None for rotary in stack.rotaries):
         return "xPos is checked at every position"
     tensors = [*model.parameters(), *model.buffers()]

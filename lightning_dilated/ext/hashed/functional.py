@@ -39,8 +39,8 @@ class HashedLosses:
             rows of S_p have different codes.
         balance: (K,), sum over groups and codes of c log(M c), where c is the mean of softmax(z_k) over all real tokens
             of all samples. This KL divergence from the uniform distribution is small if all codes occur.
-        spread: (K,), as `balance`, but for z_q.
-        rows: (B, N, K) int64, the size of S_p. At padding, `rows`, `agree` and `contrast` are 0.
+        spread: (K,), as `balance`, but for z_q of labelled queries.
+        rows: (B, N, K) int64, the size of S_p; 0 at padding. `agree` and `contrast` are 0 at queries without a label.
     """
 
     agree: Tensor
@@ -63,6 +63,7 @@ def hashed_attention(
     scale: float | None = None,
     lengths: Tensor | Sequence[int] | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
+    labelled: Tensor | None = None,
     soft: bool = False,
     code_scores: bool = True,
 ) -> tuple[Tensor, HashedLosses]:
@@ -90,6 +91,7 @@ def hashed_attention(
         scale: scale of q.k; 1/sqrt(D) if None.
         lengths: (B,) integers, the number of tokens in each sample before its padding, where the output is 0.
         cu_seqlens: (documents + 1,) integers that rise from 0 to N, the bounds of documents (B = 1).
+        labelled: (B, N) bool, the queries that the losses agree, contrast and spread count; None: all real tokens.
         soft: read all rows j <= p, in O(N^2) and for documents of at most 8,192 tokens, to begin the training of codes;
             `latest` and `probes` have no effect.
         code_scores: False leaves log m out of the scores, so that the losses alone train the codes; only with `soft`.
@@ -114,6 +116,7 @@ def hashed_attention(
     _check_options(latest, probes, soft, code_scores, *z_q.shape[3:])
     scale = check_scale(scale, q)
     documents, sizes = _documents(q, lengths, cu_seqlens)
+    _check_labelled(labelled, q)
     longest = max(sizes, default=0)
     if soft and longest > SOFT_TOKENS:
         raise ValueError(f"soft=True takes at most {SOFT_TOKENS:,} tokens a document, got {longest:,}: set soft=False.")
@@ -137,13 +140,16 @@ def hashed_attention(
         out, agree, contrast = merge_lookups(read, null.view(shape[2], -1))
     counts = torch.zeros(lookup_codes.numel() + 1, dtype=torch.int64, device=q.device)
     counts = counts.scatter(0, order.lookups, order.end - order.begin)[:-1].view(lookup_codes.shape).sum(-1)
-    balance, spread = (_divergence(x, documents >= 0) for x in (chance_k, chance_q))
+    real = documents >= 0
+    counted = real if labelled is None else real & labelled
+    agree, contrast = (x.masked_fill(~counted[..., None], 0) for x in (agree, contrast))
+    balance, spread = _divergence(chance_k, real), _divergence(chance_q, counted)
     return out.to(q.dtype), HashedLosses(agree, contrast, balance, spread, counts)
 
 
-def _divergence(chances: Tensor, real: Tensor) -> Tensor:
-    """Return (K,): the KL divergence from uniform of the mean of chances over `real` tokens, summed over groups."""
-    mean = (chances * real[:, :, None, None, None]).sum((0, 1)) / real.sum().clamp_min(1)
+def _divergence(chances: Tensor, tokens: Tensor) -> Tensor:
+    """Return (K,): the KL divergence from uniform of the mean of chances over some tokens, summed over groups."""
+    mean = (chances * tokens[:, :, None, None, None]).sum((0, 1)) / tokens.sum().clamp_min(1)
     return (mean * (mean * chances.shape[-1]).clamp_min(FLOOR).log()).sum((-2, -1))
 
 
@@ -174,6 +180,18 @@ def _check_options(latest: Any, probes: Any, soft: Any, code_scores: Any, groups
     if not flag(soft, "soft") and not flag(code_scores, "code_scores"):
         raise ValueError("code_scores=False goes with soft=True, which trains codes; set one of them to True.")
     flag(code_scores, "code_scores")
+
+
+def _check_labelled(labelled: Any, q: Tensor) -> None:
+    if labelled is None:
+        return
+    if not isinstance(labelled, Tensor):
+        raise TypeError(f"labelled must be a torch.Tensor (B, N) or None, got {type(labelled).__name__}.")
+    if labelled.dtype != torch.bool or labelled.shape != q.shape[:2] or labelled.device != q.device:
+        raise ValueError(
+            f"labelled must be a bool tensor {tuple(q.shape[:2])} on {q.device}; got {labelled.dtype} "
+            f"{tuple(labelled.shape)} on {labelled.device}."
+        )
 
 
 def _documents(q: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor, list[int]]:

@@ -33,7 +33,15 @@ def looked_up(z: list[list[float]], probes: int) -> list[tuple[int, ...]]:
 
 
 def oracle(
-    *tensors: Tensor, latest=64, probes=1, scale=None, lengths=None, cu_seqlens=None, soft=False, code_scores=True
+    *tensors: Tensor,
+    latest=64,
+    probes=1,
+    scale=None,
+    lengths=None,
+    cu_seqlens=None,
+    labelled=None,
+    soft=False,
+    code_scores=True,
 ) -> tuple[Tensor, HashedLosses]:
     """Return out (B, N, H, D) and the losses, differentiable and in float64. For arguments see `hashed_attention`."""
     q, k, v, z_q, z_k, null = (x.double().cpu() for x in tensors)
@@ -64,11 +72,14 @@ def oracle(
     constant = weights.detach()
     others = reads_of_heads | ~reads_of_heads.any(-1, keepdim=True)  # all if a query reads none: their weights are 0
     total = match.masked_fill(~others, -torch.inf).logsumexp(-1, keepdim=True)
-    real = [torch.cat([x[b, start:stop] for b, start, stop in documents]) for x in (chance_k, chance_q)]
-    means = [x.sum(0) / max(1, len(x)) for x in real]
+    real = torch.zeros(batch, seq_len, dtype=torch.bool)
+    for b, start, stop in documents:
+        real[b, start:stop] = True
+    counted = real if labelled is None else real & labelled.cpu()
+    means = [x[tokens].sum(0) / max(1, int(tokens.sum())) for x, tokens in ((chance_k, real), (chance_q, counted))]
     return out, HashedLosses(
-        -(constant * match).sum(-1).transpose(1, 2),
-        (constant * (total - match)).sum(-1).transpose(1, 2),
+        -(constant * match).sum(-1).transpose(1, 2) * counted[..., None],
+        (constant * (total - match)).sum(-1).transpose(1, 2) * counted[..., None],
         *((c * (c * c.shape[-1]).clamp_min(1e-30).log()).sum((-2, -1)) for c in means),
         reads.sum(-1).transpose(1, 2),
     )

@@ -1,0 +1,175 @@
+"""HashedHeads: the heads of a layer that read rows by learned codes, their parameters and their training.
+
+Shape letters: B batch, N tokens, E embedding dim, H query heads and K kv heads of the layer, D head dim, G groups of M
+codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dilated.attention.context import LayerPlace
+from lightning_dilated.attention.functional import check_documents
+from lightning_dilated.attention.mixer import Mixer
+from lightning_dilated.ext.convolution.convolution import ShortConvolution
+from lightning_dilated.ext.hashed.op import HASHED, LossTerms, encode, token_flops
+from lightning_dilated.ext.hashed.state import HashedState
+from lightning_dilated.pattern import Hashed
+from lightning_dilated.sequence.group import active_sequence
+
+if TYPE_CHECKING:
+    from lightning_dilated.ext.decoding.kv_cache import KVCache
+
+#: taps of all convolutions
+TAPS = 4
+#: initial weights of taps for the token 3, 2, 1 and 0 positions before, besides the 1 of the token itself. Keys begin as
+#: the sum of a token and the token before it. Codes of queries begin as sums of three tokens, and codes of keys as the
+#: same sums one token earlier, so a query has the code of the row that follows its own three tokens elsewhere
+NONE, WITH_PREVIOUS = (0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0)
+QUERY_CODE, KEY_CODE = (0.0, 0.6, 0.8, 0.0), (0.6, 0.8, 1.0, -1.0)
+#: label of a token without a label
+IGNORE = -100
+
+
+class HashedHeads(Mixer):
+    """Add the output of `hashed_attention` for the last kv heads of a layer, and 0 for the others.
+
+    q, k and v of these heads pass through a short convolution first. Codes are computed from the layer's input by a short
+    convolution and a projection, one each for queries and keys.
+
+    Args:
+        hashed: the description.
+        embed_dim, num_heads, num_kv_heads, head_dim, causal, scale: the layer's values.
+
+    Raises:
+        ValueError: if the layer is not causal.
+    """
+
+    option, adds = "hashed", True
+
+    def __init__(
+        self,
+        hashed: Hashed,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        causal: bool,
+        scale: float | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        if not causal:
+            raise ValueError("hashed heads read earlier rows only, and this layer is not causal: leave hashed out.")
+        factory = {"device": device, "dtype": dtype}
+        self.description, self.scale = hashed, head_dim**-0.5 if scale is None else scale
+        kv_heads, group = hashed.heads, num_heads // num_kv_heads
+        self.kv_heads, self.num_heads, self.head_dim = kv_heads, kv_heads * group, head_dim
+        self.others = num_heads - self.num_heads
+        codes = hashed.groups * hashed.codes
+        self.token_flops = token_flops(hashed.latest, hashed.probes, self.num_heads, kv_heads, head_dim, codes)
+        starts = ((self.num_heads * head_dim, NONE), (kv_heads * head_dim, WITH_PREVIOUS), (kv_heads * head_dim, NONE))
+        self.conv = ShortConvolution(sum(n for n, _ in starts), TAPS, True, **factory, starts=starts)
+        self.query_conv = ShortConvolution(embed_dim, TAPS, True, **factory, starts=((embed_dim, QUERY_CODE),))
+        self.key_conv = ShortConvolution(embed_dim, TAPS, True, **factory, starts=((embed_dim, KEY_CODE),))
+        self.query_code = nn.Linear(embed_dim, kv_heads * codes, bias=False, **factory)
+        self.key_code = nn.Linear(embed_dim, kv_heads * codes, bias=False, **factory)
+        self.null = nn.Parameter(torch.zeros(self.num_heads, **factory))
+        self.terms = LossTerms((hashed.agree, hashed.contrast, hashed.balance, hashed.spread))
+
+    def add(
+        self, query: Tensor, rows: Sequence[Tensor], lengths: Any, cu_seqlens: Any, place: LayerPlace | None
+    ) -> Tensor:
+        """See `Mixer.add`.
+
+        Raises:
+            ValueError: for a chunk of a stream.
+        """
+        if place is not None:
+            raise ValueError(
+                "hashed heads are not offered for chunks of a stream yet: compute whole sequences, or leave hashed out."
+            )
+        group, documents = active_sequence(), (query, lengths, cu_seqlens)
+        lengths, cu_seqlens = check_documents(*documents) if group is None else group.guard(check_documents, *documents)
+        soft = self.training and query.shape[1] * (1 if group is None else group.ranks) <= self.description.soft_until
+        q, k, v = self._own(rows)
+        parts = self.conv.together([x.flatten(2) for x in (q, k, v)], lengths, cu_seqlens)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in parts)
+        codes = query.detach() if soft else query
+        z_q, z_k = (
+            self._logits(conv(codes, lengths, cu_seqlens), project)
+            for conv, project in ((self.query_conv, self.query_code), (self.key_conv, self.key_code))
+        )
+        spec = self._spec(soft, "" if group is None else group.name)
+        out, _ = HASHED(q, k, v, z_q, z_k, self.null, lengths, cu_seqlens, spec)
+        return nn.functional.pad(out, (0, 0, self.others, 0))
+
+    def add_new(self, x: Tensor, rows: Sequence[Tensor], cache: KVCache) -> Tensor:
+        """See `Mixer.add_new`. The cache stores the rows of all tokens, and the places of each code's latest rows."""
+        parts = [y.flatten(2) for y in self._own(rows)]
+        joint = self._continued("rows", self.conv, torch.cat(parts, -1), cache)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in joint.split([y.shape[-1] for y in parts], -1))
+        z_q = self._logits(self._continued("query", self.query_conv, x, cache), self.query_code)
+        z_k = self._logits(self._continued("key", self.key_conv, x, cache), self.key_code)
+        new = cache.clock.added(cache.length, x.shape[1], len(x))
+        hashed, state = self.description, cache.mixer_states.get(self.option)
+        if state is None:
+            out, _ = HASHED(q, k, v, z_q, z_k, self.null, torch.tensor(new), None, self._spec(False))
+            state = HashedState(hashed.latest, new, k, v, z_k, cache.max_length or 0)
+        else:
+            steps = []
+            for i in range(x.shape[1]):
+                at = slice(i, i + 1)
+                state.add(k[:, at], v[:, at], z_k[:, at], [i < count for count in new])
+                steps.append(state.read(q[:, at], z_q[:, at], self.null, hashed.probes, self.scale))
+            out = torch.cat(steps, 1)
+        cache.mixer_states[self.option] = state
+        return nn.functional.pad(out, (0, 0, self.others, 0))
+
+    def _continued(self, name: str, conv: ShortConvolution, x: Tensor, cache: KVCache) -> Tensor:
+        """Convolve new tokens x (B, n, C); the cache stores the rows that the next tokens need."""
+        name = f"{self.option}, {name}"
+        y, rows = conv.continued(x, cache.mixer_states.get(name))
+        cache.remember(name, rows, x.shape[1])
+        return y
+
+    def _own(self, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return q, k and v of the hashed heads."""
+        q, k, v = rows
+        return q[:, :, self.others :], k[:, :, -self.kv_heads :], v[:, :, -self.kv_heads :]
+
+    def _logits(self, x: Tensor, project: nn.Linear) -> Tensor:
+        """Return logits (B, N, K, G, M) in fp32 or wider."""
+        z = project(x)
+        sizes = self.kv_heads, self.description.groups, self.description.codes
+        return z.to(torch.promote_types(z.dtype, torch.float32)).unflatten(-1, sizes)
+
+    def _spec(self, soft: bool, sequence: str = "") -> str:
+        hashed = self.description
+        terms = self.terms.name if self.training else ""
+        return encode(hashed.latest, hashed.probes, self.scale, soft, terms, sequence)
+
+    # -- losses of the codes -------------------------------------------------------------------------------------------
+    def begin_losses(self, batch: Any) -> None:
+        """Let the losses count the queries of a training batch that have labels."""
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        self.terms.scale = self.terms.latest = None
+        self.terms.labelled = labels != IGNORE if self.training and isinstance(labels, Tensor) else None
+
+    def add_losses(self, losses: Tensor) -> None:
+        """Train the codes when the sum of the batch's token losses is differentiated."""
+        labelled, self.terms.labelled = self.terms.labelled, None
+
+        def begin_backward(grad: Tensor) -> None:  # before the layers' backward, which may compute layers again
+            self.terms.labelled, self.terms.scale = labelled, grad.detach()
+
+        if losses.requires_grad and labelled is not None:
+            losses.register_hook(begin_backward)
+
+    def extra_repr(self) -> str:
+        return f"{self.description}"

@@ -1,0 +1,163 @@
+"""Define hashed attention of a layer as one torch op, for compiled blocks and recomputation. The op saves its inputs.
+
+The backward computes the call again and differentiates it, together with the losses that train the codes. These losses
+are no result of the op. `LossTerms` says which queries count and how much, and the backward adds their gradients.
+Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, G groups of M codes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_dilated._ops import Op
+from lightning_dilated.ext._compat.torch import autograd_within_op
+from lightning_dilated.ext.hashed.functional import BLOCK, HashedLosses, hashed_attention
+from lightning_dilated.memory.recompute import KEPT
+from lightning_dilated.sequence.group import find_sequence, no_sequence
+
+_terms: weakref.WeakValueDictionary[str, LossTerms] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class LossTerms:
+    """The losses of one layer's codes in a training step. The op finds this object by its `name`.
+
+    Attributes:
+        weights: weights of agree, contrast, balance and spread.
+        labelled: (B, N) bool, the queries with labels; None outside of a training step's forward and backward.
+        scale: the gradient of the step's sum of token losses, set when its backward begins.
+        latest: sums over labelled queries of the latest forward: agree, contrast, rows, and the number of queries.
+    """
+
+    def __init__(self, weights: tuple[float, float, float, float]) -> None:
+        self.name, self.weights = f"losses-{next(_numbers)}", weights
+        self.labelled: Tensor | None = None
+        self.scale: Tensor | None = None
+        self.latest: Tensor | None = None
+        _terms[self.name] = self
+
+    def total(self, losses: HashedLosses, labelled: Tensor) -> Tensor:
+        """Return the weighted sum over labelled queries; balance and spread count once for each of them."""
+        agree, contrast, balance, spread = self.weights
+        by_query = (agree * losses.agree + contrast * losses.contrast).mean(-1).sum()
+        return by_query + labelled.sum() * (balance * losses.balance + spread * losses.spread).mean()
+
+
+class HashedSpec(NamedTuple):
+    """Arguments of a call that are no tensors. `encode` converts them to a string, because an op takes no objects.
+
+    Attributes:
+        soft: whether queries read all rows, and scores do not depend on codes.
+        terms: name of the `LossTerms`.
+        sequence: name of the `SequenceGroup` that shares the sequence, or "" for one rank.
+    """
+
+    latest: int
+    probes: int
+    scale: float
+    soft: bool
+    terms: str
+    sequence: str = ""
+
+    @classmethod
+    def decode(cls, code: str) -> HashedSpec:
+        """Decode a string that `encode` returned."""
+        latest, probes, scale, soft, terms, sequence = code.split("|", 5)
+        return cls(int(latest), int(probes), float.fromhex(scale), soft == "1", terms, sequence)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the keyword arguments of `hashed_attention`."""
+        words = {"latest": self.latest, "probes": self.probes, "scale": self.scale}
+        shared = {"sequence": find_sequence(self.sequence)} if self.sequence else {}
+        return {**words, "soft": self.soft, "code_scores": not self.soft, **shared}
+
+
+def encode(latest: int, probes: int, scale: float, soft: bool, terms: str, sequence: str = "") -> str:
+    """Encode a `HashedSpec` as a string. torch.compile can trace this function."""
+    return f"{latest}|{probes}|{float(scale).hex()}|{int(soft)}|{terms}|{sequence}"
+
+
+def run_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    """Return the output (B, N, H, D), and which queries the losses count, (B, N) bool; none outside of training."""
+    (*tensors, lengths, cu_seqlens, code), q = args, args[0]
+    spec = HashedSpec.decode(code)
+    terms = _terms.get(spec.terms)
+    labelled = None if terms is None else terms.labelled
+    counted = q.new_zeros(q.shape[:2], dtype=torch.bool) if labelled is None else labelled.clone()
+    with no_sequence():
+        limits = {"lengths": lengths, "cu_seqlens": cu_seqlens, "labelled": counted}
+        out, losses = hashed_attention(*tensors, **limits, **spec.settings())
+    if terms is not None and labelled is not None:
+        by_query = losses.agree.mean(-1), losses.contrast.mean(-1), losses.rows.double().mean(-1) * counted, counted
+        terms.latest = torch.stack([x.sum().double() for x in by_query])
+    return out, counted
+
+
+def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, z_q, z_k and null."""
+    *tensors, lengths, cu_seqlens, labelled, code = args
+    spec = HashedSpec.decode(code)
+    terms = _terms.get(spec.terms)
+    with no_sequence(), autograd_within_op(), torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in tensors]
+        limits = {"lengths": lengths, "cu_seqlens": cu_seqlens, "labelled": labelled}
+        out, losses = hashed_attention(*inputs, **limits, **spec.settings())
+        outputs, grads = [out], [grad]
+        if terms is not None and terms.scale is not None:
+            total = terms.total(losses, labelled)
+            outputs.append(total)
+            grads.append(terms.scale.to(total.dtype))
+        results = torch.autograd.grad(outputs, inputs, grads, allow_unused=True, materialize_grads=True)
+    return tuple(x.contiguous() for x in results)
+
+
+# -- functions that torch needs to register an op ----------------------------------------------------------------------
+def fake_forward(q, *others):
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.bool)
+
+
+def fake_backward(grad, *args):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in args[:6])
+
+
+def flops(q: Tensor, k: Tensor, v: Tensor, z_q: Tensor, *others: Any) -> int:
+    """Return the FLOPs of a forward, including padding; the last argument is the encoded spec."""
+    spec = HashedSpec.decode(others[-1])
+    sizes = q.shape[2], k.shape[2], q.shape[3], z_q.shape[3] * z_q.shape[4]
+    rows = q.shape[1] if spec.soft else spec.latest
+    return q.shape[0] * q.shape[1] * token_flops(rows, 1 if spec.soft else spec.probes, *sizes)
+
+
+def token_flops(rows: int, lookups: int, heads: int, kv_heads: int, head_dim: int, codes: int) -> int:
+    """Return the FLOPs that a token needs if a block of sorted entries computes all rows that it may read."""
+    return (1 + lookups) * (BLOCK + rows) * (4 * heads * head_dim + 2 * kv_heads * codes)
+
+
+def twice_flops(grad: Tensor, *args: Any) -> int:
+    return 2 * flops(*args)
+
+
+ROWS = "Tensor q, Tensor k, Tensor v, Tensor z_q, Tensor z_k, Tensor null, Tensor? lengths, Tensor? cu_seqlens"
+GRADIENTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+
+_OP = Op(
+    "hashed",
+    schemas=(
+        f"({ROWS}, str spec) -> (Tensor, Tensor)",
+        f"(Tensor grad, {ROWS}, Tensor labelled, str spec) -> {GRADIENTS}",
+    ),
+    caller="a layer's hashed heads",
+    remedy="Leave out create_graph=True.",
+    run=(run_forward, run_backward),
+    fake=(fake_forward, fake_backward),
+    saves=lambda args, results: ((*args[:-1], results[1]), args[-1]),
+    arguments=lambda grad, saved, spec: (grad, *saved, spec),
+    flops=(flops, twice_flops),
+)
+HASHED, HASHED_BACKWARD = _OP.forward, _OP.backward
+KEPT.append(HASHED)
