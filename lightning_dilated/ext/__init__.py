@@ -9,6 +9,7 @@ MAY_IMPORT = {
     "evaluation": ("text", "transformers"),
     "export": ("slides", "transformers"),
     "genomes": ("decoding", "evaluation", "files", "masked", "text"),
+    "hashed": ("convolution",),
     "planning": ("convolution", "explain", "recurrence", "streams"),
     "profiling": ("planning",),
     "recurrence": ("convolution",),

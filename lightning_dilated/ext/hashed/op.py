@@ -29,8 +29,8 @@ class LossTerms:
 
     Attributes:
         weights: weights of agree, contrast, balance and spread.
-        labelled: (B, N) bool, the queries with labels; None outside of a training step's forward and backward.
-        scale: the gradient of the step's sum of token losses, set when its backward begins.
+        labelled: (B, N) bool, the queries with labels; None outside of the forward and backward of a training step.
+        scale: the gradient of the step's sum of token losses; None outside of its backward.
         latest: sums over labelled queries of the latest forward: agree, contrast, rows, and the number of queries.
     """
 
@@ -151,7 +151,7 @@ _OP = Op(
         f"({ROWS}, str spec) -> (Tensor, Tensor)",
         f"(Tensor grad, {ROWS}, Tensor labelled, str spec) -> {GRADIENTS}",
     ),
-    caller="a layer's hashed heads",
+    caller="hashed attention of a layer",
     remedy="Leave out create_graph=True.",
     run=(run_forward, run_backward),
     fake=(fake_forward, fake_backward),
