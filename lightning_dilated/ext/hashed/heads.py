@@ -46,10 +46,10 @@ class HashedHeads(Mixer):
 
     Args:
         hashed: the description.
-        embed_dim, num_heads, num_kv_heads, head_dim, causal, scale: the layer's values.
+        embed_dim, num_heads, num_kv_heads, head_dim, causal, dropout, scale: the layer's values.
 
     Raises:
-        ValueError: if the layer is not causal.
+        ValueError: if the layer is not causal, or drops attention weights.
     """
 
     option, adds = "hashed", True
@@ -62,6 +62,7 @@ class HashedHeads(Mixer):
         num_kv_heads: int,
         head_dim: int,
         causal: bool,
+        dropout: float = 0.0,
         scale: float | None = None,
         device: Any = None,
         dtype: Any = None,
@@ -69,6 +70,11 @@ class HashedHeads(Mixer):
         super().__init__()
         if not causal:
             raise ValueError("hashed heads read earlier rows only, and this layer is not causal: leave hashed out.")
+        if dropout:
+            raise ValueError(
+                f"hashed heads do not drop attention weights, and attention_dropout is {dropout:g}: set it to 0, or leave "
+                "hashed out. dropout and drop_path are no obstacle."
+            )
         factory = {"device": device, "dtype": dtype}
         self.description, self.scale = hashed, head_dim**-0.5 if scale is None else scale
         kv_heads, group = hashed.heads, num_heads // num_kv_heads

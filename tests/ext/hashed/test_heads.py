@@ -306,6 +306,11 @@ def test_layers_that_are_not_causal():
         ld.LongNetMLM(PATTERN, **SIZES, hashed=HASHED)
 
 
+def test_dropout_of_weights_is_refused():
+    with pytest.raises(ValueError, match=r"attention_dropout is 0\.1: set it to 0, or leave hashed out"):
+        ld.LongNetLM(PATTERN, **SIZES, hashed=HASHED, attention_dropout=0.1)
+
+
 def test_graphs_and_head_chunks_are_refused():
     with pytest.raises(ValueError, match="cuda_graphs cannot record layers with a recurrence or hashed heads"):
         ld.LongNetLM(PATTERN, **SIZES, hashed=HASHED, cuda_graphs=True)
