@@ -4,7 +4,8 @@
     python benchmarks/far/package.py --compile --far dense --test 65536 262144 1048576 --name dense --out rows
     # on a core of a CPU, three minutes
     python benchmarks/far/package.py --device cpu --width 64 --keys 512 --per-pair 16 --queries 3 --lengths 64 256 \
-        --steps 250 150 --local 16 --tokens 4096 --lr 1e-2 --test 256 4096 65536 --chunk 4096 --least 8192 --name small --out rows
+        --steps 250 150 --local 16 --tokens 4096 --lr 1e-2 --test 256 4096 65536 --chunk 4096 --least 8192 \
+        --name small --out rows
 
 The task is the one of `task.py`, with noise as the haystack. One head of layer 0 is the far head; all other heads have
 windows. An answer counts as right if its probability is above one half, so the likeliest token is right at least as
