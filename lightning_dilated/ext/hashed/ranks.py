@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_dilated.ext.hashed.lookup import Inputs, Lookup, Reads
+from lightning_dilated.ext.hashed.lookup import Inputs, Lookup
 from lightning_dilated.ext.hashed.order import Entries, merge
 from lightning_dilated.sequence.exchange.transport import Block, Traffic, Wire, joined
 from lightning_dilated.sequence.group import SequenceGroup
@@ -184,8 +184,8 @@ class Tie(torch.autograd.Function):
 
 def look_up(
     place: Place, entries: Entries, reach: int, block: int, settings: tuple[float, bool], inputs: Inputs
-) -> tuple[Reads, Tensor]:
-    """Return the results of this rank's lookups (B N K P, ...), and the number of rows that each lookup reads."""
+) -> tuple[list[Tensor], Tensor]:
+    """Return the `Reads` of this rank's lookups, (B N K P, ...), and the number of rows that each lookup reads."""
     routes = find_routes(place, entries, reach)
     kinds = [routes.lookups, routes.rows, routes.rows, routes.lookups, routes.rows]
     ids = [Route(None, route.sends, route.receives) for route in (routes.rows, routes.lookups)]
@@ -198,7 +198,7 @@ def look_up(
         x.new_full((entries.number, *x.shape[2:]), filler).index_copy(0, routes.results, x.flatten(0, 1))
         for x, filler in zip(back, fillers, strict=True)
     )
-    return Reads(*read), counts
+    return read, counts
 
 
 def received_entries(row_ids: Tensor, lookup_ids: Tensor) -> Entries:
