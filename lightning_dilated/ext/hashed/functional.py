@@ -40,9 +40,9 @@ class HashedLosses:
         agree: (B, N, H), -sum over j in S_p of w_pj log m_pj: small if rows with large weights have p's codes.
         contrast: (B, N, H), -sum over j in S_p of w_pj log(m_pj / sum over i in S_p of m_pi): small if the other
             rows of S_p have different codes.
-        balance: (K,), sum over groups and codes of c log(M c), where c is the mean of softmax(z_k) over all real tokens
-            of all samples. This KL divergence from the uniform distribution is small if all codes occur.
-        spread: (K,), as `balance`, but for z_q of labelled queries.
+        balance: (B, K), sum over groups and codes of c log(M c), where c is the mean of softmax(z_k) over the real tokens
+            of a sample. This KL divergence from the uniform distribution is small if all codes occur.
+        spread: (B, K), as `balance`, but for z_q of labelled queries.
         rows: (B, N, K) int64, the size of S_p; 0 at padding. `agree` and `contrast` are 0 at queries without a label.
     """
 
@@ -106,8 +106,8 @@ def hashed_attention(
 
     Returns:
         out (B, N, H, D) in q's dtype, and `HashedLosses`: agree and contrast (B, N, H), small if a query has the codes
-        of the rows with large weights, and of no others; balance and spread (K,), small if all codes occur; and (B, N,
-        K), the number of rows that each query reads. On several ranks, N are this rank's tokens, and balance and spread
+        of the rows with large weights, and of no others; balance and spread (B, K), small if all codes occur; and (B,
+        N, K), the number of rows that each query reads. On several ranks, N are this rank's tokens, and balance and spread
         are the same on all ranks: divide them by the number of ranks in a loss that ranks add.
 
     Raises:
@@ -160,14 +160,15 @@ def hashed_attention(
 
 
 def _divergences(pairs: Sequence[tuple[Tensor, Tensor]], group: SequenceGroup | None) -> Tensor:
-    """Return (K,) for each pair of chances and tokens (bool): the KL divergence from uniform, summed over groups.
+    """Return (B, K) for each pair of chances and tokens (bool): the KL divergence from uniform, summed over groups.
 
-    It compares the mean of chances over these tokens of all ranks.
+    It compares the mean of chances over these tokens of a sample, on all ranks.
     """
-    sums = torch.stack([(chances * tokens[:, :, None, None, None]).sum((0, 1)) for chances, tokens in pairs])
-    counts = torch.stack([tokens.sum() for _, tokens in pairs]).to(sums.dtype)
-    total = sequence_sum(torch.cat([sums.flatten(), counts]), group)
-    mean = total[: -len(counts)].view_as(sums) / total[-len(counts) :].clamp_min(1)[:, None, None, None]
+    sums = torch.stack([(chances * tokens[:, :, None, None, None]).sum(1) for chances, tokens in pairs])
+    counts = torch.stack([tokens.sum(1) for _, tokens in pairs]).to(sums.dtype)
+    total = sequence_sum(torch.cat([sums.flatten(), counts.flatten()]), group)
+    counts = total[sums.numel() :].clamp_min(1).view_as(counts)
+    mean = total[: sums.numel()].view_as(sums) / counts[..., None, None, None]
     return (mean * (mean * sums.shape[-1]).clamp_min(FLOOR).log()).sum((-2, -1))
 
 

@@ -42,10 +42,11 @@ class LossTerms:
         _terms[self.name] = self
 
     def total(self, losses: HashedLosses, labelled: Tensor) -> Tensor:
-        """Return the weighted sum over labelled queries; balance and spread count once for each of them."""
+        """Return the weighted sum over labelled queries; a sample's balance and spread count once for each of them."""
         agree, contrast, balance, spread = self.weights
         by_query = (agree * losses.agree + contrast * losses.contrast).mean(-1).sum()
-        return by_query + labelled.sum() * (balance * losses.balance + spread * losses.spread).mean()
+        by_sample = (balance * losses.balance + spread * losses.spread).mean(-1)
+        return by_query + (labelled.sum(1) * by_sample).sum()
 
 
 class HashedSpec(NamedTuple):
