@@ -128,7 +128,8 @@ def hashed_attention(
     else:
         row_codes, lookup_codes = codes(z_k.detach()), codes(z_q.detach(), probes)
     reach, block = (longest, SOFT_BLOCK) if soft else (min(latest, longest), BLOCK)
-    order = merge(row_codes, lookup_codes, documents, tokens, reach, block)
+    limits = len(sizes), 1 if soft else z_q.shape[4] ** z_q.shape[3]
+    order = merge(row_codes, lookup_codes, documents, tokens, reach, block, limits)
     chance_q, chance_k = z_q.softmax(-1), z_k.softmax(-1)
     with torch.autocast(q.device.type, enabled=False):
         rows = (x.flatten(0, 2) for x in (q.unflatten(2, (shape[2], -1)), k, v, chance_q, chance_k))

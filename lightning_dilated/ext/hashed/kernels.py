@@ -42,10 +42,12 @@ if TYPE_CHECKING:
 #: `input_precision` of products, and of products of chances, for 16-bit and for fp32 rows. Chances are positive, so
 #: three products of bf16 (TF32) parts keep 16 (22) bits of each sum, also of a sum near the floor
 PRECISIONS = ("tf32", "bf16x3"), ("tf32x3", "tf32x3")
-#: (lookups, rows, warps) of a tile, for each number of columns of q, k and v
-FORWARD = {16: (64, 64, 4), 32: (64, 64, 4), 64: (64, 64, 4), 128: (64, 32, 4), 256: (32, 32, 4)}
-OVER_ROWS = {16: (64, 32, 4), 32: (64, 32, 4), 64: (64, 32, 4), 128: (32, 32, 4), 256: (16, 16, 4)}
-OVER_LOOKUPS = {16: (32, 64, 4), 32: (32, 64, 4), 64: (32, 64, 4), 128: (32, 32, 4), 256: (16, 16, 4)}
+#: (lookups and query heads, rows) of a tile for 16-bit rows with up to `NARROW` columns, and of other tiles, which need
+#: more registers for each pair
+TILES = {"forward": ((64, 64), (64, 16)), "over rows": ((64, 32), (64, 16)), "over lookups": ((32, 64), (16, 64))}
+NARROW = 64
+#: number of warps of a program; the gated delta rule's kernels found tiles of 16 columns wrong with 8 warps on Hopper
+WARPS = 4
 #: maximum number of lookups that a program adds to the gradients of a tile of rows
 PART = 4096
 #: lookups and query heads of a program that computes delta
@@ -352,6 +354,11 @@ def _over_lookups(
         _store_all(parts + 2 * DIM, part, acc_codes, inside, GROUPS, CODES, WIDTH)
 
 
+def tile(kernel: str, dtype: torch.dtype, dim: int) -> tuple[int, int]:
+    """Return the sizes of a kernel's tile: lookups and query heads, and rows; both are powers of two."""
+    return TILES[kernel][dtype == torch.float32 or dim > NARROW]
+
+
 class Work(NamedTuple):
     """The programs that sum over lookups.
 
@@ -407,22 +414,22 @@ class Call:
         q, k, v, chance_q, chance_k = self.inputs
         return q, *q.stride()[:2], k, k.stride(0), v, v.stride(0), chance_q, chance_k, *self.read
 
-    def options(self, table: dict[int, tuple[int, int, int]]) -> dict[str, Any]:
+    def options(self, kernel: str) -> dict[str, Any]:
         """Return the constants of a kernel and its launch options."""
         (_, group, dim), (_, groups, codes) = self.inputs.q.shape, self.inputs.chance_q.shape
-        lookups, rows, warps = table[block_dim(dim)]
-        wide = self.inputs.q.dtype == torch.float32 or kernels.interpreted()  # the interpreter lacks bf16x3
-        products, chances = PRECISIONS[wide]
+        lookups, rows = tile(kernel, self.inputs.q.dtype, dim)
+        # Triton's interpreter lacks bf16x3
+        products, chances = PRECISIONS[self.inputs.q.dtype == torch.float32 or kernels.interpreted()]
         return {
             "GROUP": group, "PROBES": self.probes, "GROUPS": groups, "CODES": codes, "WIDTH": block_dim(codes),
             "SCORES": self.code_scores, "DIM": dim, "BLOCK": block_dim(dim), "PRECISION": products,
-            "CHANCES": chances, "LOOKUPS": lookups, "ROWS": rows, "num_warps": warps, "num_stages": 1,
+            "CHANCES": chances, "LOOKUPS": lookups, "ROWS": rows, "num_warps": WARPS, "num_stages": 1,
         }  # fmt: skip
 
 
 def forward(call: Call, results: Sequence[Tensor]) -> None:
     """Write the results of lookups that read rows into `results`: out, lse, match and chance, flat over lookups."""
-    options = call.options(FORWARD)
+    options = call.options("forward")
     count = len(call.read.index) * call.inputs.q.shape[1]
     if count:
         with kernels.on(call.inputs.q.device):
@@ -443,20 +450,11 @@ def backward(call: Call, results: Sequence[Tensor], grads: Sequence[Tensor]) -> 
         common = delta, lse, chance, d_match, d_chance, d_out, *call.arguments()
         with kernels.on(q.device):
             _delta[(triton.cdiv(count, DELTA),)](
-                delta,
-                out,
-                d_out,
-                d_lse,
-                call.read.index,
-                count,
-                GROUP=group,
-                DIM=dim,
-                BLOCK=block_dim(dim),
-                LOOKUPS=DELTA,
-            )
-            options = call.options(OVER_ROWS)
+                delta, out, d_out, d_lse, call.read.index, count, GROUP=group, DIM=dim, BLOCK=block_dim(dim), LOOKUPS=DELTA
+            )  # fmt: skip
+            options = call.options("over rows")
             _over_rows[(triton.cdiv(count, options["LOOKUPS"]),)](dq, d_chance_q, *common, count, *scales, **options)
-            options = call.options(OVER_LOOKUPS)
+            options = call.options("over lookups")
             todo, widths = work(call.read, options["ROWS"]), [x.shape[1:].numel() for x in (k, v, chance_k)]
             parts = out.new_empty(todo.parts, options["ROWS"], sum(widths))
             _over_lookups[(len(todo.programs),)](
@@ -470,4 +468,4 @@ def backward(call: Call, results: Sequence[Tensor], grads: Sequence[Tensor]) -> 
             for result, x in zip((dk, dv, d_chance_k), sums.split(widths, -1), strict=True):
                 result[token] = x.reshape(-1, *result.shape[1:]).to(result.dtype)
     dq = dq.view(tokens, call.probes, group, dim).sum(1).to(q.dtype)
-    return dq, dk, dv, d_chance_q.view(tokens, -1, *chance_q.shape[1:]).sum(1), d_chance_k
+    return dq, dk, dv, d_chance_q.view(tokens, call.probes * group, *chance_q.shape[1:]).sum(1), d_chance_k

@@ -22,8 +22,10 @@ from lightning_dilated.ext.hashed.order import Order
 FLOOR = 1e-30
 #: number of scores and chances to compute at a time: 32 MB in fp32, and several times that in the backward
 PART = 1 << 23
-#: dtypes of q, k and v, largest head dim, and largest number of codes in all groups that the kernels take
-DTYPES, LARGEST, WIDEST = (torch.bfloat16, torch.float16, torch.float32), 256, 128
+#: largest head dim that the kernels take for each dtype of q, k and v
+LARGEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
+#: largest number of codes in all groups that the kernels take, if the codes of a group count as 16, 32, 64, ...
+WIDEST = 128
 
 
 class Inputs(NamedTuple):
@@ -38,14 +40,13 @@ class Inputs(NamedTuple):
 
 def why_not(inputs: Inputs) -> str | None:
     """Return None if the kernels compute lookups with these inputs, else the reason."""
-    (_, groups, codes), dim = inputs.chance_q.shape[:], inputs.q.shape[2]
-    if inputs.q.dtype not in DTYPES or inputs.chance_q.dtype != torch.float32:
-        return f"takes q in 16 bits or fp32 and chances in fp32, not {inputs.q.dtype} and {inputs.chance_q.dtype}"
-    if not 0 < dim <= LARGEST or groups * max(16, 1 << (codes - 1).bit_length()) > WIDEST:
+    dtype, dim, (groups, codes) = inputs.q.dtype, inputs.q.shape[2], inputs.chance_q.shape[1:]
+    if inputs.chance_q.dtype != torch.float32 or dim > LARGEST.get(dtype, 0):
         return (
-            f"takes head dims up to {LARGEST} and up to {WIDEST} codes in all groups, a group counting as 16, 32, ..; got "
-            f"head dim {dim} and {groups} groups of {codes}"
+            f"takes head dims up to 256 (up to 128 in fp32), not {dim} in {dtype} with {inputs.chance_q.dtype} chances"
         )
+    if groups * max(16, 1 << (codes - 1).bit_length()) > WIDEST:
+        return f"takes at most {WIDEST} codes in all groups, not {groups} groups of {codes}"
     return kernels.why_not(inputs.q.device)
 
 
