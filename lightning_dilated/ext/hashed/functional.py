@@ -77,8 +77,8 @@ def hashed_attention(
     The choice of rows has no gradient: the losses train the codes. Add their means, weighted, to your loss.
 
     Sorting finds the rows, O(N log N); scores are O(N (64 + latest)) for any codes; memory is O(N). Products are in
-    fp32 (fp64 for float64), also under autocast. Repeated runs give the same bits. Gradients cannot be differentiated
-    again. Pass q and k before rotary positions.
+    fp32 (fp64 for float64), also under autocast; on GPUs, Triton kernels round their factors to 11 bits if q has 16
+    bits. Repeated runs give the same bits. Gradients cannot be differentiated again. Pass q and k before rotary positions.
 
     Args:
         q: (B, N, H, D), any floating dtype.

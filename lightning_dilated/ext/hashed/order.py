@@ -33,7 +33,7 @@ def codes(z: Tensor, probes: int = 1) -> Tensor:
 class Order:
     """The sorted list of rows and lookups, filled up to whole blocks; a token is an index into flattened (B, N, K)."""
 
-    tokens: Tensor  # (E,), the token of each entry
+    tokens: Tensor  # (E,), the token of each entry; a lookup's token is its index // P
     lookups: Tensor  # (E,), the index of a lookup in a flattened (B, N, K, P); B N K P if the entry is no lookup
     begin: Tensor  # (E,), the index in `rows` of the first row that a lookup reads
     end: Tensor  # (E,), one more than the index of the last row that it reads; `begin` if it reads none
