@@ -82,8 +82,8 @@ def hashed_attention(
     The choice of rows has no gradient: the losses train the codes. Add their means, weighted, to your loss.
 
     Sorting finds the rows, O(N log N); scores are O(N (64 + latest)) for any codes; memory is O(N). Products are in
-    fp32 (fp64 for float64), also under autocast. Repeated runs give the same bits. Gradients cannot be differentiated
-    again. Pass q and k before rotary positions.
+    fp32 (fp64 for float64), also under autocast; on GPUs, Triton kernels round their factors to 11 bits if q has 16
+    bits. Repeated runs give the same bits. Gradients cannot be differentiated again. Pass q and k before rotary positions.
 
     Args:
         q: (B, N, H, D), any floating dtype.
@@ -136,7 +136,8 @@ def hashed_attention(
     else:
         row_codes, lookup_codes = codes(z_k.detach()), codes(z_q.detach(), probes)
     reach, block = (longest, SOFT_BLOCK) if soft else (min(latest, longest), BLOCK)
-    entries = sort(row_codes, lookup_codes, documents, tokens)
+    limits = len(sizes), 1 if soft else z_q.shape[4] ** z_q.shape[3]
+    entries = sort(row_codes, lookup_codes, documents, tokens, limits)
     chance_q, chance_k = z_q.softmax(-1), z_k.softmax(-1)
     with torch.autocast(q.device.type, enabled=False):
         rows = Inputs(*(x.flatten(0, 2) for x in (q.unflatten(2, (shape[2], -1)), k, v, chance_q, chance_k)))

@@ -223,8 +223,9 @@ def find_routes(place: Place, entries: Entries, reach: int) -> Routes:
     """Cut the sorted list of all ranks, and return this rank's routes. Collective; the host waits for the counts."""
     is_row, tokens = entries.is_row, entries.queries
     local = tokens // place.kv_heads % max(1, len(place.positions))
-    ids = torch.stack([entries.keys, place.positions[local]], 1)
-    first, cuts = find_cuts(place, entries.keys, local, splitters(place, ids))
+    keys = entries.keys.long()
+    ids = torch.stack([keys, place.positions[local]], 1)
+    first, cuts = find_cuts(place, keys, local, splitters(place, ids))
     edges = torch.cat([cuts.new_zeros(1), cuts, cuts.new_full((1,), len(tokens))])
     rows_before = torch.cat([is_row.new_zeros(1, dtype=torch.int64), is_row.cumsum(0)])
     row_edges = rows_before[edges]
