@@ -12,7 +12,6 @@ import operator
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -52,12 +51,7 @@ from lightning_dilated.models.transformer import (
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.layers import read_patterns
 from lightning_dilated.pattern.rows import cycle_to
-from lightning_dilated.recurrence.description import (
-    layer_recurrences,
-    plain_recurrences,
-    reach_in_words,
-    without_starts,
-)
+from lightning_dilated.recurrence.description import layer_recurrences, plain_recurrences, without_starts
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
 from lightning_dilated.sequence.collectives import scalar
 
@@ -192,11 +186,7 @@ class DilatedModule(Pretrained, LearningRate):
 
     def explain(self, seq_len: int) -> Explanation:
         """Return a printable explanation of the tokens that the layers' patterns reach in a sequence of N tokens."""
-        causal = getattr(self, "causal", False)
-        kv_heads = getattr(self, "num_kv_heads", None)
-        reach = hook("explain patterns")(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
-        recurrences, dim = getattr(self, "recurrences", ()), int(getattr(self, "dim", self.num_heads))
-        return replace(reach, beyond=reach_in_words(recurrences, dim // self.num_heads)) if any(recurrences) else reach
+        return hook("explain a model")(self, seq_len)
 
     # -- for export ----------------------------------------------------------------------------------------------------
     #: rows that the model adds to its input, such as a class token
@@ -424,12 +414,12 @@ class DilatedModule(Pretrained, LearningRate):
         If ranks share a sequence, return this rank's share of the mean over all ranks' tokens, and this rank's number
         of tokens. Batches that CombinedLoader combines count as one batch.
         """
-        terms = [self._terms(part) for part in batches_in(batch, self._loaders())]
+        terms = [self._training_terms(part) for part in batches_in(batch, self._loaders())]
         total = functools.reduce(operator.add, (losses for losses, _ in terms))
         tokens = functools.reduce(operator.add, (scalar(count, total.device) for _, count in terms))
         return loss_share(total, tokens), tokens
 
-    def _terms(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+    def _training_terms(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         """Return the `loss_terms` of a batch in training."""
         return self.loss_terms(batch)
 
