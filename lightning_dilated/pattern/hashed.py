@@ -76,6 +76,11 @@ class Hashed:
         values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
 
+    @property
+    def read_rows(self) -> tuple[int, ...]:
+        """The values that decide which rows a layer's heads read."""
+        return self.groups, self.codes, self.latest, self.probes, self.heads
+
     def in_layers(self, depth: int) -> tuple[Hashed | None, ...]:
         """Return the description for each of `depth` layers; None for a layer without hashed heads."""
         chosen = range(depth) if self.layers is None else self.layers
