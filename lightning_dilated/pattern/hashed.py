@@ -81,8 +81,10 @@ class Hashed:
         """The values that decide which rows a layer's heads read."""
         return self.groups, self.codes, self.latest, self.probes, self.heads
 
-    def in_layers(self, depth: int) -> tuple[Hashed | None, ...]:
+    def in_layers(self, depth: int, causal: bool = True) -> tuple[Hashed | None, ...]:
         """Return the description for each of `depth` layers; None for a layer without hashed heads."""
+        if not causal:
+            raise ValueError("hashed heads read earlier rows only, and this model is not causal: leave hashed out.")
         chosen = range(depth) if self.layers is None else self.layers
         if chosen[-1] >= depth:
             raise ValueError(f"hashed layers={list(chosen)} must be below the model's depth, {depth}.")
