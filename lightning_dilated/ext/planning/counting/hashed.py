@@ -1,4 +1,4 @@
-"""Compute the memory of the op of hashed heads in addition to its inputs and results: a Meter measures two short calls.
+"""Compute the memory of the op of hashed heads in addition to its inputs and results: a Meter measures short calls.
 
 Shape letters: N tokens, H query heads, K kv heads, D head dim, G groups of M codes, P lookups for each query.
 """
@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_dilated._compat.torch import real_tensors
+from lightning_dilated.ext._compat.torch import replaced
+from lightning_dilated.ext.hashed import lookup
 from lightning_dilated.ext.hashed.functional import BLOCK
-from lightning_dilated.ext.hashed.lookup import PART
 from lightning_dilated.ext.hashed.op import HashedSpec, LossTerms, encode, run_backward, run_forward
 
 #: smallest number of tokens of a short call, and the largest that `latest` causes
@@ -38,26 +39,31 @@ def hashed_workspace(
     The bytes are those of the PyTorch code, which runs on all devices.
     """
     described = HashedSpec.decode(spec)
-    (short, low), (long, high) = _metered(forward, sizes, dtype, described.latest, described.probes, meter)
-    return max(0, round(low + (high - low) * (tokens - short) / (long - short)))
+    # the peak is in a part of the computation or outside of all parts, whichever needs more at this length
+    in_part = _metered(forward, sizes, dtype, described.latest, described.probes, meter, lookup.PART)
+    outside = _metered(forward, sizes, dtype, 1, described.probes, meter, 1)
+    lines = [
+        low + (high - low) * (tokens - short) / (long - short) for (short, low), (long, high) in (in_part, outside)
+    ]
+    return max(0, round(max(lines)))
 
 
 @functools.lru_cache(maxsize=64)
 def _metered(
-    forward: bool, sizes: HashedSizes, dtype: torch.dtype, latest: int, probes: int, meter: Callable[[], Any]
+    forward: bool, sizes: HashedSizes, dtype: torch.dtype, latest: int, probes: int, meter: Callable[[], Any], part: int
 ) -> tuple[tuple[int, int], ...]:
-    """Run two calls on the CPU, and return the (tokens, bytes) of each.
+    """Run two calls on the CPU, and return the (tokens, bytes) of each; `part`: see `lookup.PART`.
 
-    Each call has more entries than the op computes at a time, because bytes are proportional to tokens from there on.
+    Each call has more entries than a part has, because bytes grow with tokens in a line from there on.
     """
     numbers = (BLOCK + latest) * (3 * sizes.heads // sizes.kv_heads + 2 * sizes.codes)
-    entries = 2 * PART // (numbers * sizes.kv_heads * (1 + probes))
+    entries = 2 * part // (numbers * sizes.kv_heads * (1 + probes))
     short = max(LEAST, min(latest, MOST), entries)
-    with real_tensors():
-        return tuple((n, held(forward, n, sizes, dtype, latest, probes, meter())) for n in (short, 2 * short))
+    with real_tensors(), replaced(lookup, "PART", part):
+        return tuple((n, _held(forward, n, sizes, dtype, latest, probes, meter())) for n in (short, 2 * short))
 
 
-def held(
+def _held(
     forward: bool, tokens: int, sizes: HashedSizes, dtype: torch.dtype, latest: int, probes: int, meter: Any
 ) -> int:
     """Run one call of a training step on the CPU, and return its bytes in addition to inputs and results."""
