@@ -63,7 +63,7 @@ class Hashed:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | Hashed) -> Hashed:
-        """Make the description from a mapping of its arguments; return a Hashed unchanged."""
+        """Make the description from a mapping, or raise TypeError for other values; return a Hashed unchanged."""
         if isinstance(values, Hashed):
             return values
         if not isinstance(values, Mapping):
@@ -82,7 +82,7 @@ class Hashed:
         return self.groups, self.codes, self.latest, self.probes, self.heads
 
     def in_layers(self, depth: int, causal: bool = True) -> tuple[Hashed | None, ...]:
-        """Return the description for each of `depth` layers; None for a layer without hashed heads."""
+        """Return the description, or None, for each of `depth` layers; raise ValueError for layers that cannot have it."""
         if not causal:
             raise ValueError("hashed heads read earlier rows only, and this model is not causal: leave hashed out.")
         chosen = range(depth) if self.layers is None else self.layers
@@ -91,7 +91,7 @@ class Hashed:
         return tuple(self if i in chosen else None for i in range(depth))
 
     def without_heads(self, pattern: DilatedPattern, num_heads: int, num_kv_heads: int) -> DilatedPattern:
-        """Return the pattern of the layer's other heads."""
+        """Return the pattern of the layer's other heads; raise ValueError if there are none."""
         if self.heads >= num_kv_heads:
             raise ValueError(
                 f"hashed heads={self.heads} leaves no other head: the layer has {num_kv_heads} kv heads, and at least one "
