@@ -114,7 +114,7 @@ class HashedHeads(Mixer):
             self._logits(conv(codes, lengths, cu_seqlens), project)
             for conv, project in ((self.query_conv, self.query_code), (self.key_conv, self.key_code))
         )
-        spec = self._spec(soft, "" if group is None else group.name)
+        spec = self._spec(soft, "" if group is None or group.ranks == 1 else group.name)
         out, _ = HASHED(q, k, v, z_q, z_k, self.null, lengths, cu_seqlens, spec)
         return nn.functional.pad(out, (0, 0, self.others, 0))
 
