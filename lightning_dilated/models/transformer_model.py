@@ -265,8 +265,8 @@ class TransformerModel(_NamedArguments, DilatedModule):
         for layer in heads:
             layer.begin_losses(batch)
         losses, count = super()._training_terms(batch)
-        for layer in heads:
-            layer.add_losses(losses)
+        for number, layer in enumerate(heads):
+            layer.add_losses(losses, self, number)
         return losses, count
 
     def _transformer(self, depth: int) -> DilatedTransformer:

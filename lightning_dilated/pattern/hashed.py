@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from lightning_dilated._validation import integer, known_keys, real
+from lightning_dilated._validation import integer, real
+from lightning_dilated.pattern.branch import Described
 from lightning_dilated.pattern.pattern import DilatedPattern
 
 #: largest number of codes, because a cache for decoding has a place for each code
@@ -14,7 +14,7 @@ CODES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Hashed:
+class Hashed(Described):
     """Heads that read the latest rows with the query's learned code, at a cost almost linear in the sequence length.
 
     The last `heads` kv heads of a layer, with their query heads, read rows by `hashed_attention` instead of by the
@@ -60,21 +60,6 @@ class Hashed:
             if isinstance(self.layers, (str, bytes)) or not isinstance(self.layers, Sequence) or not self.layers:
                 raise TypeError(f"hashed layers must be a list of layer numbers, or None; got {self.layers!r}.")
             fix("layers", tuple(sorted({integer(x, "hashed layers", 0) for x in self.layers})))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any] | Hashed) -> Hashed:
-        """Make the description from a mapping, or raise TypeError for other values; return a Hashed unchanged."""
-        if isinstance(values, Hashed):
-            return values
-        if not isinstance(values, Mapping):
-            raise TypeError(f"hashed is given as a Hashed or a mapping of its arguments; got {values!r}.")
-        known_keys(values, "hashed", [f.name for f in fields(cls)])
-        return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for YAML, JSON and checkpoints, without fields at their defaults."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
 
     @property
     def read_rows(self) -> tuple[int, ...]:

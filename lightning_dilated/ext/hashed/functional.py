@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_dilated._validation import flag, integer
-from lightning_dilated.attention.functional import autocast, check_documents, check_rows, check_scale
-from lightning_dilated.ext.hashed.lookup import FLOOR, Lookup, Reads, merge_lookups
-from lightning_dilated.ext.hashed.order import codes, merge
+from lightning_dilated.attention.functional import autocast, check_documents, check_rows, check_scale, group_of
+from lightning_dilated.ext.hashed import ranks
+from lightning_dilated.ext.hashed.lookup import FLOOR, Inputs, Lookup, Reads, merge_lookups
+from lightning_dilated.ext.hashed.order import codes, merge, sort
 from lightning_dilated.pattern.rows import check_bounds
-from lightning_dilated.sequence.group import active_sequence
+from lightning_dilated.sequence.collectives import sequence_sum
+from lightning_dilated.sequence.group import SequenceGroup
 
 #: number of entries in a block, for lookups by code and for soft lookups
 BLOCK, SOFT_BLOCK = 64, 256
@@ -37,9 +40,9 @@ class HashedLosses:
         agree: (B, N, H), -sum over j in S_p of w_pj log m_pj: small if rows with large weights have p's codes.
         contrast: (B, N, H), -sum over j in S_p of w_pj log(m_pj / sum over i in S_p of m_pi): small if the other
             rows of S_p have different codes.
-        balance: (K,), sum over groups and codes of c log(M c), where c is the mean of softmax(z_k) over all real tokens
-            of all samples. This KL divergence from the uniform distribution is small if all codes occur.
-        spread: (K,), as `balance`, but for z_q of labelled queries.
+        balance: (B, K), sum over groups and codes of c log(M c), where c is the mean of softmax(z_k) over the real tokens
+            of a sample. This KL divergence from the uniform distribution is small if all codes occur.
+        spread: (B, K), as `balance`, but for z_q of labelled queries.
         rows: (B, N, K) int64, the size of S_p; 0 at padding. `agree` and `contrast` are 0 at queries without a label.
     """
 
@@ -63,9 +66,10 @@ def hashed_attention(
     scale: float | None = None,
     lengths: Tensor | Sequence[int] | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
-    labelled: Tensor | None = None,
     soft: bool = False,
     code_scores: bool = True,
+    labelled: Tensor | None = None,
+    sequence: SequenceGroup | None = None,
 ) -> tuple[Tensor, HashedLosses]:
     """Attend to earlier rows that have the query's learned code, at a cost almost linear in N.
 
@@ -78,8 +82,8 @@ def hashed_attention(
     The choice of rows has no gradient: the losses train the codes. Add their means, weighted, to your loss.
 
     Sorting finds the rows, O(N log N); scores are O(N (64 + latest)) for any codes; memory is O(N). Products are in
-    fp32 (fp64 for float64), also under autocast. Repeated runs give the same bits. Gradients cannot be differentiated
-    again. Pass q and k before rotary positions.
+    fp32 (fp64 for float64), also under autocast; on GPUs, Triton kernels round their factors to 11 bits if q has 16
+    bits. Repeated runs give the same bits. Gradients cannot be differentiated again. Pass q and k before rotary positions.
 
     Args:
         q: (B, N, H, D), any floating dtype.
@@ -91,39 +95,40 @@ def hashed_attention(
         scale: scale of q.k; 1/sqrt(D) if None.
         lengths: (B,) integers, the number of tokens in each sample before its padding, where the output is 0.
         cu_seqlens: (documents + 1,) integers that rise from 0 to N, the bounds of documents (B = 1).
-        labelled: (B, N) bool, the queries that the losses agree, contrast and spread count; None: all real tokens.
         soft: read all rows j <= p, in O(N^2) and for documents of at most 8,192 tokens, to begin the training of codes;
             `latest` and `probes` have no effect.
         code_scores: False leaves log m out of the scores, so that the losses alone train the codes; only with `soft`.
+        labelled: (B, N) bool, the queries that the losses agree, contrast and spread count; None: all real tokens.
+        sequence: the ranks that share the sequence; None: the active group, or one rank if there is none. On several
+            ranks, tensors (B, N, ...) are this rank's tokens; `lengths` and `cu_seqlens` are global, and every rank
+            makes the same call with the same `null`. Every rank computes an equal part of the lookups, whatever the
+            codes are.
 
     Returns:
         out (B, N, H, D) in q's dtype, and `HashedLosses`: agree and contrast (B, N, H), small if a query has the codes
-        of the rows with large weights, and of no others; balance and spread (K,), small if all codes occur; and (B, N,
-        K), the number of rows that each query reads.
+        of the rows with large weights, and of no others; balance and spread (B, K), small if all codes occur; and (B,
+        N, K), the number of rows that each query reads. On several ranks, N are this rank's tokens, and balance and spread
+        are the same on all ranks: divide them by the number of ranks in a loss that ranks add.
 
     Raises:
-        TypeError, ValueError: naming the argument, its value and what is allowed.
-        NotImplementedError: if a `SequenceGroup` of more than one rank is active.
+        TypeError, ValueError: on every rank, if an argument is invalid on one rank or differs between ranks. The
+            message names the argument, its value and what is allowed.
     """
-    group = active_sequence()
-    if group is not None and group.ranks > 1:
-        raise NotImplementedError(
-            f"hashed attention computes on one rank so far, and the active SequenceGroup has {group.ranks} ranks. Train "
-            "with sequence_size=1, or take dilated_attention or recurrent_attention."
-        )
     q, k, v = autocast(q, k, v)
-    _check_tensors(q, k, v, z_q, z_k, null)
-    _check_options(latest, probes, soft, code_scores, *z_q.shape[3:])
-    scale = check_scale(scale, q)
-    documents, sizes = _documents(q, lengths, cu_seqlens)
-    _check_labelled(labelled, q)
+    group = group_of(sequence)
+    tensors, options = (q, k, v, z_q, z_k, null), (latest, probes, soft, code_scores)
+    check = partial(_checked, tensors, options, scale, lengths, cu_seqlens, labelled, group)
+    scale, lengths, cu_seqlens = check() if group is None else group.guard(check)
+    number, shard, positions = ranks.agree(group, tensors, (*options, scale), lengths, cu_seqlens)
+    documents, sizes = _documents(q, lengths, cu_seqlens, shard.seq_len, positions)
     longest = max(sizes, default=0)
     if soft and longest > SOFT_TOKENS:
         raise ValueError(f"soft=True takes at most {SOFT_TOKENS:,} tokens a document, got {longest:,}: set soft=False.")
 
     dtype = torch.promote_types(q.dtype, torch.float32)
     z_q, z_k, null = (x.to(dtype) for x in (z_q, z_k, null))
-    documents, shape, tokens = documents.to(q.device), k.shape[:3], sum(sizes)
+    shape, tokens = k.shape[:3], int((documents >= 0).sum())
+    documents = documents.to(q.device)
     if tokens < documents.numel():
         z_q, z_k = (x.masked_fill((documents < 0)[:, :, None, None, None], 0) for x in (z_q, z_k))
     if soft:  # all rows have the same code
@@ -131,29 +136,62 @@ def hashed_attention(
     else:
         row_codes, lookup_codes = codes(z_k.detach()), codes(z_q.detach(), probes)
     reach, block = (longest, SOFT_BLOCK) if soft else (min(latest, longest), BLOCK)
-    order = merge(row_codes, lookup_codes, documents, tokens, reach, block)
+    limits = len(sizes), 1 if soft else z_q.shape[4] ** z_q.shape[3]
+    entries = sort(row_codes, lookup_codes, documents, tokens, limits)
     chance_q, chance_k = z_q.softmax(-1), z_k.softmax(-1)
     with torch.autocast(q.device.type, enabled=False):
-        rows = (x.flatten(0, 2) for x in (q.unflatten(2, (shape[2], -1)), k, v, chance_q, chance_k))
-        read = Lookup.apply(order, lookup_codes.shape[3], (scale, code_scores), *rows)
-        read = Reads(*(x.unflatten(0, shape) for x in read))
+        rows = Inputs(*(x.flatten(0, 2) for x in (q.unflatten(2, (shape[2], -1)), k, v, chance_q, chance_k)))
+        if group is None or group.ranks == 1 or not sum(sizes):
+            order = merge(entries, reach, block)
+            reads = [x.flatten(0, 1) for x in Lookup.apply(order, lookup_codes.shape[3], (scale, code_scores), *rows)]
+            counts = order.counts(lookup_codes.numel())
+        else:
+            samples = sizes if cu_seqlens is None else [sum(sizes)]
+            place = ranks.Place.of(group, number, shard, samples, lookup_codes)
+            reads, counts = ranks.look_up(place, entries, reach, block, (scale, code_scores), rows)
+        read = Reads(*(x.unflatten(0, lookup_codes.shape) for x in reads))
         out, agree, contrast = merge_lookups(read, null.view(shape[2], -1))
-    counts = torch.zeros(lookup_codes.numel() + 1, dtype=torch.int64, device=q.device)
-    counts = counts.scatter(0, order.lookups, order.end - order.begin)[:-1].view(lookup_codes.shape).sum(-1)
     real = documents >= 0
     counted = real if labelled is None else real & labelled
     agree, contrast = (x.masked_fill(~counted[..., None], 0) for x in (agree, contrast))
-    balance, spread = _divergence(chance_k, real), _divergence(chance_q, counted)
-    return out.to(q.dtype), HashedLosses(agree, contrast, balance, spread, counts)
+    balance, spread = _divergences(((chance_k, real), (chance_q, counted)), group)
+    if group is not None and group.ranks > 1:
+        out, agree, contrast, balance, spread = ranks.Tie.apply(out, agree, contrast, balance, spread)
+    return out.to(q.dtype), HashedLosses(agree, contrast, balance, spread, counts.view(lookup_codes.shape).sum(-1))
 
 
-def _divergence(chances: Tensor, tokens: Tensor) -> Tensor:
-    """Return (K,): the KL divergence from uniform of the mean of chances over some tokens, summed over groups."""
-    mean = (chances * tokens[:, :, None, None, None]).sum((0, 1)) / tokens.sum().clamp_min(1)
-    return (mean * (mean * chances.shape[-1]).clamp_min(FLOOR).log()).sum((-2, -1))
+def _divergences(pairs: Sequence[tuple[Tensor, Tensor]], group: SequenceGroup | None) -> Tensor:
+    """Return (B, K) for each pair of chances and tokens (bool): the KL divergence from uniform, summed over groups.
+
+    It compares the mean of chances over these tokens of a sample, on all ranks.
+    """
+    sums = torch.stack([(chances * tokens[:, :, None, None, None]).sum(1) for chances, tokens in pairs])
+    counts = torch.stack([tokens.sum(1) for _, tokens in pairs]).to(sums.dtype)
+    total = sequence_sum(torch.cat([sums.flatten(), counts.flatten()]), group)
+    counts = total[sums.numel() :].clamp_min(1).view_as(counts)
+    mean = total[: sums.numel()].view_as(sums) / counts[..., None, None, None]
+    return (mean * (mean * sums.shape[-1]).clamp_min(FLOOR).log()).sum((-2, -1))
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
+def _checked(
+    tensors: Sequence[Any],
+    options: Sequence[Any],
+    scale: Any,
+    lengths: Any,
+    cu_seqlens: Any,
+    labelled: Any,
+    group: Any,
+) -> tuple[float, Tensor | None, Tensor | None]:
+    """Check all arguments as far as one rank can; return scale, lengths and cu_seqlens."""
+    _check_tensors(*tensors)
+    _check_options(*options, *tensors[3].shape[3:])
+    _check_labelled(labelled, tensors[0])
+    if group is not None and group.layout == "strided" and group.ranks > 1:
+        raise ValueError("layout='strided' has no hashed attention: set layout='contiguous' or 'zigzag'.")
+    return check_scale(scale, tensors[0]), *check_documents(tensors[0], lengths, cu_seqlens)
+
+
 def _check_tensors(q: Any, k: Any, v: Any, z_q: Any, z_k: Any, null: Any) -> None:
     check_rows(q, k, v)
     if k.shape != v.shape:
@@ -194,15 +232,15 @@ def _check_labelled(labelled: Any, q: Tensor) -> None:
         )
 
 
-def _documents(q: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor, list[int]]:
-    """Return the index of each token's document, (B, N) int64 with -1 for padding; and the length of each document."""
-    batch, seq_len = q.shape[:2]
-    lengths, cu_seqlens = check_documents(q, lengths, cu_seqlens)
+def _documents(
+    q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, seq_len: int, positions: Tensor
+) -> tuple[Tensor, list[int]]:
+    """Return the document of each token at `positions`, (B, L) int64, -1 for padding; and each document's length."""
     if cu_seqlens is not None:
-        sizes = torch.tensor(check_bounds(cu_seqlens.tolist(), seq_len)).diff()
-        return torch.arange(len(sizes)).repeat_interleave(sizes)[None], sizes.tolist()
-    counts = [seq_len] * batch if lengths is None else lengths.tolist()
+        bounds = torch.tensor(check_bounds(cu_seqlens.tolist(), seq_len))
+        return torch.searchsorted(bounds, positions, right=True)[None] - 1, bounds.diff().tolist()
+    counts = [seq_len] * len(q) if lengths is None else lengths.tolist()
     if any(not 0 <= n <= seq_len for n in counts):
         raise ValueError(f"lengths must lie in 0..{seq_len} (the padded length), got {counts[:8]}.")
-    real = torch.arange(seq_len) < torch.tensor(counts, dtype=torch.int64)[:, None]
-    return torch.where(real, torch.arange(batch)[:, None], -1), counts
+    real = positions < torch.tensor(counts, dtype=torch.int64)[:, None]
+    return torch.where(real, torch.arange(len(q))[:, None], -1), counts

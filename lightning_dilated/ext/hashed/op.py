@@ -29,8 +29,8 @@ class LossTerms:
 
     Attributes:
         weights: weights of agree, contrast, balance and spread.
-        labelled: (B, N) bool, the queries with labels; None outside of a training step's forward and backward.
-        scale: the gradient of the step's sum of token losses, set when its backward begins.
+        labelled: (B, N) bool, the queries with labels; None outside of the forward and backward of a training step.
+        scale: the gradient of the step's sum of token losses; None outside of its backward.
         latest: sums over labelled queries of the latest forward: agree, contrast, rows, and the number of queries.
     """
 
@@ -42,10 +42,11 @@ class LossTerms:
         _terms[self.name] = self
 
     def total(self, losses: HashedLosses, labelled: Tensor) -> Tensor:
-        """Return the weighted sum over labelled queries; balance and spread count once for each of them."""
+        """Return the weighted sum over labelled queries; a sample's balance and spread count once for each of them."""
         agree, contrast, balance, spread = self.weights
         by_query = (agree * losses.agree + contrast * losses.contrast).mean(-1).sum()
-        return by_query + labelled.sum() * (balance * losses.balance + spread * losses.spread).mean()
+        by_sample = (balance * losses.balance + spread * losses.spread).mean(-1)
+        return by_query + (labelled.sum(1) * by_sample).sum()
 
 
 class HashedSpec(NamedTuple):
@@ -151,7 +152,7 @@ _OP = Op(
         f"({ROWS}, str spec) -> (Tensor, Tensor)",
         f"(Tensor grad, {ROWS}, Tensor labelled, str spec) -> {GRADIENTS}",
     ),
-    caller="a layer's hashed heads",
+    caller="hashed attention of a layer",
     remedy="Leave out create_graph=True.",
     run=(run_forward, run_backward),
     fake=(fake_forward, fake_backward),

@@ -19,20 +19,34 @@ from torch import Tensor
 def codes(z: Tensor, probes: int = 1) -> Tensor:
     """Return the codes (..., P) int64 that logits (..., G, M) look up; `looked_up` in `oracle.py` defines them."""
     place = z.shape[-1] ** torch.arange(z.shape[-2], device=z.device)
+    first = z.argmax(-1, keepdim=True)
+    own = (first[..., 0] * place).sum(-1, keepdim=True)
     if probes == 1:
-        return (z.argmax(-1) * place).sum(-1, keepdim=True)
-    values, index = z.sort(dim=-1, descending=True, stable=True)
-    own = (index[..., 0] * place).sum(-1, keepdim=True)
-    least = (values[..., 0] - values[..., 1]).sort(dim=-1, stable=True).indices[..., : probes - 1]
-    return torch.cat([own, own + ((index[..., 1] - index[..., 0]) * place).gather(-1, least)], -1)
+        return own
+    second = z.scatter(-1, first, -torch.inf).argmax(-1, keepdim=True)
+    second = torch.where(second == first, 1, second)  # only index 0 can occur twice, if all other logits are -inf
+    least = (z.gather(-1, first) - z.gather(-1, second))[..., 0].sort(dim=-1, stable=True).indices[..., : probes - 1]
+    return torch.cat([own, own + ((second - first)[..., 0] * place).gather(-1, least)], -1)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Rows and lookups, sorted by document, kv head, code and position; a row comes before its own token's lookups."""
+
+    keys: Tensor  # (E,), the document, kv head and code in one number
+    is_row: Tensor  # (E,)
+    queries: Tensor  # (E,), the index of a lookup's query; for a row, the index of any query that is not padding
+    lookups: Tensor  # (E,), the index of a lookup's results; `number` if the entry is a row
+    rows: Tensor  # (R,), the index of each row
+    number: int  # number of results
 
 
 @dataclass(frozen=True)
 class Order:
-    """The sorted list of rows and lookups, filled up to whole blocks; a token is an index into flattened (B, N, K)."""
+    """The sorted list of rows and lookups, filled up to whole blocks; see `Entries`."""
 
-    tokens: Tensor  # (E,), the token of each entry
-    lookups: Tensor  # (E,), the index of a lookup in a flattened (B, N, K, P); B N K P if the entry is no lookup
+    tokens: Tensor  # (E,), the query of each entry; a lookup's query is its index // P
+    lookups: Tensor  # (E,), the index of a lookup's results, such as its index in a flattened (B, N, K, P)
     begin: Tensor  # (E,), the index in `rows` of the first row that a lookup reads
     end: Tensor  # (E,), one more than the index of the last row that it reads; `begin` if it reads none
     rows: Tensor  # (R,), the token of each row, in sorted order
@@ -40,29 +54,51 @@ class Order:
     reach: int  # L, or the length of the longest document if this is less
     block: int  # T
 
+    def counts(self, number: int) -> Tensor:
+        """Return the number of rows that each of `number` lookups reads."""
+        counts = torch.zeros(number + 1, dtype=torch.int64, device=self.end.device)
+        return counts.scatter(0, self.lookups, self.end - self.begin)[:-1]
 
-def merge(row_codes: Tensor, lookup_codes: Tensor, documents: Tensor, real: int, reach: int, block: int) -> Order:
-    """Sort rows and lookups within documents by their codes, (B, N, K, 1) and (B, N, K, P), all below 2**31.
 
-    `documents` (B, N): the index of each token's document, -1 for padding; `real`: number of tokens without padding.
+def sort(
+    row_codes: Tensor,
+    lookup_codes: Tensor,
+    documents: Tensor,
+    real: int,
+    limits: tuple[int, int] = (2**31, 2**31),
+) -> Entries:
+    """Sort rows and lookups by their codes, (B, N, K, 1) and (B, N, K, P).
+
+    Indices refer to flattened (B, N, K) and (B, N, K, P).
+
+    Args:
+        documents: (B, N), the index of each token's document, -1 for padding.
+        real: number of tokens without padding.
+        limits: numbers of documents and of codes. If they are small, keys are int32, which are sorted in half the time.
     """
     kv_heads, kinds = row_codes.shape[2], 1 + lookup_codes.shape[3]
+    largest = min(limits[0] * kv_heads * limits[1], 2**62)
     head = documents[..., None] * kv_heads + torch.arange(kv_heads, device=documents.device)
-    keys = head[..., None] * 2**31 + torch.cat([row_codes, lookup_codes], -1)
-    keys = torch.where(documents[..., None, None] < 0, 2**62, keys).flatten()  # padding comes last
+    keys = head[..., None] * limits[1] + torch.cat([row_codes, lookup_codes], -1)
+    keys = torch.where(documents[..., None, None] < 0, largest, keys).flatten()  # padding comes last
+    keys = keys.to(torch.int32 if largest < 2**31 else torch.int64)
     # a stable sort keeps equal keys in the order of positions, with a row before the lookups of its token
     keys, entry = (x[: real * kv_heads * kinds] for x in keys.sort(stable=True))
     tokens, is_row = entry // kinds, entry % kinds == 0
+    lookups = torch.where(is_row, lookup_codes.numel(), tokens * (kinds - 1) + entry % kinds - 1)
+    return Entries(keys, is_row, tokens, lookups, tokens[is_row], lookup_codes.numel())
+
+
+def merge(entries: Entries, reach: int, block: int) -> Order:
+    """Find the rows that each lookup reads: the last `reach` rows with its key."""
+    keys, is_row, queries, lookups = entries.keys, entries.is_row, entries.queries, entries.lookups
     end = is_row.cumsum(0) - is_row.long()
     new_code = torch.ones_like(is_row)
     new_code[1:] = keys[1:] != keys[:-1]
-    # `end` never decreases, so the maximum so far is its value where the current code begins
-    first_of_code = torch.where(new_code, end, 0).cummax(0).values
+    first_of_code = end[new_code.nonzero()[:, 0]][new_code.cumsum(0) - 1]
     begin = torch.where(is_row, end, torch.maximum(first_of_code, end - reach))
-    lookups = torch.where(is_row, lookup_codes.numel(), tokens * (kinds - 1) + entry % kinds - 1)
-    rows = tokens[is_row]
-    if filler := -len(entry) % block:  # fill with a real token, because padding may contain any values
-        tokens, end = (torch.cat([x, x[-1:].expand(filler)]) for x in (tokens, end))
+    if filler := -len(keys) % block:  # fill with a real token, because padding may contain any values
+        queries, end = (torch.cat([x, x[-1:].expand(filler)]) for x in (queries, end))
         begin = torch.cat([begin, end[-filler:]])
-        lookups = torch.cat([lookups, lookups.new_full((filler,), lookup_codes.numel())])
-    return Order(tokens, lookups, begin, end, rows, end[::block], reach, block)
+        lookups = torch.cat([lookups, lookups.new_full((filler,), entries.number)])
+    return Order(queries, lookups, begin, end, entries.rows, end[::block], reach, block)
