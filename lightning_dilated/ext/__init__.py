@@ -9,11 +9,12 @@ MAY_IMPORT = {
     "evaluation": ("text", "transformers"),
     "export": ("slides", "transformers"),
     "genomes": ("decoding", "evaluation", "files", "masked", "text"),
+    "hashed": ("convolution",),
     "planning": ("convolution", "explain", "recurrence", "streams"),
     "profiling": ("planning",),
     "recurrence": ("convolution",),
     "slides": ("evaluation", "files", "masked", "pooled", "text"),
-    "streams": ("convolution", "recurrence"),
+    "streams": ("convolution", "hashed", "recurrence"),
     "text": ("files",),
     "transformers": ("decoding",),
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from torch import Tensor
 from lightning_dilated._validation import flag, integer
 from lightning_dilated.attention.functional import autocast, check_documents, check_rows, check_scale
 from lightning_dilated.ext.hashed.lookup import FLOOR, Lookup, Reads, merge_lookups
-from lightning_dilated.ext.hashed.order import codes, merge
+from lightning_dilated.ext.hashed.order import codes, merge, sort
+from lightning_dilated.ext.hashed.rows import HashedRows
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.sequence.group import active_sequence
 
@@ -121,36 +122,91 @@ def hashed_attention(
     if soft and longest > SOFT_TOKENS:
         raise ValueError(f"soft=True takes at most {SOFT_TOKENS:,} tokens a document, got {longest:,}: set soft=False.")
 
+    options = Options(latest, probes, scale, soft, code_scores)
+    return compute((q, k, v, z_q, z_k, null), options, documents.to(q.device), sum(sizes), longest, labelled).losses()
+
+
+class Options(NamedTuple):
+    """Options of `hashed_attention`."""
+
+    latest: int
+    probes: int
+    scale: float
+    soft: bool
+    code_scores: bool
+
+    def row_codes(self, z_k: Tensor) -> Tensor:
+        """Return the codes (B, N, K, 1) of rows; all rows have the same code if lookups are soft."""
+        return torch.zeros_like(z_k[..., :1, 0], dtype=torch.int64) if self.soft else codes(z_k.detach())
+
+
+class Result(NamedTuple):
+    """The results of a call. `totals`: sums of chances of all rows and of counted queries, and numbers of tokens."""
+
+    out: Tensor
+    agree: Tensor
+    contrast: Tensor
+    rows: Tensor
+    chance_k: Tensor  # (B, N, K, G, M)
+    totals: Tensor  # (2, K G M + 1)
+
+    def losses(self, totals: Tensor | None = None) -> tuple[Tensor, HashedLosses]:
+        """Return the output and the losses; other `totals`, if given, are of a whole sequence."""
+        sums, tokens = (self.totals if totals is None else totals).split([self.totals.shape[1] - 1, 1], 1)
+        mean = (sums / tokens.clamp_min(1)).unflatten(1, self.chance_k.shape[2:])
+        divergence = (mean * (mean * mean.shape[-1]).clamp_min(FLOOR).log()).sum((-2, -1))
+        return self.out, HashedLosses(self.agree, self.contrast, *divergence, self.rows)
+
+
+def compute(
+    tensors: Sequence[Tensor],
+    options: Options,
+    documents: Tensor,
+    tokens: int,
+    longest: int,
+    labelled: Tensor | None = None,
+    before: HashedRows | None = None,
+) -> Result:
+    """Compute `hashed_attention` of checked tensors.
+
+    Args:
+        documents: (B, N) int64 on the device, the index of each token's document; -1 for padding.
+        tokens: number of tokens that are not padding.
+        longest: maximum number of tokens in a document, including earlier calls.
+        before: rows of earlier calls that the documents may read; the keys contain a document in place of the sample.
+    """
+    q, k, v, z_q, z_k, null = tensors
     dtype = torch.promote_types(q.dtype, torch.float32)
     z_q, z_k, null = (x.to(dtype) for x in (z_q, z_k, null))
-    documents, shape, tokens = documents.to(q.device), k.shape[:3], sum(sizes)
+    shape = k.shape[:3]
     if tokens < documents.numel():
         z_q, z_k = (x.masked_fill((documents < 0)[:, :, None, None, None], 0) for x in (z_q, z_k))
-    if soft:  # all rows have the same code
-        row_codes = lookup_codes = torch.zeros(*shape, 1, dtype=torch.int64, device=q.device)
-    else:
-        row_codes, lookup_codes = codes(z_k.detach()), codes(z_q.detach(), probes)
-    reach, block = (longest, SOFT_BLOCK) if soft else (min(latest, longest), BLOCK)
-    order = merge(row_codes, lookup_codes, documents, tokens, reach, block)
+    row_codes = options.row_codes(z_k)
+    lookup_codes = row_codes if options.soft else codes(z_q.detach(), options.probes)
+    reach, block = (longest, SOFT_BLOCK) if options.soft else (min(options.latest, longest), BLOCK)
+    entries = sort(row_codes, lookup_codes, documents, tokens, None if before is None else before.keys)
     chance_q, chance_k = z_q.softmax(-1), z_k.softmax(-1)
     with torch.autocast(q.device.type, enabled=False):
-        rows = (x.flatten(0, 2) for x in (q.unflatten(2, (shape[2], -1)), k, v, chance_q, chance_k))
-        read = Lookup.apply(order, lookup_codes.shape[3], (scale, code_scores), *rows)
+        rows = [x.flatten(0, 2) for x in (q.unflatten(2, (shape[2], -1)), k, v, chance_q, chance_k)]
+        if before is not None:
+            for i, x in zip((1, 2, 4), before.tensors()[1:], strict=True):
+                rows[i] = torch.cat([x, rows[i]])
+        order = merge(entries, reach, block)
+        read = Lookup.apply(order, lookup_codes.shape[3], (options.scale, options.code_scores), *rows)
         read = Reads(*(x.unflatten(0, shape) for x in read))
         out, agree, contrast = merge_lookups(read, null.view(shape[2], -1))
-    counts = torch.zeros(lookup_codes.numel() + 1, dtype=torch.int64, device=q.device)
-    counts = counts.scatter(0, order.lookups, order.end - order.begin)[:-1].view(lookup_codes.shape).sum(-1)
+    counts = order.counts(lookup_codes.numel()).view(lookup_codes.shape).sum(-1)
     real = documents >= 0
     counted = real if labelled is None else real & labelled
     agree, contrast = (x.masked_fill(~counted[..., None], 0) for x in (agree, contrast))
-    balance, spread = _divergence(chance_k, real), _divergence(chance_q, counted)
-    return out.to(q.dtype), HashedLosses(agree, contrast, balance, spread, counts)
+    totals = torch.stack([_total(chance_k, real), _total(chance_q, counted)])
+    return Result(out.to(q.dtype), agree, contrast, counts, chance_k, totals)
 
 
-def _divergence(chances: Tensor, tokens: Tensor) -> Tensor:
-    """Return (K,): the KL divergence from uniform of the mean of chances over some tokens, summed over groups."""
-    mean = (chances * tokens[:, :, None, None, None]).sum((0, 1)) / tokens.sum().clamp_min(1)
-    return (mean * (mean * chances.shape[-1]).clamp_min(FLOOR).log()).sum((-2, -1))
+def _total(chances: Tensor, tokens: Tensor) -> Tensor:
+    """Return the sums of chances over some tokens, and the number of these tokens, (K G M + 1,)."""
+    total = (chances * tokens[:, :, None, None, None]).sum((0, 1)).flatten()
+    return torch.cat([total, tokens.sum()[None].to(total.dtype)])
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

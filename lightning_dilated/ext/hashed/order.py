@@ -28,11 +28,23 @@ def codes(z: Tensor, probes: int = 1) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Order:
-    """The sorted list of rows and lookups, filled up to whole blocks; a token is an index into flattened (B, N, K)."""
+class Entries:
+    """Rows and lookups, sorted by document, kv head, code and position; a row comes before its own token's lookups."""
 
-    tokens: Tensor  # (E,), the token of each entry
-    lookups: Tensor  # (E,), the index of a lookup in a flattened (B, N, K, P); B N K P if the entry is no lookup
+    keys: Tensor  # (E,), the document, kv head and code in one number
+    is_row: Tensor  # (E,)
+    queries: Tensor  # (E,), the index of a lookup's query; for a row, the index of any query that is not padding
+    lookups: Tensor  # (E,), the index of a lookup's results; `number` if the entry is a row
+    rows: Tensor  # (R,), the index of each row
+    number: int  # number of results
+
+
+@dataclass(frozen=True)
+class Order:
+    """The sorted list of rows and lookups, filled up to whole blocks; see `Entries`."""
+
+    tokens: Tensor  # (E,), the query of each entry
+    lookups: Tensor  # (E,), the index of a lookup's results, such as its index in a flattened (B, N, K, P)
     begin: Tensor  # (E,), the index in `rows` of the first row that a lookup reads
     end: Tensor  # (E,), one more than the index of the last row that it reads; `begin` if it reads none
     rows: Tensor  # (R,), the token of each row, in sorted order
@@ -40,29 +52,55 @@ class Order:
     reach: int  # L, or the length of the longest document if this is less
     block: int  # T
 
+    def counts(self, number: int) -> Tensor:
+        """Return the number of rows that each of `number` lookups reads."""
+        counts = torch.zeros(number + 1, dtype=torch.int64, device=self.end.device)
+        return counts.scatter(0, self.lookups, self.end - self.begin)[:-1]
 
-def merge(row_codes: Tensor, lookup_codes: Tensor, documents: Tensor, real: int, reach: int, block: int) -> Order:
-    """Sort rows and lookups within documents by their codes, (B, N, K, 1) and (B, N, K, P), all below 2**31.
 
-    `documents` (B, N): the index of each token's document, -1 for padding; `real`: number of tokens without padding.
-    """
-    kv_heads, kinds = row_codes.shape[2], 1 + lookup_codes.shape[3]
+def keys(codes: Tensor, documents: Tensor) -> Tensor:
+    """Return the keys of codes (B, N, K, P), all below 2**31; `documents` (B, N): each token's document, -1 for padding."""
+    kv_heads = codes.shape[2]
     head = documents[..., None] * kv_heads + torch.arange(kv_heads, device=documents.device)
-    keys = head[..., None] * 2**31 + torch.cat([row_codes, lookup_codes], -1)
-    keys = torch.where(documents[..., None, None] < 0, 2**62, keys).flatten()  # padding comes last
+    # padding comes last
+    return torch.where(documents[..., None, None] < 0, 2**62, head[..., None] * 2**31 + codes)
+
+
+def sort(
+    row_codes: Tensor, lookup_codes: Tensor, documents: Tensor, real: int, before: Tensor | None = None
+) -> Entries:
+    """Sort rows and lookups by their codes, (B, N, K, 1) and (B, N, K, P); see `keys`.
+
+    `real`: number of tokens without padding. `before` (S,): the keys of rows of earlier tokens, in the order of
+    positions. Indices of rows count the rows before, then flattened (B, N, K); lookups are of flattened (B, N, K, P).
+    """
+    kinds, earlier = 1 + lookup_codes.shape[3], 0 if before is None else len(before)
+    new = keys(torch.cat([row_codes, lookup_codes], -1), documents).flatten()
+    every = new if before is None else torch.cat([before, new])
     # a stable sort keeps equal keys in the order of positions, with a row before the lookups of its token
-    keys, entry = (x[: real * kv_heads * kinds] for x in keys.sort(stable=True))
-    tokens, is_row = entry // kinds, entry % kinds == 0
+    size = real * row_codes.shape[2] * kinds + earlier if real else 0
+    sorted_keys, entry = (x[:size] for x in every.sort(stable=True))
+    entry = entry - earlier
+    tokens, kind, is_before = entry // kinds, entry % kinds, entry < 0
+    is_row = is_before | (kind == 0)
+    rows = torch.where(is_before, entry, tokens) + earlier
+    if size and earlier:
+        tokens = torch.where(is_before, tokens.max(), tokens)
+    lookups = torch.where(is_row, lookup_codes.numel(), tokens * (kinds - 1) + kind - 1)
+    return Entries(sorted_keys, is_row, tokens, lookups, rows[is_row], lookup_codes.numel())
+
+
+def merge(entries: Entries, reach: int, block: int) -> Order:
+    """Find the rows that each lookup reads: the last `reach` rows with its key."""
+    keys, is_row, queries, lookups = entries.keys, entries.is_row, entries.queries, entries.lookups
     end = is_row.cumsum(0) - is_row.long()
     new_code = torch.ones_like(is_row)
     new_code[1:] = keys[1:] != keys[:-1]
     # `end` never decreases, so the maximum so far is its value where the current code begins
     first_of_code = torch.where(new_code, end, 0).cummax(0).values
     begin = torch.where(is_row, end, torch.maximum(first_of_code, end - reach))
-    lookups = torch.where(is_row, lookup_codes.numel(), tokens * (kinds - 1) + entry % kinds - 1)
-    rows = tokens[is_row]
-    if filler := -len(entry) % block:  # fill with a real token, because padding may contain any values
-        tokens, end = (torch.cat([x, x[-1:].expand(filler)]) for x in (tokens, end))
+    if filler := -len(keys) % block:  # fill with a real token, because padding may contain any values
+        queries, end = (torch.cat([x, x[-1:].expand(filler)]) for x in (queries, end))
         begin = torch.cat([begin, end[-filler:]])
-        lookups = torch.cat([lookups, lookups.new_full((filler,), lookup_codes.numel())])
-    return Order(tokens, lookups, begin, end, rows, end[::block], reach, block)
+        lookups = torch.cat([lookups, lookups.new_full((filler,), entries.number)])
+    return Order(queries, lookups, begin, end, entries.rows, end[::block], reach, block)
