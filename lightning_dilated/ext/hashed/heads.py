@@ -16,6 +16,7 @@ from lightning_dilated.attention.context import LayerPlace
 from lightning_dilated.attention.functional import check_documents
 from lightning_dilated.attention.mixer import Mixer
 from lightning_dilated.ext.convolution.convolution import ShortConvolution
+from lightning_dilated.ext.hashed.functional import Options
 from lightning_dilated.ext.hashed.op import HASHED, LossTerms, encode, token_flops
 from lightning_dilated.ext.hashed.state import HashedState
 from lightning_dilated.pattern import Hashed
@@ -126,16 +127,13 @@ class HashedHeads(Mixer):
         new = cache.clock.added(cache.length, x.shape[1], len(x))
         hashed, state = self.description, cache.mixer_states.get(self.option)
         if state is None:
-            out, _ = HASHED(q, k, v, z_q, z_k, self.null, torch.tensor(new), None, None, self._spec(False))
-            state = HashedState(hashed.latest, new, k, v, z_k, cache.max_length or 0)
+            state = cache.mixer_states[self.option] = HashedState(hashed.latest, k, z_k, cache.max_length or 0)
+        if x.shape[1] == 1:
+            state.add(k, v, z_k, new)
+            out = state.read(q, z_q, self.null, hashed.probes, self.scale)
         else:
-            steps = []
-            for i in range(x.shape[1]):
-                at = slice(i, i + 1)
-                state.add(k[:, at], v[:, at], z_k[:, at], [i < count for count in new])
-                steps.append(state.read(q[:, at], z_q[:, at], self.null, hashed.probes, self.scale))
-            out = torch.cat(steps, 1)
-        cache.mixer_states[self.option] = state
+            options = Options(hashed.latest, hashed.probes, self.scale, False, True)
+            out = state.compute((q, k, v, z_q, z_k, self.null), new, options)
         return nn.functional.pad(out, (0, 0, self.others, 0))
 
     def _continued(self, name: str, conv: ShortConvolution, x: Tensor, cache: KVCache) -> Tensor:
