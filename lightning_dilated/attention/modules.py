@@ -300,7 +300,7 @@ class MultiheadDilatedAttention(nn.Module):
             self.recurrence = branch(Recurrence.from_dict(recurrence), *sizes, causal, **factory)
         self.hashed: Any = None
         if hashed is not None:
-            self.hashed = hook("hashed heads of a layer")(hashed, *sizes, causal, scale, **factory)
+            self.hashed = hook("hashed heads of a layer")(hashed, *sizes, causal, dropout, scale, **factory)
         self.sub_norm = nn.LayerNorm(embed_dim, **factory) if sub_layernorm else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
         self.reset_parameters()

@@ -132,7 +132,7 @@ class BlockMemory(nn.Module):
         a = self.attention_layer
         for mixer in a.mixers:
             raise ValueError(
-                f"head_chunks={settings.head_chunks} is not offered with a {mixer.option}, which reads all heads. "
+                f"head_chunks={settings.head_chunks} is not offered with {mixer.option}, which reads all heads. "
                 f"Set head_chunks=1; policy, every, offload and tile work with it. Or leave {mixer.option} out."
             )
         if has_hooks(a):

@@ -424,12 +424,12 @@ class DilatedModule(Pretrained, LearningRate):
         If ranks share a sequence, return this rank's share of the mean over all ranks' tokens, and this rank's number
         of tokens. Batches that CombinedLoader combines count as one batch.
         """
-        terms = [self._terms(part) for part in batches_in(batch, self._loaders())]
+        terms = [self._training_terms(part) for part in batches_in(batch, self._loaders())]
         total = functools.reduce(operator.add, (losses for losses, _ in terms))
         tokens = functools.reduce(operator.add, (scalar(count, total.device) for _, count in terms))
         return loss_share(total, tokens), tokens
 
-    def _terms(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+    def _training_terms(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         """Return the `loss_terms` of a batch in training."""
         return self.loss_terms(batch)
 

@@ -258,15 +258,15 @@ class TransformerModel(_NamedArguments, DilatedModule):
             saved["rotary_base"] = stored_bases(self.rotary_bases)
         self.save_hyperparameters(saved)
 
-    def _terms(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+    def _training_terms(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         """Return the `loss_terms` of a batch in training, with the gradients of the hashed heads' own losses."""
         layers = [block.attention_layer.hashed for block in self.transformer.blocks] if any(self.hashed) else []
         heads = [layer for layer in layers if layer is not None]
         for layer in heads:
             layer.begin_losses(batch)
-        losses, count = super()._terms(batch)
-        for layer in heads:
-            layer.add_losses(losses)
+        losses, count = super()._training_terms(batch)
+        for number, layer in enumerate(heads):
+            layer.add_losses(losses, self, number)
         return losses, count
 
     def _transformer(self, depth: int) -> DilatedTransformer:

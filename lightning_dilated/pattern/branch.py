@@ -19,10 +19,38 @@ MOST_RESIDUES = 1024
 UNNAMED = ("segment_length", "dilation_rate", "width", "tokens")
 
 
-class _Branch:
-    """Base class of the kinds of branches; each kind is a dataclass."""
+class Described:
+    """Base class of dataclasses that files store as plain values, without fields at their defaults."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def _changed_fields(self) -> dict[str, Any]:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for YAML and JSON, without fields at their defaults."""
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in self._changed_fields().items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any] | Self) -> Self:
+        """Make an object from a mapping of its arguments, as `to_dict` returns it; return an object unchanged.
+
+        Raises:
+            TypeError: if `values` is neither a mapping nor an object of this class.
+        """
+        if isinstance(values, cls):
+            return values
+        name = cls.__name__
+        if not isinstance(values, Mapping):
+            raise TypeError(f"{name.lower()} is given as a {name} or a mapping of its arguments; got {values!r}.")
+        known_keys(values, name.lower(), [f.name for f in fields(cls)])
+        return cls(**values)
+
+
+class _Branch(Described):
+    """Base class of the kinds of branches; each kind is a dataclass."""
+
     heads: tuple[int, ...] | None
 
     def residues(self) -> tuple[Self, ...]:
@@ -32,14 +60,6 @@ class _Branch:
     def serves(self, head: int) -> bool:
         """Return whether a query head uses this branch."""
         return self.heads is None or head in self.heads
-
-    def _changed_fields(self) -> dict[str, Any]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for YAML and JSON, without fields at their defaults."""
-        return {name: list(x) if isinstance(x, tuple) else x for name, x in self._changed_fields().items()}
 
     def __repr__(self) -> str:
         texts = {name: _ranges(x) if isinstance(x, tuple) else str(x) for name, x in self._changed_fields().items()}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from lightning_dilated._validation import integer, known_keys, real
+from lightning_dilated._validation import integer, real
+from lightning_dilated.pattern.branch import Described
 from lightning_dilated.pattern.pattern import DilatedPattern
 
 #: largest number of codes, because a cache for decoding has a place for each code
@@ -14,7 +14,7 @@ CODES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Hashed:
+class Hashed(Described):
     """Heads that read the latest rows with the query's learned code, at a cost almost linear in the sequence length.
 
     The last `heads` kv heads of a layer, with their query heads, read rows by `hashed_attention` instead of by the
@@ -61,30 +61,15 @@ class Hashed:
                 raise TypeError(f"hashed layers must be a list of layer numbers, or None; got {self.layers!r}.")
             fix("layers", tuple(sorted({integer(x, "hashed layers", 0) for x in self.layers})))
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any] | Hashed) -> Hashed:
-        """Make the description from a mapping of its arguments; return a Hashed unchanged."""
-        if isinstance(values, Hashed):
-            return values
-        if not isinstance(values, Mapping):
-            raise TypeError(f"hashed is given as a Hashed or a mapping of its arguments; got {values!r}.")
-        known_keys(values, "hashed", [f.name for f in fields(cls)])
-        return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for YAML, JSON and checkpoints, without fields at their defaults."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
-
     def in_layers(self, depth: int) -> tuple[Hashed | None, ...]:
-        """Return the description for each of `depth` layers; None for a layer without hashed heads."""
+        """Return the description for each of `depth` layers, or None; raise ValueError for a layer that does not exist."""
         chosen = range(depth) if self.layers is None else self.layers
         if chosen[-1] >= depth:
             raise ValueError(f"hashed layers={list(chosen)} must be below the model's depth, {depth}.")
         return tuple(self if i in chosen else None for i in range(depth))
 
     def without_heads(self, pattern: DilatedPattern, num_heads: int, num_kv_heads: int) -> DilatedPattern:
-        """Return the pattern of the layer's other heads."""
+        """Return the pattern of the layer's other heads; raise ValueError if it serves none of them."""
         if self.heads >= num_kv_heads:
             raise ValueError(
                 f"hashed heads={self.heads} leaves no other head: the layer has {num_kv_heads} kv heads, and at least one "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from lightning_dilated._extensions import hook
-from lightning_dilated._validation import integer, known_keys, one_of, real
+from lightning_dilated._validation import integer, one_of, real
+from lightning_dilated.pattern.branch import Described
 from lightning_dilated.pattern.rows import cycle_to, shortest_cycle
 
 KINDS = ("gated_delta", "linear", "delta")
@@ -16,7 +17,7 @@ SEGMENTED = ("linear", "delta")
 
 
 @dataclass(frozen=True)
-class Recurrence:
+class Recurrence(Described):
     """A memory of constant size besides dilated attention: D x D numbers per kv head, which every later token reads.
 
     The heads' outputs are A + scale sigmoid(W_g x) RMSNorm(M), where A is dilated attention, M is `recurrent_attention`
@@ -82,22 +83,7 @@ class Recurrence:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML, JSON and checkpoints: `kind`, and fields that are not at their defaults."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {f.name: values[f.name] for f in fields(self) if f.name == "kind" or values[f.name] != f.default}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any] | Recurrence) -> Recurrence:
-        """Make a Recurrence from the values of `to_dict`; return a Recurrence unchanged.
-
-        Raises:
-            TypeError: if `values` is neither a mapping nor a Recurrence.
-        """
-        if isinstance(values, Recurrence):
-            return values
-        if not isinstance(values, Mapping):
-            raise TypeError(f"a recurrence is given as a Recurrence or a mapping of its arguments; got {values!r}.")
-        known_keys(values, "recurrence", [f.name for f in fields(cls)])
-        return cls(**values)
+        return {"kind": self.kind} | super().to_dict()
 
 
 #: a model's `recurrence`: one for all layers, None, or a list for layers 0, 1, ... that repeats

@@ -213,6 +213,11 @@ def autograd_within_op() -> Iterator[None]:
         yield
 
 
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that now runs. Uses `_execution_engine.queue_callback`, as DDP does."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 def map_tree(function: Callable[[Any], Any], tree: Any, leaf: type | None = None) -> Any:
     """Apply a function to each leaf of a tree of containers. Uses `torch.utils._pytree.tree_map` of torch 2.11 to 2.13.
 

@@ -64,9 +64,9 @@ def hashed_attention(
     scale: float | None = None,
     lengths: Tensor | Sequence[int] | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
-    labelled: Tensor | None = None,
     soft: bool = False,
     code_scores: bool = True,
+    labelled: Tensor | None = None,
 ) -> tuple[Tensor, HashedLosses]:
     """Attend to earlier rows that have the query's learned code, at a cost almost linear in N.
 
@@ -92,10 +92,10 @@ def hashed_attention(
         scale: scale of q.k; 1/sqrt(D) if None.
         lengths: (B,) integers, the number of tokens in each sample before its padding, where the output is 0.
         cu_seqlens: (documents + 1,) integers that rise from 0 to N, the bounds of documents (B = 1).
-        labelled: (B, N) bool, the queries that the losses agree, contrast and spread count; None: all real tokens.
         soft: read all rows j <= p, in O(N^2) and for documents of at most 8,192 tokens, to begin the training of codes;
             `latest` and `probes` have no effect.
         code_scores: False leaves log m out of the scores, so that the losses alone train the codes; only with `soft`.
+        labelled: (B, N) bool, the queries that the losses agree, contrast and spread count; None: all real tokens.
 
     Returns:
         out (B, N, H, D) in q's dtype, and `HashedLosses`: agree and contrast (B, N, H), small if a query has the codes

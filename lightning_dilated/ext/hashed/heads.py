@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated._compat.lightning import attached_trainer
 from lightning_dilated.attention.context import LayerPlace
 from lightning_dilated.attention.functional import check_documents
 from lightning_dilated.attention.mixer import Mixer
+from lightning_dilated.ext._compat.torch import after_backward
 from lightning_dilated.ext.convolution.convolution import ShortConvolution
 from lightning_dilated.ext.hashed.functional import Options
 from lightning_dilated.ext.hashed.op import HASHED, LossTerms, encode, token_flops
@@ -44,10 +47,10 @@ class HashedHeads(Mixer):
 
     Args:
         hashed: the description.
-        embed_dim, num_heads, num_kv_heads, head_dim, causal, scale: the layer's values.
+        embed_dim, num_heads, num_kv_heads, head_dim, causal, dropout, scale: the layer's values.
 
     Raises:
-        ValueError: if the layer is not causal.
+        ValueError: if the layer is not causal, or drops attention weights.
     """
 
     option, adds = "hashed", True
@@ -60,6 +63,7 @@ class HashedHeads(Mixer):
         num_kv_heads: int,
         head_dim: int,
         causal: bool,
+        dropout: float = 0.0,
         scale: float | None = None,
         device: Any = None,
         dtype: Any = None,
@@ -67,6 +71,11 @@ class HashedHeads(Mixer):
         super().__init__()
         if not causal:
             raise ValueError("hashed heads read earlier rows only, and this layer is not causal: leave hashed out.")
+        if dropout:
+            raise ValueError(
+                f"hashed heads do not drop attention weights, and attention_dropout is {dropout:g}: set it to 0, or leave "
+                "hashed out. dropout and drop_path are no obstacle."
+            )
         factory = {"device": device, "dtype": dtype}
         self.description, self.scale = hashed, head_dim**-0.5 if scale is None else scale
         kv_heads, group = hashed.heads, num_heads // num_kv_heads
@@ -163,18 +172,28 @@ class HashedHeads(Mixer):
     def begin_losses(self, batch: Any) -> None:
         """Let the losses count the queries of a training batch that have labels."""
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        self.terms.scale = self.terms.latest = self.terms.again = None
+        self._end_step()
+        self.terms.latest = None
         self.terms.labelled = labels != IGNORE if self.training and isinstance(labels, Tensor) else None
 
-    def add_losses(self, losses: Tensor) -> None:
-        """Train the codes when the sum of the batch's token losses is differentiated."""
+    def add_losses(self, losses: Tensor, model: pl.LightningModule, number: int) -> None:
+        """Train the codes when the sum of the batch's token losses is differentiated.
+
+        In a Trainer's run, log the mean number of rows that a labelled query reads, as `train_hashed_rows_NUMBER`.
+        """
         labelled, self.terms.labelled = self.terms.labelled, None
 
         def begin_backward(grad: Tensor) -> None:  # before the layers' backward, which may compute layers again
-            self.terms.again, self.terms.scale = labelled, grad.detach()
+            self.terms.labelled, self.terms.scale = labelled, grad.detach()
+            after_backward(self._end_step)
 
+        if attached_trainer(model) is not None and (latest := self.terms.latest) is not None:
+            model.log(f"train_hashed_rows_{number}", latest[2] / latest[3].clamp_min(1), batch_size=1)
         if losses.requires_grad and labelled is not None:
             losses.register_hook(begin_backward)
+
+    def _end_step(self) -> None:
+        self.terms.labelled = self.terms.scale = None
 
     def extra_repr(self) -> str:
         return f"{self.description}"

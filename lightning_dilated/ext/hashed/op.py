@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dilated._compat.torch import in_backward
 from lightning_dilated._ops import Op
 from lightning_dilated.ext._compat.torch import autograd_within_op
 from lightning_dilated.ext.hashed.chunk import HashedChunk
@@ -32,16 +31,14 @@ class LossTerms:
 
     Attributes:
         weights: weights of agree, contrast, balance and spread.
-        labelled: (B, N) bool, the queries with labels; None outside of a training step's forward.
-        again: the same in the step's backward, which may compute layers again.
-        scale: the gradient of the step's sum of token losses, set when its backward begins.
+        labelled: (B, N) bool, the queries with labels; None outside of the forward and backward of a training step.
+        scale: the gradient of the step's sum of token losses; None outside of its backward.
         latest: sums over labelled queries of the latest forward: agree, contrast, rows, and the number of queries.
     """
 
     def __init__(self, weights: tuple[float, float, float, float]) -> None:
         self.name, self.weights = f"losses-{next(_numbers)}", weights
         self.labelled: Tensor | None = None
-        self.again: Tensor | None = None
         self.scale: Tensor | None = None
         self.latest: Tensor | None = None
         _terms[self.name] = self
@@ -102,7 +99,7 @@ def run_forward(*args: Any) -> tuple[Tensor, Tensor]:
     terms = _terms.get(spec.terms)
     if place is not None:
         return HashedChunk(tensors, lengths, cu_seqlens, place, spec.sequence, spec.options()).forward(terms)
-    labelled = None if terms is None else terms.again if in_backward() else terms.labelled
+    labelled = None if terms is None else terms.labelled
     counted = q.new_zeros(q.shape[:2], dtype=torch.bool) if labelled is None else labelled.clone()
     with no_sequence():
         limits = {"lengths": lengths, "cu_seqlens": cu_seqlens, "labelled": counted}
@@ -170,7 +167,7 @@ _OP = Op(
         f"({ROWS}, str spec) -> (Tensor, Tensor)",
         f"(Tensor grad, {ROWS}, Tensor labelled, str spec) -> {GRADIENTS}",
     ),
-    caller="a layer's hashed heads",
+    caller="hashed attention of a layer",
     remedy="Leave out create_graph=True.",
     run=(run_forward, run_backward),
     fake=(fake_forward, fake_backward),

@@ -139,7 +139,7 @@ def test_refusals():
         tiny(pattern=PATTERN, kv_conv=1)
     with pytest.raises(TypeError, match="kv_conv must be an integer"):
         tiny(pattern=PATTERN, kv_conv="4")
-    with pytest.raises(ValueError, match="head_chunks=2 is not offered with a kv_conv"):
+    with pytest.raises(ValueError, match="head_chunks=2 is not offered with kv_conv"):
         tiny(pattern=PATTERN, kv_conv=4).transformer.memory = MemorySettings("block", head_chunks=2)
     module = layer(causal=False)
     with pytest.raises(ValueError, match="is_causal=True cannot make this layer causal"):

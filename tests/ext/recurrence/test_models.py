@@ -260,7 +260,7 @@ def test_attention_kept_computes_each_call_once(monkeypatch):
 
 
 def test_refused_settings():
-    with pytest.raises(ValueError, match="head_chunks=2 is not offered with a recurrence"):
+    with pytest.raises(ValueError, match="head_chunks=2 is not offered with recurrence"):
         lively(KINDS["linear"]).transformer.memory = MemorySettings("block", head_chunks=2)
     with pytest.raises(ValueError, match="cuda_graphs cannot record layers with a recurrence"):
         ld.LongNetLM(PATTERN, **SIZES, recurrence=[None, {}], cuda_graphs=True)
