@@ -47,7 +47,9 @@ class HashedChunk:
         self.options = options._replace(latest=self.stream.seq_len) if options.soft else options
         self.samples, k = len(tensors[1]), tensors[1]
         make = lambda: self._documents(lengths, cu_seqlens, k.device)  # noqa: E731
-        self.documents, self.real, self.stays, self.is_open = self.stream.remember(self.number, ("hashed", len(k)), make)
+        self.documents, self.real, self.stays, self.is_open = self.stream.remember(
+            self.number, ("hashed", len(k)), make
+        )
         self.rows = self.carry.enter(self.number, HashedRows.empty(k, tensors[4]))
 
     def _documents(self, lengths: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> tuple[Any, ...]:

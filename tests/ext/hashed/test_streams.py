@@ -109,7 +109,7 @@ def equals_the_oracle(case, chunk):
     check_chunks(case, chunk)
 
 
-test_equals_the_oracle = settings(max_examples=examples(60))(random_calls(equals_the_oracle))
+test_equals_the_oracle = settings(max_examples=examples(25))(random_calls(equals_the_oracle))
 test_equals_the_oracle_often = pytest.mark.slow(settings(max_examples=examples(600))(random_calls(equals_the_oracle)))
 
 
@@ -144,14 +144,15 @@ def test_rows_are_bounded(latest):
 
 
 def test_gradients_of_carried_rows_are_summed_in_fp32():
-    """In each of 300 chunks, the gradient of the first token's value grows by about 1."""
-    case = Case((300,), codes=1, group=1, dim=4, latest=300)
+    """The last of 40 chunks adds 512 to the gradient of the first token's value, and each other chunk adds 1."""
+    case = Case((40,), codes=1, group=1, dim=4, latest=40)
     tensors = [torch.zeros_like(x, dtype=torch.bfloat16) for x in case.tensors()]
-    grad = torch.arange(1, 301).double().view(1, 300, 1, 1).expand(1, 300, 1, 4) + 1  # a null key has weight 1
+    grad = torch.arange(2, 42).double().view(1, 40, 1, 1).repeat(1, 1, 1, 4)  # a token's share, with the null key
+    grad[:, -1] *= 512
     chunks = Chunks(case, 1)
     chunks.labelled[:] = False
     dv = chunks.run(tensors, grad)["d v"]
-    torch.testing.assert_close(dv[0, 0, 0].float(), torch.full((4,), 300.0), rtol=0.01, atol=0)
+    torch.testing.assert_close(dv[0, 0, 0], torch.full((4,), 552.0, dtype=torch.float64))
 
 
 def test_truncated_gradients():
@@ -207,7 +208,7 @@ CASES = {
         text(batch=2, **PADDED),
         10,
     ),
-    "several heads": ({"hashed": {**HASHED_OPTIONS, "heads": 2, "probes": 1}, "num_heads": 3, "dim": 12}, {}, text(), 9),
+    "three heads": ({"hashed": {**HASHED_OPTIONS, "heads": 2, "probes": 1}, "num_heads": 3, "dim": 12}, {}, text(), 9),
     "packed": (LOOKUPS, {"policy": "attention-kept"}, text(**PACKED), 10),
     "a document begins with a chunk": (LOOKUPS | BOTH, {"policy": "block", "every": 2}, text(61, **SHORT_PACKED), 13),
     "soft": (SOFT, {}, text(61, batch=2), 16),
@@ -219,9 +220,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_equals_one_pass(name):
     options, memory, batch, chunk = CASES[name]
-    options = {k: x for k, x in options.items() if k != "dim"}
-    model = lm(**options) if "num_heads" not in options else odd(**options)
-    model.train()
+    model = lm(**options).train()
     want, want_grads = step(model, batch)
     latest = [layer.terms.latest for layer in hashed_layers(model)]
     got, grads = step(model, batch, stream=chunk, **memory)
@@ -231,16 +230,6 @@ def test_a_step_equals_one_pass(name):
         assert "hashed" not in key or grad.abs().max() > 1e-4, key
     for layer, x in zip(hashed_layers(model), latest, strict=True):
         torch.testing.assert_close(layer.terms.latest, x, rtol=1e-12, atol=1e-12)
-
-
-def odd(**options):
-    """Make a model of 12 numbers and three heads."""
-    torch.manual_seed(0)
-    model = ld.LongNetLM(ld.DilatedPattern((ld.Window(8),)), VOCABULARY, 12, depth=2, max_seq_len=64, **options)
-    model.configure_model()
-    for p in model.double().parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    return model
 
 
 def hashed_layers(model):
@@ -286,7 +275,8 @@ def test_calls_equal_truncated_chunks():
 
 
 def test_the_state_is_bounded_and_can_be_saved():
-    model = lm(hashed={**HASHED_OPTIONS, "heads": 2}, num_kv_heads=4).eval()
+    options = {"hashed": {**HASHED_OPTIONS, "heads": 2}, "depth": 1}
+    model = lm(**options).eval()
     tokens = torch.randint(0, VOCABULARY, (2, 400), generator=torch.Generator().manual_seed(0))
     starts = torch.zeros_like(tokens, dtype=torch.bool)
     starts[1, 260] = True
@@ -304,7 +294,7 @@ def test_the_state_is_bounded_and_can_be_saved():
         assert state.nbytes == states[1].nbytes
         again, _ = model.stream(tokens[:, 200:], None, state, starts=starts[:, 200:], per_token=True)
         torch.testing.assert_close(again, want[:, 200:], rtol=1e-10, atol=1e-10)
-        narrow = lm(hashed={**HASHED_OPTIONS, "heads": 2}, num_kv_heads=4).float().eval()
+        narrow = lm(**options).float().eval()
         near, _ = narrow.stream(tokens[:, 200:], None, state, starts=starts[:, 200:], per_token=True)
         assert (near - want[:, 200:]).abs().mean() < 1e-3
     with pytest.raises(ValueError, match=r"the state was left by a model of .*hashed="):
@@ -313,22 +303,20 @@ def test_the_state_is_bounded_and_can_be_saved():
 
 def test_a_run_resumes_within_an_epoch(tmp_path):
     """A resumed run has the losses and the weights of an uninterrupted run."""
-    make = lambda: ld.LongNetLM(  # noqa: E731
-        ld.DilatedPattern.longnet([8, 64], [1, 2]), VOCABULARY, 16, 2, 2, **LOOKUPS
-    )
-    whole = fitted(tmp_path, 12, model=make())
-    first = fitted(tmp_path, 5, model=make())
+    make = lambda: ld.LongNetLM(ld.DilatedPattern((ld.Window(8),)), VOCABULARY, 16, 1, 2, **LOOKUPS)  # noqa: E731
+    whole = fitted(tmp_path, 6, model=make())
+    first = fitted(tmp_path, 3, model=make())
     first[0].save_checkpoint(tmp_path / "step.ckpt")
     pl.seed_everything(7, verbose=False)
-    again = fitted(tmp_path, 12, ckpt=tmp_path / "step.ckpt", model=make())
+    again = fitted(tmp_path, 6, ckpt=tmp_path / "step.ckpt", model=make())
     assert first[3] + again[3] == whole[3]
     for x, y in zip(again[1].parameters(), whole[1].parameters(), strict=True):
         assert torch.equal(x, y)
 
 
 # -- prompts in several calls ------------------------------------------------------------------------------------------
-MODEL = lm(hashed={**HASHED_OPTIONS, "heads": 2}, num_kv_heads=4).eval()
-TOKENS = torch.randint(0, VOCABULARY, (3, 60), generator=torch.Generator().manual_seed(2))
+MODEL = lm(hashed={**HASHED_OPTIONS, "heads": 2}, depth=1).eval()
+TOKENS = torch.randint(0, VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(2))
 
 
 def cuts(data, tokens):
@@ -337,30 +325,30 @@ def cuts(data, tokens):
 
 
 @given(st.data())
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(15))
 @torch.no_grad()
 def test_prompts_in_calls(data):
     """Calls of any number of tokens equal one call. Samples may have prompts of different lengths."""
     want = MODEL(TOKENS)
-    lengths = data.draw(st.lists(st.integers(1, 50), min_size=3, max_size=3))
+    lengths = data.draw(st.lists(st.integers(1, 35), min_size=3, max_size=3))
     prompt, ragged = max(lengths), len(set(lengths)) > 1
     tokens = TOKENS[:, :prompt].clone()
     for sample, n in zip(tokens, lengths, strict=True):
         sample[n:] = 0
-    caches = MODEL.transformer.new_caches(lengths=lengths, max_length=data.draw(st.sampled_from([None, 60])))
+    caches = MODEL.transformer.new_caches(lengths=lengths, max_length=data.draw(st.sampled_from([None, 40])))
     got = torch.cat([MODEL(x, caches=caches) for x in tokens.split(cuts(data, prompt), 1)], 1)
     for b, n in enumerate(lengths):
         torch.testing.assert_close(got[b, :n], want[b, :n], rtol=1e-12, atol=1e-12)
-    order = [0, 1, 2] if ragged else data.draw(st.permutations([0, 1, 2]))
+    order = torch.tensor([0, 1, 2] if ragged else data.draw(st.permutations([0, 1, 2])))
     for cache in caches:
-        cache.select(torch.tensor(order))
-    steps = [1] * (60 - prompt) if ragged else cuts(data, 60 - prompt)
+        cache.select(order)
+    steps = [1] * (40 - prompt) if ragged else cuts(data, 40 - prompt)
     at = torch.tensor(lengths)[order]
     for n in steps:
         place = torch.arange(n) + at[:, None]
-        keep = place < 60
-        new = TOKENS[order].gather(1, place.clamp_max(59))
-        got = MODEL(new, caches=caches)
-        torch.testing.assert_close(got[keep], want[order].gather(
-            1, place.clamp_max(59)[..., None].expand(-1, -1, VOCABULARY))[keep], rtol=1e-12, atol=1e-12)  # fmt: skip
+        keep = place < 40
+        index = place.clamp_max(39)
+        got = MODEL(TOKENS[order].gather(1, index), caches=caches)
+        right = want[order[:, None], index]
+        torch.testing.assert_close(got[keep], right[keep], rtol=1e-12, atol=1e-12)
         at = at + n
