@@ -180,7 +180,6 @@ class HashedCarry:
         for x, y, stored in zip(before, self.rows.tensors(), parts, strict=True):
             x[stay], x[gone] = y[:count], self._store.take(stored, x.device)
         self.rows = self.rows.with_tensors(before)
-        self.own = None
         if self.grads is not None:
             self.own, after = (index, [x[count:] for x in self.grads]), self.grads
             self.grads = [x.new_zeros(len(stay), *x.shape[1:]) for x in after]
