@@ -119,6 +119,7 @@ HOOKS = {
     "cuda graphs": "graphs.cuda_graphs:CudaGraphs",
     "decoder of a folder": "transformers.lm:decoder_of",
     "embed sequences": "genomes.scoring:embed",
+    "explain a model": "explain.model:explain_model",
     "explain patterns": "explain.explanation:explain",
     "float8 layers": "float8.float8:to_float8",
     "free generation memory": "decoding.token_step:forget",

@@ -10,7 +10,7 @@ MAY_IMPORT = {
     "export": ("slides", "transformers"),
     "genomes": ("decoding", "evaluation", "files", "masked", "text"),
     "hashed": ("convolution",),
-    "planning": ("convolution", "explain", "recurrence", "streams"),
+    "planning": ("convolution", "explain", "hashed", "recurrence", "streams"),
     "profiling": ("planning",),
     "recurrence": ("convolution",),
     "slides": ("evaluation", "files", "masked", "pooled", "text"),

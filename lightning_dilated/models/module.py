@@ -12,7 +12,6 @@ import operator
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -49,15 +48,10 @@ from lightning_dilated.models.transformer import (
     position_advice,
     stored_bases,
 )
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import DilatedPattern, Hashed
 from lightning_dilated.pattern.layers import read_patterns
 from lightning_dilated.pattern.rows import cycle_to
-from lightning_dilated.recurrence.description import (
-    layer_recurrences,
-    plain_recurrences,
-    reach_in_words,
-    without_starts,
-)
+from lightning_dilated.recurrence.description import layer_recurrences, plain_recurrences, without_starts
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
 from lightning_dilated.sequence.collectives import scalar
 
@@ -192,11 +186,7 @@ class DilatedModule(Pretrained, LearningRate):
 
     def explain(self, seq_len: int) -> Explanation:
         """Return a printable explanation of the tokens that the layers' patterns reach in a sequence of N tokens."""
-        causal = getattr(self, "causal", False)
-        kv_heads = getattr(self, "num_kv_heads", None)
-        reach = hook("explain patterns")(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
-        recurrences, dim = getattr(self, "recurrences", ()), int(getattr(self, "dim", self.num_heads))
-        return replace(reach, beyond=reach_in_words(recurrences, dim // self.num_heads)) if any(recurrences) else reach
+        return hook("explain a model")(self, seq_len)
 
     # -- for export ----------------------------------------------------------------------------------------------------
     #: rows that the model adds to its input, such as a class token
@@ -397,6 +387,7 @@ class DilatedModule(Pretrained, LearningRate):
                         f"other results. Set {name} to the checkpoint's value."
                     )
         self._check_recurrences(hparams)
+        self._check_hashed(hparams)
         stored = hparams.get("pattern")
         with contextlib.suppress(TypeError, ValueError):  # a subclass may store something else under this name
             pattern = stored and read_patterns(stored, len(bases), self.num_heads, self.num_kv_heads)
@@ -416,6 +407,18 @@ class DilatedModule(Pretrained, LearningRate):
             raise ValueError(
                 f"the checkpoint was trained with recurrence={hparams['recurrence']!r}, and this model has "
                 f"{plain_recurrences(current)!r}, which gives other results. Set recurrence to the checkpoint's value."
+            )
+
+    def _check_hashed(self, hparams: Mapping[str, Any]) -> None:
+        """Raise ValueError if the checkpoint's hashed heads are in other layers, or read other rows."""
+        current, stored = getattr(self, "hashed", ()), hparams.get("hashed")
+        if not current or "hashed" not in hparams:
+            return
+        former = [None] * len(current) if stored is None else Hashed.from_dict(stored).in_layers(len(current))
+        if [x and x.read_rows for x in former] != [x and x.read_rows for x in current]:
+            raise ValueError(
+                f"the checkpoint was trained with hashed={stored!r}, and this model has other hashed heads, which give "
+                "other results. Set hashed to the checkpoint's value; losses and soft_until may differ."
             )
 
     def token_mean(self, batch: Any) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from lightning_dilated._extensions import NAMES, place
 from lightning_dilated._removed import removed_name
 from lightning_dilated.data.tokenizer_files import PATTERNS
-from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
+from lightning_dilated.pattern import Branch, DilatedPattern, Global, Hashed, Window
 from lightning_dilated.recurrence import Recurrence
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 #: hyperparameters of training; they are not part of a model and are not read from a file
 TRAINING = ("optimizer", "lr_scheduler")
 #: the classes that a file may name in a model's arguments; their arguments are plain values
-VALUES: dict[str, Any] = {cls.__name__: cls for cls in (Branch, DilatedPattern, Global, Recurrence, Window)}
+VALUES: dict[str, Any] = {cls.__name__: cls for cls in (Branch, DilatedPattern, Global, Hashed, Recurrence, Window)}
 _CLASS = ("class_path", "_class_path")
 #: size limit, in bytes, of a file that a parser may read an argument from
 _LARGEST_TEXT = 1 << 20

@@ -198,7 +198,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
         self._patterns = layer_patterns(self.pattern, depth, shift_layers, shift_below)
         _, self.num_kv_heads = self._patterns[0].check_heads(num_heads, num_kv_heads)
         heads = num_heads, self.num_kv_heads
-        self.hashed = (None,) * depth if hashed is None else Hashed.from_dict(hashed).in_layers(depth)
+        self.hashed = (None,) * depth if hashed is None else Hashed.from_dict(hashed).in_layers(depth, self.causal)
         layers = zip(self._patterns, self.hashed, strict=True)
         self._patterns = tuple(x if h is None else h.without_heads(x, *heads) for x, h in layers)
         self._check_dense_heads()

@@ -61,15 +61,22 @@ class Hashed(Described):
                 raise TypeError(f"hashed layers must be a list of layer numbers, or None; got {self.layers!r}.")
             fix("layers", tuple(sorted({integer(x, "hashed layers", 0) for x in self.layers})))
 
-    def in_layers(self, depth: int) -> tuple[Hashed | None, ...]:
-        """Return the description for each of `depth` layers, or None; raise ValueError for a layer that does not exist."""
+    @property
+    def read_rows(self) -> tuple[int, ...]:
+        """The values that decide which rows a layer's heads read."""
+        return self.groups, self.codes, self.latest, self.probes, self.heads
+
+    def in_layers(self, depth: int, causal: bool = True) -> tuple[Hashed | None, ...]:
+        """Return the description, or None, for each of `depth` layers; raise ValueError for layers that cannot have it."""
+        if not causal:
+            raise ValueError("hashed heads read earlier rows only, and this model is not causal: leave hashed out.")
         chosen = range(depth) if self.layers is None else self.layers
         if chosen[-1] >= depth:
             raise ValueError(f"hashed layers={list(chosen)} must be below the model's depth, {depth}.")
         return tuple(self if i in chosen else None for i in range(depth))
 
     def without_heads(self, pattern: DilatedPattern, num_heads: int, num_kv_heads: int) -> DilatedPattern:
-        """Return the pattern of the layer's other heads; raise ValueError if it serves none of them."""
+        """Return the pattern of the layer's other heads; raise ValueError if there are none."""
         if self.heads >= num_kv_heads:
             raise ValueError(
                 f"hashed heads={self.heads} leaves no other head: the layer has {num_kv_heads} kv heads, and at least one "

@@ -118,19 +118,6 @@ def layer_recurrences(value: RecurrencesLike, depth: int, causal: bool) -> tuple
     return cycle_to(layers, depth)
 
 
-def reach_in_words(layers: Sequence[Recurrence | None], head_dim: int) -> str | None:
-    """Return a sentence about the reach of the layers with a recurrence; None if there are no such layers."""
-    numbers = [i for i, x in enumerate(layers) if x is not None]
-    if not numbers:
-        return None
-    which = "all layers" if len(numbers) == len(layers) else f"layer(s) {', '.join(map(str, numbers))}"
-    kinds = " and ".join(dict.fromkeys(x.kind for x in layers if x is not None))
-    return (
-        f"{which} reach everything through a memory ({kinds}) of {head_dim} x {head_dim} numbers a kv head, across walls "
-        "and from positions that no head uses: compressed, so single keys of long texts may be lost."
-    )
-
-
 def plain_recurrences(layers: Sequence[Recurrence | None]) -> Any:
     """Return plain values for checkpoints; `layer_recurrences` reads them."""
     cycle = [None if x is None else x.to_dict() for x in shortest_cycle(layers)]

@@ -23,6 +23,8 @@ CASES = {
     "a recurrence": ["--model.recurrence", GATED],
     "a recurrence of one layer": ["--model.recurrence", f"[null, {GATED}]", "--model.num_kv_heads", "2"],
     "a recurrence of segments": ["--model.recurrence", '{"kind": "delta", "segment": 16}'],
+    "hashed heads": ["--model.hashed.layers", "[1]", "--model.hashed.groups", "2", "--model.hashed.soft_until", "48"],
+    "hashed heads of a class": ["--model.hashed", "lightning_dilated.Hashed", "--model.hashed.heads", "2"],
     "patterns of layers": [
         *("--model.pattern", '[{"branches": [[16, 1], [64, 4]]}, {"branches": [[16, 1], {"width": 8}]}]'),
         *("--model.rotary_base", "[10000.0, 500.0]"),

@@ -219,7 +219,7 @@ def test_score(calls, tmp_path):
 
 
 #: hyperparameters that the model compares with its own when a run resumes
-READ_IN_A_RUN = ("pattern", "recurrence", "rotary_base", "max_seq_len")
+READ_IN_A_RUN = ("pattern", "recurrence", "hashed", "rotary_base", "max_seq_len")
 
 
 @pytest.mark.parametrize("target", TARGETS)

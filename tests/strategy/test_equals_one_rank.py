@@ -20,6 +20,10 @@ RUNS = {
     "workers": Run(workers=2, steps=2),
     "hybrid": Run(model={"pattern": {"hybrid": {"local": 5, "global_every": 2}}, "depth": 3}, steps=2),
     "recurrence": Run(kind="documents", model={"recurrence": {"gate_init": 0.5}, "num_kv_heads": 2}, steps=2),
+    "hashed": Run(
+        model={"hashed": {"groups": 2, "codes": 2, "latest": 3, "soft_until": 0}}, masked=0.3, batch_size=2, steps=2
+    ),
+    "hashed, soft": Run(model={"hashed": {"groups": 2, "codes": 2}}, masked=0.3, batch_size=2, steps=2),
     "compiled": Run(model={"compile_blocks": True, "depth": 1}, steps=2),
 }
 #: (ranks, settings of the strategy)
@@ -69,7 +73,7 @@ def check(results, want, tol, logged=None):
 CASES = [("plain", way) for way in (*PLAIN, "4, head 2", "4, head 4", "2, head auto")]
 CASES += [(run, "4, data 2") for run in ("accumulate and clip", "masked labels", "lengths")]
 CASES += [(run, "4") for run in ("ragged", "documents", "fewer tokens than ranks", "hybrid")]
-CASES += [("recurrence", "2, zigzag")]
+CASES += [("recurrence", "2, zigzag"), ("hashed", "4, data 2"), ("hashed, soft", "2, zigzag")]
 #: slow tests; test_every_exchange_and_layout covers the same layouts and exchanges
 SLOW = [("plain", way) for way in ("2, zigzag", "2, strided", "2, ring", "2, switch", "4, nodes of 2")]
 SLOW += [("workers", "2"), ("compiled", "2")]
@@ -77,7 +81,7 @@ SLOW += [
     (run, way)
     for run in RUNS
     for way in PLAIN
-    if run not in ("workers", "compiled", "recurrence") and (run, way) not in CASES
+    if run not in ("workers", "compiled", "recurrence", "hashed, soft") and (run, way) not in CASES
 ]
 SLOW.remove(("documents", "4, data 2"))  # packed documents are one sample, but two data ranks need two samples
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_dilated.ext.explain.explanation import explain, sight, sight_hints, walls
+from lightning_dilated.ext.explain.model import beyond_in_words, hashed_heads
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import pairs_of_part
-from lightning_dilated.recurrence.description import reach_in_words
 from lightning_dilated.sequence import SequenceGroup
 from lightning_dilated.sequence.ranges import clip
 from lightning_dilated.sequence.shard import Shard
@@ -30,7 +30,9 @@ def advice(module: Any, seq_len: int) -> str | None:
     if not patterns or not isinstance(heads, int) or seq_len < 1:
         return None
     causal, kv_heads = getattr(module, "causal", False), getattr(module, "num_kv_heads", None)
-    base = explain(patterns, min(seq_len, SHORT), heads, len(patterns), causal, kv_heads)
+    hashed = getattr(module, "hashed", ())
+    by_code = hashed_heads(hashed, heads, kv_heads or heads)
+    base = explain(patterns, min(seq_len, SHORT), heads, len(patterns), causal, kv_heads, by_code)
     # full reach is not checked here, because it depends on the depth; `lightning-dilated explain` reports it
     dead = dict(list(base.dead_residues.items())[:1])
     at_length = replace(base, seq_len=seq_len, walls=walls(patterns, seq_len), reach=None, dead_residues=dead, sight=())
@@ -39,12 +41,12 @@ def advice(module: Any, seq_len: int) -> str | None:
         reach = taps - 1 if causal else taps // 2
         hints += (f"Only kv_conv={taps} carries {reach} token(s) over a wall, in each layer.",)
     recurrences = getattr(module, "recurrences", ())
-    if any(recurrences) and (at_length.walls or dead):
-        hints += (f"But {reach_in_words(recurrences, module.dim // heads)}",)
+    if any((*recurrences, *hashed)) and (at_length.walls or dead):
+        hints += (f"But {beyond_in_words(recurrences, hashed, module.dim // heads)}",)
     further = len(base.dead_residues) - 1
     if further > 0:
         hints += (f"Likewise residues of {further} more branch{'es' if further > 1 else ''}.",)
-    if not module.released_pattern:
+    if not module.released_pattern and not any(hashed):  # hashed heads look up tokens at any distance
         hints += sight_hints(sight(patterns, seq_len, heads, kv_heads or heads))
     return f"{type(module).__name__}.pattern at {seq_len} tokens: {' '.join(hints)}" if hints else None
 

@@ -11,11 +11,11 @@ import yaml
 from lightning_dilated._validation import text_of
 from lightning_dilated.cli.recipe import make_model, seq_len_of
 from lightning_dilated.ext.explain.explanation import Explanation, explain, sight_table
+from lightning_dilated.ext.explain.model import beyond_in_words, hashed_heads
 from lightning_dilated.models.transformer import rotary_hint, served_length
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import DilatedPattern, Hashed
 from lightning_dilated.pattern.rows import cycle_to
 from lightning_dilated.recurrence import Recurrence
-from lightning_dilated.recurrence.description import reach_in_words
 
 #: required fields of `Sizes`, and the options that set them
 OPTIONS = {"seq_len": "--seq_len", "num_heads": "--heads", "depth": "--depth"}
@@ -34,6 +34,7 @@ class Sizes:
     causal: bool = False
     rotary_bases: tuple[float | None, ...] = ()
     recurrences: tuple[Recurrence | None, ...] = ()
+    hashed: tuple[Hashed | None, ...] = ()
     global_rotary: bool = True
 
 
@@ -74,7 +75,8 @@ def sizes_of_recipe(path: Path) -> Sizes:
     return Sizes(
         model.patterns, seq_len_of(path, config.get("data")), heads, model.num_kv_heads, model.depth,
         dim // heads if dim and heads else 64, getattr(model, "causal", False), model.rotary_bases if rotary else (),
-        tuple(getattr(model, "recurrences", ())), getattr(options, "global_rotary", True),
+        tuple(getattr(model, "recurrences", ())), tuple(getattr(model, "hashed", ())),
+        getattr(options, "global_rotary", True),
     )  # fmt: skip
 
 
@@ -89,7 +91,8 @@ def resolve_sizes(args: argparse.Namespace) -> Sizes:
         raise ValueError("--segments and --dilations belong together: one rate for every segment length.")
     if args.segments:
         pattern = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
-        sizes = replace(sizes, patterns=(pattern,), rotary_bases=(), recurrences=(), global_rotary=True)
+        own = {"rotary_bases": (), "recurrences": (), "hashed": (), "global_rotary": True}
+        sizes = replace(sizes, patterns=(pattern,), **own)
     options = {"seq_len": args.seq_len, "num_heads": args.heads, "num_kv_heads": args.kv_heads, "depth": args.depth}
     options |= {"head_dim": args.head_dim, "causal": args.causal}
     if args.heads and not args.kv_heads:
@@ -113,23 +116,23 @@ def table(sizes: Sizes, result: Explanation) -> list[str]:
     full = "never" if result.layers_to_full_reach is None else f"{result.layers_to_full_reach}"
     reach = "not searched at this length" if result.reach is None else f"{full} ({result.reach:.1%} in {result.depth})"
     layer = result.flops(sizes.head_dim)
-    dense = result.num_heads * result.seq_len * (result.seq_len + 1 if result.causal else 2 * result.seq_len) / 2
     walls = f"{len(result.walls)}, the first at position {result.walls[0]:,}" if result.walls else "none"
-    times = dense / max(1, result.pairs)
+    times = result.dense_pairs / max(1, result.pairs)
+    dense = result.dense_pairs / result.pattern_heads / result.seq_len
     rows = {
         "walls": walls,
         "dead residues": "; ".join(dead) or "none",
         "rows without any key": f"{result.uncovered:.1%}" if result.uncovered else "none",
         "layers to full reach": reach,
-        "keys per row": f"{result.keys_per_row:,.1f}, dense {dense / result.num_heads / result.seq_len:,.1f}",
+        "keys per row": f"{result.keys_per_row:,.1f}, dense {dense:,.1f}",
         "forward FLOPs": f"{layer:.3g} a layer, {layer * result.depth:.3g} in all, dense {times:.1f} times",
     }
     kind = "causal" if result.causal else "both directions"
     head = f"{result.seq_len:,} tokens, {result.num_heads} heads of {sizes.head_dim}, {result.depth} layers, {kind}"
     lines = [*result.layers_in_words, head, "", *(f"  {name:<22}{value}" for name, value in rows.items())]
     lines += [f"  {'' if i else 'sight':<22}{line}" for i, line in enumerate(sight_table(result.sight))]
-    recurrences = cycle_to(sizes.recurrences, result.depth) if sizes.recurrences else ()
-    if beyond := reach_in_words(recurrences, sizes.head_dim):
+    mixers = (cycle_to(x, result.depth) if x else () for x in (sizes.recurrences, sizes.hashed))
+    if beyond := beyond_in_words(*mixers, sizes.head_dim):
         lines.append(f"  {'beyond the pattern':<22}{beyond}")
     ranges = rotary_table(sizes.rotary_bases) + ["no positions (dense heads)"] * (not sizes.global_rotary)
     return lines + [f"  {'rotary range':<22}{line}" for line in ranges]
@@ -150,7 +153,8 @@ def run(argv: list[str]) -> None:
     """Run the command: print the table, and suggest a change for each problem."""
     sizes = resolve_sizes(parser().parse_args(argv))
     arguments = sizes.seq_len, sizes.num_heads, sizes.depth, sizes.causal, sizes.num_kv_heads
-    result = explain(sizes.patterns, *arguments)
+    by_code = hashed_heads(sizes.hashed, sizes.num_heads, sizes.num_kv_heads or sizes.num_heads)
+    result = explain(sizes.patterns, *arguments, by_code)
     print("\n".join([*table(sizes, result), ""]))
     hints = list(result.hints)
     if sizes.rotary_bases:

@@ -132,6 +132,8 @@ class Explanation:
         pairs: (query, key) pairs of one layer, over all heads; a forward costs 4 D FLOPs a pair, a backward 10 D. If
             layers differ, this number is their rounded mean; `uncovered` and `keys_per_row` are also means.
         keys_per_row: mean number of keys of a query in a head.
+        pattern_heads: mean number of a layer's heads that follow its pattern: all heads except hashed heads, which
+            `uncovered`, `pairs` and `keys_per_row` do not count.
         patterns: patterns that layers 0, 1, ... cycle through.
         sight: the pairs that one step connects, by octave of the distance.
         beyond: a description of layers that connect tokens by other means than the pattern; None: there are none.
@@ -149,6 +151,7 @@ class Explanation:
     layers_to_full_reach: int | None
     pairs: int
     keys_per_row: float
+    pattern_heads: float
     sight: tuple[Octave, ...] = ()
     beyond: str | None = None
 
@@ -194,7 +197,12 @@ class Explanation:
                     else "."
                 )
             )
-        return (*hints, *sight_hints(self.sight))
+        return (*hints, *(sight_hints(self.sight) if self.pattern_heads == self.num_heads else ()))
+
+    @property
+    def dense_pairs(self) -> float:
+        """(query, key) pairs of one layer with dense attention, over `pattern_heads`."""
+        return self.pattern_heads * self.seq_len * (self.seq_len + 1 if self.causal else 2 * self.seq_len) / 2
 
     @property
     def segmented(self) -> bool:
@@ -212,9 +220,8 @@ class Explanation:
 
     def __str__(self) -> str:
         full = "never" if self.layers_to_full_reach is None else f"{self.layers_to_full_reach} layers"
-        dense = self.num_heads * self.seq_len * (self.seq_len + 1 if self.causal else 2 * self.seq_len) / 2
         kind = "causal" if self.causal else "both directions"
-        work = dense / max(self.pairs, 1)
+        work = self.dense_pairs / max(self.pairs, 1)
         against = (
             f"dense attention costs {work:.1f} times as much" if work >= 1 else "more than dense: branches overlap"
         )
@@ -247,17 +254,23 @@ def explain(
     depth: int,
     causal: bool,
     num_kv_heads: int | None = None,
+    hashed: Sequence[int] = (),
 ) -> Explanation:
-    """Explain a pattern, or patterns that layers cycle through; see `DilatedPattern.explain`."""
+    """Explain a pattern, or patterns that layers cycle through; see `DilatedPattern.explain`.
+
+    `hashed`: numbers of hashed query heads that layers cycle through; these heads do not follow the pattern.
+    """
     seq_len, depth = integer(seq_len, "seq_len", 1), integer(depth, "depth", 1)
-    cycle = shortest_cycle(cycle_to(list(pattern) if isinstance(pattern, Sequence) else [pattern], depth))
+    layers = cycle_to(list(pattern) if isinstance(pattern, Sequence) else [pattern], depth)
+    cycle = shortest_cycle(layers)
     for member in cycle:
         num_heads, kv_heads = member.check_heads(num_heads, num_kv_heads)
     reach, full = _reach([_steps(x, seq_len, num_heads, kv_heads, causal) for x in cycle], seq_len, depth)
     pairs = {x: count_pairs(x, seq_len, num_heads, kv_heads, causal) for x in cycle}
-    uncovered = {x: _uncovered(x, seq_len, num_heads, kv_heads) for x in cycle}
-    mean = lambda values: sum(values[x] for x in cycle_to(cycle, depth)) / depth  # noqa: E731
-    total = round(mean(pairs))
+    followers = [num_heads - n for n in cycle_to(hashed or (0,), depth)]
+    each = list(zip(layers, followers, strict=True))
+    missing = {x: _uncovered(*x, seq_len, num_heads, kv_heads) for x in set(each)}
+    total, heads = round(sum(pairs[x] for x in layers) / depth), sum(followers) / depth
     dead = {
         (layer, i): residues
         for layer, x in enumerate(cycle)
@@ -272,12 +285,13 @@ def explain(
         causal=causal,
         walls=walls(cycle, seq_len),
         dead_residues=dead,
-        uncovered=mean(uncovered),
+        uncovered=sum(missing[x] for x in each) / (sum(followers) * seq_len),
         reach=reach,
         layers_to_full_reach=full,
         pairs=total,
-        keys_per_row=total / (num_heads * seq_len),
-        sight=sight(cycle_to(cycle, depth), seq_len, num_heads, kv_heads),
+        keys_per_row=total / (heads * seq_len),
+        pattern_heads=heads,
+        sight=sight(layers, seq_len, num_heads, kv_heads),
     )
 
 
@@ -313,10 +327,10 @@ def _dead(branch: AnyBranch, used: frozenset[int], seq_len: int) -> tuple[int, .
     return tuple(o for o in range(min(branch.dilation_rate, longest)) if o not in used)
 
 
-def _uncovered(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int) -> float:
-    """Return the share of (head, position) rows that no branch covers."""
+def _uncovered(pattern: DilatedPattern, followers: int, seq_len: int, num_heads: int, num_kv_heads: int) -> int:
+    """Count the (head, position) rows of the first heads, `followers` in number, that no branch covers."""
     missing = 0
-    for head in range(num_heads):
+    for head in range(followers):
         branches = [b for b in pattern.branches if b.serves(head)]
         if any(b.dilation_rate == 1 for b in branches):  # this branch covers all positions
             continue
@@ -327,7 +341,7 @@ def _uncovered(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_hea
                 offset = pattern.offset(branch, head, num_heads, num_kv_heads)
                 covered |= segment_index(branch, seq_len, positions)[1] % branch.dilation_rate == offset
             missing += len(positions) - int(covered.sum())
-    return missing / (num_heads * seq_len)
+    return missing
 
 
 def _steps(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int, causal: bool) -> list[Step]:

@@ -41,6 +41,6 @@ def to_float8(module: nn.Module) -> None:
 
 
 def _serves(layer: nn.Module, name: str) -> bool:
-    if ".recurrence." in name:  # gates and decays have few features and need precision
+    if ".recurrence." in name or ".hashed." in name:  # gates, decays and codes have few features and need precision
         return False
     return isinstance(layer, nn.Linear) and layer.in_features % GRAIN == layer.out_features % GRAIN == 0

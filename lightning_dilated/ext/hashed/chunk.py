@@ -71,7 +71,7 @@ class HashedChunk:
     def run(self, tensors: Sequence[Tensor], before: HashedRows, labelled: Tensor) -> Result:
         """Compute the chunk from its tensors and the rows of earlier chunks that it reads."""
         longest = self.stream.tokens(self.number).stop
-        return compute(tensors, self.options, self.documents, self.real, longest, labelled, before)
+        return compute(tensors, self.options, self.documents, self.real, longest, labelled, before=before)
 
     def read(self) -> Tensor:
         """Return the indices of earlier rows with codes that the chunk looks up."""
@@ -107,32 +107,31 @@ class HashedChunk:
     def backward(self, grad: Tensor, labelled: Tensor, terms: LossTerms | None) -> tuple[Tensor, ...]:
         """Return the gradients of the chunk's tensors, and store the gradients of earlier rows."""
         index = self.read()
+        inputs = [x.detach().requires_grad_() for x in self.tensors]
         rows = self.rows.at(index)
-        inputs = [_leaf(x) for x in self.tensors]
-        before = [_leaf(x) for x in rows.tensors()[1:]] if self.stream.exact else []
-        result = self.run(inputs, rows.with_tensors([rows.keys, *before]) if before else rows, labelled)
-        outputs, grads = [result.out], [grad.to(result.out.dtype)]
+        before = [x.detach().requires_grad_() for x in rows.tensors()[1:]]
+        result = self.run(inputs, rows.with_tensors([rows.keys, *before]), labelled)
+        outputs, grads = [result.out], [grad]
         if terms is not None and self.number in self.carry.totals:
             outputs.append(self._loss(result, labelled, terms))
             grads.append(torch.ones_like(outputs[1]))
-        if self.carry.own is not None:
-            left, later = self.carry.own
-            outputs += [x.flatten(0, 2)[left] for x in (inputs[1], inputs[2], result.chance_k)]
-            grads += later
+        left, later = (index[:0], None) if self.carry.own is None else self.carry.own
+        if later is not None:
+            outputs.append(result.chance_k.flatten(0, 2)[left])
+            grads.append(later[2])
         results = torch.autograd.grad(outputs, [*inputs, *before], grads, allow_unused=True, materialize_grads=True)
-        if before:
+        if self.stream.exact:
             self.carry.add_grads(index, results[len(inputs) :])
-        return tuple(x.to(y.dtype).contiguous() for x, y in zip(results, self.tensors, strict=False))
+        results = [x.contiguous() for x in results[: len(inputs)]]
+        for i, x in enumerate(later[:2] if later else [], 1):
+            total = results[i].to(x.dtype).flatten(0, 2)
+            results[i] = total.index_add(0, left, x).view_as(results[i]).to(results[i].dtype)
+        return tuple(results)
 
     def _loss(self, result: Result, labelled: Tensor, terms: LossTerms) -> Tensor:
         """Return the weighted sum of losses; its gradient with respect to the chunk is the whole sequence's."""
-        totals, count = result.totals, labelled.sum()
+        totals, count = result.totals, labelled.sum(1)
         if self.stream.exact:
             whole = self.carry.totals[self.stream.chunks - 1][-totals.numel() :].view_as(totals).to(totals)
-            totals, count = whole + (totals - totals.detach()), terms.labelled.sum()
-        return terms.total(result.losses(totals)[1], count)
-
-
-def _leaf(x: Tensor) -> Tensor:
-    """Return x in fp32 or wider, so that gradients are added in this precision."""
-    return x.detach().to(torch.promote_types(x.dtype, torch.float32)).requires_grad_()
+            totals, count = whole + (totals - totals.detach()), terms.labelled.sum(1).to(totals.device)
+        return terms.total(result.losses(totals), count)

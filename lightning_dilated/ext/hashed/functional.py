@@ -5,20 +5,23 @@ Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, G group
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_dilated._validation import flag, integer
-from lightning_dilated.attention.functional import autocast, check_documents, check_rows, check_scale
-from lightning_dilated.ext.hashed.lookup import FLOOR, Lookup, Reads, merge_lookups
-from lightning_dilated.ext.hashed.order import codes, merge, sort
+from lightning_dilated.attention.functional import autocast, check_documents, check_rows, check_scale, group_of
+from lightning_dilated.ext.hashed import ranks
+from lightning_dilated.ext.hashed.lookup import FLOOR, Inputs, Lookup, Reads, merge_lookups
+from lightning_dilated.ext.hashed.order import LIMITS, codes, merge, sort
 from lightning_dilated.ext.hashed.rows import HashedRows
 from lightning_dilated.pattern.rows import check_bounds
-from lightning_dilated.sequence.group import active_sequence
+from lightning_dilated.sequence.collectives import sequence_sum
+from lightning_dilated.sequence.group import SequenceGroup
 
 #: number of entries in a block, for lookups by code and for soft lookups
 BLOCK, SOFT_BLOCK = 64, 256
@@ -38,9 +41,9 @@ class HashedLosses:
         agree: (B, N, H), -sum over j in S_p of w_pj log m_pj: small if rows with large weights have p's codes.
         contrast: (B, N, H), -sum over j in S_p of w_pj log(m_pj / sum over i in S_p of m_pi): small if the other
             rows of S_p have different codes.
-        balance: (K,), sum over groups and codes of c log(M c), where c is the mean of softmax(z_k) over all real tokens
-            of all samples. This KL divergence from the uniform distribution is small if all codes occur.
-        spread: (K,), as `balance`, but for z_q of labelled queries.
+        balance: (B, K), sum over groups and codes of c log(M c), where c is the mean of softmax(z_k) over the real tokens
+            of a sample. This KL divergence from the uniform distribution is small if all codes occur.
+        spread: (B, K), as `balance`, but for z_q of labelled queries.
         rows: (B, N, K) int64, the size of S_p; 0 at padding. `agree` and `contrast` are 0 at queries without a label.
     """
 
@@ -67,6 +70,7 @@ def hashed_attention(
     soft: bool = False,
     code_scores: bool = True,
     labelled: Tensor | None = None,
+    sequence: SequenceGroup | None = None,
 ) -> tuple[Tensor, HashedLosses]:
     """Attend to earlier rows that have the query's learned code, at a cost almost linear in N.
 
@@ -79,8 +83,8 @@ def hashed_attention(
     The choice of rows has no gradient: the losses train the codes. Add their means, weighted, to your loss.
 
     Sorting finds the rows, O(N log N); scores are O(N (64 + latest)) for any codes; memory is O(N). Products are in
-    fp32 (fp64 for float64), also under autocast. Repeated runs give the same bits. Gradients cannot be differentiated
-    again. Pass q and k before rotary positions.
+    fp32 (fp64 for float64), also under autocast; on GPUs, Triton kernels round their factors to 11 bits if q has 16
+    bits. Repeated runs give the same bits. Gradients cannot be differentiated again. Pass q and k before rotary positions.
 
     Args:
         q: (B, N, H, D), any floating dtype.
@@ -96,34 +100,46 @@ def hashed_attention(
             `latest` and `probes` have no effect.
         code_scores: False leaves log m out of the scores, so that the losses alone train the codes; only with `soft`.
         labelled: (B, N) bool, the queries that the losses agree, contrast and spread count; None: all real tokens.
+        sequence: the ranks that share the sequence; None: the active group, or one rank if there is none. On several
+            ranks, tensors (B, N, ...) are this rank's tokens; `lengths` and `cu_seqlens` are global, and every rank
+            makes the same call with the same `null`. Every rank computes an equal part of the lookups, whatever the
+            codes are.
 
     Returns:
         out (B, N, H, D) in q's dtype, and `HashedLosses`: agree and contrast (B, N, H), small if a query has the codes
-        of the rows with large weights, and of no others; balance and spread (K,), small if all codes occur; and (B, N,
-        K), the number of rows that each query reads.
+        of the rows with large weights, and of no others; balance and spread (B, K), small if all codes occur; and (B,
+        N, K), the number of rows that each query reads. On several ranks, N are this rank's tokens, and balance and spread
+        are the same on all ranks: divide them by the number of ranks in a loss that ranks add.
 
     Raises:
-        TypeError, ValueError: naming the argument, its value and what is allowed.
-        NotImplementedError: if a `SequenceGroup` of more than one rank is active.
+        TypeError, ValueError: on every rank, if an argument is invalid on one rank or differs between ranks. The
+            message names the argument, its value and what is allowed.
     """
-    group = active_sequence()
-    if group is not None and group.ranks > 1:
-        raise NotImplementedError(
-            f"hashed attention computes on one rank so far, and the active SequenceGroup has {group.ranks} ranks. Train "
-            "with sequence_size=1, or take dilated_attention or recurrent_attention."
-        )
     q, k, v = autocast(q, k, v)
-    _check_tensors(q, k, v, z_q, z_k, null)
-    _check_options(latest, probes, soft, code_scores, *z_q.shape[3:])
-    scale = check_scale(scale, q)
-    documents, sizes = _documents(q, lengths, cu_seqlens)
-    _check_labelled(labelled, q)
+    group = group_of(sequence)
+    tensors, options = (q, k, v, z_q, z_k, null), (latest, probes, soft, code_scores)
+    check = partial(_checked, tensors, options, scale, lengths, cu_seqlens, labelled, group)
+    scale, lengths, cu_seqlens = check() if group is None else group.guard(check)
+    number, shard, positions = ranks.agree(group, tensors, (*options, scale), lengths, cu_seqlens)
+    documents, sizes = _documents(q, lengths, cu_seqlens, shard.seq_len, positions)
     longest = max(sizes, default=0)
     if soft and longest > SOFT_TOKENS:
         raise ValueError(f"soft=True takes at most {SOFT_TOKENS:,} tokens a document, got {longest:,}: set soft=False.")
 
-    options = Options(latest, probes, scale, soft, code_scores)
-    return compute((q, k, v, z_q, z_k, null), options, documents.to(q.device), sum(sizes), longest, labelled).losses()
+    place = None
+    if group is not None and group.ranks > 1 and sum(sizes):
+        samples = sizes if cu_seqlens is None else [sum(sizes)]
+        place = partial(ranks.Place.of, group, number, shard, samples)
+    tokens, options = int((documents >= 0).sum()), Options(latest, probes, scale, soft, code_scores)
+    tensors = q, k, v, z_q, z_k, null
+    result = compute(tensors, options, documents.to(q.device), tokens, longest, labelled, len(sizes), place=place)
+    losses = result.losses(sequence_sum(result.totals, group))
+    out, counts = result.out, losses.rows
+    if group is not None and group.ranks > 1:
+        values = losses.agree, losses.contrast, losses.balance, losses.spread
+        out, *values = ranks.Tie.apply(out, *values)
+        losses = HashedLosses(*values, counts)
+    return out, losses
 
 
 class Options(NamedTuple):
@@ -141,21 +157,21 @@ class Options(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The results of a call. `totals`: sums of chances of all rows and of counted queries, and numbers of tokens."""
+    """The results of a call, without the losses of a whole sequence."""
 
     out: Tensor
     agree: Tensor
     contrast: Tensor
     rows: Tensor
     chance_k: Tensor  # (B, N, K, G, M)
-    totals: Tensor  # (2, K G M + 1)
+    totals: Tensor  # (2, B, K G M + 1), sums of chances of all rows and of counted queries, and numbers of tokens
 
-    def losses(self, totals: Tensor | None = None) -> tuple[Tensor, HashedLosses]:
-        """Return the output and the losses; other `totals`, if given, are of a whole sequence."""
-        sums, tokens = (self.totals if totals is None else totals).split([self.totals.shape[1] - 1, 1], 1)
-        mean = (sums / tokens.clamp_min(1)).unflatten(1, self.chance_k.shape[2:])
-        divergence = (mean * (mean * mean.shape[-1]).clamp_min(FLOOR).log()).sum((-2, -1))
-        return self.out, HashedLosses(self.agree, self.contrast, *divergence, self.rows)
+    def losses(self, totals: Tensor) -> HashedLosses:
+        """Return the losses; `totals` are of whole samples."""
+        mean = totals[..., :-1] / totals[..., -1:].clamp_min(1)
+        mean = mean.unflatten(2, self.chance_k.shape[2:])
+        balance, spread = (mean * (mean * mean.shape[-1]).clamp_min(FLOOR).log()).sum((-2, -1))
+        return HashedLosses(self.agree, self.contrast, balance, spread, self.rows)
 
 
 def compute(
@@ -165,51 +181,77 @@ def compute(
     tokens: int,
     longest: int,
     labelled: Tensor | None = None,
+    limit: int = LIMITS[0],
     before: HashedRows | None = None,
+    place: Callable[[Tensor], ranks.Place] | None = None,
 ) -> Result:
     """Compute `hashed_attention` of checked tensors.
 
     Args:
-        documents: (B, N) int64 on the device, the index of each token's document; -1 for padding.
+        documents: (B, N) int64 on the device, the index of each token's document, below `limit`; -1 for padding.
         tokens: number of tokens that are not padding.
         longest: maximum number of tokens in a document, including earlier calls.
         before: rows of earlier calls that the documents may read; the keys contain a document in place of the sample.
+        place: a function of the codes of lookups that returns this rank's part of the call; None: one rank.
     """
     q, k, v, z_q, z_k, null = tensors
     dtype = torch.promote_types(q.dtype, torch.float32)
     z_q, z_k, null = (x.to(dtype) for x in (z_q, z_k, null))
-    shape = k.shape[:3]
     if tokens < documents.numel():
         z_q, z_k = (x.masked_fill((documents < 0)[:, :, None, None, None], 0) for x in (z_q, z_k))
     row_codes = options.row_codes(z_k)
     lookup_codes = row_codes if options.soft else codes(z_q.detach(), options.probes)
     reach, block = (longest, SOFT_BLOCK) if options.soft else (min(options.latest, longest), BLOCK)
-    entries = sort(row_codes, lookup_codes, documents, tokens, None if before is None else before.keys)
+    limits = (limit, 1 if options.soft else z_q.shape[4] ** z_q.shape[3]) if before is None else LIMITS
+    entries = sort(row_codes, lookup_codes, documents, tokens, limits, None if before is None else before.keys)
     chance_q, chance_k = z_q.softmax(-1), z_k.softmax(-1)
+    settings = options.scale, options.code_scores
     with torch.autocast(q.device.type, enabled=False):
-        rows = [x.flatten(0, 2) for x in (q.unflatten(2, (shape[2], -1)), k, v, chance_q, chance_k)]
+        rows = Inputs(*(x.flatten(0, 2) for x in (q.unflatten(2, (k.shape[2], -1)), k, v, chance_q, chance_k)))
         if before is not None:
-            for i, x in zip((1, 2, 4), before.tensors()[1:], strict=True):
-                rows[i] = torch.cat([x, rows[i]])
-        order = merge(entries, reach, block)
-        read = Lookup.apply(order, lookup_codes.shape[3], (options.scale, options.code_scores), *rows)
-        read = Reads(*(x.unflatten(0, shape) for x in read))
-        out, agree, contrast = merge_lookups(read, null.view(shape[2], -1))
-    counts = order.counts(lookup_codes.numel()).view(lookup_codes.shape).sum(-1)
+            own = rows.k, rows.v, rows.chance_k
+            joined = [torch.cat(pair) for pair in zip(before.tensors()[1:], own, strict=True)]
+            rows = Inputs(rows.q, *joined[:2], rows.chance_q, joined[2])
+        if place is None:
+            order = merge(entries, reach, block)
+            reads = [x.flatten(0, 1) for x in Lookup.apply(order, lookup_codes.shape[3], settings, *rows)]
+            counts = order.counts(lookup_codes.numel())
+        else:
+            reads, counts = ranks.look_up(place(lookup_codes), entries, reach, block, settings, rows)
+        read = Reads(*(x.unflatten(0, lookup_codes.shape) for x in reads))
+        out, agree, contrast = merge_lookups(read, null.view(k.shape[2], -1))
     real = documents >= 0
     counted = real if labelled is None else real & labelled
     agree, contrast = (x.masked_fill(~counted[..., None], 0) for x in (agree, contrast))
     totals = torch.stack([_total(chance_k, real), _total(chance_q, counted)])
-    return Result(out.to(q.dtype), agree, contrast, counts, chance_k, totals)
+    return Result(out.to(q.dtype), agree, contrast, counts.view(lookup_codes.shape).sum(-1), chance_k, totals)
 
 
 def _total(chances: Tensor, tokens: Tensor) -> Tensor:
-    """Return the sums of chances over some tokens, and the number of these tokens, (K G M + 1,)."""
-    total = (chances * tokens[:, :, None, None, None]).sum((0, 1)).flatten()
-    return torch.cat([total, tokens.sum()[None].to(total.dtype)])
+    """Return the sums of chances over some tokens of each sample, and the number of these tokens, (B, K G M + 1)."""
+    total = (chances * tokens[:, :, None, None, None]).sum(1).flatten(1)
+    return torch.cat([total, tokens.sum(1, keepdim=True).to(total.dtype)], 1)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
+def _checked(
+    tensors: Sequence[Any],
+    options: Sequence[Any],
+    scale: Any,
+    lengths: Any,
+    cu_seqlens: Any,
+    labelled: Any,
+    group: Any,
+) -> tuple[float, Tensor | None, Tensor | None]:
+    """Check all arguments as far as one rank can; return scale, lengths and cu_seqlens."""
+    _check_tensors(*tensors)
+    _check_options(*options, *tensors[3].shape[3:])
+    _check_labelled(labelled, tensors[0])
+    if group is not None and group.layout == "strided" and group.ranks > 1:
+        raise ValueError("layout='strided' has no hashed attention: set layout='contiguous' or 'zigzag'.")
+    return check_scale(scale, tensors[0]), *check_documents(tensors[0], lengths, cu_seqlens)
+
+
 def _check_tensors(q: Any, k: Any, v: Any, z_q: Any, z_k: Any, null: Any) -> None:
     check_rows(q, k, v)
     if k.shape != v.shape:
@@ -250,15 +292,15 @@ def _check_labelled(labelled: Any, q: Tensor) -> None:
         )
 
 
-def _documents(q: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor, list[int]]:
-    """Return the index of each token's document, (B, N) int64 with -1 for padding; and the length of each document."""
-    batch, seq_len = q.shape[:2]
-    lengths, cu_seqlens = check_documents(q, lengths, cu_seqlens)
+def _documents(
+    q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, seq_len: int, positions: Tensor
+) -> tuple[Tensor, list[int]]:
+    """Return the document of each token at `positions`, (B, L) int64, -1 for padding; and each document's length."""
     if cu_seqlens is not None:
-        sizes = torch.tensor(check_bounds(cu_seqlens.tolist(), seq_len)).diff()
-        return torch.arange(len(sizes)).repeat_interleave(sizes)[None], sizes.tolist()
-    counts = [seq_len] * batch if lengths is None else lengths.tolist()
+        bounds = torch.tensor(check_bounds(cu_seqlens.tolist(), seq_len))
+        return torch.searchsorted(bounds, positions, right=True)[None] - 1, bounds.diff().tolist()
+    counts = [seq_len] * len(q) if lengths is None else lengths.tolist()
     if any(not 0 <= n <= seq_len for n in counts):
         raise ValueError(f"lengths must lie in 0..{seq_len} (the padded length), got {counts[:8]}.")
-    real = torch.arange(seq_len) < torch.tensor(counts, dtype=torch.int64)[:, None]
-    return torch.where(real, torch.arange(batch)[:, None], -1), counts
+    real = positions < torch.tensor(counts, dtype=torch.int64)[:, None]
+    return torch.where(real, torch.arange(len(q))[:, None], -1), counts

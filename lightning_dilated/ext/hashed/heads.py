@@ -121,7 +121,7 @@ class HashedHeads(Mixer):
                 (self.key_conv, self.key_code, near[2]),
             )
         )
-        where = place.context if place is not None else "" if group is None else group.name
+        where = place.context if place is not None else "" if group is None or group.ranks == 1 else group.name
         chunk = None if place is None else place.place
         out, _ = HASHED(q, k, v, z_q, z_k, self.null, lengths, cu_seqlens, chunk, self._spec(soft, where))
         return nn.functional.pad(out, (0, 0, self.others, 0))

@@ -1,6 +1,7 @@
 """Compute the scores and sums of hashed attention, and their gradients, in blocks of an `Order`.
 
 A few blocks are computed at a time, and again in the backward, so memory is O(N). Sums are added in a fixed order.
+Where `why_not` returns None, the Triton kernels of `kernels.py` compute a call.
 
 Shape letters: B batch, N tokens, K kv heads, R = B N K rows, g query heads for each kv head, D head dim, G groups of M
 codes, P lookups for each query, b blocks of T entries, S rows that a block may read.
@@ -15,12 +16,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_dilated import kernels
 from lightning_dilated.ext.hashed.order import Order
 
 #: smaller chances are raised to this number and have no gradient, so that the log of a chance is never infinite
 FLOOR = 1e-30
 #: number of scores and chances to compute at a time: 32 MB in fp32, and several times that in the backward
 PART = 1 << 23
+#: largest head dim that the kernels take for each dtype of q, k and v
+LARGEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
+#: largest number of codes in all groups that the kernels take, if the codes of a group count as 16, 32, 64, ...
+WIDEST = 128
 
 
 class Inputs(NamedTuple):
@@ -31,6 +37,18 @@ class Inputs(NamedTuple):
     v: Tensor
     chance_q: Tensor
     chance_k: Tensor
+
+
+def why_not(inputs: Inputs) -> str | None:
+    """Return None if the kernels compute lookups with these inputs, else the reason."""
+    dtype, dim, (groups, codes) = inputs.q.dtype, inputs.q.shape[2], inputs.chance_q.shape[1:]
+    if inputs.chance_q.dtype != torch.float32 or dim > LARGEST.get(dtype, 0):
+        return (
+            f"takes head dims up to 256 (up to 128 in fp32), not {dim} in {dtype} with {inputs.chance_q.dtype} chances"
+        )
+    if groups * max(16, 1 << (codes - 1).bit_length()) > WIDEST:
+        return f"takes at most {WIDEST} codes in all groups, not {groups} groups of {codes}"
+    return kernels.why_not(inputs.q.device)
 
 
 class Reads(NamedTuple):
@@ -86,17 +104,35 @@ class Lookup(torch.autograd.Function):
         size = tokens * probes + 1  # entries that are not lookups write to the last place
         shapes = (size, group, dim), (size, group), (size, group), (size,)
         results = [new(*x) for x in zip(shapes, (0, -torch.inf, 0, -torch.inf), strict=True)]
-        for _, block, reads, lookups in parts(order, inputs):
-            for result, x in zip(results, attend(block, reads, *settings), strict=True):
-                result[lookups] = x.flatten(0, 1)
-        ctx.save_for_backward(*tensors)
-        ctx.order, ctx.probes, ctx.settings = order, probes, settings
+        ctx.probes, ctx.settings = probes, settings
+        if why_not(inputs) is None:
+            from lightning_dilated.ext.hashed import kernels as compiled
+
+            read = compiled.lists(order)
+            inputs = Inputs(
+                *(x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3]), *(x.contiguous() for x in inputs[3:])
+            )
+            compiled.forward(compiled.Call(inputs, read, probes, *settings, FLOOR), results)
+            ctx.order = None  # frees its tensors
+            ctx.save_for_backward(*inputs, *read, *(results[i][:-1] for i in (0, 1, 3)))
+        else:
+            ctx.order = order
+            ctx.save_for_backward(*tensors)
+            for _, block, reads, lookups in parts(order, inputs):
+                for result, x in zip(results, attend(block, reads, *settings), strict=True):
+                    result[lookups] = x.flatten(0, 1)
         return tuple(x[:-1].unflatten(0, (tokens, probes)) for x in results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        order, inputs = ctx.order, Inputs(*ctx.saved_tensors)
+        order, inputs = ctx.order, Inputs(*ctx.saved_tensors[:5])
+        if order is None:
+            from lightning_dilated.ext.hashed import kernels as compiled
+
+            call = compiled.Call(inputs, compiled.Lists(*ctx.saved_tensors[5:9]), ctx.probes, *ctx.settings, FLOOR)
+            grads = tuple(x.contiguous() for x in grads)
+            return None, None, None, *compiled.backward(call, ctx.saved_tensors[9:], grads)
         grads = tuple(torch.cat([x.flatten(0, 1), x.new_zeros(1, *x.shape[2:])]) for x in grads)
         new, widths = grads[0].new_zeros, [x.shape[1:].numel() for x in (inputs.k, inputs.v, inputs.chance_k)]
         queries = [new(len(grads[0]), *x.shape[1:]) for x in (inputs.q, inputs.chance_q)]

@@ -44,10 +44,14 @@ class LossTerms:
         _terms[self.name] = self
 
     def total(self, losses: HashedLosses, count: Tensor) -> Tensor:
-        """Return the weighted sum over labelled queries; balance and spread count once for each of `count` queries."""
+        """Return the weighted sum over labelled queries.
+
+        A sample's balance and spread count once for each of its labelled queries, `count` (B,).
+        """
         agree, contrast, balance, spread = self.weights
         by_query = (agree * losses.agree + contrast * losses.contrast).mean(-1).sum()
-        return by_query + count * (balance * losses.balance + spread * losses.spread).mean()
+        by_sample = (balance * losses.balance + spread * losses.spread).mean(-1)
+        return by_query + (count * by_sample).sum()
 
     def statistics(self, losses: HashedLosses | Result, labelled: Tensor) -> Tensor:
         """Return the values of `latest`."""
@@ -124,7 +128,7 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         out, losses = hashed_attention(*inputs, **limits, **spec.settings())
         outputs, grads = [out], [grad]
         if terms is not None and terms.scale is not None:
-            total = terms.total(losses, labelled.sum())
+            total = terms.total(losses, labelled.sum(1))
             outputs.append(total)
             grads.append(terms.scale.to(total.dtype))
         results = torch.autograd.grad(outputs, inputs, grads, allow_unused=True, materialize_grads=True)

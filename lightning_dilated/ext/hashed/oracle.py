@@ -76,7 +76,10 @@ def oracle(
     for b, start, stop in documents:
         real[b, start:stop] = True
     counted = real if labelled is None else real & labelled.cpu()
-    means = [x[tokens].sum(0) / max(1, int(tokens.sum())) for x, tokens in ((chance_k, real), (chance_q, counted))]
+    means = [
+        (x * tokens[:, :, None, None, None]).sum(1) / tokens.sum(1).clamp_min(1)[:, None, None, None]
+        for x, tokens in ((chance_k, real), (chance_q, counted))
+    ]
     return out, HashedLosses(
         -(constant * match).sum(-1).transpose(1, 2) * counted[..., None],
         (constant * (total - match)).sum(-1).transpose(1, 2) * counted[..., None],

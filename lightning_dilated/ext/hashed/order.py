@@ -19,12 +19,14 @@ from torch import Tensor
 def codes(z: Tensor, probes: int = 1) -> Tensor:
     """Return the codes (..., P) int64 that logits (..., G, M) look up; `looked_up` in `oracle.py` defines them."""
     place = z.shape[-1] ** torch.arange(z.shape[-2], device=z.device)
+    first = z.argmax(-1, keepdim=True)
+    own = (first[..., 0] * place).sum(-1, keepdim=True)
     if probes == 1:
-        return (z.argmax(-1) * place).sum(-1, keepdim=True)
-    values, index = z.sort(dim=-1, descending=True, stable=True)
-    own = (index[..., 0] * place).sum(-1, keepdim=True)
-    least = (values[..., 0] - values[..., 1]).sort(dim=-1, stable=True).indices[..., : probes - 1]
-    return torch.cat([own, own + ((index[..., 1] - index[..., 0]) * place).gather(-1, least)], -1)
+        return own
+    second = z.scatter(-1, first, -torch.inf).argmax(-1, keepdim=True)
+    second = torch.where(second == first, 1, second)  # only index 0 can occur twice, if all other logits are -inf
+    least = (z.gather(-1, first) - z.gather(-1, second))[..., 0].sort(dim=-1, stable=True).indices[..., : probes - 1]
+    return torch.cat([own, own + ((second - first)[..., 0] * place).gather(-1, least)], -1)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Entries:
 class Order:
     """The sorted list of rows and lookups, filled up to whole blocks; see `Entries`."""
 
-    tokens: Tensor  # (E,), the query of each entry
+    tokens: Tensor  # (E,), the query of each entry; a lookup's query is its index // P
     lookups: Tensor  # (E,), the index of a lookup's results, such as its index in a flattened (B, N, K, P)
     begin: Tensor  # (E,), the index in `rows` of the first row that a lookup reads
     end: Tensor  # (E,), one more than the index of the last row that it reads; `begin` if it reads none
@@ -58,24 +60,41 @@ class Order:
         return counts.scatter(0, self.lookups, self.end - self.begin)[:-1]
 
 
-def keys(codes: Tensor, documents: Tensor) -> Tensor:
-    """Return the keys of codes (B, N, K, P), all below 2**31; `documents` (B, N): each token's document, -1 for padding."""
+#: numbers of documents and of codes that keys allow; smaller numbers may allow int32, which is sorted in half the time
+LIMITS = 2**31, 2**31
+
+
+def keys(codes: Tensor, documents: Tensor, limits: tuple[int, int] = LIMITS) -> Tensor:
+    """Return the keys of codes (B, N, K, P); `documents` (B, N): the index of each token's document, -1 for padding."""
     kv_heads = codes.shape[2]
+    largest = min(limits[0] * kv_heads * limits[1], 2**62)
     head = documents[..., None] * kv_heads + torch.arange(kv_heads, device=documents.device)
-    # padding comes last
-    return torch.where(documents[..., None, None] < 0, 2**62, head[..., None] * 2**31 + codes)
+    result = torch.where(
+        documents[..., None, None] < 0, largest, head[..., None] * limits[1] + codes
+    )  # padding is last
+    return result.to(torch.int32 if largest < 2**31 else torch.int64)
 
 
 def sort(
-    row_codes: Tensor, lookup_codes: Tensor, documents: Tensor, real: int, before: Tensor | None = None
+    row_codes: Tensor,
+    lookup_codes: Tensor,
+    documents: Tensor,
+    real: int,
+    limits: tuple[int, int] = LIMITS,
+    before: Tensor | None = None,
 ) -> Entries:
-    """Sort rows and lookups by their codes, (B, N, K, 1) and (B, N, K, P); see `keys`.
+    """Sort rows and lookups by their codes, (B, N, K, 1) and (B, N, K, P).
 
-    `real`: number of tokens without padding. `before` (S,): the keys of rows of earlier tokens, in the order of
-    positions. Indices of rows count the rows before, then flattened (B, N, K); lookups are of flattened (B, N, K, P).
+    Indices of lookups refer to a flattened (B, N, K, P), and indices of rows to the rows before and a flattened
+    (B, N, K).
+
+    Args:
+        documents, limits: see `keys`.
+        real: number of tokens without padding.
+        before: (S,), the keys of rows of earlier tokens, in the order of positions.
     """
     kinds, earlier = 1 + lookup_codes.shape[3], 0 if before is None else len(before)
-    new = keys(torch.cat([row_codes, lookup_codes], -1), documents).flatten()
+    new = keys(torch.cat([row_codes, lookup_codes], -1), documents, limits).flatten()
     every = new if before is None else torch.cat([before, new])
     # a stable sort keeps equal keys in the order of positions, with a row before the lookups of its token
     size = real * row_codes.shape[2] * kinds + earlier if real else 0
@@ -96,8 +115,7 @@ def merge(entries: Entries, reach: int, block: int) -> Order:
     end = is_row.cumsum(0) - is_row.long()
     new_code = torch.ones_like(is_row)
     new_code[1:] = keys[1:] != keys[:-1]
-    # `end` never decreases, so the maximum so far is its value where the current code begins
-    first_of_code = torch.where(new_code, end, 0).cummax(0).values
+    first_of_code = end[new_code.nonzero()[:, 0]][new_code.cumsum(0) - 1]
     begin = torch.where(is_row, end, torch.maximum(first_of_code, end - reach))
     if filler := -len(keys) % block:  # fill with a real token, because padding may contain any values
         queries, end = (torch.cat([x, x[-1:].expand(filler)]) for x in (queries, end))

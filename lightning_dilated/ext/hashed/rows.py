@@ -189,6 +189,7 @@ class HashedCarry:
     def add_grads(self, index: Tensor, grads: Sequence[Tensor]) -> None:
         """Add gradients of k, v and chances of the rows at these indices, which differ."""
         if self.grads is None:
-            self.grads = [x.new_zeros(len(self.rows.keys), *x.shape[1:]) for x in grads]
+            wide = torch.promote_types(grads[0].dtype, torch.float32)
+            self.grads = [x.new_zeros(len(self.rows.keys), *x.shape[1:], dtype=wide) for x in grads]
         for total, grad in zip(self.grads, grads, strict=True):
             total[index] += grad

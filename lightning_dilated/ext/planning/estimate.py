@@ -5,7 +5,8 @@ The times in `h200.json` were measured on one H200 with compiled blocks by bench
 2407.08608, head dim 64, 16,384 rows). Whole steps reach these speeds; short calls alone reached 487 and 438 TFLOP/s
 (benchmarks/results/2026-11-26_h200.md). docs/planning.md describes how times are scaled. A recurrence adds the time of
 its rule, measured on an H100 (`h100_recurrence.json`) and scaled by FLOPs. The time of other kernels of recurrences and
-short convolutions is computed from the bytes that they move. `planning.ranks` adds waits between ranks.
+short convolutions is computed from the bytes that they move. The
+time of the lookups of hashed heads is not counted, because none was measured. `planning.ranks` adds waits between ranks.
 
 Shape letters: N tokens of the sequence, R ranks, L tokens of a rank, D head dim.
 """
@@ -29,7 +30,7 @@ from lightning_dilated.ext.planning.counting.footprint import (
     of_subject,
 )
 from lightning_dilated.ext.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, Tape
-from lightning_dilated.ext.planning.counting.model_specs import Facts, RecurrentLayer
+from lightning_dilated.ext.planning.counting.model_specs import Facts, HashedLayer, RecurrentLayer
 from lightning_dilated.ext.planning.gpus import GPUS, Gpu
 from lightning_dilated.ext.planning.machine import Line, Machine, Parts, measured_rules
 from lightning_dilated.ext.planning.memory import GIB, Memory, memory, on_host, states_on_host
@@ -203,11 +204,22 @@ def _recurring(layer: RecurrentLayer | None, tokens: int, gpu: Gpu) -> Recurring
     """Return the seconds that a layer's recurrence adds for L tokens; 0 for a rule that was not measured."""
     if layer is None:
         return Recurring()
-    base, times = measured_machine(), measured_rules()
+    times = measured_rules()
     flops = 0 if layer.unmeasured else tokens * layer.flops * GPUS[times.gpu].flops / gpu.flops
     rule = times.of(layer.description.kind, flops) if flops else (0.0, 0.0)
+    return Recurring(*rule, *_around(layer, tokens, gpu))
+
+
+def _hashed(layer: HashedLayer | None, tokens: int, gpu: Gpu) -> Recurring:
+    """Return the seconds that a layer's hashed heads add for L tokens. Lookups count 0: they have not been measured."""
+    return Recurring() if layer is None else Recurring(0.0, 0.0, *_around(layer, tokens, gpu))
+
+
+def _around(layer: RecurrentLayer | HashedLayer, tokens: int, gpu: Gpu) -> tuple[float, float]:
+    """Return the (forward, backward) seconds of the counted work of a recurrence or of hashed heads."""
+    base = measured_machine()
     seconds = functools.partial(_seconds, base, base.at(tokens), slower=RelativeSpeed.of(gpu))
-    return Recurring(*rule, seconds(layer.forward), seconds(layer.backward))
+    return seconds(layer.forward), seconds(layer.backward)
 
 
 def _head(facts: Facts, base: Machine, parts: Parts, slower: RelativeSpeed) -> tuple[float, float]:
@@ -239,13 +251,14 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     machines = [scaled(x, gpu, head_dim=d) for x, d in zip(stacks, dims, strict=True)]
     parameters, trained = facts.parameters, facts.trained_parameters
     recurrences = [_recurring(x, tokens_here, gpu) for x in facts.recurrences]
+    hashed = [_hashed(x, tokens_here, gpu) for x in facts.hashed]
     facts = stacks[0]
     fsdp = setup.strategy == "ring_dilated_fsdp"
     rows = of_call(facts.call, tokens, setup)
     names = [x.name or setup.exchange for x in rows.cycle]
     run = functools.partial(
         step_on_ranks, machines[0], facts.call.cycle, tokens_here, setup, exchanges=names,
-        inner=machines[1] if len(machines) > 1 else None, recurring=recurrences,
+        inner=machines[1] if len(machines) > 1 else None, recurring=recurrences, hashed=hashed,
     )  # fmt: skip
     step = run(recompute=memory.policy)
     plain = step if memory.policy == "none" else run(recompute="none")
@@ -332,7 +345,8 @@ def _flops(facts: Facts, tokens: int) -> float:
     linear = facts.depth * (2 * facts.trained.weights + facts.trained.gradients)
     edge = facts.vocab * facts.dim  # a frozen projection passes a gradient to the blocks only if it computes logits
     linear += 3 * edge if facts.whole else (1 + facts.logits) * edge - facts.projection
-    rules = sum(x.flops for x in cycle_to(facts.recurrences or (None,), facts.depth) if x is not None)
+    mixers = *cycle_to(facts.recurrences or (None,), facts.depth), *facts.hashed
+    rules = sum(x.flops for x in mixers if x is not None)
     return (2.0 * linear + 3.0 * rules) * tokens + 14.0 * call.head_dim * attended
 
 

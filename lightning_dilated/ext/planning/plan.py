@@ -91,6 +91,20 @@ def recurrence_notes(case: Case) -> list[str]:
     return notes
 
 
+def hashed_note(case: Case) -> str | None:
+    """Return a note on hashed heads and on what is not counted for them; None if no layer has them."""
+    layers = {i: x for i, x in enumerate(case.facts.hashed) if x is not None}
+    if not layers:
+        return None
+    first, *_ = layers.values()
+    where = "all layers" if len(layers) == case.facts.depth else f"layer(s) {', '.join(map(str, layers))}"
+    return (
+        f"hashed heads: {where}, {in_numbers(len(layers) * first.parameters)} parameters. The time of their lookups, "
+        f"{3 * len(layers) * first.lookups:.3g} FLOPs a token of a step, is not counted, because no GPU was measured. "
+        f"Sequences of up to soft_until={first.description.soft_until} tokens are counted as longer ones."
+    )
+
+
 def notes_on(request: Request, case: Case, row: Row | None = None) -> list[str]:
     """List notes on what this plan includes and leaves out; `row` is the recommended setting."""
     base, setup, size = measured_machine(), case.setup, request.shared_by
@@ -100,6 +114,7 @@ def notes_on(request: Request, case: Case, row: Row | None = None) -> list[str]:
         f"compiled). The basis of all numbers: {RESTS_ON}.",
         *request.model.planning_notes(),
         *recurrence_notes(case),
+        hashed_note(case),
     ]
     if setup.ranks > 1:
         sums = "" if setup.bucket_cap_mb is None else f" Gradients are summed {setup.bucket_cap_mb} MiB at a time."
@@ -292,7 +307,9 @@ def _details(case: Case, row: Row) -> list[str]:
         ]
     if in_chunks(row.settings, row.tokens):
         lines.append(f"  {chunk_count(row.tokens, row.settings.stream or 1)} chunks; one, forward and backward:")
-    for kind in ("attention", "recurrence", "rest", "edge", "optimizer", "arrivals", "few rows", "tokens for heads"):
+    for kind in (
+        "attention", "recurrence", "hashed heads", "rest", "edge", "optimizer", "arrivals", "few rows", "tokens for heads"
+    ):  # fmt: skip
         if kind == "optimizer" and case.setup.cpu_offload:
             lines.append(f"  {'optimizer, on the host':<22}{time.optimizer * 1e3:>9.1f} ms")
         elif time.step.compute.get(kind):

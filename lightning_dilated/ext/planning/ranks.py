@@ -44,8 +44,8 @@ Array = NDArray[np.float64]
 
 
 class Recurring(NamedTuple):
-    """Seconds of a layer's recurrence. The time of its rule is separate from the time of the layers around the rule,
-    because recomputation may keep the output of the rule."""
+    """Seconds of a layer's recurrence or hashed heads. The time of the rule, or of lookups, is separate from the time of
+    the layers around it, because recomputation may keep its output."""
 
     rule_forward: float = 0.0
     rule_backward: float = 0.0
@@ -289,6 +289,7 @@ def step_on_ranks(
     overhead: float = 0.0,
     inner: Machine | None = None,
     recurring: Sequence[Recurring] = (),
+    hashed: Sequence[Recurring] = (),
 ) -> Step:
     """Estimate a step of the machine's model over one sequence of L * R tokens.
 
@@ -302,6 +303,7 @@ def step_on_ranks(
         overhead: seconds added to every step.
         inner: times of a second stack of blocks, which runs between the first stack's forward and backward.
         recurring: recurrences that the first stack's layers cycle through; empty: no layer has one.
+        hashed: hashed heads that the first stack's layers cycle through; empty: no layer has them.
 
     Raises:
         ValueError: if an exchange does not serve the call.
@@ -312,7 +314,7 @@ def step_on_ranks(
     received: Counter[tuple[str, str]] = Counter()
     late, first = 0.0, None
     again = 1 if recompute == "block" else 0
-    for stack, recurs in ((machine, recurring), (inner, ())):
+    for stack, mixers in ((machine, {"recurrence": recurring, "hashed heads": hashed}), (inner, {})):
         if stack is None:
             continue
         parts = stack.at(tokens)
@@ -329,8 +331,9 @@ def step_on_ranks(
             for (run, side), size in layer.received.items():
                 received[run, side] += size
                 received["again", side] += again * size * (run == "forward")
-            if recurs:
-                work["recurrence"] += _recurrence(recurs[number % len(recurs)], recompute)
+            for kind, layers in mixers.items():
+                if layers:
+                    work[kind] += _recurrence(layers[number % len(layers)], recompute)
     work["overhead"] += overhead
     stacks = [x for x in (machine, inner) if x is not None]
     averaged, late_gradients = _averaging(stacks, tokens, setup, each[ATTENTION].max())

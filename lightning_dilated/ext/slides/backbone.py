@@ -232,8 +232,8 @@ class SlideBackbone(TransformerModel):
         super().__init__(
             pattern=pattern, dim=dim, depth=depth, num_heads=num_heads, norm="layernorm", ffn="gelu", bias=True,
             sub_layernorm=True, position_encoding="none", num_kv_heads=None, rotary_base=None, max_seq_len=None,
-            xpos_scale_base=512.0, kv_conv=None, recurrence=None, residual_dtype=None, shift_layers="none",
-            shift_below=None, global_rotary=True, **options,
+            xpos_scale_base=512.0, kv_conv=None, recurrence=None, hashed=None, residual_dtype=None,
+            shift_layers="none", shift_below=None, global_rotary=True, **options,
         )  # fmt: skip
         self.feature_dim = integer(feature_dim, "feature_dim", 1)
         self.tile_size, self.grid = tile_size, integer(grid, "grid", 1)

@@ -548,6 +548,8 @@ class LongNetLM(TokenModel):
                 "a torchscale decoder has no recurrence: leave it out. To add a recurrence, make a LongNetLM with a "
                 "recurrence whose gate_init is 0, and load this model's state dict into it with strict=False."
             )
+        if options.get("hashed") is not None:
+            raise ValueError("a torchscale decoder has no hashed heads: leave hashed out.")
         sizes, state = hook("read torchscale")(source, num_heads, scale_embedding, options.get("depth"))
         pattern = DilatedPattern.longnet(segment_lengths, dilation_rates, offsets="blocked")
         usual = {"norm": "layernorm", "ffn": "gelu", "bias": True, "rotary_base": USUAL}

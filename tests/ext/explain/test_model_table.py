@@ -5,7 +5,7 @@ import pytest
 import lightning_dilated as ld
 from lightning_dilated.ext.explain.model_table import ModelTable, table
 
-from ..models import trainer
+from ...models import trainer
 
 
 def test_layers_and_sums(capsys):

@@ -1,5 +1,6 @@
 """hashed_attention equals its definition: outputs, losses, counts and every gradient."""
 
+import itertools
 from dataclasses import replace
 from unittest import mock
 
@@ -12,7 +13,8 @@ from torch import Tensor
 from lightning_dilated.attention import hashed_attention
 from lightning_dilated.ext._compat.torch import TorchDispatchMode, leaves
 from lightning_dilated.ext.hashed import functional, lookup
-from lightning_dilated.ext.hashed.oracle import oracle
+from lightning_dilated.ext.hashed.oracle import looked_up, oracle
+from lightning_dilated.ext.hashed.order import codes
 
 from ...examples import examples
 from .cases import LOSSES, Case, cases, compare
@@ -89,6 +91,15 @@ def test_equal_logits_take_the_lowest_index():
         rows = hashed_attention(q, k, v, z, filed, null, latest=10, probes=probes)[1].rows
         assert rows[0, 12:].unique().tolist() == [want]
     assert hashed_attention(q, k, v, z, z, null, latest=10)[1].rows[0, -1].item() == 10
+
+
+def test_codes_of_equal_and_infinite_logits():
+    values = torch.tensor(list(itertools.product((-torch.inf, 0.0, 1.0), repeat=3)))
+    z = torch.stack([values, values.flip(0), values.roll(5, 0)], 1)
+    z = z[(z > -torch.inf).any(-1).all(-1)]
+    for probes in (1, 2, 3, 4):
+        want = [[sum(i * 3**g for g, i in enumerate(code)) for code in looked_up(x, probes)] for x in z.tolist()]
+        assert codes(z, probes).tolist() == want
 
 
 def test_more_documents_than_rows_of_a_code():

@@ -1,7 +1,5 @@
 """Wrong calls of hashed_attention: each error names the argument, its value and the allowed values."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -70,6 +68,7 @@ def zeros(*shape, dtype=torch.float64):
         ({"lengths": [3, 4.5]}, TypeError, "lengths must hold integers only"),
         ({"lengths": [3, 4], "cu_seqlens": [0, 6]}, ValueError, "not both"),
         ({"cu_seqlens": [0, 6]}, ValueError, "take a batch of 1, got B=2"),
+        ({"sequence": 2}, TypeError, "sequence must be a SequenceGroup, or None for the active one; got 2"),
     ],
 )
 def test_refused(change, error, words):
@@ -94,13 +93,3 @@ def test_soft_is_for_short_documents(monkeypatch):
     assert losses.rows.max() == 20
     with pytest.raises(ValueError, match="got 21"):
         hashed_attention(*tensors, soft=True, cu_seqlens=[0, 21, 30])
-
-
-def test_several_ranks_are_refused_before_any_work(monkeypatch):
-    monkeypatch.setattr(functional, "active_sequence", lambda: SimpleNamespace(ranks=4))
-    with pytest.raises(
-        NotImplementedError, match=r"computes on one rank so far, .* has 4 ranks. Train with sequence_size=1"
-    ):
-        hashed_attention(*[None] * 6)
-    monkeypatch.setattr(functional, "active_sequence", lambda: SimpleNamespace(ranks=1))
-    assert hashed_attention(*CASE.tensors())[0].shape == (2, 6, 4, 3)

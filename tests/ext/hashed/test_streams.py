@@ -88,7 +88,7 @@ def by_definition(case, tensors, grad, labelled):
     """Return out and the gradients of its weighted sum and of the losses, by the oracle."""
     leaves = [x.detach().double().requires_grad_() for x in tensors]
     out, losses = oracle(*leaves, **case.settings(), labelled=labelled)
-    total = (out * grad).sum() + LossTerms(WEIGHTS).total(losses, labelled.sum())
+    total = (out * grad).sum() + LossTerms(WEIGHTS).total(losses, labelled.sum(1))
     grads = torch.autograd.grad(total, leaves)
     return {"out": out.detach()} | {f"d {name}": x for name, x in zip(NAMES, grads, strict=True)}
 
@@ -175,7 +175,7 @@ def test_truncated_gradients():
         out, losses = oracle(*rows, leaves[5], **words, labelled=labelled)
         _, own = oracle(*leaves, **words, labelled=labelled[:, at])
         losses = HashedLosses(losses.agree, losses.contrast, own.balance, own.spread, losses.rows)
-        total = (out[:, at] * grad[:, at]).sum() + LossTerms(WEIGHTS).total(losses, labelled.sum())
+        total = (out[:, at] * grad[:, at]).sum() + LossTerms(WEIGHTS).total(losses, labelled.sum(1))
         want[i] = torch.autograd.grad(total, leaves)
     got = chunks.joined(outs, grads)
     compare(got, {"out": got["out"]} | {k: x for k, x in chunks.joined(outs, want).items() if k != "out"})

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.ext.planning.counting.memory_tracker import Tape
-from lightning_dilated.ext.recurrence.op import RECURRENCE
+from lightning_dilated.memory.recompute import KEPT
 from lightning_dilated.models.blocks import TransformerBlock
 
 #: operators of aten and prims that Inductor calls, like all custom operators, instead of generating a kernel
@@ -265,7 +265,7 @@ LEADING = {"join": 2}
 
 
 class Pieces:
-    """Replace a block's methods with compiled pieces. Blocks with the same stack, pattern and recurrence share graphs.
+    """Replace a block's methods with compiled pieces. Blocks with the same stack, pattern and mixers share graphs.
 
     Until `trace` is called, the pieces run uncompiled and record their arguments.
     """
@@ -332,8 +332,8 @@ class Pieces:
         shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in flat)
         layer = self.block.attention
         pattern = layer.attention.pattern if name in ("whole", "attend", "attend_kept") else None
-        recurrence = None if layer.recurrence is None else layer.recurrence.description
-        return self.stack, name, self.policies[name], pattern, recurrence, shapes, torch.is_grad_enabled()
+        mixers = tuple(x and x.description for x in (layer.recurrence, layer.hashed))
+        return self.stack, name, self.policies[name], pattern, mixers, shapes, torch.is_grad_enabled()
 
     def _compiled(self, name: str, flat: list[Any], spec: Any) -> Callable[..., Any]:
         names, run = [n for n, _ in self.block.named_parameters()], self.runs[name]
@@ -384,5 +384,4 @@ def _tag(node: fx.Node, policy: str) -> CheckpointPolicy:
     producer = node.args[0] if node.target is operator.getitem else node
     if policy != "attention-kept":
         return CheckpointPolicy.MUST_RECOMPUTE
-    saved = producer.target in (torch.ops.lightning_dilated.attention.default, RECURRENCE)
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if producer.target in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -278,7 +278,7 @@ def _not_moved() -> contextlib.AbstractContextManager[Any]:
 
 # -- work of blocks, kernel by kernel ----------------------------------------------------------------------------------
 # A kernel reads its inputs once and writes its results once; views cost nothing. Without compilation, each operator is
-# a kernel. Calls of attention and of recurrences are not counted.
+# a kernel. Calls of attention, of recurrences and of hashed heads are not counted.
 #: number of tokens in a step that counts work; casts of weights are a fixed amount, 1 % of its work
 TOKENS = 1 << 16
 #: maximum number of tiles in a step that counts work
@@ -385,7 +385,7 @@ class WorkTape(Tape):
 
 
 def _is_kernel(func: Any) -> bool:
-    """Return whether an operator moves memory and is neither the attention op nor a recurrence."""
+    """Return whether an operator moves memory and is none of the ops in `OPS`."""
     if func in OPS or "empty" in func.overloadpacket.__name__:
         return False
     return compat.changes_inputs(func) or not compat.returns_view(func)

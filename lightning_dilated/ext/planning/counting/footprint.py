@@ -16,12 +16,12 @@ from typing import Any
 
 from lightning_dilated.ext.planning.counting import dry_run
 from lightning_dilated.ext.planning.counting.compiled import Graphs
-from lightning_dilated.ext.planning.counting.memory_tracker import Meter, Piece, Tape
+from lightning_dilated.ext.planning.counting.hashed import HashedSizes, hashed_workspace
+from lightning_dilated.ext.planning.counting.memory_tracker import BACKWARD, Meter, Piece, Tape
 from lightning_dilated.ext.planning.counting.repeats import BLOCKS
-from lightning_dilated.ext.planning.counting.workspace import NAMES, OpCall, recurrence_workspace, workspace
+from lightning_dilated.ext.planning.counting.workspace import OpCall, recurrence_workspace, workspace
 from lightning_dilated.ext.planning.ranks import arriving, plan_of
 from lightning_dilated.ext.planning.setup import Setup
-from lightning_dilated.ext.recurrence.op import RECURRENCE
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.pattern import DilatedPattern
@@ -160,11 +160,15 @@ class Footprint:
         if not piece.op:
             return 0
         call = replace(call, dtype=piece.dtype, pattern=call.cycle[piece.part[-1] % len(call.cycle)], others=())
+        forward = not piece.op.endswith(BACKWARD)
+        if piece.logits:
+            sizes = HashedSizes(piece.heads, call.head_dim, *piece.logits)
+            return hashed_workspace(forward, call.batch * call.tokens, sizes, call.dtype, piece.spec, Meter)
         if piece.spec:
-            return recurrence_workspace(piece.op == NAMES[RECURRENCE], call, piece.spec, Meter)
+            return recurrence_workspace(forward, call, piece.spec, Meter)
         if piece.heads != call.heads:
             call = replace(call, window=(0, piece.heads))
-        return workspace(call)[piece.op == "backward"]
+        return workspace(call)[not forward]
 
 
 def _line(at: tuple[int, int], values: tuple[int, int], x: int) -> int:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.ext.planning.counting.workspace import NAMES
-from lightning_dilated.ext.recurrence.op import RECURRENCE
 
 #: kinds of memory, in the order of a plot from the bottom up; memory without a kind is temporary
 PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer states", "batch"
@@ -265,9 +264,10 @@ class Piece:
         peak: peak bytes, without the op's workspace.
         begin, static: bytes at the start of the piece, and bytes of parameters and gradients among them.
         op: FORWARD or BACKWARD if the piece is one call of the attention op, one of `workspace.NAMES` if it is one
-            call of a recurrence, else "".
+            call of a recurrence or of hashed heads, else "".
         heads: number of query heads of that call. dtype: the dtype of q.
-        spec: encoded arguments of a recurrence.
+        spec: encoded arguments of a recurrence or of hashed heads.
+        logits: sizes (K, G, M) of the logits of hashed heads.
         casts: bytes of autocast's copies of parameters at the start of the piece.
     """
 
@@ -280,6 +280,7 @@ class Piece:
     dtype: torch.dtype | None = None
     spec: str = ""
     casts: int = 0
+    logits: tuple[int, ...] = ()
 
 
 class Tape(Meter):
@@ -317,10 +318,12 @@ class Tape(Meter):
         if name == "tiles":
             self.enter()
 
-    def _cut(self, op: str = "", q: Tensor | None = None) -> None:
-        call = (0, None) if q is None else (q.shape[2], q.dtype)
+    def _cut(self, op: str = "", inputs: Sequence[Tensor] = ()) -> None:
+        """End the current piece; `inputs`: tensors of the call `op`, from q on."""
+        call = (inputs[0].shape[2], inputs[0].dtype) if inputs else (0, None)
         spec = self._spec if op in NAMES.values() else ""
-        self.pieces.append(Piece(self.part, self.peak, self._begin, self._static, op, *call, spec, self._casts))
+        logits = tuple(inputs[3].shape[2:]) if op.startswith("hashed") else ()
+        self.pieces.append(Piece(self.part, self.peak, self._begin, self._static, op, *call, spec, self._casts, logits))
         self._static = sum(x.nbytes for p in self.parameters for x in (p, p.grad) if x is not None)
         self.reset_peak()
         self._begin, self._casts = self.live, self.by_kind().get(CASTS, 0)
@@ -330,7 +333,7 @@ class Tape(Meter):
             # the piece before the call; its peak includes the results of the call if they caused the peak
             self.pieces.append(Piece(self.part, self.peak, self._begin, self._static, casts=self._casts))
             self.peak = self.live
-            self._cut(op, inputs[0 if op in (FORWARD, NAMES[RECURRENCE]) else 1])
+            self._cut(op, inputs[op.endswith(BACKWARD) :])  # a backward takes the gradient first
         elif func is compat.CAST and isinstance(inputs[0], nn.Parameter):
             return [(results[0], CASTS)]
         return ()

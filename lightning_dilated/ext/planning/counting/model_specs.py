@@ -5,7 +5,7 @@ Shape letters: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from lightning_dilated.memory.block_memory import BlockSizes
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.transformer import DilatedTransformer
+from lightning_dilated.pattern import Hashed
 from lightning_dilated.pattern.rows import shortest_cycle
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import without_starts
@@ -66,7 +67,7 @@ def counted_model_of(
     for name, stack in further:
         decoder = Decoder(name, len(stack.blocks), call(stack), _parameters(stack.blocks[0]))
     return CountedModel(
-        model.planning_copy, partial(_batch, model, dtype), precision, memory or main[1].memory, bool(compiled),
+        partial(_counted_copy, model), partial(_batch, model, dtype), precision, memory or main[1].memory, bool(compiled),
         call(main[1]), model.depth, decoder, by_operator,
     )  # fmt: skip
 
@@ -117,11 +118,25 @@ def _call(stack: Stack, dtype: torch.dtype, capability: tuple[int, int]) -> OpCa
     )  # fmt: skip
 
 
-def _alike(model: DilatedModule, depth: int = 1, recurrence: Recurrence | None = None) -> DilatedModule:
-    """Return a copy of the model with `depth` layers that all have `recurrence`; None: no layer has a recurrence."""
+def _counted_copy(model: DilatedModule, depth: int) -> DilatedModule:
+    """Return a planning copy. Its hashed heads look up codes at any length, also below their `soft_until`."""
+    copy = model.planning_copy(depth)
+    if layers := getattr(copy, "hashed", ()):
+        copy.hashed = tuple(x and replace(x, soft_until=0) for x in layers)
+    return copy
+
+
+def _alike(
+    model: DilatedModule, depth: int = 1, recurrence: Recurrence | None = None, hashed: Hashed | None = None
+) -> DilatedModule:
+    """Return a copy of the model with `depth` layers that all have `recurrence` and `hashed`; None: no layer has one."""
     shallow = model.planning_copy(depth)
     if getattr(model, "recurrences", ()):
         shallow.recurrences = (recurrence,) * depth
+    if layers := getattr(model, "hashed", ()):
+        shallow.hashed = (hashed and replace(hashed, soft_until=0),) * depth
+        if hashed is not None:  # the pattern of another layer may not serve the other heads
+            shallow._patterns = (model.patterns[layers.index(hashed)],) * depth
     return shallow
 
 
@@ -210,21 +225,68 @@ class RecurrentLayer:
         plain = _compiled_work(model, subject)
         for x in dict.fromkeys(layers):
             if x is not None:
-                work = (full.beyond(base) for full, base in zip(_compiled_work(model, subject, x), plain, strict=True))
+                work = _beyond(_compiled_work(model, subject, {"recurrence": x}), plain)
                 flops = x.flops(call.heads, call.kv_heads, call.head_dim)
                 known[x] = cls(x, flops, call.head_dim, call.dtype.itemsize, *work)
         return tuple(known.get(x) for x in layers)
 
 
+@dataclass(frozen=True)
+class HashedLayer:
+    """The work that a layer's hashed heads add to its block.
+
+    Attributes:
+        parameters: number of parameters.
+        lookups: FLOPs of the lookups in the forward, for one token.
+        products: FLOPs of products with the heads' own weights in the forward, for one token.
+        forward, backward: work of the heads' convolutions and projections.
+    """
+
+    description: Hashed
+    parameters: int
+    lookups: int
+    products: int
+    forward: Work
+    backward: Work
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the forward, for one token."""
+        return self.lookups + self.products
+
+    @classmethod
+    def of_layers(cls, model: DilatedModule, subject: CountedModel) -> tuple[HashedLayer | None, ...]:
+        """Return the hashed heads of all layers (None: a layer without them), counted in compiled blocks."""
+        layers = getattr(model, "hashed", ())
+        description = next(filter(None, layers), None)
+        if description is None:
+            return ()
+        mixer = blank(partial(_alike, model, hashed=description)).transformer.blocks[0].attention_layer.hashed
+        work = _beyond(_compiled_work(model, subject, {"hashed": description}), _compiled_work(model, subject))
+        products = 2 * sum(p.numel() for p in mixer.parameters() if p.ndim >= 2)
+        counted = cls(description, _parameters(mixer), mixer.token_flops, products, *work)
+        return tuple(x and counted for x in layers)
+
+
+def _beyond(full: Iterable[Work], base: Iterable[Work]) -> tuple[Work, ...]:
+    """Return the work, (forward, backward), of one block in addition to that of another block."""
+    return tuple(x.beyond(y) for x, y in zip(full, base, strict=True))
+
+
 def _compiled_work(
-    model: DilatedModule, subject: CountedModel, recurrence: Recurrence | None = None, **changed: Any
-) -> tuple:
-    """Return the work of a compiled block, forward and backward, with `changed` attributes of the model."""
+    model: DilatedModule, subject: CountedModel, mixers: Mapping[str, Any] | None = None, **changed: Any
+) -> tuple[Work, ...]:
+    """Return the work of a compiled block, forward and backward.
+
+    Args:
+        mixers: the mixers of all layers, as arguments of `_alike`; None: no layer has one.
+        changed: attributes of the model that replace the model's own.
+    """
     bases = getattr(model, "rotary_bases", None) or ()
     usual = next((base for base in bases if base is not None), None)
 
     def make(depth: int) -> DilatedModule:
-        shallow = _alike(model, depth, recurrence)
+        shallow = _alike(model, depth, **(mixers or {}))
         if usual is not None:  # if some layers have rotary positions, count all layers with them
             shallow.rotary_bases = [base or usual for base in shallow.rotary_bases]
         shallow.__dict__.update(changed)
@@ -238,8 +300,8 @@ def _convolution(model: DilatedModule, subject: CountedModel) -> tuple[Work, ...
     options: Any = getattr(model, "options", None)
     if getattr(options, "kv_conv", None) is None:
         return ()
-    each = _compiled_work(model, subject), _compiled_work(model, subject, options=replace(options, kv_conv=None))
-    return tuple(full.beyond(base) for full, base in zip(*each, strict=True))
+    plain = _compiled_work(model, subject, options=replace(options, kv_conv=None))
+    return _beyond(_compiled_work(model, subject), plain)
 
 
 @dataclass(frozen=True)
@@ -248,7 +310,8 @@ class Facts:
 
     Attributes:
         hidden, vocab: features of the feed-forward, and V, from the model's `token_features`.
-        block_parameters, edge_parameters: parameters of a block without its recurrence, and all other parameters.
+        block_parameters, edge_parameters: parameters of a block without its recurrence and hashed heads, and all other
+            parameters.
         projection, feed_forward: parameters of a block's joint projection, and of its feed-forward.
         logits: whether the loss of a token reads V logits.
         windows: maximum number of head windows: number of kv heads, or 1 if blocks have low-rank updates or no windows.
@@ -256,6 +319,7 @@ class Facts:
         work: work of a block in which each operator is a kernel; None for other blocks.
         convolution: work of a block's short convolution, (forward, backward); empty if there is none.
         recurrences: the recurrences that the layers cycle through; empty if no layer has one.
+        hashed: the hashed heads of each layer; empty if no layer has them.
     """
 
     dim: int
@@ -276,6 +340,7 @@ class Facts:
     work: BlockWork | None = None
     convolution: tuple[Work, ...] = ()
     recurrences: tuple[RecurrentLayer | None, ...] = ()
+    hashed: tuple[HashedLayer | None, ...] = ()
 
     @property
     def stacks(self) -> list[Facts]:
@@ -313,7 +378,7 @@ class Facts:
         work = BlockWork.of(subject.make, subject.batch, subject.precision) if subject.by_operator else None
         main = replace(
             main, logits=built.reads_logits(), decoder=decoder, work=work, convolution=_convolution(model, subject),
-            recurrences=RecurrentLayer.of_layers(model, subject),
+            recurrences=RecurrentLayer.of_layers(model, subject), hashed=HashedLayer.of_layers(model, subject),
         )  # fmt: skip
         sizes = stacks(built)[MAIN].sizes()
         return replace(main, windows=main.call.kv_heads if main.whole and sizes.windows else 1, tiles=sizes.tiles)

@@ -22,7 +22,7 @@ RUN = 3
 #: parts of a step in each block of the first stack
 BLOCKS = ("forward", "behind", "backward")
 #: attributes of a layer that do not change its memory
-NUMBERS = ("layer_idx",)
+NUMBERS = ("layer_idx", "terms")
 
 
 class Repeat(NamedTuple):

@@ -24,6 +24,7 @@ from lightning_dilated.attention.executors.base import Call, HeadWindow
 from lightning_dilated.attention.executors.fused import Chunk
 from lightning_dilated.attention.resolve import has_varying_length
 from lightning_dilated.attention.spans import Span
+from lightning_dilated.ext.hashed.op import HASHED, HASHED_BACKWARD
 from lightning_dilated.ext.recurrence import op, triton_chunks
 from lightning_dilated.ext.recurrence.chunks import GROUPED_FROM
 from lightning_dilated.ext.recurrence.runs import CHUNK
@@ -255,9 +256,16 @@ def _blockwise(x: OpCall) -> tuple[int, int]:
     )
 
 
+#: names of the pieces of mixers' ops in `memory_tracker.Piece.op`
+NAMES = {
+    op.RECURRENCE: "recurrence",
+    op.RECURRENCE_BACKWARD: "recurrence backward",
+    HASHED: "hashed",
+    HASHED_BACKWARD: "hashed backward",
+}
+
+
 # -- recurrences: a Meter measures the op at two lengths ---------------------------------------------------------------
-#: names of a recurrence's pieces in `memory_tracker.Piece.op`
-NAMES = {op.RECURRENCE: "recurrence", op.RECURRENCE_BACKWARD: "recurrence backward"}
 
 
 def recurrence_workspace(forward: bool, call: OpCall, spec: str, meter: Callable[[], Any]) -> int:

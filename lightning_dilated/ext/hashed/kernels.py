@@ -1,0 +1,471 @@
+"""Triton kernels of hashed attention's lookups, forward and backward; deterministic, without atomics.
+
+Lookups are in sorted order, so `begin` and `end` of the rows that they read never decrease. A forward program computes
+a tile of T lookups. It loops over tiles of S rows, and each tile of rows begins with a row that a lookup reads. So a
+program computes at most T (L / S + 2) tiles of rows. All programs together compute at most R / S + Q / T (L / S + 1):
+a tile of lookups covers the rows from its first `begin` to its last `end`, and this `begin` is at least the last `end`
+of the tile before, minus L. The cost is O(R T + Q (L + S)) for any codes.
+
+With w = exp(score - lse), G groups' chances c_g, match = sum of log max(c_g, FLOOR) and the gradients do, dlse, dmatch
+and dchance of the four results, the gradients are, for each pair of a lookup and a row that it reads:
+
+    ds = w (do.v - do.out + dlse)          dq += scale ds k       dk += scale ds q       dv += w do
+    dm = ds (with code_scores) + w dmatch + dchance exp(match - chance)
+    d chance_q_g += dm / c_g chance_k_g    d chance_k_g += dm / c_g chance_q_g           if c_g >= FLOOR, else 0
+
+One kernel sums over rows for each lookup. Another kernel sums over lookups for each row, because the lookups that read a
+tile of rows are consecutive. Many lookups may read one row; the lookups of a tile of rows are cut into parts of at most
+`PART`, and a last kernel adds the sums of the parts in order.
+
+Shape letters: R rows, Q lookups that read rows, P lookups for each query, g query heads for each kv head, D head dim,
+G groups of M codes, L latest rows. Kernels compute T pairs of a lookup and a query head at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_dilated import kernels
+from lightning_dilated.ext.hashed.order import Order
+from lightning_dilated.kernels.tiles import LN2, LOG2E, block_dim
+
+if TYPE_CHECKING:
+    from lightning_dilated.ext.hashed.lookup import Inputs
+
+#: `input_precision` of products, and of products of chances, for 16-bit and for fp32 rows. Chances are positive, so
+#: three products of bf16 (TF32) parts keep 16 (22) bits of each sum, also of a sum near the floor
+PRECISIONS = ("tf32", "bf16x3"), ("tf32x3", "tf32x3")
+#: (lookups and query heads, rows) of a tile for 16-bit rows with up to `NARROW` columns, and of other tiles, which need
+#: more registers for each pair
+TILES = {"forward": ((64, 64), (64, 16)), "over rows": ((64, 32), (64, 16)), "over lookups": ((32, 64), (16, 64))}
+NARROW = 64
+#: number of warps of a program; the gated delta rule's kernels found tiles of 16 columns wrong with 8 warps on Hopper
+WARPS = 4
+#: maximum number of lookups that a program adds to the gradients of a tile of rows
+PART = 4096
+#: lookups and query heads of a program that computes delta
+DELTA = 64
+
+
+class Lists(NamedTuple):
+    """The lookups that read rows, in sorted order, and the sorted rows.
+
+    Attributes:
+        index: (Q,) int64, the indices of the lookups, P times a query's index plus the number of the probe.
+        begin, end: (Q,) int32, the range of `rows` that a lookup reads; both never decrease.
+        rows: (R,) int64, the token of each row.
+    """
+
+    index: Tensor
+    begin: Tensor
+    end: Tensor
+    rows: Tensor
+
+
+def lists(order: Order) -> Lists:
+    """Return the lists of an `Order`: its entries that read rows."""
+    entries = (order.begin < order.end).nonzero()[:, 0]
+    return Lists(order.lookups[entries], order.begin[entries].int(), order.end[entries].int(), order.rows)
+
+
+@triton.jit
+def _rows(base, first, there, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Load rows (A, WIDTH) that begin at `first` (A,); 0 outside of `there` (A,) and beyond the columns."""
+    column = tl.arange(0, WIDTH)
+    mask = there[:, None] & (column < COLUMNS)[None, :]
+    return tl.load(base + first[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(base, first, x, there, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Store rows x (A, WIDTH), as `_rows` loads them."""
+    column = tl.arange(0, WIDTH)
+    mask = there[:, None] & (column < COLUMNS)[None, :]
+    tl.store(base + first[:, None] + column[None, :], x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _product(a, b, PRECISION: tl.constexpr):
+    """Return a @ b in fp32. Products of 16-bit factors are exact."""
+    if a.dtype == b.dtype:
+        result = tl.dot(a, b, input_precision=PRECISION)
+    else:
+        result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
+    return result
+
+
+@triton.jit
+def _match(
+    a, first_a, there_a, b, first_b, there_b, floor,
+    GROUPS: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr, CHANCES: tl.constexpr,
+):  # fmt: skip
+    """Return the log, in base 2, of the chances (A, B) that codes agree, from the chances of codes of A and B rows.
+
+    Chances of a group are loaded when they are used, because registers are few.
+    """
+    total = tl.zeros([first_a.shape[0], first_b.shape[0]], tl.float32)
+    for g in tl.range(0, GROUPS, num_stages=4):
+        left = _rows(a + g * CODES, first_a, there_a, CODES, WIDTH)
+        right = _rows(b + g * CODES, first_b, there_b, CODES, WIDTH)
+        chance = tl.dot(left, tl.trans(right), input_precision=CHANCES)
+        total += tl.log2(tl.where(chance < floor, floor, chance))  # keeps NaN
+    return total
+
+
+@triton.jit
+def _added(
+    sums, change, a, first_a, there_a, b, first_b, there_b, floor,
+    GROUPS: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr, CHANCES: tl.constexpr,
+):  # fmt: skip
+    """Add to `sums`, G tensors (A, WIDTH), the gradients of a's chances from `change`, the gradient of log chances."""
+    every = ()
+    for g in tl.static_range(GROUPS):
+        left = _rows(a + g * CODES, first_a, there_a, CODES, WIDTH)
+        right = _rows(b + g * CODES, first_b, there_b, CODES, WIDTH)
+        chance = tl.dot(left, tl.trans(right), input_precision=CHANCES)
+        factor = tl.where(chance < floor, 0.0, change / chance)
+        every = every + (tl.dot(factor, right, sums[g], input_precision=CHANCES),)  # noqa: RUF005
+    return every
+
+
+@triton.jit
+def _zeros(LENGTH: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    every = ()
+    for _ in tl.static_range(GROUPS):
+        every = every + (tl.zeros([LENGTH, WIDTH], tl.float32),)  # noqa: RUF005
+    return every
+
+
+@triton.jit
+def _store_all(base, first, sums, there, GROUPS: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr):
+    """Store G tensors (A, WIDTH), the groups of a row one after another."""
+    for g in tl.static_range(GROUPS):
+        _store(base + g * CODES, first, sums[g], there, CODES, WIDTH)
+
+
+@triton.jit
+def _places(index, begin, end, i, there, GROUP: tl.constexpr):
+    """Return, for pairs i of a lookup and a query head: index of the lookup, query head, first row, last row + 1."""
+    first = tl.load(begin + i // GROUP, mask=there, other=2147483647)
+    last = tl.load(end + i // GROUP, mask=there, other=0)
+    return tl.load(index + i // GROUP, mask=there, other=0), i % GROUP, first, last
+
+
+@triton.jit
+def _next(first, last, row):
+    """Return the first row from `row` on that a lookup of the tile reads; the largest number if there is none."""
+    return tl.min(tl.where(last > row, tl.maximum(first, row), 2147483647), 0)
+
+
+@triton.jit
+def _grown(most, total, score):
+    """Return the maximum so far, the scaled sum of 2^score (A, B), its rescaling, and 2^(score - maximum)."""
+    top = tl.maximum(most, tl.max(score, 1))
+    finite = tl.where(top == float("-inf"), 0.0, top)  # a lookup may have read no row so far
+    rescale, p = tl.exp2(most - finite), tl.exp2(score - finite[:, None])
+    return top, total * rescale + tl.sum(p, 1), rescale, p
+
+
+@triton.jit(do_not_specialize=["count"])
+def _forward(
+    out, lse, match, chance, q, q_st, q_sh, k, k_st, v, v_st, chance_q, chance_k, index, begin, end, rows,
+    count, scale, floor,
+    GROUP: tl.constexpr, PROBES: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr,
+    SCORES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, CHANCES: tl.constexpr,
+    LOOKUPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * LOOKUPS + tl.arange(0, LOOKUPS)
+    there = i < count
+    lookup, head, first, last = _places(index, begin, end, i, there, GROUP)
+    at, token = lookup * GROUP + head, lookup // PROBES
+    query = _rows(q, token * q_st + head * q_sh, there, DIM, BLOCK)
+    acc = tl.zeros([LOOKUPS, BLOCK], tl.float32)
+    most, most_chance = tl.full([LOOKUPS], float("-inf"), tl.float32), tl.full([LOOKUPS], float("-inf"), tl.float32)
+    total, total_chance = tl.zeros([LOOKUPS], tl.float32), tl.zeros([LOOKUPS], tl.float32)
+    mean = tl.zeros([LOOKUPS], tl.float32)
+    stop = tl.max(last, 0)
+    row = _next(first, last, 0)
+    while row < stop:
+        j = row + tl.arange(0, ROWS)
+        inside = j < stop
+        of_row = tl.load(rows + j, mask=inside, other=0)
+        seen = (j[None, :] >= first[:, None]) & (j[None, :] < last[:, None])
+        key = _rows(k, of_row * k_st, inside, DIM, BLOCK)
+        agree = _match(
+            chance_q, token * (GROUPS * CODES), there, chance_k, of_row * (GROUPS * CODES), inside, floor,
+            GROUPS, CODES, WIDTH, CHANCES,
+        )  # fmt: skip
+        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        if SCORES:
+            score += agree
+        most, total, rescale, p = _grown(most, total, tl.where(seen, score, float("-inf")))
+        mean = mean * rescale + tl.sum(p * agree, 1)
+        acc = acc * rescale[:, None] + _product(p, _rows(v, of_row * v_st, inside, DIM, BLOCK), PRECISION)
+        most_chance, total_chance, _, _ = _grown(most_chance, total_chance, tl.where(seen, agree, float("-inf")))
+        row = _next(first, last, row + ROWS)
+    _store(out, at * DIM, acc / total[:, None], there, DIM, BLOCK)
+    tl.store(lse + at, (most + tl.log2(total)) * LN2, mask=there)
+    tl.store(match + at, mean / total * LN2, mask=there)
+    tl.store(chance + lookup, (most_chance + tl.log2(total_chance)) * LN2, mask=there & (head == 0))
+
+
+@triton.jit
+def _numbers(delta, lse, chance, d_match, d_chance, lookup, head, there, GROUP: tl.constexpr):
+    """Load the numbers of each lookup and query head that `_gradients` takes; logs are in base 2."""
+    at = lookup * GROUP + head
+    return (
+        tl.load(delta + at, mask=there, other=0.0),
+        tl.load(lse + at, mask=there, other=0.0) * LOG2E,
+        tl.load(d_match + at, mask=there, other=0.0),
+        tl.load(chance + lookup, mask=there, other=0.0) * LOG2E,
+        tl.load(d_chance + lookup, mask=there & (head == 0), other=0.0),
+    )
+
+
+@triton.jit
+def _gradients(score, agree, dw, delta, lse, d_match, chance, d_chance, seen, SCORES: tl.constexpr):
+    """Return the softmax weight, and the gradients of the score and of the log chance, for each pair."""
+    weight = tl.where(seen, tl.exp2(score - lse), 0.0)
+    ds = tl.where(seen, weight * (dw - delta), 0.0)
+    change = tl.where(seen, weight * d_match + tl.exp2(agree - chance) * d_chance, 0.0)
+    if SCORES:
+        change += ds
+    return weight, ds, change
+
+
+@triton.jit(do_not_specialize=["count"])
+def _delta(
+    delta, out, d_out, d_lse, index, count, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    LOOKUPS: tl.constexpr,
+):  # fmt: skip
+    """Write delta = do.out - dlse of each lookup and query head."""
+    i = tl.program_id(0).to(tl.int64) * LOOKUPS + tl.arange(0, LOOKUPS)
+    there = i < count
+    at = tl.load(index + i // GROUP, mask=there, other=0) * GROUP + i % GROUP
+    product = _rows(d_out, at * DIM, there, DIM, BLOCK) * _rows(out, at * DIM, there, DIM, BLOCK)
+    tl.store(delta + at, tl.sum(product, 1) - tl.load(d_lse + at, mask=there, other=0.0), mask=there)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _over_rows(
+    dq, d_chance_q, delta, lse, chance, d_match, d_chance, d_out,
+    q, q_st, q_sh, k, k_st, v, v_st, chance_q, chance_k, index, begin, end, rows, count, scale, plain_scale, floor,
+    GROUP: tl.constexpr, PROBES: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr,
+    SCORES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, CHANCES: tl.constexpr,
+    LOOKUPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write dq and d chance_q of a tile of lookups and query heads, summed over the rows that they read."""
+    i = tl.program_id(0).to(tl.int64) * LOOKUPS + tl.arange(0, LOOKUPS)
+    there = i < count
+    lookup, head, first, last = _places(index, begin, end, i, there, GROUP)
+    at, token = lookup * GROUP + head, lookup // PROBES
+    query = _rows(q, token * q_st + head * q_sh, there, DIM, BLOCK)
+    do = _rows(d_out, at * DIM, there, DIM, BLOCK)
+    less, of_lse, dm, of_chance, dc = _numbers(delta, lse, chance, d_match, d_chance, lookup, head, there, GROUP)
+    acc, acc_codes = tl.zeros([LOOKUPS, BLOCK], tl.float32), _zeros(LOOKUPS, GROUPS, WIDTH)
+    stop = tl.max(last, 0)
+    row = _next(first, last, 0)
+    while row < stop:
+        j = row + tl.arange(0, ROWS)
+        inside = j < stop
+        of_row = tl.load(rows + j, mask=inside, other=0)
+        seen = (j[None, :] >= first[:, None]) & (j[None, :] < last[:, None])
+        key, value = _rows(k, of_row * k_st, inside, DIM, BLOCK), _rows(v, of_row * v_st, inside, DIM, BLOCK)
+        agree = _match(
+            chance_q, token * (GROUPS * CODES), there, chance_k, of_row * (GROUPS * CODES), inside, floor,
+            GROUPS, CODES, WIDTH, CHANCES,
+        )  # fmt: skip
+        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        if SCORES:
+            score += agree
+        _, ds, change = _gradients(
+            score, agree, _product(do, tl.trans(value), PRECISION), less[:, None], of_lse[:, None], dm[:, None],
+            of_chance[:, None], dc[:, None], seen, SCORES,
+        )  # fmt: skip
+        acc += _product(ds, key, PRECISION)
+        acc_codes = _added(
+            acc_codes, change, chance_q, token * (GROUPS * CODES), there, chance_k, of_row * (GROUPS * CODES), inside,
+            floor, GROUPS, CODES, WIDTH, CHANCES,
+        )  # fmt: skip
+        row = _next(first, last, row + ROWS)
+    _store(dq, at * DIM, acc * plain_scale, there, DIM, BLOCK)
+    _store_all(d_chance_q, at * (GROUPS * CODES), acc_codes, there, GROUPS, CODES, WIDTH)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _over_lookups(
+    dk, dv, d_chance_k, parts, work, delta, lse, chance, d_match, d_chance, d_out,
+    q, q_st, q_sh, k, k_st, v, v_st, chance_q, chance_k, index, begin, end, rows, size, scale, plain_scale, floor,
+    GROUP: tl.constexpr, PROBES: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr,
+    SCORES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, CHANCES: tl.constexpr,
+    LOOKUPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write dk, dv and d chance_k of a tile of rows, summed over a range of lookups; see `Work`."""
+    COLUMNS: tl.constexpr = 2 * DIM + GROUPS * CODES
+    work += tl.program_id(0).to(tl.int64) * 4
+    low, high, place = tl.load(work + 1) * GROUP, tl.load(work + 2) * GROUP, tl.load(work + 3)
+    j = tl.load(work) * ROWS + tl.arange(0, ROWS)
+    inside = j < size
+    row = tl.load(rows + j, mask=inside, other=0)
+    key, value = _rows(k, row * k_st, inside, DIM, BLOCK), _rows(v, row * v_st, inside, DIM, BLOCK)
+    acc_k, acc_v = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    acc_codes = _zeros(ROWS, GROUPS, WIDTH)
+    for start in tl.range(low, high, LOOKUPS):
+        i = start + tl.arange(0, LOOKUPS)
+        there = i < high
+        lookup, head, first, last = _places(index, begin, end, i, there, GROUP)
+        at, token = lookup * GROUP + head, lookup // PROBES
+        seen = (j[:, None] >= first[None, :]) & (j[:, None] < last[None, :])
+        query = _rows(q, token * q_st + head * q_sh, there, DIM, BLOCK)
+        do = _rows(d_out, at * DIM, there, DIM, BLOCK)
+        less, of_lse, dm, of_chance, dc = _numbers(delta, lse, chance, d_match, d_chance, lookup, head, there, GROUP)
+        agree = _match(
+            chance_k, row * (GROUPS * CODES), inside, chance_q, token * (GROUPS * CODES), there, floor,
+            GROUPS, CODES, WIDTH, CHANCES,
+        )  # fmt: skip
+        score = tl.dot(key, tl.trans(query), input_precision=PRECISION) * scale
+        if SCORES:
+            score += agree
+        weight, ds, change = _gradients(
+            score, agree, _product(value, tl.trans(do), PRECISION), less[None, :], of_lse[None, :], dm[None, :],
+            of_chance[None, :], dc[None, :], seen, SCORES,
+        )  # fmt: skip
+        acc_v += _product(weight, do, PRECISION)
+        acc_k += _product(ds, query, PRECISION)
+        acc_codes = _added(
+            acc_codes, change, chance_k, row * (GROUPS * CODES), inside, chance_q, token * (GROUPS * CODES), there,
+            floor, GROUPS, CODES, WIDTH, CHANCES,
+        )  # fmt: skip
+    if place < 0:
+        _store(dk, row * DIM, acc_k * plain_scale, inside, DIM, BLOCK)
+        _store(dv, row * DIM, acc_v, inside, DIM, BLOCK)
+        _store_all(d_chance_k, row * (GROUPS * CODES), acc_codes, inside, GROUPS, CODES, WIDTH)
+    else:
+        part = (place * ROWS + tl.arange(0, ROWS)) * COLUMNS
+        _store(parts, part, acc_k * plain_scale, inside, DIM, BLOCK)
+        _store(parts + DIM, part, acc_v, inside, DIM, BLOCK)
+        _store_all(parts + 2 * DIM, part, acc_codes, inside, GROUPS, CODES, WIDTH)
+
+
+def tile(kernel: str, dtype: torch.dtype, dim: int) -> tuple[int, int]:
+    """Return the sizes of a kernel's tile: lookups and query heads, and rows; both are powers of two."""
+    return TILES[kernel][dtype == torch.float32 or dim > NARROW]
+
+
+class Work(NamedTuple):
+    """The programs that sum over lookups.
+
+    Attributes:
+        programs: (n, 4) int64: tile of rows, first lookup, last lookup + 1, and place in the sums of parts; the place
+            is -1 if the tile has one program only.
+        tiles: (m,) int64, the tiles with several programs.
+        lengths: (m,) int64, the numbers of their programs.
+        parts: number of places.
+    """
+
+    programs: Tensor
+    tiles: Tensor
+    lengths: Tensor
+    parts: int
+
+
+def work(read: Lists, rows: int) -> Work:
+    """Return the programs for tiles of `rows` rows. A program sums over at most `PART` lookups."""
+    edges = torch.arange(0, len(read.rows), rows, dtype=torch.int32, device=read.begin.device)
+    low = torch.searchsorted(read.end, edges, right=True)  # the first lookup that ends after the tile's first row
+    high = torch.searchsorted(read.begin, edges + rows)  # the first lookup that begins after the tile
+    numbers = ((high - low + PART - 1) // PART).clamp_min(1)
+    tile = torch.repeat_interleave(numbers)
+    first = low[tile] + (torch.arange(len(tile), device=tile.device) - (numbers.cumsum(0) - numbers)[tile]) * PART
+    several = numbers > 1
+    place = torch.where(several[tile], several[tile].cumsum(0) - 1, -1)
+    tiles = several.nonzero()[:, 0]
+    lengths = numbers[tiles]
+    programs = torch.stack([tile, first, torch.minimum(first + PART, high[tile]), place], 1)
+    return Work(programs, tiles, lengths, int(lengths.sum()))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the kernels.
+
+    Attributes:
+        inputs: tensors with stride 1 in the last dimension; the chances are contiguous and fp32.
+        read: the lookups that read rows.
+        probes, scale, code_scores, floor: see `Lookup`.
+    """
+
+    inputs: Inputs
+    read: Lists
+    probes: int
+    scale: float
+    code_scores: bool
+    floor: float
+
+    def arguments(self) -> tuple[Tensor | int, ...]:
+        """Return the arguments for inputs and lists that all kernels take."""
+        q, k, v, chance_q, chance_k = self.inputs
+        return q, *q.stride()[:2], k, k.stride(0), v, v.stride(0), chance_q, chance_k, *self.read
+
+    def options(self, kernel: str) -> dict[str, Any]:
+        """Return the constants of a kernel and its launch options."""
+        (_, group, dim), (_, groups, codes) = self.inputs.q.shape, self.inputs.chance_q.shape
+        lookups, rows = tile(kernel, self.inputs.q.dtype, dim)
+        # Triton's interpreter lacks bf16x3
+        products, chances = PRECISIONS[self.inputs.q.dtype == torch.float32 or kernels.interpreted()]
+        return {
+            "GROUP": group, "PROBES": self.probes, "GROUPS": groups, "CODES": codes, "WIDTH": block_dim(codes),
+            "SCORES": self.code_scores, "DIM": dim, "BLOCK": block_dim(dim), "PRECISION": products,
+            "CHANCES": chances, "LOOKUPS": lookups, "ROWS": rows, "num_warps": WARPS, "num_stages": 1,
+        }  # fmt: skip
+
+
+def forward(call: Call, results: Sequence[Tensor]) -> None:
+    """Write the results of lookups that read rows into `results`: out, lse, match and chance, flat over lookups."""
+    options = call.options("forward")
+    count = len(call.read.index) * call.inputs.q.shape[1]
+    if count:
+        with kernels.on(call.inputs.q.device):
+            _forward[(triton.cdiv(count, options["LOOKUPS"]),)](
+                *results, *call.arguments(), count, call.scale * LOG2E.value, call.floor, **options
+            )
+
+
+def backward(call: Call, results: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the gradients of `Inputs` from out, lse and chance, and from the gradients of the four results."""
+    (q, k, v, chance_q, chance_k), (out, lse, chance), (d_out, d_lse, d_match, d_chance) = call.inputs, results, grads
+    (tokens, group, dim), size, count = q.shape, lse.numel(), len(call.read.index) * q.shape[1]
+    dq = torch.zeros(size, dim, dtype=q.dtype if call.probes == 1 else out.dtype, device=q.device)
+    d_chance_q = out.new_zeros(size, *chance_q.shape[1:])
+    dk, dv, d_chance_k = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v, chance_k))
+    if count:
+        delta, scales = torch.empty_like(lse), (call.scale * LOG2E.value, call.scale, call.floor)
+        common = delta, lse, chance, d_match, d_chance, d_out, *call.arguments()
+        with kernels.on(q.device):
+            _delta[(triton.cdiv(count, DELTA),)](
+                delta, out, d_out, d_lse, call.read.index, count, GROUP=group, DIM=dim, BLOCK=block_dim(dim), LOOKUPS=DELTA
+            )  # fmt: skip
+            options = call.options("over rows")
+            _over_rows[(triton.cdiv(count, options["LOOKUPS"]),)](dq, d_chance_q, *common, count, *scales, **options)
+            options = call.options("over lookups")
+            todo, widths = work(call.read, options["ROWS"]), [x.shape[1:].numel() for x in (k, v, chance_k)]
+            parts = out.new_empty(todo.parts, options["ROWS"], sum(widths))
+            _over_lookups[(len(todo.programs),)](
+                dk, dv, d_chance_k, parts, todo.programs, *common, len(call.read.rows), *scales, **options
+            )
+        if todo.parts:
+            j = todo.tiles[:, None] * options["ROWS"] + torch.arange(options["ROWS"], device=q.device)
+            sums = torch.segment_reduce(parts.flatten(1), "sum", lengths=todo.lengths, unsafe=True, initial=0)
+            inside = j < len(call.read.rows)
+            token, sums = call.read.rows[j[inside]], sums.view(*j.shape, -1)[inside]
+            for result, x in zip((dk, dv, d_chance_k), sums.split(widths, -1), strict=True):
+                result[token] = x.reshape(-1, *result.shape[1:]).to(result.dtype)
+    dq = dq.view(tokens, call.probes, group, dim).sum(1).to(q.dtype)
+    return dq, dk, dv, d_chance_q.view(tokens, call.probes * group, *chance_q.shape[1:]).sum(1), d_chance_k

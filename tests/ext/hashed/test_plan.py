@@ -1,0 +1,159 @@
+"""Plans of models with hashed heads: memory equals real calls and steps on a CPU; parameters, FLOPs, and notes."""
+
+import functools
+
+import pytest
+import torch
+
+import lightning_dilated as ld
+from lightning_dilated.ext.convolution import convolution
+from lightning_dilated.ext.hashed import lookup
+from lightning_dilated.ext.hashed.op import HASHED, LossTerms, encode
+from lightning_dilated.ext.planning.counting.footprint import footprint
+from lightning_dilated.ext.planning.counting.hashed import HashedSizes, hashed_workspace
+from lightning_dilated.ext.planning.counting.memory_tracker import OPTIMIZER, PARAMETERS, Meter
+from lightning_dilated.ext.planning.counting.model_specs import Facts, counted_model_of
+from lightning_dilated.ext.planning.estimate import BANDWIDTH, Case
+from lightning_dilated.ext.planning.gpus import find_gpu
+from lightning_dilated.ext.planning.memory import memory
+from lightning_dilated.ext.planning.plan import hashed_note
+from lightning_dilated.ext.planning.setup import Setup
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models.transformer import step_flops
+
+from ...models import batch
+from ..planning.test_memory import SETTINGS, check
+
+pytestmark = pytest.mark.full
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Compute fewer entries at a time, so that bytes grow with tokens from a few thousand tokens on."""
+    monkeypatch.setattr(lookup, "PART", 1 << 18)
+
+
+def lm(layers=(1, 3), dim=64, **options):
+    sizes = {"depth": 4, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 4096, **options}
+    heads = {"layers": list(layers), "soft_until": 512} if layers else None
+    return ld.LongNetLM(ld.DilatedPattern.longnet([64], [1]), 11, dim, hashed=heads, **sizes)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+CALLS = {
+    "one head": (HashedSizes(1, 32, 1, 4, 16), torch.bfloat16, 64, 1),
+    "two kv heads": (HashedSizes(4, 8, 2, 2, 8), torch.float32, 64, 1),
+    "many rows": (HashedSizes(3, 16, 1, 3, 4), torch.float32, 300, 4),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=SLOW if x == "many rows" else []) for x in CALLS])
+def test_workspace_is_that_of_a_longer_call(name, parts):
+    """An estimate from two short calls with zeros equals a longer call of the op with random tensors."""
+    sizes, dtype, latest, probes = CALLS[name]
+    tokens, terms = 5000, LossTerms((0.1, 1.0, 0.1, 0.1))
+    spec = encode(latest, probes, 0.1, False, terms.name)
+    torch.manual_seed(0)
+    rows = [torch.randn(1, tokens, n, sizes.head_dim, dtype=dtype) for n in (sizes.heads, *[sizes.kv_heads] * 2)]
+    logits = [torch.randn(1, tokens, *sizes[2:]) for _ in range(2)]
+    tensors = [x.requires_grad_() for x in (*rows, *logits, torch.zeros(sizes.heads))]
+    terms.labelled, terms.scale = torch.rand(1, tokens) < 0.9, torch.ones(())
+    with Meter() as meter:
+        meter.track([*tensors, terms.labelled, terms.scale], PARAMETERS)
+        out, _ = HASHED(*tensors, None, None, spec)
+        beside = meter.peak - meter.live
+        grad = torch.ones_like(out)
+        before = meter.live
+        meter.reset_peak()
+        grads = torch.autograd.grad(out, tensors, grad)
+        peaks = beside, meter.peak - before - sum(x.nbytes for x in grads)
+    for forward, peak in zip((True, False), peaks, strict=True):
+        assert hashed_workspace(forward, tokens, sizes, dtype, spec, Meter) == pytest.approx(peak, rel=0.03), forward
+
+
+@pytest.mark.parametrize(
+    "policy", [pytest.param("none", marks=SLOW), "attention-kept", pytest.param("block", marks=SLOW)]
+)
+def test_a_real_step_takes_what_was_planned(policy, parts, monkeypatch):
+    """Hashed heads add the planned bytes to the peak of a real step, if both compute convolutions without kernels."""
+    monkeypatch.setattr(convolution, "unsupported", lambda *_: "serves nothing")
+    settings, tokens, peaks = MemorySettings(policy), 4096, []
+    for layers in ((), (1, 3)):
+        planned = memory(footprint(counted_model_of(lm(layers), "32-true", settings), (3072, 5120)), tokens)
+        model = lm(layers)
+        model.configure_model()
+        model.train()
+        model.transformer.memory = settings
+        with Meter() as meter:
+            meter.track(model.parameters(), PARAMETERS)
+            model.token_mean(batch(1, tokens))[0].backward()
+        peaks.append((planned.peak - planned.kinds[OPTIMIZER], meter.peak))
+    added, real = (b - a for a, b in zip(*peaks, strict=True))
+    assert added == pytest.approx(real, rel=0.02)
+
+
+@pytest.mark.parametrize("layers, name, compiled", [
+    ((1, 3), "none", False),
+    ((0,), "attention-kept", False),
+    pytest.param((0, 1, 2, 3), "tiles", False, marks=SLOW),
+    pytest.param((1, 3), "block", True, marks=SLOW),
+    pytest.param((1, 3), "attention-kept", True, marks=SLOW),
+])  # fmt: skip
+def test_length_is_exact(layers, name, compiled):
+    """`soft_until` is above the counted lengths, but the counted heads look up codes."""
+    check(counted_model_of(lm(layers), "bf16-mixed", SETTINGS[name], compiled), 4, 5120)
+
+
+def test_equal_layers_are_counted_once():
+    subject = counted_model_of(lm(range(12), depth=12), "bf16-mixed", MemorySettings("block"), False)
+    short = counted_model_of(lm(range(6), depth=6), "bf16-mixed", MemorySettings("block"), False)
+    pieces = [footprint(x, (3072, 4096)).moments for x in (subject, short)]
+    specs = [{m.piece.spec for m in x if m.piece.spec} for x in pieces]
+    assert len(pieces[0]) > len(pieces[1]) and len(specs[0]) == len(specs[1]) == 3
+
+
+# -- parameters, FLOPs, time -------------------------------------------------------------------------------------------
+KEPT, TOKENS = MemorySettings("attention-kept"), 1 << 18
+
+
+@functools.cache
+def case(layers=(), ranks=1):
+    model = lm(layers, 256)
+    subject = counted_model_of(model, "bf16-mixed", None, False)
+    return Case(subject, Facts.of(model, subject), Setup("ring_dilated", ranks), find_gpu("H200"))
+
+
+def test_layers_that_differ():
+    """Layers with and without hashed heads are counted separately."""
+    none, half, whole = (case(layers) for layers in ((), (1, 3), (0, 1, 2, 3)))
+    assert [x is not None for x in half.facts.hashed] == [False, True, False, True] and none.facts.hashed == ()
+    for planned, layers in ((none, ()), (half, (1, 3)), (whole, (0, 1, 2, 3))):
+        model = lm(layers, 256)
+        model.configure_model()
+        assert planned.facts.parameters == sum(p.numel() for p in model.parameters())
+    assert none.facts.block_parameters == half.facts.block_parameters == whole.facts.block_parameters
+    peaks = [x.memory(KEPT, TOKENS).peak for x in (none, half, whole)]
+    assert peaks[0] < peaks[1] < peaks[2]
+    seconds = [x.time(KEPT, TOKENS).step.compute.get("hashed heads", 0.0) for x in (none, half, whole)]
+    assert seconds[0] == 0 < seconds[1] == pytest.approx(seconds[2] / 2)
+    layer = half.facts.hashed[1]
+    moved = 2 * TOKENS * (2 * layer.forward.moved + layer.backward.moved) / BANDWIDTH
+    assert seconds[1] == pytest.approx(moved, rel=0.3) and layer.forward.moved > 0
+
+
+def test_flops_are_those_of_a_step():
+    """The plan and `step_flops` count the same products and lookups of hashed heads."""
+    planned, counted = [], []
+    for layers in ((), (1, 3)):
+        model = lm(layers, 256)
+        model.configure_model()
+        planned.append(case(layers).time(KEPT, TOKENS).flops)
+        counted.append(step_flops(model, TOKENS, [TOKENS]))
+    assert planned[1] - planned[0] == counted[1] - counted[0]
+
+
+def test_the_note_says_what_is_not_counted():
+    note, layer = hashed_note(case((1, 3))), case((1, 3)).facts.hashed[1]
+    assert "layer(s) 1, 3" in note and f"{6 * layer.lookups:.3g} FLOPs a token of a step, is not counted" in note
+    assert "all layers" in hashed_note(case((0, 1, 2, 3))) and hashed_note(case()) is None
