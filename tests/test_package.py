@@ -182,7 +182,7 @@ SIGNATURES = {
     ),
     "hashed_attention": (
         ld.attention.hashed_attention,
-        "q k v z_q z_k null latest probes scale lengths cu_seqlens soft code_scores sequence",
+        "q k v z_q z_k null latest probes scale lengths cu_seqlens soft code_scores labelled sequence",
     ),
     "MultiheadDilatedAttention": (ld.MultiheadDilatedAttention, "embed_dim num_heads pattern"),
 }

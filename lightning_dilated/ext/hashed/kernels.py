@@ -42,10 +42,11 @@ if TYPE_CHECKING:
 #: `input_precision` of products, and of products of chances, for 16-bit and for fp32 rows. Chances are positive, so
 #: three products of bf16 (TF32) parts keep 16 (22) bits of each sum, also of a sum near the floor
 PRECISIONS = ("tf32", "bf16x3"), ("tf32x3", "tf32x3")
-#: (lookups and query heads, rows) of a tile for 16-bit rows with up to `NARROW` columns, and of other tiles, which need
-#: more registers for each pair
-TILES = {"forward": ((64, 64), (64, 16)), "over rows": ((64, 32), (64, 16)), "over lookups": ((32, 64), (16, 64))}
-NARROW = 64
+#: (lookups and query heads, rows) of a tile for 16-bit rows with up to 64 and up to 128 columns, and up to 16 codes in a
+#: group. They need at most 90 KB of shared memory
+TILES = {"forward": ((64, 64), (64, 16)), "over rows": ((64, 32), (64, 16)), "over lookups": ((32, 64), (16, 32))}
+#: the same for other calls, which need more registers and shared memory for each pair
+SMALL = (16, 16)
 #: number of warps of a program; the gated delta rule's kernels found tiles of 16 columns wrong with 8 warps on Hopper
 WARPS = 4
 #: maximum number of lookups that a program adds to the gradients of a tile of rows
@@ -354,9 +355,9 @@ def _over_lookups(
         _store_all(parts + 2 * DIM, part, acc_codes, inside, GROUPS, CODES, WIDTH)
 
 
-def tile(kernel: str, dtype: torch.dtype, dim: int) -> tuple[int, int]:
+def tile(kernel: str, dtype: torch.dtype, dim: int, codes: int) -> tuple[int, int]:
     """Return the sizes of a kernel's tile: lookups and query heads, and rows; both are powers of two."""
-    return TILES[kernel][dtype == torch.float32 or dim > NARROW]
+    return SMALL if dtype == torch.float32 or dim > 128 or codes > 16 else TILES[kernel][dim > 64]
 
 
 class Work(NamedTuple):
@@ -417,7 +418,7 @@ class Call:
     def options(self, kernel: str) -> dict[str, Any]:
         """Return the constants of a kernel and its launch options."""
         (_, group, dim), (_, groups, codes) = self.inputs.q.shape, self.inputs.chance_q.shape
-        lookups, rows = tile(kernel, self.inputs.q.dtype, dim)
+        lookups, rows = tile(kernel, self.inputs.q.dtype, dim, codes)
         # Triton's interpreter lacks bf16x3
         products, chances = PRECISIONS[self.inputs.q.dtype == torch.float32 or kernels.interpreted()]
         return {

@@ -130,7 +130,7 @@ REFUSED = {
     "graphs": (lambda: lm(HASHED, cuda_graphs=True), "cuda_graphs cannot record layers with .* hashed heads"),
     "head chunks": (
         lambda: setattr(tiny(hashed={}).transformer, "memory", MemorySettings("block", head_chunks=2)),
-        "head_chunks=2 is not offered with a hashed, which reads all heads",
+        "head_chunks=2 is not offered with hashed, which reads all heads",
     ),
     "torchscale": (
         lambda: ld.LongNetLM.from_torchscale({}, [4], [1], hashed={}),

@@ -302,8 +302,10 @@ def test_heads_that_only_the_pattern_serves():
 
 
 def test_layers_that_are_not_causal():
-    with pytest.raises(ValueError, match="hashed heads read earlier rows only, and this layer is not causal"):
+    with pytest.raises(ValueError, match="hashed heads read earlier rows only, and this model is not causal"):
         ld.LongNetMLM(PATTERN, **SIZES, hashed=HASHED)
+    with pytest.raises(ValueError, match="hashed heads read earlier rows only, and this layer is not causal"):
+        ld.MultiheadDilatedAttention(16, 4, PATTERN, hashed=HASHED)
 
 
 def test_dropout_of_weights_is_refused():

@@ -139,10 +139,13 @@ def test_rows_that_no_query_reads_are_skipped(interpreter):
 
 
 def below_the_floor(rank, group):
-    case = Case((30,), groups=2, codes=3, soft=True, dtype=torch.float32)
+    """Two of three queries read only rows with chances of about 1e-31 in each group, which have no gradient."""
+    case = Case((30,), groups=2, codes=2, soft=True, dtype=torch.float32)
     tensors = [x.detach().clone() for x in case.tensors()]
-    for z in tensors[3:5]:
-        z *= 300
+    for z, sign in zip(tensors[3:5], (1, -1), strict=True):
+        z.div_(10).add_(36 * sign * torch.tensor([1.0, -1.0]))
+    tensors[3][:, ::3] *= -1
+    tensors[5].sub_(140)  # with a larger score, the null key would have all weight
     with mock.patch.object(Case, "tensors", lambda *unused: [x.requires_grad_() for x in tensors]), forced():
         return case.run(), case.by_definition()
 
