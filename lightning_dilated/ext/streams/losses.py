@@ -180,7 +180,7 @@ class ModelStreams:
         layers = without_starts(model.recurrences)
         memory = f", recurrence={plain_recurrences(layers)}" if any(layers) else ""
         if any(model.hashed):
-            memory += f", hashed={[x and (x.groups, x.codes, x.latest, x.heads) for x in model.hashed]}"
+            memory += f", hashed={[x and x.read_rows for x in model.hashed]}"
         return f"{model.depth} layers of {model.dim}, {heads}, kv_conv={taps}, patterns {patterns}{memory}"
 
     def _check_heads(self, model: LongNetLM, state: StreamState) -> None:

@@ -74,7 +74,7 @@ def _held(
         q, k, v = (torch.zeros(1, tokens, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
         wide = torch.promote_types(dtype, torch.float32)
         logits = [torch.zeros(1, tokens, kv_heads, groups, codes, dtype=wide) for _ in range(2)]
-        tensors = [q, k, v, *logits, torch.zeros(heads, dtype=wide), None, None]
+        tensors = [q, k, v, *logits, torch.zeros(heads, dtype=wide), None, None, None]
         labelled = torch.ones(1, tokens, dtype=torch.bool)
         grad = torch.zeros_like(q)
         known = meter.live
