@@ -117,29 +117,27 @@ def hashed_attention(
     """
     q, k, v = autocast(q, k, v)
     group = group_of(sequence)
-    tensors, options = (q, k, v, z_q, z_k, null), (latest, probes, soft, code_scores)
-    check = partial(_checked, tensors, options, scale, lengths, cu_seqlens, labelled, group)
+    tensors, words = (q, k, v, z_q, z_k, null), (latest, probes, soft, code_scores)
+    check = partial(_checked, tensors, words, scale, lengths, cu_seqlens, labelled, group)
     scale, lengths, cu_seqlens = check() if group is None else group.guard(check)
-    number, shard, positions = ranks.agree(group, tensors, (*options, scale), lengths, cu_seqlens)
+    number, shard, positions = ranks.agree(group, tensors, (*words, scale), lengths, cu_seqlens)
     documents, sizes = _documents(q, lengths, cu_seqlens, shard.seq_len, positions)
     longest = max(sizes, default=0)
     if soft and longest > SOFT_TOKENS:
         raise ValueError(f"soft=True takes at most {SOFT_TOKENS:,} tokens a document, got {longest:,}: set soft=False.")
 
     place = None
-    if group is not None and group.ranks > 1 and sum(sizes):
+    if group is not None and group.ranks > 1 and any(sizes):
         samples = sizes if cu_seqlens is None else [sum(sizes)]
         place = partial(ranks.Place.of, group, number, shard, samples)
     tokens, options = int((documents >= 0).sum()), Options(latest, probes, scale, soft, code_scores)
-    tensors = q, k, v, z_q, z_k, null
     result = compute(tensors, options, documents.to(q.device), tokens, longest, labelled, len(sizes), place=place)
     losses = result.losses(sequence_sum(result.totals, group))
-    out, counts = result.out, losses.rows
+    values = result.out, losses.agree, losses.contrast, losses.balance, losses.spread
     if group is not None and group.ranks > 1:
-        values = losses.agree, losses.contrast, losses.balance, losses.spread
-        out, *values = ranks.Tie.apply(out, *values)
-        losses = HashedLosses(*values, counts)
-    return out, losses
+        values = ranks.Tie.apply(*values)
+    out, agree, contrast, balance, spread = values
+    return out, HashedLosses(agree, contrast, balance, spread, losses.rows)
 
 
 class Options(NamedTuple):
@@ -209,9 +207,9 @@ def compute(
     with torch.autocast(q.device.type, enabled=False):
         rows = Inputs(*(x.flatten(0, 2) for x in (q.unflatten(2, (k.shape[2], -1)), k, v, chance_q, chance_k)))
         if before is not None:
-            own = rows.k, rows.v, rows.chance_k
-            joined = [torch.cat(pair) for pair in zip(before.tensors()[1:], own, strict=True)]
-            rows = Inputs(rows.q, *joined[:2], rows.chance_q, joined[2])
+            pairs = (before.k, rows.k), (before.v, rows.v), (before.chances, rows.chance_k)
+            every = dict(zip(("k", "v", "chance_k"), map(torch.cat, pairs), strict=True))
+            rows = rows._replace(**every)
         if place is None:
             order = merge(entries, reach, block)
             reads = [x.flatten(0, 1) for x in Lookup.apply(order, lookup_codes.shape[3], settings, *rows)]
