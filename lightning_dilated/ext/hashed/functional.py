@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer
 from lightning_dilated.attention.functional import autocast, check_documents, check_rows, check_scale, group_of
 from lightning_dilated.ext.hashed import ranks
@@ -126,11 +127,10 @@ def hashed_attention(
     if soft and longest > SOFT_TOKENS:
         raise ValueError(f"soft=True takes at most {SOFT_TOKENS:,} tokens a document, got {longest:,}: set soft=False.")
 
-    place = None
+    options, samples = Options(latest, probes, scale, soft, code_scores), sizes if cu_seqlens is None else [sum(sizes)]
+    tokens, place = ranks.real_tokens(shard.ranges(0 if group is None else group.rank), samples), None
     if group is not None and group.ranks > 1 and any(sizes):
-        samples = sizes if cu_seqlens is None else [sum(sizes)]
         place = partial(ranks.Place.of, group, number, shard, samples)
-    tokens, options = int((documents >= 0).sum()), Options(latest, probes, scale, soft, code_scores)
     result = compute(tensors, options, documents.to(q.device), tokens, longest, labelled, len(sizes), place=place)
     losses = result.losses(sequence_sum(result.totals, group))
     values = result.out, losses.agree, losses.contrast, losses.balance, losses.spread
@@ -225,9 +225,23 @@ def compute(
     return Result(out.to(q.dtype), agree, contrast, counts.view(lookup_codes.shape).sum(-1), chance_k, totals)
 
 
+class SumOver(torch.autograd.Function):
+    """Return (B, C), the sum of x (B, N, C) over the tokens (B, N) that are True. `x.sum(1)` takes far longer on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        with torch.autocast(x.device.type, enabled=False):
+            return (tokens[:, None].to(x.dtype) @ x)[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0][:, None] * ctx.saved_tensors[0][..., None], None
+
+
 def _total(chances: Tensor, tokens: Tensor) -> Tensor:
     """Return the sums of chances over some tokens of each sample, and the number of these tokens, (B, K G M + 1)."""
-    total = (chances * tokens[:, :, None, None, None]).sum(1).flatten(1)
+    total = SumOver.apply(chances.flatten(2), tokens)
     return torch.cat([total, tokens.sum(1, keepdim=True).to(total.dtype)], 1)
 
 
@@ -296,9 +310,10 @@ def _documents(
     """Return the document of each token at `positions`, (B, L) int64, -1 for padding; and each document's length."""
     if cu_seqlens is not None:
         bounds = torch.tensor(check_bounds(cu_seqlens.tolist(), seq_len))
-        return torch.searchsorted(bounds, positions, right=True)[None] - 1, bounds.diff().tolist()
+        first = send(bounds, positions.device)
+        return torch.searchsorted(first, positions, right=True)[None] - 1, bounds.diff().tolist()
     counts = [seq_len] * len(q) if lengths is None else lengths.tolist()
     if any(not 0 <= n <= seq_len for n in counts):
         raise ValueError(f"lengths must lie in 0..{seq_len} (the padded length), got {counts[:8]}.")
-    real = positions < torch.tensor(counts, dtype=torch.int64)[:, None]
-    return torch.where(real, torch.arange(len(q))[:, None], -1), counts
+    real = positions < send(torch.tensor(counts, dtype=torch.int64), positions.device)[:, None]
+    return torch.where(real, torch.arange(len(q), device=positions.device)[:, None], -1), counts

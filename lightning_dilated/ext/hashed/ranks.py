@@ -62,7 +62,7 @@ class Place:
         kv_heads, kinds = codes.shape[2], 1 + codes.shape[3]
         tokens = [real_tokens(shard.ranges(rank), lengths) for rank in range(group.ranks)]
         entries = tuple(n * kv_heads * kinds for n in tokens)
-        return cls(group, number, local_positions(shard, group.rank).to(codes.device), kv_heads, entries, shard.longest)
+        return cls(group, number, local_positions(shard, group.rank, codes.device), kv_heads, entries, shard.longest)
 
     def wire(self, traffic: Traffic) -> Wire:
         return Wire(self.group.group, tuple(range(self.group.ranks)), self.group.rank, traffic)
@@ -84,7 +84,7 @@ def agree(
 ) -> tuple[int, Shard, Tensor]:
     """Compare a call on all ranks; return its number, its shard, and the positions (N,) of this rank's tokens."""
     if group is None:
-        return 0, Shard(tensors[0].shape[1], 1), torch.arange(tensors[0].shape[1])
+        return 0, (shard := Shard(tensors[0].shape[1], 1)), local_positions(shard, 0, tensors[0].device)
     names = ("latest", "probes", "soft", "code_scores", "scale")
     facts = {
         "call": "hashed_attention",
@@ -97,13 +97,13 @@ def agree(
     }
     agreed = group.agree(facts, tensors[0].shape[1])
     shard = group.shard(agreed.seq_len)
-    return agreed.number, shard, local_positions(shard, group.rank)
+    return agreed.number, shard, local_positions(shard, group.rank, tensors[0].device)
 
 
-def local_positions(shard: Shard, rank: int) -> Tensor:
+def local_positions(shard: Shard, rank: int, device: torch.device) -> Tensor:
     """Return the positions (N,) int64 of a rank's tokens."""
-    runs = [torch.arange(x.start, x.stop, x.step) for x in shard.ranges(rank)]
-    return torch.cat([torch.empty(0, dtype=torch.int64), *runs])
+    runs = [torch.arange(x.start, x.stop, x.step, device=device) for x in shard.ranges(rank)]
+    return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *runs])
 
 
 def real_tokens(ranges: Sequence[range], lengths: Sequence[int]) -> int:

@@ -40,7 +40,7 @@ CALLS = {
     "as in a model": Case((3000, 1777), padding=3, group=1, dim=64, groups=4, codes=16, latest=64, probes=2),
     "wide heads": Case((700, 64), packed=True, kv_heads=2, group=1, dim=128, groups=2, codes=16, latest=30),
     "odd sizes": Case((333, 1, 400), kv_heads=2, group=3, dim=20, groups=3, codes=5, latest=9, probes=3),
-    "soft": Case((600, 333), group=2, dim=64, groups=8, codes=16, soft=True),
+    "soft": Case((600, 333), group=2, dim=64, groups=7, codes=16, soft=True),
     "soft without codes": Case((600,), group=2, dim=32, groups=1, codes=64, soft=True, code_scores=False),
     "few codes": Case((20000,), group=1, dim=16, groups=1, codes=2, latest=5, probes=2),
 }
