@@ -113,6 +113,7 @@ class LayerPlace:
         seed: seed of attention dropout, () int64 on the CPU; None without dropout.
         shared: whether all ranks of the active `SequenceGroup` compute the call.
         whole: whether the call fills a chunk.
+        seq_len: number of tokens of the sequence; None: it is not known, because later calls continue it.
     """
 
     context: str
@@ -120,6 +121,7 @@ class LayerPlace:
     seed: Tensor | None = None
     shared: bool = False
     whole: bool = False
+    seq_len: int | None = None
 
     def heads(
         self,
@@ -133,7 +135,7 @@ class LayerPlace:
         """Return the outputs of a layer's heads. The op calls the context."""
         return layer.heads(query, positions, lengths, cu_seqlens, causal, self)
 
-    def of_recurrence(self) -> LayerPlace:
-        """Return the place of the recurrence's convolution. Its layer number is -1 - layer, which no layer has."""
+    def of_part(self, part: int) -> LayerPlace:
+        """Return the place of a mixer's convolution. Its number, -1 - layer - 2**20 part, is no layer's number."""
         layer, chunk = self.place.unbind()
-        return replace(self, place=torch.stack([-1 - layer, chunk]))
+        return replace(self, place=torch.stack([-1 - layer - (part << 20), chunk]))

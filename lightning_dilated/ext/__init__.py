@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "profiling": ("planning",),
     "recurrence": ("convolution",),
     "slides": ("evaluation", "files", "masked", "pooled", "text"),
-    "streams": ("convolution", "recurrence"),
+    "streams": ("convolution", "hashed", "recurrence"),
     "text": ("files",),
     "transformers": ("decoding",),
 }

@@ -5,10 +5,10 @@ Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, G group
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from lightning_dilated._validation import flag, integer
 from lightning_dilated.attention.functional import autocast, check_documents, check_rows, check_scale, group_of
 from lightning_dilated.ext.hashed import ranks
 from lightning_dilated.ext.hashed.lookup import FLOOR, Inputs, Lookup, Reads, merge_lookups
-from lightning_dilated.ext.hashed.order import codes, merge, sort
+from lightning_dilated.ext.hashed.order import LIMITS, codes, merge, sort
+from lightning_dilated.ext.hashed.rows import HashedRows
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.sequence.collectives import sequence_sum
 from lightning_dilated.sequence.group import SequenceGroup
@@ -117,47 +118,111 @@ def hashed_attention(
     """
     q, k, v = autocast(q, k, v)
     group = group_of(sequence)
-    tensors, options = (q, k, v, z_q, z_k, null), (latest, probes, soft, code_scores)
-    check = partial(_checked, tensors, options, scale, lengths, cu_seqlens, labelled, group)
+    tensors, words = (q, k, v, z_q, z_k, null), (latest, probes, soft, code_scores)
+    check = partial(_checked, tensors, words, scale, lengths, cu_seqlens, labelled, group)
     scale, lengths, cu_seqlens = check() if group is None else group.guard(check)
-    number, shard, positions = ranks.agree(group, tensors, (*options, scale), lengths, cu_seqlens)
+    number, shard, positions = ranks.agree(group, tensors, (*words, scale), lengths, cu_seqlens)
     documents, sizes = _documents(q, lengths, cu_seqlens, shard.seq_len, positions)
     longest = max(sizes, default=0)
     if soft and longest > SOFT_TOKENS:
         raise ValueError(f"soft=True takes at most {SOFT_TOKENS:,} tokens a document, got {longest:,}: set soft=False.")
 
+    options, samples = Options(latest, probes, scale, soft, code_scores), sizes if cu_seqlens is None else [sum(sizes)]
+    tokens, place = ranks.real_tokens(shard.ranges(0 if group is None else group.rank), samples), None
+    if group is not None and group.ranks > 1 and any(sizes):
+        place = partial(ranks.Place.of, group, number, shard, samples)
+    result = compute(tensors, options, documents.to(q.device), tokens, longest, labelled, len(sizes), place=place)
+    losses = result.losses(sequence_sum(result.totals, group))
+    values = result.out, losses.agree, losses.contrast, losses.balance, losses.spread
+    if group is not None and group.ranks > 1:
+        values = ranks.Tie.apply(*values)
+    out, agree, contrast, balance, spread = values
+    return out, HashedLosses(agree, contrast, balance, spread, losses.rows)
+
+
+class Options(NamedTuple):
+    """Options of `hashed_attention`."""
+
+    latest: int
+    probes: int
+    scale: float
+    soft: bool
+    code_scores: bool
+
+    def row_codes(self, z_k: Tensor) -> Tensor:
+        """Return the codes (B, N, K, 1) of rows; all rows have the same code if lookups are soft."""
+        return torch.zeros_like(z_k[..., :1, 0], dtype=torch.int64) if self.soft else codes(z_k.detach())
+
+
+class Result(NamedTuple):
+    """The results of a call, without the losses of a whole sequence."""
+
+    out: Tensor
+    agree: Tensor
+    contrast: Tensor
+    rows: Tensor
+    chance_k: Tensor  # (B, N, K, G, M)
+    totals: Tensor  # (2, B, K G M + 1), sums of chances of all rows and of counted queries, and numbers of tokens
+
+    def losses(self, totals: Tensor) -> HashedLosses:
+        """Return the losses; `totals` are of whole samples."""
+        mean = totals[..., :-1] / totals[..., -1:].clamp_min(1)
+        mean = mean.unflatten(2, self.chance_k.shape[2:])
+        balance, spread = (mean * (mean * mean.shape[-1]).clamp_min(FLOOR).log()).sum((-2, -1))
+        return HashedLosses(self.agree, self.contrast, balance, spread, self.rows)
+
+
+def compute(
+    tensors: Sequence[Tensor],
+    options: Options,
+    documents: Tensor,
+    tokens: int,
+    longest: int,
+    labelled: Tensor | None = None,
+    limit: int = LIMITS[0],
+    before: HashedRows | None = None,
+    place: Callable[[Tensor], ranks.Place] | None = None,
+) -> Result:
+    """Compute `hashed_attention` of checked tensors.
+
+    Args:
+        documents: (B, N) int64 on the device, the index of each token's document, below `limit`; -1 for padding.
+        tokens: number of tokens that are not padding.
+        longest: maximum number of tokens in a document, including earlier calls.
+        before: rows of earlier calls that the documents may read; the keys contain a document in place of the sample.
+        place: a function of the codes of lookups that returns this rank's part of the call; None: one rank.
+    """
+    q, k, v, z_q, z_k, null = tensors
     dtype = torch.promote_types(q.dtype, torch.float32)
     z_q, z_k, null = (x.to(dtype) for x in (z_q, z_k, null))
-    shape, samples = k.shape[:3], sizes if cu_seqlens is None else [sum(sizes)]
-    tokens = ranks.real_tokens(shard.ranges(0 if group is None else group.rank), samples)
     if tokens < documents.numel():
         z_q, z_k = (x.masked_fill((documents < 0)[:, :, None, None, None], 0) for x in (z_q, z_k))
-    if soft:  # all rows have the same code
-        row_codes = lookup_codes = torch.zeros(*shape, 1, dtype=torch.int64, device=q.device)
-    else:
-        row_codes, lookup_codes = codes(z_k.detach()), codes(z_q.detach(), probes)
-    reach, block = (longest, SOFT_BLOCK) if soft else (min(latest, longest), BLOCK)
-    limits = len(sizes), 1 if soft else z_q.shape[4] ** z_q.shape[3]
-    entries = sort(row_codes, lookup_codes, documents, tokens, limits)
+    row_codes = options.row_codes(z_k)
+    lookup_codes = row_codes if options.soft else codes(z_q.detach(), options.probes)
+    reach, block = (longest, SOFT_BLOCK) if options.soft else (min(options.latest, longest), BLOCK)
+    limits = (limit, 1 if options.soft else z_q.shape[4] ** z_q.shape[3]) if before is None else LIMITS
+    entries = sort(row_codes, lookup_codes, documents, tokens, limits, None if before is None else before.keys)
     chance_q, chance_k = z_q.softmax(-1), z_k.softmax(-1)
+    settings = options.scale, options.code_scores
     with torch.autocast(q.device.type, enabled=False):
-        rows = Inputs(*(x.flatten(0, 2) for x in (q.unflatten(2, (shape[2], -1)), k, v, chance_q, chance_k)))
-        if group is None or group.ranks == 1 or not sum(sizes):
+        rows = Inputs(*(x.flatten(0, 2) for x in (q.unflatten(2, (k.shape[2], -1)), k, v, chance_q, chance_k)))
+        if before is not None:
+            pairs = (before.k, rows.k), (before.v, rows.v), (before.chances, rows.chance_k)
+            every = dict(zip(("k", "v", "chance_k"), map(torch.cat, pairs), strict=True))
+            rows = rows._replace(**every)
+        if place is None:
             order = merge(entries, reach, block)
-            reads = [x.flatten(0, 1) for x in Lookup.apply(order, lookup_codes.shape[3], (scale, code_scores), *rows)]
+            reads = [x.flatten(0, 1) for x in Lookup.apply(order, lookup_codes.shape[3], settings, *rows)]
             counts = order.counts(lookup_codes.numel())
         else:
-            place = ranks.Place.of(group, number, shard, samples, lookup_codes)
-            reads, counts = ranks.look_up(place, entries, reach, block, (scale, code_scores), rows)
+            reads, counts = ranks.look_up(place(lookup_codes), entries, reach, block, settings, rows)
         read = Reads(*(x.unflatten(0, lookup_codes.shape) for x in reads))
-        out, agree, contrast = merge_lookups(read, null.view(shape[2], -1))
+        out, agree, contrast = merge_lookups(read, null.view(k.shape[2], -1))
     real = documents >= 0
     counted = real if labelled is None else real & labelled
     agree, contrast = (x.masked_fill(~counted[..., None], 0) for x in (agree, contrast))
-    balance, spread = _divergences(((chance_k, real), (chance_q, counted)), group)
-    if group is not None and group.ranks > 1:
-        out, agree, contrast, balance, spread = ranks.Tie.apply(out, agree, contrast, balance, spread)
-    return out.to(q.dtype), HashedLosses(agree, contrast, balance, spread, counts.view(lookup_codes.shape).sum(-1))
+    totals = torch.stack([_total(chance_k, real), _total(chance_q, counted)])
+    return Result(out.to(q.dtype), agree, contrast, counts.view(lookup_codes.shape).sum(-1), chance_k, totals)
 
 
 class SumOver(torch.autograd.Function):
@@ -174,17 +239,10 @@ class SumOver(torch.autograd.Function):
         return grads[0][:, None] * ctx.saved_tensors[0][..., None], None
 
 
-def _divergences(pairs: Sequence[tuple[Tensor, Tensor]], group: SequenceGroup | None) -> Tensor:
-    """Return (B, K) for each pair of chances and tokens (bool): the KL divergence from uniform, summed over groups.
-
-    It compares the mean of chances over these tokens of a sample, on all ranks.
-    """
-    sums = torch.stack([SumOver.apply(x.flatten(2), tokens) for x, tokens in pairs])
-    counts = torch.stack([tokens.sum(1) for _, tokens in pairs]).to(sums.dtype)
-    total = sequence_sum(torch.cat([sums.flatten(), counts.flatten()]), group)
-    counts = total[sums.numel() :].clamp_min(1).view_as(counts)
-    mean = (total[: sums.numel()].view_as(sums) / counts[..., None]).unflatten(-1, pairs[0][0].shape[2:])
-    return (mean * (mean * mean.shape[-1]).clamp_min(FLOOR).log()).sum((-2, -1))
+def _total(chances: Tensor, tokens: Tensor) -> Tensor:
+    """Return the sums of chances over some tokens of each sample, and the number of these tokens, (B, K G M + 1)."""
+    total = SumOver.apply(chances.flatten(2), tokens)
+    return torch.cat([total, tokens.sum(1, keepdim=True).to(total.dtype)], 1)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

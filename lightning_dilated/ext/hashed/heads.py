@@ -19,6 +19,7 @@ from lightning_dilated.attention.functional import check_documents
 from lightning_dilated.attention.mixer import Mixer
 from lightning_dilated.ext._compat.torch import after_backward
 from lightning_dilated.ext.convolution.convolution import ShortConvolution
+from lightning_dilated.ext.hashed.functional import Options
 from lightning_dilated.ext.hashed.op import HASHED, LossTerms, encode, token_flops
 from lightning_dilated.ext.hashed.state import HashedState
 from lightning_dilated.pattern import Hashed
@@ -94,28 +95,35 @@ class HashedHeads(Mixer):
     def add(
         self, query: Tensor, rows: Sequence[Tensor], lengths: Any, cu_seqlens: Any, place: LayerPlace | None
     ) -> Tensor:
-        """See `Mixer.add`.
+        """See `Mixer.add`. An endless sequence has exact lookups, because its length is not known.
 
         Raises:
-            ValueError: for a chunk of a stream.
+            ValueError: for a chunk of a stream on several ranks.
         """
-        if place is not None:
+        if place is not None and place.shared:
             raise ValueError(
-                "hashed heads are not offered for chunks of a stream yet: compute whole sequences, or leave hashed out."
+                "hashed heads are not offered in streams that ranks share: set sequence_size=1, or leave out stream or "
+                "hashed."
             )
         group, documents = active_sequence(), (query, lengths, cu_seqlens)
         lengths, cu_seqlens = check_documents(*documents) if group is None else group.guard(check_documents, *documents)
-        soft = self.training and query.shape[1] * (1 if group is None else group.ranks) <= self.description.soft_until
+        tokens = place.seq_len if place is not None else query.shape[1] * (1 if group is None else group.ranks)
+        soft = self.training and tokens is not None and tokens <= self.description.soft_until
         q, k, v = self._own(rows)
-        parts = self.conv.together([x.flatten(2) for x in (q, k, v)], lengths, cu_seqlens)
+        near = [None if place is None else place.of_part(i) for i in (1, 2, 3)]
+        parts = self.conv.together([x.flatten(2) for x in (q, k, v)], lengths, cu_seqlens, near[0])
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in parts)
         codes = query.detach() if soft else query
         z_q, z_k = (
-            self._logits(conv(codes, lengths, cu_seqlens), project)
-            for conv, project in ((self.query_conv, self.query_code), (self.key_conv, self.key_code))
+            self._logits(conv(codes, lengths, cu_seqlens, at), project)
+            for conv, project, at in (
+                (self.query_conv, self.query_code, near[1]),
+                (self.key_conv, self.key_code, near[2]),
+            )
         )
-        spec = self._spec(soft, "" if group is None or group.ranks == 1 else group.name)
-        out, _ = HASHED(q, k, v, z_q, z_k, self.null, lengths, cu_seqlens, spec)
+        where = place.context if place is not None else "" if group is None or group.ranks == 1 else group.name
+        chunk = None if place is None else place.place
+        out, _ = HASHED(q, k, v, z_q, z_k, self.null, lengths, cu_seqlens, chunk, self._spec(soft, where))
         return nn.functional.pad(out, (0, 0, self.others, 0))
 
     def add_new(self, x: Tensor, rows: Sequence[Tensor], cache: KVCache) -> Tensor:
@@ -128,16 +136,13 @@ class HashedHeads(Mixer):
         new = cache.clock.added(cache.length, x.shape[1], len(x))
         hashed, state = self.description, cache.mixer_states.get(self.option)
         if state is None:
-            out, _ = HASHED(q, k, v, z_q, z_k, self.null, torch.tensor(new), None, self._spec(False))
-            state = HashedState(hashed.latest, new, k, v, z_k, cache.max_length or 0)
+            state = cache.mixer_states[self.option] = HashedState(hashed.latest, k, z_k, cache.max_length or 0)
+        if x.shape[1] == 1:
+            state.add(k, v, z_k, new)
+            out = state.read(q, z_q, self.null, hashed.probes, self.scale)
         else:
-            steps = []
-            for i in range(x.shape[1]):
-                at = slice(i, i + 1)
-                state.add(k[:, at], v[:, at], z_k[:, at], [i < count for count in new])
-                steps.append(state.read(q[:, at], z_q[:, at], self.null, hashed.probes, self.scale))
-            out = torch.cat(steps, 1)
-        cache.mixer_states[self.option] = state
+            options = Options(hashed.latest, hashed.probes, self.scale, False, True)
+            out = state.compute((q, k, v, z_q, z_k, self.null), new, options)
         return nn.functional.pad(out, (0, 0, self.others, 0))
 
     def _continued(self, name: str, conv: ShortConvolution, x: Tensor, cache: KVCache) -> Tensor:

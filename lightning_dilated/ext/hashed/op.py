@@ -1,7 +1,8 @@
 """Define hashed attention of a layer as one torch op, for compiled blocks and recomputation. The op saves its inputs.
 
 The backward computes the call again and differentiates it, together with the losses that train the codes. These losses
-are no result of the op. `LossTerms` says which queries count and how much, and the backward adds their gradients.
+are no result of the op. `LossTerms` says which queries count and how much, and the backward adds their gradients. With
+a `place`, the call is a chunk of a stream; see `chunk.py`.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, G groups of M codes.
 """
 
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from lightning_dilated._ops import Op
 from lightning_dilated.ext._compat.torch import autograd_within_op
-from lightning_dilated.ext.hashed.functional import BLOCK, HashedLosses, hashed_attention
+from lightning_dilated.ext.hashed.chunk import HashedChunk
+from lightning_dilated.ext.hashed.functional import BLOCK, HashedLosses, Options, Result, hashed_attention
 from lightning_dilated.memory.recompute import KEPT
 from lightning_dilated.sequence.group import find_sequence, no_sequence
 
@@ -41,12 +43,20 @@ class LossTerms:
         self.latest: Tensor | None = None
         _terms[self.name] = self
 
-    def total(self, losses: HashedLosses, labelled: Tensor) -> Tensor:
-        """Return the weighted sum over labelled queries; a sample's balance and spread count once for each of them."""
+    def total(self, losses: HashedLosses, count: Tensor) -> Tensor:
+        """Return the weighted sum over labelled queries.
+
+        A sample's balance and spread count once for each of its labelled queries, `count` (B,).
+        """
         agree, contrast, balance, spread = self.weights
         by_query = (agree * losses.agree + contrast * losses.contrast).mean(-1).sum()
         by_sample = (balance * losses.balance + spread * losses.spread).mean(-1)
-        return by_query + (labelled.sum(1) * by_sample).sum()
+        return by_query + (count * by_sample).sum()
+
+    def statistics(self, losses: HashedLosses | Result, labelled: Tensor) -> Tensor:
+        """Return the values of `latest`."""
+        by_query = losses.agree.mean(-1), losses.contrast.mean(-1), losses.rows.double().mean(-1) * labelled, labelled
+        return torch.stack([x.sum().double() for x in by_query])
 
 
 class HashedSpec(NamedTuple):
@@ -55,7 +65,7 @@ class HashedSpec(NamedTuple):
     Attributes:
         soft: whether queries read all rows, and scores do not depend on codes.
         terms: name of the `LossTerms`.
-        sequence: name of the `SequenceGroup` that shares the sequence, or "" for one rank.
+        sequence: name of the `SequenceGroup` that shares the sequence, or "" for one rank; or name of the stream.
     """
 
     latest: int
@@ -71,11 +81,14 @@ class HashedSpec(NamedTuple):
         latest, probes, scale, soft, terms, sequence = code.split("|", 5)
         return cls(int(latest), int(probes), float.fromhex(scale), soft == "1", terms, sequence)
 
+    def options(self) -> Options:
+        """Return the `Options` of `hashed_attention`."""
+        return Options(self.latest, self.probes, self.scale, self.soft, not self.soft)
+
     def settings(self) -> dict[str, Any]:
         """Return the keyword arguments of `hashed_attention`."""
-        words = {"latest": self.latest, "probes": self.probes, "scale": self.scale}
         shared = {"sequence": find_sequence(self.sequence)} if self.sequence else {}
-        return {**words, "soft": self.soft, "code_scores": not self.soft, **shared}
+        return {**self.options()._asdict(), **shared}
 
 
 def encode(latest: int, probes: int, scale: float, soft: bool, terms: str, sequence: str = "") -> str:
@@ -85,32 +98,37 @@ def encode(latest: int, probes: int, scale: float, soft: bool, terms: str, seque
 
 def run_forward(*args: Any) -> tuple[Tensor, Tensor]:
     """Return the output (B, N, H, D), and which queries the losses count, (B, N) bool; none outside of training."""
-    (*tensors, lengths, cu_seqlens, code), q = args, args[0]
+    (*tensors, lengths, cu_seqlens, place, code), q = args, args[0]
     spec = HashedSpec.decode(code)
     terms = _terms.get(spec.terms)
+    if place is not None:
+        return HashedChunk(tensors, lengths, cu_seqlens, place, spec.sequence, spec.options()).forward(terms)
     labelled = None if terms is None else terms.labelled
     counted = q.new_zeros(q.shape[:2], dtype=torch.bool) if labelled is None else labelled.clone()
     with no_sequence():
         limits = {"lengths": lengths, "cu_seqlens": cu_seqlens, "labelled": counted}
         out, losses = hashed_attention(*tensors, **limits, **spec.settings())
     if terms is not None and labelled is not None:
-        by_query = losses.agree.mean(-1), losses.contrast.mean(-1), losses.rows.double().mean(-1) * counted, counted
-        terms.latest = torch.stack([x.sum().double() for x in by_query])
+        terms.latest = terms.statistics(losses, counted)
     return out, counted
 
 
 def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, z_q, z_k and null."""
-    *tensors, lengths, cu_seqlens, labelled, code = args
+    *tensors, lengths, cu_seqlens, place, labelled, code = args
     spec = HashedSpec.decode(code)
     terms = _terms.get(spec.terms)
+    if place is not None:
+        chunk = HashedChunk(tensors, lengths, cu_seqlens, place, spec.sequence, spec.options())
+        with autograd_within_op(), torch.enable_grad():
+            return chunk.backward(grad, labelled, terms)
     with no_sequence(), autograd_within_op(), torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in tensors]
         limits = {"lengths": lengths, "cu_seqlens": cu_seqlens, "labelled": labelled}
         out, losses = hashed_attention(*inputs, **limits, **spec.settings())
         outputs, grads = [out], [grad]
         if terms is not None and terms.scale is not None:
-            total = terms.total(losses, labelled)
+            total = terms.total(losses, labelled.sum(1))
             outputs.append(total)
             grads.append(terms.scale.to(total.dtype))
         results = torch.autograd.grad(outputs, inputs, grads, allow_unused=True, materialize_grads=True)
@@ -143,7 +161,8 @@ def twice_flops(grad: Tensor, *args: Any) -> int:
     return 2 * flops(*args)
 
 
-ROWS = "Tensor q, Tensor k, Tensor v, Tensor z_q, Tensor z_k, Tensor null, Tensor? lengths, Tensor? cu_seqlens"
+ROWS = "Tensor q, Tensor k, Tensor v, Tensor z_q, Tensor z_k, Tensor null"
+ROWS += ", Tensor? lengths, Tensor? cu_seqlens, Tensor? place"
 GRADIENTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 _OP = Op(

@@ -65,33 +65,53 @@ class Order:
         return counts.scatter(0, self.lookups, self.end - self.begin)[:-1]
 
 
+#: numbers of documents and of codes that keys allow; smaller numbers may allow int32, which is sorted in half the time
+LIMITS = 2**31, 2**31
+
+
+def keys(codes: Tensor, documents: Tensor, limits: tuple[int, int] = LIMITS) -> Tensor:
+    """Return the keys of codes (B, N, K, P); `documents` (B, N): the index of each token's document, -1 for padding."""
+    kv_heads = codes.shape[2]
+    largest = min(limits[0] * kv_heads * limits[1], 2**62)
+    head = documents[..., None] * kv_heads + torch.arange(kv_heads, device=documents.device)
+    result = torch.where(
+        documents[..., None, None] < 0, largest, head[..., None] * limits[1] + codes
+    )  # padding is last
+    return result.to(torch.int32 if largest < 2**31 else torch.int64)
+
+
 def sort(
     row_codes: Tensor,
     lookup_codes: Tensor,
     documents: Tensor,
     real: int,
-    limits: tuple[int, int] = (2**31, 2**31),
+    limits: tuple[int, int] = LIMITS,
+    before: Tensor | None = None,
 ) -> Entries:
     """Sort rows and lookups by their codes, (B, N, K, 1) and (B, N, K, P).
 
-    Indices refer to flattened (B, N, K) and (B, N, K, P).
+    Indices of lookups refer to a flattened (B, N, K, P), and indices of rows to the rows before and a flattened
+    (B, N, K).
 
     Args:
-        documents: (B, N), the index of each token's document, -1 for padding.
+        documents, limits: see `keys`.
         real: number of tokens without padding.
-        limits: numbers of documents and of codes. If they are small, keys are int32, which are sorted in half the time.
+        before: (S,), the keys of rows of earlier tokens, in the order of positions.
     """
-    kv_heads, kinds = row_codes.shape[2], 1 + lookup_codes.shape[3]
-    largest = min(limits[0] * kv_heads * limits[1], 2**62)
-    head = documents[..., None] * kv_heads + torch.arange(kv_heads, device=documents.device)
-    keys = head[..., None] * limits[1] + torch.cat([row_codes, lookup_codes], -1)
-    keys = torch.where(documents[..., None, None] < 0, largest, keys).flatten()  # padding comes last
-    keys = keys.to(torch.int32 if largest < 2**31 else torch.int64)
+    kinds, earlier = 1 + lookup_codes.shape[3], 0 if before is None else len(before)
+    new = keys(torch.cat([row_codes, lookup_codes], -1), documents, limits).flatten()
+    every = new if before is None else torch.cat([before, new])
     # a stable sort keeps equal keys in the order of positions, with a row before the lookups of its token
-    keys, entry = (x[: real * kv_heads * kinds] for x in keys.sort(stable=True))
-    tokens, is_row = entry // kinds, entry % kinds == 0
-    lookups = torch.where(is_row, lookup_codes.numel(), tokens * (kinds - 1) + entry % kinds - 1)
-    return Entries(keys, is_row, tokens, lookups, tokens[is_row], lookup_codes.numel())
+    size = real * row_codes.shape[2] * kinds + earlier if real else 0
+    sorted_keys, entry = (x[:size] for x in every.sort(stable=True))
+    entry = entry - earlier
+    tokens, kind, is_before = entry // kinds, entry % kinds, entry < 0
+    is_row = is_before | (kind == 0)
+    rows = torch.where(is_before, entry, tokens) + earlier
+    if size and earlier:
+        tokens = torch.where(is_before, tokens.max(), tokens)
+    lookups = torch.where(is_row, lookup_codes.numel(), tokens * (kinds - 1) + kind - 1)
+    return Entries(sorted_keys, is_row, tokens, lookups, rows[is_row], lookup_codes.numel())
 
 
 def merge(entries: Entries, reach: int, block: int) -> Order:

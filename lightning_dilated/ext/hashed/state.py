@@ -9,56 +9,91 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dilated._device import send
+from lightning_dilated.ext.hashed.functional import Options, compute
 from lightning_dilated.ext.hashed.lookup import Inputs, Reads, attend, merge_lookups
 from lightning_dilated.ext.hashed.order import codes
+from lightning_dilated.ext.hashed.rows import HashedRows
 
 
 class HashedState:
-    """The rows of all tokens, and for each code the places of its last L rows.
+    """The rows of all tokens, and for each code the places of its last L rows. At first it has no rows.
 
     Args:
         latest: L.
-        lengths: (B,), the number of tokens of each sample.
-        k, v: (B, N, K, D), rows of the prompt, which may have padding.
-        z_k: (B, N, K, G, M), logits of the rows' codes.
+        k: (B, N, K, D), rows of the first call.
+        z_k: (B, N, K, G, M), logits of these rows' codes.
         capacity: number of rows for which memory is allocated at first.
     """
 
-    def __init__(
-        self, latest: int, lengths: Sequence[int], k: Tensor, v: Tensor, z_k: Tensor, capacity: int = 0
-    ) -> None:
-        self.latest, self.lengths = latest, list(lengths)
-        (batch, size, heads), (groups, many) = z_k.shape[:3], z_k.shape[3:]
-        self.rows = [self._with_room(x, max(capacity, size)) for x in (k, v, z_k.softmax(-1))]
+    def __init__(self, latest: int, k: Tensor, z_k: Tensor, capacity: int = 0) -> None:
+        self.latest, self.lengths = latest, [0] * len(k)
+        (batch, _, heads), (groups, many) = z_k.shape[:3], z_k.shape[3:]
+        self.rows = [x.new_zeros(batch, max(capacity, x.shape[1]), *x.shape[2:]) for x in (k, k, z_k)]
         # `places` (B, K, M ** G, L): indices of rows, as a ring; `counts`: how many rows had the code so far
         self.places = torch.zeros(batch, heads, many**groups, latest, dtype=torch.int32, device=k.device)
         self.counts = torch.zeros(batch, heads, many**groups, dtype=torch.int64, device=k.device)
-        real = torch.arange(size) < torch.tensor(self.lengths)[:, None]
-        self._file(codes(z_k)[..., 0], send(real, k.device))
 
-    def _file(self, code: Tensor, real: Tensor) -> None:
-        """Store the places of the prompt's rows; code (B, N, K), real (B, N)."""
-        (batch, size, heads), many = code.shape, self.counts.shape[2]
-        head = torch.arange(batch * heads, device=code.device).view(batch, 1, heads)
-        key = torch.where(real[..., None], head * many + code, batch * heads * many).transpose(1, 2).flatten()
+    def before(self, code: Tensor) -> HashedRows:
+        """Return the rows that lookups of codes (B, n, K, P) read; their order in each code is that of positions."""
+        looked_up = torch.zeros_like(self.counts, dtype=torch.bool)
+        looked_up.scatter_(2, code.transpose(1, 2).flatten(2), True).logical_and_(self.counts > 0)
+        count, places = self.counts[looked_up], self.places[looked_up]
+        number = (count - self.latest).clamp_min(0)[:, None] + torch.arange(self.latest, device=count.device)
+        is_row = number < count[:, None]
+        place = places.gather(1, number % self.latest)[is_row].long()
+        sample, head, code = (x[:, None].expand_as(is_row)[is_row] for x in looked_up.nonzero().unbind(1))
+        heads = self.counts.shape[1]
+        keys = ((sample * heads + head) << 31) + code
+        return HashedRows(len(self.counts), heads, keys, *(x[sample, place, head] for x in self.rows))
+
+    def extend(self, k: Tensor, v: Tensor, z_k: Tensor, new: Sequence[int]) -> None:
+        """Add the first new[b] of n tokens to each sample b: k, v (B, n, K, D) and z_k (B, n, K, G, M)."""
+        (batch, size, heads), many, device = k.shape[:3], self.counts.shape[2], k.device
+        self._make_room(size)
+        start = send(torch.tensor(self.lengths), device)
+        sample, place = torch.arange(batch, device=device), start[:, None] + torch.arange(size, device=device)
+        for stored, x in zip(self.rows, (k, v, z_k.softmax(-1)), strict=True):
+            stored[sample[:, None], place] = x.to(stored.dtype)  # later tokens overwrite padding
+        real = torch.arange(size, device=device) < send(torch.tensor(new), device)[:, None]
+        head = torch.arange(batch * heads, device=device).view(batch, 1, heads)
+        key = torch.where(real[..., None], head * many + codes(z_k)[..., 0], batch * heads * many)
+        key, row = key.transpose(1, 2).flatten().sort(stable=True)
         counts = torch.bincount(key, minlength=batch * heads * many + 1)
-        key, row = key.sort(stable=True)
-        ordinal = torch.arange(len(key), device=key.device) - (counts.cumsum(0) - counts)[key]
-        kept = (ordinal >= counts[key] - self.latest) & (key < batch * heads * many)
-        self.places.view(-1)[(key * self.latest + ordinal % self.latest)[kept]] = (row % size)[kept].to(torch.int32)
-        self.counts.copy_(counts[:-1].view_as(self.counts))
+        known = nn.functional.pad(self.counts.flatten(), (0, 1))
+        number = torch.arange(len(key), device=device) - (counts.cumsum(0) - counts - known)[key]
+        stays = (number >= (known + counts)[key] - self.latest) & (key < batch * heads * many)
+        key, number, row = key[stays], number[stays], row[stays]
+        place = start[key // (heads * many)] + row % size
+        self.places.view(-1)[key * self.latest + number % self.latest] = place.to(torch.int32)
+        self.counts += counts[:-1].view_as(self.counts)
+        self.lengths = [n + more for n, more in zip(self.lengths, new, strict=True)]
 
-    @staticmethod
-    def _with_room(x: Tensor, capacity: int) -> Tensor:
-        return torch.cat([x, x.new_zeros(len(x), capacity - x.shape[1], *x.shape[2:])], 1)
+    def _make_room(self, new: int) -> None:
+        """Allocate memory for this many new rows."""
+        size, needed = self.rows[0].shape[1], max(self.lengths) + new
+        if needed > size:
+            more = max(size, needed - size)
+            self.rows = [torch.cat([x, x.new_zeros(len(x), more, *x.shape[2:])], 1) for x in self.rows]
 
-    def add(self, k: Tensor, v: Tensor, z_k: Tensor, real: Sequence[bool]) -> None:
-        """Add one token to each sample that is `real` (B,): k, v (B, 1, K, D) and z_k (B, 1, K, G, M)."""
-        if max(self.lengths) == self.rows[0].shape[1]:
-            self.rows = [self._with_room(x, 2 * x.shape[1]) for x in self.rows]
+    def compute(self, tensors: Sequence[Tensor], new: Sequence[int], options: Options) -> Tensor:
+        """Return the outputs (B, n, H, D) of n tokens, and add the first new[b] of them to each sample b.
+
+        `tensors`: q, k, v, z_q, z_k and null of the tokens, as in `hashed_attention`; other tokens are padding.
+        """
+        _, k, v, z_q, z_k, _ = tensors
+        samples, size = torch.arange(len(k))[:, None], k.shape[1]
+        documents = torch.where(torch.arange(size) < torch.tensor(new)[:, None], samples, -1)
+        before, longest = self.before(codes(z_q, options.probes)), max(self.lengths) + size
+        result = compute(tensors, options, send(documents, k.device), sum(new), longest, before=before)
+        self.extend(k, v, z_k, new)
+        return result.out
+
+    def add(self, k: Tensor, v: Tensor, z_k: Tensor, new: Sequence[int]) -> None:
+        """Add new[b], 0 or 1, tokens to each sample b: k, v (B, 1, K, D) and z_k (B, 1, K, G, M)."""
+        self._make_room(1)
         samples = torch.arange(len(k), device=k.device)
         place = send(torch.tensor(self.lengths), k.device)
         for stored, x in zip(self.rows, (k, v, z_k.softmax(-1)), strict=True):
@@ -66,11 +101,11 @@ class HashedState:
         code = codes(z_k)[:, 0]
         count = self.counts.gather(2, code)
         flat, places = code * self.latest + count % self.latest, self.places.flatten(2)
-        added = send(torch.tensor(real), k.device)[:, None, None]
+        added = send(torch.tensor(new, dtype=torch.bool), k.device)[:, None, None]
         place = torch.where(added, place.to(torch.int32)[:, None, None], places.gather(2, flat))
         places.scatter_(2, flat, place)
         self.counts.scatter_add_(2, code, added.expand_as(code).long())
-        self.lengths = [n + more for n, more in zip(self.lengths, real, strict=True)]
+        self.lengths = [n + more for n, more in zip(self.lengths, new, strict=True)]
 
     def read(self, q: Tensor, z_q: Tensor, null: Tensor, probes: int, scale: float) -> Tensor:
         """Return the outputs (B, 1, H, D) of the last token's queries q (B, 1, H, D), with z_q (B, 1, K, G, M)."""

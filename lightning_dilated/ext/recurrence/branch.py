@@ -181,7 +181,7 @@ class RecurrentBranch(Mixer):
     ) -> tuple[Tensor, ...]:
         if self.conv is None:
             return q, k, v
-        place = None if chunk is None else chunk.of_recurrence()
+        place = None if chunk is None else chunk.of_part(0)
         return self._by_heads(self.conv.together([y.flatten(2) for y in (q, k, v)], lengths, cu_seqlens, place))
 
     def _controls(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -49,23 +49,12 @@ class _Chunk:
         self.settings = {"kind": kind, "segment": segment, "sequence": self.stream.group}
         shard = self.stream.shard
         span = range(shard.begin(self.number), min(shard.begin(self.number + 1), shard.stop))
-        starts = _starts(self.stream, samples, cu_seqlens)
+        starts = self.stream.document_starts(samples, cu_seqlens)
         self.part = Part(span, starts, None if lengths is None else lengths.tolist())
 
     def before(self, tensors: Sequence[Tensor | None]) -> RecurrentState:
         """Return the state before the chunk, without an autograd graph."""
         return self.part.before(self.states.before(self.number), tensors, self.settings)
-
-
-def _starts(stream: Stream, samples: int, cu_seqlens: Tensor | None) -> list[list[int]]:
-    """Return, for each sample, the positions at which documents begin."""
-    if stream.documents is not None:
-        starts: list[list[int]] = [[] for _ in range(samples)]
-        for document in stream.documents:
-            for sample in range(document.sample, document.sample + document.samples):
-                starts[sample].append(document.start)
-        return starts
-    return [[0]] * samples if cu_seqlens is None else [cu_seqlens.tolist()[:-1]]
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, *extra: Any) -> Tensor:

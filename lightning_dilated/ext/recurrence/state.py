@@ -46,8 +46,8 @@ class RecurrentState:
         """Return the same state without a gradient to earlier calls (truncated back-propagation)."""
         return self._each(torch.Tensor.detach)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> RecurrentState:
-        """Return the same state on another device and in another dtype; `tokens` is unchanged."""
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> RecurrentState:
+        """Return the same state on another device, and in another dtype unless it is None; `tokens` is unchanged."""
         return self._each(lambda x: x.to(device, dtype))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> RecurrentState:

@@ -179,6 +179,8 @@ class ModelStreams:
         heads = f"{model.num_heads} heads ({kv_heads} kv)"
         layers = without_starts(model.recurrences)
         memory = f", recurrence={plain_recurrences(layers)}" if any(layers) else ""
+        if any(model.hashed):
+            memory += f", hashed={[x and x.read_rows for x in model.hashed]}"
         return f"{model.depth} layers of {model.dim}, {heads}, kv_conv={taps}, patterns {patterns}{memory}"
 
     def _check_heads(self, model: LongNetLM, state: StreamState) -> None:

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dilated.ext.hashed.rows import HashedRows
 from lightning_dilated.ext.recurrence.state import RecurrentState
 from lightning_dilated.ext.streams.carried_rows import CarriedRows
 from lightning_dilated.sequence.requirements import Document
 
+#: the state of a recurrence, or the rows of hashed heads
+Memory = RecurrentState | HashedRows
 #: rows (n, 2, D) of keys and values, and their description
 Carried = tuple[Tensor, tuple[CarriedRows, ...]]
 
@@ -29,8 +32,8 @@ class StreamState:
         position: number of tokens of each sample so far.
         starts: for each sample, the first position of its unfinished document.
         rows: by (layer, first head): rows (n, 2, D) of keys and values, and their description.
-        tails: last inputs (B, W - 1, C): of layer i's `kv_conv` at i, and of its recurrence's convolution at -1 - i.
-        memories: the state of each layer's recurrence, by layer index.
+        tails: last inputs (B, W - 1, C) of convolutions: `kv_conv` of layer i at i, others at `LayerPlace.of_part`.
+        memories: the state of layer i's recurrence at i, and the rows of its hashed heads at -1 - i.
         hidden: (B, 1, E) the last token's hidden state, which predicts the next token; None before the first token.
         owner: description of the model that computed the state.
     """
@@ -41,7 +44,7 @@ class StreamState:
     tails: dict[int, Tensor] = field(default_factory=dict)
     hidden: Tensor | None = None
     owner: str = ""
-    memories: dict[int, RecurrentState] = field(default_factory=dict)
+    memories: dict[int, Memory] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +118,7 @@ class StreamState:
         """Move the state's tensors to a device."""
         rows = {key: (x.to(device), pieces) for key, (x, pieces) in self.rows.items()}
         tails = {layer: x.to(device) for layer, x in self.tails.items()}
-        memories = {layer: x.to(torch.device(device), x.matrix.dtype) for layer, x in self.memories.items()}
+        memories = {layer: x.to(torch.device(device)) for layer, x in self.memories.items()}
         hidden = None if self.hidden is None else self.hidden.to(device)
         return replace(self, rows=rows, tails=tails, hidden=hidden, memories=memories)
 
@@ -134,7 +137,8 @@ class StreamState:
         """Restore a state from its `state_dict`."""
         rows = {(x["layer"], x["head"]): (x["rows"], tuple(map(_piece, x["pieces"]))) for x in state["rows"]}
         numbers = int(state["position"]), list(state["starts"])
-        memories = {layer: RecurrentState.of(x) for layer, x in state.get("memories", {}).items()}
+        kind = lambda x: HashedRows if "rows" in x else RecurrentState  # noqa: E731
+        memories = {layer: kind(x).of(x) for layer, x in state.get("memories", {}).items()}
         return cls(*numbers, rows, dict(state["tails"]), state["hidden"], state["owner"], memories)
 
 
@@ -146,11 +150,11 @@ def _stacked(parts: Sequence[tuple[int, Tensor | None]]) -> Any:
     return torch.cat([like.new_zeros(samples, *like.shape[1:]) if x is None else x for samples, x in parts])
 
 
-def _joined(parts: Sequence[tuple[int, RecurrentState | None]]) -> RecurrentState:
-    """Join recurrent states, given as (number of samples, state). None counts as an empty state."""
+def _joined(parts: Sequence[tuple[int, Any]]) -> Memory:
+    """Join the states of a layer, given as (number of samples, state). None counts as an empty state."""
     like = next(x for _, x in parts if x is not None)
     empty = like.select([0]).zeros()
-    return RecurrentState.join([empty.select([0] * samples) if x is None else x for samples, x in parts])
+    return type(like).join([empty.select([0] * samples) if x is None else x for samples, x in parts])
 
 
 def _plain(x: CarriedRows) -> list[int]:

@@ -20,6 +20,7 @@ from lightning_dilated._validation import integer
 from lightning_dilated.attention.context import Context, LayerPlace, OpCall
 from lightning_dilated.attention.resolve import Resolved
 from lightning_dilated.attention.spec import CallSpec
+from lightning_dilated.ext.hashed.rows import HashedCarry
 from lightning_dilated.ext.recurrence.state import RecurrentState
 from lightning_dilated.ext.streams.carried_rows import ENDLESS, CarryPlan
 from lightning_dilated.ext.streams.chunk_call import ChunkRoute, chunk_pairs, resolve_chunk
@@ -239,6 +240,7 @@ class Stream(Context):
         self._layers: dict[tuple[int, int], LayerRows] = {}
         self._tails: dict[int, LayerCarry[Tensor]] = {}
         self._states: dict[int, LayerCarry[RecurrentState]] = {}
+        self._hashed: dict[int, HashedCarry] = {}
         self._remembered: tuple[int, dict[Any, Any]] = 0, {}
         self.shard, self.rank = ChunkShard(0, 0, 1), 0
         #: the ranks that share the sequence; None: one rank
@@ -290,7 +292,7 @@ class Stream(Context):
 
     def end(self) -> None:
         """Free all rows and routes."""
-        for held in (self._layers, self._tails, self._states, self._plans, self._from_before):
+        for held in (self._layers, self._tails, self._states, self._hashed, self._plans, self._from_before):
             held.clear()
         self._remembered = 0, {}
         self._before = self.documents = self.group = None
@@ -307,7 +309,8 @@ class Stream(Context):
             list(starts.values()),
             carried,
             {i: x.last() for i, x in self._tails.items()},
-            memories={i: x.last() for i, x in self._states.items()},
+            memories={i: x.last() for i, x in self._states.items()}
+            | {-1 - i: x.after() for i, x in self._hashed.items()},
         )
 
     def take_left(self) -> StreamState:
@@ -361,7 +364,8 @@ class Stream(Context):
         """Return the place of each layer in a chunk; `seeds`: for each layer, the seed of attention dropout."""
         places = (torch.tensor([layer, chunk], dtype=torch.int64) for layer in range(len(seeds)))
         shared, whole = self.group is not None, len(self.shard.positions(chunk)) == self.shard.stream
-        return [LayerPlace(self.name, place, seed, shared, whole) for place, seed in zip(places, seeds, strict=True)]
+        flags = shared, whole, self.shard.stop if self._before is None else None
+        return [LayerPlace(self.name, place, seed, *flags) for place, seed in zip(places, seeds, strict=True)]
 
     def rows_of(self, layer: int, first_head: int) -> LayerRows:
         """Return the rows of a layer, or of its window of heads that begins at `first_head`."""
@@ -378,6 +382,22 @@ class Stream(Context):
     def states_of(self, layer: int) -> LayerCarry[RecurrentState]:
         """Return the states of a layer's recurrence; gradients are in the order of `RecurrentState.floating`."""
         return self._states.setdefault(layer, LayerCarry(self._before and self._before.memories.get(layer)))
+
+    def hashed_of(self, layer: int) -> HashedCarry:
+        """Return the rows that a layer's hashed heads carry; a `StreamState` has them at -1 - layer."""
+        if layer not in self._hashed:
+            self._hashed[layer] = HashedCarry(self._store, self._before and self._before.memories.get(-1 - layer))
+        return self._hashed[layer]
+
+    def document_starts(self, samples: int, cu_seqlens: Tensor | None) -> list[list[int]]:
+        """Return, for each sample, the positions at which documents begin."""
+        if self.documents is None:
+            return [[0]] * samples if cu_seqlens is None else [cu_seqlens.tolist()[:-1]]
+        starts: list[list[int]] = [[] for _ in range(samples)]
+        for document in self.documents:
+            for sample in range(document.sample, document.sample + document.samples):
+                starts[sample].append(document.start)
+        return starts
 
     # -- calls from ops
     # ---------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def test_workspace_is_that_of_a_longer_call(name, kernels, parts):
     terms.labelled, terms.scale = torch.rand(1, tokens) < 0.9, torch.ones(())
     with Meter() as meter, hashed._kernels() if kernels else contextlib.nullcontext():
         meter.track([*tensors, terms.labelled, terms.scale], PARAMETERS)
-        out, _ = HASHED(*tensors, None, None, spec)
+        out, _ = HASHED(*tensors, None, None, None, spec)
         beside = meter.peak - meter.live
         grad = torch.ones_like(out)
         before = meter.live

@@ -20,6 +20,9 @@ MODELS = {
     "convolution": lm(kv_conv=4),
     "dense heads": lm(HYBRID, kv_conv=3),
     "recurrence": lm(recurrence=[{}, {"kind": "linear", "segment": 5, "conv": 0}, None], kv_conv=3),
+    "hashed": lm(
+        hashed={"groups": 2, "codes": 2, "latest": 3, "heads": 2, "layers": [0, 2]}, kv_conv=3, num_kv_heads=4
+    ),
     "recurrence, delta": lm(recurrence={"kind": "delta", "segment": 6}, num_kv_heads=2),
 }
 

@@ -23,7 +23,7 @@ VOCABULARY = 32
 def lm(pattern=GEOMETRIC, seed=0, **options):
     """Build a float64 LongNetLM in which attention strongly affects the loss."""
     torch.manual_seed(seed)
-    model = ld.LongNetLM(pattern, VOCABULARY, 16, **{"depth": 3, "num_heads": 4, "max_seq_len": 64} | options)
+    model = ld.LongNetLM(pattern, VOCABULARY, **{"dim": 16, "depth": 3, "num_heads": 4, "max_seq_len": 64} | options)
     model.configure_model()
     for p in model.double().parameters():
         if p.ndim >= 2:

@@ -106,7 +106,7 @@ def _held(
         logits = [torch.zeros(1, tokens, kv_heads, groups, codes, dtype=wide) for _ in range(2)]
         for i in range(1, probes):  # every code that a query looks up has rows
             logits[1][:, i::probes, :, i - 1, 1:2] = 1
-        tensors = [q, k, v, *logits, torch.zeros(heads, dtype=wide), None, None]
+        tensors = [q, k, v, *logits, torch.zeros(heads, dtype=wide), None, None, None]
         labelled = torch.ones(1, tokens, dtype=torch.bool)
         grad = torch.zeros_like(q)
         known = meter.live
