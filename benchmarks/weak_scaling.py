@@ -3,16 +3,18 @@
     torchrun --nproc-per-node 4 benchmarks/weak_scaling.py --tokens 65536 262144
     torchrun --nproc-per-node 4 benchmarks/weak_scaling.py --tokens 1048576 --recompute attention-kept
     torchrun --nproc-per-node 1 benchmarks/weak_scaling.py --tokens 65536 262144 --of 4     # the reference
+    torchrun --nproc-per-node 2 benchmarks/weak_scaling.py --tokens 262144 --hybrid 6 --layout contiguous
     torchrun --nproc-per-node 2 benchmarks/weak_scaling.py --tokens 512 --accelerator cpu --dim 32 --depth 2 --heads 4 \
         --precision 32-true --no-compile --first 64 --warm 2
 
 The pattern is geometric(first, N), where N is the whole sequence, so the widest segment spans all ranks. `--of 4` gives
 one rank the pattern of four ranks with equal tokens: the same number of branches, with the widest one cut at the rank's
-N. Random bytes, fused AdamW. A step is forward, backward and optimizer as the Trainer runs them; its time is the median
-between the ends of steps on the GPU of the slowest rank. As in training, the host does not wait for the GPU between
-steps. `--wait` makes it wait, which adds the host's time until the first kernels of a step (used for rows before
-2026-11-23, and for rows of several ranks on that day). "exposed" is the time in which the kernels of a further step, on
-an idle GPU, wait for rows, on the rank that waits most.
+N. With `--hybrid K`, one head of every K-th layer is dense, and all others have local segments. The model then declares
+N, so that `--layout auto` can choose. Random bytes, fused AdamW. A step is forward, backward and optimizer as the Trainer
+runs them; its time is the median between the ends of steps on the GPU of the slowest rank. As in training, the host does
+not wait for the GPU between steps. `--wait` makes it wait, which adds the host's time until the first kernels of a step
+(used for rows before 2026-11-23, and for rows of several ranks on that day). "exposed" is the time in which the kernels
+of a further step, on an idle GPU, wait for rows, on the rank that waits most.
 """
 
 from __future__ import annotations
@@ -42,11 +44,13 @@ def options() -> argparse.Namespace:
     p.add_argument("--tokens", type=int, nargs="+", default=[262144], help="of a rank")
     p.add_argument("--of", type=int, help="ranks whose pattern is taken (default: those that run)")
     p.add_argument("--first", type=int, default=2048, help="shortest segment")
+    p.add_argument("--hybrid", type=int, help="a dense head in one layer of so many, and local segments")
     p.add_argument("--dim", type=int, default=768)
     p.add_argument("--depth", type=int, default=12)
     p.add_argument("--heads", type=int, default=12)
     p.add_argument("--exchange", default="auto")
     p.add_argument("--head-size", type=int, default=1)
+    p.add_argument("--layout", default="auto", choices=["auto", "contiguous", "zigzag"])
     p.add_argument("--strategy", default="ring_dilated", choices=["ring_dilated", "ring_dilated_fsdp"])
     p.add_argument("--check-replicas", type=int, default=100, help="steps between comparisons of replicas; 0: none")
     p.add_argument("--recompute", default="none", choices=["none", "attention-kept", "block"])
@@ -113,9 +117,11 @@ class Watch(pl.Callback):
 
 
 def model_of(args: argparse.Namespace, tokens: int, ranks: int, on_gpu: bool) -> ld.LongNetLM:
-    pattern = ld.DilatedPattern.geometric(args.first, tokens * (args.of or ranks))
+    pattern, length = ld.DilatedPattern.geometric(args.first, tokens * (args.of or ranks)), None
+    if args.hybrid:
+        pattern, length = ld.DilatedPattern.hybrid(args.depth, args.heads, global_every=args.hybrid), tokens * ranks
     optimizer = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=on_gpu)
-    sizes = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads}
+    sizes = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "max_seq_len": length}
     return ld.LongNetLM(pattern, optimizer=optimizer, compile_blocks=not args.no_compile, **sizes)
 
 
@@ -130,8 +136,9 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
     callbacks = [clock] if args.recompute == "none" else [clock, ld.callbacks.ActivationRecompute(args.recompute)]
     trainer = pl.Trainer(
         accelerator=args.accelerator, devices=dist_ranks(), precision=args.precision, max_steps=steps, logger=False,
-        strategy=kind(exchange=args.exchange, head_size=args.head_size, **checks), enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks, log_every_n_steps=10**9,
+        strategy=kind(exchange=args.exchange, head_size=args.head_size, layout=args.layout, **checks),
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
+        log_every_n_steps=10**9,
     )  # fmt: skip
     on_gpu = trainer.strategy.root_device.type == "cuda"
     model = model_of(args, tokens, trainer.world_size, on_gpu)
@@ -147,9 +154,12 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
     loss = clock.loss.clone()  # the shares of the ranks sum to the loss
     dist.all_reduce(loss)
     if trainer.global_rank == 0:
-        plan = trainer.strategy.sequence.plan
+        plan, layout = trainer.strategy.sequence.plan, trainer.strategy.sequence.layout
+        widest = (
+            f"dense in 1 of {args.hybrid}, {layout}" if args.hybrid else f"{tokens * (args.of or trainer.world_size):,}"
+        )
         print(
-            f"| {trainer.world_size} | {tokens:,} | {model.pattern.branches[-1].segment_length:,} | {args.strategy} "
+            f"| {trainer.world_size} | {tokens:,} | {widest} | {args.strategy} "
             f"| {plan.exchange if plan else None} {args.head_size} | {args.recompute} | {took * 1000:.1f} "
             f"| {tokens / took / 1000:.1f} | {trainer.world_size * tokens / took / 1000:.1f} | {exposed * 1000:.2f} "
             f"| {forward / 1e6:.1f} | {backward / 1e6:.1f} | {peak:.1f} | {loss.item():.4f} |",

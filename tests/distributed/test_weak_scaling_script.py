@@ -15,10 +15,8 @@ pytestmark = pytest.mark.full
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "weak_scaling.py"
 RANKS, TOKENS, FIRST, DIM, DEPTH, HEADS = 2, 1024, 1024, 256, 2, 4
-SIZES = (
-    f"--tokens {TOKENS} --first {FIRST} --dim {DIM} --depth {DEPTH} --heads {HEADS} "
-    "--accelerator cpu --precision 32-true --no-compile --steps 2 --warm 2"
-)
+ON_CPU = "--accelerator cpu --precision 32-true --no-compile --steps 2 --warm 2"
+SIZES = f"--tokens {TOKENS} --first {FIRST} --dim {DIM} --depth {DEPTH} --heads {HEADS} {ON_CPU}"
 COLUMNS = [
     *("GPUs", "tokens of each", "widest segment", "strategy", "exchange, head_size", "recompute", "ms"),
     *("thousand tokens/s of each", "of all", "exposed ms", "received MB forward", "backward", "peak GiB", "loss"),
@@ -55,3 +53,12 @@ def test_two_ranks(tmp_path):
     assert abs(of_each - TOKENS / ms) < 0.06 + 0.01 * of_each and abs(of_all - 2 * of_each) < 0.16
     assert abs(float(said["loss"]) - math.log(256)) < 1  # mean over both ranks' bytes; one rank's share is half of it
     assert not list(tmp_path.iterdir())
+
+
+def test_hybrids_take_zigzag(tmp_path):
+    """With "auto", because the model declares its longest sequence."""
+    options = f"--tokens 4096 --hybrid 1 --dim 16 --depth 1 --heads 1 {ON_CPU}"
+    done = run_ranks(RANKS, SCRIPT, *options.split(), cwd=tmp_path)
+    assert done.codes == [0, 0], done.stderr[-3000:]
+    *_, row = (cells(line) for line in done.stdout.splitlines() if line.startswith("|"))
+    assert row[2] == "dense in 1 of 1, zigzag"
