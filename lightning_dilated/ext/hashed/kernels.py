@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 #: three products of bf16 (TF32) parts keep 16 (22) bits of each sum, also of a sum near the floor
 PRECISIONS = ("tf32", "bf16x3"), ("tf32x3", "tf32x3")
 #: (lookups and query heads, rows) of a tile for 16-bit rows with up to 64 and up to 128 columns, and up to 16 codes in a
-#: group. They need at most 90 KB of shared memory
+#: group. They need at most 90 KB of shared memory. Do not take (64, 64) for "over rows": Triton 3.6 compiles it to reads
+#: beyond the shared memory (compute-sanitizer, benchmarks/results/2026-11-28_h200_hashed.md)
 TILES = {"forward": ((64, 64), (64, 16)), "over rows": ((64, 32), (64, 16)), "over lookups": ((32, 64), (16, 32))}
 #: the same for other calls, which need more registers and shared memory for each pair
 SMALL = (16, 16)

@@ -101,8 +101,8 @@ def hashed_note(case: Case) -> str | None:
     return (
         f"hashed heads: {where}, {in_numbers(len(layers) * first.parameters)} parameters. The time of their lookups, "
         f"{3 * len(layers) * first.lookups:.3g} FLOPs a token of a step, is not counted, because no GPU was measured. "
-        f"Sequences of up to soft_until={first.description.soft_until} tokens are counted as longer ones. Rows between "
-        "chunks of a stream are not counted."
+        f"Sequences of up to soft_until={first.description.soft_until} tokens are counted as longer ones. "
+        "Rows that ranks exchange or that chunks of a stream carry are not counted."
     )
 
 

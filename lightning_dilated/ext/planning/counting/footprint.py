@@ -163,7 +163,8 @@ class Footprint:
         forward = not piece.op.endswith(BACKWARD)
         if piece.logits:
             sizes = HashedSizes(piece.heads, call.head_dim, *piece.logits)
-            return hashed_workspace(forward, call.batch * call.tokens, sizes, call.dtype, piece.spec, Meter)
+            tokens = call.batch * call.tokens
+            return hashed_workspace(forward, tokens, sizes, call.dtype, piece.spec, Meter, call.capability)
         if piece.spec:
             return recurrence_workspace(forward, call, piece.spec, Meter)
         if piece.heads != call.heads:

@@ -5,12 +5,16 @@ Shape letters: N tokens, H query heads, K kv heads, D head dim, G groups of M co
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
+from lightning_dilated import kernels
 from lightning_dilated._compat.torch import real_tensors
 from lightning_dilated.ext._compat.torch import replaced
 from lightning_dilated.ext.hashed import lookup
@@ -32,13 +36,22 @@ class HashedSizes(NamedTuple):
 
 
 def hashed_workspace(
-    forward: bool, tokens: int, sizes: HashedSizes, dtype: torch.dtype, spec: str, meter: Callable[[], Any]
+    forward: bool,
+    tokens: int,
+    sizes: HashedSizes,
+    dtype: torch.dtype,
+    spec: str,
+    meter: Callable[[], Any],
+    capability: tuple[int, int],
 ) -> int:
     """Return the bytes of a call with `tokens` tokens in all samples; `meter` returns a new `Meter`.
 
-    The bytes are those of the PyTorch code, which runs on all devices.
+    GPUs of compute capability 8.0 or later run Triton kernels; otherwise the op runs PyTorch code, which needs more.
     """
     described = HashedSpec.decode(spec)
+    if capability >= (8, 0) and importlib.util.find_spec("triton") is not None:
+        (short, low), (long, high) = _metered(forward, sizes, dtype, described.latest, described.probes, meter, 0)
+        return max(0, round(low + (high - low) * (tokens - short) / (long - short)))
     # the peak is in a part of the computation or outside of all parts, whichever needs more at this length
     in_part = _metered(forward, sizes, dtype, described.latest, described.probes, meter, lookup.PART)
     outside = _metered(forward, sizes, dtype, 1, described.probes, meter, 1)
@@ -52,15 +65,32 @@ def hashed_workspace(
 def _metered(
     forward: bool, sizes: HashedSizes, dtype: torch.dtype, latest: int, probes: int, meter: Callable[[], Any], part: int
 ) -> tuple[tuple[int, int], ...]:
-    """Run two calls on the CPU, and return the (tokens, bytes) of each; `part`: see `lookup.PART`.
+    """Run two calls on the CPU, and return the (tokens, bytes) of each; `part`: see `lookup.PART`, 0 for kernels.
 
-    Each call has more entries than a part has, because bytes grow with tokens in a line from there on.
+    Each call has several parts, because bytes grow with tokens in a line from there on. It has an incomplete last block,
+    which needs more memory.
     """
     numbers = (BLOCK + latest) * (3 * sizes.heads // sizes.kv_heads + 2 * sizes.codes)
-    entries = 2 * part // (numbers * sizes.kv_heads * (1 + probes))
-    short = max(LEAST, min(latest, MOST), entries)
-    with real_tensors(), replaced(lookup, "PART", part):
-        return tuple((n, _held(forward, n, sizes, dtype, latest, probes, meter())) for n in (short, 2 * short))
+    entries = 8 * part // (numbers * sizes.kv_heads * (1 + probes))
+    short = max(LEAST, min(latest, MOST), entries) | 1
+    with real_tensors(), replaced(lookup, "PART", part) if part else _kernels():
+        return tuple((n, _held(forward, n, sizes, dtype, latest, probes, meter())) for n in (short, 2 * short + 1))
+
+
+@contextlib.contextmanager
+def _kernels() -> Iterator[None]:
+    """Allocate the tensors of the kernels, and launch nothing."""
+    compiled = importlib.import_module("lightning_dilated.ext.hashed.kernels")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(kernels, "why_not", lambda device: None))
+        for name in ("_forward", "_delta", "_over_rows", "_over_lookups"):
+            stack.enter_context(replaced(compiled, name, _NotLaunched()))
+        yield
+
+
+class _NotLaunched:
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **options: None
 
 
 def _held(
@@ -74,6 +104,8 @@ def _held(
         q, k, v = (torch.zeros(1, tokens, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
         wide = torch.promote_types(dtype, torch.float32)
         logits = [torch.zeros(1, tokens, kv_heads, groups, codes, dtype=wide) for _ in range(2)]
+        for i in range(1, probes):  # every code that a query looks up has rows
+            logits[1][:, i::probes, :, i - 1, 1:2] = 1
         tensors = [q, k, v, *logits, torch.zeros(heads, dtype=wide), None, None, None]
         labelled = torch.ones(1, tokens, dtype=torch.bool)
         grad = torch.zeros_like(q)
