@@ -23,15 +23,9 @@ from lightning_dilated.attention.spec import CallSpec, decode
 
 # -- computing ---------------------------------------------------------------------------------------------------------
 def run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-    spec: str,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None, spec: str,
     place: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (out (B, N, H, D), lse (B, H, N), received rows (n, D), number of the call); `spec` is `CallSpec.code`.
 
     The received rows are a result because the backward needs them again: if recomputation saves this op's results, they
@@ -49,20 +43,10 @@ def run_forward(
 
 
 def run_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    received: Tensor | None,
-    number: Tensor | None,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-    spec: str,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, received: Tensor | None,
+    number: Tensor | None, lengths: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None, spec: str,
     place: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv) from the gradient of out, the merged out and lse, and the rows received in the forward."""
     resolved = resolve(spec, q, k, lengths, cu_seqlens, seed, place, number, backward=True)
     dq, dk, dv = resolved.executor.backward((grad, q, k, v, out), lse, received)

@@ -29,8 +29,8 @@ from lightning_dilated.attention.resolve import (
     whole_pairs,
 )
 from lightning_dilated.attention.spans import Span, spans
-from lightning_dilated.attention.spec import CallSpec
-from lightning_dilated.sequence.consensus import Agreement
+from lightning_dilated.attention.spec import CallSpec, decode
+from lightning_dilated.sequence.consensus import Agreement, Facts
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.all_to_all import CompiledSwitch, HeadGroup, compile_switch, windows
 from lightning_dilated.sequence.exchange.run import Compiled, compile_program
@@ -48,7 +48,7 @@ class Ranks(Context):
         """Return the `Resolved` of a call on this rank, and the dropout seed that all ranks use."""
         group = find_sequence(call.spec.sequence)
         call_id = None if call.number is None else f"backward of call {int(call.number)}"
-        agreed, engine = compare(group, call.spec, call.q, call.k, call.documents, call.seed, call_id, call.backward)
+        agreed, engine = compare(group, call, call_id)
         key = *call.key, engine, agreed.lengths
         make = functools.partial(_shared, call.spec, group, call.documents, agreed.lengths, call.q, call.k)
         resolved = group.remember(key, make)
@@ -70,24 +70,11 @@ class Ranks(Context):
         return local_pairs(window._replace(heads=chosen.problem.heads), spec.causal, local) + joint
 
 
-def compare(
-    group: SequenceGroup,
-    spec: CallSpec,
-    q: Tensor,
-    k: Tensor,
-    documents: tuple[Tensor | None, Tensor | None],
-    seed: int,
-    call_id: str | None,
-    backward: bool,
-    chunk: int | None = None,
-) -> tuple[Agreement, str]:
+def compare(group: SequenceGroup, call: OpCall, call_id: str | None, chunk: int | None = None) -> tuple[Agreement, str]:
     """Return the ranks' agreement on a call, and the name of an engine for it. `chunk`: tokens of a stream's chunk."""
-    request = Request.of(q, spec.dropout, spec.scale)
-    # fail early if no engine serves the call; the engine itself is chosen later, when block sizes are known
-    engine = group.guard(functools.partial(choose, log=False), spec.engine, request).engine
-    facts = _facts(spec, q, k, documents, backward)
-    later = spec.needs_grad or chunk is not None
-    return group.agree(facts, q.shape[1], seed, call_id, later=later, chunk=chunk), engine.name
+    facts, engine = group.guard(_facts, *call.key, call.backward)
+    later = call.spec.needs_grad or chunk is not None
+    return group.agree(facts, call.q.shape[1], call.seed, call_id, later=later, chunk=chunk), engine
 
 
 def record_planned(group: SequenceGroup | None, planned: tuple[Planned, Planned] | None, backward: bool) -> None:
@@ -96,38 +83,41 @@ def record_planned(group: SequenceGroup | None, planned: tuple[Planned, Planned]
         group.forward_traffic.log.planned.append(planned[backward])
 
 
+@functools.lru_cache(maxsize=256)
 def _facts(
-    spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], backward: bool
-) -> dict[str, object]:
-    """Return the facts of a call that must be the same on all ranks, besides the group's settings."""
-    lengths, bounds = documents
-    digest = None if bounds is None else hashlib.blake2b(bounds.numpy().tobytes(), digest_size=8).hexdigest()
-    return {
+    code: str, shape: torch.Size, kv_heads: int, dtype: torch.dtype, device: torch.device,
+    lengths: tuple[int, ...] | None, bounds: bytes | None, _: tuple, backward: bool,
+) -> tuple[Facts, str]:  # fmt: skip
+    """Return the facts of a call that must be the same on all ranks, and the name of an engine that serves the call.
+
+    The arguments before `backward` are `OpCall.key`. The engine itself is chosen later, when block sizes are known.
+    """
+    spec = decode(code)
+    engine = choose(spec.engine, Request(device, dtype, shape[3], spec.dropout > 0, spec.scale), log=False).engine.name
+    digest = None if bounds is None else hashlib.blake2b(bounds, digest_size=8).hexdigest()
+    facts = {
         "pass": "backward" if backward else "forward",
         "requires grad": spec.needs_grad,
         "pattern": spec.pattern.code,
-        "batch": q.shape[0],
-        "heads": q.shape[2],
-        "kv heads": k.shape[2],
+        "batch": shape[0],
+        "heads": shape[2],
+        "kv heads": kv_heads,
         "window of heads": spec.window,
-        "head dim": q.shape[3],
-        "dtype": q.dtype,
+        "head dim": shape[3],
+        "dtype": dtype,
         "causal": spec.causal,
         "scale": spec.scale,
         "dropout": spec.dropout,
-        "lengths": None if lengths is None else lengths.tolist(),
-        "cu_seqlens (number, digest)": None if bounds is None else (len(bounds), digest),
+        "lengths": None if lengths is None else list(lengths),
+        "cu_seqlens (number, digest)": None if bounds is None else (len(bounds) // 4, digest),
     }
+    return Facts(facts), engine
 
 
 def _shared(
-    spec: CallSpec,
-    group: SequenceGroup,
-    documents: tuple[Tensor | None, Tensor | None],
-    lengths: tuple[int, ...],
-    q: Tensor,
-    k: Tensor,
-) -> Resolved:
+    spec: CallSpec, group: SequenceGroup, documents: tuple[Tensor | None, Tensor | None], lengths: tuple[int, ...],
+    q: Tensor, k: Tensor,
+) -> Resolved:  # fmt: skip
     """Resolve a call for one rank: its local blocks and its part of the exchange. `lengths`: tokens of each rank."""
     batch, _, heads, head_dim = q.shape
     window = head_window(spec, heads, k.shape[2])
@@ -170,13 +160,9 @@ def for_passes(make: Callable[[Traffic], Any], traffic: tuple[Traffic, Traffic])
 
 
 def share(
-    group: SequenceGroup,
-    spec: CallSpec,
-    window: HeadWindow,
-    documents: Sequence[Span],
-    seq_len: int,
+    group: SequenceGroup, spec: CallSpec, window: HeadWindow, documents: Sequence[Span], seq_len: int,
     sizes: Mapping[str, int],
-) -> tuple[Plan, tuple[Span, ...]]:
+) -> tuple[Plan, tuple[Span, ...]]:  # fmt: skip
     """Return this rank's plan, and the parts of documents that it computes locally. `sizes`: head_dim and
     element_size."""
     pieces = [Document(s.batch, s.batches, s.start, s.start + s.length) for s in documents]

@@ -53,16 +53,9 @@ class Resolved:
 
 
 def resolve(
-    code: str,
-    q: Tensor,
-    k: Tensor,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-    place: Tensor | None = None,
-    number: Tensor | None = None,
-    backward: bool = False,
-) -> Resolved:
+    code: str, q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None,
+    place: Tensor | None = None, number: Tensor | None = None, backward: bool = False,
+) -> Resolved:  # fmt: skip
     """Return the `Resolved` of a call with q (B, L, H, D) and k (B, L, K, D). Several ranks first agree on the call.
 
     Args:
@@ -149,15 +142,9 @@ def _cut(
 
 @functools.lru_cache(maxsize=16)  # small, because an entry keeps tables on the device
 def _alone(
-    code: str,
-    shape: torch.Size,
-    kv_heads: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    lengths: tuple[int, ...] | None,
-    bounds: bytes | None,
-    _: tuple,
-) -> Resolved:
+    code: str, shape: torch.Size, kv_heads: int, dtype: torch.dtype, device: torch.device,
+    lengths: tuple[int, ...] | None, bounds: bytes | None, _: tuple,
+) -> Resolved:  # fmt: skip
     """Resolve a call of one rank; the arguments are the key of the cache."""
     spec = decode(code)
     padded = None if lengths is None else torch.tensor(lengths)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -80,16 +81,35 @@ def _sides(block: Block, kv: bool) -> tuple[int, int, int, int]:
     return block.kv_head, block.kv_head_step, first, rows
 
 
-def row_view(x: Tensor, span: Span, block: Block, kv: bool = False) -> Tensor:
-    """Return a (G, J, n, D) view of a (B, N, H, D) tensor with one axis for samples and segments; needs `folds`."""
-    return x.as_strided(*_row_geometry(x.stride(), x.shape[3], x.storage_offset(), span, block, kv))
+#: whether q, k, v have kv heads, and whether grad, q, k, v, out have them
+_KV_HEADS = {3: (False, True, True), 5: (False, False, True, True, False)}
 
 
-@functools.lru_cache(maxsize=16384)
+class RowViews:
+    """Views of the rows of (B, N, H, D) tensors, by span and block: of q, k, v, of grad, q, k, v, out, or with `kv`."""
+
+    def __init__(self, tensors: Sequence[Tensor], kv: tuple[bool, ...] = ()) -> None:
+        self.tensors, kv = tensors, kv or _KV_HEADS[len(tensors)]
+        self._of_block = _geometries(tuple([(x.stride(), x.shape[3], x.storage_offset()) for x in tensors]), kv)
+
+    def of(self, span: Span, block: Block) -> list[Tensor]:
+        """Return (G, J, n, D) views with one axis for samples and segments; needs `folds`."""
+        geometries = self._of_block(span, block)
+        return [x.as_strided(*at) for x, at in zip(self.tensors, geometries, strict=True)]
+
+
+@functools.lru_cache(maxsize=64)
+def _geometries(tensors: tuple[tuple[tuple[int, ...], int, int], ...], kv: tuple[bool, ...]) -> Callable[..., Any]:
+    """Return a cached function of a span and a block, because the computation takes longer than a short call."""
+    return functools.lru_cache(maxsize=1024)(
+        lambda span, block: [_row_geometry(*x, span, block, k) for x, k in zip(tensors, kv, strict=True)]
+    )
+
+
 def _row_geometry(
     strides: tuple[int, ...], dim: int, offset: int, span: Span, block: Block, kv: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return (sizes, strides, offset) of a row view; cached, because computing them takes longer than a short call."""
+    """Return (sizes, strides, offset) of a row view."""
     sb, sn, sh, sd = strides
     head, step, position, rows = _sides(block, kv)
     outer = block.segment_stride * sn if block.segments > 1 else sb

@@ -9,6 +9,7 @@ Shape letters: B batch, N tokens, H output heads, D head dim, G samples and segm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -202,7 +203,7 @@ def _launch(
     tokens, warps = config
     tiles, count = triton.cdiv(stop - start, tokens * entries.step), order.shape[0]
     dim, dtype = out.shape[3], parts[0].dtype if parts else out.dtype
-    align = 8 if all(x % 8 == 0 for p in parts for x in p.stride()[:3]) else 1
+    align = 8 if math.gcd(8, *[x for p in parts for x in p.stride()[:3]]) == 8 else 1
     kernel[(count * tiles, samples)](
         out, *out.stride()[:3], *lse, addresses, entries.table, entries.classes, order,
         count, out.shape[2], start, stop, entries.step, origin, PART=_NAMES[dtype], ALIGN=align, TOKENS=tokens, DIM=dim,

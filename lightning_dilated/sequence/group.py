@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_dilated._compat.torch import ThreadStack, in_backward
 from lightning_dilated._validation import integer
-from lightning_dilated.sequence.consensus import Agreement, Consensus
+from lightning_dilated.sequence.consensus import Agreement, ComparedCall, Consensus, Facts
 from lightning_dilated.sequence.exchange.transport import Traffic, TrafficLog
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.shard import (
@@ -101,8 +101,6 @@ class SequenceGroup:
         if links is not None and not isinstance(links, Links):
             raise TypeError(f"links must be a Links or None, got {links!r}; Links.load(path) reads a file.")
         self.links = Links.of_this_machine() if links is None else links
-        # link speeds matter only if "auto" uses them
-        self._link_speeds = self.links.numbers if "auto" in (self.exchange, self.head_size) else None
         self.forward_traffic, self.backward_traffic = Traffic("forward"), Traffic("backward")
         self.agreed: Agreement | None = None
         self.plan: Plan | None = None
@@ -112,7 +110,11 @@ class SequenceGroup:
         self.unshared: str | None = None  # the reason why losses cannot be added now
         self._remembered: OrderedDict[Any, Any] = OrderedDict()
         self.timeout = timeout
-        self._consensus: Consensus | None = Consensus(self.group, timeout)
+        settings = {"layout": layout, "stream": stream, "exchange": exchange, "head_size": head_size}
+        # link speeds matter only if "auto" uses them
+        settings["links"] = self.links.numbers if "auto" in (exchange, head_size) else None
+        settings |= {"ranks_per_node": self.ranks_per_node, "exchange_memory": self.exchange_memory}
+        self._consensus: Consensus | None = Consensus(self.group, timeout, settings)
         self._trusted = False
         self.name = f"sequence-{next(_numbers)}"
         _groups[self.name] = self
@@ -195,7 +197,7 @@ class SequenceGroup:
         """Compare a call on all ranks; every rank raises if the call of one rank differs.
 
         Args:
-            what: facts of the call by name; they must be the same on all ranks.
+            what: facts of the call by name; they must be the same on all ranks. `Facts` need less time on the host.
             length: this rank's tokens; None for a call without tokens.
             seed: this rank's dropout seed; the agreement has the seed of rank 0.
             call_id: a further fact, which must be the same on all ranks, but changes with every call.
@@ -212,13 +214,10 @@ class SequenceGroup:
                 "replay would skip that. Leave attention over a sequence out of the graph."
             )
         begin = time.perf_counter()
-        facts = {**what, "layout": self.layout, "stream": self.stream, "exchange": self.exchange}
-        facts |= {"head_size": self.head_size, "ranks_per_node": self.ranks_per_node, "links": self._link_speeds}
-        facts["exchange_memory"] = self.exchange_memory
-        if chunk is not None:  # a short last chunk may give some ranks the same number of tokens as a full one
-            facts["tokens of the chunk"] = chunk
+        # a short last chunk may give some ranks the same number of tokens as a full one, so `chunk` is compared, too
+        call = ComparedCall(what if isinstance(what, Facts) else Facts(what), chunk, call_id)
         check = functools.partial(self._checked, length is not None)
-        agreed = self._open().agree(facts, length or 0, seed, call_id, later and self._trusted, check)
+        agreed = self._open().agree(call, length or 0, seed, later and self._trusted, check)
         if length is not None and chunk is None:
             self.agreed = agreed
         if self.forward_traffic.log is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_dilated._compat.lightning import destroy_process_group_at_exit
 from lightning_dilated._compat.torch import collectives_begun, default_store, flatten_mesh, process_groups
 from lightning_dilated._validation import integer
 from lightning_dilated.sequence.consensus import connections, forget_connections
@@ -143,7 +145,7 @@ class RunGroups:
 
     A group is destroyed after all its ranks have reached the end of the run, because a rank that left earlier could
     break another rank's reads. After an exception ranks may have stopped in different calls. Destroying a group would
-    then wait for its timeout, so such a group is left until the process ends.
+    then wait for its timeout, so such a group is left until the process ends, see `end_in_time`.
     """
 
     def __init__(self) -> None:
@@ -163,11 +165,16 @@ class RunGroups:
         """Add groups to destroy at the end of the run."""
         self.groups += groups
 
-    def hold(self, names: set[str]) -> bool:
-        """If the run has a group with one of these names, keep all groups, forget connections, and return True."""
+    def hold(self, names: set[str], run: int, patience: timedelta, failed: bool) -> bool:
+        """If the run has a group with one of these names, keep all groups, forget connections, and return True.
+
+        The other arguments are as in `end`. If a rank does not arrive after an exception, `end_now` does nothing.
+        """
         if not any(group.group_name in names for group in self.groups):
             return False
         _left.append(forget_connections(self._before, ()))
+        if failed and not _all_arrived(run, patience, failed, {}):
+            self.groups.clear()
         return True
 
     def end_now(self) -> None:
@@ -204,10 +211,25 @@ class RunGroups:
 AFTER_RUN, AFTER_FAILURE = timedelta(seconds=60), timedelta(seconds=2)
 #: groups and connections that are kept until the process ends, because a call may still wait in them
 _left: list[Any] = []
+#: seconds that Python may take to exit after a run in which a rank did not arrive at the end
+AT_EXIT = 10.0
+
+
+def end_in_time() -> None:
+    """After `AT_EXIT` seconds print where this process waits, and end it with status 1; called when Python exits.
+
+    Lightning destroys NCCL's groups at exit, which waits without a limit for a rank that hangs. Python first calls the
+    functions that were registered last, so the limit holds for Lightning's. Its thread needs no GIL.
+    """
+    faulthandler.dump_traceback_later(AT_EXIT, exit=True, file=2)
+    print(end="", flush=True)  # the end itself writes no buffered output
 
 
 def _all_arrived(run: int, patience: timedelta, failed: bool, begun: dict[str, int]) -> bool:
-    """Return True if all ranks arrive within `patience` and, after an exception, have equal counts of collectives."""
+    """Return True if all ranks arrive within `patience` and, after an exception, have equal counts of collectives.
+
+    If a rank does not arrive, the time that this process may take to exit is limited.
+    """
     if dist.get_world_size() == 1:
         return True
     try:
@@ -217,6 +239,7 @@ def _all_arrived(run: int, patience: timedelta, failed: bool, begun: dict[str, i
         store.wait(ranks, patience)
         ends = [json.loads(store.get(rank)) for rank in ranks]
     except RuntimeError:  # a rank did not arrive, or the store is gone
+        atexit.register(end_in_time)
         return False
     if not any(has_failed for has_failed, _ in ends):
         return True
@@ -313,7 +336,7 @@ def join_under_torchrun(backend: str, timeout: timedelta, device: torch.device) 
         device_id=device if device.type == "cuda" else None,
     )
     if device.type == "cuda":
-        atexit.register(_leave)  # NCCL warns about groups that still exist when the process ends
+        destroy_process_group_at_exit()  # NCCL warns about groups that still exist then
 
 
 def _store(rank: int, timeout: timedelta) -> dist.Store:
@@ -390,8 +413,3 @@ def _never_came(rank: int, missing: list[int], timeout: timedelta) -> str:
         "They did not start, died, or are slower than the strategy's timeout: look at the output of their nodes for "
         f"an earlier error, or give the strategy a longer timeout. {SHARED}"
     )
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

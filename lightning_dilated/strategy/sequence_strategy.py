@@ -183,13 +183,14 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
         if self._regions is not None:
             self._regions.leave(failed)
         forget_gradient_options(self)
-        if module is not None and groups.hold(lasting_groups(module)):
+        end = self._run, min(self._options.rank_timeout, AFTER_FAILURE if failed else AFTER_RUN), failed
+        if module is not None and groups.hold(lasting_groups(module), *end):
             weakref.finalize(module, groups.end_now)
         else:
             self._mesh = None
             if module is not None:
                 set_device_mesh(module, None)
-            groups.end(self._run, min(self._options.rank_timeout, AFTER_FAILURE if failed else AFTER_RUN), failed)
+            groups.end(*end)
 
     def _stage(self) -> str:
         """Return the run's stage: train, val, test or predict. Raise RuntimeError outside of a run."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.backends import ENGINES
 from lightning_dilated.attention.executors.blockwise import suited
-from lightning_dilated.attention.spans import Span, add_rows, cell_view, joined, row_view, spans
+from lightning_dilated.attention.spans import RowViews, Span, add_rows, cell_view, joined, spans
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern.rows import blocks
 
@@ -50,7 +50,7 @@ def test_views_are_the_rows(case):
                 assert same_storage(cells, x) and torch.equal(cells, picked(x, whole, block, kv))
                 parts = list(joined(whole, block, x))
                 for span in parts:
-                    rows = row_view(x, span, block, kv)
+                    (rows,) = RowViews([x], (kv,)).of(span, block)
                     assert same_storage(rows, x)
                     assert torch.equal(rows, picked(x, span, block, kv).flatten(0, 1))
                 assert sum(span.batches for span in parts) == whole.batches

@@ -11,7 +11,7 @@ from lightning_dilated.attention import dilated_attention
 from lightning_dilated.ext.planning.counting.memory_tracker import Meter
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.sequence import SequenceGroup
+from lightning_dilated.sequence import SequenceGroup, consensus
 from lightning_dilated.sequence.consensus import ControlGroup
 
 from .calls import sequence
@@ -170,10 +170,64 @@ def other_lengths(rank, group):
 
 
 def test_other_lengths(pool):
-    """The first call of a step waits for its check, because a rank's tokens do not determine the others' numbers."""
-    first_two = [(0, 32), (2, 32), (0, 31), (2, 31)]
-    # the lengths differ on rank 1, so rank 1 knows the first sequence and its backward
-    assert pool.run(2, other_lengths) == [[*first_two, (0, 32), (2, 32)], [*first_two, (1, 32), (3, 32)]]
+    """The first call of a step waits for its check, because a rank's tokens do not determine the others' numbers.
+
+    All ranks defer the same calls, also rank 0, which has equal parts of both sequences. The last backward is known.
+    """
+    assert pool.run(2, other_lengths) == [[(0, 32), (2, 32), (0, 31), (2, 31), (1, 32), (3, 32)]] * 2
+
+
+def unlike_numbers(rank, group, mode):
+    """Return the error of each rank if lengths change within a step, or if rank 1 makes fewer calls; then the number
+    of the next call."""
+    with sequence(group) as ours:
+        as_on_gpus(ours)
+        call(ours, NARROW), call(ours, NARROW, 16 - rank), ours.settle()
+        try:
+            with ours.trusting():
+                call(ours, NARROW)
+                for _ in range(3 - rank):
+                    call(ours, NARROW, 16 - rank if mode == "lengths" else 16)
+            ours.settle()
+        except ValueError as error:
+            call(ours, NARROW)
+            return str(error), ours.agreed.number
+
+
+def test_lengths_that_change_within_a_step(pool):
+    """Rank 0 has as many tokens as before, so it defers the check; rank 1 has not. Both raise."""
+    first, second = pool.run(2, unlike_numbers, "lengths")
+    assert first == second and "hold [16, 15] tokens in a call, but [16, 16] in the call before it" in first[0]
+
+
+def test_unlike_numbers_of_calls(pool):
+    first, second = pool.run(2, unlike_numbers, "numbers")
+    assert first == second and "number of calls: rank 0 has 7, rank 1 has 5" in first[0]
+
+
+def many_calls(rank, group):
+    """Return counts of deferred checks while there are more calls than are deferred."""
+    with sequence(group) as ours, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(consensus, "DEFERRED", 4)
+        as_on_gpus(ours)
+        call(ours, NARROW)
+        with ours.trusting():
+            return [(call(ours, NARROW), deferred_checks(ours))[1] for _ in range(4)]
+
+
+def test_many_calls(pool):
+    assert pool.run(2, many_calls) == [[2, 0, 2, 0]] * 2
+
+
+def other_settings(rank, group):
+    """Return the error of ranks whose groups have different settings."""
+    with sequence(group, exchange="ring" if rank else "gather") as ours, pytest.raises(ValueError) as error:
+        call(ours, WIDE)
+    return str(error.value)
+
+
+def test_other_settings(pool):
+    assert all("exchange: rank 0 has gather, rank 1 has ring" in x for x in pool.run(2, other_settings))
 
 
 def numbers(rank, group):

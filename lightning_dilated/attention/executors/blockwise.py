@@ -18,7 +18,7 @@ from lightning_dilated.attention.backends import Request, for_band, for_rows
 from lightning_dilated.attention.backends.base import Band, Engine, Terms, merge
 from lightning_dilated.attention.dropout import BlockDropout, Dropout
 from lightning_dilated.attention.executors.base import Call, attend_pads, empty_state
-from lightning_dilated.attention.spans import Span, add_rows, cell_view, joined, row_view
+from lightning_dilated.attention.spans import RowViews, Span, add_rows, cell_view, joined
 from lightning_dilated.pattern.rows import Block, window_band
 
 
@@ -43,20 +43,22 @@ class Blockwise:
     def merge(self, inputs: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
         """Merge all blocks into a running out (B, N, H, D) and lse (B, H, N), in place."""
         tensors = suited(self.call.engine, *inputs)
+        views = RowViews(tensors)
         for span, block in self._walk(tensors):
-            merge_block(out, lse, *block_forward(self.call, tensors, span, block), span, block)
+            merge_block(out, lse, *block_forward(self.call, views, span, block), span, block)
 
     @avoid_frame_chunk_edge
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
         if total is None and (only := self._only(tensors[1:4])) is not None:
-            parts = block_backward(self.call, suited(self.call.engine, *tensors), lse, *only)
+            parts = block_backward(self.call, RowViews(suited(self.call.engine, *tensors)), lse, *only)
             return [_rows_of(part, x) for part, x in zip(parts, tensors[1:4], strict=True)]
         total = total or [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in tensors[1:4]]
         tensors = suited(self.call.engine, *tensors)
+        views = RowViews(tensors)
         for span, block in self._walk(tensors):
-            _add(total, block_backward(self.call, tensors, lse, span, block), span, block)
+            _add(total, block_backward(self.call, views, lse, span, block), span, block)
         return total
 
     def _only(self, inputs: Sequence[Tensor]) -> tuple[Span, Block] | None:
@@ -85,7 +87,7 @@ def suited(engine: Engine, *tensors: Tensor) -> list[Tensor]:
 
 def _single_block(call: Call, inputs: Sequence[Tensor], span: Span, block: Block) -> tuple[Tensor, Tensor]:
     """Return (out (B, N, H, D), lse (B, H, N)) of a call with one block; `inputs` are q, k and v."""
-    out, lse = block_forward(call, inputs, span, block)
+    out, lse = block_forward(call, RowViews(inputs), span, block)
     lse = lse.unflatten(0, (span.batches, block.segments)).transpose(1, 2).flatten(2)
     return _rows_of(out, inputs[0]), lse.to(torch.promote_types(inputs[0].dtype, torch.float32))
 
@@ -116,9 +118,9 @@ def engine_of(call: Call, span: Span, block: Block, q: Tensor) -> tuple[Engine, 
     )
 
 
-def block_forward(call: Call, inputs: Sequence[Tensor], span: Span, block: Block) -> tuple[Tensor, Tensor]:
+def block_forward(call: Call, inputs: RowViews, span: Span, block: Block) -> tuple[Tensor, Tensor]:
     """Return a block's (G, J, n, D) output and (G, J, n) log-sum-exp from q, k, v (B, N, heads, D)."""
-    q, k, v = (row_view(x, span, block, kv) for x, kv in zip(inputs, (False, True, True), strict=True))
+    q, k, v = inputs.of(span, block)
     engine, terms = engine_of(call, span, block, q)
     part, part_lse = engine.forward(q, k, v, terms)
     if block.pads and not call.causal:
@@ -127,10 +129,10 @@ def block_forward(call: Call, inputs: Sequence[Tensor], span: Span, block: Block
 
 
 def block_backward(
-    call: Call, tensors: Sequence[Tensor], lse: Tensor, span: Span, block: Block
+    call: Call, tensors: RowViews, lse: Tensor, span: Span, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a block's parts of dq, dk, dv, (G, J, n, D) each; `tensors` are grad, q, k, v and the merged out."""
-    views = [row_view(x, span, block, kv) for x, kv in zip(tensors, (False, False, True, True, False), strict=True)]
+    views = tensors.of(span, block)
     rows_lse = cell_view(lse.transpose(1, 2), span, block).flatten(0, 1).contiguous()
     engine, terms = engine_of(call, span, block, views[1])
     return engine.backward(*views, rows_lse, terms)

@@ -23,7 +23,7 @@ from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors.base import Call, HeadWindow, Layout
 from lightning_dilated.attention.executors.blockwise import block_backward, block_forward, suited
 from lightning_dilated.attention.executors.tables import entries
-from lightning_dilated.attention.spans import Span, folds
+from lightning_dilated.attention.spans import RowViews, Span, folds
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import Block, global_tokens
 
@@ -68,7 +68,8 @@ def layout(
     def blocks_of(start: int, stop: int, branches: frozenset[int]) -> tuple[Block, ...]:
         positions = part[0] + start, part[0] + stop
         blocks = window.blocks(document, positions) if branches else ()
-        return tuple(replace(b, first=b.first + start) for b in blocks if b.branch in branches)
+        # an object that is already a key of caches is found without a comparison of its fields
+        return tuple(replace(b, first=b.first + start) if start else b for b in blocks if b.branch in branches)
 
     def chunk(start: int, stop: int, depth: int) -> Chunk:
         inner: tuple[Chunk, ...] = ()
@@ -281,10 +282,11 @@ class Fused:
         call, inputs = self.call, suited(self.call.engine, *inputs)
         q, out = inputs[0], None
         pieces, branch = forward_pieces(call, self.spans, inputs, final)
+        views = RowViews(inputs)
         dtype, covered = q.dtype if final else torch.float32, _covered(self.spans, q)
         lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
         for span, chunk in pieces:
-            make = functools.partial(block_forward, call, inputs, span)
+            make = functools.partial(block_forward, call, views, span)
             parts, index = [make(b) for b in chunk.blocks], _index(chunk.blocks, branch)
             if out is None:
                 out = _result(q.shape, dtype, q.device, None if index is None else parts[index][0], covered)
@@ -300,8 +302,9 @@ class Fused:
         call, tensors = self.call, suited(self.call.engine, *tensors)
         q, add, total = tensors[1], total is not None, total or []
         pieces, branch = backward_pieces(call, self.spans, tensors, add)
+        views = RowViews(tensors)
         for span, chunk in pieces:
-            make = functools.partial(block_backward, call, tensors, lse, span)
+            make = functools.partial(block_backward, call, views, lse, span)
             parts, index = [make(b) for b in chunk.blocks], _index(chunk.blocks, branch)
             if not total:
                 likes = zip(tensors[1:4], (None, None, None) if index is None else parts[index], strict=True)
@@ -351,5 +354,5 @@ def _of_one_dtype(parts: Sequence[Tensor], like: Tensor) -> list[Tensor]:
     """Convert parts to one dtype with contiguous rows, because the math engine returns fp32 for small blocks."""
     dtypes = {p.dtype for p in parts}
     dtype = dtypes.pop() if len(dtypes) == 1 else like.dtype
-    parts = [p.to(dtype) for p in parts]
+    parts = [p if p.dtype == dtype else p.to(dtype) for p in parts]
     return [p if p.stride(-1) == 1 and p.data_ptr() % 16 == 0 else p.contiguous().clone() for p in parts]

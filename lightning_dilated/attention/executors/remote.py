@@ -23,7 +23,6 @@ from lightning_dilated.attention.backends.base import Band, Engine, Terms
 from lightning_dilated.attention.backends.base import merge as log_sum_exp
 from lightning_dilated.attention.dropout import BatchDropout, Dropout
 from lightning_dilated.attention.executors.base import Call, Executor, attend_pads, empty_state
-from lightning_dilated.sequence.exchange import row_ops
 from lightning_dilated.sequence.exchange.all_to_all import CompiledSwitch, HeadGroup, SwitchRun, Windows
 from lightning_dilated.sequence.exchange.row_ops import Batch, Rows, add_at, add_rows, take, take_apart
 from lightning_dilated.sequence.exchange.run import BackwardRun, Compiled, Run
@@ -75,7 +74,7 @@ def _merges(out: Tensor, lse: Tensor, part: Tensor) -> bool:
 
 def merge_rows(rows: Tensor, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge parts (..., D) and their log-sum-exp (...) into flat rows (...) of out and lse; no row may occur twice."""
-    if rows.numel() >= row_ops.MIN_KERNEL_ROWS and _merges(out, lse, part):
+    if _merges(out, lse, part):  # one launch in place of about fifteen
         from lightning_dilated.kernels.rows import merge
 
         part, part_lse = (x if rows.dim() > 1 else x[None] for x in (part, part_lse))

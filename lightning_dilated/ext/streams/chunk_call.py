@@ -144,7 +144,7 @@ def resolve_chunk(stream: Stream, call: OpCall) -> tuple[Resolved, int]:
         call_id = f"layer {layer}, chunk {chunk}"
         call_id += "" if call.number is None else f", backward of call {int(call.number)}"
         tokens = len(stream.shard.positions(chunk))
-        agreed, engine = compare(group, spec, call.q, call.k, call.documents, call.seed, call_id, call.backward, tokens)
+        agreed, engine = compare(group, call, call_id, tokens)
         key = *key, engine
     make = functools.partial(_chunk_call, stream, call, layer, chunk, group)
     # layers with the same pattern share a route, unless earlier calls carried rows to them
