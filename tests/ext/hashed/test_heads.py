@@ -199,6 +199,11 @@ def test_only_training_steps_train_the_codes():
     assert heads.terms.labelled is None
 
 
+def test_a_step_builds_the_model():
+    loss = ld.LongNetLM(PATTERN, **SIZES, hashed=HASHED).training_step(batch(1, 21), 0)
+    assert torch.isfinite(loss)
+
+
 def test_a_fit_logs_the_rows_that_queries_read():
     model = ld.LongNetLM(PATTERN, **SIZES, hashed={**HASHED, "layers": [1]})
     run = trainer(max_steps=2, accumulate_grad_batches=2)
