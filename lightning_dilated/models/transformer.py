@@ -407,9 +407,9 @@ class DilatedTransformer(StackMemory):
 
     def compile_blocks(self) -> None:
         """Compile each block in place, as one graph; compiled blocks need a rotary table instead of positions."""
-        kinds = len({block.attention_layer.attention.pattern for block in self.blocks})
-        # 24 is enough graphs for a pattern: with and without gradients, for whole sequences and for chunks, for static
-        # and for dynamic lengths, and the graphs of `CompiledPart` for whole chunks
+        layers = enumerate(block.attention_layer for block in self.blocks)
+        kinds = len({(x.attention.pattern, x.hashed and i) for i, x in layers})  # each hashed layer names its losses
+        # 24 graphs are enough for a kind: with or without gradients, sequences or chunks, static or dynamic, `CompiledPart`
         allow_recompiles(24 * kinds)
         for block in self.blocks:
             block.compile(fullgraph=True)

@@ -260,6 +260,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
 
     def _training_terms(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         """Return the `loss_terms` of a batch in training, with the gradients of the hashed heads' own losses."""
+        self.configure_model()
         layers = [block.attention_layer.hashed for block in self.transformer.blocks] if any(self.hashed) else []
         heads = [layer for layer in layers if layer is not None]
         for layer in heads:

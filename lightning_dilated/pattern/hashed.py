@@ -28,8 +28,8 @@ class Hashed(Described):
         layers: numbers of the model's layers with hashed heads, from 0; None means all layers.
         soft_until: in training, heads read all rows of sequences of at most this many tokens, and only the losses below
             train the codes. 0 means never. Heads never read all rows of endless sequences (`LongNetLM.stream`).
-        agree, contrast, balance, spread: weights of the losses, see `HashedLosses`. They are added to the mean loss of
-            a token while the model trains, and do not change the logged loss.
+        agree, contrast, balance, spread: weights of the losses, see `HashedLosses`. `training_step` and
+            `token_mean` add their gradients to the mean loss of a token; the loss that they return has no such term.
 
     Raises:
         TypeError, ValueError: if an argument is invalid. The message states its value and the allowed values.

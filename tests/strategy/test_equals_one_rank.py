@@ -110,6 +110,7 @@ FSDP += [
     ("masked labels", "2"),
     ("documents", "2"),
     ("fewer tokens than ranks", "4"),
+    pytest.param("hashed", "2", marks=pytest.mark.slow),
 ]
 
 

@@ -125,7 +125,10 @@ def hashed_attention(
     documents, sizes = _documents(q, lengths, cu_seqlens, shard.seq_len, positions)
     longest = max(sizes, default=0)
     if soft and longest > SOFT_TOKENS:
-        raise ValueError(f"soft=True takes at most {SOFT_TOKENS:,} tokens a document, got {longest:,}: set soft=False.")
+        raise ValueError(
+            f"soft=True takes at most {SOFT_TOKENS:,} tokens a document, got {longest:,}: set soft=False, or for a model "
+            f"soft_until={SOFT_TOKENS} of `Hashed`."
+        )
 
     options, samples = Options(latest, probes, scale, soft, code_scores), sizes if cu_seqlens is None else [sum(sizes)]
     tokens, place = ranks.real_tokens(shard.ranges(0 if group is None else group.rank), samples), None

@@ -74,7 +74,7 @@ class HashedHeads(Mixer):
         if dropout:
             raise ValueError(
                 f"hashed heads do not drop attention weights, and attention_dropout is {dropout:g}: set it to 0, or leave "
-                "hashed out. dropout and drop_path are no obstacle."
+                "hashed out. You may keep dropout."
             )
         factory = {"device": device, "dtype": dtype}
         self.description, self.scale = hashed, head_dim**-0.5 if scale is None else scale

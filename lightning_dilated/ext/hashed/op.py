@@ -29,6 +29,8 @@ _numbers = itertools.count()
 class LossTerms:
     """The losses of one layer's codes in a training step. The op finds this object by its `name`.
 
+    A copy of a layer has a new object with another name, also in another process.
+
     Attributes:
         weights: weights of agree, contrast, balance and spread.
         labelled: (B, N) bool, the queries with labels; None outside of the forward and backward of a training step.
@@ -42,6 +44,9 @@ class LossTerms:
         self.scale: Tensor | None = None
         self.latest: Tensor | None = None
         _terms[self.name] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LossTerms, (self.weights,)
 
     def total(self, losses: HashedLosses, count: Tensor) -> Tensor:
         """Return the weighted sum over labelled queries.

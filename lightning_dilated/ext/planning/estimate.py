@@ -5,8 +5,8 @@ The times in `h200.json` were measured on one H200 with compiled blocks by bench
 2407.08608, head dim 64, 16,384 rows). Whole steps reach these speeds; short calls alone reached 487 and 438 TFLOP/s
 (benchmarks/results/2026-11-26_h200.md). docs/planning.md describes how times are scaled. A recurrence adds the time of
 its rule, measured on an H100 (`h100_recurrence.json`) and scaled by FLOPs. The time of other kernels of recurrences and
-short convolutions is computed from the bytes that they move. The
-time of the lookups of hashed heads is not counted, because none was measured. `planning.ranks` adds waits between ranks.
+short convolutions is computed from the bytes that they move. The time of the lookups of hashed heads is not counted.
+`planning.ranks` adds waits between ranks.
 
 Shape letters: N tokens of the sequence, R ranks, L tokens of a rank, D head dim.
 """
@@ -211,7 +211,7 @@ def _recurring(layer: RecurrentLayer | None, tokens: int, gpu: Gpu) -> Recurring
 
 
 def _hashed(layer: HashedLayer | None, tokens: int, gpu: Gpu) -> Recurring:
-    """Return the seconds that a layer's hashed heads add for L tokens. Lookups count 0: they have not been measured."""
+    """Return the seconds that a layer's hashed heads add for L tokens. Lookups count 0."""
     return Recurring() if layer is None else Recurring(0.0, 0.0, *_around(layer, tokens, gpu))
 
 

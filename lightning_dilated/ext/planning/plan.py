@@ -100,7 +100,7 @@ def hashed_note(case: Case) -> str | None:
     where = "all layers" if len(layers) == case.facts.depth else f"layer(s) {', '.join(map(str, layers))}"
     return (
         f"hashed heads: {where}, {in_numbers(len(layers) * first.parameters)} parameters. The time of their lookups, "
-        f"{3 * len(layers) * first.lookups:.3g} FLOPs a token of a step, is not counted, because no GPU was measured. "
+        f"{3 * len(layers) * first.lookups:.3g} FLOPs a token of a step, is not counted. "
         f"Sequences of up to soft_until={first.description.soft_until} tokens are counted as longer ones. "
         "Rows that ranks exchange or that chunks of a stream carry are not counted."
     )

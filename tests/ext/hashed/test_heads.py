@@ -1,5 +1,8 @@
 """Layers with hashed heads: their definition, the losses of their codes, recomputation, compilation and decoding."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -167,6 +170,19 @@ def test_recomputed_gradients_are_equal(options):
         compare(gradients(model, model.token_mean(x)[0]), grads)
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_its_own_losses(duplicate):
+    """The copy's step trains its codes, and neither model changes a step of the other."""
+    model, data = lively(), batch(2, 33)
+    want = gradients(model, model.token_mean(data)[0])
+    other = duplicate(model)
+    steps = [(x, x.token_mean(data)[0]) for x in (model, other)]
+    for x, loss in steps:
+        compare(gradients(x, loss), want)
+    del model, steps, x
+    compare(gradients(other, other.token_mean(data)[0]), want)
+
+
 def test_only_training_steps_train_the_codes():
     model, data = lively(), batch(2, 33)
     want = gradients(model, model.loss_terms(data)[0])
@@ -183,6 +199,11 @@ def test_only_training_steps_train_the_codes():
     assert heads.terms.labelled is None
 
 
+def test_a_step_builds_the_model():
+    loss = ld.LongNetLM(PATTERN, **SIZES, hashed=HASHED).training_step(batch(1, 21), 0)
+    assert torch.isfinite(loss)
+
+
 def test_a_fit_logs_the_rows_that_queries_read():
     model = ld.LongNetLM(PATTERN, **SIZES, hashed={**HASHED, "layers": [1]})
     run = trainer(max_steps=2, accumulate_grad_batches=2)
@@ -196,6 +217,13 @@ def test_compiled_blocks_train_as_eager_ones():
     for block in model.transformer.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
     compare(gradients(model, model.token_mean(data)[0]), want)
+
+
+def test_every_layer_with_hashed_heads_may_have_its_own_graphs():
+    with torch._dynamo.config.patch(recompile_limit=8):
+        model = tiny(hashed={**HASHED, "layers": [0, 1, 2]}, depth=5)
+        model.transformer.compile_blocks()
+        assert torch._dynamo.config.recompile_limit == 4 * 24  # three layers with them, and all others
 
 
 def test_padding_and_documents():
