@@ -23,7 +23,9 @@ RUNS = {
     "hashed": Run(
         model={"hashed": {"groups": 2, "codes": 2, "latest": 3, "soft_until": 0}}, masked=0.3, batch_size=2, steps=2
     ),
-    "hashed, soft": Run(model={"hashed": {"groups": 2, "codes": 2}}, masked=0.3, batch_size=2, steps=2),
+    "hashed, soft": Run(
+        seq_len=37, model={"hashed": {"groups": 2, "codes": 2, "soft_until": 37}}, masked=0.3, batch_size=2, steps=2
+    ),  # two ranks have 17 and 20 tokens
     "compiled": Run(model={"compile_blocks": True, "depth": 1}, steps=2),
 }
 #: (ranks, settings of the strategy)

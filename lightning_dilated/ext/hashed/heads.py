@@ -23,7 +23,7 @@ from lightning_dilated.ext.hashed.functional import Options
 from lightning_dilated.ext.hashed.op import HASHED, LossTerms, encode, token_flops
 from lightning_dilated.ext.hashed.state import HashedState
 from lightning_dilated.pattern import Hashed
-from lightning_dilated.sequence.group import active_sequence
+from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 if TYPE_CHECKING:
     from lightning_dilated.ext.decoding.kv_cache import KVCache
@@ -37,6 +37,12 @@ NONE, WITH_PREVIOUS = (0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0)
 QUERY_CODE, KEY_CODE = (0.0, 0.6, 0.8, 0.0), (0.6, 0.8, 1.0, -1.0)
 #: label of a token without a label
 IGNORE = -100
+
+
+def _seq_len(group: SequenceGroup, query: Tensor) -> int:
+    """Return N, which the layer's attention agreed on. A compiled graph assumes equal shares, to accept any length."""
+    known = None if torch.compiler.is_compiling() else group.agreed
+    return query.shape[1] * group.ranks if known is None else known.seq_len
 
 
 class HashedHeads(Mixer):
@@ -107,7 +113,7 @@ class HashedHeads(Mixer):
             )
         group, documents = active_sequence(), (query, lengths, cu_seqlens)
         lengths, cu_seqlens = check_documents(*documents) if group is None else group.guard(check_documents, *documents)
-        tokens = place.seq_len if place is not None else query.shape[1] * (1 if group is None else group.ranks)
+        tokens = place.seq_len if place is not None else query.shape[1] if group is None else _seq_len(group, query)
         soft = self.training and tokens is not None and tokens <= self.description.soft_until
         q, k, v = self._own(rows)
         near = [None if place is None else place.of_part(i) for i in (1, 2, 3)]
