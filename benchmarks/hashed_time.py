@@ -62,21 +62,21 @@ def hashed_row(a: argparse.Namespace, seq_len: int) -> str:
     tensors, grad = inputs(a, seq_len)
     run, before = passes(a, tensors, grad), torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    both = seconds_of(run, CUDA, a.repeats)
+    total = seconds_of(run, CUDA, a.repeats)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30
     with torch.no_grad():
         rows = float(hashed(a, tensors)[2].float().mean())
         forward = seconds_of(lambda: hashed(a, tensors), CUDA, a.repeats)
-    return f"| {seq_len:,} | hashed | {1e3 * forward:.2f} | {1e3 * both:.2f} | {peak:.2f} | {rows:.1f} |"
+    return f"| {seq_len:,} | hashed | {1e3 * forward:.2f} | {1e3 * total:.2f} | {peak:.2f} | {rows:.1f} |"
 
 
 def dense_row(a: argparse.Namespace, seq_len: int) -> str:
     tensors, grad = inputs(a, seq_len)
     call = lambda: ld.dilated_attention(*tensors[:3], ld.DilatedPattern.dense(), causal=True)  # noqa: E731
-    both = seconds_of(lambda: torch.autograd.grad(call(), tensors[:3], grad), CUDA, a.repeats)
+    total = seconds_of(lambda: torch.autograd.grad(call(), tensors[:3], grad), CUDA, a.repeats)
     with torch.no_grad():
         forward = seconds_of(call, CUDA, a.repeats)
-    return f"| {seq_len:,} | dense | {1e3 * forward:.2f} | {1e3 * both:.2f} | | {seq_len / 2:,.0f} |"
+    return f"| {seq_len:,} | dense | {1e3 * forward:.2f} | {1e3 * total:.2f} | | {seq_len / 2:,.0f} |"
 
 
 def parts(a: argparse.Namespace, seq_len: int) -> Iterator[str]:

@@ -44,7 +44,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--tokens", type=int, nargs="+", default=[262144], help="of a rank")
     p.add_argument("--of", type=int, help="ranks whose pattern is taken (default: those that run)")
     p.add_argument("--first", type=int, default=2048, help="shortest segment")
-    p.add_argument("--hybrid", type=int, help="a dense head in one layer of so many, and local segments")
+    p.add_argument("--hybrid", type=int, help="N: a dense head in every N-th layer, and local segments")
     p.add_argument("--dim", type=int, default=768)
     p.add_argument("--depth", type=int, default=12)
     p.add_argument("--heads", type=int, default=12)

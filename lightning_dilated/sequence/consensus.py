@@ -283,7 +283,7 @@ class Consensus:
 
         All ranks must call this. `length`: tokens of this rank in the last call, if its check was not deferred.
         """
-        # a rank whose tokens changed within a step has no deferred check, but ranks that have as many tokens may have one
+        # a rank that has another number of tokens than before has no deferred check; the other ranks may have one
         lengths = [self._latest[self.rank] if x.is_deferred else length for x in calls]
         own = [[x.facts.digest, x.chunk, str(x.call_id), x.is_deferred, n] for x, n in zip(calls, lengths, strict=True)]
         ranks = self.control.gather_text({"calls": own, "number": self._calls})

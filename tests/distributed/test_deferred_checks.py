@@ -195,7 +195,7 @@ def unlike_numbers(rank, group, mode):
 
 
 def test_lengths_that_change_within_a_step(pool):
-    """Rank 0 has as many tokens as before, so it defers the check; rank 1 has not. Both raise."""
+    """Rank 0 has the same number of tokens as before and defers the check. Rank 1 has another number. Both raise."""
     first, second = pool.run(2, unlike_numbers, "lengths")
     assert first == second and "hold [16, 15] tokens in a call, but [16, 16] in the call before it" in first[0]
 
@@ -220,7 +220,7 @@ def test_many_calls(pool):
 
 
 def other_settings(rank, group):
-    """Return the error of ranks whose groups have different settings."""
+    """Return the error of ranks with groups of different settings."""
     with sequence(group, exchange="ring" if rank else "gather") as ours, pytest.raises(ValueError) as error:
         call(ours, WIDE)
     return str(error.value)

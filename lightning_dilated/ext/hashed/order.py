@@ -25,13 +25,13 @@ def codes(z: Tensor, probes: int = 1) -> Tensor:
         return own
     second = z.scatter(-1, first, -torch.inf).argmax(-1, keepdim=True)
     second = torch.where(second == first, 1, second)  # only index 0 can occur twice, if all other logits are -inf
-    change, found = ((second - first)[..., 0] * place), [own]
+    change, looked_up = ((second - first)[..., 0] * place), [own]
     margin = (z.gather(-1, first) - z.gather(-1, second))[..., 0].clamp_max(torch.finfo(z.dtype).max)
     for _ in range(probes - 1):  # a sort of so few groups takes longer
         least = margin.argmin(-1, keepdim=True)
-        found.append(own + change.gather(-1, least))
+        looked_up.append(own + change.gather(-1, least))
         margin = margin.scatter(-1, least, torch.inf)
-    return torch.cat(found, -1)
+    return torch.cat(looked_up, -1)
 
 
 @dataclass(frozen=True)

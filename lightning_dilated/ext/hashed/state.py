@@ -37,7 +37,7 @@ class HashedState:
         self.counts = torch.zeros(batch, heads, many**groups, dtype=torch.int64, device=k.device)
 
     def before(self, code: Tensor) -> HashedRows:
-        """Return the rows that lookups of codes (B, n, K, P) read; their order in each code is that of positions."""
+        """Return the rows that lookups of codes (B, n, K, P) read; the rows of a code are in the order of positions."""
         looked_up = torch.zeros_like(self.counts, dtype=torch.bool)
         looked_up.scatter_(2, code.transpose(1, 2).flatten(2), True).logical_and_(self.counts > 0)
         count, places = self.counts[looked_up], self.places[looked_up]
@@ -118,9 +118,9 @@ class HashedState:
         rows = [x[sample[:, None, None, None], places, head[:, None, None]].flatten(0, 2).to(dtype) for x in self.rows]
         queries = (q[:, 0].unflatten(1, (heads, -1)), z_q[:, 0].softmax(-1))
         many = [x[:, :, None].expand(-1, -1, probes, -1, -1).flatten(0, 2)[:, None].to(dtype) for x in queries]
-        found = attend(Inputs(many[0], *rows[:2], many[1], rows[2]), reads.flatten(0, 2)[:, None], scale, True)
-        found = Reads(*(x.view(batch, 1, heads, probes, *x.shape[2:]) for x in found))
-        return merge_lookups(found, null.to(dtype).view(heads, -1))[0].to(q.dtype)
+        read = attend(Inputs(many[0], *rows[:2], many[1], rows[2]), reads.flatten(0, 2)[:, None], scale, True)
+        read = Reads(*(x.view(batch, 1, heads, probes, *x.shape[2:]) for x in read))
+        return merge_lookups(read, null.to(dtype).view(heads, -1))[0].to(q.dtype)
 
     @property
     def nbytes(self) -> int:

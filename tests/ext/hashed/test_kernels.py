@@ -163,13 +163,13 @@ def strided(rank, group):
     q, k, v = torch.cat([q, k, v], 2).split((4, 2, 2), 2)
     k = k.transpose(-1, -2).contiguous().transpose(-1, -2)
     z_q, z_k = (x.permute(4, 3, 2, 1, 0).contiguous().permute(4, 3, 2, 1, 0) for x in (z_q, z_k))
-    found = []
+    grads = []
     for call, context in ((hashed_attention, forced()), (oracle, forced())):
         tensors = [x.requires_grad_() for x in (q, k, v, z_q, z_k, null)]
         with context:
             out, losses = call(*tensors, **case.settings())
-            found.append(torch.autograd.grad(out.sum() + losses.agree.sum(), tensors))
-    return found
+            grads.append(torch.autograd.grad(out.sum() + losses.agree.sum(), tensors))
+    return grads
 
 
 def test_any_strides(interpreter):
