@@ -11,8 +11,8 @@ from torch import Tensor
 def send(x: Tensor, device: torch.device) -> Tensor:
     """Return x on a device; copy it from the CPU through pinned memory, so that the host need not wait for the GPU.
 
-    The pinned memory is a copy, because the caller may change x before the transfer ends. Torch reuses pinned memory;
-    the host waits only to allocate more of it.
+    The transfer reads a copy of x in pinned memory, so the caller may change x at once. Torch reuses pinned memory; the
+    host waits only to allocate more of it.
     """
     if _copies_directly(x, device):
         return x.to(device)
@@ -20,8 +20,8 @@ def send(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _copies_directly(x: Tensor, device: torch.device) -> bool:
-    """Return whether `x.to` never makes the host wait, or pinned memory cannot be used: in traced code, for tensor
-    subclasses, and while a CUDA graph is captured, because a replay would read pinned memory that was reused."""
+    """Return True if `x.to` never makes the host wait, or if pinned memory cannot be used: in traced code, for tensor
+    subclasses, and while a CUDA graph is captured (a replay would read pinned memory that then has other data)."""
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return True
     if x.device.type != "cpu" or device.type != "cuda" or not x.numel():
@@ -35,7 +35,7 @@ ASSUMED: list[bool] = []
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 GIB = 2**30
-#: GPU bytes that `leave_room` keeps free, and the most that CUDA, NCCL and libraries use when `leave_room` is called
+#: GPU bytes that `leave_room` keeps free; bytes outside torch above which it assumes that other processes use the GPU
 ROOM, LIBRARIES = GIB, 6 * GIB
 
 _limits: dict[torch.device, float] = {}

@@ -31,9 +31,9 @@ class Op:
         remedy: advice for users who differentiate twice.
         run: the implementations of both ops.
         fake: the fake implementations of both ops, which return results without values for tracing.
-        saves: (arguments, results) -> (tensors for the backward, first tensors with gradients; other state).
+        saves: (arguments, results) -> (tensors for the backward, beginning with the inputs with gradients; other state).
         arguments: (gradient of the first result, saved tensors, other state) -> arguments of the backward.
-        flops: functions that return the FLOPs of both ops from their arguments; None if FLOPs are not counted.
+        flops: for each op, a function from its arguments to its FLOPs; None if FLOPs are not counted.
     """
 
     name: str

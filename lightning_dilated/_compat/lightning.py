@@ -53,7 +53,7 @@ def process_group_backend(strategy: DDPStrategy | ModelParallelStrategy) -> str:
 
 
 def writes_one_file(strategy: Any) -> bool:
-    """Return True if rank 0 writes checkpoints in one file: `_save_distributed_checkpoint` of ModelParallelStrategy."""
+    """Return True if a ModelParallelStrategy gathers checkpoints into one file (not `_save_distributed_checkpoint`)."""
     return not getattr(strategy, "_save_distributed_checkpoint", True)
 
 
@@ -301,11 +301,11 @@ def epoch_batches_finished(trainer: pl.Trainer) -> int:
 
 
 def set_epoch_batches(trainer: pl.Trainer, loader: Any, length: int, multiple: int = 1) -> None:
-    """Set the number of batches of a new epoch to the loader's new length, rounded down to a multiple of `multiple`.
+    """Set the number of batches of a new epoch from the loader's new length and `limit_train_batches`.
 
-    Lightning reads the length once, before the first epoch, into `fit_loop.max_batches`, `trainer.val_check_batch`, the
-    limits of `fit_loop._combined_loader` and the length of `fit_loop._data_fetcher`. Do nothing if the Trainer combines
-    several loaders.
+    A number above `multiple` is rounded down to a multiple of it. Lightning reads the length only once, into
+    `fit_loop.max_batches`, `trainer.val_check_batch`, the limits of `fit_loop._combined_loader` and the length of
+    `fit_loop._data_fetcher`. Do nothing if the Trainer combines several loaders.
     """
     loop, limit = trainer.fit_loop, trainer.limit_train_batches
     combined, fetcher = loop._combined_loader, loop._data_fetcher

@@ -195,10 +195,10 @@ def allow_any_length(x: Tensor) -> None:
 
 
 def without_runtime_asserts(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function without assertions about sizes that are only known at run time.
+    """Return a compiled function that, before torch 2.13, omits assertions about sizes known only at run time.
 
-    Before torch 2.13, a backward that saves received rows fails to compile, because of the assertion that their number
-    is not negative. Uses `torch._dynamo.config.do_not_emit_runtime_asserts` in 2.11 and 2.12.
+    There, a backward that saves received rows fails to compile, because of the assertion that their number is not
+    negative. Uses `torch._dynamo.config.do_not_emit_runtime_asserts` in 2.11 and 2.12.
     """
     if torch.__version__ >= "2.13":  # a TorchVersion, which is compared by numbers
         return compiled
@@ -329,7 +329,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def bare_copy(module: Module) -> Module:
-    """Return a shallow copy of a module that has no parameters, no buffers, no hooks, and no children with parameters.
+    """Return a shallow copy of a module, without its parameters, buffers, hooks and children with parameters.
 
     Attributes that `nn.Module.__init__` sets are taken from a new module, because a shallow copy would share them.
     """

@@ -23,8 +23,8 @@ class ActivationRecompute(pl.Callback):
             exchanged rows, so that neither attention nor communication is repeated. "none" saves all activations.
         every: with "block", save only the input of every n-th block. The backward recomputes a group of n blocks, and
             then each of its blocks again, so most blocks run forward three times.
-        offload: the part of the saved block inputs to store in pinned host memory, by copies during the computation. Up
-            to 1, it is a fraction of them; above 1, it is a limit in GiB on each rank.
+        offload: the part of the saved block inputs to store in pinned host memory, by copies during the computation. A
+            value up to 1 is a fraction of the inputs; a value above 1 is a limit in GiB on each rank.
         tile: number of tokens for which norms, feed-forward, and the loss of models over tokens are computed at a time, with
             explicit gradients, so that no tensor of tokens x hidden features or tokens x vocabulary exists. The feed-forward
             is then computed twice with every policy.
@@ -85,7 +85,7 @@ class ActivationRecompute(pl.Callback):
                 m.stream.watch = progress
 
     def _refuse_shared(self, trainer: pl.Trainer) -> None:
-        """Raise ValueError if a stream would need rows or weights of other ranks."""
+        """Raise ValueError for a stream if ranks share sequences without sharing its chunks, or if they share weights."""
         stream, strategy = self.settings.stream, getattr(trainer, "strategy", None)
         if stream is None:
             return

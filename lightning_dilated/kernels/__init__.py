@@ -24,12 +24,12 @@ def _missing() -> str | None:
 
 
 def interpreted() -> bool:
-    """Return whether the kernels run in Triton's interpreter, as on CPU tensors; fixed when they are first imported."""
+    """Return whether the kernels run in Triton's interpreter, which CPU tensors need; set it before the first import."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Return (major, minor) of a CUDA device, or None; cached, because each call of the op needs it several times."""
+    """Return the compute capability (major, minor) of a device, None without CUDA; cached for the calls of the op."""
     if device.type != "cuda" or not (torch.cuda.is_initialized() or torch.cuda.is_available()):
         return None
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
@@ -59,6 +59,6 @@ def available(device: torch.device) -> bool:
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Return a context that makes `device` the current device, on which Triton launches for tensors of any device."""
+    """Return a context that makes `device` the current device: Triton launches there, even for tensors of another."""
     current = device.type != "cuda" or torch.cuda.current_device() == device.index
     return contextlib.nullcontext() if current else torch.cuda.device(device)

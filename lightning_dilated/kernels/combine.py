@@ -67,8 +67,8 @@ def _program(order, classes, count, num_heads, start, stop, step, TOKENS: tl.con
 def _locate(entries, e, sample, first, inside, step, TOKENS: tl.constexpr):
     """Return an entry's (part, head in the part, segment, row, more segments, more rows, exists).
 
-    Segment and row locate the program's first row in the part. `more segments` and `more rows` are the offsets of each
-    row from it. If all rows are in one segment and the rate divides the step, no row needs a division.
+    Segment and row locate the program's first row in the part. `more segments` and `more rows` are each row's offsets
+    from the first row. If all rows are in one segment and the rate divides the step, no row needs a division.
     """
     at = entries + e * 8
     start, segments, width = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
@@ -229,7 +229,7 @@ def merge_parts(
         weights: log-sum-exp of the parts, (G, J, n) fp32 each.
         entries: the table of the parts' rows.
         span: (samples, start, stop, origin): positions start..stop are written to rows origin + position.
-        in_place: whether one part has all rows and shares memory with `out`. Rows in no other part stay unchanged.
+        in_place: whether one part has all rows and shares memory with `out`. If so, only rows in other parts are written.
     """
     lse_views, addresses = (lse, lse.stride(0), lse.stride(2), lse.stride(1)), _addresses(parts, weights, out.device)
     _launch(_merge, MERGE, out, lse_views, parts, addresses, entries, entries.every, span, {"IN_PLACE": in_place})

@@ -49,7 +49,7 @@ PREPARED = 64
 ENDLESS = 2**30
 #: a divisor larger than every position: the quotient is 0
 NONE = 2**31 - 1
-#: {columns of a tile: (query rows, key rows, warps, stages)} where `dense` has others, because finding the job also
+#: {columns of a tile: (query rows, key rows, warps, stages)} that differ from `dense`, because finding the job also
 #: needs registers. FORWARD and OVER_ROWS serve calls that are not causal; they are the best of ten tried on an H200
 OVER_KEYS = {128: (32, 64, 4, 2)}
 FORWARD = {64: (128, 64, 8, 3)}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_dilated.kernels.tiles import LN2, LOG2E, block_dim
 
-#: (columns of a tile, causal) -> (query rows, key rows, warps, stages); 64 and 128 are the best of nine on an H200
+#: {(columns of a tile, causal): (query rows, key rows, warps, stages)}; the best of nine on an H200 for 64 and 128 columns
 CONFIGS = {
     **{(block, False): (64, 128, 4, 2) for block in (16, 32, 64)},
     **{(block, True): (128, 64, 4, 3) for block in (16, 32, 64)},
@@ -57,7 +57,7 @@ def _over(
     acc, most, total, p, q, k, v, g, h, i, low, high, m, scale,
     CAUSAL: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Continue the online softmax over keys low..high. The caller must add the last tile's p to acc."""
+    """Continue the online softmax over keys low..high. The caller must add the product of the last p and its values."""
     for first in tl.range(low, high, KEYS):
         key = _load(k, g, h, first, KEYS, BLOCK)
         score = tl.dot(q, tl.trans(key))
@@ -109,10 +109,10 @@ def _pipelined(
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """Return whether the kernel supports the views: 16 bits, head dim up to 128, 16-byte alignment, Hopper or later."""
+    """Return whether the kernel supports a call: 16 bits, head dim up to 128, 16-byte alignment, Hopper or later."""
     if q.dtype not in (torch.bfloat16, torch.float16) or (block_dim(q.shape[3]), True) not in CONFIGS:
         return False
-    if scale < 2**-100:  # 0 in float32 would give NaN, because the scale multiplies masked scores (-inf)
+    if scale < 2**-100:  # a scale that is 0 in float32 would give NaN when it multiplies masked scores (-inf)
         return False
     if q.device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(q.device) < (9, 0)):
         return False

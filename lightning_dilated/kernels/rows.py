@@ -212,7 +212,7 @@ def rotary_serves(x: Tensor, table: Tensor) -> bool:
 
 @functools.cache
 def flags(heads: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-    """Return (count,) int32, 1 for these heads, else 0. They are never freed, because captured graphs read them."""
+    """Return (count,) int32, 1 for these heads, else 0. The cache keeps the tensors, because captured graphs read them."""
     return torch.tensor([head in heads for head in range(count)], dtype=torch.int32, device=device)
 
 

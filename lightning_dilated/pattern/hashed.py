@@ -9,7 +9,7 @@ from lightning_dilated._validation import integer, real
 from lightning_dilated.pattern.branch import Described
 from lightning_dilated.pattern.pattern import DilatedPattern
 
-#: largest number of codes, because a cache for decoding has a place for each code
+#: maximum M ** G, because a cache for decoding has a place for each combination of codes
 CODES = 1 << 20
 
 
@@ -28,8 +28,8 @@ class Hashed(Described):
         layers: numbers of the model's layers with hashed heads, from 0; None means all layers.
         soft_until: in training, heads read all rows of sequences of at most this many tokens, and only the losses below
             train the codes. 0 means never. Heads never read all rows of endless sequences (`LongNetLM.stream`).
-        agree, contrast, balance, spread: weights of the losses, see `HashedLosses`. `training_step` and
-            `token_mean` add their gradients to the mean loss of a token; the loss that they return has no such term.
+        agree, contrast, balance, spread: weights of the losses, see `HashedLosses`. `training_step` and `token_mean`
+            add the gradients of these losses to the gradient of the mean loss, but return the mean loss without them.
 
     Raises:
         TypeError, ValueError: if an argument is invalid. The message states its value and the allowed values.

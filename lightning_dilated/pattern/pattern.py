@@ -173,15 +173,15 @@ class DilatedPattern:
             local: tokens of a local segment.
             global_every: distance between layers with dense heads.
             global_heads: number of dense kv heads in such a layer; "all" gives it ordinary attention.
-            far: a pattern with further branches for layers without a dense head; its offset rule applies to them.
+            far: a pattern of further branches for layers without dense heads; its other fields apply to all layers.
             shifted: whether local segments of layers 1, 3, ... begin half a segment earlier, so that consecutive layers
                 have different boundaries.
-            global_first: first layer with dense heads, counted from 0; None means `global_every - 1`. With None, but
-                not 0, a model learned to copy over about 32,768 tokens (benchmarks/results/2026-11-24_h100_strains.md).
+            global_first: first layer with dense heads, counted from 0; None means `global_every - 1`. A model learned
+                to copy over about 32,768 tokens with None, not with 0 (benchmarks/results/2026-11-24_h100_strains.md).
                 To look up single keys, use 0 and `kv_conv`: at 65,536 tokens, four layers recalled 99.99 % with a dense
                 head in layer 0, but 0.06 % with one in layer 3 (benchmarks/results/2026-11-24_h100_recall_first.md).
-                With dense heads in layer 0 and the default layers, models recalled keys, but only one of two seeds
-                learned to copy (benchmarks/results/2026-11-25_h200_learning.md).
+                With dense heads in both layer 0 and the default layers, models recalled keys, but only one of two
+                seeds learned to copy (benchmarks/results/2026-11-25_h200_learning.md).
             window: whether to use sliding windows of `local` tokens, which have no boundaries, in place of segments.
 
         Raises:
@@ -228,7 +228,7 @@ class DilatedPattern:
         return cls((Branch(segment_length, 1),), **kwargs)
 
     def shifted(self, fraction: float = 0.5, below: int | None = None) -> DilatedPattern:
-        """Return the pattern with segments of w < `below` (all segments if None) shifted by floor(fraction * w).
+        """Return the pattern with segments of w < `below` (all finite segments if None) shifted by floor(fraction * w).
 
         Shifts in every second layer remove the walls of nested segments (see `explain`).
         """
@@ -325,7 +325,7 @@ class DilatedPattern:
         """Return (H, Hkv), after a check that the model has the heads of every branch.
 
         Raises:
-            ValueError: if a head does not exist, or a branch splits a kv group with offset_heads="kv".
+            ValueError: if a head does not exist, Hkv does not divide H, or offset_heads="kv" and a branch splits a kv group.
         """
         num_heads = integer(num_heads, "num_heads", 1, most=HEADS)
         num_kv_heads = num_heads if num_kv_heads is None else integer(num_kv_heads, "num_kv_heads", 1)

@@ -246,7 +246,7 @@ class Block:
     Row i of head j in segment s is position first + s * segment_stride + j * position_step + i * row_stride. In a
     strided view of (B, N, H, D) the next head may be at another position, so heads with different offsets share a call.
     Each row also sees `pads` zero keys (padding="attended"). With a `width`, row i sees row j only if |i - j| < width.
-    With `keys` = (first, rows), each row sees these `rows` positions instead of the block's rows, or no key if
+    With `keys` = (first, n), each row sees the n positions from `first` instead of the block's rows, or no key if
     attention is causal and the keys follow the block's rows.
     """
 
