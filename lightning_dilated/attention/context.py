@@ -1,4 +1,4 @@
-"""Contexts add rows before a layer's input, such as a cache of earlier tokens or a stream. Extensions define them.
+"""Contexts add rows to a layer's input: rows of other ranks, or earlier rows from a stream or a cache.
 
 A layer takes a `LayerContext`, or None for a whole sequence. torch.compile traces the op, so the op takes only strings
 and tensors, and finds a `Context` by its name.

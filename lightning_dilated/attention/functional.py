@@ -292,7 +292,7 @@ def check_scale(scale: Any, q: Tensor) -> float:
 
 
 def check_documents(x: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Check the shapes of lengths and cu_seqlens for x (B, N, ...); return both. The op checks values on the CPU."""
+    """Check the shapes of lengths and cu_seqlens for x (B, N, ...); return both. The op checks or clamps the values."""
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("give lengths (right-padded samples) or cu_seqlens (packed documents), not both.")
     if lengths is not None:

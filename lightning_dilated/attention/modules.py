@@ -348,8 +348,8 @@ class MultiheadDilatedAttention(nn.Module):
             positions: global positions (N,) or (B, N) for rotary or xPos, or their table. None means 0..N-1, or in an
                 active `SequenceGroup` the positions of this rank's tokens.
             cache: earlier rows, for causal calls: a cache from `new_cache`, which also stores the new tokens; or the
-                layer's place in a stream, if `query` is a chunk of a stream. Such calls run on one rank. The exception
-                is a cache of prompts that ranks share: it reads prompts in the active group, and new tokens outside.
+                layer's place in a stream, if `query` is a chunk of a stream. Calls with a cache run on one rank. The
+                exception is a cache of prompts that ranks share: it reads the prompts in the active group.
 
         Returns:
             (out with query's shape, None).

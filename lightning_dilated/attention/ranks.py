@@ -163,8 +163,7 @@ def share(
     group: SequenceGroup, spec: CallSpec, window: HeadWindow, documents: Sequence[Span], seq_len: int,
     sizes: Mapping[str, int],
 ) -> tuple[Plan, tuple[Span, ...]]:  # fmt: skip
-    """Return this rank's plan, and the parts of documents that it computes locally. `sizes`: head_dim and
-    element_size."""
+    """Return this rank's plan, and the parts of documents on this rank. `sizes`: head_dim and element_size."""
     pieces = [Document(s.batch, s.batches, s.start, s.start + s.length) for s in documents]
     shard = group.shard(seq_len)
     problem = Problem(*window[:3], spec.causal, shard, straddling(pieces, shard), window.heads)

@@ -21,7 +21,7 @@ class Span:
     """Documents of the same length: the tokens [start, start + length) of samples batch, ..., batch + batches - 1.
 
     On a shard, they may be a part of a document. The document has `whole` tokens (None means `length`), and the part
-    begins at its token `offset`. Row 0 of the shard has the global position `origin`.
+    begins at its token `offset`. Row i of the shard has the global position `origin` + i if it is in this span.
     """
 
     batch: int
@@ -86,7 +86,7 @@ _KV_HEADS = {3: (False, True, True), 5: (False, False, True, True, False)}
 
 
 class RowViews:
-    """Views of the rows of (B, N, H, D) tensors, by span and block: of q, k, v, of grad, q, k, v, out, or with `kv`."""
+    """Views of rows of (q, k, v), of (grad, q, k, v, out), or of other (B, N, H, D) tensors; `kv`: which have kv heads."""
 
     def __init__(self, tensors: Sequence[Tensor], kv: tuple[bool, ...] = ()) -> None:
         self.tensors, kv = tensors, kv or _KV_HEADS[len(tensors)]

@@ -36,9 +36,10 @@ JOB = (
     "sample", "segments", "first", "segment_stride", "rows", "rate", "heads", "head", "head_step", "kv_head",
     "kv_head_step", "position_step", "offset", "origin", "branch", "pads",
 )  # fmt: skip
-#: columns of the table for bounds on the device: N, t, o, w, (o - t) mod r, r, _, head, segment numbers that each
-#: document needs besides the N / w of the row (0 if rows need no numbers), kv head, _, _, first row of the buffer, 0,
-#: branch, segment length (at most N). w and r are limited to N + t, because larger values give the same positions
+#: columns of the table for bounds on the device: N, t, o, w, (o - t) mod r, r, _, head, numbers, kv head, _, _, first
+#: row of the buffer, 0, branch, segment length (at most N). Segments are numbered, and a segment's number is added to its
+#: rows of the buffer, so that no two segments share a row. A row of N tokens has N / w numbers, and each document has
+#: `numbers` more; 0 means no numbering. w and r are at most N + t, because larger values give the same positions
 DOCUMENT_JOB = (
     "tokens", "shift", "residue", "width", "first_residue", "rate", "", "head", "numbers", "kv_head", "", "", "offset",
     "origin", "branch", "pads",

@@ -86,7 +86,7 @@ def connections() -> set[Connection]:
 
 
 def forget_connections(before: set[Connection], groups: Iterable[dist.ProcessGroup]) -> list[NamedGloo]:
-    """Forget and return the connections of `groups`, and all channels of runs except the ones in `before`.
+    """Forget and return the connections of `groups`, and those of runs' channels that are not in `before`.
 
     The caller closes them. The next run makes new connections.
     """
@@ -174,7 +174,7 @@ class ComparedCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Agreement:
-    """Facts that all ranks agreed on: the tokens of each rank, rank 0's dropout seed, and the call's number."""
+    """The result of a comparison: the number of tokens of each rank, rank 0's dropout seed, and the call's number."""
 
     lengths: tuple[int, ...]
     seed: int
@@ -210,7 +210,7 @@ class Consensus:
     def agree(
         self, call: ComparedCall, length: int, seed: int, later: bool, check: Callable[[Agreement], None]
     ) -> Agreement:
-        """Return the agreement, or the expected agreement with a deferred check; `check` refuses impossible lengths."""
+        """Return the agreement; with a deferred check, the expected agreement. `check` refuses impossible lengths."""
         if self.control.ranks == 1:
             agreed = Agreement((length,), seed, self._next_number())
             check(agreed)

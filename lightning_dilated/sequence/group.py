@@ -318,7 +318,7 @@ def active_sequence() -> SequenceGroup | None:
 
 
 def present_sequence() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context that makes the currently active sequence active again, in any thread."""
+    """Return a function that makes contexts in which the currently active sequence is active again, in any thread."""
     values = _active.values if torch.compiler.is_compiling() else _active.of_backward()
     return functools.partial(_active.set_to, values)
 

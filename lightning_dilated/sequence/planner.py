@@ -251,7 +251,7 @@ def joint_pairs(problem: Problem, rank: int) -> int:
 
 
 def local_pairs(problem: Problem, rank: int) -> int:
-    """Count the pairs among a rank's own rows in wide segments; if rows interleave, requests include these pairs."""
+    """Count the pairs among a rank's own rows in wide segments, without pairs in requests (0 if rows interleave)."""
     pairs = 0
     for piece in problem.shard.ranges(rank):
         for segment in wide_segments(problem, piece) if piece.step == 1 else ():

@@ -18,7 +18,7 @@ from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.sequence.ranges import join
 
 LAYOUTS = ("contiguous", "zigzag", "strided", "chunked")
-#: names of `exchange.EXCHANGES`, listed here because `exchange` imports all exchanges
+#: names of `exchange.EXCHANGES`, listed here so that a check of a name need not import all exchanges
 EXCHANGE_NAMES = ("gather", "butterfly", "switch", "ring", "hierarchical_gather", "hierarchical_butterfly")
 GIB = 1 << 30
 

@@ -95,7 +95,8 @@ def for_rows(engine: Engine, rows: int) -> Engine:
 def for_band(engine: Engine, request: Request) -> Engine:
     """Return `engine`, or an engine that supports bands if `engine` does not.
 
-    On a GPU, the other engine is triton or math. If nvidia-cudnn-frontend is installed, cuDNN computes long windows.
+    On a CPU, `engine` computes windows in blocks. On a GPU, triton or math replaces `engine`, but with
+    nvidia-cudnn-frontend, cuDNN computes long windows.
     """
     if engine.bands:
         return engine

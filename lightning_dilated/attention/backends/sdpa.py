@@ -42,7 +42,7 @@ def _cudnn_backward(
     return compat.cudnn_attention_backward(restrided[0], q, k, v, restrided[1], lse, causal, scale)
 
 
-#: largest storage of a copy, as a multiple of the storage of q or the gradient
+#: largest storage of a copy, as a multiple of the storage of q or of the original, whichever is larger
 MOST_SPREAD = 4
 #: {shapes and strides of q, k, v: strides of grad and out in their first backward}. Entries are never removed, because
 #: torch never removes its graphs: without an entry, a later call could read its gradient with wrong strides

@@ -1,4 +1,4 @@
-"""The triton engine: this package's flash attention kernels, for calls that cuDNN does not serve.
+"""The triton engine: this package's flash attention kernels, for calls that cuDNN does not serve or serves more slowly.
 
 It supports head dims up to 256, float32, and dropout with the same mask as every other engine. It is deterministic.
 Shape letters: G samples and segments, J heads, n query rows, m key rows, D head dim.

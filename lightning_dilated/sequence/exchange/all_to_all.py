@@ -1,9 +1,9 @@
 """All-to-all exchanges of tokens for heads: `switch`, by (segment, head), and head-parallel groups of neighbours.
 
 switch: the owner of a (segment, head) receives the rows of q, k and v, computes the attention and returns the outputs.
-The heads and branches of a segment go in turn to the ranks that hold it, which balances causal work. Any number of
-heads works with any number of ranks. One segment for all tokens is Ulysses (arXiv 2309.14509). Segments inside a shard
-do not move.
+The ranks that hold a segment own its heads in turn, which balances causal work. Any number of heads works with any
+number of ranks. One segment for all tokens is Ulysses (arXiv 2309.14509). The rows of segments inside a shard do not
+move.
 Head-parallel groups: each rank gets all tokens of the group for its window of heads. Windows may be uneven; if a window
 cuts a group of query heads that share a kv head, both ranks get the kv head and its gradients are summed.
 Shape letters: B samples, L tokens of a rank, G tokens of the group, H heads, D head dim, M ranks of the group; an owner

@@ -34,7 +34,7 @@ Message = list[RowSet]
 
 @dataclass
 class Round:
-    """Messages that a rank sends and receives in one collective, by peer. A message to itself is a local copy."""
+    """Messages that a rank sends and receives in one collective, by peer. A rank's message to itself is a local copy."""
 
     sends: dict[int, Message] = field(default_factory=dict)
     receives: dict[int, Message] = field(default_factory=dict)

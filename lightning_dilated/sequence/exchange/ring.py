@@ -20,7 +20,7 @@ from lightning_dilated.sequence.requirements import Problem
 
 
 def program(problem: Problem, rank: int, per_node: int) -> Program:
-    """Return rounds. Round 0 copies own rows that interleave with queries; in round t, rows of rank - t arrive."""
+    """Return the rounds: round 0 copies own rows that own queries read; in round t, rows of rank - t arrive."""
     ranks = problem.shard.ranks
     own_rows = rows_for(problem, [rank], rank)
     rounds = [Round({rank: own_rows}, {rank: own_rows})] if own_rows else [Round()]
@@ -47,7 +47,7 @@ def _arriving(problem: Problem, source: int, hops: int) -> int:
 
 
 def returning(problem: Problem, rank: int, hops: int) -> Round:
-    """Return the round after round `hops` in which each rank sends gradients of rows that it used to their owner."""
+    """Return the round that follows round `hops`: each rank sends the owner of that round's rows their gradients."""
     ranks = problem.shard.ranks
     owner, user = (rank - hops) % ranks, (rank + hops) % ranks
     step = Round()

@@ -467,9 +467,7 @@ def pack_rows(a: Tensor, b: Tensor, rows: Tensor, at: Tensor | None, buffer: Ten
 def add_at(total: Tensor, rows: Tensor, parts: Sequence[Tensor], distinct: bool = False) -> None:
     """Add one part (G, n, D) to rows of `total` (m, D), or two parts to (m, 2, D), rounded to `total`'s dtype.
 
-    Args:
-        rows: (G, n) row numbers.
-        distinct: True if no row number occurs twice.
+    `rows` (G, n) are row numbers; `distinct`: no number occurs twice.
     """
     # the kernel adds to a repeated row in arbitrary order
     ordered = not distinct and torch.are_deterministic_algorithms_enabled()

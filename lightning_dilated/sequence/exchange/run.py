@@ -1,4 +1,4 @@
-"""Runs a program: sends and receives rows, and sends their gradients back by the same route.
+"""Runs a program: sends and receives rows, and in the backward sends their gradients to the owners.
 
 Besides the rows of its k and v, a rank may carry rows of earlier chunks. They are the first rows of its store; requests
 and messages read them there.
@@ -232,7 +232,7 @@ class Run:
         return [posted for posted in self._posted if posted is not None]
 
     def _begin(self) -> None:
-        """Post all rounds, or only the first, or the first two if the first only copies the rank's own rows (ring)."""
+        """Post all rounds if `_ahead`; else the first, or two if the first only copies the rank's own rows (ring)."""
         rounds = self.compiled.rounds
         copied = (
             len(rounds) > 1 and not (rounds[0].receives.keys() - {self.wire.rank}) and not len(rounds[1].packing.store)
