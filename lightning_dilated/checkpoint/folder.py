@@ -363,7 +363,7 @@ def load_whole_states(module: nn.Module, optimizers: list[Any], states: list[dic
 def load_folder_with(
     strategy: ModelParallelStrategy, find: Callable[[Path], Path], checkpoint_path: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """Load a file as ModelParallelStrategy does, or a folder: `find` checks it, and it is read without unpickling."""
+    """Load a file as ModelParallelStrategy does, or the folder that `find` returns, which is read without unpickling."""
     check_input(checkpoint_path)
     if not Path(checkpoint_path).is_dir():
         return type(strategy).load_checkpoint(strategy, checkpoint_path, *args, **kwargs)

@@ -127,7 +127,7 @@ class SplitDataModule(pl.LightningDataModule):
 
     # -- called by Lightning -------------------------------------------------------------------------------------------
     def setup(self, stage: str | None = None) -> None:
-        """Check the data and reset the position of an earlier run; the Trainer calls this before each run."""
+        """Check the data; before a fit, also reset the training position. The Trainer calls this before each run."""
         self.check()
         self.opener.check_workers(self.num_workers)
         if stage == "fit":

@@ -150,7 +150,7 @@ class PackingSampler(ResumableSampler):
 
     The packs of an epoch are the same on any number of ranks: rank r of R takes packs r, r + R, r + 2R, ... So after n
     batches on each rank, exactly the samples of the first n R packs are used. The number of packs differs between
-    epochs, because the order differs. `len` counts the packs of the current epoch, or between epochs of the next one.
+    epochs, because the order differs. `len` counts this rank's packs of the current epoch; between epochs, of the next.
 
     Args:
         dataset: `PackedSamples`.

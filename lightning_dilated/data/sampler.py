@@ -288,7 +288,7 @@ class ResumableLoader(DataLoader):
         }
 
     def _position_after(self, samples: int, batches: int) -> int:
-        """Return how many samples all ranks will have used when they compute `batches` batches after `samples` samples."""
+        """Return how many samples all ranks have used after `samples` samples and `batches` more batches on each rank."""
         return cast(ResumableSampler, self.sampler).position_after(samples, batches, int(self.batch_size or 1))
 
     def _batches_after(self, samples: int) -> int:

@@ -76,7 +76,7 @@ class BlockMemory(nn.Module):
     """The base class of a transformer block: runs attention and feed-forward according to its memory settings.
 
     A subclass makes the layers `attention_norm`, `attention`, `ffn_norm`, `ffn` and `dropout`, and then sets `memory`.
-    It defines these parts, which run and are compiled separately; `drop` is the factors of stochastic depth:
+    It defines these parts, which run and are compiled separately; `drop` are the factors of stochastic depth:
 
         _attend(x, positions, lengths, cu_seqlens, cache, drop): x + attention(norm(x)), of (B, N, E).
         _normed(x, dtype): norm(x), the input of attention's projection, in the projection's dtype.

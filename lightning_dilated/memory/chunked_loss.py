@@ -99,7 +99,7 @@ WIDE = 1024
 
 
 def loss_tile(tile: int | None, vocab: int) -> int | None:
-    """Return the number of tokens in a tile of logits, below `tile` for a wide vocabulary; None means all tokens."""
+    """Return the number of tokens in a tile of logits: `tile`, or fewer for a wide vocabulary; None means all tokens."""
     return None if tile is None else min(tile, max(LEAST, MOST // vocab))
 
 

@@ -21,8 +21,8 @@ class CompiledPart:
     """A compiled function of x (B, N, E) and other arguments, for any length; call `whole` for lengths that recur.
 
     torch compiles the second length for all lengths, and runs the latest graph that accepts the inputs. After one
-    shorter chunk or tile, such as the last of a sequence, all chunks would run in this slower graph. So `whole` uses
-    graphs of fixed sizes, which torch stores separately because of `dynamic=False`.
+    shorter chunk or tile, such as the last of a sequence, all chunks would run in the slower graph for all lengths. So
+    `whole` uses graphs of fixed sizes, which torch stores separately because of `dynamic=False`.
 
     Args:
         part: the function.

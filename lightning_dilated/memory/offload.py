@@ -164,7 +164,7 @@ class Host:
     on_gpu = False
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream of copies in both directions, so that a buffer is read before it is overwritten."""
+        """Return the stream of copies; one stream for both directions reads a buffer before it overwrites the buffer."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         return self._stream

@@ -160,11 +160,11 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
 
 
 def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: bool = False) -> Tensor:
-    """Return run(x) (B, N, E), recomputed by torch's checkpoint (arXiv 1604.06174); it may run under torch.compile.
+    """Return run(x) (B, N, E); the backward recomputes its intermediate results (torch's checkpoint, arXiv 1604.06174).
 
     Args:
         policy: "block" or "attention-kept".
-        marked: with "block", make `result_is_unused` True in the second run. torch.compile cannot compile this.
+        marked: with "block", make `result_is_unused` True in the second run. Then torch.compile cannot compile the call.
     """
     run = _in_its_sequence(run)
     if policy == "block":
