@@ -29,7 +29,7 @@ class ActivationRecompute(pl.Callback):
             explicit gradients, so that no tensor of tokens x hidden features or tokens x vocabulary exists. The feed-forward
             is then computed twice with every policy.
         head_chunks: number of chunks of heads that attend one by one, so that q, k, v and their gradients exist for
-            one chunk at a time. The backward projects them again, or twice with a policy. Not available with LoRA.
+            one chunk at a time. The backward projects them again: once with policy "none", else twice. Not with LoRA.
         stream: number of tokens in a chunk. Longer sequences are computed chunk by chunk, forward and again in the
             backward. Memory holds one chunk, and the keys and values that later chunks read. Other settings apply to a
             chunk. Loss and gradients are as in one pass, except that hidden dropout draws different masks. Only for

@@ -35,7 +35,7 @@ CKPT_WORDS = ("best", "last", "hpc", "registry")
 
 
 def with_checkpoint(argv: list[str]) -> list[str]:
-    """Order the arguments so that later ones override earlier ones: recipes, checkpoint's model settings, options."""
+    """Return the words of recipes, the checkpoint's model settings, and other options; later words override earlier."""
     listed, values, class_name = options(argv), settings(argv), chosen_classes(argv)["model"]
     path = dict(values).get(("ckpt_path",))
     is_folder = bool(path) and Path(path).is_dir()
@@ -99,7 +99,7 @@ class DilatedCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Set the default data: Python's source code."""
-        if not dict(settings(sys.argv[1:])).get(("data",)):  # a class that is named must not get these
+        if not dict(settings(sys.argv[1:])).get(("data",)):  # another class must not get the default's arguments
             parser.set_defaults({"data": {"class_path": "lightning_dilated.data.ByteDataModule"}})
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:

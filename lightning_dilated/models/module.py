@@ -370,7 +370,7 @@ class DilatedModule(Pretrained, LearningRate):
         Warn if the pattern differs.
 
         Raises:
-            ValueError: in a Trainer's run, if rotary positions or recurrences differ.
+            ValueError: in a Trainer's run, if rotary positions, recurrences or hashed heads differ.
         """
         hparams = checkpoint.get("hyper_parameters") or {}
         bases, stored_base = getattr(self, "rotary_bases", ()), hparams.get("rotary_base")

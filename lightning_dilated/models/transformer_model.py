@@ -57,7 +57,7 @@ def options_of(cls: type) -> dict[str, Any]:
 
 
 class _NamedArguments:
-    """Stores arguments by name, refuses unknown ones. A base class, as jsonargparse reads a model's own `__new__`."""
+    """Stores arguments by name, and refuses unknown names. A separate class: jsonargparse reads a model's own `__new__`."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         self = super().__new__(cls)
@@ -87,7 +87,7 @@ def _positional(cls: type) -> Iterator[str]:
 def _check_names(cls: type, names: Collection[str]) -> None:
     """Raise TypeError for a keyword that this package's constructor does not take.
 
-    If a user's class has a constructor, its unnamed keywords are accepted, unless a class of this package sets them.
+    If a user's class has a constructor, unknown keywords are accepted, unless a class of this package sets them.
     """
     signatures, package_class = _constructors(cls)
     known = options_of(package_class).keys() | {name for signature in signatures for name in signature.parameters}
@@ -150,7 +150,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
             them. Use it for short sequences, if launching kernels takes longer than running them. It needs one rank for
             each sequence, and no recomputation or attention dropout.
         graph_padding: maximum padding, as a share of the tokens, of batches with `lengths` and of packed rows, to
-            reduce the number of graphs. Fewer than 64 tokens a row are always allowed. The share of padding is logged.
+            reduce the number of graphs. Padding of fewer than 64 tokens a row is always allowed. The share is logged.
         linear_dtype: "float8": linear layers of the blocks, except the projection to q, k and v, multiply in float8 by
             torchao, on an H100 or later; for wide models with `compile_blocks`. None: the precision of the run.
         optimizer, lr_scheduler: see `DilatedModule`.
@@ -235,7 +235,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
         self._save_arguments()
 
     def _check_dense_heads(self) -> None:
-        """Raise ValueError if dense heads cannot be without positions, or if there are none."""
+        """With global_rotary=False, raise ValueError if no layer has dense heads, or if others share their kv heads."""
         heads = self.num_heads, self.num_kv_heads
         if self.options.global_rotary or any([dense_kv_heads(x, *heads) for x in dict.fromkeys(self._patterns)]):
             return

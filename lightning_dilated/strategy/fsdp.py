@@ -198,7 +198,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
                 path.unlink()
 
     def _load_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        """Let Lightning load weights; load optimizer states here, because Lightning would misread other strategies'."""
+        """Let Lightning load weights; load optimizer states here: Lightning would misread the states of other strategies."""
         check_input(path)
         optimizers, self.optimizers = self.optimizers, []
         try:

@@ -219,7 +219,7 @@ def end_in_time() -> None:
     """After `AT_EXIT` seconds print where this process waits, and end it with status 1; called when Python exits.
 
     Lightning destroys NCCL's groups at exit, which waits without a limit for a rank that hangs. Python first calls the
-    functions that were registered last, so the limit holds for Lightning's. Its thread needs no GIL.
+    function that was registered last, so this one runs before Lightning's. The thread of faulthandler needs no GIL.
     """
     faulthandler.dump_traceback_later(AT_EXIT, exit=True, file=2)
     print(end="", flush=True)  # the end itself writes no buffered output

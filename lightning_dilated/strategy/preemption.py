@@ -1,9 +1,9 @@
 """Early ends of jobs: a signal to any rank ends a fit on all ranks before the same batch; errors name lost ranks.
 
 In Lightning 2.6 every rank reads a number from its GPU before each batch, so hosts wait for their GPUs between steps.
-Its signal handlers broadcast that number or save a checkpoint at any moment, and another rank may match this call with
-a collective of a step. A fit that a signal ended exits with status 0. Here a handler only records the signal. Ranks
-exchange their records before each batch; a region informs other regions in the next outer step.
+Lightning's signal handlers broadcast that number or save a checkpoint at any moment, and another rank may match this
+call with a collective of a step. After a signal, the process exits with status 0. Here, a handler only records the
+signal. Ranks exchange their records before each batch; a region informs other regions in the next outer step.
 """
 
 from __future__ import annotations

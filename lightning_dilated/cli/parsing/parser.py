@@ -76,7 +76,7 @@ def _leaves(hint: Any) -> set[Any]:
 
 
 def _texts(value: Any, within: bool) -> Iterator[str]:
-    """Yield the texts in a value, including its lists and, if `within` is True, its mappings."""
+    """Yield a text, or the texts in lists and, if `within` is True, in mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, tuple)) or (within and isinstance(value, Mapping)):

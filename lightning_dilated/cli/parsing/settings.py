@@ -82,7 +82,7 @@ def chosen_classes(argv: Sequence[str]) -> dict[str, str | None]:
 
 
 def with_parts(argv: Sequence[str]) -> list[str]:
-    """Replace options for a part (--model.pattern.hybrid.local 128) with the whole: the parser would drop other parts."""
+    """Replace an option for a part (--model.pattern.hybrid.local 128) by one for the whole: the parser drops other parts."""
     words: list[str] = []
     wholes: dict[Key, Any] = {("model", "pattern"): {}}
     for option in options(argv):

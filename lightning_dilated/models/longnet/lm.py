@@ -47,8 +47,8 @@ class TokenModel(WithTokenizer, TransformerModel):
         vocab_size: V.
         tie_embeddings: whether the output projection shares the embedding's weights.
         bytes_per_token: mean number of bytes in a token, 1 for bytes; bits per byte = loss / (ln 2 bytes_per_token).
-        predict_embeddings: let `predict` return `embedding` (B, E), the mean of each sequence's last hidden states, and
-            not likelihoods. Checkpoints do not store this setting.
+        predict_embeddings: let `predict` return `embedding` (B, E), the mean of each sequence's last hidden states,
+            instead of likelihoods. Checkpoints do not store this setting.
         dim, depth, num_heads: see `TransformerModel`.
         options: other arguments of `TransformerModel`, except `drop_path`.
 
@@ -460,8 +460,8 @@ class LongNetLM(TokenModel):
     def truncated_parts(self, batch: Any) -> list[range] | None:
         """Return the last batch's tokens as ranges of positions in documents; gradients stop at the ends of ranges.
 
-        Return None if gradients reach whole documents, which is so without streams and without `memory.truncate`.
-        Also return None if ranks share chunks; then the counted FLOPs of truncated training are too high.
+        Return None if gradients reach whole documents: the batch has no `stream`, and `memory.truncate` is not set. Also
+        return None if ranks share chunks; then the counted FLOPs of truncated training are too high.
         """
         if not isinstance(batch, Mapping) or "tokens" not in batch:
             return None
