@@ -1,4 +1,4 @@
-"""Asynchronous copies of small tensors to a GPU, and settings of its memory allocator."""
+"""Asynchronous copies of small tensors to a GPU, and settings of torch's memory allocator."""
 
 from __future__ import annotations
 

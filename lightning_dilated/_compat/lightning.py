@@ -174,14 +174,14 @@ def _unless_accumulating(hook: Callable[..., None], trainer: Any, *args: Any) ->
 
 
 def set_received_sigterm(trainer: Any) -> None:
-    """Make a Trainer end as after SIGTERM (`_signal_connector.received_sigterm`; the Trainer's own is read-only)."""
+    """Make a Trainer end as after SIGTERM, via `_signal_connector.received_sigterm`: the Trainer's property is read-only."""
     trainer._signal_connector.received_sigterm = True
 
 
 class SignalHooks:
     """Replaces a Trainer's handling of signals, and restores it later.
 
-    Lightning reads a number from the GPU before each batch, and its handlers call collectives or save within a step.
+    Lightning's own handling reads a number from the GPU before each batch, and calls collectives or saves within a step.
 
     Attributes:
         advance, register, requeue: Lightning's original methods, bound to this Trainer.

@@ -130,8 +130,8 @@ class ThreadStack(threading.local):
     """A stack of values for each thread; a backward reads the stack of the thread that called it.
 
     Autograd runs a GPU's backward in other threads, and passes them the object that the calling thread has stored by
-    `torch._C._stash_obj_in_tls`. Here it is a list that contains the stack, which does not change while the calling
-    thread waits for the backward. torch.compile cannot read the stored list, and reads `values` instead.
+    `torch._C._stash_obj_in_tls`: here, a list that contains the stack. The stack does not change while the calling thread
+    waits for the backward. torch.compile cannot read the stored list, and reads `values` instead.
 
     Args:
         name: name of the stack in torch's thread-local state.
@@ -197,7 +197,7 @@ def allow_any_length(x: Tensor) -> None:
 def without_runtime_asserts(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled function that, before torch 2.13, omits assertions about sizes known only at run time.
 
-    There, a backward that saves received rows fails to compile, because of the assertion that their number is not
+    Otherwise a backward that saves received rows fails to compile, because of the assertion that their number is not
     negative. Uses `torch._dynamo.config.do_not_emit_runtime_asserts` in 2.11 and 2.12.
     """
     if torch.__version__ >= "2.13":  # a TorchVersion, which is compared by numbers

@@ -24,7 +24,7 @@ def _missing() -> str | None:
 
 
 def interpreted() -> bool:
-    """Return whether the kernels run in Triton's interpreter, which CPU tensors need; set it before the first import."""
+    """Return whether TRITON_INTERPRET=1 (set before import) makes kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

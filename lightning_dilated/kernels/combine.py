@@ -261,7 +261,7 @@ def _span_program(
     """Return a program's (index of span and head, head, sample in the span, sample, first position, inside, live, step,
     start, document, begin).
 
-    For each row, `inside` and `live` say if the row is in the span and in the sample; its document begins at `begin`.
+    For each row, `inside` is True in the span, `live` in the span and in the sample, and its document begins at `begin`.
     """
     head, tile = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads
     number = tl.load(span_of + tile)
@@ -427,7 +427,7 @@ def merge_jobs(
 def sum_jobs(
     outs: Sequence[Tensor], parts: Tensor, work: Work, kv: bool, add: bool, lengths: Tensor | None = None
 ) -> None:
-    """Write the sum of parts[i] (rows, D) to outs[i] (B, N, H or K, D), or add it if `add`, for one or two outs.
+    """Write the sum of parts[i] (rows, D) to outs[i] (B, N, H or K, D), or add it to them if `add`; one or two outs.
 
     All positions of the spans are written; see `merge_jobs`.
     """

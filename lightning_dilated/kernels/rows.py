@@ -220,7 +220,7 @@ def rotary(
     joint: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, back: bool,
     copied: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """Rotate joint (B, N, H + K, D) into q (B, N, H, D) and k (B, N, K, D), or if `back` their gradients into joint.
+    """Rotate joint (B, N, H + K, D) into q (B, N, H, D) and k (B, N, K, D); if `back`, their gradients back into joint.
 
     Args:
         joint, q, k: tensors with stride 1 along D and any other strides.

@@ -1,8 +1,8 @@
 """Collectives of a sequence and of its loss: sums, means and gathers over all ranks, with their gradients.
 
-The loss is the sum of the ranks' shares: each rank's local sum, divided by the global count. (A mean of local means
-would depend on the distribution of valid tokens over ranks.) Therefore the gradient of a result that every rank has is
-the sum of the ranks' gradients, and a loss that every rank computes identically must be divided by the number of ranks.
+A rank's share of the loss is its local sum, divided by the global count. (A mean of local means would depend on the
+distribution of valid tokens over ranks.) The loss is the sum of the shares, so the gradient of a result that every rank
+has is the sum of the ranks' gradients, and a loss that every rank computes must be divided by the number of ranks.
 
 Shape letters: B batch, L tokens of this rank, N tokens of the sequence, R ranks.
 """
@@ -179,7 +179,7 @@ def sequence_mean(x: Tensor, dim: int = 1, mask: Tensor | None = None, sequence:
 
 
 def _guarded(group: SequenceGroup | None, check: Any, *arguments: Any) -> Any:
-    """Return check(*arguments); if it raises on one rank of a group, all ranks raise."""
+    """Return check(*arguments); if `check` raises on one rank of a group, all ranks raise."""
     return check(*arguments) if group is None else group.guard(check, *arguments)
 
 

@@ -43,7 +43,7 @@ class PendingGather:
 
 
 class NamedGloo:
-    """A gloo backend with a name, which can be closed."""
+    """A named gloo backend that can be closed."""
 
     def __init__(self, backend: dist.ProcessGroupGloo, name: str) -> None:
         self.backend: dist.ProcessGroupGloo | None = backend
@@ -86,7 +86,7 @@ def connections() -> set[Connection]:
 
 
 def forget_connections(before: set[Connection], groups: Iterable[dist.ProcessGroup]) -> list[NamedGloo]:
-    """Forget and return the connections of `groups`, and those of runs' channels that are not in `before`.
+    """Forget and return the connections of `groups`, and all connections of runs' channels except `before`.
 
     The caller closes them. The next run makes new connections.
     """
@@ -188,8 +188,8 @@ class Agreement:
 class Consensus:
     """The agreement of a process group's ranks on their calls.
 
-    A check is deferred if an equal call was agreed on with the lengths of the latest comparison. All ranks know these, so
-    all defer the same calls, and the next comparison includes them in its message.
+    A check is deferred if an equal call was agreed on with the lengths of the latest comparison. All ranks know these
+    lengths, so they defer the same calls. The next comparison includes the deferred calls in its message.
 
     Attributes:
         may_defer: whether checks may be deferred, identical on all ranks. False if collectives block the host: a rank
@@ -234,7 +234,7 @@ class Consensus:
         return agreed
 
     def flush(self) -> None:
-        """Do the deferred checks. The next check is not deferred, because other ranks' lengths may differ by then."""
+        """Do the deferred checks. The next check is not deferred, because ranks may then have other numbers of tokens."""
         try:
             self._compare()
         finally:
@@ -279,7 +279,7 @@ class Consensus:
         )
 
     def _difference(self, calls: list[ComparedCall], length: int) -> str:
-        """Return a message that says which ranks differ, and in which facts, for the first calls that differ.
+        """Return a message that says which ranks differ, and in which facts, for the first call that differs.
 
         All ranks must call this. `length`: tokens of this rank in the last call, if its check was not deferred.
         """

@@ -252,7 +252,7 @@ class SequenceGroup:
         self._open().refuse(error)
 
     def guard(self, check: Callable[..., Any], *args: Any) -> Any:
-        """Return check(*args). If it raises on this rank, all other ranks raise an error instead of waiting."""
+        """Return check(*args). If `check` raises on this rank, all other ranks raise an error instead of waiting."""
         try:
             return check(*args)
         except Exception as error:

@@ -4,8 +4,8 @@ switch: the owner of a (segment, head) receives the rows of q, k and v, computes
 The ranks that hold a segment own its heads in turn, which balances causal work. Any number of heads works with any
 number of ranks. One segment for all tokens is Ulysses (arXiv 2309.14509). The rows of segments inside a shard do not
 move.
-Head-parallel groups: each rank gets all tokens of the group for its window of heads. Windows may be uneven; if a window
-cuts a group of query heads that share a kv head, both ranks get the kv head and its gradients are summed.
+Head-parallel groups: each rank gets all tokens of the group for its window of heads. Windows may be uneven; if query
+heads of two windows share a kv head, both ranks get the kv head, and its gradients are summed.
 Shape letters: B samples, L tokens of a rank, G tokens of the group, H heads, D head dim, M ranks of the group; an owner
 holds m query rows (m, D) and n key rows (n, 2, D).
 """
@@ -300,7 +300,7 @@ class SwitchRun:
         return dq, grads
 
     def by_peer(self, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Split the rows that `home` returned by peer, as (flat numbers, rows). A peer's numbers are distinct."""
+        """Return (flat numbers, rows) of each peer, from the rows that `home` received. A peer's numbers are distinct."""
         route = self.compiled.queries
         sizes = list(route.sends.values())
         return list(zip(route.rows.split(sizes), rows.split(sizes), strict=True))

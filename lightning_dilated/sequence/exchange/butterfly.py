@@ -1,7 +1,7 @@
 """butterfly: log2 R pairwise steps; after step j a rank holds the rows that branches with segments of 2^j shards read.
 
-Step j pairs a rank with rank XOR 2^(j-1). Each of the two belongs to one half of 2^j shards, and sends the rows of its
-half that branches with segments of 2^j shards or more read. A head moves (S/2) log2 R rows (S = w/r rows of a segment).
+Step j pairs a rank with rank XOR 2^(j-1). The two ranks are in different halves of 2^j shards. Each sends the rows of its
+half that branches with segments of 2^j or more shards read. A head moves (S/2) log2 R rows (S = w/r rows of a segment).
 Offsets must nest: a wide branch must read a subset of the rows of the next narrower branch. In the hierarchical form, a
 rank receives a part of the rows that its node needs, and the ranks of the node exchange them over faster links.
 """
@@ -90,7 +90,7 @@ def _swap(problem: Problem, rank: int, partner: int, level: int, share: tuple[in
 
 
 def half(problem: Problem, rank: int, level: int, share: tuple[int, int] = (0, 1)) -> Message:
-    """Return the rows of a rank's half in step `level`; with `share` = (i, m) only every m-th row, from row i on."""
+    """Return the rows of a rank's half of 2^`level` shards; with `share` = (i, m) only every m-th row, from row i on."""
     local = problem.shard.seq_len // problem.shard.ranks
     start = (rank >> (level - 1) << (level - 1)) * local
     stop = start + (local << (level - 1))

@@ -89,7 +89,7 @@ class LocalRows:
 class RangeIndex:
     """Disjoint ranges of rows, each with the number of its first row in a store.
 
-    Ranges are indexed by step and residue, so that a look-up skips ranges that cannot share rows with the query.
+    Ranges are indexed by step and residue, so that a look-up skips ranges that cannot share rows with the given range.
     """
 
     def __init__(self) -> None:
@@ -409,7 +409,7 @@ MAX_SELECTED_SHARE = 0.25
 
 
 def select_rows(numbers: Sequence[Tensor], total: int, length: int, heads: int) -> tuple[Rows | None, list[Tensor]]:
-    """Return the selection of the rows `numbers`, and their numbers in it; None and `numbers` if they are too many.
+    """Return a selection of the rows `numbers`, and their numbers in the selection; (None, `numbers`) for too many rows.
 
     The limit is `MAX_SELECTED_SHARE`. With a selection, only these rows need an fp32 copy, not the whole tensor.
     """

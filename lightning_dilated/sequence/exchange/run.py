@@ -202,7 +202,7 @@ class Run:
             self._begin()
 
     def _store(self, make: Callable[..., Tensor], carried: Tensor | None, arrived: Tensor | None = None) -> Tensor:
-        """Return (size, 2, D): carried rows, then arrived rows or memory for them; copy only if there are both."""
+        """Return (size, 2, D): carried rows, then arrived rows or memory for them; copy only if both parts have rows."""
         if carried is None:
             return make((self.compiled.size, 2, self.k.shape[3])) if arrived is None else arrived
         if self.compiled.size == len(carried):

@@ -149,7 +149,7 @@ class Posted:
     log: TrafficLog | None = None
 
     def wait(self) -> Tensor:
-        """Return the rows once they have arrived (on a GPU: once the current stream reaches this point)."""
+        """Wait until the rows have arrived, and return them; on a GPU, only the current stream waits."""
         if self.work is None or self.log is None:
             return self.follow()
         with self.log.waiting(self.flight.run, self.flight.what, self.rows.device):
