@@ -207,7 +207,7 @@ def _commit(
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 def checked(path: Path, peers: RankGroup) -> Path:
-    """Return the valid checkpoint at a path, or the newest valid one in this folder; warn of newer damaged ones."""
+    """Return the checkpoint at a path, or a folder's newest valid checkpoint; warn of newer damaged ones."""
     folder, problems = find_valid(path, peers)
     warn_of_skipped(problems, folder)
     return folder
@@ -221,7 +221,7 @@ def warn_of_skipped(problems: list[str], loaded: Path) -> None:
 
 
 def read_tensors(folder: Path, below: str = "", select: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
-    """Read entries of `.distcp` files to the CPU, if their name begins with `below` and `select` accepts it.
+    """Read to the CPU the entries of `.distcp` files with a name that begins with `below` and that `select` accepts.
 
     Raises:
         FileNotFoundError, ValueError: if files are missing or cannot be read.

@@ -42,7 +42,7 @@ class RankGroup:
         return any(self.gather(value))
 
     def together(self, what: str, call: Callable[..., T], *args: Any) -> T:
-        """Return `call(*args)`. If it fails on any rank, raise OSError on all, naming `what`, the ranks and reasons."""
+        """Return `call(*args)`. If any rank's call fails, raise OSError on all ranks, naming `what`, ranks and reasons."""
         value, error, local_reason = None, None, None
         try:
             value = call(*args)

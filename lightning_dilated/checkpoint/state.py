@@ -150,9 +150,9 @@ def refuse_replicated_low_bit(names: Iterable[str], folder: Any) -> None:
 class HostStager:
     """Copies state to host buffers, which later checkpoints use again; buffers for tensors of a GPU are pinned.
 
-    torch.distributed.checkpoint's DefaultStager and async_save (torch 2.13) are not used. The stager raises an error
+    torch.distributed.checkpoint's DefaultStager and async_save (torch 2.13) are not used. DefaultStager raises an error
     for torchao's low-bit states, and copies the whole storage of a view. At exit Python waits for async_save's thread,
-    so a rank with dead peers would not end. And this thread ends after dcp.save, before ranks have written checksums
+    so a rank with dead peers would not end. That thread also ends after dcp.save, before ranks have written checksums
     and the manifest, and have renamed the folder.
     """
 
@@ -160,7 +160,7 @@ class HostStager:
         self._buffers: dict[str, Tensor] = {}
 
     def stage(self, value: Any, skip: set[str] = frozenset(), name: str = "") -> Any:  # type: ignore[assignment]
-        """Return a copy of a nested value without the replicated tensors in `skip`, named as in `replicated_sizes`."""
+        """Return a copy of a nested value without replicated tensors with a name in `skip` (see `replicated_sizes`)."""
         if isinstance(value, Mapping):
             named = {k: (f"{name}.{k}", v) for k, v in value.items()}
             return {k: self.stage(v, skip, n) for k, (n, v) in named.items() if not (is_replicated(v) and n in skip)}
@@ -223,7 +223,7 @@ def plain_tensors(named: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
 
 
 def bits_by_name(state: Any, names: set[str]) -> dict[str, int]:
-    """Return {name: `bits`} of the tensors in nested mappings that `names` contains, named as in `replicated_sizes`."""
+    """Return {name: `bits`} of the tensors with these `names` in nested mappings; names are as in `replicated_sizes`."""
     chosen = plain_tensors((name, x) for name, x in _flat(state) if name in names)
     sums = [bits(x) for x in chosen.values()]
     device = max((x.device for x in sums), key=lambda device: device.type != "cpu", default=None)
@@ -269,9 +269,10 @@ def equal_names(sizes: dict[str, int], module: nn.Module) -> set[str]:
 
 
 def assign_writers(sizes: dict[str, int], ranks: int, module: nn.Module) -> list[set[str]]:
-    """Return the names that each rank writes. Tensors, the largest first, go to the rank with the fewest bytes so far.
+    """Return the names of the tensors that each rank writes.
 
-    This holds for tensors that are equal on all ranks (`equal_names`); rank 0 writes others, such as statistics.
+    Tensors that are equal on all ranks (`equal_names`), the largest first, go to the rank with the fewest bytes so far.
+    Rank 0 also writes all other tensors, such as statistics.
     """
     equal = equal_names(sizes, module)
     names, loads = [set() for _ in range(ranks)], [0] * ranks

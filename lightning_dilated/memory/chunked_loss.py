@@ -1,4 +1,4 @@
-"""Sums over tokens, computed in tiles together with their gradients; a cross-entropy that saves only the logits.
+"""Sums over tokens, computed in tiles together with their gradients; a cross-entropy that saves no probabilities.
 
 Shape letters: B batch, N tokens, M tokens, V vocabulary.
 """
@@ -30,7 +30,7 @@ from lightning_dilated.memory.token_chunks import (
 def tiled_sum(run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: int | None, *rows: Tensor) -> Tensor:
     """Return the sum of run(*rows) over all tokens, computed in tiles, and compute its gradients in the same pass.
 
-    The backward only scales these gradients. Until then they need the memory of the rows that require a gradient, and
+    The backward only scales these gradients. Until then the gradients take the memory of the rows that require one, and
     of the weights in at least fp32. Modules with backward hooks run as in `tiled` instead, because the hooks would see
     gradients of the sum and not of the loss.
 

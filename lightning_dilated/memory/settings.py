@@ -22,8 +22,8 @@ class MemorySettings:
         every: with "block", save only the input of every n-th block. The backward recomputes a group of n blocks, and
             then each of its blocks.
         offload: how much of the saved block inputs to store in pinned host memory: a fraction if up to 1, else GiB.
-        tile: number of tokens, in all samples together, that a block's norm, feed-forward and residual compute at a
-            time, and so do last norm, output projection and loss (see `chunked_loss.loss_tile`); None means all. With
+        tile: number of tokens, in all samples together, that are computed at a time by a block's norm, feed-forward and
+            residual, by the last norm, and by output projection and loss (`chunked_loss.loss_tile`); None means all. With
             head chunks, the projections to q, k and v and from the heads compute NARROW times this number at a time.
         head_chunks: number of chunks of heads; q, k and v are computed for one chunk after another.
         stream: number of tokens in a chunk of a sequence. The model computes the chunks forward one after another, then
