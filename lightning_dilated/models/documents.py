@@ -109,7 +109,7 @@ class Documents:
     def sum(self, x: Tensor, counted: Tensor | None = None) -> Tensor:
         """Return the sum of x (L, ...) over each document: (D, ...) on every rank.
 
-        With `counted` (L,), sum only the tokens where it is True; x may be NaN at the other tokens.
+        With `counted` (L,), sum only the tokens where `counted` is True; x may be NaN at the other tokens.
         """
         if counted is not None:
             mask = send(counted, x.device).view(-1, *[1] * (x.ndim - 1))

@@ -333,7 +333,7 @@ class DilatedModule(Pretrained, LearningRate):
         return rebuilt(batch, {name: moved.get(name, x) for name, x in batch.items()})
 
     def _loaders(self) -> Any:
-        """Return the loaders that CombinedLoader reads together in this stage; None if it reads one at a time."""
+        """Return the loaders that CombinedLoader reads together in this stage; None if it reads one after another."""
         trainer = attached_trainer(self)
         return None if trainer is None else combined_loaders(trainer)
 
@@ -543,7 +543,7 @@ class DilatedModule(Pretrained, LearningRate):
         """Return optimizer groups that contain every trainable parameter once.
 
         Matrices get the optimizer's weight decay; vectors and norms get none. Parameters of the recurrences' gates and
-        decays get no weight decay, and `LR_SCALE` times the learning rate, which their group stores as `lr_scale`.
+        decays get no weight decay and a larger learning rate; their group stores the factor, `LR_SCALE`, as `lr_scale`.
         """
         fast = fast_parameters(self)
         numbers = {id(p) for p in fast}

@@ -133,8 +133,8 @@ class TransformerModel(_NamedArguments, DilatedModule):
             of ten (the bound of arXiv 2405.14591); or "none": no positions; or a list of these for layers 0, 1, ..., which
             repeats. None: "length" if `max_seq_len` is set, else 10,000, enough for 2,000 tokens.
         max_seq_len: the length of the longest sequence that the model is made for; checkpoints store it and the rotary
-            bases. If a recipe sets neither this nor `rotary_base`, the command line takes the data's length; in Python
-            it does not follow the data.
+            bases. If a recipe sets neither this nor `rotary_base`, the command line takes the data's length. In Python
+            code, None stays None.
         recurrence: a memory of constant size, in addition to the pattern, that compresses all earlier tokens: a `Recurrence`
             or its mapping ({"kind": "gated_delta"}); or a list of these for layers 0, 1, ..., which repeats, with None for
             a layer without memory. None: no layer has one.

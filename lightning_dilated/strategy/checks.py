@@ -238,7 +238,7 @@ def check_equal_batches(batches: list[Any], stage: str, sizes: MeshSizes, shards
 
     Raises:
         ValueError: if the numbers differ in a stage where each step needs all ranks: in training, and in every stage if
-            parameters are sharded. Also if only some ranks have evaluation batches; these would wait for the others.
+            parameters are sharded. Also if only some ranks have evaluation batches; they would wait for the others.
     """
     if len(set(batches)) == 1:
         return None

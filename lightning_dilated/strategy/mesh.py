@@ -216,7 +216,7 @@ AT_EXIT = 10.0
 
 
 def end_in_time() -> None:
-    """After `AT_EXIT` seconds print where this process waits, and end it with status 1; called when Python exits.
+    """After `AT_EXIT` seconds print where this process waits and end the process with status 1; called at exit.
 
     Lightning destroys NCCL's groups at exit, which waits without a limit for a rank that hangs. Python first calls the
     function that was registered last, so this one runs before Lightning's. The thread of faulthandler needs no GIL.

@@ -2,7 +2,7 @@
 
 In Lightning 2.6 every rank reads a number from its GPU before each batch, so hosts wait for their GPUs between steps.
 Lightning's signal handlers broadcast that number or save a checkpoint at any moment, and another rank may match this
-call with a collective of a step. After a signal, the process exits with status 0. Here, a handler only records the
+call with a collective of a step. After the signal, Lightning exits with status 0. The handlers here only record the
 signal. Ranks exchange their records before each batch; a region informs other regions in the next outer step.
 """
 
@@ -111,7 +111,7 @@ class Preemption:
     def interrupt(self, signum: int, frame: Any) -> None:
         """Record a first SIGINT; `OnSecondInterrupt` ends the process at the second.
 
-        SIGINT is not sent to other processes, because a terminal does that, and they would count two signals.
+        This sends no SIGINT to other processes: a terminal does that, and they would count two signals.
         """
         if os.getpid() == self._process:
             self._recorded = signum
@@ -188,7 +188,7 @@ class Preemption:
         return [(int(x[0]), bool(x[1])) for x in recorded]
 
     def _save_by_lightning(self, signum: int) -> None:
-        """Call Lightning's requeue handler once, on all ranks at the same batch; it saves, and the fit continues."""
+        """Call Lightning's requeue handler, which saves, once on all ranks at the same batch; the fit continues."""
         self._recorded, self._requeue_requested = 0, False
         if not self._requeued:
             self._requeued = True

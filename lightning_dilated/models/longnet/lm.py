@@ -125,7 +125,7 @@ class TokenModel(WithTokenizer, TransformerModel):
         x = self.transformer.residual(self.dropout(self.embedding(tokens)))
         bounds, has_positions = options.get("cu_seqlens"), options.get("positions") is not None
         if bounds is not None and not has_positions and self.options.position_encoding != "none":
-            options["positions"] = Documents.of(bounds, x.shape[1]).position  # they start at 0 in each document
+            options["positions"] = Documents.of(bounds, x.shape[1]).position  # 0 at each document's start
         return self.transformer(x, normed=False, **options)
 
     def final_norm(self, x: Tensor) -> Tensor:
@@ -434,8 +434,8 @@ class LongNetLM(TokenModel):
     ) -> tuple[Tensor, StreamState]:
         """Return the nats of the next tokens of endless sequences, and a state for the next call.
 
-        Memory holds a chunk, and the keys and values that later tokens read. It grows with the number of calls only if
-        branches attend over the whole sequence, because these keep all keys and values. With gradients enabled, this is
+        Memory holds a chunk, and the keys and values that later tokens read. Memory grows with the number of calls only
+        if branches attend over the whole sequence: these keep all keys and values. With gradients enabled, this is
         truncated back-propagation through time: gradients stop at the boundaries of chunks.
 
         Args:
