@@ -71,7 +71,7 @@ class Context(ABC):
     def pairs(
         self, spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], place: Tensor | None
     ) -> int:
-        """Return the number of (query, key) pairs of a call with q (B, L, H, D) and k (B, L, K, D) in all samples."""
+        """Return the number of (query, key) pairs in all samples of a call with q (B, L, H, D) and k (B, L, K, D)."""
 
 
 def find_context(name: str) -> Any:

@@ -138,7 +138,7 @@ class DilatedCLI(LightningCLI):
     def check_data(self) -> None:
         """Run the data's own checks, and refuse ByteDataModule for a model that takes other inputs.
 
-        Except in fit, the data takes the label classes from the checkpoint, because it may lack some of them.
+        Except in fit, the data takes the label classes from the checkpoint, because the data may lack some of them.
         """
         dims = getattr(self.model.sequence_spec, "dims", None)  # None if the spec is missing
         is_text = type(self.datamodule) is ByteDataModule  # subclasses may have other batches

@@ -18,7 +18,7 @@ from lightning_dilated._compat.lightning import (
 )
 
 _STATE_KEYS = ("epoch", "samples", "seed", "num_samples", "seq_len", "shuffle")
-#: text in a fingerprint before the digest of the data's content, which old checkpoints lack
+#: text before the content's digest in a data fingerprint; fingerprints of old checkpoints end before this text
 MARK = "; content "
 
 

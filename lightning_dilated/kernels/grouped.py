@@ -89,8 +89,8 @@ class Outputs:
     """The table of the buffer's rows that contribute to each output row.
 
     Attributes:
-        entries: (entries, 7) int32 by span and output head: job, head in the job, first position, segments, width,
-            rows, rate.
+        entries: (entries, 7) int32, sorted by span and output head. The columns: job, head in the job, first position,
+            segments, width, rows, rate.
         starts: (spans * heads + 1,) int32, the first entry of each span and head.
     """
 

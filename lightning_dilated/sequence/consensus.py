@@ -50,7 +50,7 @@ class NamedGloo:
         self.name = name
 
     def allgather(self, tensors: list[Tensor], own: Tensor) -> dist.Work:
-        """Start a gather."""
+        """Start to gather every rank's `own` into `tensors`."""
         if self.backend is None:
             raise RuntimeError(f"the connection {self.name} ended with the run of its Trainer.")
         return self.backend.allgather([tensors], [own])

@@ -135,7 +135,7 @@ class Plan:
 
     @property
     def head_size(self) -> int:
-        """Ranks of a head-parallel group."""
+        """Number of ranks in a head-parallel group."""
         return getattr(self.problem.shard, "members", 1)
 
     def __str__(self) -> str:

@@ -328,7 +328,7 @@ def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh, offload: CPUO
 
 
 def _wider(layer: nn.Module) -> list[nn.Module]:
-    """Return a 16-bit layer's fp32 modules, which must be sharded separately because `fully_shard` needs one dtype."""
+    """Return a 16-bit layer's fp32 modules, which need a `fully_shard` call of their own: a call takes one dtype."""
     dtypes = {p.dtype for p in layer.parameters()}
     return [m for m in layer.modules() if getattr(m, "keeps_fp32", False)] if len(dtypes) > 1 else []
 

@@ -95,7 +95,7 @@ class RegionMixin:
         return output
 
     def on_validation_start(self) -> None:
-        """Put the mean of the regions into the module."""
+        """Put the mean of the regions' parameters into the module."""
         super().on_validation_start()  # type: ignore[misc]
         if self._regions is not None and self._fitting:
             self._regions.show_mean()

@@ -139,7 +139,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Origins:
-    """Counts of the rows that some ranks need, by the ranks that hold them.
+    """Counts of the rows that some ranks need, by the ranks that hold the rows.
 
     Attributes:
         total: number of rows.
