@@ -31,7 +31,7 @@ def all_to_later(pieces: int) -> tuple[Round, ...]:
 
 
 def doubling(pieces: int) -> tuple[Round, ...]:
-    """Return 1 + ceil(log2(P - 1)) rounds: a piece gets the previous piece's map, then composed maps 1, 2, 4 ... back."""
+    """Return 1 + ceil(log2(P - 1)) rounds: a piece gets the map 1 piece back, then composed maps 1, 2, 4, ... back."""
     rounds: list[Round] = [tuple((target - 1, target) for target in range(1, pieces))]
     step = 1
     while step + 1 < pieces:
