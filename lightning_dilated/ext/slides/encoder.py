@@ -45,7 +45,7 @@ def layer_weights(
 ) -> list[Tensor]:
     """Return exact attention weights of chosen queries and layers, without an N x N matrix; later layers do not run.
 
-    They are computed from the q and k that the op gets, after low-rank updates and autocast.
+    The weights are computed from the q and k that the op gets, after low-rank updates and autocast.
 
     Args:
         transformer: a stack without rotary positions, in eval mode.
