@@ -294,7 +294,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         if heads not in ("mean", "all"):
             raise ValueError(f"heads must be mean or all, got {heads!r}.")
         if self.training:
-            raise ValueError("attention_map is for a model in eval mode, without dropout: call .eval() before.")
+            raise ValueError("attention_map is for a model in eval mode, without dropout: call .eval() first.")
         x, rows = self._tiles(features, coords, lengths)
         query_rows = [0] if queries is None else tile_rows(queries, features.shape[1])
         weights = layer_weights(self.transformer, x, query_rows, layers, rows)
