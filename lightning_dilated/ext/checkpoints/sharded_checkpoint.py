@@ -58,8 +58,8 @@ _LAST = 60.0
 class ShardedCheckpoint(Checkpoint):
     """Saves Lightning's checkpoints into folders such as `FOLDER/step-00001000`, to which each rank writes its part.
 
-    Training waits only for the copy to the host; a thread writes the files. If the next checkpoint is due before it has
-    finished, training waits. A checkpoint gets its name when it is complete on disk. Its `manifest.json` contains a
+    Training waits only for the copy to the host; a thread writes the files. If the next checkpoint is due before the
+    thread has ended, training waits. A checkpoint gets its name when it is complete on disk. Its `manifest.json` has a
     checksum of each file. If a file is damaged, an older checkpoint is loaded, with a warning that names the file.
 
     Any number of ranks can load a checkpoint, with or without sharded parameters. `fit(ckpt_path=FOLDER)` loads the
@@ -100,8 +100,8 @@ class ShardedCheckpoint(Checkpoint):
             checkpoint or at the end, on every rank, if a checkpoint could not be written (if the disk is full, with the
             free and the needed space), or another run took over the folder.
         FileNotFoundError: in setup, for resume="must" without a checkpoint.
-        ValueError: in setup, if no checkpoint in the folder is valid and finite, and for other strategies. Before the first
-            step, if the folder contains checkpoints of another run.
+        ValueError: in setup, if no checkpoint in the folder is valid and finite, and unless the strategy is DDP, model
+        parallel or one device. Before the first step, if the folder contains checkpoints of another run.
     """
 
     #: Lightning reads this attribute for ckpt_path="best"; there is no best checkpoint
@@ -189,7 +189,7 @@ class ShardedCheckpoint(Checkpoint):
             strategy.checkpoint_io = FolderIO(strategy.checkpoint_io, partial(checked, peers=self._peers))
 
     def _make_groups(self, trainer: pl.Trainer) -> None:
-        """Make process groups once, because the writing thread and training must not mix their collectives."""
+        """Make one process group for training and one for the writing thread: their collectives must not mix."""
         if trainer.world_size == 1:
             self._peers = self._writers = RankGroup()
         elif self._world is not dist.group.WORLD:
@@ -402,7 +402,7 @@ class ShardedCheckpoint(Checkpoint):
 
 
 def _read(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any], dict[str, int], dict[str, int]]:
-    """Return `trainer_state`'s two values, sizes of unsharded tensors, and bits of tensors that all ranks must have."""
+    """Return `trainer_state`'s two values, sizes of unsharded tensors, and bits of tensors that ranks must share."""
     state, meta = trainer_state(trainer)
     sizes = replicated_sizes(state)
     alike = equal_names(sizes, trainer.lightning_module) if trainer.world_size > 1 else set()

@@ -59,14 +59,14 @@ def serves(device: torch.device, dtype: torch.dtype, taps: int) -> bool:
 class ShortConvolution(Mixer):
     """y_p = x_p + sum over taps i of weight_i x_(p - left + i), with a weight for each tap and channel.
 
-    Neighbours in other documents and outside the sequence count as 0. Based (arXiv 2402.18668)
-    and Canon layers (arXiv 2512.17351) use such a step before attention, so that a token knows its neighbours.
+    Neighbours in other documents and outside the sequence count as 0. The architecture Based (arXiv 2402.18668) and
+    Canon layers (arXiv 2512.17351) use such a step before attention, so that a token knows its neighbours.
 
     Args:
         channels: C.
         taps: W, at least 2.
         causal: whether all W - 1 neighbours of a token precede it; if not, (W - 1) // 2 precede it, and others follow.
-        starts: (number of channels, W initial weights) of groups of channels; without it all weights are initially 0.
+        starts: (number of channels, W initial weights) of each group of channels; empty: all weights are initially 0.
 
     Raises:
         TypeError, ValueError: for `taps` that is not an integer of at least 2; the message calls it kv_conv.
@@ -382,7 +382,7 @@ class _Ranks:
         self.route = halo_route(shard, self.group.rank, len(weight) - 1 - right, right)
 
     def read(self, x: Tensor) -> Tensor:
-        """Fetch the rows of other ranks, (n, B, C)."""
+        """Fetch the rows of other ranks that x's tokens read, (n, B, C)."""
         return unflat(self.route.fetch(flat(x), halo_wire(self.group, self.group.forward_traffic)), x)
 
     def runs(self, x: Tensor, halo: Tensor) -> Iterator[tuple[Tensor, Seen, slice]]:

@@ -53,7 +53,7 @@ class Neighbours:
     Attributes:
         left: number of tokens before it.
         documents: (B or 1, N) int32, the index of each token's document; None: no documents.
-        lengths: (B,) number of tokens of each right-padded sample, which do not read the padding. None: no padding.
+        lengths: (B,) number of tokens of each right-padded sample; these tokens do not read padding. None: no padding.
     """
 
     left: int

@@ -107,7 +107,7 @@ class BranchSlots:
         return new, (len(rows) - len(new) + torch.arange(len(new))) % self.window
 
     def grown(self, capacity: int, stop: int) -> int:
-        """Return a capacity for all rows below `stop`: the same if it suffices, else doubled, at most ceil(w / r)."""
+        """Return `capacity` if all rows below `stop` fit, else at least twice as much, up to the longest slot's rows."""
         rows = -(-(stop - max(self.first(stop - 1), 0)) // self.rate)
         rows = min(x for x in (rows, self.window, self.limit) if x is not None)
         if rows <= capacity:

@@ -32,7 +32,7 @@ AHEAD = 16
 def checked_prompt(
     tokens: Tensor, lengths: Tensor | Sequence[int] | None, vocab_size: int
 ) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return int64 tokens (B, N) in 0..V - 1, padded with 0, and the prompts' lengths (None if they are equal).
+    """Return int64 tokens (B, N) in 0..V - 1, padded with 0, and the prompts' lengths (None without padding).
 
     Raises:
         TypeError, ValueError: for an invalid prompt.

@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_dilated.kernels.rows import flags
 from lightning_dilated.kernels.tiles import LOG2E, block_dim, precision
 
-#: limits for one step of a loop: rows that a program reads, bytes of these rows' keys, entries that the merge reads
+#: limits for one step of a loop: rows that a program reads, bytes of these rows' keys, results that the merge reads
 KEYS, TILE, ENTRIES = 64, 1 << 14, 64
 #: largest head dim, because a row must fit into registers
 MOST_DIM = 256
@@ -89,7 +89,7 @@ class Launch:
         starts: (H + 1,) int32, the first entry of each head.
         parts: number of results of a sample: one for each slot, share and query head.
         group: largest number of query heads of a slot.
-        deep: whether a program may read `DEEP` rows.
+        deep: whether a program may read `DEEP` rows or more.
     """
 
     programs: Tensor

@@ -134,7 +134,7 @@ class KVCache:
         self._shape = shape
 
     def _make_room(self, like: Tensor, stops: Sequence[int]) -> None:
-        """Allocate buffers for all rows below each sample's `stop` that later tokens can use."""
+        """Make room for all rows below each sample's `stop` that later tokens can use; keep buffers that suffice."""
         capacities = self._places.capacities
         for stop in set(stops) if self.max_length is None else ():
             grown = (b.grown(rows, stop) for b, rows in zip(self._branches, capacities, strict=True))
@@ -310,8 +310,7 @@ class KVCache:
         if self._k is not None:
             self.select(torch.arange(len(self._k)).repeat_interleave(times))
 
-    # -- the context of a layer
-    # --------------------------------------------------------------------------------------------
+    # -- the context of a layer ----------------------------------------------------------------------------------------
     @classmethod
     def of_layer(
         cls, layer: MultiheadDilatedAttention, max_length: int | None = None, clock: Clock | None = None
@@ -371,8 +370,7 @@ class KVCache:
                 "layer's new_cache()."
             )
 
-    # -- contents
-    # ----------------------------------------------------------------------------------------------------------
+    # -- contents ------------------------------------------------------------------------------------------------------
     def reset(self) -> None:
         """Remove all tokens; the buffers keep their addresses."""
         self.length = 0

@@ -1,7 +1,7 @@
 """Compute one token of each sample, from the embedding to the draw, by replaying a CUDA graph.
 
 The graph reads and writes fixed tensors: caches, last tokens, ended samples and next positions. The host only launches
-it, and may launch it again before it has finished.
+the graph, and may launch it again before the previous launch has finished.
 Shape letters: B batch, V vocabulary.
 """
 
@@ -82,7 +82,7 @@ def why_not_captured(model: CausalModel) -> str | None:
 def room(model: CausalModel, length: int) -> int:
     """Return `max_length` of caches for `length` tokens, rounded up so that calls of similar length share a graph.
 
-    If no branch covers the whole sequence, the result is at most the width of the widest segment.
+    If no branch covers the whole sequence, the result is at most the width of the widest segment or window.
     """
     branches = [b for block in model.transformer.blocks for b in block.attention_layer.attention.pattern.branches]
     widths = [b.tokens or b.segment_length or window_reach(b) for b in branches]
@@ -334,7 +334,7 @@ def _step_of(
     sampling: Sampling,
     ends: int,
 ) -> TokenStep | None:
-    """Return a step of an earlier call, or create one and keep it."""
+    """Return a step of an earlier call, or else a new one; None if a step cannot be captured."""
     device = tokens.device
     if model in _refused or why_not(model, device) is not None:
         return None

@@ -75,7 +75,7 @@ def weights(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
 
 
 def described(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return (contents of config.json, tensors without duplicates); check them by building the model if it is imported.
+    """Return (contents of config.json, unique tensors); check them by building the model if its class is imported.
 
     Raises:
         ValueError: if the tensors do not fit the model.

@@ -2,7 +2,7 @@
 
 Each branch gathers its heads' rows by segment, attends within segments, and gathers the results back; the results of
 branches are merged by their log-sum-exps. The operations depend only on the pattern and the longest sequence, so N may
-be a symbol. A branch has a single segment if the longest sequence fits into it. Rows of tokens and heads share one
+be a symbol. A branch has one segment if the longest sequence fits into a segment. Rows of tokens and heads share one
 axis, because torch would create a separate graph for a symbolic size that can be 1.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim; in a branch: w segment length, r dilation rate,
 t shift, S segments, J heads that it serves, m rows of a head in a segment.
@@ -40,7 +40,7 @@ def decomposed(
         known: cache of row indices for calls with the same shapes in one trace, so that the graph computes them once.
 
     Raises:
-        ValueError: if the call cannot be exported, or its pattern has padding="attended" and does not allow it.
+        ValueError: if the call cannot be exported, or if `check_padding` refuses its pattern.
     """
     named = {"sequence": "a sequence shared by ranks", "context": "a chunk of a stream", "window": "a chunk of heads"}
     for name, what in named.items():

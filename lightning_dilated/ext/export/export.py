@@ -102,9 +102,9 @@ def refuse(model: Any, path: Path, max_len: int) -> None:
         raise TypeError(f"export takes a DilatedModule, got {type(model).__name__}.")
     name, group = type(model).__name__, active_sequence()
     if group is not None and group.ranks > 1:
-        raise ValueError("ranks that share a sequence cannot be exported: export on one rank, outside of their steps.")
+        raise ValueError("a sequence that ranks share cannot be exported: export outside of the SequenceGroup.")
     if model.training:
-        raise ValueError("export needs a model in eval mode, because dropout changes its outputs: call .eval() before.")
+        raise ValueError("export needs a model in eval mode, because dropout changes its outputs: call .eval() first.")
     if type(model).export_inputs is DilatedModule.export_inputs:
         raise TypeError(
             f"a {name} cannot be exported: it has no export_inputs(length, batch_size), which returns the tensors that "

@@ -282,7 +282,7 @@ class ByteStream:
         max_open: maximum number of files that are mapped at a time.
         opener: the object that reads URLs; None: a new one.
 
-    Raises: FileNotFoundError or PermissionError on the first look-up of sizes, ValueError for max_open < 1.
+    Raises: FileNotFoundError or PermissionError if a file's size cannot be looked up, ValueError for max_open < 1.
     """
 
     def __init__(self, files: Sequence[str], max_open: int = 64, opener: FileOpener | None = None) -> None:

@@ -30,8 +30,8 @@ class GenomeDataModule(SequenceDataModule):
 
     Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. Tokens are A 0, C 1, G 2, T 3, N 4;
     lower case (the soft mask) counts as upper case, U as T, and other IUPAC letters as N (an info line counts them). A
-    label is the next base on the strand that is read, or -100 if that is N or outside the split. Masked modelling
-    ignores the labels. Bases after the last whole window of a record are unused; `describe` counts them.
+    label is the next base on the strand that is read, or -100 if that base is N or outside the split. Masked
+        modelling ignores the labels. Bases after a record's last whole window are unused; `describe` counts them.
 
     N is an unknown base; assembly gaps are runs of N of up to megabases. By default (`n_policy="skip"`) windows with a
     share of N above `max_n_fraction` are left out; "token" keeps all windows. N is never a label.

@@ -116,7 +116,7 @@ def read_by(strands: str) -> tuple[bool, ...]:
 
 
 def left_out(model: Any, ignore_tokens: Iterable[int] | None) -> list[int]:
-    """Return the tokens that are not scored: `ignore_tokens`, or by default N of a genome and tokens never masked."""
+    """Return the tokens not scored: mask tokens and `ignore_tokens` (default: a genome's N, tokens never masked)."""
     never = set(range(model.vocab_size, model.embedded_tokens))  # a mask token has no probability
     if ignore_tokens is not None:
         return sorted(never | {integer(x, "ignore_tokens", 0) for x in ignore_tokens})

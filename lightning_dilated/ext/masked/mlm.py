@@ -286,7 +286,7 @@ class LongNetMLM(TokenModel):
         Args:
             sequences, strands, batch_size: see `LongNetLM.score`.
             passes: K (None: N); pass j masks tokens j, j + K, ... together: K / N of the work, but less context.
-            ignore_tokens: tokens that are not scored; None: tokens that are never masked, and N for a genome.
+            ignore_tokens: tokens that are not scored; None: tokens that are never masked, and a genome's base N.
 
         Raises:
             TypeError, ValueError: as in `LongNetLM.score`.

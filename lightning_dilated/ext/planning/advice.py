@@ -61,8 +61,8 @@ class Streams(NamedTuple):
 def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | None = None) -> str | None:
     """Return a text: settings of ActivationRecompute that fit, or the number of GPUs that is needed if no settings fit.
 
-    Runs a separate process for up to half a minute; it uses no GPU. Returns None if the length is unknown, the model
-    cannot be planned, or the run already fits.
+    Runs a separate process, usually for half a minute and at most for `TIMEOUT`; it uses no GPU. Returns None if the
+    length is unknown, the model cannot be planned, or the run's own settings are the best that fit.
 
     Args:
         trainer: the run's trainer.

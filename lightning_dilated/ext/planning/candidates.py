@@ -59,7 +59,7 @@ def streams(settings: Sequence[MemorySettings], ranks: int = 1) -> list[MemorySe
 
 
 def recommended(case: Case, settings: Sequence[MemorySettings], tokens: int | None) -> MemorySettings | None:
-    """Return the fastest settings that fit N tokens, or, without N, those with the longest sequence; else None."""
+    """Return the fastest settings that fit N tokens; without N, settings for the longest sequence. None if none fit."""
     if tokens is None:
         best = max(settings, key=lambda x: case.longest(x), default=None)
         return best if best is not None and case.longest(best) else None
@@ -129,7 +129,7 @@ def whole_recipe(
 
 
 def _strategy(listed: Any, setup: Setup, options: dict[str, Any]) -> Any:
-    """Return the planned strategy with all changed options; arguments of the recipe's strategy stay if its class fits."""
+    """Return the planned strategy with all changed options. If the recipe has the same class, its arguments stay."""
     path = str((listed.get("class_path") if isinstance(listed, dict) else listed) or "")
     same = path.rpartition(".")[2] in (setup.strategy, CLASSES[setup.strategy].rpartition(".")[2])
     arguments = dict(listed.get("init_args") or {}) if same and isinstance(listed, dict) else {}

@@ -1,7 +1,7 @@
 """Estimate the seconds of a step on many ranks, in closed form, from the measured parts of one device.
 
-While a rank computes the pairs of its own rows, the rows of a layer (or their gradients) are transferred. If this takes
-longer, the rank waits; then it computes the pairs with the rows that arrived. The time of a step is the busiest rank's
+While a rank computes the pairs of its own rows, the rows of a layer (or their gradients) are transferred. If a transfer
+takes longer, the rank waits. It then computes the pairs with arrived rows. The time of a step is the busiest rank's
 computation plus the waits for the slowest link. A link's time follows from its bytes, its messages and the latency of
 each round (`Links`). With many ranks, a few evenly spread ranks are counted (`planner.priced_ranks`).
 

@@ -130,7 +130,8 @@ class Exchange:
 
     @classmethod
     def of(cls, call: OpCall, depth: int, tokens: int, settings: MemorySettings, ranks: int) -> Exchange:
-        """Sum over `depth` layers. Forwards run once in the last chunk, twice in others, and again if recomputed."""
+        """Sum over `depth` layers. Forwards run once in the last chunk and with `truncate`, twice in other chunks, and
+        again if they are recomputed."""
         if ranks == 1:
             return cls()
         chunk = settings.stream or tokens

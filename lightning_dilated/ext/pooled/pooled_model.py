@@ -149,8 +149,7 @@ class PooledModule(TransformerModel):
                 head = self._make_head()
             self.epoch_scores = nn.ModuleDict({s: EpochScores(head.columns, head.label_columns) for s in STAGES[1:]})
 
-    # -- defined by subclasses
-    # -------------------------------------------------------------------------------------------
+    # -- defined by subclasses -----------------------------------------------------------------------------------------
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the batch's pooled embeddings (B, E), on every rank of the sequence; (D, E) for D packed samples."""
         raise TypeError(f"{type(self).__name__} must define embed(batch).")

@@ -110,7 +110,7 @@ class RecurrentBranch(Mixer):
         self.decay = Decay(num_kv_heads, **factory) if gated else None
 
     def fast_parameters(self) -> list[nn.Parameter]:
-        """Return parameters that train without weight decay, at `LR_SCALE` (models/learning_rate.py) times the rate."""
+        """Return parameters that train without weight decay, at `LR_SCALE` times the learning rate."""
         return [self.scale, *([] if self.decay is None else self.decay.parameters())]
 
     def forward(

@@ -68,7 +68,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta:
 
 
 def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, log_decay and beta; store the state's gradient for the previous chunk."""
+    """Return the gradients of q, k, v, log_decay and beta. Exact training stores the earlier state's gradient."""
     tensors, chunk = args[:5], _Chunk(len(grad), *args[5:])
     exact, before = chunk.stream.exact, chunk.before(tensors)
     later = chunk.states.pop_grad(chunk.number) if exact else None

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from lightning_dilated.ext.recurrence.rules import positive, ratio, unit
 from lightning_dilated.ext.recurrence.runs import Tables
 
-#: runs of at least this number of chunks (2 or more) are passed in groups: this saves launches, which limit a GPU here
+#: minimum number of chunks, at least 2, of a run that is passed in groups; groups save launches, which limit a GPU here
 GROUPED_FROM = 32
 
 
@@ -109,7 +109,7 @@ def delta_transition(chunks: SegmentChunks, normalizer: Tensor, closed: Tensor) 
     """Return the delta rule of each segment, given the `normalizer` (T, K, D, 1) of the segments before it.
 
     A key is divided by its product with the past normalizer, as in the paper, or with its own segment's normalizer if
-    that is larger. D Phi Phi^T then has no row sum above 1, so the transition's spectral radius is at most 1.
+    this product is larger. D Phi Phi^T then has no row sum above 1, so the transition's spectral radius is at most 1.
     """
     past, current = chunks.keys @ normalizer, chunks.keys @ chunks.sums[..., -1:]
     return Transition(None, chunks.keys, ratio(chunks.keys, torch.maximum(past, current)) * closed[:, None, None, None])

@@ -87,7 +87,7 @@ def recurrent_attention(
 
     `kind` is the rule that updates S. Below, phi(x) = elu(x) + 1, S sums phi(k) v^T, and z sums phi(k):
 
-    - "gated_delta" (Gated DeltaNet, arXiv 2412.06464): with q and k of length 1, S_t = a_t (I - b_t k_t k_t^T) S_{t-1}
+    - "gated_delta" (Gated DeltaNet, arXiv 2412.06464): with q and k of unit norm, S_t = a_t (I - b_t k_t k_t^T) S_{t-1}
       + b_t k_t v_t^T and out_t = S_t^T q_t, where a = exp(log_decay) and b = beta.
     - "linear" (Infini-attention, arXiv 2404.07143): memory segments have `segment` tokens. The output of a token is
       phi(q) S / phi(q) z, where S and z sum over earlier segments (if not causal, all others), or 0 if there are none.
@@ -354,7 +354,7 @@ def _check_state(state: Any, like: RecurrentState) -> None:
 
 
 def _integers(values: Any, name: str, shapes: bool) -> tuple[int, ...] | None:
-    """Return the values as a tuple. A tensor without values, which is allowed if q has none (`shapes`), counts as 0."""
+    """Return the values as a tuple. A tensor without values counts as zeros if q has none (`shapes`), else raise."""
     if values is None:
         return None
     if isinstance(values, Tensor):

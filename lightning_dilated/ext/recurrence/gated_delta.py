@@ -47,7 +47,7 @@ CONFIGS = {
     "queries": {64: (4, 1), 128: (8, 1)},
     "gradients": {64: (4, 1), 128: (8, 1)},
 }
-#: number of warps for fp32 rows, where products use both halves of each number; the inverse has tiles of only 32
+#: number of warps for fp32 rows, where each product takes three (`EXACT`); the inverse has tiles of only 32
 WIDE_WARPS = {kernel: 4 if kernel == "invert" else 8 for kernel in CONFIGS}
 
 
@@ -86,7 +86,7 @@ class Rows:
 
     @property
     def wide(self) -> bool:
-        """True if products need both halves of each number."""
+        """True for fp32 rows; their products take `EXACT`."""
         return self.k.dtype == torch.float32
 
     @property
@@ -101,8 +101,8 @@ class Rows:
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype of tensors that one kernel writes for another. It is bf16 for bf16 rows, because memory limits the
-        kernels; fp16 might overflow. While a state is passed from chunk to chunk, it is fp32."""
+        """The dtype of tensors that one kernel writes for another: bf16 for bf16 rows, as memory limits the kernels;
+        else fp32, because fp16 might overflow. While a state is passed from chunk to chunk, it is fp32."""
         return torch.bfloat16 if self.k.dtype == torch.bfloat16 else torch.float32
 
     def passed_columns(self, width: int) -> int:
@@ -136,7 +136,7 @@ class Passed:
 
     Attributes:
         before: (T, K, D, W) the state before each chunk, in `Rows.stored`.
-        new: (T, K, C, W), in `Rows.stored`.
+        new: (T, K, C, W) the rows `new`, without the factor beta, in `Rows.stored`.
         last: (n, K, D, W) the state after each run.
         maps: (m, K, D, D + E) the map S -> A S + B of each group; None without groups.
     """
@@ -194,7 +194,7 @@ def column_of(x, x_sr, first, count, i):
 
 @triton.jit
 def read_turned(base, i, stride, column, rows, DIM: tl.constexpr):
-    """Load the transpose of `read`, as a first factor, because Triton 3.4 to 3.7.0 may transpose registers wrongly."""
+    """Load the transpose of `read`'s tile, as a first factor: Triton 3.4 to 3.7.0 may transpose registers wrongly."""
     at = base + i.to(tl.int64)[None, :] * stride + column[:, None]
     return tl.load(at, mask=(i < rows)[None, :] & (column < DIM)[:, None], other=0.0)
 

@@ -143,7 +143,7 @@ def _queries(
     GROUP: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write dq, the gradient that outputs give to unit keys (C, D), and the one that they give to totals by queries."""
+    """Write dq, and the gradients that outputs give to unit keys (C, D) and, through the queries' rows, to totals."""
     at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     chunk = at // heads
     first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)

@@ -188,7 +188,7 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
 def _long(
     tensors: Sequence[Tensor | None], lengths: Tensor | None, cu_seqlens: Tensor | None, spec: str
 ) -> Part | None:
-    """Return a long causal call of one rank as a `Part`, which is computed window by window; return None for others."""
+    """Return a long causal call of one rank as a `Part`, to be computed window by window; None for other calls."""
     kind, _, causal, sequence = RecurrenceSpec.decode(spec)
     q = tensors[0]
     assert q is not None

@@ -42,7 +42,8 @@ class Part(NamedTuple):
         return [self.span.start in starts for starts in self.starts]
 
     def before(self, known: RecurrentState | None, tensors: Tensors, settings: dict[str, Any]) -> RecurrentState:
-        """Return the state before the part: `known`, if given; it is empty for samples that begin a document here."""
+        """Return the state before the part: `known`, but empty for samples with a document that begins at the part's
+        first position. With `known=None`, all samples are empty."""
         q, k, v = (x for x in tensors[:3] if x is not None)
         dtype, shape = torch.promote_types(q.dtype, torch.float32), (*k.shape[2:], v.shape[3])
         empty = empty_state(settings["kind"], settings["segment"] or 1, len(q), shape, q, dtype)

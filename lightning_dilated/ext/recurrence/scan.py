@@ -31,7 +31,7 @@ def all_to_later(pieces: int) -> tuple[Round, ...]:
 
 
 def doubling(pieces: int) -> tuple[Round, ...]:
-    """Return 1 + log2(P - 1) rounds: pieces get the previous piece's map, then composed maps from 1, 2, 4, ... back."""
+    """Return 1 + ceil(log2(P - 1)) rounds: a piece gets the map 1 piece back, then composed maps 1, 2, 4, ... back."""
     rounds: list[Round] = [tuple((target - 1, target) for target in range(1, pieces))]
     step = 1
     while step + 1 < pieces:
@@ -48,7 +48,7 @@ def received(rounds: tuple[Round, ...], owners: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def choose(owners: tuple[int, ...]) -> tuple[Round, ...]:
-    """Return one round, or several if the busiest rank then receives fewer maps; `owners`: rank of each piece."""
+    """Return one round, or several for more than `MOST` pieces or if the busiest rank then receives fewer maps."""
     if len(owners) > MOST:
         return doubling(len(owners))
     return min((all_to_later(len(owners)), doubling(len(owners))), key=lambda rounds: received(rounds, owners))

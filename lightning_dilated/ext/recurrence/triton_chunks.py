@@ -28,9 +28,9 @@ LARGEST = 128
 #: largest D and E with tiles of 16 columns, and largest D and E for which kernels with 16-bit rows have 4 warps
 NARROW, SMALL = 16, 64
 #: bytes that a window of a long call may use in its backward. Each window computes the states before its groups of
-#: chunks again; with windows half as long, this would take a tenth of the time
+#: chunks again; with windows half as long, this would take a tenth of the whole time
 WINDOW_MEMORY = 5 << 30
-#: runs are passed in groups if the longest has at least this number of chunks; a group has about its square root
+#: minimum number of chunks of the longest run for which runs are passed in groups; a group has about its square root
 GROUPED_FROM = 32
 #: smallest product of the numbers of runs and kv heads that keeps a GPU busy without groups
 BUSY = 256
@@ -181,7 +181,7 @@ def window(batch: int, heads: tuple[int, int], dims: tuple[int, int], dtype: tor
 
 
 class _GatedDelta(torch.autograd.Function):
-    """The autograd function of the kernels. It saves the passes over chunks, so the backward does not repeat them."""
+    """The autograd function of the kernels. It saves results of the passes, so the backward does not repeat them."""
 
     @staticmethod
     def forward(

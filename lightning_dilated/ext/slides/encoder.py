@@ -45,7 +45,7 @@ def layer_weights(
 ) -> list[Tensor]:
     """Return exact attention weights of chosen queries and layers, without an N x N matrix; later layers do not run.
 
-    They are computed from the q and k that the op gets, after low-rank updates and autocast.
+    The weights are computed from the q and k that the op gets, after low-rank updates and autocast.
 
     Args:
         transformer: a stack without rotary positions, in eval mode.
@@ -294,7 +294,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         if heads not in ("mean", "all"):
             raise ValueError(f"heads must be mean or all, got {heads!r}.")
         if self.training:
-            raise ValueError("attention_map is for a model in eval mode, without dropout: call .eval() before.")
+            raise ValueError("attention_map is for a model in eval mode, without dropout: call .eval() first.")
         x, rows = self._tiles(features, coords, lengths)
         query_rows = [0] if queries is None else tile_rows(queries, features.shape[1])
         weights = layer_weights(self.transformer, x, query_rows, layers, rows)

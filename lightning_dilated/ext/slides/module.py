@@ -222,7 +222,7 @@ class SlideDataModule(SplitDataModule):
         return self._order or self._trained_order or ("file" if self.reader.coords is None else "raster")
 
     def follow_order(self, trained: str) -> None:
-        """Take the order of tiles that the model was trained with; if the option `order` differs, warn and keep it."""
+        """Take the order of tiles of the model's training; if the option `order` differs, keep the option and warn."""
         self._trained_order = one_of(trained, "the model's order of tiles", ("file", "raster"))
         if self.order != trained:
             rank_zero_warn(

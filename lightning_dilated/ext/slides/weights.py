@@ -1,4 +1,4 @@
-"""Weight files of slide encoders, with parameter names of releases (GigaPath) or of this package; checks their shapes.
+"""Read weight files of slide encoders, with names as in releases (GigaPath) or in this package, and check shapes.
 
 Shape letters: E embedding dim, F features of a tile.
 """

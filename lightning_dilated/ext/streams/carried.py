@@ -20,7 +20,7 @@ class CarriedStreams:
     checkpoint of an unfinished batch contains the states before it.
 
     Attributes:
-        begun: state before the last batch: number of tokens, and the start of each stream's unfinished document.
+        begun: before the last batch: the number of tokens, and the start of each stream's unfinished document.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class CarriedStreams:
         Args:
             positions: number of tokens of each stream so far, 0 if it begins. None: streams without a state begin.
             starts: for each stream, whether the first token of the batch begins a document.
-            batch: a unique number for each batch; None: every call is a new batch.
+            batch: number of the batch. Calls with equal numbers start from the same states. None: a new batch.
 
         Raises:
             ValueError: if a stream continues without a state, or its state belongs to a different position.
@@ -99,7 +99,7 @@ class CarriedStreams:
         self._computed |= set(key)
 
     def finish(self) -> None:
-        """Mark the last batch as finished, and free the states before it; the next call is a new batch."""
+        """Mark the last batch as finished, and free the states before it; the next `take` begins a new batch."""
         self._before, self._batch = {}, None
 
     def to(self, device: torch.device | str) -> None:
@@ -120,7 +120,7 @@ class CarriedStreams:
         """Return two dicts by stream, with values on the CPU: streams computed here, and streams that were only loaded.
 
         Args:
-            batch: the number of an unfinished batch; states before it are returned.
+            batch: number of the current batch. If it is unfinished, its states before it are returned; else the latest.
         """
         groups = self._before if batch is not None and batch == self._batch else self._now
         plain = {
@@ -130,6 +130,6 @@ class CarriedStreams:
         return computed, {n: x for n, x in plain.items() if n not in self._computed}
 
     def load_state_dicts(self, states: Mapping[int, Any]) -> None:
-        """Replace the states of all streams by `states`."""
+        """Delete all states, and load `states`, {stream: `state_dict` of its state}."""
         self.clear()
         self._now = {(int(n),): StreamState.of(x) for n, x in states.items()}

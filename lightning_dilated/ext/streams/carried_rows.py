@@ -53,14 +53,14 @@ def chunk_problem(
 ) -> Problem:
     """Return the problem of causal attention over documents in chunks; `heads`: (first, stop) of the query heads.
 
-    Documents that fit into one piece are left out. Earlier calls may have computed the start of a document.
+    Documents that fit into one piece are left out. A document may begin before the first chunk, in an earlier call.
     """
     cut = tuple(d for d in documents if d.start < d.stop and shard.number(d.start) != shard.number(d.stop - 1))
     return Problem(pattern, num_heads, num_kv_heads, True, shard, cut, heads)
 
 
 def exchanged(problem: Problem, number: int) -> bool:
-    """Return whether ranks exchange rows in the chunk of a piece."""
+    """Return whether ranks exchange rows in the chunk that contains piece `number`."""
     return problem.shard.each > 1 and any(needed_rows(problem, peer) for peer in problem.shard.peers(number))
 
 
@@ -109,7 +109,7 @@ class CarryPlan:
         return [self._left[i] for i in np.flatnonzero(lasts >= self.shard.begin(chunk)).tolist()]
 
     def stored(self) -> int:
-        """Return the number of rows that leave a chunk, summed over chunks."""
+        """Return the number of rows that chunks leave for later chunks, summed over chunks."""
         return sum(rows.count for chunk in range(self.chunks) for rows in self.leaving(chunk))
 
 
@@ -140,7 +140,7 @@ def received_count(problem: Problem, number: int) -> int:
 
 
 def _read_later(problem: Problem, piece: range, later: int) -> dict[tuple[Document, int], list[tuple[int, range]]]:
-    """Map (document, kv head) to a list of (last reader's position, rows), one entry for each branch and query head."""
+    """Map (document, kv head) to a list of (last reader's position, rows) from all branches and query heads."""
     read: dict[tuple[Document, int], list[tuple[int, range]]] = {}
     for document in problem.documents:
         if not (document.start < later < document.stop and document.start < piece.stop):
@@ -169,8 +169,8 @@ def _read_later(problem: Problem, piece: range, later: int) -> dict[tuple[Docume
 
 
 def _by_last(shard: ChunkShard, rows: range, reach: int, final: int) -> Iterator[tuple[int, range]]:
-    """Yield (last reader's position, rows). A row's last reader is `reach` positions later, or at `final` if that is first.
-    Rows with their last readers in the same chunk are joined, and the largest of their positions is yielded."""
+    """Yield (last reader's position, rows). A row's last reader is `reach` positions later, at most at `final`.
+    Rows with last readers in the same chunk are yielded together, with the largest position of these readers."""
     while rows:
         last = min(rows[0] + reach, final)
         end = shard.begin(min(max(0, last - shard.start) // shard.stream + 1, shard.chunks))
@@ -182,7 +182,7 @@ def _by_last(shard: ChunkShard, rows: range, reach: int, final: int) -> Iterator
 
 
 def _disjoint(progressions: list[tuple[int, range]]) -> list[tuple[int, list[range]]]:
-    """Return (last, rows) with each row only once, with the largest `last` of the progressions that contain it."""
+    """Return [(last, rows)] with each row once, at the largest `last` of the progressions that contain the row."""
     taken: list[range] = []
     out = []
     for last, rows in sorted(set(progressions), key=lambda x: (-x[0], x[1].step, x[1].start, x[1].stop)):

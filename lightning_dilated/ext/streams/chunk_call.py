@@ -1,4 +1,4 @@
-"""Run a chunk of a stream as a call of the attention op: its carried rows, its executor, and its number of pairs.
+"""Choose the executor and the carried rows of a chunk's call of the attention op, and count the call's pairs.
 
 Shape letters: B batch, L tokens of this rank's piece, H query heads, K kv heads, D head dim; a row is (2, D): K and V.
 """
@@ -129,14 +129,14 @@ def chunk_pairs(
     documents: tuple[Tensor | None, Tensor | None],
     chunk: int,
 ) -> int:
-    """Count the (query, key) pairs of the chunk's queries over heads; see `chunk_part` for the arguments."""
+    """Count the (query, key) pairs of this rank's queries in a chunk; see `chunk_part` for the arguments."""
     part = chunk_part(stream, spec, shape, kv_heads, documents, chunk)
     joint = sum(x.pairs for x in piece_requests(part.problem, part.positions))
     return local_pairs(head_window(spec, shape[2], kv_heads), spec.causal, part.local) + joint
 
 
 def resolve_chunk(stream: Stream, call: OpCall) -> tuple[Resolved, int]:
-    """Return the executor of a call on this rank, and the seed that all ranks of the chunk share."""
+    """Return the `Resolved` of a call on this rank, and the dropout seed that all ranks of the chunk share."""
     assert call.place is not None, "a chunk has a place in a stream"
     (layer, chunk), agreed, key, spec = call.place.tolist(), None, call.key, call.spec
     group = find_sequence(spec.sequence) if spec.sequence else None
@@ -160,7 +160,7 @@ def resolve_chunk(stream: Stream, call: OpCall) -> tuple[Resolved, int]:
 def _chunk_call(
     stream: Stream, call: OpCall, layer: int, chunk: int, group: SequenceGroup | None
 ) -> tuple[RowExchange, ChunkRoute, tuple[Planned, Planned] | None]:
-    """Return the executor and the route of a chunk, and, if ranks exchange rows, the planned exchange."""
+    """Return a chunk's executor, its route, and its planned exchanges (None if ranks exchange no rows)."""
     q, k, spec = call.q, call.k, call.spec
     part = chunk_part(stream, spec, q.shape, k.shape[2], call.documents, chunk)
     problem, request = part.problem, Request.of(q, spec.dropout, spec.scale)

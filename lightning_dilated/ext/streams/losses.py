@@ -48,7 +48,7 @@ class ModelStreams:
 
     # -- a batch chunk by chunk ----------------------------------------------------------------------------------------
     def in_chunks(self, model: LongNetLM, batch: Mapping[str, Any]) -> bool:
-        """Return whether the batch's sequences are longer than `memory.stream`. This is a collective call."""
+        """Return whether `memory.stream` is set and the batch's sequences are longer. This is a collective call."""
         model.configure_model()
         chunk = model.transformer.memory.stream
         return chunk is not None and _seq_len(model._checked(batch)[0]) > chunk
@@ -94,7 +94,7 @@ class ModelStreams:
         return streamed(model.transformer.stream, partial(self.chunk, model, batch), self.chunks(model, batch))
 
     def loss_terms(self, model: LongNetLM, batch: Mapping[str, Any], redefined: bool) -> tuple[Tensor, Tensor]:
-        """Return the model's `loss_terms`, with gradients if they are enabled."""
+        """Return the model's `loss_terms` of a batch, computed chunk by chunk."""
         if redefined:
             raise ValueError(
                 f"{type(model).__name__} redefines token_losses, which needs whole sequences: leave out "
@@ -184,7 +184,7 @@ class ModelStreams:
         return f"{model.depth} layers of {model.dim}, {heads}, kv_conv={taps}, patterns {patterns}{memory}"
 
     def _check_heads(self, model: LongNetLM, state: StreamState) -> None:
-        """Raise ValueError if the state has other `head_chunks`, because layers would not find its rows."""
+        """Raise ValueError if the state was left with other `head_chunks`: layers would not find its rows."""
         held = sorted({head for _, head in state.rows})
         chunks = model.transformer.memory.head_chunks
         first = [window[0] for window in windows(model.num_heads, model.num_kv_heads or model.num_heads, chunks)]
@@ -203,13 +203,12 @@ class ModelStreams:
         first = first if starts is None else first.masked_fill(starts[:, :1], IGNORE)
         return model._losses(state.hidden.to(weight.device), first.to(weight.device))
 
-    # -- batches of streams, with states that are carried from batch to batch
-    # --------------------------------------------------------
+    # -- batches of streams, with states that are carried from batch to batch ------------------------------------------
     def nats(self, model: LongNetLM, batch: Mapping[str, Any], per_token: bool = False) -> Tensor:
         """Return the sum of losses in nats, or per-token losses (B, n); each stream continues from the previous batch.
 
         Raises:
-            ValueError: for `per_token` with gradients, and for batches packed in a different way; see also `stream`.
+            ValueError: for `per_token` with gradients, and for batches with `lengths` or `cu_seqlens`; see `stream`.
         """
         if per_token and torch.is_grad_enabled():
             raise ValueError("per-token losses of streams have no gradients: call loss_terms, or use torch.no_grad().")
@@ -269,10 +268,9 @@ class ModelStreams:
             )
         return self.nats(model, batch), (batch["labels"] != IGNORE).sum()
 
-    # -- hooks of the model
-    # ------------------------------------------------------------------------------------------------
+    # -- hooks of the model --------------------------------------------------------------------------------------------
     def save(self, model: LongNetLM, checkpoint: dict[str, Any]) -> None:
-        """Add the states of all ranks' training streams; all ranks call this together."""
+        """Add the states of all ranks' training streams to a checkpoint; all ranks must call this together."""
         if not self.carried:
             return
         trainer = attached_trainer(model)
@@ -315,7 +313,7 @@ def _following(tokens: Tensor, starts: Tensor | None) -> Tensor:
 def _check_call(
     tokens: Tensor, labels: Tensor | None, state: StreamState, starts: Tensor | None, trains: bool
 ) -> list[list[int]]:
-    """Check the arguments of `stream`; return `_begins`."""
+    """Check the arguments of `stream`, and return the starts of documents from `_begins`."""
     if tokens.ndim != 2 or 0 in tokens.shape or tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise ValueError(f"tokens must be integers (B, n), not empty; got {tuple(tokens.shape)}, {tokens.dtype}.")
     for name, x in (("labels", labels), ("starts", starts)):
@@ -333,7 +331,7 @@ def _check_call(
 
 
 def _begins(position: int, started: Sequence[int], starts: Tensor | None) -> list[list[int]]:
-    """List, for each sample, the first positions of its unfinished document (`started`) and of others (`starts`)."""
+    """List the starts of each sample's documents: the unfinished one, unless token 0 begins one, and `starts`."""
     begins = [[at] for at in started]
     for sample, at in [] if starts is None else starts.nonzero().tolist():
         begins[sample] = [position] if at == 0 else [*begins[sample], position + at]

@@ -31,7 +31,7 @@ class BarText(NamedTuple):
 
 
 def bar_text(bar: ProgressBar | None, stage: RunningStage | None) -> BarText | None:
-    """Return the text after the numbers of a stage's TQDM bar, or before a Rich bar; None if there is no such bar."""
+    """Return the text after the numbers of a stage's TQDM bar, or before its Rich bar; None without such a bar."""
     if stage is None or not isinstance(bar, (TQDMProgressBar, RichProgressBar)) or not bar.is_enabled:
         return None
     if isinstance(bar, TQDMProgressBar):

@@ -69,7 +69,7 @@ class ChunkShard:
         return range(first, first + self.each)
 
     def number(self, position: int) -> int:
-        """Return the piece that contains a position; -1 before the first position, K R after the last."""
+        """Return the index of the piece that contains a position; -1 before the first position, K R after the last."""
         if not self.start <= position < self.stop:
             return -1 if position < self.start else self.ranks
         chunk = (position - self.start) // self.stream

@@ -26,13 +26,13 @@ Carried = tuple[Tensor, tuple[CarriedRows, ...]]
 
 @dataclass
 class StreamState:
-    """The state that a model carries from one call of its `stream` to the next. Segments limit its size.
+    """The state that a model carries from one call of its `stream` to the next. The pattern's segments limit its size.
 
     Attributes:
         position: number of tokens of each sample so far.
         starts: for each sample, the first position of its unfinished document.
         rows: by (layer, first head): rows (n, 2, D) of keys and values, and their description.
-        tails: last inputs (B, W - 1, C) of convolutions: `kv_conv` of layer i at i, others at `LayerPlace.of_part`.
+        tails: last inputs (B, W - 1, C) of convolutions: `kv_conv` of layer i at i, others as `LayerPlace.of_part`.
         memories: the state of layer i's recurrence at i, and the rows of its hashed heads at -1 - i.
         hidden: (B, 1, E) the last token's hidden state, which predicts the next token; None before the first token.
         owner: description of the model that computed the state.

@@ -43,7 +43,7 @@ class Store:
     """Store the dropped rows of all layers, on the device up to a budget and then in pinned host memory.
 
     Rows share slabs of `SLAB` bytes, because there are thousands of tensors, and torch rounds each pinned allocation up
-    to a power of two and takes about a millisecond for it. Copies overlap computation; they wait only for each other.
+    to a power of two and takes about a millisecond for it. Copies between GPU and host overlap computation.
 
     Args:
         budget: bytes on the device; None: the share `ON_GPU` of a GPU's memory, or no limit on a CPU.
@@ -183,7 +183,7 @@ class LayerRows:
         self.rows = rows
 
     def read_grads(self, dtype: torch.dtype) -> Tensor:
-        """Return the tensor (n, 2, D) to which gradients of `rows` are added; without a store, it is a dummy."""
+        """Return the tensor (n, 2, D) to which gradients of `rows` are added; without a store, nothing reads it."""
         if self._store is None:
             return torch.zeros(self.rows.shape, dtype=dtype, device=self.rows.device)
         if self.grads is None:
@@ -316,7 +316,7 @@ class Stream(Context):
     def take_left(self) -> StreamState:
         """Return and remove the state that the last sequence left; `resume` continues from it."""
         left, self.left = self.left, None
-        assert left is not None, "no sequence has gone on from a state"
+        assert left is not None, "no sequence has continued from a state"
         return left
 
     def _resumed(self, layer: int, first_head: int) -> Carried | None:
@@ -357,7 +357,7 @@ class Stream(Context):
         return self.shard.piece(self.number(chunk))
 
     def local(self, chunk: int) -> slice:
-        """Return the slice of this rank's tokens that are in a chunk."""
+        """Return the slice that selects a chunk's tokens from all tokens of this rank."""
         return self.shard.local(self.number(chunk))
 
     def layers(self, chunk: int, seeds: Sequence[Tensor | None]) -> list[LayerPlace]:
@@ -399,8 +399,7 @@ class Stream(Context):
                 starts[sample].append(document.start)
         return starts
 
-    # -- calls from ops
-    # ---------------------------------------------------------------------------------------------------
+    # -- calls from ops ------------------------------------------------------------------------------------------------
     def resolve(self, call: OpCall) -> tuple[Resolved, int]:
         """See `Context.resolve`."""
         return resolve_chunk(self, call)

@@ -80,7 +80,7 @@ def encode_files(
     """Encode UTF-8 text files, one document each, into a .bin file of uint16 (for up to 65,536 token ids) or uint32.
 
     A text of more than 131,072 characters is encoded in pieces. The tokens equal an encoding of the whole text if the
-    tokenizer looks at most 2,048 characters around a token (see above). A tokenizer that looks farther, for example to
+    tokenizer looks at most 2,048 characters around a token. A tokenizer that looks farther, for example to
     pair quotes, may split such a text differently without an error. A special token that a text spells out is encoded
     as that token, as the library does. No special tokens are added at the ends. `out` appears only when it is complete.
 

@@ -209,7 +209,7 @@ class RemoteFiles:
         return self._stored(url, number, number + 1)[0]
 
     def _stored(self, url: str, number: int, last: int) -> list[bytes]:
-        """Return a block from memory or disk, or fetch it and the missing blocks after it in one request."""
+        """Return [block] from memory or disk; or fetch the block and the missing blocks after it in one request."""
         key = self._key(url, number)
         block = self._held.get(key) or self.cache.get(key)
         if block is not None:

@@ -107,7 +107,7 @@ def unknown_token(tokenizer: Tokenizer) -> int | None:
 def whole_text(text: str) -> str:
     r"""Replace each lone surrogate with U+FFFD, because no tokenizer accepts one.
 
-    JSON contains a lone surrogate, such as "\\ud83d", if a program has cut an emoji's escape in two.
+    JSON contains a lone surrogate, such as "\ud83d", if a program has cut an emoji's escape in two.
     """
     if _HALF.search(text) is None:
         return text

@@ -17,7 +17,7 @@ from lightning_dilated.ext.transformers.rotary import follows_length
 from lightning_dilated.pattern import DilatedPattern, Window
 from lightning_dilated.sequence.group import active_sequence
 
-#: attribute of a tensor of keys: the `DilatedCache` layer that the keys will be added to
+#: name of an attribute that marks a tensor of keys: the `DilatedCache` layer that the keys will be added to
 CACHE = "dilated_cache"
 EAGER = 'Load the model with attn_implementation="eager" for it.'
 #: attention arguments that would change the result and are not supported

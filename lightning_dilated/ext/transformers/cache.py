@@ -97,7 +97,8 @@ class _Layer(CacheLayerMixin):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, padding: Padding | None, scale: float | None) -> Tensor:
         """Add n new tokens and return their outputs (B, n, H, D); `padding` covers all tokens so far.
 
-        Raises: ValueError for padding that is not on the left, and for padding of later tokens.
+        Raises: ValueError for padding that is not on the left, or that differs from the first call's, and for several
+            later tokens in one call if prompts differ in length.
         """
         if self.get_seq_length() == 0:
             self._begin(padding)

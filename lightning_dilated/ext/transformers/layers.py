@@ -1,9 +1,9 @@
 """DecoderLayers: the layers of a decoder of transformers as a stack that `MemorySettings` act on.
 
-In training, transformers runs each layer (a `GradientCheckpointingLayer`) through a function of this module. That
-suffices to recompute single layers. Groups of layers and offloading need the loop over all layers, so `Loop` gives the
-decoder one callable for each layer. Each callable returns the hidden states unchanged, except the last one, which runs
-all layers. Parameter names do not change.
+To recompute single layers, `recompute_by` suffices: in training, transformers then runs each layer (a
+`GradientCheckpointingLayer`) through a function of this module. Groups and offloading need the loop over all layers, so
+`Loop` gives the decoder one callable for each layer. Each callable returns the hidden states unchanged, except the last
+one, which runs all layers. Parameter names do not change.
 
 Shape letters: B batch, N tokens, E embedding dim.
 """
@@ -131,7 +131,7 @@ class DecoderLayers(StackMemory):
 
     @staticmethod
     def projections(layer: nn.Module) -> set[nn.Parameter]:
-        """Return the weights that multiply a layer's normed input: q, k and v projections, and LoRA's first factors."""
+        """Return the parameters that act on a layer's normed input: of q, k, v projections and LoRA's first factors."""
         named = layer.named_parameters()
         return {p for name, p in named if set(name.split(".")) & set(PROJECTIONS) and "lora_B" not in name}
 
@@ -169,7 +169,7 @@ def _in_tiles(mlp: nn.Module, tile: int, x: Tensor) -> Tensor:
 
 
 class Loop(nn.ModuleList):
-    """The decoder's list of layers; a slice of it returns callables if the stack takes over the loop."""
+    """The decoder's list of layers; slices of it contain callables if `_runners` replaces the layers."""
 
     _runner: Callable[[list[nn.Module]], list[Callable[..., Tensor]] | None]
 

@@ -228,7 +228,7 @@ class HFCausalLM(WithTokenizer):
 
     @contextlib.contextmanager
     def _call(self, batch: Mapping[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Yield the tokens and options of the decoder's forward; in the context, masks and positions are global."""
+        """Yield the decoder's tokens and options, in a context with the whole sequence's documents and last position."""
         tokens, options = self._arguments(batch)
         bounds, group = batch.get("cu_seqlens"), active_sequence()
         agreed = None if group is None else group.agreed  # lengths that ranks exchanged with the positions
@@ -442,7 +442,7 @@ class HFCausalLM(WithTokenizer):
         return DynamicCache(config=self.decoder.config)
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Return perplexity and bits per byte from a scalar loss, or bits per token if bytes per token are unknown."""
+        """Return perplexity and bits per byte (per token if a token's bytes are unknown) of a scalar loss."""
         size, bits = self.bytes_per_token, loss / math.log(2)
         if size is None or (size == 1 and self.vocab_size > 512):  # not a vocabulary of bytes
             size = self._data_setting("bytes_per_token")

@@ -71,7 +71,7 @@ def _plain(value: Any) -> Any:
 def check_targets(options: dict[str, Any], decoder: Any) -> None:
     """Add adapters to a decoder to check that the options fit it; parameters may be on the meta device.
 
-    Raises: ValueError for a module that the decoder does not have; the message lists the decoder's linear layers.
+    Raises: ValueError for options that do not fit, such as a module that the decoder does not have.
     """
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
         names = options.get(key)

@@ -46,7 +46,7 @@ class VisibleKeys:
         window: number of keys that a token sees, including itself; None: all earlier tokens.
         padding: padding of the samples, or None.
         has_padding_mask: whether the caller gave an `attention_mask`; transformers then ignores documents.
-        starts: (D - 1,) where this rank's documents begin, without its first, as transformers reads position_ids.
+        starts: (D - 1,) this rank's tokens, after its first, that begin a document, as transformers finds them.
         known: whether `known_documents` set `bounds`; if True, `bounds` alone defines the documents.
         bounds: int32 (D + 1,) on the CPU, the global bounds of packed documents; None: one document.
         follows: whether the tokens continue the tokens of a `DilatedCache`.

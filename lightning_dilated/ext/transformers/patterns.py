@@ -32,7 +32,7 @@ def set_pattern(model: Any, pattern: LayersLike | None) -> None:
 
     Raises:
         TypeError: if `model` is neither a model nor a config.
-        TypeError, ValueError: for invalid patterns, or patterns that do not fit the model's heads and layers.
+        TypeError, ValueError: for patterns that are invalid or do not fit, and for a model with attention of its own.
     """
     config = text_config(model)
     if isinstance(model, nn.Module):
@@ -98,7 +98,7 @@ def has_pattern(module: Any) -> bool:
 
 
 def own_pattern(module: Any) -> DilatedPattern | None:
-    """Return the pattern that `set_pattern` set for an attention layer, or None if there is none, or a `fixed_pattern`.
+    """Return an attention layer's pattern from `set_pattern`; None if there is none or the layer has a `fixed_pattern`.
 
     Raises: ValueError for a layer without `layer_idx` if there are several patterns.
     """

@@ -59,7 +59,7 @@ def dilated_cache(config: Any, max_length: int | None = None) -> Any:
     Raises:
         ModuleNotFoundError: without transformers.
         TypeError: if `config` is neither a model nor a config.
-        ValueError: for rotary frequencies that depend on the sequence length, and for layers other than attention.
+        ValueError: for length-dependent rotary frequencies, and for layers that keep states or attend within chunks.
     """
     from lightning_dilated.ext.transformers.cache import DilatedCache  # imports transformers
 

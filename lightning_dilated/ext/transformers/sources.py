@@ -40,7 +40,8 @@ class Source:
     def read(cls, model: Any, adapters: str | Path | None, options: Mapping[str, Any] | None) -> Source:
         """Read the arguments `model`, `adapters` and `lora` of HFCausalLM.
 
-        Raises: TypeError, ValueError, FileNotFoundError or ModuleNotFoundError that names the argument.
+        Raises: TypeError, ValueError, ModuleNotFoundError, FileNotFoundError or NotADirectoryError; the message names the
+            argument.
         """
         if isinstance(model, (str, Path)) and adapter_folders.is_folder(model):
             if adapters is not None:

@@ -1,7 +1,7 @@
 """Count the memory of compiled blocks under fake tensors, with a model of the kernels that Inductor would generate.
 
-Inductor's own partitioner decides what is saved for the backward. In the model, matrix products and custom operators
-read and write memory, and the operations between them are fused into the fewest kernels. Kernels over the same number
+Inductor's own partitioner decides what is saved for the backward. Counted matrix products and custom operators read
+and write memory, and the operations between them are fused into the fewest kernels. Kernels over the same number
 of elements that read a common tensor are fused, unless another step has to run between them. A kernel writes the values
 that other kernels read. It overwrites an input if one of its results is the input's only remaining reader.
 """
@@ -73,7 +73,7 @@ class Kernels:
         return node.op != "call_function" or node in self.written or _of_operator(node)
 
     def _roots(self, node: fx.Node) -> set[fx.Node]:
-        """Return the values in memory that a value is computed from."""
+        """Return the values in memory from which a kernel computes a node."""
         roots: set[fx.Node] = set()
         for n in node.all_input_nodes:
             roots |= {n} if self._is_root(n) else self._roots(n)
@@ -252,7 +252,8 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _inputs(node: fx.Node) -> set[fx.Node]:
-    """Return the values that a value is computed from; a view or a value with one reader is replaced by its inputs."""
+    """Return the inputs of a node. An input that is a view or has one reader is replaced by its own inputs, unless it
+    is an argument of the graph or the result of an operator that Inductor calls (`_extern`)."""
     values: set[fx.Node] = set()
     for n in node.all_input_nodes:
         inline = n.op == "call_function" and not _extern(n) and (_viewed(n) or len(n.users) == 1)

@@ -34,11 +34,11 @@ from lightning_dilated.sequence.group import no_sequence
 
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Allocate memory as on a GPU, and return constants for numbers that are read from fake tensors.
+    """Allocate memory as on a GPU. Every number that is read from a fake tensor is 1.
 
     The package calls its GPU kernels (`ASSUMED`), and functions that it compiles run as one kernel. A norm is one
     kernel in the forward and one in the backward, in the dtype that autocast uses on a GPU. One kernel casts fp16 (not
-    bf16) logits and computes log-probabilities. Every number that is read is 1.
+    bf16) logits and computes log-probabilities.
     """
     with contextlib.ExitStack() as stack:
         for owner, name, value in (

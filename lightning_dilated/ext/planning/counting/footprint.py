@@ -40,7 +40,7 @@ GRAIN = 2048
 
 @dataclass(frozen=True)
 class Decoder:
-    """A second stack of blocks. `name`: prefix of its parts on the tape; `parameters`: the number in one block."""
+    """A second stack of blocks. `name`: prefix of its parts on the tape; `parameters`: their number in one block."""
 
     name: str
     depth: int
@@ -179,11 +179,11 @@ def _line(at: tuple[int, int], values: tuple[int, int], x: int) -> int:
 
 
 def footprint(subject: CountedModel, sizes: tuple[int, int] | None = None, graphs: Graphs | None = None) -> Footprint:
-    """Count two steps. With tiles, one step has three tiles and one has four; each further tile adds the same memory.
+    """Derive the footprint from two counted steps. With tiles, the steps have three and four tiles.
 
     Args:
         subject: model to count.
-        sizes: numbers of tokens of the two steps; None: a default.
+        sizes: numbers of tokens of the two steps; None: `_lengths`.
         graphs: cache of this model's compiled blocks.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Describe a model by its hooks: `CountedModel` for counting memory, and `Facts`, from which its time is computed.
+"""Describe a model as a `CountedModel`, for counting its memory, and as `Facts`, for computing its time.
 
 Shape letters: V vocabulary.
 """
@@ -129,13 +129,13 @@ def _counted_copy(model: DilatedModule, depth: int) -> DilatedModule:
 def _alike(
     model: DilatedModule, depth: int = 1, recurrence: Recurrence | None = None, hashed: Hashed | None = None
 ) -> DilatedModule:
-    """Return a copy of the model with `depth` layers that all have `recurrence` and `hashed`; None: no layer has one."""
+    """Return a copy of the model in which all `depth` layers have `recurrence` and `hashed`; None: no layer has one."""
     shallow = model.planning_copy(depth)
     if getattr(model, "recurrences", ()):
         shallow.recurrences = (recurrence,) * depth
     if layers := getattr(model, "hashed", ()):
         shallow.hashed = (hashed and replace(hashed, soft_until=0),) * depth
-        if hashed is not None:  # the pattern of another layer may not serve the other heads
+        if hashed is not None:  # another layer's pattern may not fit heads that are not hashed
             shallow._patterns = (model.patterns[layers.index(hashed)],) * depth
     return shallow
 

@@ -231,7 +231,7 @@ def _held(pieces: fused.Pieces, part: int, engine: int, results: int) -> int:
 
 
 def _leaves(span: Span, chunk: Chunk) -> list[list[int]]:
-    """List, for each innermost chunk, the rows of each block that is in memory while it is combined, oldest first."""
+    """List, for each innermost chunk, the rows of the blocks in memory while the chunk is combined, oldest first."""
     leaves: list[list[int]] = []
     fused.walk(chunk, functools.partial(_rows, span), lambda _, every, rows: leaves.append(rows))
     return leaves
