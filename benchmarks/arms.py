@@ -74,11 +74,11 @@ def add_options(p: argparse.ArgumentParser, lr: float = 1e-3) -> None:
     """Add the options that all experiments share."""
     p.add_argument("--arm", choices=NAMES, required=True)
     p.add_argument("--local", type=int, default=2048, help="segment length of local heads")
-    p.add_argument("--rotary-base", type=float, help="default: that of the longest sequence")
+    p.add_argument("--rotary-base", type=float, help="default: for the longest sequence")
     p.add_argument("--kv-conv", type=int, help="taps of the convolution on keys and values")
     p.add_argument("--lr", type=float, default=lr)
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--minutes", type=float, help="train for so long, whatever the steps of the last length")
+    p.add_argument("--minutes", type=float, help="length of the training, instead of the steps of the last length")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 

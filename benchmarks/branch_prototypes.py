@@ -379,7 +379,7 @@ def _sequences(a: Namespace, split: str, steps: int) -> Iterator[Batch]:
 
 
 def compare(a: Namespace) -> dict[str, object]:
-    """Return how many bits less the second arm needs than the first, paired by sample, and the standard error."""
+    """Return by how many bits the second arm is below the first, paired by sample, and the standard error."""
     gain = np.load(a.first) - np.load(a.second)
     return {"gain": round(float(gain.mean()), 4), "error": round(float(gain.std(ddof=1) / len(gain) ** 0.5), 4)}
 

@@ -42,7 +42,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--vocabulary", type=int, default=256)
     p.add_argument("--segments", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768])
     p.add_argument("--dilations", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    p.add_argument("--hybrid", type=int, help="a dense head in one layer of so many, and local segments of 2,048")
+    p.add_argument("--hybrid", type=int, help="N: a dense head in every N-th layer, and local segments of 2,048")
     p.add_argument("--compile", action="store_true", help="compile_blocks=True")
     p.add_argument("--plain", action="store_true", help="call the model for every token, without CUDA graphs")
     p.add_argument("--temperature", type=float, default=0.8)

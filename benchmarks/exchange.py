@@ -118,7 +118,7 @@ def step(tensors, pattern, causal: bool, group: SequenceGroup | None):
 
 
 def watched(run, group: SequenceGroup, device: torch.device, repeats: int) -> tuple[float, float, float]:
-    """Return (exposed seconds, planned bytes to receive, whether counts differ) of a pass, maximum over ranks."""
+    """Return (exposed seconds, planned bytes to receive, whether counts differ) of a call, maximum over ranks."""
     exposed = []
     for _ in range(repeats):
         meet(device)

@@ -53,8 +53,7 @@ class Outcome:
         allocated, reserved: largest bytes on a GPU of any rank, 0 if unknown.
         seconds: time of the second step.
         message: the rank that ran out of memory, and its error.
-        host, pinned: largest bytes of a rank's process on the host: resident, with libraries; and pinned at the
-            end.
+        host, pinned: largest bytes of a rank's process on the host: resident, with libraries, and pinned at the end.
     """
 
     tokens: int
@@ -344,7 +343,7 @@ WORDS = (
     "out of memory",
     "alloc_failed",
 )
-#: steps of a trial: two, since optimizer states exist from the second on
+#: steps of a trial: two, because optimizer states exist from the second step on
 STEPS = 2
 
 

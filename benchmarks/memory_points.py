@@ -31,7 +31,7 @@ from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 
 FIVE = {"segment_lengths": [2048, 4096, 8192, 16384, 32768], "dilation_rates": [1, 2, 4, 8, 16]}
-#: a segment that with shifted layers leaves no wall
+#: branches that leave no wall if layers are shifted
 SIX = {
     "segment_lengths": [2048, 8192, 32768, 131072, 524288, 2097152],
     "dilation_rates": [1, 4, 16, 64, 256, 1024],

@@ -34,7 +34,7 @@ def slides(count: int, tiles: int, generator: torch.Generator) -> tuple[Tensor, 
 
 
 def train(pool: str, is_global: bool, a: argparse.Namespace) -> tuple[float, float]:
-    """Return (share of new slides that are classified right, seconds)."""
+    """Return (share of new slides that are classified correctly, seconds)."""
     torch.manual_seed(a.seed)
     model = ld.SlideEncoder(
         FEATURES, a.dim, a.depth, 4, pool=pool, task="classification", num_classes=CLASSES, dropout=0.0, drop_path=0.0,

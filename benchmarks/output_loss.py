@@ -48,13 +48,13 @@ def plain(head: nn.Linear, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def ours(tile: int, compiled: bool = True) -> Way:
-    """Compute the loss as LongNetLM does, with gradients in the same pass as the sum."""
+    """Return the way of LongNetLM, with gradients in the same pass as the sum."""
     run = partial(nats, compiled=compiled)
     return lambda head, x, labels: tiled_sum(partial(run, head), (head,), tile, x, labels) / labels.numel()
 
 
 def again(tile: int) -> Way:
-    """Compute the loss with logits of each tile recomputed in the backward, as for losses by token."""
+    """Return a way that recomputes the logits of each tile in the backward, as for losses by token."""
     return lambda head, x, labels: tiled(partial(nats, head), (head,), tile, x, labels).mean()
 
 
@@ -65,7 +65,7 @@ def of_torch(head: nn.Linear, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def of_liger() -> Way:
-    """Compute the loss by liger-kernel."""
+    """Return the way of liger-kernel."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss()

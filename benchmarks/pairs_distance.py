@@ -5,7 +5,7 @@
 
 `strains` FOLDER: FOLDER has a folder of FASTA files for each species. The species pylori is for validation
 (`StrainPairsDataModule`; the boundary varies by up to a tenth of N/2, and up to 63 bases are dropped). A model of 8
-layers of width 256 with 4 heads trains on samples of 4,096, then 16,384, then 65,536 bytes.
+layers of width 256 with 4 heads trains on samples of 4,096, then 16,384, then 65,536 bases.
 `versions` FILE: samples of 65,536 bytes from `version_pairs.py`; FILE.val.bin is for validation. A model of 8 layers of
 width 512 with 8 heads.
 A step has 65,536 tokens (`arms.py`). Prints one line of JSON: bits per token of the first and the second half, the
@@ -73,7 +73,7 @@ def strains(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Iter
 
 
 def versions(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Iterator[Batch]:
-    """Yield samples of a file of bytes, each as a batch, in an order drawn by the seed."""
+    """Yield samples of a file of bytes, each as a batch. In training, the seed determines the order."""
     path = a.data if split == "train" else a.data.with_suffix(".val.bin")
     flat = np.memmap(path, np.uint8, "r")
     rows = flat[: len(flat) // seq_len * seq_len].reshape(-1, seq_len)

@@ -3,9 +3,9 @@
     python benchmarks/recurrence_time.py --seq-len 65536 262144
     python benchmarks/recurrence_time.py --seq-len 65536 --parts
 
-Inputs are bf16, states are fp32. The table has milliseconds of a forward, and of a forward, its repetition and a backward,
-relative to the op with five branches over the same tokens. It also has the largest differences of the output and of the
-gradients of q, k, v, log_decay and beta from the first row. Ways that are not installed are omitted, with the reason.
+Inputs are bf16, states are fp32. The table has milliseconds of a forward, and of a forward and a backward. The row
+`dilated` is the op with five branches over the same tokens. Other rows have the largest differences of the output and
+the gradients of q, k, v, log_decay and beta from the first row, or the reason why a way does not run.
 With `--parts`, there is a row for each kernel, in a call that is not split into windows.
 Shape letters: B batch, N tokens, H heads, D head dim.
 """
@@ -58,7 +58,7 @@ def inputs(a: argparse.Namespace, seq_len: int) -> tuple[Rows, Tensor]:
 
 
 def measured(way: Callable[..., Tensor], tensors: Rows, grad: Tensor) -> tuple[float, float, Rows]:
-    """Return (milliseconds of the forward, of both passes, output, gradients)."""
+    """Return (milliseconds of the forward, of both passes, output and gradients)."""
 
     def forward() -> None:
         with torch.no_grad():

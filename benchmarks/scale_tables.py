@@ -114,7 +114,7 @@ def _serving(setting: Setting, tokens: int, ranks: int, exchanges: Sequence[str]
 def table(setting: Setting, steps: Sequence[Step]) -> list[str]:
     """Return a Markdown table of the steps, each relative to one rank with the same number of tokens.
 
-    Bytes are the mean over ranks in a layer: all received bytes, and those from other nodes.
+    Bytes are the mean over ranks in a layer: all received bytes, and in brackets the bytes from other nodes.
     """
     lines = [
         "| tokens a GPU | GPUs | tokens | exchange | forward MB a layer (far) | backward MB a layer (far) | exposed ms "
@@ -155,7 +155,7 @@ def scale_plot(steps: Sequence[Step], path: str | Path, caption: str) -> None:
     """Write a PNG with a column per L: above, tokens/s per GPU; below, the exposed share of a step, both by GPUs.
 
     Args:
-        steps: result of `sweep`; every line begins at the steps of one rank.
+        steps: result of `sweep`; lines of exchanges without a hierarchy begin at one rank.
         caption: the assumptions, which are printed below.
     """
     sizes = sorted({s.tokens // s.ranks for s in steps})
@@ -185,7 +185,7 @@ def scale_plot(steps: Sequence[Step], path: str | Path, caption: str) -> None:
 
 
 def _lines(axes: Axes, steps: Sequence[Step], value: Callable[[Step], float]) -> None:
-    """Draw a line per exchange, starting at the single rank, which exchanges nothing."""
+    """Draw a line per exchange. Without a hierarchy, it starts at the single rank, which exchanges nothing."""
     ranks = sorted({s.ranks for s in steps})
     for name, (colour, marker, dashes) in STYLES.items():
         selected = [s for s in steps if s.exchange == name]

@@ -26,7 +26,7 @@ import lightning_dilated as ld
 
 
 class OneSlide(Dataset):
-    """A blank row for the class token, then tiles. Each step has the same slide, with `vary` tiles less than before."""
+    """A blank row for the class token, then tiles. Each step has the same slide with `vary` fewer tiles than before."""
 
     def __init__(self, tiles: int, width: int, steps: int, vary: int = 0) -> None:
         self.rows, self.steps, self.vary = tiles + 1, steps, vary

@@ -163,13 +163,13 @@ class StrainPairsDataModule(RuleDataModule):
 
     Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. Tokens are A 0, C 1, G 2, T 3
     (`vocab_size` 4); a label is the next base. The base of A that predicts B's next base is about N/2 tokens back: a
-    model that cannot look there predicts B no better than A. `callbacks.LossByPosition` shows the fall.
+    model that cannot look there predicts B no better than A. `callbacks.LossByPosition` shows the difference.
 
     A FASTA file is a strain. Windows correspond by a 32-mer that occurs once in each of the two genomes, on either
     strand. Each sample draws the strains and their order, the place, the strand, the boundary, how many of B's first
     bases are left out, and a renaming of the four bases, so that statistics of a species do not help. A sample depends
-    on (seed, split, index) alone: workers, ranks and resumed runs get the same ones. Species of `val` and `test` are
-    not trained on. Windows that would hold N or another letter than A C G T (U is T) are not drawn.
+    on (seed, split, index) alone: workers, ranks and resumed runs get the same samples. Species of `val` and `test` are
+    not trained on. Windows with a letter other than A C G T (U is T), such as N, are not drawn.
 
     `check` reads every base twice, in every process (about 6 seconds of a core for 100 million bases), and compares
     every two strains of a species. It keeps about 0.4 bytes a base in memory.
@@ -183,7 +183,7 @@ class StrainPairsDataModule(RuleDataModule):
         batch_size: B, samples of a batch on each device.
         boundary_range: the boundary is drawn evenly from N/2 * (1 - boundary_range) to N/2 * (1 + boundary_range); from
             0, which fixes it, to below 1.
-        max_dropped: most of B's first bases that are left out; their number is drawn evenly from 0 on.
+        max_dropped: maximum number of B's first bases to leave out; the number is drawn evenly from 0 on.
         rename_bases: rename the four bases at random in each sample.
         reverse_complement: share of the samples that are read on the other strand, from 0 to 1.
         train_size, val_size, test_size: samples of each split; ignored for splits without species.
@@ -362,7 +362,7 @@ class StrainPairsDataModule(RuleDataModule):
     def _usable(
         self, first: Strain, second: Strain, kmers: np.ndarray, reverse: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Select 32-mers (M,) for which both strains have room. Return places here, places there, and strands.
+        """Select 32-mers (M,) for which both strains have room. Return indices in both `Anchors`, and strands.
 
         Args:
             reverse: (M,) bool, the strand to read each 32-mer on; None tries all that `reverse_complement` allows.
@@ -467,7 +467,7 @@ def _refuse_shared(files: dict[str, list[str]]) -> None:
 
 
 def _refuse_equal(strains: dict[str, list[Strain]], split_of: dict[str, str]) -> None:
-    """Check that no strain is there twice, and that no record is in two splits."""
+    """Check that no strain occurs twice, and that no record is in two splits."""
     for name, group in strains.items():
         for first, second in itertools.combinations(group, 2):
             if first.identity() == second.identity():

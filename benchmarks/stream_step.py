@@ -60,7 +60,7 @@ def options() -> argparse.Namespace:
         p.add_argument(f"--{name}", type=int, default=value)
     p.add_argument("--kv-heads", type=int)
     p.add_argument("--ffn-dim", type=int)
-    p.add_argument("--hybrid", type=int, help="a dense head in one layer of so many, and local segments")
+    p.add_argument("--hybrid", type=int, help="N: a dense head in every N-th layer, and local segments")
     p.add_argument("--policy", default="attention-kept")
     p.add_argument("--tile", type=int)
     p.add_argument("--every", type=int, default=1)

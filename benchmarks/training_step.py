@@ -53,9 +53,9 @@ def options() -> argparse.Namespace:
     p.add_argument("--segments", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768])
     p.add_argument("--dilations", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     p.add_argument(
-        "--hybrid", type=int, help="a dense head in one layer of so many, and local segments, instead of those"
+        "--hybrid", type=int, help="N: a dense head in every N-th layer, and local segments, instead of --segments"
     )
-    p.add_argument("--recurrence", type=int, help="a memory by the gated delta rule in one layer of so many")
+    p.add_argument("--recurrence", type=int, help="N: a memory by the gated delta rule in every N-th layer")
     p.add_argument("--attention", default="ours", choices=["ours", "torchscale", "dense"])
     p.add_argument("--torchscale", help="folder of a checkout, for --attention torchscale")
     p.add_argument("--kv-heads", type=int)
@@ -154,7 +154,7 @@ def table(clock: Clock, rows: int = 30) -> None:
     """Print the kernels of the profiled step by kind, and the longest kernels."""
     times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for event in clock.seen.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and "#" not in event.name:  # ranges have a device type
+        if event.device_type == torch.autograd.DeviceType.CUDA and "#" not in event.name:  # ranges have this type, too
             times[event.name][0] += event.device_time / 1000
             times[event.name][1] += 1
     kinds: dict[str, float] = defaultdict(float)

@@ -35,7 +35,7 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def tried(table: dict[Any, tuple[int, ...]], dim: Any, tiles: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Set each of the tiles in a kernel's table, one at a time, and restore the table at the end."""
+    """Yield the tiles one at a time, each set in a kernel's table. Restore the table at the end."""
     before = table[dim]
     for tile in tiles:
         table[dim] = tile
@@ -44,7 +44,7 @@ def tried(table: dict[Any, tuple[int, ...]], dim: Any, tiles: list[tuple[int, ..
 
 
 def case(dim: int, heads: int, causal: bool, rate: int) -> None:
-    """Time all tiles for one case."""
+    """Time all tiles for one case. With a dilation above 1, only the pipelined forward is timed."""
     shape = SEGMENTS, ROWS * rate, heads, dim
     make = lambda: torch.randn(shape, device="cuda", dtype=torch.bfloat16)[:, ::rate].transpose(1, 2)  # noqa: E731
     q, k, v, grad = make(), make(), make(), make()

@@ -34,7 +34,7 @@ class VersionPairs:
     """Results of `write_version_pairs`.
 
     `paths` and `samples` (numbers) of "train" and, with `hold_out`, of "val"; `json_path`; N in `seq_len`; `files`:
-    number of files in both trees that the options leave; `changed`: how many of them differ (None if all are taken).
+    number of files in both trees that match the options; `changed`: how many of them differ (None if all are taken).
     """
 
     paths: dict[str, str]
@@ -62,7 +62,7 @@ class _Options:
 
     @classmethod
     def checked(cls, **options: object) -> _Options:
-        """Raises: TypeError or ValueError, naming the option."""
+        """Return the options. Raises: TypeError or ValueError with the option's name."""
         suffixes = options["suffixes"]
         limits = {
             name: None if options[name] is None else integer(options[name], name, 1) for name in ("limit", "val_limit")
@@ -135,7 +135,7 @@ def write_version_pairs(
         exclude: folders or files to leave out.
         hold_out: folders or files with samples for validation.
         changed_only: leave out files that are equal in both trees.
-        limit, val_limit: most samples for training, and for validation, chosen at random; None writes all.
+        limit, val_limit: maximum number of samples for training and for validation, chosen at random; None: all.
         seed: fixes the order, the choice and the boundaries.
 
     Raises:
@@ -171,7 +171,7 @@ def write_version_pairs(
 
 # -- which files -------------------------------------------------------------------------------------------------------
 def _taken(roots: tuple[str, str], options: _Options) -> list[_File]:
-    """Return the files of both trees that the options leave, one folder after the other."""
+    """Return the files of both trees that match the options, one folder after the other."""
     old, new = (dict(_plain_files(root)) for root in roots)
     common = sorted(old.keys() & new.keys(), key=lambda name: name.split("/"))
     if not common:

@@ -21,7 +21,7 @@ import lightning_dilated as ld
 from lightning_dilated.planning import dense_yardstick, seconds_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-#: runs a forward, then a backward with a given gradient of out
+#: runs a forward, or both passes with a given gradient of out
 Pass = Callable[[], tuple[Tensor, ...]]
 
 
@@ -31,7 +31,7 @@ class CudnnWindow(torch.autograd.Function):
     @staticmethod
     @functools.cache
     def graphs(shape: tuple[int, ...], width: int) -> tuple:
-        """Return (forward graph, its tensors, backward graph, its tensors, bytes of their workspaces)."""
+        """Return (graph, its tensors, bytes of its workspace) for the forward and for the backward."""
         import cudnn
 
         kinds = cudnn.data_type

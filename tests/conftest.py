@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from .examples import examples
 
-gc.disable()  # until tests run, because a collection visits every object that imports of torch and of test files create
+gc.disable()  # until tests run: a collection would visit all objects that importing torch and test files creates
 # A forked process lacks the threads of its parent's process groups, and collecting such a group there aborts.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=gc.collect)
@@ -50,8 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests with worker processes `full`, other cheap tests `fast`, before -m selects; skip `gpu` without a GPU.
+    """Before -m selects, mark tests with worker processes `full`, and tests that are not full, slow or gpu `fast`.
 
+    Skip `gpu` tests without a GPU.
     Under xdist, the slowest files come first.
     """
     import torch
@@ -108,7 +109,7 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def no_process_group_left():
-    """Destroy the process group and remove MASTER_PORT etc., which Lightning leaves for later tests and processes."""
+    """After each test, destroy the process group and restore MASTER_PORT etc., which Lightning would leave changed."""
     import torch
 
     before = {name: os.environ.get(name) for name in LAUNCHED}

@@ -1,4 +1,4 @@
-"""Which models a tokenizer can be used with."""
+"""Models of checkpoints: the tokenizers that fit them, and class paths of older files."""
 
 import json
 import warnings
@@ -56,7 +56,7 @@ def test_a_model_of_masked_tokens_does_not_continue_texts(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_a_class_that_stood_elsewhere(tmp_path: Path, kind: str) -> None:
-    """Files from before the models moved refer to the modules of that time."""
+    """Files that were written before the classes moved contain their old paths."""
     model = LongNetLM(DilatedPattern.longnet([16], [1]), dim=8, depth=1, num_heads=1)
     before = "lightning_dilated.models.longnet_lm.LongNetLM"
     if kind == "folder":

@@ -55,7 +55,7 @@ def trainer():
 
 
 def test_autograd_within_op():
-    """The backward of a recurrence differentiates its forward. Without this function it would find no graph."""
+    """The backward of a recurrence differentiates its forward. Without this function, autograd would record no graph."""
     library = torch.library.Library("lightning_dilated_test", "DEF")
     library.define("slope(Tensor x) -> Tensor")
 
@@ -242,7 +242,7 @@ def test_steps_of_a_trainer(trainer):
 
 
 def test_checkpoints_between_micro_batches(trainer):
-    """A checkpoint there would lack gradients. The callback can still be copied and pickled, and is replaced once."""
+    """A checkpoint there would lack gradients. The callback can be copied and pickled; its hook is replaced once."""
     saver, calls = pl.callbacks.ModelCheckpoint(), []
     trainer.callbacks, trainer.fit_loop._combined_loader = [saver], SimpleNamespace()
     trainer.accumulate_grad_batches, trainer.fit_loop.epoch_loop.max_batches = 2, 10
@@ -443,7 +443,7 @@ def test_what_selective_checkpointing_saves():
 
 
 def test_modules_and_tensors_without_names():
-    """A shared module or tensor is visited once, a missing one is skipped."""
+    """A shared module or tensor is listed once; None is skipped."""
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ModuleList([nn.Linear(2, 2), nn.BatchNorm1d(2)]))
     module[1].append(module[0])
     module[1][0].weight = module[0].weight
@@ -657,7 +657,7 @@ def test_graphs_and_traced_tensors():
     assert flat == ext_torch.leaves(tree) == [1, 2] and ext_torch.unflatten(flat, spec) == tree, says.format("trees")
 
 
-# -- what was added with the checks of files and ranks -----------------------------------------------------------------
+# -- files, ranks and processes ----------------------------------------------------------------------------------------
 class Takes(pl.LightningModule):
     """A module with an int and a list as arguments."""
 
@@ -749,7 +749,7 @@ with stack.with_top("a"), stack.with_top("b"):
     Deep.apply(torch.ones(1, requires_grad=True), 70).backward()
 Deep.apply(torch.ones(1, requires_grad=True), 70).backward()
 print(seen, flush=True)
-os._exit(0)  # threads of autograd are still there
+os._exit(0)  # threads of autograd still run
 """
 
 

@@ -89,7 +89,7 @@ def test_samples(name):
 
 
 def test_command(recipe, capsys, monkeypatch):
-    """Run the whole search, with trials that succeed up to a certain length."""
+    """Run the whole search, with trials that succeed up to 300,000 tokens."""
     tried = []
 
     def trial(self, tokens):

@@ -113,7 +113,7 @@ def test_the_layer_imports_few_files():
 
 
 def test_lint_holds_budgets():
-    """A number above its budget is a finding, and so is a budget far above its number."""
+    """A size above its budget is a finding, and so is a budget far above the size."""
     path = ROOT.parent / ".ci" / "lint.py"
     if not path.exists():
         pytest.skip("no checkout: a source archive has no .ci")
@@ -131,7 +131,7 @@ def test_lint_holds_budgets():
 
 
 # -- the public face ---------------------------------------------------------------------------------------------------
-#: public name, and its module and name
+#: {public name: module and name of its object}
 PINNED = dict(line.split() for line in (Path(__file__).parent / "public_names.txt").read_text().splitlines())
 
 

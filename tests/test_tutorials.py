@@ -52,7 +52,7 @@ NUMBER = r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?"
 
 
 def run_page(name: str, tmp_path: Path) -> list[str]:
-    """Run a page in its own folder and check its output. Return a text for each block that runs."""
+    """Run a page in its own folder and check its output. Return the output of each block that runs."""
     parts = [x for x in NOTEBOOKS.cells((FOLDER / name).read_text()) if x.kind in ("file", "bash", "python")]
     programs, folder = tmp_path / "programs", tmp_path / "folder"
     programs.mkdir()
@@ -107,7 +107,7 @@ def numbers(pattern: str, texts: list[str]) -> list[float]:
 
 
 def check_first_model(texts: list[str]) -> None:
-    """The model beats the bigram model, equally on one and two ranks, and finds Python most likely."""
+    """The model beats the bigram model, has one result on one and two ranks, and finds Python most likely."""
     bits, bigram = numbers(r"LongNetLM +│ +#", texts), numbers(r"bigram of the training bytes +│ +#", texts)
     assert bits[-1] < bigram[-1]
     assert bits[-1] == pytest.approx(bits[-2], abs=2e-3)

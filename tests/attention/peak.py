@@ -19,7 +19,7 @@ def status(field):
     return int(re.search(rf"{field}:\\s+(\\d+) kB", open("/proc/self/status").read()).group(1)) * 1024
 
 def peak(run):
-    '''Bytes that `run` needs at once, above what is held when it starts.'''
+    '''Return the peak bytes of `run` above the memory in use at its start, and its result.'''
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets VmHWM
     before = status("VmRSS")

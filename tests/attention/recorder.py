@@ -31,7 +31,7 @@ class Calls:
 
 
 def record(monkeypatch: pytest.MonkeyPatch, name: str, base: Engine | None = None, **statements: Any) -> Calls:
-    """Record the calls of engine `name`. It computes as `base` (default: itself) with the given `statements`."""
+    """Record the calls of engine `name`, which computes as engine `base` (default: `name`) and has `statements`."""
     calls, base = Calls(), base or ENGINES[name]
 
     def forward(q, k, v, *args):

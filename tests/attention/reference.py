@@ -9,7 +9,7 @@ GRADIENTS = ("dq", "dk", "dv")
 
 
 def error(got: Tensor, want: Tensor, floor: float = 1e-2) -> float:
-    """Return max |got - want| / max(max |want|, floor). The floor is for a `want` of 0, as dq of one token."""
+    """Return max |got - want| / max(max |want|, floor). The floor is for a `want` of zeros, such as dq of one token."""
     assert got.shape == want.shape, (got.shape, want.shape)
     if not want.numel():
         return 0.0
@@ -25,7 +25,7 @@ def close(name: str, got: Tensor, want: Tensor, tol: float, floor: float = 1e-2)
 
 
 def close_lse(name: str, got: Tensor, want: Tensor, tol: float) -> None:
-    """Assert that both have -inf in the same places, and that other values differ by at most `tol`."""
+    """Assert that both have -inf in the same places, and that the `error` of other values is at most `tol`."""
     bare = want == -torch.inf
     assert torch.equal(got == -torch.inf, bare), f"{name}: -inf at other rows than the oracle's"
     close(name, got[~bare], want[~bare], tol, floor=1.0)

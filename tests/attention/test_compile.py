@@ -92,7 +92,7 @@ def test_any_length_in_one_graph():
     ids=["eager", "aot_eager", "aot_eager, checkpoint", "inductor, checkpoint"],
 )
 def test_dropout(backend, recompute):
-    """The output is linear in v for a fixed mask, so (dv * v).sum() == (out * grad).sum() if both passes use one."""
+    """The output is linear in v, so (dv * v).sum() == (out * grad).sum() if both passes use the same mask."""
     q, k, v, grad = CASE.tensors()
 
     def block(q, k, v):

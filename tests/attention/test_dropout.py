@@ -29,7 +29,7 @@ def drawn_seed() -> int:
 
 
 def by_masks(case, q, k, v, dropout):
-    """Sum keep * c * exp(s) v / (1-p) over branches by (N, N) masks, then divide by the sum without dropout."""
+    """Return (out, lse) by (N, N) masks: keep * c * exp(s) v / (1-p), summed, over the sum without dropout."""
     group = case.heads // case.kv_heads
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     s = torch.einsum("bphd,bjhd->bhpj", q, k.repeat_interleave(group, 2)) * scale

@@ -39,7 +39,7 @@ def test_the_table():
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("engine", CPU_ENGINES)
 def test_dtype_and_head_dim(engine, dtype, head_dim):
-    """On each dtype and head dim that it accepts, an engine is as exact as the dtype allows."""
+    """A CPU engine accepts each dtype and head dim, and is as exact as the dtype allows."""
     assert ENGINES[engine].why_not(Request(CPU, dtype, head_dim)) is None
     case = Case(PATTERN, 2, 27, 4, 2, head_dim, causal=True, layout="fused")
     q, k, v, grad = case.tensors(dtype)

@@ -90,8 +90,8 @@ def test_random_attended(engine, share):
 def test_random_low_precision(engine, dtype, share):
     """The error is at most twice a plain softmax's in the same dtype, plus the rounding of the result.
 
-    For gradients the rounding of the result is allowed as well: an engine's backward reads the rounded output, and the
-    backward of a softmax does not.
+    Gradients may have two roundings: an engine's backward reads the rounded output, and the backward of a softmax does
+    not.
     """
 
     @seed(ENGINES.index(engine))

@@ -1,4 +1,4 @@
-"""Recorded results of released implementations: models were trained with the definition that this package computes."""
+"""Results of released implementations, with which models were trained, equal the results of this package."""
 
 from pathlib import Path
 

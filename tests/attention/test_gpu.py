@@ -258,7 +258,7 @@ def test_cuda_graph(engine):
 
 @pytest.mark.parametrize("engine", ["triton", "blocks", "cudnn"])
 def test_long_calls(engine):
-    """Calls split into stretches on two streams, in-place results and several launches equal one call of torch."""
+    """Calls that are split over two streams or into several launches equal undivided calls of cuDNN."""
     for batch, tokens in ((1, 9 * 4096), (2, 5 * 4096)):
         q, k, v, grad = (torch.randn(batch, tokens, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
         pattern, unit = DilatedPattern.geometric(512, 8192), batch * 4 * 64 * 4096

@@ -1,4 +1,4 @@
-"""torch caches cuDNN's graphs without the gradient's strides. Results must be right after any earlier calls."""
+"""torch's cache of cuDNN graphs ignores the strides of gradients. Results must be right after any earlier calls."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from .strategies import Case, cases
 
 
 class Forgetful:
-    """Imitates torch's cuDNN backward, which uses the strides of grad and out in the first call with equal q, k, v."""
+    """Imitates torch's cuDNN backward: it reads grad and out with the strides of the first call that has equal q, k, v."""
 
     def __init__(self, monkeypatch, mended: bool):
         self.first, self.copies, self.handed_on, self.mended = {}, 0, 0, mended
@@ -100,14 +100,14 @@ def test_copies_are_said_once(monkeypatch, caplog):
     assert len(caplog.messages) == 1 and "than in an earlier call" in caplog.messages[0]
 
 
-def dq(model, tokens):
+def model_gradients(model, tokens):
     """Return the gradients of the model's loss for all its parameters."""
     loss = model.token_losses({"tokens": tokens, "labels": tokens}).sum()
     return torch.autograd.grad(loss, list(model.parameters()))
 
 
 def test_windows_of_heads_after_another_model(monkeypatch):
-    """Windows of heads have the same strides of q as a narrower model, but different strides of the gradients."""
+    """In head chunks, q has the strides of a narrower model's q, but the gradients have other strides."""
     from lightning_dilated import LongNetLM
     from lightning_dilated.callbacks import ActivationRecompute  # noqa: F401 - the settings are its own
     from lightning_dilated.memory.settings import MemorySettings
@@ -118,11 +118,11 @@ def test_windows_of_heads_after_another_model(monkeypatch):
     for model in (narrow, wide):
         model.configure_model()
         model.double()
-    want = dq(wide, tokens)
+    want = model_gradients(wide, tokens)
     wide.transformer.memory = replace(MemorySettings(), head_chunks=2)
     engine = Forgetful(monkeypatch, mended=True)
-    dq(narrow, tokens)
-    for a, b in zip(dq(wide, tokens), want, strict=True):
+    model_gradients(narrow, tokens)
+    for a, b in zip(model_gradients(wide, tokens), want, strict=True):
         close("a gradient of windows", a, b, 1e-9)
     assert engine.copies > 0
 

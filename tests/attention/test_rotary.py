@@ -209,7 +209,7 @@ def test_xpos_refuses_overflow_with_a_remedy_that_works(dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_own_positions_are_not_read(kind):
-    """The device "meta" has no values. On a GPU, reading positions would make the host wait in each step."""
+    """Tensors on "meta" cannot be read. On a GPU, reading the layer's own positions would make the host wait."""
     module, x = layer(DilatedPattern.dense(8), kind=kind).to("meta"), torch.empty(2, 20, 2 * D, device="meta")
     assert module.table(x).cos.shape == (20, D // 2)
     if kind == "xpos":

@@ -124,7 +124,7 @@ PLAIN = ["a", "", "s=1", "1'", " b"]
 
 
 def test_no_formulas(tmp_path):
-    """A spreadsheet shows foreign strings without running them as formulas. When read back, they are unchanged."""
+    """Strings that a spreadsheet would run as formulas begin with a quote. Without the quote they are unchanged."""
     words = [*FORMULAS, *PLAIN]
     strategy = SimpleNamespace(is_first_of_sequence=True)
     run = SimpleNamespace(distributed_sampler_kwargs=None, strategy=strategy)

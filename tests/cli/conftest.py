@@ -33,7 +33,7 @@ LOG = Path("runs") / "quickstart" / "version_0"
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Omit RunReport's picture of a pattern, half of a small fit's time, which tests/callbacks/test_report.py tests."""
+    """Omit the picture of a pattern, which takes half of a small fit's time. tests/callbacks/test_report.py tests it."""
     monkeypatch.setattr(DilatedPattern, "plot", lambda self, length, heads, causal, path, **options: Path(path).touch())
 
 
@@ -48,7 +48,7 @@ class Result:
 
     @property
     def words(self) -> str:
-        """Return standard output without the spaces and line breaks that tables add."""
+        """Return standard output with one space between words in place of a table's spaces and line breaks."""
         return " ".join(self.out.split())
 
     def metric(self, name: str) -> float:

@@ -192,7 +192,7 @@ def test_generate_draws_by_seed(cli, fitted):
 
 @pytest.mark.parametrize("options", [(), ("--max_new_bytes", 0), ("--top_k", 3)], ids=str)
 def test_generate_streams_the_same_text(cli, fitted, options):
-    """Streaming prints the same text, even for invalid UTF-8 (likely in random bytes) and characters of two steps."""
+    """Streaming prints the same text, even invalid UTF-8 (likely in random bytes) and characters of several bytes."""
     arguments = ("generate", "--ckpt_path", fitted.ckpt, "--prompt", "the é ", "--max_new_bytes", 60, *options)
     assert cli(*arguments, "--stream").out == cli(*arguments).out
 
@@ -311,7 +311,7 @@ def test_noise_of_others_is_left_out(command):
 
 
 def test_lightnings_summary_where_a_recipe_names_it(cli):
-    """If a recipe contains Lightning's ModelSummary, it replaces ours and keeps its depth."""
+    """Lightning's ModelSummary in a recipe replaces ours and keeps its max_depth."""
     said = cli(
         *("fit", *TINY, "--trainer.max_steps", "1", "--trainer.callbacks+=lightning.pytorch.callbacks.ModelSummary"),
         *("--trainer.callbacks.max_depth", "2"),

@@ -27,7 +27,7 @@ SIZES = {"dim": 16, "depth": 1, "num_heads": 4}
 
 
 def fit(folder, model=None, **options):
-    """Fit one step with two ShardedCheckpoints and a .ckpt. Return the model."""
+    """Fit two steps, with a sharded checkpoint after each and a .ckpt at the end. Return the model."""
     pl.seed_everything(0, verbose=False)
     model = model or LongNetLM(PATTERN, **SIZES)
     saver = ShardedCheckpoint(str(folder / "parts"), every_n_train_steps=1)
@@ -171,7 +171,7 @@ class Harm:
 
 def test_a_folder_runs_no_code(made, dealt, cli, tmp_path):
     for name in (".metadata", "meta.pt"):
-        shutil.copytree(dealt[0] / "lightning.ckpt", tmp_path / name)  # without a manifest, no checksum reveals it
+        shutil.copytree(dealt[0] / "lightning.ckpt", tmp_path / name)  # without a manifest, there is no checksum
         (tmp_path / name / name).write_bytes(pickle.dumps({"state_dict_metadata": Harm()}))
         one_line(
             cli("consolidate", tmp_path / name, "--out", "x.safetensors"),

@@ -1,4 +1,4 @@
-"""The data modules' recipes train two steps at a tiny size, by typed commands."""
+"""The recipes that show data modules train two steps at a tiny size."""
 
 import pytest
 

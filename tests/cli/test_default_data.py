@@ -1,4 +1,4 @@
-"""`data` without class_path means text as bytes. If the model needs other data, it is refused before any work."""
+"""`data` without class_path means text as bytes. If the model needs other data, the run is refused before any work."""
 
 import lightning.pytorch as pl
 import pytest

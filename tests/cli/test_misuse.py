@@ -104,7 +104,10 @@ if torch.cuda.is_available():
 
 
 def refused(result, texts):
-    """Report only the last line of a failure: a parser's usage would fill pages and hide the missing patterns."""
+    """Assert status 2 and that standard error matches all `texts`, without a traceback.
+
+    A failure shows only the last line: a parser's usage would fill pages and hide the missing patterns.
+    """
     last = result.err.strip().splitlines()[-1] if result.err.strip() else "nothing"
     if "Traceback" in result.err:
         pytest.fail(f"a traceback, ending in {last}")
@@ -372,8 +375,8 @@ def test_other_classes_of_a_checkpoint_are_not_imported(cli, fitted, tmp_path, m
     assert not (tmp_path / "mark").exists()
 
 
-def test_texts_of_a_checkpoint_are_no_files(cli, fitted, tmp_path, monkeypatch):
-    """A parser would open text in place of a pattern as a file or an address, and instantiate the class named there."""
+def test_text_in_place_of_a_pattern_is_refused(cli, fitted, tmp_path, monkeypatch):
+    """A parser would open such text as a file or an address, and instantiate the class named there."""
     (tmp_path / "evil.txt").write_text("class_path: evilmod.X\n")
     said = {
         "evil.txt": r"evil\.ckpt names evilmod\.X \(pattern\)",  # a class that the file names

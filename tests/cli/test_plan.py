@@ -125,7 +125,7 @@ def test_names_the_layout_that_balances_ranks(cli, tmp_path):
 
 
 def test_layers_with_a_recurrence(cli, tmp_path):
-    """With recurrence in some layers, the table shows its time, skips settings that it refuses, and lists omissions."""
+    """With recurrence in some layers, the table has its time, omits settings that it excludes, and notes untimed parts."""
     lines = {}
     for name, recurrence in (("x", [None, {"kind": "gated_delta"}]), ("y", None)):
         sizes = {**LM["init_args"], "dim": 64, "depth": 2, "num_heads": 4, "recurrence": recurrence}

@@ -24,7 +24,7 @@ from .conftest import DATA, LOG, TINY
 pytestmark = pytest.mark.full
 
 EVERY = sorted(path for folder in recipe_folders()[-1:] for path in folder.rglob("*.yaml"))
-#: recipes for `fit` that need the extra transformers: tests/integrations runs them
+#: recipes for `fit` that need the extra transformers: tests/ext/transformers runs them
 OF_TRANSFORMERS = [path for path in EVERY if "integrations.transformers" in path.read_text()]
 #: all other recipes for `fit`; generate.yaml is for `generate`
 RECIPES = [x for x in EVERY if "trainer" in yaml.safe_load(x.read_text()) and x not in OF_TRANSFORMERS]
@@ -71,7 +71,7 @@ def test_says_how_to_run_it(recipe):
 
 @each
 def test_schedule_ends_with_the_run(recipe):
-    """A cosine schedule must have the run's number of steps, or it would end too early or never. It does by default."""
+    """A cosine schedule must have the run's number of steps (the default), or it would end too early or never."""
     config = yaml.safe_load(recipe.read_text())
     schedule = config["model"]["init_args"].get("lr_scheduler")
     if schedule is not None:
@@ -97,10 +97,10 @@ SMALL = '{"segment_lengths": [16, 64], "dilation_rates": [1, 4]}'
 SIZES_OF = ["--model.pattern", SMALL, "--model.dim", "16", "--model.depth", "2", "--model.num_heads", "4"]
 SLIDES = ["--data.paths", "slides", "--model.dim", "16", "--model.depth", "1", "--model.feature_dim", "8"]
 TEXT = ["--data.paths", "text.txt", "--data.seq_len", "64", "--data.batch_size", "1", "--data.val_limit", "2"]
-#: options that make a recipe tiny; tests/strategy runs ring_4gpu, and most tests of this folder run the quickstart
 CHUNKS = '[{"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": {"stream": 16}}]'
 STREAMED = ["--trainer.callbacks", CHUNKS, "--trainer.limit_val_batches", "1", "--data.val_fraction", "0.2"]
 EVERY_BATCH = ["--trainer.check_val_every_n_epoch", "null"]
+#: options that make a recipe tiny; tests/strategy runs ring_4gpu, and most tests of this folder run the quickstart
 TINY_RUNS = {
     "billion": [*TEXT, *SIZES_OF, "--model.compile_blocks", "false", *STREAMED],
     "bytes_context": [*TEXT, *SIZES_OF],

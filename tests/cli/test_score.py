@@ -110,7 +110,7 @@ def test_every_kind_of_variant(cli, folder, kind):
 
 @pytest.mark.parametrize("kind", ["LongNetLM", "LongNetMLM"])
 def test_strands(cli, folder, kind):
-    """`both` is the mean of the two strands. A variant scores the same on the other strand of a reversed genome."""
+    """`both` is the mean of the two strands. A variant has the same score on the other strand of the reverse complement."""
     scores = {}
     for strands in ("forward", "reverse", "both"):
         result = cli("score", "--ckpt_path", kind, *ARGUMENTS, "--strands", strands, "--window", 21)

@@ -158,7 +158,7 @@ def test_matrix(ranks):
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 def troubled(rank, device, kind):
-    """On rank 1, raise after one result; the other ranks wait for rank 1."""
+    """Yield a result. Then rank 1 dies or raises while the others wait for it, or all ranks hang."""
     yield rank
     if rank == 1 and kind == "dies":
         os._exit(7)

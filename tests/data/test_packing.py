@@ -67,7 +67,7 @@ def test_ranks_share_the_packs_of_one(tmp_path, ranks, consumed_packs):
 
 
 def test_documents_are_whole(tmp_path):
-    """Long documents become pieces of seq_len, each with its next token as label. No label crosses a document."""
+    """Long documents become pieces of seq_len tokens. The label of a token is the next one in its document."""
     module = documents(tmp_path)
     tokens = np.load(tmp_path / "tokens.npy").astype(int)
     data = module.dataset("train")

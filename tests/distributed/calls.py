@@ -24,7 +24,7 @@ NAMES = ("out", "lse", *GRADIENTS)
 
 @dataclass
 class Result:
-    """Results of a call by name, their positions, and the bytes that this rank sent in the forward and the backward."""
+    """Results of a call by name, their positions, and the bytes that this rank sent and received, (forward, backward)."""
 
     tensors: dict[str, Tensor]
     positions: list[int]

@@ -151,7 +151,7 @@ def sharded_patterns(draw, heads: int, kv_heads: int) -> DilatedPattern:
 
 @st.composite
 def sharded(draw, ranks: int, exchange: str) -> Sharded:
-    """Draw any call on R ranks. The op may refuse padding="attended" (`Case.refused`); some exchanges refuse calls."""
+    """Draw any call on R ranks. The op may refuse the call (`Case.refused`), and so may a butterfly (`may_refuse`)."""
     if draw(st.integers(0, 7)) < (7 if "butterfly" in exchange else 1):
         return draw(nested(ranks, exchange))
     heads, kv = draw(st.sampled_from(HEADS))

@@ -13,7 +13,7 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 def attend(rank, group, case, chunk, dropout=0.0, windows=((0, None),), dtype=torch.float64):
-    """Run this rank's pieces of a causal case in both passes. Each rank gets a different random state on purpose."""
+    """Return (Result, planned bytes, FLOPs) of this rank's pieces, both passes. Random states differ on purpose."""
     torch.manual_seed(SEED + 1000 * rank)
     with sequence(group, layout="chunked", stream=chunk) as ours, ours.active():
         ours.watch(log := TrafficLog())

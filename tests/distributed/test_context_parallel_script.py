@@ -84,7 +84,7 @@ def test_four_ranks(pool):
 
 
 def test_beside_torch(pool):
-    """Torch's rows come first, without bytes and waits. Each row has its speed relative to torch's ring."""
+    """Torch's rows come first, without bytes and waits. All later rows have their speed relative to the first row."""
     options = [*SIZES[1:], "--dilated", "--rotate", "allgather", "alltoall"]
     rows = [cells(line) for line in pool.run(4, table, options, 2.0)[0]]
     assert rows[:2] == [

@@ -1,4 +1,4 @@
-"""Deferred checks of calls: results are equal, no call waits, and every rank raises before results are used."""
+"""Deferred checks of calls: results are equal, known calls do not wait, and ranks raise before results are used."""
 
 import weakref
 
@@ -170,16 +170,16 @@ def other_lengths(rank, group):
 
 
 def test_other_lengths(pool):
-    """The first call of a step waits for its check, because a rank's tokens do not determine the others' numbers.
+    """The first call of a step waits for its check: a rank's number of tokens does not determine the others' numbers.
 
-    All ranks defer the same calls, also rank 0, which has equal parts of both sequences. The last backward is known.
+    All ranks defer the same calls, also rank 0, which has equal parts of both sequences. In the third step, the first
+    backward is known and deferred.
     """
     assert pool.run(2, other_lengths) == [[(0, 32), (2, 32), (0, 31), (2, 31), (1, 32), (3, 32)]] * 2
 
 
 def unlike_numbers(rank, group, mode):
-    """Return the error of each rank if lengths change within a step, or if rank 1 makes fewer calls; then the number
-    of the next call."""
+    """Return (error, number of the next call) of a rank if lengths change in a step, or if rank 1 makes fewer calls."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         call(ours, NARROW), call(ours, NARROW, 16 - rank), ours.settle()

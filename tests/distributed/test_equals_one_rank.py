@@ -32,7 +32,7 @@ class Enough(BaseException):
 
 
 def check(pool: Pool, case: Sharded, dtype: torch.dtype, counts: Counter) -> None:
-    """Run a case on its ranks. An exchange that does not support it must refuse on all of them."""
+    """Run a case on its ranks. An exchange that does not support the call must refuse on all ranks."""
     answers = pool.answers(case.ranks, attend, case, dtype)
     if case.may_refuse and answers[0].message.startswith(f"exchange={case.exchange!r} cannot serve this call: "):
         refusals = {(a.error, a.message) for a in answers}

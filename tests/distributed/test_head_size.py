@@ -25,7 +25,7 @@ def tensors(seq_len, heads, kv_heads):
 
 
 def results(rank, group, settings, pattern, seq_len, heads):
-    """Return (head size, bytes received in the forward and in the backward, out and gradients) of a causal call."""
+    """Return (head size, exchange, bytes received by pass, positions, [out and gradients]) of a causal call."""
     with sequence(group, links=BYTES, **settings) as ours:
         at = [p for x in ours.shard(seq_len).ranges(rank) for p in x]
         q, k, v = (x[:, at].requires_grad_() for x in tensors(seq_len, *heads))

@@ -1,4 +1,4 @@
-"""Pooled models and slide pretraining on many ranks give one rank's loss, gradients, predictions in any layout."""
+"""Pooled models and slide pretraining on ranks give one rank's loss, gradients and predictions, in any layout."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""recurrent_attention gives one rank's output, states and gradients on several ranks, for any documents, segments."""
+"""recurrent_attention gives one rank's output, states and gradients on ranks, for any documents and segments."""
 
 from dataclasses import replace
 from unittest import mock
@@ -24,7 +24,7 @@ PROGRAMS["doubling"] = lambda owners: scan.doubling(len(owners))
 
 
 def attend(rank, group, case, layout, program, options):
-    """Run this rank's part of `Case.run`. The gradients of earlier tokens are this rank's part of a sum."""
+    """Return (positions, out, states, gradients, traffic) of this rank. Gradients of earlier tokens are parts of sums."""
     with (
         sequence(group, layout=layout, **options) as ours,
         mock.patch.object(compute, "CHUNK", case.chunk),

@@ -249,7 +249,7 @@ def out_of_memory(rank, group, backward):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.full
 def test_rows_land_before_their_memory_is_free(backward):
-    """If the memory of rows in transit were freed, they could arrive in tensors of a retry with fewer tokens."""
+    """If the memory of rows in transit were freed, the rows could arrive in tensors of a retry with fewer tokens."""
     own = Pool(2)
     try:
         assert own.run(2, out_of_memory, backward) == [[1], [1]]  # the round in transit is waited for once

@@ -56,7 +56,7 @@ def test_two_ranks(tmp_path):
 
 
 def test_hybrids_take_zigzag(tmp_path):
-    """With "auto", because the model declares its longest sequence."""
+    """layout="auto" chooses zigzag, because the model declares its longest sequence."""
     options = f"--tokens 4096 --hybrid 1 --dim 16 --depth 1 --heads 1 {ON_CPU}"
     done = run_ranks(RANKS, SCRIPT, *options.split(), cwd=tmp_path)
     assert done.codes == [0, 0], done.stderr[-3000:]

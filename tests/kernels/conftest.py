@@ -1,4 +1,4 @@
-"""Worker processes in which Triton's interpreter runs kernels on the CPU. Triton chooses it when it is imported."""
+"""Worker processes in which Triton's interpreter runs kernels on the CPU. Triton decides on it at import."""
 
 import importlib.util
 from collections.abc import Iterator

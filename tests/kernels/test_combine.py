@@ -116,7 +116,7 @@ def test_random(interpreter, number, examples):
 
 @sizes_put_back()
 def attended(rank, group, n):
-    """Compare calls that run in stretches, in which the softmax counts zero pads."""
+    """Compare a call in stretches with the oracle. The softmax counts zero pads."""
     hold(*[8 * 4 * 8] * 4)
     pattern = DilatedPattern([(8, 1), (16, 4), (64, 8)], offsets="blocked", padding="attended")
     case = Case(pattern, 1, n, 4, 4, 8)
@@ -268,7 +268,7 @@ def test_layout_of_the_paper():
 
 
 def rows_of(b):
-    """Return the set of (branch, head, position) that a block computes."""
+    """Return [(branch, head, position)] of the rows that a block computes."""
     return [
         (b.branch, b.head + j * b.head_step, b.first + s * b.segment_stride + j * b.position_step + i * b.row_stride)
         for s in range(b.segments)

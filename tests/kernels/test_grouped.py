@@ -116,7 +116,7 @@ def lengths_on_the_device(patch, replacement=None):
 
 @sizes_put_back()
 def random_lengths(rank, group, number, examples):
-    """Check samples of random lengths (0 included) with tables made for whole samples."""
+    """Check samples of random lengths (0 included) with tables for whole samples. Count calls with attended pads."""
     torch.use_deterministic_algorithms(True)
     chosen, padded = random.Random(number), 0
     for _ in range(examples):
@@ -146,7 +146,7 @@ def test_lengths_on_the_device(interpreter, number, examples):
 
 @sizes_put_back()
 def random_documents(rank, group, number, examples):
-    """Check packed documents of random sizes (0 included) with tables made for whole rows."""
+    """Check packed documents of random sizes (0 included) with tables for whole rows. Count calls with attended pads."""
     torch.use_deterministic_algorithms(True)
     chosen, padded = random.Random(number), 0
     for _ in range(examples):
@@ -306,7 +306,7 @@ def test_compiles_without_a_gpu():
 
 
 def beyond(rank, group):
-    """Compare lengths outside 0..N on the device, with pads and dropout, with the math engine at lengths 0 and N.
+    """Lengths outside 0..N on the device, with pads and dropout, act like the math engine's lengths 0 and N.
 
     A launch processes two of the three samples.
     """
@@ -354,7 +354,7 @@ def test_attended_pads(interpreter, causal):
 
 @sizes_put_back()
 def dropped(rank, group, case, on_the_device):
-    """Compare a call with dropout with the math engine. The math engine's mask has its own tests."""
+    """Compare dropout with the dropout of the math engine, which has its own tests."""
     torch.use_deterministic_algorithms(True)
     small_tiles(random.Random(1))
     q, k, v, grad = case.tensors(torch.float32)

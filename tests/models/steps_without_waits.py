@@ -1,6 +1,6 @@
 """Run a fit in which torch raises if the host waits for the GPU, except in `torch.cuda.synchronize`, for events and for
 pinning: `python -m torch.distributed.run ... -m tests.models.steps_without_waits STRATEGY MODEL [CHUNK]`. MODEL is a
-class, or a class, "+" and a key of `MODELS`. CHUNK is the number of tokens to stream at a time.
+key of `MODELS`. CHUNK is the number of tokens to stream at a time.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def test_chunks_equal_the_whole(far, far_layer):
 
 @pytest.mark.parametrize("haystack", ["filler", "noise", "text"])
 def test_task(far, haystack, tmp_path):
-    """Each key that is asked precedes its value at the reported distance, and occurs nowhere else in the first half."""
+    """Each queried key occurs once in the first half, at the reported distance and before its value."""
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 40)
     task = far["task"].Task(haystack, keys=16, per_pair=16, text=str(text) if haystack == "text" else None)

@@ -454,7 +454,7 @@ def test_an_optimizer_of_a_file_is_not_taken(tmp_path):
 
 
 def test_functions_of_a_file_are_not_called(tmp_path):
-    """Functions named by `hparams_type`, which Lightning would call, and by keys of early versions are refused."""
+    """A function named by `hparams_type` is ignored (Lightning would call it); one under a key of old files is refused."""
     stored = torch.load(checkpoint(tmp_path), weights_only=True)
     stored |= {"hparams_type": torch._utils._rebuild_parameter, "module_arguments": {"own": call("os.system")}}
     torch.save(stored, tmp_path / "x.ckpt")

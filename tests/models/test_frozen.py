@@ -62,7 +62,7 @@ def of_block(memory, names, x):
 def cheaper(memory, names, x, products):
     """Assert that freezing saves the products of this many weights and keeps all other gradients bit by bit.
 
-    With several samples, torch's linear merges the rows of a tile depending on whether its weight is trained.
+    With several samples they may be rounded: whether torch's linear merges a tile's rows depends on a trained weight.
     """
     (all_of, want), (some, got) = of_block(memory, [], x), of_block(memory, names, x)
     assert all_of - some == 2 * TOKENS * products

@@ -36,7 +36,7 @@ def distance(got, want):
     return max(float((a - b).norm() / b.norm()) for a, b in zip(got, want, strict=True))
 
 
-#: no compiled run with tiles of one token: it would call the same compiled code 16,384 times
+#: no compiled run with tiles of one token: it would call the same compiled code for each token
 WAYS = [
     (name, compiled) for name, x in SETTINGS.items() for compiled in (False, True) if not (compiled and x.tile == 1)
 ]

@@ -128,7 +128,7 @@ def test_dropout_is_drawn_again_alike(chosen):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mixed_precision(dtype):
-    """Gradients of tiles are summed in float32, so they are at least as exact as without tiles."""
+    """Gradients of tiles are summed in float32, so they are about as exact as without tiles."""
     model, data = tiny(PATTERN, torch.float32, num_kv_heads=2), batch(2, 40)
     exact = gradients(model.double(), MemorySettings(), data)[1:]
     model.to(dtype)
@@ -209,7 +209,7 @@ def test_every_so_many_th_input_is_kept(every, inputs):
 
 
 def test_the_feed_forward_runs_once_forward_and_once_backward(monkeypatch):
-    """Recomputing a block stops at the input of the feed-forward, which the backward computes itself."""
+    """Recomputation of a block stops before the feed-forward, because the feed-forward's backward recomputes itself."""
     ran, real = [], FeedForward.forward
     monkeypatch.setattr(FeedForward, "forward", lambda self, x: ran.append(x.shape[1]) or real(self, x))
     block = TransformerBlock(16, 4, 24, PATTERN, causal=True)

@@ -1,4 +1,4 @@
-"""The loss in the progress bar is shown without waiting for it."""
+"""The progress bar shows the newest loss that has arrived, without waiting for the GPU."""
 
 import copy
 import os

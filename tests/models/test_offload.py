@@ -101,7 +101,7 @@ def events_of(stack, monkeypatch):
 
 @pytest.mark.parametrize("offload_part", [1, 0.5])
 def test_the_next_group_comes_beside_a_groups_first_block(offload_part, monkeypatch):
-    """The next group's input is fetched after the backward of a group's last block, the moment with most inputs."""
+    """The earlier group's input is fetched after the backward of a group's last block, when fewer inputs are stored."""
     model = tiny(PATTERN, depth=6)
     model.transformer.memory = MemorySettings("block", every=2, offload=offload_part)
     events = events_of(model.transformer, monkeypatch)

@@ -207,7 +207,7 @@ def test_checkpoints_keep_dense_heads_without_positions(tmp_path):
 
 
 def test_all_heads_of_a_layer_without_positions():
-    """A layer with dense heads only equals one with `rotary_base="none"`."""
+    """With `global_rotary=False`, a layer of dense heads equals a layer with `rotary_base="none"`."""
     patterns, options = [NARROW, WIDE], {**SIZES, "max_seq_len": 64}
     model = LongNetLM(patterns, **options, global_rotary=False)
     other = LongNetLM(patterns, **options, rotary_base=["length", "none"])

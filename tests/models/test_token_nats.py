@@ -36,11 +36,11 @@ def way(fused, compiled=lambda run: run):
 @settings(max_examples=examples(60), deadline=None)
 def test_nats_are_cross_entropy(tokens, vocab, seed, scale, fused):
     """Losses equal cross_entropy with ignored labels, nearly certain tokens, and a weight for each token."""
-    nats_grad = torch.Generator().manual_seed(seed)
-    logits = (scale * torch.randn(tokens, vocab, dtype=torch.float64, generator=nats_grad)).requires_grad_()
-    labels = torch.randint(0, vocab, (tokens,), generator=nats_grad)
-    labels = labels.masked_fill(torch.rand(tokens, generator=nats_grad) < 0.3, -100)
-    weights = torch.randn(tokens, dtype=torch.float64, generator=nats_grad)
+    rng = torch.Generator().manual_seed(seed)
+    logits = (scale * torch.randn(tokens, vocab, dtype=torch.float64, generator=rng)).requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), generator=rng)
+    labels = labels.masked_fill(torch.rand(tokens, generator=rng) < 0.3, -100)
+    weights = torch.randn(tokens, dtype=torch.float64, generator=rng)
     want = nn.functional.cross_entropy(logits, labels, reduction="none")
     with way(fused):
         losses = token_nats(logits, labels, compiled=True)

@@ -32,7 +32,7 @@ def segment_of(
 
 
 def global_pair(branch: AnyBranch, p: int, j: int) -> bool:
-    """Return whether one of two positions is a global token of the branch."""
+    """Return whether one of two positions is a global token; without global tokens, every pair is allowed."""
     return branch.tokens is None or p < branch.tokens or j < branch.tokens
 
 

@@ -77,5 +77,5 @@ def patterns(
 
 @st.composite
 def documents(draw, seq_len: int):
-    """Draw the bounds of packed documents. Some of the documents are empty."""
+    """Draw the bounds of packed documents, which may be empty."""
     return (0, *sorted(draw(st.lists(st.integers(0, seq_len), max_size=3))), seq_len)

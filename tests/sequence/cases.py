@@ -125,7 +125,7 @@ def interleaved(shard: Shard) -> bool:
 
 
 def reach(branch: Branch | Window) -> float:
-    """Return the smallest distance at which a query of the window sees nothing."""
+    """Return the smallest distance at which a query of a window sees nothing; segments have no such limit."""
     return math.inf if branch.width is None else branch.width * branch.dilation_rate
 
 

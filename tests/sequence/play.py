@@ -133,7 +133,7 @@ def geometric(
 
 @st.composite
 def nested_cases(draw, ranks: tuple[int, ...] = (2, 4, 8, 16)):
-    """Draw cases for the butterfly: wide branches double the shard's width, each rate divides the next."""
+    """Draw cases for the butterfly: wide branches have 2^i times a shard's tokens, and each rate divides the next."""
     count, local = draw(st.sampled_from(ranks)), draw(st.sampled_from([2, 3, 4, 6, 8]))
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1), (6, 3)]))
     n, levels = count * local, count.bit_length() - 1

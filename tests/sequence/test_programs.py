@@ -69,7 +69,7 @@ def check_ring(problem, programs, needs: list[set]) -> None:
                 continue
             users = [(source + hops) % ranks for hops in range(t, ranks)]
             assert set(rows) == own[source].intersection(set().union(*(needs[user] for user in users)))
-            assert set(rows) >= needed & own[source]  # they serve the requests for rows of this source
+            assert set(rows) >= needed & own[source]  # all requested rows of this source arrive
 
 
 def check_returns(problem, programs) -> None:

@@ -1,7 +1,7 @@
 """Programs of 64, 512 and 4096 ranks (ring: 32), exact as sets, with small segments: S = 16 rows, 32 tokens, 4 heads.
 
-Loops that share no code with the package compute the rows that a rank needs. The largest runs are marked slow. In other
-runs, only a sample of their ranks is checked, with the ranks' peers.
+Loops that share no code with the package compute the rows that a rank needs. With 512 and 4096 ranks, only slow tests
+execute all ranks. The other tests check a sample of ranks and some of their peers.
 """
 
 import random

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.full
 
 
 class Other(Numbers):
-    """Samples in which every rank gets the whole value of a key."""
+    """Samples with an entry that every rank gets whole."""
 
     def __init__(self, size=8, first=0, fingerprint=None):
         self.size, self.first = size, first

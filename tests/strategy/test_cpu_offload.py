@@ -45,7 +45,7 @@ class Gradients(Record):
 
 
 def fit(rank, group, run, options=None):
-    """Return (losses, norms, gradients of all steps, validation loss, parameters, kinds of offloaded tensors)."""
+    """Return, by name: losses, norms, gradients of all steps, validation loss, parameters, whether they are offloaded."""
     recorder = Gradients()
     built, model, data, record = make(run, launched(rank), callbacks=[recorder], limit_val_batches=3, **(options or {}))
     built.fit(model, data)
@@ -113,7 +113,7 @@ def test_accumulation_keeps_no_whole_gradients(pools):
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 def part(rank, group, folder, stop, ckpt, options, how):
-    """Train up to step `stop`, from `ckpt` if given. Return (parameters, new checkpoint, number of steps, states)."""
+    """Train up to step `stop`, from `ckpt` or from the start. Return (parameters, checkpoint, steps, number of states)."""
     sharded, save = how == "sharded", {} if how != "file" or options is None else {"save_distributed_checkpoint": False}
     path = str(Path(folder) / f"{stop}.ckpt")
     saver = {"callbacks": [ShardedCheckpoint(path)], "enable_checkpointing": True} if sharded else {}

@@ -21,13 +21,13 @@ pytestmark = pytest.mark.full
 RUN, CHECKED = Run(steps=6), {"val_check_interval": 2, "limit_val_batches": 2}
 
 
-class Told(pl.Callback):
-    """Sends the signal to ranks `who`: in the third batch, in the last batch, or in the validation before the third."""
+class SendsSigterm(pl.Callback):
+    """Sends SIGTERM on the ranks `who`: at begin, backward or validation after two steps, or at the last backward."""
 
     def __init__(self, who, at):
         self.who, self.at, self.validated = who, at, 0
 
-    def _tell(self, trainer, at):
+    def _send(self, trainer, at):
         step = 5 if self.at == "last" else 2
         if (
             trainer.global_rank in self.who
@@ -39,18 +39,18 @@ class Told(pl.Callback):
     def on_validation_batch_start(self, trainer, *unused):
         self.validated += 1
         if trainer.global_step == 2 and self.validated % 2:
-            self._tell(trainer, "validation")
+            self._send(trainer, "validation")
 
     def on_train_batch_start(self, trainer, *unused):
-        self._tell(trainer, "begin")
+        self._send(trainer, "begin")
 
     def on_after_backward(self, trainer, *unused):
-        self._tell(trainer, "backward")
+        self._send(trainer, "backward")
 
 
 def ended(rank, group, who, at, options):
     """Return (error of a fit, steps, validation batches, broadcasts, whether the signal handler is restored)."""
-    broadcasts, real, sender = [], torch.distributed.broadcast, Told(who, at)
+    broadcasts, real, sender = [], torch.distributed.broadcast, SendsSigterm(who, at)
     built, model, data, _ = make(RUN, launched(rank), callbacks=[sender], **options)
     usual, why = signal.getsignal(signal.SIGTERM), ""
     torch.distributed.broadcast = lambda *a, **k: (broadcasts.append(a), real(*a, **k))[1]

@@ -28,7 +28,7 @@ class Everything(Data):
 
 
 def evaluated(rank, group, settings, samples, folder):
-    """Return (test_loss, whether predictions.csv exists under each name) for an untrained model."""
+    """Test an untrained model, and write predictions.csv. Return the test loss."""
     run = RUN.but(strategy=settings, batch_size=4, memory={"stream": 11} if settings == CHUNKS else None)
     writer = PredictionWriter(f"{folder}/predictions.csv")
     built, model, _, _ = make(run, launched(rank), callbacks=[writer])
@@ -62,7 +62,7 @@ def test_and_predict(pools, tmp_path, way, samples):
 
 
 def decided(rank, group, settings, folder):
-    """Return (number of epochs until EarlyStopping, name of the best checkpoint, its score)."""
+    """Return (epochs of a fit, name and score of the best checkpoint, epoch in which EarlyStopping stopped the fit)."""
     stop = pl.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.002)
     best = pl.callbacks.ModelCheckpoint(f"{folder}", monitor="val_loss", save_top_k=1)
     run = RUN.but(strategy=settings, batch_size=4, steps=60)

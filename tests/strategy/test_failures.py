@@ -15,7 +15,7 @@ pytestmark = pytest.mark.full
 
 JOB = str(Path(__file__).with_name("job.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-#: timeout of the strategy, and the time of a start on a busy machine, in seconds
+#: seconds for the strategy's timeout and a start on a busy machine
 LIMIT = 180
 
 

@@ -31,7 +31,7 @@ def test_by_name_with_sharded_parameters(tmp_path, alone):
 
 @pytest.mark.slow
 def test_slurm(tmp_path, alone):
-    """srun starts the two tasks of a job step."""
+    """Start two processes with srun's environment variables for two tasks of a job step."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

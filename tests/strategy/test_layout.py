@@ -1,4 +1,4 @@
-"""layout="auto" is chosen at each start from the patterns and the length. Losses do not depend on the choice."""
+"""With layout="auto", each start of a run chooses a layout by patterns and length. Losses do not depend on it."""
 
 import lightning.pytorch as pl
 import pytest

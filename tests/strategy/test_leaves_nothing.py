@@ -52,7 +52,7 @@ def one_fit(run, world, callbacks=(), fails=False):
 
 
 def fits(rank, group, run, count, callbacks=(), fails=False):
-    """Return resources of this process after a first fit, and after `count` more, while all Trainers still exist."""
+    """Return (whether equal, resources after a first fit, resources after `count` more). All Trainers still exist."""
     world, alive = launched(rank), []
     one_fit(run, world)
     before = held()
@@ -117,7 +117,7 @@ def test_fifty_fits(pools):
 
 
 def after_a_fit(rank, group, run, folder):
-    """Run everything that can follow a fit with the same Trainer. Return whether any object is still alive."""
+    """Run everything that can follow a fit. Return (whether resources stay equal, before, after, *results of the runs)."""
     world = launched(rank)
     trainer, model, data = one_fit(run, world)
     data.test_dataloader = data.predict_dataloader = data.val_dataloader

@@ -1,4 +1,4 @@
-"""Memory settings on many ranks: a run with all of them has the same results as a plain run on one rank."""
+"""Memory settings on many ranks: a run with all settings has the same results as a plain run on one rank."""
 
 import pytest
 import torch

@@ -86,7 +86,7 @@ def start(run):
 
 
 def batches_of(run, region, regions, data_ranks):
-    """Return the batches of a region's steps, each joined over the data ranks of the region."""
+    """Yield the batches of a region's steps, each joined over the data ranks of the region."""
     data, count = Tokens(run), regions * data_ranks
     loaders = []
     for rank in range(region * data_ranks, (region + 1) * data_ranks):
@@ -115,7 +115,7 @@ def unit(name):
 
 
 class Own(pl.Callback):
-    """Records the parameters of a region itself before the first step and after the last step."""
+    """Records this region's own parameters before the first step and after the last step."""
 
     def on_train_start(self, trainer, pl_module):
         self.before = {name: full(p).detach().clone() for name, p in pl_module.named_parameters()}

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.full
 
 
 class Bigram(pl.LightningModule):
-    """The smallest module that can train a shared sequence."""
+    """A minimal module that can train on a sequence shared by ranks."""
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index"])
 

@@ -29,7 +29,7 @@ class Backwards(Sampler):
 
 
 class Plain(pl.LightningDataModule):
-    """Data with a loader as users write it. It records the samples of each step."""
+    """Data with a loader as users write it."""
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index"])
 
@@ -46,6 +46,8 @@ class Plain(pl.LightningDataModule):
 
 
 class Read(pl.Callback):
+    """Records the samples of each batch."""
+
     def __init__(self):
         self.read = []
 

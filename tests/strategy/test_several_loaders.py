@@ -32,7 +32,7 @@ class Labelled(Tokens):
 
 
 def evaluated(rank, group, kind):
-    """Return metrics of two loaders in validate and test, of each loader alone, and of a fit that validates both."""
+    """Return metrics of two loaders: each alone, both in validate, both in test, and combined in validate."""
     data = Labelled if kind == "classifier" else Tokens
     first, second = lambda: DataLoader(data(TEXTS), batch_size=2), lambda: DataLoader(data(MORE), batch_size=3)
     world, net = launched(rank), model(kind)
@@ -73,7 +73,7 @@ class Losses(pl.Callback):
 
 
 def fitted(rank, group, loaders, strategy, validates=False):
-    """Train on these loaders. Return (losses, final parameters)."""
+    """Train on these loaders. Return (losses, final parameters, validation metrics, number of steps)."""
     net, losses = model(), Losses()
     run = trainer(strategy, launched(rank), max_epochs=1, precision="64-true", callbacks=[losses])
     run.fit(net, loaders(), [loader(TEXTS), loader(MORE)] if validates else None)

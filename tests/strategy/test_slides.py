@@ -61,7 +61,7 @@ def test_a_slice_is_read_and_no_more(tmp_path, layout, chunked):
 
 
 class Mean(pl.LightningModule):
-    """Fits the label of each slide to the mean of its tiles, and records its batches."""
+    """Predicts the label of each slide from the mean of its tiles, and records its batches."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

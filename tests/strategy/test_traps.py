@@ -54,14 +54,14 @@ def order(rank, group, distributed):
 
 
 def test_order_of_training_samples(pools):
-    """Lightning shuffles whatever a loader says. The ranks of a sequence have the same order as one rank."""
+    """Lightning would shuffle even with shuffle=False. The ranks of a sequence have the same order as one rank."""
     orders = pools(1).run(1, order, True) + pools(2).run(2, order, True)
     assert orders[0] == orders[1] == orders[2] and sorted(orders[0]) == list(range(8))
     assert pools(2).run(2, order, False) == [list(range(8))] * 2  # without Lightning's sampler, in the loader's order
 
 
 def gathered(rank, group):
-    """Return the gradient of a gather, where the output gradient is transposed, as after attention."""
+    """Return (gradient of a gather's input, weights). The output gradient is transposed, as after attention."""
     sequence = ld.sequence.SequenceGroup(group)
     x = torch.arange(12.0).view(1, 3, 4) + 100 * rank
     x.requires_grad_()

@@ -52,7 +52,7 @@ def holder(start_holder, tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Write a heartbeat every 0.1 s, and count a holder as dead after 0.5 s without a heartbeat."""
+    """Write a heartbeat every 0.1 s, and count a holder as dead after 0.6 s without a heartbeat."""
     monkeypatch.setattr(folder_lock, "_BEAT", 0.1)
     monkeypatch.setattr(folder_lock, "_DEAD", 0.6)
 

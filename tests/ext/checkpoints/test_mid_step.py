@@ -56,7 +56,7 @@ class Between(pl.Callback):
 
 
 def run(text, kind, steps=STEPS, *callbacks, due=None, ends=None, ckpt=None, begun=1, **options):
-    """Return (losses, parameters) of a run on data of this kind.
+    """Return (losses, parameters) of a run on data of this kind, or (losses, exit status) if a signal ends the run.
 
     Args:
         due: moment (steps, pass, chunks) at which the clock advances by an hour.

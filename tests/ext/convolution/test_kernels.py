@@ -218,7 +218,7 @@ def test_two_ranks(interpreter, name, layout):
 
 
 def chunks_of_streams(rank, group):
-    """Rows continue the same document of the previous chunk. Gradients of 16-bit rows are summed in fp32."""
+    """Rows of a chunk continue documents of the previous chunk. Gradients of 16-bit rows are summed in fp32."""
     generator = torch.Generator().manual_seed(0)
     rows, weight, grad = (torch.randn(*x, generator=generator) for x in ((2, 300, 5), (4, 5), (2, 297, 5)))
     numbers = torch.randint(0, 2, (2, 300), generator=generator).cumsum(1, dtype=torch.int32)
@@ -254,7 +254,7 @@ def test_what_the_kernels_take():
 @pytest.mark.parametrize("kind", ["plain", "documents", "lengths"])
 @pytest.mark.parametrize("name", ["_forward", "_backward"])
 def test_compiles_without_a_gpu(name, kind):
-    """Compiling finds errors that the interpreter misses, such as variables that change type. No register spills."""
+    """Compiling finds errors that the interpreter misses, such as variables that change type."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -92,7 +92,7 @@ def chunkings(draw):
 @given(shaped_patterns(), chunkings())
 @settings(max_examples=examples(100))
 def test_every_row_and_the_bound(case, chunks):
-    """With any chunks, rows equal the full sequence, and the cache has no more rows than it reports."""
+    """With any chunks, outputs equal those of the full sequence, and the cache has at most the rows of `bounded`."""
     heads, kv_heads, pattern = case
     q, k, v = qkv(heads, kv_heads)
     want = dilated_attention(q, k, v, pattern, causal=True)
@@ -233,7 +233,7 @@ def test_prompts_of_different_lengths(case, lengths, chunk):
 
 
 def test_buffers_of_a_fixed_length_stay():
-    """`max_length` limits the rows of segments of the whole sequence, so all buffers are allocated once."""
+    """With `max_length`, segments need at most ceil(max_length / r) rows, and buffers have their full size at once."""
     pattern = DilatedPattern([(32, 1), (600, 4), (None, 2)])
     q, k, v = qkv(4, 2, 100)
     cache = KVCache(pattern, 4, 2, max_length=100)

@@ -54,7 +54,7 @@ def lively(**options):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_is_the_full_sequence_at_each_length(name):
-    """48 tokens after prompts of 3, which cross the ends of several segments of 4 and of 16."""
+    """45 tokens after prompts of 3 tokens cross the ends of several segments of 4 and of 16."""
     model = lively(**MODELS[name])
     out = model.generate(PROMPT, 45, temperature=0)
     want = PROMPT

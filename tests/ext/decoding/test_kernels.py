@@ -124,7 +124,7 @@ def test_layer(interpreter, name):
 
 
 def frozen_steps(rank, group, options):
-    """Return whether captured and plain steps agree, although the counts on the host stay as they were at capture."""
+    """Check that captured and plain steps agree, although the counts on the host stay as they were at capture."""
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
     model = lively(pattern=DilatedPattern([(4, 1), (None, 2)]).shifted(), dtype=torch.float32, **options)

@@ -23,7 +23,7 @@ def task(name="needle", **options):
 
 def model_of(data):
     torch.manual_seed(3)
-    return tiny(vocab_size=data.vocab_size, tie_embeddings=False)  # tied weights would make it repeat its input
+    return tiny(vocab_size=data.vocab_size, tie_embeddings=False)  # tied weights would repeat the input
 
 
 def quiet(tmp_path, *callbacks, **options):

@@ -29,7 +29,7 @@ def crossing(pairs):
 
 
 def brute_reach(layers, depth):
-    """Return (share of positions that the last one reaches after `depth` layers, layers until it reaches all, or None).
+    """Return (share of positions that the last one reaches in `depth` layers, layers until it reaches all or None).
 
     `layers`: pairs of the alternating layers. Positions are traced back from the last layer. Each layer keeps its input.
     """

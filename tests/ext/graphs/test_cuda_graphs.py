@@ -531,7 +531,7 @@ def test_text_on_a_gpu(compiled):
 
 @pytest.mark.gpu
 def test_a_fit_on_a_gpu_with_dropout_and_accumulation():
-    """A Trainer with the strategy of one device learns, and dropout masks differ from step to step."""
+    """With ring_dilated on one device, a fit learns, and dropout masks differ from step to step."""
     torch.manual_seed(0)
     model = ld.LongNetLM(
         ld.DilatedPattern.geometric(64, 512),
@@ -749,7 +749,7 @@ def test_graphs_keep_their_workspaces(own):
         out = run()
     before = torch.cuda.memory_allocated()
     with torch.cuda.stream(stream):
-        run()  # this stream gets a workspace, as any work on it would
+        run()  # this stream allocates a workspace, as for any product
         assert (torch.cuda.memory_allocated() > before) == own
         before = torch.cuda.memory_allocated()
         torch._C._cuda_clearCublasWorkspaces()

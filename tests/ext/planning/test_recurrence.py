@@ -51,7 +51,7 @@ TOKENS = 1 << 18
 
 @functools.cache
 def case(layers=(), gpu="H100", heads=4, precision="bf16-mixed"):
-    """Return a model of four layers: "g" means gated_delta, "l" for linear, "-" for no recurrence."""
+    """Return the case of a model of four layers: "g" means gated_delta, "l" linear, "-" no recurrence."""
     kinds = {"g": GATED, "l": LINEAR, "-": None}
     sizes = {"dim": 64 * heads, "depth": 4, "num_heads": heads}
     model = ld.LongNetLM(ld.DilatedPattern.longnet([2048], [1]), **sizes, recurrence=[kinds[x] for x in layers or "-"])

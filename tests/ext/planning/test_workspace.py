@@ -25,7 +25,7 @@ MEASURED = {
 
 
 def peak(call):
-    """Return the bytes besides q, k, v and dO. During the backward, the forward's results exist as well."""
+    """Return the peak bytes of both passes besides q, k, v and dO. The backward also needs the forward's results."""
     forward, backward = workspace(call)
     return sum(call.results) + max(backward, forward - call.results[1])
 

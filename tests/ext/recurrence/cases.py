@@ -19,7 +19,7 @@ from lightning_dilated.recurrence.description import KINDS
 
 #: names of the inputs in gradients
 NAMES = ("q", "k", "v", "log_decay", "beta")
-#: log_decay of a token after which little or nothing of the state is left; sums of the last ones exceed fp32's range
+#: log_decay of a token after which little or nothing of the state is left; two times the last exceeds fp32's range
 RESETS = (-1.0, -80.0, -1e4, -1e6, -1e9, -3e38)
 
 
@@ -58,7 +58,7 @@ class Case:
         return sum(self.documents) if self.packed else max(self.documents) + self.padding
 
     def bounds(self, document: int) -> tuple[int, int, int]:
-        """Return (sample, first, stop) of each document within (B, N)."""
+        """Return (sample, first, stop) of a document within (B, N)."""
         if not self.packed:
             return document, 0, self.documents[document]
         start = sum(self.documents[:document])
@@ -153,7 +153,7 @@ class Case:
 
 
 def compare(got: dict[str, Tensor], want: dict[str, Tensor], tol: float = 1e-10) -> None:
-    """Assert that results and gradients are equal, up to `tol` times the largest value."""
+    """Assert that results and gradients are equal, up to `tol` times the largest value or 1."""
     assert got.keys() == want.keys()
     for name, x in want.items():
         scale = max(1.0, float(x.abs().max()) if x.numel() else 0.0)
@@ -164,7 +164,7 @@ def compare(got: dict[str, Tensor], want: dict[str, Tensor], tol: float = 1e-10)
 
 @st.composite
 def cases(draw: st.DrawFn, longest: int = 30) -> Case:
-    """Draw any call with several documents."""
+    """Draw any call with one to three documents."""
     kind = draw(st.sampled_from(KINDS))
     documents = tuple(draw(st.lists(st.integers(0, longest), min_size=1, max_size=3)))
     packed, causal = draw(st.booleans()), kind != "linear" or draw(st.booleans())

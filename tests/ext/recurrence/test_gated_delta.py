@@ -155,7 +155,7 @@ def exact_dots():
 
 
 def narrow_rows(rank, group, dtype, tolerance):
-    """Compare 16-bit rows of any strides with the definition on the rounded rows. The padding may contain anything."""
+    """Compare strided 16-bit rows with the definition on the rounded rows. The padding may contain anything."""
     case = gated((140, 65), padding=3, kv_heads=1, group=2, dim=16, values=16)
     joint = torch.cat([x.detach() for x in case.tensors()[:3]], 2).to(dtype)
     joint[0, 140:], joint[1, 65:] = torch.nan, torch.inf

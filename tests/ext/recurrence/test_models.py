@@ -224,7 +224,7 @@ LIMITS = {
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("name", KINDS)
 def test_windows_of_a_long_call_change_nothing(name, limits, monkeypatch):
-    """With windows of 7 tokens, some documents begin at a window, others inside one. Chunks have windows as well."""
+    """With windows of 7 tokens, some documents begin with a window, others inside one. Chunks have windows as well."""
     from lightning_dilated.ext.recurrence import op
 
     model, data = lively(KINDS[name], num_kv_heads=2), {**batch(1 + (limits != "packed"), 29), **LIMITS[limits]}
@@ -255,7 +255,7 @@ def test_attention_kept_computes_each_call_once(monkeypatch):
         model.transformer.memory = MemorySettings(policy)
         model.loss_terms(data)[0].backward()
         counts[policy] = calls.count(False)
-        assert calls.count(True) == 2  # one per layer in the forward, one per layer in its backward
+        assert calls.count(True) == 2  # in the backward, one per layer
     assert counts == {"attention-kept": 2, "block": 4}
 
 

@@ -28,7 +28,7 @@ def encoder(cls: type = SlideEncoder, dtype: torch.dtype = torch.float64, **opti
 
 
 def slides(*tiles: int, features: int = 12, grid: int = 8, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (features (B, T, F) float64, coords (B, T, 2) int64 of different cells, tiles (B,)). Padding is noise."""
+    """Return (features (B, T, F) float64, coords (B, T, 2) int64 of distinct cells, tiles (B,)). Padding: 7 and -5."""
     rng, longest = torch.Generator().manual_seed(seed), max(tiles)
     x = torch.randn(len(tiles), longest, features, generator=rng, dtype=torch.float64)
     cells = torch.stack([torch.randperm(grid * grid, generator=rng)[:longest] for _ in tiles])

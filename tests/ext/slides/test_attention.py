@@ -46,7 +46,7 @@ def test_without_lengths_and_into_a_folder_of_ones_own(tmp_path):
 # -- pictures ------------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def slides(tmp_path_factory):
-    """Three slides. Two have thumbnails of the slides' proportions, with TRIDENT's file names and with others."""
+    """Three slides. Two have a thumbnail of the slide's proportions, one with TRIDENT's file name, one with another."""
     path = tmp_path_factory.mktemp("pictures")
     write_synthetic_slides(path / "in", slides=3, tiles=(8, 20), features=12)
     (path / "thumbs").mkdir()

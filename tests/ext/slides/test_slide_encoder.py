@@ -76,14 +76,14 @@ def test_released_segments(size, tile, want):
 
 
 def test_tile_size_alone_does_not_change_the_segments():
-    """Level-0 coordinates need a larger tile_size, but the segments must stay as the weights were trained."""
+    """Level-0 coordinates need a larger tile_size, but the segments must remain as in training."""
     segments = lambda **o: [b.segment_length for b in SlideEncoder(**o).pattern.branches]  # noqa: E731
     assert segments(tile_size=512) == segments() != segments(max_wsi_size=131072)
 
 
 @torch.no_grad()
 def test_a_global_class_token_sees_every_tile():
-    """A global class token sees every tile in one layer, even outside of a head's segments. A checkpoint keeps this."""
+    """A global class token sees every tile in one layer, even outside of a head's segments."""
     features, coords, _ = slides(60)
     short = {"depth": 1, "segment_lengths": [4], "dilation_rates": [1]}
     for options, sees in (({}, False), ({"global_class_token": True}, True)):
@@ -265,7 +265,7 @@ RELEASED = {name: value for name, value in SIZES.items() if name not in ("segmen
 @pytest.mark.parametrize("theirs", [{}, {"max_wsi_size": 16384}, {"segment_lengths": [8, 16, 32, 64, 128]}])
 @pytest.mark.parametrize("cls", [SlideEncoder, SlidePretrainer])
 def test_a_checkpoint_of_another_pattern_is_said(tmp_path, theirs, cls):
-    """This includes checkpoints with the releases' pattern, which is not listed in their settings."""
+    """A warning names both patterns, even the releases' pattern, which is not listed in a checkpoint's settings."""
     net = cls(**RELEASED, **theirs).float()
     net.configure_model()
     torch.save(

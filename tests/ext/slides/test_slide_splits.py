@@ -68,7 +68,7 @@ def test_each_split_has_its_share_of_every_class(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_patients_of_a_rare_class_reach_every_split(seed):
-    """30 patients, 4 of whom have a positive slide besides negative slides."""
+    """4 of 30 patients have a positive slide besides negative slides."""
     labels = [int(i % 3 == 0 and i < 12) for i in range(90)]
     groups = [f"p{i // 3}" for i in range(90)]
     words = split_groups(groups, labels, 0.2, 0.2, seed)
@@ -122,7 +122,7 @@ def test_any_folds(groups, folds, seed):
             deal_groups(names, labels, folds, seed)
         return
     fold_of = dict(zip(names, deal_groups(names, labels, folds, seed), strict=True))
-    assert [fold_of[name] for name in names] == deal_groups(names, labels, folds, seed)  # no group is in two splits
+    assert [fold_of[name] for name in names] == deal_groups(names, labels, folds, seed)  # no group is in two folds
     sizes = Counter(fold_of.values())
     assert set(sizes) == set(range(folds)) and max(sizes.values()) - min(sizes.values()) <= 1
 

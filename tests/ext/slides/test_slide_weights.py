@@ -174,7 +174,7 @@ def test_sizes_that_differ(tmp_path):
 
 
 def test_names_there_and_back(tmp_path):
-    """A file with a release's names has its contents, and loads bit by bit. Files with our names load, too."""
+    """Weights stored under a release's names or under our names load bit for bit, except the head."""
     model = encoder(task="classification", num_classes=3)
     state = model.released_state_dict()
     assert sorted(state) == sorted(sum(released_parameters(2).values(), ()))

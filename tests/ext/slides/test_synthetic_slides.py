@@ -54,7 +54,7 @@ def test_one_seed_one_folder(tmp_path):
 
 @pytest.mark.parametrize("signal, lowest, highest", [(2.0, 0.9, 1.0), (0.0, 0.2, 0.8)])
 def test_the_mean_knows_the_label(tmp_path, signal, lowest, highest):
-    """A nearest-mean classifier on the means of slides, fitted on half of the slides, predicts the others."""
+    """A nearest-mean classifier of slide means, fitted on half of them, predicts the others if there is a signal."""
     write_synthetic_slides(tmp_path, slides=40, features=8, signal=signal)
     means = np.stack([features.mean(0) for features, _, _ in load(tmp_path)])
     labels = np.array([int(x["label"]) for x in lines(tmp_path)])

@@ -22,7 +22,7 @@ class Chunks:
         self.rows = []
 
     def attend(self, tensors, i):
-        """Return out of chunk i, and overwrite its keys and values, so that later chunks can read carried rows only."""
+        """Return the output of chunk i."""
         case, (layer,) = self.case, self.stream.layers(i, [self.seed])
         parts = []
         for first, stop in self.windows:
@@ -35,7 +35,7 @@ class Chunks:
         return torch.cat(parts, 2)
 
     def run(self, q, k, v, grad):
-        """Return (out, dq, dk, dv) for the positions of this rank."""
+        """Return (out, dq, dk, dv) for the positions of this rank. Later chunks can read only carried rows."""
         cut = lambda x, i: x[:, self.stream.tokens(i).start : self.stream.tokens(i).stop].detach().clone()  # noqa: E731
         outs, grads, last = {}, {}, self.stream.chunks - 1
         with torch.no_grad():

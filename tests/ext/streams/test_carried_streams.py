@@ -28,7 +28,7 @@ TOKENS = torch.randint(0, VOCABULARY, (3, 121), generator=torch.Generator().manu
 
 
 def batch(at, n, rows=(0, 1, 2), positions=True, tokens=TOKENS, starts=None):
-    """Return tokens [at, at + n) of the given streams."""
+    """Return a batch with tokens [at, at + n) of the given streams."""
     rows = list(rows)
     begin = torch.zeros(len(rows), n, dtype=torch.bool) if starts is None else starts[rows, at : at + n].clone()
     begin[:, 0] |= at == 0
@@ -179,7 +179,7 @@ class Losses(pl.Callback):
 
 
 def fitted(tmp_path, steps, ckpt=None, model=None, streams=STREAMS, separator=3, **options):
-    """Return (trainer, model, data, losses) of a run. Documents end at byte 3."""
+    """Return (trainer, model, data, losses) of a run. Byte 3 ends a document."""
     values = torch.randint(0, VOCABULARY, (SIZE,), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
     (tmp_path / "text").write_bytes(values.numpy().tobytes())
     data = ld.data.StreamDataModule(
@@ -271,7 +271,7 @@ def test_accumulation_and_other_models(tmp_path):
 
 @pytest.mark.full
 def test_losses_by_position_are_refused_before_any_work(tmp_path):
-    """LossByPosition is refused even if no validation precedes the end of the first epoch. A test run is allowed."""
+    """LossByPosition is refused in a fit without a sanity check and in a validation, RecallByDistance in a test run."""
     model = ld.LongNetLM(WIDE, VOCABULARY, 16, 1, 2)
     with pytest.raises(
         ValueError, match=r"LossByPosition needs positions.*StreamDataModule are steps.*remove the callback, or"
@@ -349,7 +349,7 @@ def test_states_move_together():
 
 @pytest.mark.full
 def test_what_a_run_leaves(tmp_path):
-    """When a run ends, states from before the last batch are freed, and other states move to the host with the model."""
+    """Between batches, only the last state exists. After a run, states for fit and evaluation are on the host."""
     refs, moved, move = [], [], CarriedStreams.to
     put = CarriedStreams.put
 
@@ -408,7 +408,7 @@ def test_states_wait_on_the_host_between_runs(tmp_path, accelerator, fails):
 
 
 def on_host(carried):
-    """Return whether states exist and all of them are on the CPU."""
+    """Assert that states exist and that all of them are on the CPU."""
     states = [*carried._now.values(), *carried._before.values()]
     assert states and all(x.device.type == "cpu" for state in states for x in tensors(state))
 

@@ -159,7 +159,7 @@ def test_few_carried_keys_are_tritons(pairs, monkeypatch):
 
 
 def test_carried_keys_are_cudnns_where_triton_cannot_serve_or_was_not_asked_for():
-    """Triton is used only with "auto", and only if it supports the call. On all GPUs, the limit is the same or none."""
+    """Triton is used only with "auto", and only if it supports the call."""
     gpu = Request(torch.device("cuda"), torch.bfloat16, 64, capability=(8, 0), changing=True)
     carried = backends.triton_up_to("auto", gpu)
     assert carried == (backends.CHANGING_UP_TO,) * 2 and carried[0] > 1024 * 2048

@@ -81,7 +81,7 @@ def test_a_wrong_count_corrects_itself(tmp_path: Path, count: str) -> None:
     (tmp_path / "bytes").write_text(count)
     for number in range(3, 12):
         cache.put(key(number), bytes(1000))
-    # the count is only too low in a manipulated folder; it is corrected when the limit is reached
+    # the count is too low only in a manipulated folder; it is corrected when the limit is reached
     assert stored(cache) <= cache.limit
     assert cache.has(key(11))
 

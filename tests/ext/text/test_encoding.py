@@ -19,7 +19,7 @@ TEXT = "The quick brown fox jumps over the lazy dog; naïve cafés, 東京 and �
 
 
 def trained(kind: str = "bytes", size: int = 400, special: tuple[str, ...] = (END,)) -> "tokenizers.Tokenizer":
-    """Train a tiny BPE: "bytes" like GPT-2, "marked" with marks for spaces like Llama, or without word splits."""
+    """Train a tiny BPE: "bytes" like GPT-2, "marked" with marks for spaces like Llama, others without word splits."""
     bpe = tokenizers.Tokenizer(models.BPE(unk_token=None))
     alphabet = []
     if kind == "bytes":

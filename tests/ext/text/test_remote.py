@@ -289,7 +289,7 @@ ADDRESSES = [*NO_FILES, *CHAINS]
 
 
 def entries(address: str, folder: Path) -> dict[str, Callable[[], Any]]:
-    """Return {name: way to pass an address}."""
+    """Return {name: function that passes the address in one way}."""
     cache, opener = str(folder / "cache"), FileOpener(str(folder / "cache"))
     return {
         "expand": lambda: opener.expand(address, None, "hint"),

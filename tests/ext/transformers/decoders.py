@@ -81,7 +81,7 @@ def tokens(batch: int, length: int) -> Tensor:
 def step(model: Any, inputs: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
     """Return logits at the labels (default: the inputs), the loss, and the gradient of each parameter.
 
-    Labels have the indices of the tokens that predict them. The loss is a sum in the model's dtype, while transformers uses
+    A label has the index of the token that predicts it. The loss is a sum in the model's dtype, while transformers uses
     fp32.
     """
     labels = inputs if labels is None else labels

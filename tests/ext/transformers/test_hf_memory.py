@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def gradients(settings=None, lora=None, family="llama", pattern=None):
-    """Return (loss and gradients of a step in float64, how many times each layer ran)."""
+    """Return (loss and gradients of a step in float64, layers in the order in which they ran)."""
     torch.manual_seed(2)
     model = HFCausalLM(config(family, num_hidden_layers=3), pattern, lora=lora).double().train()
     if settings is not None:

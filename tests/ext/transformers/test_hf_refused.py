@@ -137,7 +137,7 @@ def test_fewer_tokens_than_ranks_take(pools):
 
 
 def plain_empty_shard(rank, group, options):
-    """Run a training loop of a user, as in `docs/transformers.md`."""
+    """Run a forward of a plain model, as in the loop of `docs/transformers.md`."""
     with sequence(group) as ours, ours.active():
         held = len(positions(ours, 4))
         at = ours.positions(held)[None] if options.pop("positions", True) else None

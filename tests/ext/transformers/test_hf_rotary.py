@@ -63,7 +63,7 @@ def test_each_kind_equals_sdpa(kind, family):
 
 
 def part(rank, group, kind, family, layout, bounds):
-    """Return (logits, positions) of a rank."""
+    """Return (positions, logits) of a rank."""
     warnings.simplefilter("ignore")
     with sequence(group, layout=layout) as ours, ours.active(), torch.no_grad():
         at = positions(ours, N)
@@ -85,7 +85,7 @@ def test_each_kind_on_ranks(pools, kind):
 
 
 def alone(rank, group, kind):
-    """Run a transformers model in a user's own loop."""
+    """Run a forward of a transformers model without HFCausalLM."""
     with sequence(group) as ours, ours.active(), torch.no_grad():
         at = positions(ours, N)
         decoder("llama", **options(kind))(tokens(1, N)[:, at], position_ids=torch.tensor(at)[None], use_cache=False)

@@ -44,7 +44,7 @@ def data(kind):
 
 
 def part(rank, group, name, kind, settings):
-    """Return (positions, results) of one rank."""
+    """Return the results of `step` on one rank."""
     family, options = MODELS[name]
     inputs, labels, cut, whole = data(kind)
     with sequence(group, **settings) as ours, ours.active():
