@@ -125,7 +125,7 @@ class Summary:
         return Keys(k, v, size.to(k.dtype).log(), visible, lambda stop: k.shape[2])
 
     def pairs(self, seq_len: int, heads: int) -> float:
-        """Return the mean number of keys of a query, over all heads."""
+        """Return a query's keys, summed over all heads and averaged over queries."""
         own = [torch.arange(seq_len) // size for size in self.sizes]
         each = sum((y % self.ratio for y in own[:-1]), own[-1])
         return heads * float(each.double().mean())
@@ -157,7 +157,7 @@ class Selected:
         return Keys(k, v, bias, visible, lambda stop: stop // self.block * self.block)
 
     def pairs(self, seq_len: int, heads: int) -> float:
-        """Return the mean number of keys and of scored blocks of a query, over all heads."""
+        """Return a query's keys plus scored blocks, summed over all heads and averaged over queries."""
         past = (torch.arange(seq_len) // self.block).double()
         return heads * float((past.clamp(max=self.top_k) * self.block + past).mean())
 
@@ -183,7 +183,7 @@ class Residue:
         return Keys(k, v, k.new_zeros(k.shape[2]), visible, lambda stop: (stop - 1) // self.rate + 1)
 
     def pairs(self, seq_len: int, heads: int) -> float:
-        """Return the mean number of keys of a query, over all heads."""
+        """Return a query's keys, summed over all heads and averaged over queries."""
         p = torch.arange(seq_len)
         each = (torch.div(p - self.offset(h, heads), self.rate, rounding_mode="floor") + 1 for h in range(heads))
         return sum(float(y.double().mean()) for y in each)

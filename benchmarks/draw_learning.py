@@ -2,9 +2,10 @@
 
     python benchmarks/draw_learning.py benchmarks/results/*_learning.jsonl docs/learning.png
 
-The files contain lines printed by `recall_distance.py` and `pairs_distance.py`. The first panel has the share of right
-answers by octave of the distance, at 65,536 tokens. The others have bits by eighth of the position, and the second
-half is a different strain or a new version of the first half, with a fixed or drawn start. Each seed has a line.
+The files contain lines printed by `recall_distance.py` and `pairs_distance.py`. The first panel shows the share of right
+answers by octave of the distance, at 65,536 tokens. The others show bits by eighth of the position in samples with a
+second half like the first: another strain, or a newer version of the same files. The newer version begins at a
+fixed position in the third panel, and at a random position in the fourth. Each seed has its own curve.
 """
 
 from __future__ import annotations

@@ -106,9 +106,9 @@ def _no_argument(cls: type, name: str, known: Collection[str], hint: str | None 
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    """Return {argument: default} of the arguments that a checkpoint stores.
+    """Return {argument: default} of the arguments that a checkpoint stores even if they are not given.
 
-    If a user's class has a constructor, only its own arguments count, unless it passes all others on as `*args`.
+    If a user's class has a constructor, these are its own arguments. With `*args`, add the package class's arguments.
     """
     signatures, package_class = _constructors(cls)
     parameters = list(signatures[0].parameters.values()) if signatures else []

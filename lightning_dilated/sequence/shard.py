@@ -87,7 +87,7 @@ class Shard:
         return join(x for member in members for x in self._member_ranges(member))
 
     def peers(self, rank: int) -> range | None:
-        """Return the only ranks that exchange rows with a rank; None if the documents determine them."""
+        """Return None: any rank with tokens of a rank's documents may exchange rows with it (see `partners`)."""
         return None
 
     def held(self, rank: int) -> tuple[range, ...]:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.full
 
 
 class Doubles(ld.LongNetLM):
-    """A user's subclass that the program imports, with one more argument."""
+    """A user's subclass with two more arguments; the program imports it by its path."""
 
     def __init__(self, *args, scale: float = 2.0, rows: list[int] | None = None, **options) -> None:
         super().__init__(*args, **options)

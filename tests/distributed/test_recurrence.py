@@ -17,7 +17,7 @@ from ..ext.recurrence.cases import NAMES, Case, cases, compare
 from .calls import positions, sequence
 from .strategies import DTYPES
 
-#: allowed difference relative to the largest number, because sums over ranks are rounded
+#: allowed difference, relative to the largest number or 1; results differ because sums over ranks are rounded
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 4e-2, torch.float16: 2e-2}
 PROGRAMS = {"auto": scan.choose, "all": lambda owners: scan.all_to_later(len(owners))}
 PROGRAMS["doubling"] = lambda owners: scan.doubling(len(owners))

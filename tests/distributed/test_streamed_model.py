@@ -96,7 +96,7 @@ def test_truncated_gradients_are_those_of_one_rank(pool, ranks):
 
 
 def deferring(rank, group, options, batch, chunk):
-    """Return (sum of losses, checks deferred in the second step). Checks are deferred as if gathers ran on GPUs."""
+    """Return (sum of losses, number of checks deferred in the second step); checks are deferred as on GPUs."""
     model = lm(**options)
     with sequence(group, layout="chunked", stream=chunk) as ours, ours.active(), ours.trusting():
         as_on_gpus(ours)

@@ -45,7 +45,7 @@ def test_learns_like_adamw(stance):
 
 @pytest.mark.parametrize("made", [optim.AdamW8bit, optim.AdamW4bit, optim.AdamWFp8])
 def test_goes_on(tmp_path, made):
-    """A run resumes from a folder bit by bit, and its states keep their width."""
+    """A run that resumes from a folder has the loss of an uninterrupted run; its optimizer states keep their types."""
     want, kinds = fit(made, 6)[1:]
     for steps in (3, 6):
         saved = ShardedCheckpoint(str(tmp_path), every_n_train_steps=3, resume="auto")
@@ -58,7 +58,7 @@ def test_goes_on(tmp_path, made):
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a ShardedCheckpoint"])
 def test_goes_on_from_one_file(tmp_path, beside):
-    """A run resumes bit by bit. torch could not read such states if Lightning passed a function as `map_location`."""
+    """A resumed run has the same loss. torch could not read such states if Lightning passed a function as `map_location`."""
     _, want, _ = fit(optim.AdamW8bit, 6)
     fit(optim.AdamW8bit, 3, enable_checkpointing=True, callbacks=[ModelCheckpoint(str(tmp_path), save_last=True)])
     extra = {"enable_checkpointing": True, "callbacks": [ShardedCheckpoint(str(tmp_path / "folder"))]} if beside else {}

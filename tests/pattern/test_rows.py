@@ -155,7 +155,7 @@ def test_number_of_calls(name):
 
 
 def test_kv_offsets_take_few_calls():
-    # 12 query heads over 4 kv heads need no more calls than the three query heads of one group
+    # each kv head has three query heads, so 12 query heads over 4 kv heads need at most three times the calls of 4
     pattern = DilatedPattern.longnet(*ladder(2048, 5), offset_heads="kv")
     assert len(blocks(pattern, 1 << 20, 12, 4)) <= 3 * len(blocks(pattern, 1 << 20, 4, 4))
 

@@ -88,7 +88,7 @@ def text(tmp_path):
 
 @pytest.mark.parametrize("made", [RingDilatedStrategy, RingDilatedFSDPStrategy])
 def test_resumed(pools, text, made):
-    """A run resumes bit by bit, from one file, or from a folder with uneven shards."""
+    """A run resumes exactly, from one file, or from a folder with uneven shards."""
     want, *_ = pools(2).run(2, part_of_run, text, made(), 4, None)[0]
     first, _, path, _ = pools(2).run(2, part_of_run, text, made(), 2, None)[0]
     assert Path(path).is_file() == (made is RingDilatedStrategy)

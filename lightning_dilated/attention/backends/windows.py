@@ -1,8 +1,8 @@
 """Windows with engines that have no bands: blocks of `width` rows attend to themselves and to neighbouring blocks.
 
-With causal attention, row a of a block sees the keys up to a in its block, and the keys after a in the previous block.
-The second part is causal attention with queries and keys in reverse order. Without causal attention, row a sees its
-whole block, and also the keys before a in the next block. The math engine computes rows after the last full block.
+When causal, query i of a block sees keys 0 to i of its block, and keys i + 1 to w - 1 of the previous block. The second
+part is causal attention with queries and keys in reverse order. When not causal, query i sees its whole block, too, and
+keys 0 to i - 1 of the next block. The math engine computes all pairs with a row after the last full block.
 Shape letters: G samples and segments, J heads, n rows, D head dim, w width.
 """
 

@@ -245,7 +245,7 @@ class Clock:
         return self._places[key]
 
     def count(self, tokens: int) -> None:
-        """Count tokens that a replayed graph added; a negative number takes back tokens that were only captured."""
+        """Add tokens that a replayed graph does not count; a negative number removes tokens of trial runs and a capture."""
         self._columns += tokens
 
     def begin(self, lengths: Sequence[int] | None) -> None:

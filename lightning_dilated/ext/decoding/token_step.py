@@ -208,9 +208,9 @@ class TokenStep:
         (source or default_generator(self.token.device)).set_state(state)
 
     def _captured(self, model: CausalModel) -> Callable[[], None]:
-        """Run the step twice to compile kernels and allocate workspaces, capture it, and restore all tensors.
+        """Run the step twice to compile kernels and allocate workspaces, then capture it. Return its replay.
 
-        The trials write cache rows at the next token's position, which the next token overwrites.
+        All changed tensors are restored, except cache rows at the next token's position, which that token overwrites.
         """
         changed = [self.token, self.ended, self.done, self._positions()]
         changed += [x for cache in self.caches for x in cache.mixer_states.values() if isinstance(x, Tensor)]

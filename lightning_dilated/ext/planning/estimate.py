@@ -143,7 +143,8 @@ def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None, head_dim: int | 
 
 
 def _of_a_pair(base: Machine, joined: int, dim: int, slower: RelativeSpeed) -> tuple[float, float]:
-    """Return a pair's (forward, backward) time divided by the measured time; `joined`: features of a joined head."""
+    """Return a pair's (forward, backward) time divided by the time on `base`; `joined`: head dim of heads that `lighter`
+    joined."""
     grown = lambda share, d: share + (1 - share) * d / SOFTMAX_DIM  # noqa: E731
     times = lambda share: grown(share, dim) / grown(share, base.head_dim) * joined / dim * slower.products  # noqa: E731
     return times(SOFTMAX_FORWARD), times(SOFTMAX_BACKWARD)

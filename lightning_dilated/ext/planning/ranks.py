@@ -248,8 +248,8 @@ def _travel(
 
 
 class AttentionSeconds(NamedTuple):
-    """Seconds of a (query, key) pair, and additional seconds of a query row: start and end of its products, the part
-    of its tiles beyond the diagonal, and merging of branches."""
+    """Seconds of attention: `pair` for each (query, key) pair, and `row` in addition for each query row. `row` covers the
+    start and end of the row's matrix products, masked pairs in tiles on the diagonal, and the merge of branches."""
 
     pair: float
     row: float

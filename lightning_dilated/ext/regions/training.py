@@ -86,7 +86,7 @@ class RegionTraining:
         """Take the outer steps that are due after an inner step.
 
         Raises:
-            RuntimeError: if a parameter is trained now that was not trained at the start of the fit.
+            RuntimeError: if a parameter is trained now but was not at the start of the fit.
         """
         if self.outer is None:
             return

@@ -521,7 +521,7 @@ class SlideDataModule(SplitDataModule):
         return x, y
 
     def _log_unchecked(self, tile_size: int | None, few: int = 0) -> None:
-        """Log one line, once, about checks of coordinates that were not possible."""
+        """Log once which checks of coordinates were not possible; `few`: slides with too few neighbouring tiles."""
         if self._logged_unchecked or self.reader.coords is None:
             return
         self._logged_unchecked = True

@@ -29,9 +29,9 @@ def conversation(row: Any, where: str, column: str = "messages") -> Conversation
     """Read the conversation of a row.
 
     Args:
-        row: a mapping with `column`, a list of {"role", "content"}; or with "prompt" and "completion", each a text or a
-            list of messages. Optional "tools" are passed to the template. Message keys with a null value are dropped.
-            Tools, and the `tool_calls` of a message, may be JSON text, because a table column has one type.
+        row: a mapping with the key `column`, a list of {"role", "content"}; or with "prompt" and "completion", each a
+            text or a list of messages. Optional "tools" are passed to the template. Message keys with a null value are
+            dropped. Tools, and `tool_calls` of a message, may be JSON text: values of a table's column have one type.
         where: the row's location, for errors.
 
     Raises: ValueError for anything else, and for an unknown role.

@@ -150,8 +150,9 @@ def _by_prefixes(tokenizer: ChatTokenizer, chat: Conversation) -> tuple[list[int
 def _spans(
     tokenizer: ChatTokenizer, chat: Conversation, ids: list[int], numbers: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """Return begin, trimmed end and end of the tokens of each message in `numbers`; an answer begins after its header.
-    The trimmed end excludes white space after a special token. Raises ValueError if a prefix differs from the whole."""
+    """Return (begin, trimmed end, end) of the tokens of each message in `numbers`; an answer begins after its header.
+    The trimmed end leaves out white space that follows a special token. Raises ValueError if the beginning of the
+    conversation, rendered alone, is no prefix of the whole text, or if a token crosses the boundary of a message."""
     if not numbers:
         return []
     text = tokenizer.render(chat)

@@ -470,7 +470,7 @@ class LongNetLM(TokenModel):
         return self.streaming.truncated_parts(self, batch)
 
     def _longest(self, batch: Any) -> int:
-        """Return N as `DilatedModule` does; for streams round N down to a power of two, as their documents grow."""
+        """Return N as `DilatedModule` does; for streams, the longest document so far, rounded down to a power of two."""
         parts = self.truncated_parts(batch) if isinstance(batch, Mapping) and "stream" in batch else None
         return 1 << max(x.stop for x in parts).bit_length() - 1 if parts else super()._longest(batch)
 

@@ -64,7 +64,7 @@ def test_by_hand(ranks, how, options, want):
 
 
 def test_rows_that_travel_longer_than_the_own_attention():
-    """A round with 16 rows of K and V (32 bytes each in bf16) takes a second, and their gradients take two."""
+    """In a layer, 16 rows take a second at 512 bytes/s (K and V of a row have 32 bytes), and fp32 gradients take two."""
     planned = step(2, exchange="gather", links=replace(FREE, near=512.0))
     late = 2 * (1000 + 0.5 - 11 + 2000 + 0.25 - 22)
     averaged = 4 * 2500 / 512 * 1e3

@@ -52,7 +52,7 @@ SECONDS = {
 }
 
 
-#: name of a row -> (GiB from the same files, allowed relative error)
+#: name of a row of SECONDS -> (GiB of the same measurement, allowed relative error)
 PEAKS = {
     "H100": (17.4, 0.025),
     "three recurrences": (19.4, 0.025),

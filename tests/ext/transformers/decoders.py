@@ -79,10 +79,10 @@ def tokens(batch: int, length: int) -> Tensor:
 
 
 def step(model: Any, inputs: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
-    """Return logits at the labels (default: the inputs), the loss, and the gradient of each parameter.
+    """Return the logits at positions with a label, the loss, and the gradient of each parameter.
 
-    A label has the index of the token that predicts it. The loss is a sum in the model's dtype, while transformers uses
-    fp32.
+    Labels (default: the inputs) are not shifted: logits at position i are compared with label i. The loss is a sum in
+    the model's dtype, while transformers uses fp32.
     """
     labels = inputs if labels is None else labels
     model.zero_grad()

@@ -1,4 +1,4 @@
-"""Training continues from a folder of adapters like an uninterrupted run with a new optimizer."""
+"""A model from a folder of adapters trains exactly like the model that wrote it, if both get a new optimizer."""
 
 import json
 
