@@ -101,16 +101,7 @@ class HashedHeads(Mixer):
     def add(
         self, query: Tensor, rows: Sequence[Tensor], lengths: Any, cu_seqlens: Any, place: LayerPlace | None
     ) -> Tensor:
-        """See `Mixer.add`. An endless sequence has exact lookups, because its length is not known.
-
-        Raises:
-            ValueError: for a chunk of a stream on several ranks.
-        """
-        if place is not None and place.shared:
-            raise ValueError(
-                "hashed heads are not offered in streams that ranks share: set sequence_size=1, or leave out stream or "
-                "hashed."
-            )
+        """See `Mixer.add`. An endless sequence has exact lookups, because its length is not known."""
         group, documents = active_sequence(), (query, lengths, cu_seqlens)
         lengths, cu_seqlens = check_documents(*documents) if group is None else group.guard(check_documents, *documents)
         tokens = place.seq_len if place is not None else query.shape[1] if group is None else _seq_len(group, query)

@@ -47,7 +47,7 @@ class HashedState:
         sample, head, code = (x[:, None].expand_as(is_row)[is_row] for x in looked_up.nonzero().unbind(1))
         heads = self.counts.shape[1]
         keys = ((sample * heads + head) << 31) + code
-        return HashedRows(len(self.counts), heads, keys, *(x[sample, place, head] for x in self.rows))
+        return HashedRows(len(self.counts), heads, keys, number[is_row], *(x[sample, place, head] for x in self.rows))
 
     def extend(self, k: Tensor, v: Tensor, z_k: Tensor, new: Sequence[int]) -> None:
         """Add the first new[b] of n tokens to each sample b: k, v (B, n, K, D) and z_k (B, n, K, G, M)."""

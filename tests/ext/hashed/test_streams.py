@@ -34,12 +34,13 @@ SOFT = {"hashed": {**HASHED_OPTIONS, "soft_until": 64}}
 
 # -- the op ------------------------------------------------------------------------------------------------------------
 class Chunks:
-    """The calls of a case in chunks of C tokens, with losses of the labelled queries."""
+    """The calls of a case in chunks of C tokens, with losses of the labelled queries; `group`: see `Stream.begin`."""
 
-    def __init__(self, case, chunk, truncate=False):
+    def __init__(self, case, chunk, truncate=False, group=None):
         self.case, self.terms, self.stream = case, LossTerms(WEIGHTS), Stream()
         self.labelled = torch.rand(case.batch, case.seq_len, generator=torch.Generator().manual_seed(9)) < 0.7
-        self.stream.begin(case.seq_len, chunk, store=not truncate)
+        self.stream.begin(case.seq_len, chunk, not truncate, group)
+        self.positions = [p for i in range(self.stream.chunks) for p in self.stream.tokens(i)]
         scale = case.dim**-0.5 if case.scale is None else case.scale
         self.spec = encode(case.latest, case.probes, scale, case.soft, self.terms.name, self.stream.name)
         words = case.settings()
@@ -64,7 +65,7 @@ class Chunks:
 
     def run(self, tensors, grad):
         """Return out and all gradients, of exact training."""
-        self.terms.labelled, outs, grads = self.labelled, {}, {}
+        self.terms.labelled, outs, grads = self.labelled[:, self.positions], {}, {}
         last = self.stream.chunks - 1
         with torch.no_grad():
             for i in range(last):
