@@ -11,7 +11,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import lightning_dilated as ld
-from lightning_dilated.attention.context import LayerPlace
 from lightning_dilated.ext.hashed.functional import HashedLosses
 from lightning_dilated.ext.hashed.op import HASHED, LossTerms, encode
 from lightning_dilated.ext.hashed.oracle import oracle
@@ -271,13 +270,6 @@ def test_only_training_steps_train_codes():
     for key, grad in plain[1].items():
         torch.testing.assert_close(grad, plain[0][key], rtol=1e-10, atol=1e-10, msg=key)
     assert (step(model, batch)[1]["transformer.blocks.0.attention.hashed.key_code.weight"] != 0).any()
-
-
-def test_ranks_that_share_a_stream_are_refused():
-    layer = hashed_layers(lm(**LOOKUPS))[0]
-    place = LayerPlace("stream", torch.tensor([0, 0]), shared=True)
-    with pytest.raises(ValueError, match="not offered in streams that ranks share: set sequence_size=1"):
-        layer.add(torch.zeros(1, 4, 16), [torch.zeros(1, 4, 4, 4)] * 3, None, None, place)
 
 
 # -- endless sequences -------------------------------------------------------------------------------------------------
