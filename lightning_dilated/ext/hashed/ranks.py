@@ -281,7 +281,14 @@ def find_routes(place: Place, entries: Entries, reach: int) -> Routes:
     latest = offers[:, 2:]
     limit = latest.flatten().topk(min(reach, latest.numel())).values[-1].clamp_min(0)
     before = (latest >= limit).sum(1, keepdim=True)
-    table = [row_edges[:-1, None], row_edges[1:, None], lookups[:, None], swap(place.group, before), offers[:, :2], before]
+    table = [
+        row_edges[:-1, None],
+        row_edges[1:, None],
+        lookups[:, None],
+        swap(place.group, before),
+        offers[:, :2],
+        before,
+    ]
     starts, stops, asked, wanted, rows, queries, halo = torch.cat(table, 1).T.tolist()
 
     row_ids, lookup_entries = ids[is_row], (~is_row).nonzero().flatten()

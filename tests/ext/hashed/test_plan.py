@@ -61,12 +61,12 @@ def test_workspace_is_that_of_a_longer_call(name, kernels, parts):
     rows = [torch.randn(1, tokens, n, sizes.head_dim, dtype=dtype) for n in (sizes.heads, *[sizes.kv_heads] * 2)]
     logits = [torch.randn(1, tokens, *sizes[2:]) for _ in range(2)]
     tensors = [x.requires_grad_() for x in (*rows, *logits, torch.zeros(sizes.heads))]
-    terms.labelled, terms.scale = torch.rand(1, tokens) < 0.9, torch.ones(())
+    terms.labelled, scale = torch.rand(1, tokens) < 0.9, torch.ones(())
     with Meter() as meter, hashed._kernels() if kernels else contextlib.nullcontext():
-        meter.track([*tensors, terms.labelled, terms.scale], PARAMETERS)
+        meter.track([*tensors, terms.labelled, scale], PARAMETERS)
         out, _ = HASHED(*tensors, None, None, None, spec)
         beside = meter.peak - meter.live
-        grad = torch.ones_like(out)
+        grad, terms.scale = torch.ones_like(out), scale
         before = meter.live
         meter.reset_peak()
         grads = torch.autograd.grad(out, tensors, grad)

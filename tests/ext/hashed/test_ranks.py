@@ -18,6 +18,7 @@ from lightning_dilated.sequence.shard import Shard
 
 from ...distributed.calls import positions, sequence
 from ...examples import examples
+from ..streams.test_streaming import lm, text
 from .cases import LOSSES, NAMES, Case, cases, compare, weights
 
 #: allowed difference relative to the largest number
@@ -282,3 +283,26 @@ def test_two_runs_give_equal_bits(pool):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_thousands_of_documents(pool, layout):
     check(pool, 4, Case((1, 3, 0, 2) * 500, packed=True, kv_heads=1, group=1, latest=2), layout=layout)
+
+
+def compiled_step(rank, group, compiled, tokens):
+    """Return a rank's share of the loss and the gradients of a step."""
+    torch._dynamo.reset()
+    model = lm(hashed={"groups": 2, "codes": 3, "soft_until": 37, "latest": 3}, depth=1).train()
+    batch = text(tokens)
+    with sequence(group, layout="zigzag") as ours, ours.active():
+        for block in model.transformer.blocks if compiled else ():
+            block.compile(fullgraph=True, backend="eager")
+        loss, _ = model.token_mean(model.sequence_spec.cut(batch, ours.place))
+        loss.backward()
+        return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tokens", [37, 38])
+def test_compiled_blocks_are_soft_by_the_length_of_the_sequence(pool, tokens):
+    """Of 37 tokens, two ranks have 17 and 20."""
+    ((want, grads),) = pool.run(1, compiled_step, False, tokens)
+    parts = pool.run(2, compiled_step, True, tokens)
+    torch.testing.assert_close(sum(x[0] for x in parts), want, rtol=1e-12, atol=1e-12)
+    for key, grad in grads.items():
+        torch.testing.assert_close(sum(x[1][key] for x in parts), grad, rtol=1e-10, atol=1e-10, msg=key)
