@@ -232,8 +232,8 @@ def test_refusals_reach_every_rank(pool):
         "v must be a torch.Tensor",
     )
     for messages in pool.run(2, refused):
-        for message, text in zip(messages, words, strict=True):
-            assert text in message
+        for message, word in zip(messages, words, strict=True):
+            assert word in message
 
 
 def tied(rank, group, name):
