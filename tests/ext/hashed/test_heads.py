@@ -264,13 +264,16 @@ def test_double_backward_is_refused():
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cuts", [[60], [35, 25], [1] * 60, [30] + [1] * 30])
+@pytest.mark.parametrize("latest", [5, 10**12])
 @torch.no_grad()
-def test_decoding_equals_the_whole_sequence(cuts):
-    model, tokens = lively({**HASHED, "codes": 2}).eval(), batch(2, 60)["tokens"]
-    caches = model.transformer.new_caches()
+def test_decoding_equals_the_whole_sequence(cuts, latest):
+    """Memory grows with the tokens, not with `latest`."""
+    model, tokens = lively({**HASHED, "codes": 2, "latest": latest}).eval(), batch(2, 60)["tokens"]
+    caches = model.transformer.new_caches(max_length=30)
     parts = [model(x, caches=caches) for x in tokens.split(cuts, 1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-11, atol=1e-11)
     assert caches[0].nbytes > caches[0].mixer_states["hashed"].nbytes > 0
+    assert caches[0].mixer_states["hashed"].places.shape[3] <= min(latest, 120)
 
 
 @torch.no_grad()
