@@ -8,6 +8,7 @@ back along both ways.
 
 In a chunk of a stream, the rows of earlier chunks are entries of the ranks that carry them. Among the rows of a key,
 the position of an earlier row is its `HashedRows.numbers`, which is less than the position of every token of the chunk.
+No part starts at an earlier row, so a part may have L entries more.
 
 For E entries, h = max(1, E // max(4 R^2, 4096)). Between two samples, a rank has fewer than h entries. Therefore a part
 has at most E / R + (R + 2) h + 1 entries, at most 3/2 E / R + 3, and at most L rows before it.
@@ -47,7 +48,6 @@ class Place:
         entries: number of rows and lookups of each rank, without padding.
         longest: largest number of rows with one key on a rank.
         earlier: this rank's rows of earlier chunks; None without a stream.
-        start: first position of the chunk, or 0.
     """
 
     group: SequenceGroup
@@ -57,7 +57,6 @@ class Place:
     entries: tuple[int, ...]
     longest: int
     earlier: HashedRows | None = None
-    start: int = 0
 
     @property
     def step(self) -> int:
@@ -84,7 +83,7 @@ class Place:
         entries = tuple(map(sum, zip(tokens, earlier, strict=True)))
         longest, own = max(map(sum, zip(map(len, pieces), earlier, strict=True))), pieces[group.rank]
         positions = torch.arange(own.start, own.stop, device=codes.device)
-        return cls(group, number, positions, kv_heads, entries, longest, rows, pieces[0].start)
+        return cls(group, number, positions, kv_heads, entries, longest, rows)
 
     def gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the rows of all ranks, which have `counts` rows."""
@@ -264,9 +263,9 @@ def lexical(keys: Tensor, positions: Tensor) -> Tensor:
 def find_routes(place: Place, entries: Entries, reach: int) -> Routes:
     """Cut the sorted list of all ranks, and return this rank's routes. Collective; the host waits for the counts."""
     is_row, tokens, keys = entries.is_row, entries.queries, entries.keys.long()
-    positions, order = find_positions(place, entries)
+    positions, local = find_positions(place, entries)
     ids = torch.stack([keys, positions], 1)
-    first, cuts = find_cuts(place, keys, order, splitters(place, ids))
+    first, cuts = find_cuts(place, keys, local, splitters(place, ids))
     edges = torch.cat([cuts.new_zeros(1), cuts, cuts.new_full((1,), len(tokens))])
     rows_before = torch.cat([is_row.new_zeros(1, dtype=torch.int64), is_row.cumsum(0)])
     row_edges = rows_before[edges]
@@ -304,17 +303,15 @@ def find_routes(place: Place, entries: Entries, reach: int) -> Routes:
 
 
 def find_positions(place: Place, entries: Entries) -> tuple[Tensor, Tensor]:
-    """Return the position of each entry, and smaller numbers in the same order for the entries of a key."""
+    """Return each entry's position, and the index of its token in `place.positions`; -1 for rows of earlier chunks."""
     local = entries.queries // place.kv_heads % max(1, len(place.positions))
     if place.earlier is None or not len(place.earlier.keys):
-        return place.positions[local], local + place.start
-    numbers, is_row = place.earlier.numbers, entries.is_row
+        return place.positions[local], local
     positions = nn.functional.pad(place.positions, (0, 1))[local]  # a rank without tokens has earlier rows only
-    is_earlier = entries.rows < len(numbers)
-    number = numbers[entries.rows.clamp_max(len(numbers) - 1)]
-    order = local + place.start
-    positions[is_row], order[is_row] = (torch.where(is_earlier, number, x[is_row]) for x in (positions, order))
-    return positions, order
+    earlier, index = entries.is_row.nonzero()[:, 0], entries.rows
+    earlier, index = (x[index < len(place.earlier.keys)] for x in (earlier, index))
+    positions[earlier] = place.earlier.numbers[index]
+    return positions, local.index_fill(0, earlier, -1)
 
 
 def _counts(numbers: Iterable[int]) -> dict[int, int]:
@@ -329,18 +326,17 @@ def splitters(place: Place, ids: Tensor) -> Tensor:
     return samples[torch.arange(1, ranks, device=ids.device) * len(samples) // ranks]
 
 
-def find_cuts(place: Place, keys: Tensor, order: Tensor, splits: Tensor) -> tuple[Tensor, Tensor]:
+def find_cuts(place: Place, keys: Tensor, local: Tensor, splits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the numbers of sorted entries before the key of each splitter, and before the splitter, (R - 1,) each."""
     key, position = splits.T.contiguous()
     first, end = (torch.searchsorted(keys, key, right=right) for right in (False, True))
     new_key = torch.ones_like(keys)
     new_key[1:] = keys[1:] != keys[:-1]
     number = new_key.cumsum(0)  # a key's number and a local token fit in one integer, a key and a position do not
-    width = place.start + len(place.positions) + 1
+    width = len(place.positions) + 2
     before = torch.cat([number.new_zeros(1), number])[first]
-    token = torch.searchsorted(place.positions, position) + place.start
-    token = torch.where(position < place.start, position, token)
-    return first, torch.searchsorted(number * width + order, (before + 1) * width + token).minimum(end)
+    token = torch.searchsorted(place.positions, position)
+    return first, torch.searchsorted(number * width + local, (before + 1) * width + token).minimum(end)
 
 
 def planned_bytes(
