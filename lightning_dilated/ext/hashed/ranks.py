@@ -339,6 +339,11 @@ def find_cuts(place: Place, keys: Tensor, local: Tensor, splits: Tensor) -> tupl
     return first, torch.searchsorted(number * width + local, (before + 1) * width + token).minimum(end)
 
 
+def planned_sums(size: int, itemsize: int, ranks: int) -> int:
+    """Return the bytes that a rank sends to other ranks in `sums` of a vector (size,)."""
+    return 3 * -(-size // ranks) * itemsize * (ranks - 1)
+
+
 def planned_bytes(
     inputs: Inputs, ranks: int, samples: int, latest: int, sent: tuple[int, int], received: tuple[int, int]
 ) -> tuple[int, int]:

@@ -25,7 +25,7 @@ class HashedRows:
     Attributes:
         samples, heads: S and K.
         keys: (n,) int64, (sample * K + head) * 2**31 + code.
-        numbers: (n,) int64, the number of earlier rows with the same key in the document, on all ranks.
+        numbers: (n,) int64, which rise by 1 from a row to the next row with its key, on all ranks together.
         k, v: (n, D).
         chances: (n, G, M), softmax of the logits of codes, fp32 or fp64.
     """
@@ -131,7 +131,7 @@ class HashedCarry:
     Attributes:
         chunk: the current chunk.
         rows: rows of earlier chunks.
-        counts: (T,) int64, the number of rows of each key so far, on all ranks; None: as in `rows`.
+        counts: (T,) int64, the next of each key's `HashedRows.numbers`; None: as in `rows`.
         grads: gradients of k, v and chances of `rows`, in fp32 or wider; None: they are 0.
         own: indices of rows that the current chunk left, and these rows' gradients, which later chunks computed.
         totals: statistics of all chunks up to each chunk, for losses.
@@ -171,9 +171,8 @@ class HashedCarry:
         if self.counts is None:
             old, self.counts = self.rows, torch.zeros_like(total, dtype=torch.int64)
             self.counts.scatter_reduce_(0, slots(old.keys, codes), old.numbers + 1, "amax")
-        counts = self.counts * stays.repeat_interleave(rows.heads * codes)
-        rows = replace(rows, numbers=rows.numbers + (counts + lower)[slots(rows.keys, codes)])
-        counts += total
+        rows = replace(rows, numbers=rows.numbers + (self.counts + lower)[slots(rows.keys, codes)])
+        counts = self.counts + total
         is_latest = [x.numbers >= counts[slots(x.keys, codes)] - latest for x in (self.rows, rows)]
         stay, come = is_latest[0] & stays[self.rows.of_samples()], is_latest[1]
         self._leaving = rows.at(come), index[come], stay, counts

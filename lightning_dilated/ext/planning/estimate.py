@@ -30,7 +30,13 @@ from lightning_dilated.ext.planning.counting.footprint import (
     of_call,
     of_subject,
 )
-from lightning_dilated.ext.planning.counting.hashed import CarriedBytes, carried_hashed, entry_seconds, sent_bytes
+from lightning_dilated.ext.planning.counting.hashed import (
+    CarriedBytes,
+    carried_hashed,
+    entry_seconds,
+    looked_up_share,
+    sent_bytes,
+)
 from lightning_dilated.ext.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, Tape
 from lightning_dilated.ext.planning.counting.model_specs import Facts, HashedLayer, RecurrentLayer
 from lightning_dilated.ext.planning.gpus import GPUS, Gpu
@@ -501,8 +507,10 @@ class Case:
         """Return the seconds of hashed heads for rows of earlier chunks; `forwards`: forwards beside the first pass."""
         total = 0.0
         for layer in filter(None, self.facts.hashed):
-            rows, last = carried_hashed(layer.description, layer.sizes, tokens, settings.stream or tokens)
-            forward, backward = _looked_up(layer, rows / self.setup.ranks, 0, self.gpu, self.setup)
+            size = settings.stream or tokens
+            rows, last = carried_hashed(layer.description, layer.sizes, tokens, size)
+            read = rows * looked_up_share(layer.description, size) / self.setup.ranks
+            forward, backward = _looked_up(layer, read, 0, self.gpu, self.setup)
             first = 0.0 if settings.truncate or not rows else 1 - last / rows
             total += (forwards + first) * forward + backward
         return total

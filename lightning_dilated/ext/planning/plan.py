@@ -102,7 +102,7 @@ def hashed_note(case: Case) -> str | None:
         f"hashed heads: {where}, {in_numbers(len(layers) * first.parameters)} parameters, "
         f"{3 * len(layers) * first.lookups:.3g} FLOPs of lookups a token of a step. "
         f"Sequences of up to soft_until={first.description.soft_until} tokens are counted as longer ones. "
-        "Streams are counted as if chunks looked up every code. The memory of rows that ranks exchange is not counted."
+        "In streams, all codes are assumed to be equally frequent. The memory of rows that ranks exchange is not counted."
     )
 
 

@@ -203,9 +203,7 @@ class Carried:
         """
         size, wide = call.dtype.itemsize, max(4, call.dtype.itemsize)
         stored, live, one = _numbers(call, depth, tokens, settings.stream or tokens, ranks)
-        # a layer with hashed heads copies the rows that a chunk looks up, once by themselves and once with the chunk's rows
-        most = max(hashed, default=CarriedBytes())
-        by_code = sum(x.live for x in hashed) + 2 * most.live + most.grads
+        by_code = sum(x.live for x in hashed) + max((x.moved for x in hashed), default=0)
         if settings.truncate:
             return cls((live + one) * size + one * wide + by_code, 0)
         stored = stored * size + sum(x.stored for x in hashed)

@@ -75,7 +75,7 @@ def test_the_commands(tmp_path, capsys):
     assert "learned code" not in capsys.readouterr().out
     main(["plan", *recipe, "--tokens", "16K", "--no-compile"])
     said = capsys.readouterr().out
-    assert "hashed heads: layer(s) 1" in said and "is not counted" in said and "head_chunks" not in said
+    assert "hashed heads: layer(s) 1" in said and "FLOPs of lookups a token" in said and "head_chunks" not in said
 
 
 @pytest.mark.full

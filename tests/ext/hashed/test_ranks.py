@@ -118,6 +118,22 @@ def test_other_dtypes(pool, dtype):
     check(pool, 3, case, layout="zigzag")
 
 
+@pytest.mark.parametrize("case", [
+    Case((600,), dim=16, kv_heads=2, codes=4, latest=64, probes=3, dtype=torch.bfloat16),  # ranks share queries
+    Case((600,), dim=16, kv_heads=2, codes=1, latest=500, dtype=torch.bfloat16),  # ranks share rows
+], ids=str)  # fmt: skip
+def test_gradients_in_bf16(pool, case, monkeypatch):
+    """Gradients travel in bf16 and are added in fp32. Their error is at most 1.5 times the error on one rank."""
+    rounded = [x.detach().double() for x in case.tensors()]
+    monkeypatch.setattr(Case, "tensors", lambda self: tuple(x.to(self.dtype).requires_grad_() for x in rounded))
+    want, one = replace(case, dtype=torch.float64).run(), case.run()
+    monkeypatch.undo()
+    got = joined(pool.run(4, attend, case, {"layout": "zigzag"}))
+    for name in ("d q", "d k", "d v"):
+        error, usual = ((x[name] - want[name]).square().mean().sqrt() for x in (got, one))
+        assert 0 < error <= 1.5 * usual, name
+
+
 def extreme(rank, group, equal, latest, samples):
     """Return the numbers of rows and lookups that this rank computes, of 400 tokens with equal or many codes."""
     case = Case((400,), kv_heads=2, group=1, groups=3, codes=1 if equal else 7, latest=latest, probes=1 if equal else 3)
@@ -300,7 +316,7 @@ def compiled_step(rank, group, compiled, tokens):
 
 @pytest.mark.parametrize("tokens", [37, 38])
 def test_compiled_blocks_are_soft_by_the_length_of_the_sequence(pool, tokens):
-    """Of 37 tokens, two ranks have 17 and 20."""
+    """Two ranks have 17 and 20 of 37 tokens."""
     ((want, grads),) = pool.run(1, compiled_step, False, tokens)
     parts = pool.run(2, compiled_step, True, tokens)
     torch.testing.assert_close(sum(x[0] for x in parts), want, rtol=1e-12, atol=1e-12)

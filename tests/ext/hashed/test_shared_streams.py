@@ -12,6 +12,7 @@ import lightning_dilated as ld
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.ext.hashed import ranks
+from lightning_dilated.ext.hashed.lookup import Inputs
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.strategy import RingDilatedStrategy
 
@@ -101,6 +102,51 @@ def test_ranks_together_carry_what_one_rank_carries(pool, latest):
     for i, keys in enumerate(want):
         assert torch.equal(torch.cat([x[i] for x, _ in parts]).sort()[0], keys.sort()[0])
     assert len(want[-1]) == 2 * 2 * 4 * latest and sum(n for _, n in parts) == stored
+
+
+def traffic(rank, group, case, chunk):
+    """Return the bytes that this rank sends in a forward and in a backward of each chunk, and the planned bytes."""
+    with sequence(group, layout="chunked", stream=chunk) as ours, pytest.MonkeyPatch.context() as patch:
+        calls, find = [], ranks.find_routes
+        patch.setattr(ranks, "find_routes", lambda *args: calls.append((*args, find(*args))) or calls[-1][-1])
+        chunks, tensors = Chunks(case, chunk, group=ours), case.tensors()
+        chunks.terms.labelled = chunks.labelled[:, chunks.positions]
+        others = lambda counts: sum(n for peer, n in counts.items() if peer != rank)  # noqa: E731
+        q, k, v, z_q, z_k = (x.detach().to("meta") for x in tensors[:5])
+        inputs = Inputs(q.unflatten(2, (case.kv_heads, -1)).flatten(0, 2), *(x.flatten(0, 2) for x in (k, v, z_q, z_k)))
+        keys = case.batch * case.kv_heads * case.codes**case.groups
+        totals = case.batch * (1 + 2 * (case.kv_heads * case.codes * case.groups + 1))
+        counts, losses = (ranks.planned_sums(n, size, ours.ranks) for n, size in ((keys, 4), (totals, 8)))
+        sent, planned = [], []
+
+        def note(more, runs_back):
+            place, _, reach, routes = calls[-1]
+            moved = [[others(x) for x in (routes.rows[i], routes.lookups[i])] for i in (1, 2)]
+            samples, latest = -(-place.entries[rank] // place.step), min(reach, place.longest)
+            forward, backward = ranks.planned_bytes(inputs, ours.ranks, samples, latest, *moved)
+            planned.append((forward + 8 * (ours.ranks - 1) + more, backward * runs_back))
+            sent.append((ours.forward_traffic.sent, ours.backward_traffic.sent))
+            ours.forward_traffic.clear()
+            ours.backward_traffic.clear()
+
+        last = chunks.stream.chunks - 1
+        for i in range(last):
+            with torch.no_grad():
+                chunks.attend(tensors, i)
+            note(2 * counts + losses, False)
+        chunks.stream.descend()
+        for i in range(last, -1, -1):
+            out, leaves = chunks.attend(tensors, i)
+            note(counts + losses, False)
+            torch.autograd.grad(out.sum(), leaves)
+            note(counts, True)
+        return sent, planned
+
+
+def test_bytes_are_planned(pool):
+    case = Case((60, 51), latest=5, kv_heads=2, probes=2)
+    for sent, planned in pool.run(3, traffic, case, 16):
+        assert sent == planned and any(backward for _, backward in sent)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

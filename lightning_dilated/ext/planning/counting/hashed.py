@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -73,12 +74,22 @@ def carried_hashed(x: Hashed, sizes: HashedSizes, tokens: int, chunk: int) -> tu
     return sum(rows), rows[-1] if rows else 0
 
 
+def looked_up_share(x: Hashed, chunk: int) -> float:
+    """Return the share of carried rows that a chunk looks up if all codes are equally frequent."""
+    return -math.expm1(-chunk * x.probes / x.codes**x.groups)
+
+
 class CarriedBytes(NamedTuple):
-    """Bytes of hashed heads' rows on a rank: rows stored in all chunks, carried rows, and gradients of carried rows."""
+    """Bytes of a layer's rows on a rank.
+
+    `stored`: replaced rows of all chunks; `live`: carried rows; `grads`: their gradients; `moved`: copies for a short time,
+    either of all rows and gradients for the next chunk, or twice of the rows that a chunk looks up.
+    """
 
     stored: int = 0
     live: int = 0
     grads: int = 0
+    moved: int = 0
 
     @classmethod
     def of(
@@ -87,8 +98,11 @@ class CarriedBytes(NamedTuple):
         """Count the bytes of one layer."""
         wide, codes = torch.promote_types(dtype, torch.float32).itemsize, sizes.groups * sizes.codes
         row, grad = 2 * sizes.head_dim * dtype.itemsize + codes * wide + 16, (2 * sizes.head_dim + codes) * wide
-        live, stored = carried_hashed(x, sizes, tokens, chunk)[1], tokens * sizes.kv_heads
-        return cls(*(-(-n // ranks) for n in (stored * row, live * row, live * grad)))
+        live = carried_hashed(x, sizes, tokens, chunk)[1]
+        leaving = sizes.kv_heads * min(chunk, x.codes**x.groups * x.latest) * len(range(chunk, tokens, chunk))
+        stored = max(0, leaving - live)
+        moved = live * max(row + grad, round(looked_up_share(x, chunk) * (2 * row + grad)))
+        return cls(*(-(-n // ranks) for n in (stored * row, live * row, live * grad, moved)))
 
 
 def hashed_workspace(
