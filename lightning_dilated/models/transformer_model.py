@@ -262,13 +262,8 @@ class TransformerModel(_NamedArguments, DilatedModule):
         """Return the `loss_terms` of a batch in training, with the gradients of the hashed heads' own losses."""
         self.configure_model()
         layers = [block.attention_layer.hashed for block in self.transformer.blocks] if any(self.hashed) else []
-        heads = [layer for layer in layers if layer is not None]
-        for layer in heads:
-            layer.begin_losses(batch)
-        losses, count = super()._training_terms(batch)
-        for number, layer in enumerate(heads):
-            layer.add_losses(losses, self, number)
-        return losses, count
+        first, run = next(filter(None, layers), None), super()._training_terms
+        return run(batch) if first is None else first.train_codes(layers, self, batch, run)
 
     def _transformer(self, depth: int) -> DilatedTransformer:
         """Make the first `depth` layers, with initial weights."""

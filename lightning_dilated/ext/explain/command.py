@@ -55,25 +55,32 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def sizes_of_recipe(path: Path) -> Sizes:
+def sizes_of_recipe(path: Path, depth: int | None = None) -> Sizes:
     """Return the sizes of a recipe's model and data.
 
+    Args:
+        depth: number of layers; None: as in the recipe. Layers of hashed heads are numbers of single layers.
+
     Raises:
-        ValueError: if the recipe lacks a model or a pattern; the message names it.
+        ValueError: if the recipe lacks a model or a pattern, or its hashed heads need more layers; the message names it.
     """
     config = yaml.safe_load(text_of(path))
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise ValueError(
             f"--config {path} has no model with a class_path: give --segments, --dilations, --heads instead."
         )
-    model = make_model(path, config["model"], seq_len_of(path, config.get("data")))
+    seq_len = seq_len_of(path, config.get("data"))
+    model = make_model(path, config["model"], seq_len)
+    if depth is not None and any(getattr(model, "hashed", ())):
+        arguments = {**(config["model"].get("init_args") or {}), "depth": depth}
+        model = make_model(path, {**config["model"], "init_args": arguments}, seq_len)
     if not getattr(model, "patterns", None):
         raise ValueError(f"--config {path}: the model, {type(model).__name__}, has no pattern to explain.")
     heads, dim = getattr(model, "num_heads", None), getattr(model, "dim", None)
     options = getattr(model, "options", None)
     rotary = getattr(options, "position_encoding", "none") == "rotary"
     return Sizes(
-        model.patterns, seq_len_of(path, config.get("data")), heads, model.num_kv_heads, model.depth,
+        model.patterns, seq_len, heads, model.num_kv_heads, model.depth,
         dim // heads if dim and heads else 64, getattr(model, "causal", False), model.rotary_bases if rotary else (),
         tuple(getattr(model, "recurrences", ())), tuple(getattr(model, "hashed", ())),
         getattr(options, "global_rotary", True),
@@ -86,7 +93,7 @@ def resolve_sizes(args: argparse.Namespace) -> Sizes:
     Raises:
         ValueError: if sizes are missing; the message names their options.
     """
-    sizes = sizes_of_recipe(args.config) if args.config else Sizes()
+    sizes = sizes_of_recipe(args.config, args.depth) if args.config else Sizes()
     if (args.segments is None) != (args.dilations is None):
         raise ValueError("--segments and --dilations belong together: one rate for every segment length.")
     if args.segments:
@@ -131,8 +138,8 @@ def table(sizes: Sizes, result: Explanation) -> list[str]:
     head = f"{result.seq_len:,} tokens, {result.num_heads} heads of {sizes.head_dim}, {result.depth} layers, {kind}"
     lines = [*result.layers_in_words, head, "", *(f"  {name:<22}{value}" for name, value in rows.items())]
     lines += [f"  {'' if i else 'sight':<22}{line}" for i, line in enumerate(sight_table(result.sight))]
-    mixers = (cycle_to(x, result.depth) if x else () for x in (sizes.recurrences, sizes.hashed))
-    if beyond := beyond_in_words(*mixers, sizes.head_dim):
+    recurrences = cycle_to(sizes.recurrences, result.depth) if sizes.recurrences else ()
+    if beyond := beyond_in_words(recurrences, sizes.hashed, sizes.head_dim):
         lines.append(f"  {'beyond the pattern':<22}{beyond}")
     ranges = rotary_table(sizes.rotary_bases) + ["no positions (dense heads)"] * (not sizes.global_rotary)
     return lines + [f"  {'rotary range':<22}{line}" for line in ranges]

@@ -6,7 +6,7 @@ codes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -37,12 +37,6 @@ NONE, WITH_PREVIOUS = (0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0)
 QUERY_CODE, KEY_CODE = (0.0, 0.6, 0.8, 0.0), (0.6, 0.8, 1.0, -1.0)
 #: label of a token without a label
 IGNORE = -100
-
-
-def _seq_len(group: SequenceGroup, query: Tensor) -> int:
-    """Return N, which the layer's attention agreed on. A compiled graph assumes equal shares, to accept any length."""
-    known = None if torch.compiler.is_compiling() else group.agreed
-    return query.shape[1] * group.ranks if known is None else known.seq_len
 
 
 class HashedHeads(Mixer):
@@ -97,24 +91,17 @@ class HashedHeads(Mixer):
         self.key_code = nn.Linear(embed_dim, kv_heads * codes, bias=False, **factory)
         self.null = nn.Parameter(torch.zeros(self.num_heads, **factory))
         self.terms = LossTerms((hashed.agree, hashed.contrast, hashed.balance, hashed.spread))
+        #: in a training step, whether its sequences have at most `soft_until` tokens; None: unknown. A compiled graph
+        #: cannot read the number of tokens that ranks agreed on
+        self.is_short: bool | None = None
 
     def add(
         self, query: Tensor, rows: Sequence[Tensor], lengths: Any, cu_seqlens: Any, place: LayerPlace | None
     ) -> Tensor:
-        """See `Mixer.add`. An endless sequence has exact lookups, because its length is not known.
-
-        Raises:
-            ValueError: for a chunk of a stream on several ranks.
-        """
-        if place is not None and place.shared:
-            raise ValueError(
-                "hashed heads are not offered in streams that ranks share: set sequence_size=1, or leave out stream or "
-                "hashed."
-            )
+        """See `Mixer.add`. An endless sequence has exact lookups, because its length is not known."""
         group, documents = active_sequence(), (query, lengths, cu_seqlens)
         lengths, cu_seqlens = check_documents(*documents) if group is None else group.guard(check_documents, *documents)
-        tokens = place.seq_len if place is not None else query.shape[1] if group is None else _seq_len(group, query)
-        soft = self.training and tokens is not None and tokens <= self.description.soft_until
+        soft = self.training and self._has_soft_lookups(query, place, group)
         q, k, v = self._own(rows)
         near = [None if place is None else place.of_part(i) for i in (1, 2, 3)]
         parts = self.conv.together([x.flatten(2) for x in (q, k, v)], lengths, cu_seqlens, near[0])
@@ -131,6 +118,19 @@ class HashedHeads(Mixer):
         chunk = None if place is None else place.place
         out, _ = HASHED(q, k, v, z_q, z_k, self.null, lengths, cu_seqlens, chunk, self._spec(soft, where))
         return nn.functional.pad(out, (0, 0, self.others, 0))
+
+    def _has_soft_lookups(self, query: Tensor, place: LayerPlace | None, group: SequenceGroup | None) -> bool:
+        """Return whether the sequence has at most `soft_until` tokens.
+
+        In a compiled graph on several ranks, a forward outside of a training step assumes equal shares.
+        """
+        if place is None and group is not None and self.is_short is not None:
+            return self.is_short
+        known = None if group is None or torch.compiler.is_compiling() else group.agreed
+        tokens = query.shape[1] * (1 if group is None else group.ranks) if known is None else known.seq_len
+        if place is not None:
+            tokens = place.seq_len
+        return tokens is not None and tokens <= self.description.soft_until
 
     def add_new(self, x: Tensor, rows: Sequence[Tensor], cache: KVCache) -> Tensor:
         """See `Mixer.add_new`. The cache stores the rows of all tokens, and the places of each code's latest rows."""
@@ -175,31 +175,58 @@ class HashedHeads(Mixer):
         return encode(hashed.latest, hashed.probes, self.scale, soft, terms, sequence)
 
     # -- losses of the codes -------------------------------------------------------------------------------------------
-    def begin_losses(self, batch: Any) -> None:
-        """Let the losses count the queries of a training batch that have labels."""
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        self._end_step()
-        self.terms.latest = None
-        self.terms.labelled = labels != IGNORE if self.training and isinstance(labels, Tensor) else None
+    @staticmethod
+    def train_codes(
+        layers: Sequence[HashedHeads | None], model: pl.LightningModule, batch: Any, run: Callable[[Any], Any]
+    ) -> tuple[Tensor, Any]:
+        """Return run(batch), a sum of token losses and their count; its backward also trains the codes of all layers.
 
-    def add_losses(self, losses: Tensor, model: pl.LightningModule, number: int) -> None:
-        """Train the codes when the sum of the batch's token losses is differentiated.
-
-        In a Trainer's run, log the mean number of rows that a labelled query reads, as `train_hashed_rows_NUMBER`.
+        In a Trainer's run, log the mean number of rows that a labelled query reads, as `train_hashed_rows_LAYER`.
         """
-        labelled, self.terms.labelled = self.terms.labelled, None
+        heads = {number: layer for number, layer in enumerate(layers) if layer is not None}
+        try:
+            for layer in heads.values():
+                layer.begin_losses(batch)
+            losses, count = run(batch)
+            for number, layer in heads.items():
+                layer.add_losses(losses)
+                latest = layer.terms.latest
+                if attached_trainer(model) is not None and latest is not None:
+                    model.log(f"train_hashed_rows_{number}", latest[2] / latest[3].clamp_min(1), batch_size=1)
+        except BaseException:
+            for layer in heads.values():
+                layer.end_losses()
+            raise
+        return losses, count
+
+    def begin_losses(self, batch: Any) -> None:
+        """Let the losses count the queries of a training batch that have labels; all ranks of a sequence call this."""
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        self.end_losses()
+        self.terms.latest = None
+        if not self.training or not isinstance(labels, Tensor):
+            return
+        self.terms.labelled = labels != IGNORE
+        if (group := active_sequence()) is not None:
+            agreed = group.agree({"call": "a step of hashed heads"}, labels.shape[1], later=True)
+            self.is_short = agreed.seq_len <= self.description.soft_until
+
+    def add_losses(self, losses: Tensor) -> None:
+        """Train the codes when the sum of the batch's token losses is differentiated."""
+        labelled, is_short = self.terms.labelled, self.is_short
+        self.end_losses()
 
         def begin_backward(grad: Tensor) -> None:  # before the layers' backward, which may compute layers again
-            self.terms.labelled, self.terms.scale = labelled, grad.detach()
-            after_backward(self._end_step)
+            self.terms.labelled, self.terms.scale, self.is_short = labelled, grad.detach(), is_short
+            after_backward(self.end_losses)
 
-        if attached_trainer(model) is not None and (latest := self.terms.latest) is not None:
-            model.log(f"train_hashed_rows_{number}", latest[2] / latest[3].clamp_min(1), batch_size=1)
         if losses.requires_grad and labelled is not None:
             losses.register_hook(begin_backward)
 
-    def _end_step(self) -> None:
-        self.terms.labelled = self.terms.scale = None
+    def end_losses(self) -> None:
+        """Let no losses count until the next step or backward."""
+        self.terms.end()
+        self.is_short = None
 
     def extra_repr(self) -> str:
         return f"{self.description}"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_dilated._compat.torch import in_backward
 from lightning_dilated._ops import Op
 from lightning_dilated.ext._compat.torch import autograd_within_op
 from lightning_dilated.ext.hashed.chunk import HashedChunk
@@ -33,17 +34,32 @@ class LossTerms:
 
     Attributes:
         weights: weights of agree, contrast, balance and spread.
-        labelled: (B, N) bool, the queries with labels; None outside of the forward and backward of a training step.
+        labelled: (B, N) bool, the queries with labels; None outside of the forward and backward of a training step, also
+            after a backward that raised an error.
         scale: the gradient of the step's sum of token losses; None outside of its backward.
         latest: sums over labelled queries of the latest forward: agree, contrast, rows, and the number of queries.
     """
 
     def __init__(self, weights: tuple[float, float, float, float]) -> None:
         self.name, self.weights = f"losses-{next(_numbers)}", weights
-        self.labelled: Tensor | None = None
-        self.scale: Tensor | None = None
+        self.end()
         self.latest: Tensor | None = None
         _terms[self.name] = self
+
+    def end(self) -> None:
+        """Count no queries."""
+        self._labelled: Tensor | None = None
+        self.scale: Tensor | None = None
+
+    @property
+    def labelled(self) -> Tensor | None:
+        if self.scale is not None and not in_backward():  # the backward with this scale raised an error
+            self.end()
+        return self._labelled
+
+    @labelled.setter
+    def labelled(self, labelled: Tensor | None) -> None:
+        self._labelled = labelled
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LossTerms, (self.weights,)

@@ -6,6 +6,10 @@ start. A rank sends each row and each lookup to the rank that computes its part.
 part that have the splitter's code, because lookups in the part read them. Results return the same way; gradients travel
 back along both ways.
 
+In a chunk of a stream, the rows of earlier chunks are entries of the ranks that carry them. Among the rows of a key,
+the position of an earlier row is its `HashedRows.numbers`, which is less than the position of every token of the chunk.
+No part starts at an earlier row, so a part may have L entries more.
+
 For E entries, h = max(1, E // max(4 R^2, 4096)). Between two samples, a rank has fewer than h entries. Therefore a part
 has at most E / R + (R + 2) h + 1 entries, at most 3/2 E / R + 3, and at most L rows before it.
 
@@ -20,11 +24,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_dilated.ext.hashed.lookup import Inputs, Lookup
 from lightning_dilated.ext.hashed.order import Entries, merge
+from lightning_dilated.ext.hashed.rows import HashedRows
 from lightning_dilated.sequence.exchange.transport import Block, Traffic, Wire, joined
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.shard import Shard
@@ -41,7 +46,8 @@ class Place:
         number: number of the call in its group.
         positions: (N,) int64, the positions of this rank's tokens.
         entries: number of rows and lookups of each rank, without padding.
-        longest: largest number of tokens on a rank.
+        longest: largest number of rows with one key on a rank.
+        earlier: this rank's rows of earlier chunks; None without a stream.
     """
 
     group: SequenceGroup
@@ -50,6 +56,7 @@ class Place:
     kv_heads: int
     entries: tuple[int, ...]
     longest: int
+    earlier: HashedRows | None = None
 
     @property
     def step(self) -> int:
@@ -64,19 +71,45 @@ class Place:
         entries = tuple(n * kv_heads * kinds for n in tokens)
         return cls(group, number, local_positions(shard, group.rank, codes.device), kv_heads, entries, shard.longest)
 
-    def wire(self, traffic: Traffic) -> Wire:
-        return Wire(self.group.group, tuple(range(self.group.ranks)), self.group.rank, traffic)
+    @classmethod
+    def of_chunk(
+        cls, group: SequenceGroup, number: int, pieces: Sequence[range], lengths: Sequence[int], rows: HashedRows,
+        codes: Tensor,
+    ) -> Place:  # fmt: skip
+        """Return the place in a chunk, with the `pieces` of all ranks and this rank's `rows` of earlier chunks."""
+        kv_heads, kinds = codes.shape[2], 1 + codes.shape[3]
+        earlier = swap(group, torch.full((group.ranks, 1), len(rows.keys), device=codes.device)).flatten().tolist()
+        tokens = [real_tokens([x], lengths) * kv_heads * kinds for x in pieces]
+        entries = tuple(map(sum, zip(tokens, earlier, strict=True)))
+        longest, own = max(map(sum, zip(map(len, pieces), earlier, strict=True))), pieces[group.rank]
+        positions = torch.arange(own.start, own.stop, device=codes.device)
+        return cls(group, number, positions, kv_heads, entries, longest, rows)
 
     def gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the rows of all ranks, which have `counts` rows."""
         sends = dict.fromkeys(range(len(counts)), len(rows))
-        wire = self.wire(self.group.forward_traffic)
-        return wire.post(rows.repeat(len(counts), 1), sends, dict(enumerate(counts)), what="samples").wait()
+        posted = wire(self.group, self.group.forward_traffic)
+        return posted.post(rows.repeat(len(counts), 1), sends, dict(enumerate(counts)), what="samples").wait()
 
-    def swap(self, rows: Tensor) -> Tensor:
-        """Send row r to rank r, and return the rows (R, ...) that the ranks sent."""
-        counts = dict.fromkeys(range(len(rows)), 1)
-        return self.wire(self.group.forward_traffic).post(rows, counts, counts, what="counts").wait()
+
+def wire(group: SequenceGroup, traffic: Traffic) -> Wire:
+    """Return the wire between the ranks of a group."""
+    return Wire(group.group, tuple(range(group.ranks)), group.rank, traffic)
+
+
+def swap(group: SequenceGroup, rows: Tensor) -> Tensor:
+    """Send row r to rank r, and return the rows (R, ...) that the ranks sent."""
+    counts = dict.fromkeys(range(len(rows)), 1)
+    return wire(group, group.forward_traffic).post(rows, counts, counts, what="counts").wait()
+
+
+def sums(group: SequenceGroup, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of x (n,) over all ranks, and over lower ranks. Each rank adds a part, in the order of ranks."""
+    parts = nn.functional.pad(x, (0, -len(x) % group.ranks)).view(group.ranks, -1)
+    total = swap(group, parts).cumsum(0, dtype=x.dtype)
+    lower = torch.cat([torch.zeros_like(total[:1]), total[:-1]])
+    total, lower = swap(group, torch.stack([total[-1:].expand_as(lower), lower], 1)).unbind(1)
+    return total.flatten()[: len(x)], lower.flatten()[: len(x)]
 
 
 def agree(
@@ -143,7 +176,7 @@ class Exchange(torch.autograd.Function):
             Block(x if route.index is None else x[route.index], route.sends, route.receives)
             for x, route in zip(tensors, routes, strict=True)
         ]
-        posted = place.wire(place.group.forward_traffic).post_together(blocks, "hashed rows")
+        posted = wire(place.group, place.group.forward_traffic).post_together(blocks, "hashed rows")
         received = tuple(joined(x, block.rows) for x, block in zip(posted.wait(), blocks, strict=True))
         ctx.mark_non_differentiable(*(x for x in received if not x.is_floating_point()))
         return received
@@ -155,7 +188,7 @@ class Exchange(torch.autograd.Function):
         place.group.agree({"call": f"backward of hashed_attention, call {place.number}"})
         numbers = [i for i, (_, dtype) in enumerate(ctx.like) if dtype.is_floating_point]
         blocks = [Block(grads[i], ctx.routes[i].receives, ctx.routes[i].sends) for i in numbers]
-        posted = place.wire(place.group.backward_traffic).post_together(blocks, "gradients of hashed rows")
+        posted = wire(place.group, place.group.backward_traffic).post_together(blocks, "gradients of hashed rows")
         results: list[Any] = [None] * len(grads)
         for i, pieces, block in zip(numbers, posted.wait(), blocks, strict=True):
             (length, dtype), index, grad = ctx.like[i], ctx.routes[i].index, joined(pieces, block.rows)
@@ -186,6 +219,8 @@ def look_up(
     place: Place, entries: Entries, reach: int, block: int, settings: tuple[float, bool], inputs: Inputs
 ) -> tuple[list[Tensor], Tensor]:
     """Return the `Reads` of this rank's lookups, (B N K P, ...), and the number of rows that each lookup reads."""
+    if place.earlier is not None and not len(entries.keys):  # a rank without tokens, too, has rows that others read
+        entries = only_rows(place.earlier.keys, entries.number)
     routes = find_routes(place, entries, reach)
     kinds = [routes.lookups, routes.rows, routes.rows, routes.lookups, routes.rows]
     ids = [Route(None, route.sends, route.receives) for route in (routes.rows, routes.lookups)]
@@ -199,6 +234,12 @@ def look_up(
         for x, filler in zip(back, fillers, strict=True)
     )
     return read, counts
+
+
+def only_rows(keys: Tensor, number: int) -> Entries:
+    """Sort rows by their keys."""
+    keys, order = keys.sort(stable=True)
+    return Entries(keys, torch.ones_like(order, dtype=torch.bool), order, torch.full_like(order, number), order, number)
 
 
 def received_entries(row_ids: Tensor, lookup_ids: Tensor) -> Entries:
@@ -221,10 +262,9 @@ def lexical(keys: Tensor, positions: Tensor) -> Tensor:
 
 def find_routes(place: Place, entries: Entries, reach: int) -> Routes:
     """Cut the sorted list of all ranks, and return this rank's routes. Collective; the host waits for the counts."""
-    is_row, tokens = entries.is_row, entries.queries
-    local = tokens // place.kv_heads % max(1, len(place.positions))
-    keys = entries.keys.long()
-    ids = torch.stack([keys, place.positions[local]], 1)
+    is_row, tokens, keys = entries.is_row, entries.queries, entries.keys.long()
+    positions, local = find_positions(place, entries)
+    ids = torch.stack([keys, positions], 1)
     first, cuts = find_cuts(place, keys, local, splitters(place, ids))
     edges = torch.cat([cuts.new_zeros(1), cuts, cuts.new_full((1,), len(tokens))])
     rows_before = torch.cat([is_row.new_zeros(1, dtype=torch.int64), is_row.cumsum(0)])
@@ -236,23 +276,42 @@ def find_routes(place: Place, entries: Entries, reach: int) -> Routes:
     is_before = back < (row_edges[1:-1] - rows_before[first])[:, None]
     latest = row_positions[torch.where(is_before, row_edges[1:-1, None] - 1 - back, -1)]
     latest = torch.cat([latest.new_full((1, len(back)), -1), latest])
-    offers = place.swap(torch.cat([row_edges.diff()[:, None], lookups[:, None], latest], 1))
+    offers = swap(place.group, torch.cat([row_edges.diff()[:, None], lookups[:, None], latest], 1))
     latest = offers[:, 2:]
     limit = latest.flatten().topk(min(reach, latest.numel())).values[-1].clamp_min(0)
     before = (latest >= limit).sum(1, keepdim=True)
-    table = [row_edges[:-1, None], row_edges[1:, None], lookups[:, None], place.swap(before), offers[:, :2], before]
+    table = [
+        row_edges[:-1, None],
+        row_edges[1:, None],
+        lookups[:, None],
+        swap(place.group, before),
+        offers[:, :2],
+        before,
+    ]
     starts, stops, asked, wanted, rows, queries, halo = torch.cat(table, 1).T.tolist()
 
-    row_entries, lookup_entries = is_row.nonzero().flatten(), (~is_row).nonzero().flatten()
+    row_ids, lookup_entries = ids[is_row], (~is_row).nonzero().flatten()
     spans = [slice(start - n, stop) for start, stop, n in zip(starts, stops, wanted, strict=True)]
-    sent = torch.cat([row_entries[x] for x in spans])
+    sent = torch.cat([entries.rows[x] for x in spans])
     return Routes(
-        Route(tokens[sent], _counts(x.stop - x.start for x in spans), _counts(map(sum, zip(rows, halo, strict=True)))),
+        Route(sent, _counts(x.stop - x.start for x in spans), _counts(map(sum, zip(rows, halo, strict=True)))),
         Route(tokens[lookup_entries], _counts(asked), _counts(queries)),
-        ids[sent],
+        torch.cat([row_ids[x] for x in spans]),
         ids[lookup_entries],
         entries.lookups[lookup_entries],
     )
+
+
+def find_positions(place: Place, entries: Entries) -> tuple[Tensor, Tensor]:
+    """Return each entry's position, and the index of its token in `place.positions`; -1 for rows of earlier chunks."""
+    local = entries.queries // place.kv_heads % max(1, len(place.positions))
+    if place.earlier is None or not len(place.earlier.keys):
+        return place.positions[local], local
+    positions = nn.functional.pad(place.positions, (0, 1))[local]  # a rank without tokens has earlier rows only
+    earlier, index = entries.is_row.nonzero()[:, 0], entries.rows
+    earlier, index = (x[index < len(place.earlier.keys)] for x in (earlier, index))
+    positions[earlier] = place.earlier.numbers[index]
+    return positions, local.index_fill(0, earlier, -1)
 
 
 def _counts(numbers: Iterable[int]) -> dict[int, int]:
@@ -274,10 +333,15 @@ def find_cuts(place: Place, keys: Tensor, local: Tensor, splits: Tensor) -> tupl
     new_key = torch.ones_like(keys)
     new_key[1:] = keys[1:] != keys[:-1]
     number = new_key.cumsum(0)  # a key's number and a local token fit in one integer, a key and a position do not
-    width = len(place.positions) + 1
+    width = len(place.positions) + 2
     before = torch.cat([number.new_zeros(1), number])[first]
     token = torch.searchsorted(place.positions, position)
     return first, torch.searchsorted(number * width + local, (before + 1) * width + token).minimum(end)
+
+
+def planned_sums(size: int, itemsize: int, ranks: int) -> int:
+    """Return the bytes that a rank sends to other ranks in `sums` of a vector (size,)."""
+    return 3 * -(-size // ranks) * itemsize * (ranks - 1)
 
 
 def planned_bytes(

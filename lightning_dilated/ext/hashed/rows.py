@@ -1,6 +1,8 @@
 """Rows of hashed heads that later calls read, and how a stream carries these rows and their gradients from chunk to chunk.
 
-Shape letters: S samples, K kv heads, D head dim, G groups of M codes, L latest rows, n rows.
+If ranks share the stream, each rank carries the rows that it computed.
+
+Shape letters: S samples, K kv heads, D head dim, G groups of M codes, L latest rows, n rows, T keys (S K M ** G).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ class HashedRows:
     Attributes:
         samples, heads: S and K.
         keys: (n,) int64, (sample * K + head) * 2**31 + code.
+        numbers: (n,) int64, which rise by 1 from a row to the next row with its key, on all ranks together.
         k, v: (n, D).
         chances: (n, G, M), softmax of the logits of codes, fp32 or fp64.
     """
@@ -30,6 +33,7 @@ class HashedRows:
     samples: int
     heads: int
     keys: Tensor
+    numbers: Tensor
     k: Tensor
     v: Tensor
     chances: Tensor
@@ -39,11 +43,11 @@ class HashedRows:
         """Return no rows, for k (S, N, K, D) and logits z (S, N, K, G, M)."""
         keys, rows = torch.empty(0, dtype=torch.int64, device=k.device), k.new_empty(0, k.shape[3])
         dtype = torch.promote_types(z.dtype, torch.float32)
-        return cls(len(k), k.shape[2], keys, rows, rows, z.new_empty(0, *z.shape[3:], dtype=dtype))
+        return cls(len(k), k.shape[2], keys, keys, rows, rows, z.new_empty(0, *z.shape[3:], dtype=dtype))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return keys, k, v and chances."""
-        return self.keys, self.k, self.v, self.chances
+        """Return keys, numbers, k, v and chances."""
+        return self.keys, self.numbers, self.k, self.v, self.chances
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> HashedRows:
         """Return the same object with other `tensors`."""
@@ -69,7 +73,7 @@ class HashedRows:
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> HashedRows:
         """Return the same rows on another device, and in another dtype unless `dtype` is None."""
         wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
-        kinds = None, dtype, dtype, wide
+        kinds = None, None, dtype, dtype, wide
         return self.with_tensors([x.to(device, kind) for x, kind in zip(self.tensors(), kinds, strict=True)])
 
     def zeros(self) -> HashedRows:
@@ -103,12 +107,16 @@ class HashedRows:
         return cls(state["samples"], state["heads"], *state["rows"])
 
 
-def latest_rows(keys: Tensor, latest: int) -> Tensor:
-    """Return (n,) bool, the last L rows of each key, for rows in the order of positions."""
+def slots(keys: Tensor, codes: int) -> Tensor:
+    """Return the index of each key among the keys of all samples, kv heads and codes (M ** G `codes`)."""
+    return (keys >> 31) * codes + keys % 2**31
+
+
+def numbered(keys: Tensor) -> Tensor:
+    """Return the number of earlier equal keys of each key, (n,)."""
     ordered, order = keys.sort(stable=True)
-    last = torch.ones_like(keys, dtype=torch.bool)
-    last[:-latest] = ordered[latest:] != ordered[:-latest]
-    return torch.empty_like(last).scatter_(0, order, last)
+    number = torch.arange(len(keys), device=keys.device) - torch.searchsorted(ordered, ordered)
+    return torch.empty_like(number).scatter_(0, order, number)
 
 
 class HashedCarry:
@@ -123,13 +131,14 @@ class HashedCarry:
     Attributes:
         chunk: the current chunk.
         rows: rows of earlier chunks.
+        counts: (T,) int64, the next of each key's `HashedRows.numbers`; None: as in `rows`.
         grads: gradients of k, v and chances of `rows`, in fp32 or wider; None: they are 0.
         own: indices of rows that the current chunk left, and these rows' gradients, which later chunks computed.
         totals: statistics of all chunks up to each chunk, for losses.
     """
 
     def __init__(self, store: Store | None, rows: HashedRows | None = None) -> None:
-        self.chunk, self.rows, self.grads, self.own = 0, rows, None, None
+        self.chunk, self.rows, self.counts, self.grads, self.own = 0, rows, None, None, None
         self.totals: dict[int, Tensor] = {}
         self._leaving: tuple[Any, ...] | None = None
         self._store, self._replaced = store, []
@@ -146,15 +155,27 @@ class HashedCarry:
         self.chunk = chunk
         return self.rows
 
-    def leave(self, rows: HashedRows, index: Tensor, stays: Tensor, latest: int) -> None:
+    def leave(
+        self, rows: HashedRows, index: Tensor, stays: Tensor, latest: int, total: Tensor, lower: Tensor | int
+    ) -> None:
         """Let the next chunk read the chunk's `rows`, too.
 
         Args:
+            rows: this rank's rows; `numbers` count this rank's rows in the chunk only.
             index: (n,) the indices of the rows in the chunk.
             stays: (S,) bool, whether a sample's document began before the chunk and continues after it.
             latest: L.
+            total, lower: (T,) numbers of the chunk's rows on all ranks, and on lower ranks.
         """
-        self._leaving = rows, index, stays, latest
+        codes = len(total) // (rows.samples * rows.heads)
+        if self.counts is None:
+            old, self.counts = self.rows, torch.zeros_like(total, dtype=torch.int64)
+            self.counts.scatter_reduce_(0, slots(old.keys, codes), old.numbers + 1, "amax")
+        rows = replace(rows, numbers=rows.numbers + (self.counts + lower)[slots(rows.keys, codes)])
+        counts = self.counts + total
+        is_latest = [x.numbers >= counts[slots(x.keys, codes)] - latest for x in (self.rows, rows)]
+        stay, come = is_latest[0] & stays[self.rows.of_samples()], is_latest[1]
+        self._leaving = rows.at(come), index[come], stay, counts
 
     def after(self) -> HashedRows:
         """Return the rows that are carried beyond the last chunk, which must be the current one."""
@@ -162,14 +183,12 @@ class HashedCarry:
         return self.rows
 
     def _ascend(self) -> None:
-        (new, index, stays, latest), old = self._leaving, self.rows
-        alive = latest_rows(torch.cat([old.keys, new.keys]), latest)
-        stay, come = alive[: len(old.keys)] & stays[old.of_samples()], alive[len(old.keys) :]
+        (new, index, stay, self.counts), old = self._leaving, self.rows
         if self._store is not None:
             gone = (~stay).nonzero()[:, 0]
-            self._replaced.append((index[come], gone, [self._store.put(x[gone]) for x in old.tensors()]))
+            self._replaced.append((index, gone, [self._store.put(x[gone]) for x in old.tensors()]))
         pairs = zip(old.tensors(), new.tensors(), strict=True)
-        self.rows, self._leaving = old.with_tensors([torch.cat([x[stay], y[come]]) for x, y in pairs]), None
+        self.rows, self._leaving = old.with_tensors([torch.cat([x[stay], y]) for x, y in pairs]), None
 
     def _descend(self) -> None:
         index, gone, parts = self._replaced.pop()

@@ -1,7 +1,7 @@
 """HashedState: the rows of hashed heads that later tokens of a generation may read, found by code at a constant cost.
 
 Shape letters: B batch, N tokens, C capacity, K kv heads, g query heads for each kv head, D head dim, G groups of M codes,
-L latest rows, P codes that a query looks up.
+L latest rows, W places of a code, P codes that a query looks up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from lightning_dilated.ext.hashed.rows import HashedRows
 
 
 class HashedState:
-    """The rows of all tokens, and for each code the places of its last L rows. At first it has no rows.
+    """The rows of all tokens, and for each code the places of its last W rows. At first it has no rows.
+
+    W is the least of L and the number of rows for which memory is allocated, so that a large L needs no memory before
+    there are rows.
 
     Args:
         latest: L.
@@ -32,27 +35,30 @@ class HashedState:
         self.latest, self.lengths = latest, [0] * len(k)
         (batch, _, heads), (groups, many) = z_k.shape[:3], z_k.shape[3:]
         self.rows = [x.new_zeros(batch, max(capacity, x.shape[1]), *x.shape[2:]) for x in (k, k, z_k)]
-        # `places` (B, K, M ** G, L): indices of rows, as a ring; `counts`: how many rows had the code so far
-        self.places = torch.zeros(batch, heads, many**groups, latest, dtype=torch.int32, device=k.device)
+        # `places` (B, K, M ** G, W): indices of rows, as a ring; `counts`: how many rows had the code so far
+        self.places = torch.zeros(batch, heads, many**groups, 0, dtype=torch.int32, device=k.device)
         self.counts = torch.zeros(batch, heads, many**groups, dtype=torch.int64, device=k.device)
+        self._make_room(0)
 
     def before(self, code: Tensor) -> HashedRows:
         """Return the rows that lookups of codes (B, n, K, P) read; the rows of a code are in the order of positions."""
         looked_up = torch.zeros_like(self.counts, dtype=torch.bool)
         looked_up.scatter_(2, code.transpose(1, 2).flatten(2), True).logical_and_(self.counts > 0)
         count, places = self.counts[looked_up], self.places[looked_up]
-        number = (count - self.latest).clamp_min(0)[:, None] + torch.arange(self.latest, device=count.device)
+        width = places.shape[1]
+        number = (count - width).clamp_min(0)[:, None] + torch.arange(width, device=count.device)
         is_row = number < count[:, None]
-        place = places.gather(1, number % self.latest)[is_row].long()
+        place = places.gather(1, number % width)[is_row].long()
         sample, head, code = (x[:, None].expand_as(is_row)[is_row] for x in looked_up.nonzero().unbind(1))
         heads = self.counts.shape[1]
         keys = ((sample * heads + head) << 31) + code
-        return HashedRows(len(self.counts), heads, keys, *(x[sample, place, head] for x in self.rows))
+        return HashedRows(len(self.counts), heads, keys, number[is_row], *(x[sample, place, head] for x in self.rows))
 
     def extend(self, k: Tensor, v: Tensor, z_k: Tensor, new: Sequence[int]) -> None:
         """Add the first new[b] of n tokens to each sample b: k, v (B, n, K, D) and z_k (B, n, K, G, M)."""
         (batch, size, heads), many, device = k.shape[:3], self.counts.shape[2], k.device
         self._make_room(size)
+        width = self.places.shape[3]
         start = send(torch.tensor(self.lengths), device)
         sample, place = torch.arange(batch, device=device), start[:, None] + torch.arange(size, device=device)
         for stored, x in zip(self.rows, (k, v, z_k.softmax(-1)), strict=True):
@@ -64,19 +70,21 @@ class HashedState:
         counts = torch.bincount(key, minlength=batch * heads * many + 1)
         known = nn.functional.pad(self.counts.flatten(), (0, 1))
         number = torch.arange(len(key), device=device) - (counts.cumsum(0) - counts - known)[key]
-        stays = (number >= (known + counts)[key] - self.latest) & (key < batch * heads * many)
+        stays = (number >= (known + counts)[key] - width) & (key < batch * heads * many)
         key, number, row = key[stays], number[stays], row[stays]
         place = start[key // (heads * many)] + row % size
-        self.places.view(-1)[key * self.latest + number % self.latest] = place.to(torch.int32)
+        self.places.view(-1)[key * width + number % width] = place.to(torch.int32)
         self.counts += counts[:-1].view_as(self.counts)
         self.lengths = [n + more for n, more in zip(self.lengths, new, strict=True)]
 
     def _make_room(self, new: int) -> None:
-        """Allocate memory for this many new rows."""
+        """Allocate memory for this many new rows, and for their places. A code has W rows at most while W is below L."""
         size, needed = self.rows[0].shape[1], max(self.lengths) + new
         if needed > size:
             more = max(size, needed - size)
             self.rows = [torch.cat([x, x.new_zeros(len(x), more, *x.shape[2:])], 1) for x in self.rows]
+        if (more := min(self.latest, self.rows[0].shape[1]) - self.places.shape[3]) > 0:
+            self.places = nn.functional.pad(self.places, (0, more))
 
     def compute(self, tensors: Sequence[Tensor], new: Sequence[int], options: Options) -> Tensor:
         """Return the outputs (B, n, H, D) of n tokens, and add the first new[b] of them to each sample b.
@@ -100,7 +108,8 @@ class HashedState:
             stored[samples, place] = x[:, 0].to(stored.dtype)
         code = codes(z_k)[:, 0]
         count = self.counts.gather(2, code)
-        flat, places = code * self.latest + count % self.latest, self.places.flatten(2)
+        width = self.places.shape[3]
+        flat, places = code * width + count % width, self.places.flatten(2)
         added = send(torch.tensor(new, dtype=torch.bool), k.device)[:, None, None]
         place = torch.where(added, place.to(torch.int32)[:, None, None], places.gather(2, flat))
         places.scatter_(2, flat, place)
@@ -111,8 +120,8 @@ class HashedState:
         """Return the outputs (B, 1, H, D) of the last token's queries q (B, 1, H, D), with z_q (B, 1, K, G, M)."""
         batch, heads = len(q), z_q.shape[2]
         code = codes(z_q, probes)[:, 0]  # (B, K, P)
-        places = self.places.gather(2, code[..., None].expand(-1, -1, -1, self.latest)).long()
-        reads = torch.arange(self.latest, device=q.device) < self.counts.gather(2, code)[..., None]
+        places = self.places.gather(2, code[..., None].expand(-1, -1, -1, self.places.shape[3])).long()
+        reads = torch.arange(self.places.shape[3], device=q.device) < self.counts.gather(2, code)[..., None]
         sample, head = (torch.arange(n, device=q.device) for n in (batch, heads))
         dtype = torch.promote_types(q.dtype, torch.float32)
         rows = [x[sample[:, None, None, None], places, head[:, None, None]].flatten(0, 2).to(dtype) for x in self.rows]

@@ -5,7 +5,8 @@ The times in `h200.json` were measured on one H200 with compiled blocks by bench
 2407.08608, head dim 64, 16,384 rows). Whole steps reach these speeds; short calls alone reached 487 and 438 TFLOP/s
 (benchmarks/results/2026-11-26_h200.md). docs/planning.md describes how times are scaled. A recurrence adds the time of
 its rule, measured on an H100 (`h100_recurrence.json`) and scaled by FLOPs. The time of other kernels of recurrences and
-short convolutions is computed from the bytes that they move. The time of the lookups of hashed heads is not counted.
+short convolutions is computed from the bytes that they move. Lookups of hashed heads have a time for each row and each
+lookup, and ranks wait for all of their rows.
 `planning.ranks` adds waits between ranks.
 
 Shape letters: N tokens of the sequence, R ranks, L tokens of a rank, D head dim.
@@ -28,6 +29,13 @@ from lightning_dilated.ext.planning.counting.footprint import (
     lighter,
     of_call,
     of_subject,
+)
+from lightning_dilated.ext.planning.counting.hashed import (
+    CarriedBytes,
+    carried_hashed,
+    entry_seconds,
+    looked_up_share,
+    sent_bytes,
 )
 from lightning_dilated.ext.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, Tape
 from lightning_dilated.ext.planning.counting.model_specs import Facts, HashedLayer, RecurrentLayer
@@ -211,9 +219,26 @@ def _recurring(layer: RecurrentLayer | None, tokens: int, gpu: Gpu) -> Recurring
     return Recurring(*rule, *_around(layer, tokens, gpu))
 
 
-def _hashed(layer: HashedLayer | None, tokens: int, gpu: Gpu) -> Recurring:
-    """Return the seconds that a layer's hashed heads add for L tokens. Lookups count 0."""
-    return Recurring() if layer is None else Recurring(0.0, 0.0, *_around(layer, tokens, gpu))
+def _hashed(layer: HashedLayer | None, tokens: int, gpu: Gpu, setup: Setup) -> Recurring:
+    """Return the seconds that a layer's hashed heads add for L tokens."""
+    if layer is None:
+        return Recurring()
+    rows = tokens * layer.sizes.kv_heads
+    return Recurring(
+        *_looked_up(layer, rows, rows * layer.description.probes, gpu, setup), *_around(layer, tokens, gpu)
+    )
+
+
+def _looked_up(layer: HashedLayer, rows: float, lookups: float, gpu: Gpu, setup: Setup) -> tuple[float, ...]:
+    """Return the (forward, backward) seconds of the op of hashed heads for a rank's rows and lookups."""
+    call, slower = (layer.description, layer.sizes), RelativeSpeed.of(gpu).memory
+    seconds = [(rows + lookups) * x * slower for x in entry_seconds(*call)]
+    if setup.ranks == 1:
+        return tuple(seconds)
+    far = max(0.0, 1 - setup.per_node / setup.ranks)
+    link = (1 - far) / setup.links.near + far / setup.links.far
+    sent = sent_bytes(*call, layer.dtype, rows, lookups, setup.ranks)
+    return tuple(x + size * link for x, size in zip(seconds, sent, strict=True))
 
 
 def _around(layer: RecurrentLayer | HashedLayer, tokens: int, gpu: Gpu) -> tuple[float, float]:
@@ -252,7 +277,7 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     machines = [scaled(x, gpu, head_dim=d) for x, d in zip(stacks, dims, strict=True)]
     parameters, trained = facts.parameters, facts.trained_parameters
     recurrences = [_recurring(x, tokens_here, gpu) for x in facts.recurrences]
-    hashed = [_hashed(x, tokens_here, gpu) for x in facts.hashed]
+    hashed = [_hashed(x, tokens_here, gpu, setup) for x in facts.hashed]
     facts = stacks[0]
     fsdp = setup.strategy == "ring_dilated_fsdp"
     rows = of_call(facts.call, tokens, setup)
@@ -405,7 +430,8 @@ class Case:
             rows = of_subject(self.subject, size, at_once.setup)
             rows = with_carried(rows, lighter(call, ranks), tokens, size, ranks)
         chunk = at_once.memory(_at_once(settings), size, rows)
-        return self._with(chunk, Carried.of(call, self.facts.depth, tokens, settings, self.gpu.memory, ranks))
+        hashed = [CarriedBytes.of(x.description, x.sizes, x.dtype, tokens, size, ranks) for x in self.facts.hashed if x]
+        return self._with(chunk, Carried.of(call, self.facts.depth, tokens, settings, self.gpu.memory, ranks, hashed))
 
     def step_memory(self, settings: MemorySettings, tokens: int, streams: int, length: int) -> Memory:
         """Return a rank's memory for a step over the next N tokens of each of `streams` streams of `length` tokens."""
@@ -467,7 +493,7 @@ class Case:
         seconds = tokens / size * (one.seconds - optimizer) + (chunk_count(tokens, size) - 1) * forward + optimizer
         exchange = Exchange.of(lighter(call, setup.ranks), depth, tokens, settings, setup.ranks)
         waits = exchange.seconds(setup.links, setup.ranks, setup.per_node) if setup.ranks > 1 else 0.0
-        seconds += crossing / setup.ranks + waits
+        seconds += crossing / setup.ranks + waits + self._carried_lookups(settings, tokens, forwards)
         chunks = tokens / size
         return replace(
             one,
@@ -477,6 +503,18 @@ class Case:
             flops=_flops(self.facts, tokens) / setup.ranks,
             exchange=exchange if setup.ranks > 1 else None,
         )
+
+    def _carried_lookups(self, settings: MemorySettings, tokens: int, forwards: float) -> float:
+        """Return the seconds of hashed heads for rows of earlier chunks; `forwards`: forwards beside the first pass."""
+        total = 0.0
+        for layer in filter(None, self.facts.hashed):
+            size = settings.stream or tokens
+            rows, last = carried_hashed(layer.description, layer.sizes, tokens, size)
+            read = rows * looked_up_share(layer.description, size) / self.setup.ranks
+            forward, backward = _looked_up(layer, read, 0, self.gpu, self.setup)
+            first = 0.0 if settings.truncate or not rows else 1 - last / rows
+            total += (forwards + first) * forward + backward
+        return total
 
     def fits(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> bool:
         """Return whether N tokens fit into the memory of the GPU and of the host."""

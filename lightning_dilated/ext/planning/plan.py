@@ -99,10 +99,10 @@ def hashed_note(case: Case) -> str | None:
     first, *_ = layers.values()
     where = "all layers" if len(layers) == case.facts.depth else f"layer(s) {', '.join(map(str, layers))}"
     return (
-        f"hashed heads: {where}, {in_numbers(len(layers) * first.parameters)} parameters. The time of their lookups, "
-        f"{3 * len(layers) * first.lookups:.3g} FLOPs a token of a step, is not counted. "
+        f"hashed heads: {where}, {in_numbers(len(layers) * first.parameters)} parameters, "
+        f"{3 * len(layers) * first.lookups:.3g} FLOPs of lookups a token of a step. "
         f"Sequences of up to soft_until={first.description.soft_until} tokens are counted as longer ones. "
-        "Rows that ranks exchange or that chunks of a stream carry are not counted."
+        "In streams, all codes are assumed to be equally frequent. The memory of rows that ranks exchange is not counted."
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_dilated.ext.planning.counting.footprint import Exchanged
+from lightning_dilated.ext.planning.counting.hashed import CarriedBytes
 from lightning_dilated.ext.planning.counting.workspace import OpCall
 from lightning_dilated.ext.streams.carried_rows import chunk_problem, leaving_rows, live_count, received_count
 from lightning_dilated.ext.streams.shard import ChunkShard
@@ -194,17 +195,23 @@ class Carried:
 
     @classmethod
     def of(
-        cls, call: OpCall, depth: int, tokens: int, settings: MemorySettings, gpu_memory: float, ranks: int = 1
-    ) -> Carried:
-        """Sum over `depth` layers. With `truncate`, no rows are stored, and one layer's gradients are in memory."""
+        cls, call: OpCall, depth: int, tokens: int, settings: MemorySettings, gpu_memory: float, ranks: int = 1,
+        hashed: Sequence[CarriedBytes] = (),
+    ) -> Carried:  # fmt: skip
+        """Sum over `depth` layers, and over layers with hashed heads.
+
+        With `truncate`, no rows are stored, and one layer's gradients are in memory.
+        """
         size, wide = call.dtype.itemsize, max(4, call.dtype.itemsize)
         stored, live, one = _numbers(call, depth, tokens, settings.stream or tokens, ranks)
+        by_code = sum(x.live for x in hashed) + max((x.moved for x in hashed), default=0)
         if settings.truncate:
-            return cls((live + one) * size + one * wide, 0)
-        stored *= size
+            return cls((live + one) * size + one * wide + by_code, 0)
+        stored = stored * size + sum(x.stored for x in hashed)
+        by_code += sum(x.grads for x in hashed)
         stored_on_gpu = min(stored, int(gpu_memory * ON_GPU))
         # a layer that moves to the next chunk has the rows, or gradients, of both chunks in memory
-        return cls(live * (size + wide) + one * (size + wide) + stored_on_gpu, stored - stored_on_gpu)
+        return cls(live * (size + wide) + one * (size + wide) + by_code + stored_on_gpu, stored - stored_on_gpu)
 
     @classmethod
     def of_steps(cls, call: OpCall, depth: int, tokens: int, step: int) -> Carried:

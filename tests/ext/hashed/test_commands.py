@@ -66,12 +66,16 @@ def test_the_commands(tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"in layer(s) 1, {READS}" in said and "rows without any key  none" in said and "8.5, dense 32.5" in said
     main(["explain", *recipe, "--seq_len", "64", "--depth", "4"])
-    assert f"in layer(s) 1, 3, {READS}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"in layer(s) 1, {READS}" in said and "8.5, dense 32.5" in said and "4 layers" in said
+    with pytest.raises(SystemExit):
+        main(["explain", *recipe, "--seq_len", "64", "--depth", "1"])
+    assert "hashed layers=[1] must be below the model's depth, 1" in capsys.readouterr().err
     main(["explain", *recipe, "--seq_len", "64", "--segments", "16", "--dilations", "1"])
     assert "learned code" not in capsys.readouterr().out
     main(["plan", *recipe, "--tokens", "16K", "--no-compile"])
     said = capsys.readouterr().out
-    assert "hashed heads: layer(s) 1" in said and "is not counted" in said and "head_chunks" not in said
+    assert "hashed heads: layer(s) 1" in said and "FLOPs of lookups a token" in said and "head_chunks" not in said
 
 
 @pytest.mark.full

@@ -199,6 +199,26 @@ def test_only_training_steps_train_the_codes():
     assert heads.terms.labelled is None
 
 
+def raised(*unused):
+    raise MemoryError
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_step_that_raised_counts_no_queries_later(in_backward):
+    model, data = lively(), batch(2, 33)
+    want = gradients(model, model.loss_terms(data)[0])
+    loss = model.token_mean(data)[0]
+    last = model.transformer.blocks[0].attention
+    hook = last.register_full_backward_hook(raised) if in_backward else last.register_forward_hook(raised)
+    with pytest.raises(MemoryError):
+        loss = model.token_mean(data)[0]
+        loss.backward()
+    hook.remove()
+    terms = [block.attention.hashed.terms for block in model.transformer.blocks]
+    assert all(x.labelled is None and x.scale is None for x in terms)
+    compare(gradients(model, model.loss_terms(data)[0]), want)
+
+
 def test_a_step_builds_the_model():
     loss = ld.LongNetLM(PATTERN, **SIZES, hashed=HASHED).training_step(batch(1, 21), 0)
     assert torch.isfinite(loss)
@@ -208,7 +228,7 @@ def test_a_fit_logs_the_rows_that_queries_read():
     model = ld.LongNetLM(PATTERN, **SIZES, hashed={**HASHED, "layers": [1]})
     run = trainer(max_steps=2, accumulate_grad_batches=2)
     run.fit(model, loader(*[batch(2, 20)] * 4))
-    assert run.logged_metrics["train_hashed_rows_0"] == 10.5  # all earlier rows
+    assert run.logged_metrics["train_hashed_rows_1"] == 10.5  # all earlier rows
 
 
 def test_compiled_blocks_train_as_eager_ones():
@@ -244,13 +264,16 @@ def test_double_backward_is_refused():
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cuts", [[60], [35, 25], [1] * 60, [30] + [1] * 30])
+@pytest.mark.parametrize("latest", [5, 10**12])
 @torch.no_grad()
-def test_decoding_equals_the_whole_sequence(cuts):
-    model, tokens = lively({**HASHED, "codes": 2}).eval(), batch(2, 60)["tokens"]
-    caches = model.transformer.new_caches()
+def test_decoding_equals_the_whole_sequence(cuts, latest):
+    """Memory grows with the tokens, not with `latest`."""
+    model, tokens = lively({**HASHED, "codes": 2, "latest": latest}).eval(), batch(2, 60)["tokens"]
+    caches = model.transformer.new_caches(max_length=30)
     parts = [model(x, caches=caches) for x in tokens.split(cuts, 1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-11, atol=1e-11)
     assert caches[0].nbytes > caches[0].mixer_states["hashed"].nbytes > 0
+    assert caches[0].mixer_states["hashed"].places.shape[3] <= min(latest, 120)
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import lightning_dilated as ld
-from lightning_dilated.attention.context import LayerPlace
 from lightning_dilated.ext.hashed.functional import HashedLosses
 from lightning_dilated.ext.hashed.op import HASHED, LossTerms, encode
 from lightning_dilated.ext.hashed.oracle import oracle
@@ -34,12 +33,13 @@ SOFT = {"hashed": {**HASHED_OPTIONS, "soft_until": 64}}
 
 # -- the op ------------------------------------------------------------------------------------------------------------
 class Chunks:
-    """The calls of a case in chunks of C tokens, with losses of the labelled queries."""
+    """The calls of a case in chunks of C tokens, with losses of the labelled queries; `group`: see `Stream.begin`."""
 
-    def __init__(self, case, chunk, truncate=False):
+    def __init__(self, case, chunk, truncate=False, group=None):
         self.case, self.terms, self.stream = case, LossTerms(WEIGHTS), Stream()
         self.labelled = torch.rand(case.batch, case.seq_len, generator=torch.Generator().manual_seed(9)) < 0.7
-        self.stream.begin(case.seq_len, chunk, store=not truncate)
+        self.stream.begin(case.seq_len, chunk, not truncate, group)
+        self.positions = [p for i in range(self.stream.chunks) for p in self.stream.tokens(i)]
         scale = case.dim**-0.5 if case.scale is None else case.scale
         self.spec = encode(case.latest, case.probes, scale, case.soft, self.terms.name, self.stream.name)
         words = case.settings()
@@ -64,7 +64,7 @@ class Chunks:
 
     def run(self, tensors, grad):
         """Return out and all gradients, of exact training."""
-        self.terms.labelled, outs, grads = self.labelled, {}, {}
+        self.terms.labelled, outs, grads = self.labelled[:, self.positions], {}, {}
         last = self.stream.chunks - 1
         with torch.no_grad():
             for i in range(last):
@@ -270,13 +270,6 @@ def test_only_training_steps_train_codes():
     for key, grad in plain[1].items():
         torch.testing.assert_close(grad, plain[0][key], rtol=1e-10, atol=1e-10, msg=key)
     assert (step(model, batch)[1]["transformer.blocks.0.attention.hashed.key_code.weight"] != 0).any()
-
-
-def test_ranks_that_share_a_stream_are_refused():
-    layer = hashed_layers(lm(**LOOKUPS))[0]
-    place = LayerPlace("stream", torch.tensor([0, 0]), shared=True)
-    with pytest.raises(ValueError, match="not offered in streams that ranks share: set sequence_size=1"):
-        layer.add(torch.zeros(1, 4, 16), [torch.zeros(1, 4, 4, 4)] * 3, None, None, place)
 
 
 # -- endless sequences -------------------------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
-"""Compute the memory of the op of hashed heads in addition to its inputs and results: a Meter measures short calls.
+"""Compute the memory and the time of the op of hashed heads, and the rows that ranks exchange and that streams carry.
 
-Shape letters: N tokens, H query heads, K kv heads, D head dim, G groups of M codes, P lookups for each query.
+A Meter measures the memory of short calls in addition to inputs and results. Times were measured on an H200.
+
+Shape letters: N tokens, C tokens of a chunk, R ranks, H query heads, K kv heads, D head dim, G groups of M codes, P
+lookups for each query.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,10 +23,18 @@ from lightning_dilated._compat.torch import real_tensors
 from lightning_dilated.ext._compat.torch import replaced
 from lightning_dilated.ext.hashed import lookup
 from lightning_dilated.ext.hashed.functional import BLOCK
+from lightning_dilated.ext.hashed.lookup import Inputs
 from lightning_dilated.ext.hashed.op import HashedSpec, LossTerms, encode, run_backward, run_forward
+from lightning_dilated.ext.hashed.ranks import planned_bytes
+from lightning_dilated.pattern import Hashed
 
 #: smallest number of tokens of a short call, and the largest that `latest` causes
 LEAST, MOST = 2048, 8192
+#: seconds of the op's (forward, backward) on an H200 with 3 * 2**20 rows and lookups, of one query head of 64 features and
+#: 4 groups of 16 codes, that read up to 64 rows: seconds of the kernels of lookups, and of sorts, sums and copies. The
+#: op's backward computes the forward again (benchmarks/results/2026-11-28_h200_hashed.md, 1,048,576 tokens)
+KERNELS, PASSES = (2.05e-3, 11.28e-3), (7.03e-3, 13.78e-3)
+ENTRIES, FEATURES, ROWS = 3 << 20, 128, BLOCK + 64
 
 
 class HashedSizes(NamedTuple):
@@ -33,6 +45,64 @@ class HashedSizes(NamedTuple):
     kv_heads: int
     groups: int
     codes: int
+
+
+def entry_seconds(x: Hashed, sizes: HashedSizes) -> tuple[float, ...]:
+    """Return the (forward, backward) seconds of the op on an H200 for one row or one lookup."""
+    wide = (sizes.heads // sizes.kv_heads * sizes.head_dim + sizes.groups * sizes.codes) / FEATURES / ENTRIES
+    rows = (BLOCK + x.latest) / ROWS
+    return tuple(wide * (rows * kernels + passes) for kernels, passes in zip(KERNELS, PASSES, strict=True))
+
+
+def sent_bytes(
+    x: Hashed, sizes: HashedSizes, dtype: torch.dtype, rows: float, lookups: float, ranks: int
+) -> tuple[float, float]:
+    """Return the mean bytes that a rank sends in the op's forward and backward, if it has these rows and lookups."""
+    new = lambda *shape, dtype=dtype: torch.empty(0, *shape, dtype=dtype, device="meta")  # noqa: E731
+    chances = new(sizes.groups, sizes.codes, dtype=torch.promote_types(dtype, torch.float32))
+    row = new(sizes.head_dim)
+    inputs = Inputs(new(sizes.heads // sizes.kv_heads, sizes.head_dim), row, row, chances, chances)
+    moved = tuple(n * (ranks - 1) / ranks for n in (rows, lookups))
+    forward, backward = planned_bytes(inputs, ranks, 0, x.latest, moved, moved)
+    return forward, forward + backward
+
+
+def carried_hashed(x: Hashed, sizes: HashedSizes, tokens: int, chunk: int) -> tuple[int, int]:
+    """Return how many rows a layer carries to a chunk, at most: the sum over chunks, and the number in the last chunk."""
+    most = x.codes**x.groups * x.latest
+    rows = [sizes.kv_heads * min(most, at) for at in range(chunk, tokens, chunk)]
+    return sum(rows), rows[-1] if rows else 0
+
+
+def looked_up_share(x: Hashed, chunk: int) -> float:
+    """Return the share of carried rows that a chunk looks up if all codes are equally frequent."""
+    return -math.expm1(-chunk * x.probes / x.codes**x.groups)
+
+
+class CarriedBytes(NamedTuple):
+    """Bytes of a layer's rows on a rank.
+
+    `stored`: replaced rows of all chunks; `live`: carried rows; `grads`: their gradients; `moved`: copies for a short time,
+    either of all rows and gradients for the next chunk, or twice of the rows that a chunk looks up.
+    """
+
+    stored: int = 0
+    live: int = 0
+    grads: int = 0
+    moved: int = 0
+
+    @classmethod
+    def of(
+        cls, x: Hashed, sizes: HashedSizes, dtype: torch.dtype, tokens: int, chunk: int, ranks: int = 1
+    ) -> CarriedBytes:
+        """Count the bytes of one layer."""
+        wide, codes = torch.promote_types(dtype, torch.float32).itemsize, sizes.groups * sizes.codes
+        row, grad = 2 * sizes.head_dim * dtype.itemsize + codes * wide + 16, (2 * sizes.head_dim + codes) * wide
+        live = carried_hashed(x, sizes, tokens, chunk)[1]
+        leaving = sizes.kv_heads * min(chunk, x.codes**x.groups * x.latest) * len(range(chunk, tokens, chunk))
+        stored = max(0, leaving - live)
+        moved = live * max(row + grad, round(looked_up_share(x, chunk) * (2 * row + grad)))
+        return cls(*(-(-n // ranks) for n in (stored * row, live * row, live * grad, moved)))
 
 
 def hashed_workspace(

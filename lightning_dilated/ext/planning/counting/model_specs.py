@@ -17,6 +17,7 @@ from lightning_dilated._validation import one_of
 from lightning_dilated.ext._compat.torch import map_tree
 from lightning_dilated.ext.planning.counting.dry_run import MAIN, PRECISIONS, BlockWork, Stack, Work, passes, stacks
 from lightning_dilated.ext.planning.counting.footprint import CountedModel, Decoder
+from lightning_dilated.ext.planning.counting.hashed import HashedSizes
 from lightning_dilated.ext.planning.counting.workspace import OpCall
 from lightning_dilated.ext.planning.machine import measured_rules
 from lightning_dilated.ext.recurrence.triton_chunks import LARGEST
@@ -240,6 +241,7 @@ class HashedLayer:
         lookups: FLOPs of the lookups in the forward, for one token.
         products: FLOPs of products with the heads' own weights in the forward, for one token.
         forward, backward: work of the heads' convolutions and projections.
+        sizes, dtype: of the op's calls.
     """
 
     description: Hashed
@@ -248,6 +250,8 @@ class HashedLayer:
     products: int
     forward: Work
     backward: Work
+    sizes: HashedSizes
+    dtype: torch.dtype
 
     @property
     def flops(self) -> int:
@@ -264,7 +268,9 @@ class HashedLayer:
         mixer = blank(partial(_alike, model, hashed=description)).transformer.blocks[0].attention_layer.hashed
         work = _beyond(_compiled_work(model, subject, {"hashed": description}), _compiled_work(model, subject))
         products = 2 * sum(p.numel() for p in mixer.parameters() if p.ndim >= 2)
-        counted = cls(description, _parameters(mixer), mixer.token_flops, products, *work)
+        sizes = HashedSizes(mixer.num_heads, mixer.head_dim, mixer.kv_heads, description.groups, description.codes)
+        calls = sizes, subject.call.dtype
+        counted = cls(description, _parameters(mixer), mixer.token_flops, products, *work, *calls)
         return tuple(x and counted for x in layers)
 
 
