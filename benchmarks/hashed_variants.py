@@ -1,138 +1,41 @@
 # ruff: noqa
-"""Try sizes of tiles of the kernels of hashed attention (temporary)."""
+"""Compare runs of the case "few codes" bit by bit, with one kernel's tile and warps changed (temporary).
 
-import argparse, json, os, sys, traceback
+python benchmarks/hashed_variants.py TOKENS SEEDS [KERNEL LOOKUPS ROWS WARPS]
+"""
+
+import sys
+from dataclasses import replace
 from unittest import mock
+
 import torch
-from lightning_dilated.attention import hashed_attention
-from lightning_dilated.ext.hashed import kernels, token_kernels
 
-F, R, O = "forward", "over rows", "over lookups"
-NAMES = {F: "_forward", R: "_over_rows", O: "_over_lookups"}
-# kernel, tile, warps, stages, chances
-V = [
-    (F, t, w, 1, "tf32")
-    for t, w in [
-        ((64, 64), 4),
-        ((64, 64), 8),
-        ((64, 32), 4),
-        ((32, 32), 4),
-        ((32, 32), 2),
-        ((32, 64), 4),
-        ((128, 32), 4),
-        ((128, 32), 8),
-        ((128, 64), 8),
-    ]
-]
-V += [
-    (R, t, w, 1, "tf32")
-    for t, w in [
-        ((64, 32), 4),
-        ((32, 32), 4),
-        ((32, 32), 2),
-        ((32, 64), 4),
-        ((64, 16), 4),
-        ((64, 32), 8),
-        ((128, 32), 8),
-        ((32, 64), 8),
-    ]
-]
-V += [
-    (O, t, w, 1, "tf32")
-    for t, w in [
-        ((32, 64), 4),
-        ((64, 64), 4),
-        ((64, 64), 8),
-        ((32, 32), 4),
-        ((32, 32), 2),
-        ((64, 32), 4),
-        ((128, 32), 4),
-        ((128, 64), 8),
-        ((16, 64), 4),
-        ((32, 128), 8),
-        ((64, 32), 2),
-    ]
-]
-V += [(O, (32, 64), 4, 2, "tf32"), (O, (64, 64), 4, 2, "tf32"), (O, (32, 64), 4, 3, "tf32")]
-V += [(F, (64, 64), 4, 1, "bf16x3"), (R, (64, 32), 4, 1, "bf16x3"), (O, (32, 64), 4, 1, "bf16x3")]
-V += [
-    (F, (64, 64), 4, 1, "bf16"),
-    (R, (64, 32), 4, 1, "bf16"),
-    (O, (32, 64), 4, 1, "bf16"),
-    (O, (64, 64), 4, 1, "bf16"),
-]
+from lightning_dilated.ext.hashed import kernels
+from tests.ext.hashed.cases import Case
+from tests.ext.hashed.test_gpu import CALLS, by_kernels, computed, in_float64
+
+options = kernels.Call.options
+tokens, seeds = map(int, sys.argv[1:3])
+kernel, *sizes = sys.argv[3:] or [None, 0, 0, 0]
 
 
-def inputs(n):
-    torch.manual_seed(0)
-    draw = lambda *s: torch.randn(s, device="cuda", dtype=torch.bfloat16)
-    q, k, v = (draw(1, n, 1, 64) for _ in range(3))
-    z = [2 * draw(1, n, 1, 4, 16) for _ in range(2)]
-    return [x.requires_grad_() for x in (q, k, v, *z, draw(1))], torch.randn_like(q)
+def changed(self, name):
+    lookups, rows, warps = map(int, sizes)
+    return options(self, name) | ({"LOOKUPS": lookups, "ROWS": rows, "num_warps": warps} if name == kernel else {})
 
 
-def step(x, grad):
-    out, losses = hashed_attention(*x, probes=2)
-    loss = losses.agree.mean() + losses.contrast.mean() + losses.balance.sum() + losses.spread.sum()
-    return out, *torch.autograd.grad((out, loss), x, (grad, torch.ones_like(loss)))
-
-
-def patched(kernel, tile, warps, stages, chances):
-    options, code = kernels.Call.options, token_kernels.code
-
-    def changed(self, name):
-        o = options(self, name)
-        if name == kernel:
-            o |= {"LOOKUPS": tile[0], "ROWS": tile[1], "num_warps": warps, "num_stages": stages}
-            o["CHANCES"] = "tf32" if chances == "bf16" else chances
-        return o
-
-    def coded(*a):
-        c = code(*a)
-        return c._replace(chance_q=c.chance_q.bfloat16(), chance_k=c.chance_k.bfloat16()) if chances == "bf16" else c
-
-    return mock.patch.object(kernels.Call, "options", changed), mock.patch.object(token_kernels, "code", coded)
-
-
-def main():
-    p = argparse.ArgumentParser()
-    p.add_argument("n", type=int)
-    p.add_argument("index", type=int)
-    p.add_argument("of", type=int)
-    p.add_argument("state")
-    a = p.parse_args()
-    x, grad = inputs(a.n)
-    want = step(x, grad)
-    for i in range(a.index, len(V), a.of):
-        done, name = f"{a.state}/{i}", " ".join(map(str, V[i]))
-        if a.of == 1 and not os.path.exists(done):
-            continue
-        try:
-            one, two = patched(*V[i])
-            with one, two:
-                got = step(x, grad)
-                error = max(((g - w).float().abs().max() / w.float().abs().max()).item() for g, w in zip(got, want))
-                same = all(torch.equal(g, w) for g, w in zip(step(x, grad), got))
-                torch.cuda.synchronize()
-                ms = []
-                if a.of == 1:
-                    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                        for _ in range(3):
-                            step(x, grad)
-                        torch.cuda.synchronize()
-                    ms = [e.self_device_time_total / 3e3 for e in profile.key_averages() if e.key == NAMES[V[i][0]]]
-            if a.of > 1:
-                open(done, "w").close()
-                print(
-                    name, f"compiled, error {error:.1e} same {same}", flush=True
-                ) if error > 2e-2 or not same else None
-            else:
-                print(f"{name}: {ms[0] if ms else -1:.3f} ms, error {error:.1e}, same {same}", flush=True)
-        except Exception as e:
-            print(name, "FAILED", type(e).__name__, str(e)[:90].replace("\n", " "), flush=True)
-            if "illegal" in str(e) or "misaligned" in str(e):
-                sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
+case = replace(CALLS["few codes"], documents=(tokens,), dtype=torch.float16)
+tensors = Case.tensors
+differ, nans, wrong = {}, {}, {}
+with mock.patch.object(kernels.Call, "options", changed):
+    for seed in range(seeds):
+        with mock.patch.object(Case, "tensors", lambda self, seed=seed: tensors(self, seed)):
+            got, again = (computed(case, by_kernels) for _ in range(2))
+            want = computed(case, in_float64) if seed < 3 else got
+        for name, x in got.items():
+            differ[name] = max(differ.get(name, 0), int((x != again[name]).sum()))
+            nans[name] = max(nans.get(name, 0), int(x.isnan().sum()))
+            error = float((x - want[name]).abs().max() / want[name].abs().max().clamp_min(1e-9))
+            wrong[name] = max(wrong.get(name, 0), error)
+short = lambda numbers, least: {name: f"{x:.3g}" for name, x in numbers.items() if not x <= least}
+print(" ".join(sys.argv[1:]), "unequal", short(differ, 0), "nan", short(nans, 0), "wrong", short(wrong, 4e-3), flush=True)

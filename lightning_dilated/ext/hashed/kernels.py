@@ -42,16 +42,14 @@ if TYPE_CHECKING:
 #: `input_precision` of products, and of products of chances, for 16-bit and for fp32 rows. Chances are positive, so
 #: three products of bf16 (TF32) parts keep 16 (22) bits of each sum, also of a sum near the floor
 PRECISIONS = ("tf32", "tf32"), ("tf32x3", "tf32x3")
-#: (lookups and query heads, rows) of a tile for 16-bit rows with up to 64 and up to 128 columns, and up to 16 codes in a
-#: group. They need at most 90 KB of shared memory. Do not take (64, 64) for "over rows": Triton 3.6 compiles it to reads
-#: beyond the shared memory (compute-sanitizer, benchmarks/results/2026-11-28_h200_hashed.md)
-TILES = {"forward": ((64, 64), (64, 16)), "over rows": ((64, 32), (64, 16)), "over lookups": ((32, 64), (16, 32))}
-#: the same for other calls, which need more registers and shared memory for each pair
+#: (lookups and query heads, rows) of a tile for 16-bit rows with up to 64 columns, by 2 warps, and with up to 128 columns,
+#: by 4 warps; both with up to 16 codes in a group. No tile has 64 lookups or rows: with 4 warps, Triton 3.6 multiplies
+#: such tiles by wgmma on Hopper; results of some of these kernels differed between runs, and others read beyond the shared
+#: memory (benchmarks/results/2026-11-28_h200_hashed.md)
+TILES = {"forward": ((32, 32), (32, 16)), "over rows": ((32, 32), (32, 16)), "over lookups": ((32, 32), (16, 32))}
+#: the same for other calls, which need more registers and shared memory for each pair, by 4 warps; the gated delta rule's
+#: kernels found tiles of 16 columns wrong with 8 warps on Hopper
 SMALL = (16, 16)
-#: number of warps of a program; the gated delta rule's kernels found tiles of 16 columns wrong with 8 warps on Hopper
-WARPS = {"forward": 4, "over rows": 4, "over lookups": 4}
-#: number of stages of the loops
-STAGES = {"forward": 1, "over rows": 1, "over lookups": 1}
 #: maximum number of lookups that a program adds to the gradients of a tile of rows
 PART = 4096
 #: lookups and query heads of a program that computes delta
@@ -473,8 +471,8 @@ class Call:
         return {
             "GROUP": group, "PROBES": self.probes, "GROUPS": groups, "CODES": codes, "WIDTH": block_dim(codes),
             "SCORES": self.code_scores, "DIM": dim, "BLOCK": block_dim(dim), "PRECISION": products,
-            "CHANCES": chances, "LOOKUPS": lookups, "ROWS": rows, "num_warps": WARPS[kernel],
-            "num_stages": STAGES[kernel],
+            "CHANCES": chances, "LOOKUPS": lookups, "ROWS": rows, "num_stages": 1,
+            "num_warps": 2 if (lookups, rows) == (32, 32) else 4,
         }  # fmt: skip
 
 

@@ -77,6 +77,35 @@ def test_several_tiles(interpreter, change):
     equal(interpreter, replace(LONGER, **{"dtype": torch.float32, **change}))
 
 
+def in_other_order(rank, group, case):
+    """Return the results; and again, with NaN in all new memory, and with the programs of each launch in reverse order."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    forward, results = builder.set_grid_idx, []
+    reverse = lambda *index: forward(*(n - 1 - i for n, i in zip(builder.grid_dim, index, strict=True)))  # noqa: E731
+    with forced((16, 16), 16):
+        results.append(case.run())
+        torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
+        try:
+            with mock.patch.object(builder, "set_grid_idx", reverse):
+                results.append(case.run())
+        finally:
+            torch.use_deterministic_algorithms(False)
+    return results
+
+
+@pytest.mark.parametrize("change", [
+    {"documents": (24, 11), "padding": 2, "group": 1},
+    {"documents": (30, 30), "padding": 0, "probes": 1, "latest": 20},
+    {"documents": (20,), "soft": True, "kv_heads": 2, "group": 1},
+    {"documents": (40,), "padding": 0, "group": 1, "dim": 16, "groups": 1, "codes": 2, "probes": 2, "dtype": torch.float16},
+], ids=str)  # fmt: skip
+def test_old_memory_is_not_read_and_no_program_depends_on_another(interpreter, change):
+    got, again = interpreter.run(1, in_other_order, replace(LONGER, **{"dtype": torch.float32, **change}))[0]
+    for name, x in got.items():
+        assert torch.equal(x, again[name]), name
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_no_token_and_one(interpreter, tokens):
     equal(interpreter, Case((tokens,) * 2, kv_heads=3, group=3, dtype=torch.float32))
