@@ -38,4 +38,6 @@ with mock.patch.object(kernels.Call, "options", changed):
             error = float((x - want[name]).abs().max() / want[name].abs().max().clamp_min(1e-9))
             wrong[name] = max(wrong.get(name, 0), error)
 short = lambda numbers, least: {name: f"{x:.3g}" for name, x in numbers.items() if not x <= least}
-print(" ".join(sys.argv[1:]), "unequal", short(differ, 0), "nan", short(nans, 0), "wrong", short(wrong, 4e-3), flush=True)
+print(
+    " ".join(sys.argv[1:]), "unequal", short(differ, 0), "nan", short(nans, 0), "wrong", short(wrong, 4e-3), flush=True
+)
