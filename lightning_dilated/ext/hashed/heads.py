@@ -128,8 +128,8 @@ class HashedHeads(Mixer):
             )
         )
         where = place.context if place is not None else "" if group is None or group.ranks == 1 else group.name
-        chunk = None if place is None else place.place
-        out, _ = HASHED(q, k, v, z_q, z_k, self.null, lengths, cu_seqlens, chunk, self._spec(soft, where))
+        chunk, terms = None if place is None else place.place, self.terms.number if self.training else None
+        out, _ = HASHED(q, k, v, z_q, z_k, self.null, lengths, cu_seqlens, chunk, terms, self._spec(soft, where))
         return nn.functional.pad(out, (0, 0, self.others, 0))
 
     def add_new(self, x: Tensor, rows: Sequence[Tensor], cache: KVCache) -> Tensor:
@@ -171,8 +171,7 @@ class HashedHeads(Mixer):
 
     def _spec(self, soft: bool, sequence: str = "") -> str:
         hashed = self.description
-        terms = self.terms.name if self.training else ""
-        return encode(hashed.latest, hashed.probes, self.scale, soft, terms, sequence)
+        return encode(hashed.latest, hashed.probes, self.scale, soft, sequence)
 
     # -- losses of the codes -------------------------------------------------------------------------------------------
     def begin_losses(self, batch: Any) -> None:

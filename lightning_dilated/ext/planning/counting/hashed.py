@@ -103,14 +103,14 @@ def _held(
     """Run one call of a training step on the CPU, and return its bytes in addition to inputs and results."""
     heads, dim, kv_heads, groups, codes = sizes
     terms = LossTerms((1.0, 1.0, 1.0, 1.0))
-    spec = encode(latest, probes, 1.0, False, terms.name)
+    spec = encode(latest, probes, 1.0, False)
     with torch.device("cpu"), meter:
         q, k, v = (torch.zeros(1, tokens, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
         wide = torch.promote_types(dtype, torch.float32)
         logits = [torch.zeros(1, tokens, kv_heads, groups, codes, dtype=wide) for _ in range(2)]
         for i in range(1, probes):  # every code that a query looks up has rows
             logits[1][:, i::probes, :, i - 1, 1:2] = 1
-        tensors = [q, k, v, *logits, torch.zeros(heads, dtype=wide), None, None, None]
+        tensors = [q, k, v, *logits, torch.zeros(heads, dtype=wide), None, None, None, terms.number]
         labelled = torch.ones(1, tokens, dtype=torch.bool)
         grad = torch.zeros_like(q)
         known = meter.live
