@@ -407,8 +407,8 @@ class DilatedTransformer(StackMemory):
 
     def compile_blocks(self) -> None:
         """Compile each block in place, as one graph; compiled blocks need a rotary table instead of positions."""
-        layers = enumerate(block.attention_layer for block in self.blocks)
-        kinds = len({(x.attention.pattern, x.hashed and i) for i, x in layers})  # each hashed layer names its losses
+        layers = [block.attention_layer for block in self.blocks]
+        kinds = len({(x.attention.pattern, x.hashed is None) for x in layers})
         # 24 graphs are enough for a kind: with or without gradients, for sequences or chunks, of fixed or of any length
         allow_recompiles(24 * kinds)
         for block in self.blocks:

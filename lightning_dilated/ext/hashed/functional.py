@@ -17,8 +17,8 @@ from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer
 from lightning_dilated.attention.functional import autocast, check_documents, check_rows, check_scale, group_of
 from lightning_dilated.ext.hashed import ranks
-from lightning_dilated.ext.hashed.lookup import FLOOR, Inputs, Lookup, Reads, merge_lookups
-from lightning_dilated.ext.hashed.order import LIMITS, codes, merge, sort
+from lightning_dilated.ext.hashed.lookup import FLOOR, Inputs, Lookup, Reads, merge_lookups, why_not_sizes
+from lightning_dilated.ext.hashed.order import LIMITS, codes, largest_key, merge, sort
 from lightning_dilated.ext.hashed.rows import HashedRows
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.sequence.collectives import sequence_sum
@@ -197,6 +197,8 @@ def compute(
     """
     q, k, v, z_q, z_k, null = tensors
     dtype = torch.promote_types(q.dtype, torch.float32)
+    if before is None and place is None and why_not_sizes(q, z_q, dtype) is None:
+        return _fused(tensors, options, documents, tokens, longest, labelled, limit)
     z_q, z_k, null = (x.to(dtype) for x in (z_q, z_k, null))
     if tokens < documents.numel():
         z_q, z_k = (x.masked_fill((documents < 0)[:, :, None, None, None], 0) for x in (z_q, z_k))
@@ -226,6 +228,37 @@ def compute(
     agree, contrast = (x.masked_fill(~counted[..., None], 0) for x in (agree, contrast))
     totals = torch.stack([_total(chance_k, real), _total(chance_q, counted)])
     return Result(out.to(q.dtype), agree, contrast, counts.view(lookup_codes.shape).sum(-1), chance_k, totals)
+
+
+def _fused(
+    tensors: Sequence[Tensor],
+    options: Options,
+    documents: Tensor,
+    tokens: int,
+    longest: int,
+    labelled: Tensor | None,
+    limit: int,
+) -> Result:
+    """Compute `compute` on one rank by kernels, as one autograd function."""
+    from lightning_dilated.ext.hashed import fused
+
+    z_k, real = tensors[4], documents >= 0
+    counted = real if labelled is None else real & labelled
+    many = 1 if options.soft else z_k.shape[4] ** z_k.shape[3]
+    numbers = fused.Numbers(
+        1 if options.soft else options.probes,
+        options.scale,
+        options.code_scores,
+        options.soft,
+        longest if options.soft else min(options.latest, longest),
+        tokens,
+        many,
+        largest_key(limit, z_k.shape[2], many),
+    )
+    with torch.autocast(z_k.device.type, enabled=False):
+        out, agree, contrast, sums, rows, chance_k = fused.Attend.apply(numbers, documents, counted, *tensors)
+    counts = torch.stack([x.sum(1, keepdim=True) for x in (real, counted)])
+    return Result(out, agree, contrast, rows, chance_k, torch.cat([sums, counts.to(sums.dtype)], 2))
 
 
 class SumOver(torch.autograd.Function):

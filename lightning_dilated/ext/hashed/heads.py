@@ -98,7 +98,7 @@ class HashedHeads(Mixer):
     def add(
         self, query: Tensor, rows: Sequence[Tensor], lengths: Any, cu_seqlens: Any, place: LayerPlace | None
     ) -> Tensor:
-        """See `Mixer.add`. An endless sequence has exact lookups, because its length is not known."""
+        """See `Mixer.add`. In an endless sequence, heads read by code also in training: its length is not known."""
         group, documents = active_sequence(), (query, lengths, cu_seqlens)
         lengths, cu_seqlens = check_documents(*documents) if group is None else group.guard(check_documents, *documents)
         soft = self.training and self._has_soft_lookups(query, place, group)
@@ -115,8 +115,8 @@ class HashedHeads(Mixer):
             )
         )
         where = place.context if place is not None else "" if group is None or group.ranks == 1 else group.name
-        chunk = None if place is None else place.place
-        out, _ = HASHED(q, k, v, z_q, z_k, self.null, lengths, cu_seqlens, chunk, self._spec(soft, where))
+        chunk, terms = None if place is None else place.place, self.terms.number if self.training else None
+        out, _ = HASHED(q, k, v, z_q, z_k, self.null, lengths, cu_seqlens, chunk, terms, self._spec(soft, where))
         return nn.functional.pad(out, (0, 0, self.others, 0))
 
     def _has_soft_lookups(self, query: Tensor, place: LayerPlace | None, group: SequenceGroup | None) -> bool:
@@ -171,8 +171,7 @@ class HashedHeads(Mixer):
 
     def _spec(self, soft: bool, sequence: str = "") -> str:
         hashed = self.description
-        terms = self.terms.name if self.training else ""
-        return encode(hashed.latest, hashed.probes, self.scale, soft, terms, sequence)
+        return encode(hashed.latest, hashed.probes, self.scale, soft, sequence)
 
     # -- losses of the codes -------------------------------------------------------------------------------------------
     @staticmethod

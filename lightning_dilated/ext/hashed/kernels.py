@@ -23,7 +23,6 @@ G groups of M codes, L latest rows. Kernels compute T pairs of a lookup and a qu
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,15 +41,15 @@ if TYPE_CHECKING:
 
 #: `input_precision` of products, and of products of chances, for 16-bit and for fp32 rows. Chances are positive, so
 #: three products of bf16 (TF32) parts keep 16 (22) bits of each sum, also of a sum near the floor
-PRECISIONS = ("tf32", "bf16x3"), ("tf32x3", "tf32x3")
-#: (lookups and query heads, rows) of a tile for 16-bit rows with up to 64 and up to 128 columns, and up to 16 codes in a
-#: group. They need at most 90 KB of shared memory. Do not take (64, 64) for "over rows": Triton 3.6 compiles it to reads
-#: beyond the shared memory (compute-sanitizer, benchmarks/results/2026-11-28_h200_hashed.md)
-TILES = {"forward": ((64, 64), (64, 16)), "over rows": ((64, 32), (64, 16)), "over lookups": ((32, 64), (16, 32))}
-#: the same for other calls, which need more registers and shared memory for each pair
+PRECISIONS = ("tf32", "tf32"), ("tf32x3", "tf32x3")
+#: (lookups and query heads, rows) of a tile for 16-bit rows with up to 64 columns, by 2 warps, and with up to 128 columns,
+#: by 4 warps; both with up to 16 codes in a group. No tile has 64 lookups or rows: with 4 warps, Triton 3.6 multiplies
+#: such tiles by wgmma on Hopper; results of some of these kernels differed between runs, and others read beyond the shared
+#: memory (benchmarks/results/2026-11-28_h200_hashed.md)
+TILES = {"forward": ((32, 32), (32, 16)), "over rows": ((32, 32), (32, 16)), "over lookups": ((32, 32), (16, 32))}
+#: the same for other calls, which need more registers and shared memory for each pair, by 4 warps; the gated delta rule's
+#: kernels found tiles of 16 columns wrong with 8 warps on Hopper
 SMALL = (16, 16)
-#: number of warps of a program; the gated delta rule's kernels found tiles of 16 columns wrong with 8 warps on Hopper
-WARPS = 4
 #: maximum number of lookups that a program adds to the gradients of a tile of rows
 PART = 4096
 #: lookups and query heads of a program that computes delta
@@ -58,30 +57,35 @@ DELTA = 64
 
 
 class Lists(NamedTuple):
-    """The lookups that read rows, in sorted order, and the sorted rows.
+    """Lookups in sorted order, and the sorted rows. A lookup may read no row.
 
     Attributes:
-        index: (Q,) int64, the indices of the lookups, P times a query's index plus the number of the probe.
+        index: (Q,) integers, the indices of the lookups, P times a query's index plus the number of the probe.
         begin, end: (Q,) int32, the range of `rows` that a lookup reads; both never decrease.
-        rows: (R,) int64, the token of each row.
+        rows: (R,) integers, the token of each row.
+        reach: largest number of rows that a lookup reads.
     """
 
     index: Tensor
     begin: Tensor
     end: Tensor
     rows: Tensor
+    reach: int
 
 
 def lists(order: Order) -> Lists:
     """Return the lists of an `Order`: its entries that read rows."""
     entries = (order.begin < order.end).nonzero()[:, 0]
-    return Lists(order.lookups[entries], order.begin[entries].int(), order.end[entries].int(), order.rows)
+    read = order.lookups[entries], order.begin[entries].int(), order.end[entries].int()
+    return Lists(*read, order.rows, order.reach)
 
 
 @triton.jit
 def _rows(base, first, there, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
     """Load rows (A, WIDTH) that begin at `first` (A,); 0 outside of `there` (A,) and beyond the columns."""
     column = tl.arange(0, WIDTH)
+    if COLUMNS == WIDTH:
+        return tl.load(base + first[:, None] + column[None, :], mask=there[:, None], other=0.0)
     mask = there[:, None] & (column < COLUMNS)[None, :]
     return tl.load(base + first[:, None] + column[None, :], mask=mask, other=0.0)
 
@@ -90,13 +94,16 @@ def _rows(base, first, there, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
 def _store(base, first, x, there, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
     """Store rows x (A, WIDTH), as `_rows` loads them."""
     column = tl.arange(0, WIDTH)
-    mask = there[:, None] & (column < COLUMNS)[None, :]
-    tl.store(base + first[:, None] + column[None, :], x.to(base.dtype.element_ty), mask=mask)
+    at = base + first[:, None] + column[None, :]
+    if COLUMNS == WIDTH:
+        tl.store(at, x.to(base.dtype.element_ty), mask=there[:, None])
+    else:
+        tl.store(at, x.to(base.dtype.element_ty), mask=there[:, None] & (column < COLUMNS)[None, :])
 
 
 @triton.jit
 def _product(a, b, PRECISION: tl.constexpr):
-    """Return a @ b in fp32. Products of 16-bit factors are exact."""
+    """Return a @ b in fp32. Products of 16-bit factors are exact; a factor of another dtype makes both fp32."""
     if a.dtype == b.dtype:
         result = tl.dot(a, b, input_precision=PRECISION)
     else:
@@ -134,7 +141,7 @@ def _added(
         right = _rows(b + g * CODES, first_b, there_b, CODES, WIDTH)
         chance = tl.dot(left, tl.trans(right), input_precision=CHANCES)
         factor = tl.where(chance < floor, 0.0, change / chance)
-        every = every + (tl.dot(factor, right, sums[g], input_precision=CHANCES),)  # noqa: RUF005
+        every = every + (tl.dot(factor.to(right.dtype), right, sums[g], input_precision=CHANCES),)  # noqa: RUF005
     return every
 
 
@@ -158,7 +165,7 @@ def _places(index, begin, end, i, there, GROUP: tl.constexpr):
     """Return, for pairs i of a lookup and a query head: index of the lookup, query head, first row, last row + 1."""
     first = tl.load(begin + i // GROUP, mask=there, other=2147483647)
     last = tl.load(end + i // GROUP, mask=there, other=0)
-    return tl.load(index + i // GROUP, mask=there, other=0), i % GROUP, first, last
+    return tl.load(index + i // GROUP, mask=there, other=0).to(tl.int64), i % GROUP, first, last
 
 
 @triton.jit
@@ -198,7 +205,7 @@ def _forward(
     while row < stop:
         j = row + tl.arange(0, ROWS)
         inside = j < stop
-        of_row = tl.load(rows + j, mask=inside, other=0)
+        of_row = tl.load(rows + j, mask=inside, other=0).to(tl.int64)
         seen = (j[None, :] >= first[:, None]) & (j[None, :] < last[:, None])
         key = _rows(k, of_row * k_st, inside, DIM, BLOCK)
         agree = _match(
@@ -210,9 +217,11 @@ def _forward(
             score += agree
         most, total, rescale, p = _grown(most, total, tl.where(seen, score, float("-inf")))
         mean = mean * rescale + tl.sum(p * agree, 1)
-        acc = acc * rescale[:, None] + _product(p, _rows(v, of_row * v_st, inside, DIM, BLOCK), PRECISION)
+        value = _rows(v, of_row * v_st, inside, DIM, BLOCK)
+        acc = acc * rescale[:, None] + _product(p.to(value.dtype), value, PRECISION)
         most_chance, total_chance, _, _ = _grown(most_chance, total_chance, tl.where(seen, agree, float("-inf")))
         row = _next(first, last, row + ROWS)
+    total = tl.where(last > first, total, 1.0)
     _store(out, at * DIM, acc / total[:, None], there, DIM, BLOCK)
     tl.store(lse + at, (most + tl.log2(total)) * LN2, mask=there)
     tl.store(match + at, mean / total * LN2, mask=there)
@@ -221,7 +230,7 @@ def _forward(
 
 @triton.jit
 def _numbers(delta, lse, chance, d_match, d_chance, lookup, head, there, GROUP: tl.constexpr):
-    """Load the numbers of each lookup and query head that `_gradients` takes; logs are in base 2."""
+    """Load the numbers of each lookup (or query) and query head that `_gradients` takes; logs are in base 2."""
     at = lookup * GROUP + head
     return (
         tl.load(delta + at, mask=there, other=0.0),
@@ -261,8 +270,8 @@ def _over_rows(
     dq, d_chance_q, delta, lse, chance, d_match, d_chance, d_out,
     q, q_st, q_sh, k, k_st, v, v_st, chance_q, chance_k, index, begin, end, rows, count, scale, plain_scale, floor,
     GROUP: tl.constexpr, PROBES: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr,
-    SCORES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, CHANCES: tl.constexpr,
-    LOOKUPS: tl.constexpr, ROWS: tl.constexpr,
+    MERGED: tl.constexpr, SCORES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    CHANCES: tl.constexpr, LOOKUPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write dq and d chance_q of a tile of lookups and query heads, summed over the rows that they read."""
     i = tl.program_id(0).to(tl.int64) * LOOKUPS + tl.arange(0, LOOKUPS)
@@ -270,15 +279,16 @@ def _over_rows(
     lookup, head, first, last = _places(index, begin, end, i, there, GROUP)
     at, token = lookup * GROUP + head, lookup // PROBES
     query = _rows(q, token * q_st + head * q_sh, there, DIM, BLOCK)
-    do = _rows(d_out, at * DIM, there, DIM, BLOCK)
-    less, of_lse, dm, of_chance, dc = _numbers(delta, lse, chance, d_match, d_chance, lookup, head, there, GROUP)
+    number = lookup // MERGED
+    do = _rows(d_out, (number * GROUP + head) * DIM, there, DIM, BLOCK)
+    less, of_lse, dm, of_chance, dc = _numbers(delta, lse, chance, d_match, d_chance, number, head, there, GROUP)
     acc, acc_codes = tl.zeros([LOOKUPS, BLOCK], tl.float32), _zeros(LOOKUPS, GROUPS, WIDTH)
     stop = tl.max(last, 0)
     row = _next(first, last, 0)
     while row < stop:
         j = row + tl.arange(0, ROWS)
         inside = j < stop
-        of_row = tl.load(rows + j, mask=inside, other=0)
+        of_row = tl.load(rows + j, mask=inside, other=0).to(tl.int64)
         seen = (j[None, :] >= first[:, None]) & (j[None, :] < last[:, None])
         key, value = _rows(k, of_row * k_st, inside, DIM, BLOCK), _rows(v, of_row * v_st, inside, DIM, BLOCK)
         agree = _match(
@@ -292,7 +302,7 @@ def _over_rows(
             score, agree, _product(do, tl.trans(value), PRECISION), less[:, None], of_lse[:, None], dm[:, None],
             of_chance[:, None], dc[:, None], seen, SCORES,
         )  # fmt: skip
-        acc += _product(ds, key, PRECISION)
+        acc += _product(ds.to(key.dtype), key, PRECISION)
         acc_codes = _added(
             acc_codes, change, chance_q, token * (GROUPS * CODES), there, chance_k, of_row * (GROUPS * CODES), inside,
             floor, GROUPS, CODES, WIDTH, CHANCES,
@@ -307,16 +317,16 @@ def _over_lookups(
     dk, dv, d_chance_k, parts, work, delta, lse, chance, d_match, d_chance, d_out,
     q, q_st, q_sh, k, k_st, v, v_st, chance_q, chance_k, index, begin, end, rows, size, scale, plain_scale, floor,
     GROUP: tl.constexpr, PROBES: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr,
-    SCORES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, CHANCES: tl.constexpr,
-    LOOKUPS: tl.constexpr, ROWS: tl.constexpr,
+    MERGED: tl.constexpr, SCORES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    CHANCES: tl.constexpr, LOOKUPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write dk, dv and d chance_k of a tile of rows, summed over a range of lookups; see `Work`."""
     COLUMNS: tl.constexpr = 2 * DIM + GROUPS * CODES
     work += tl.program_id(0).to(tl.int64) * 4
     low, high, place = tl.load(work + 1) * GROUP, tl.load(work + 2) * GROUP, tl.load(work + 3)
     j = tl.load(work) * ROWS + tl.arange(0, ROWS)
-    inside = j < size
-    row = tl.load(rows + j, mask=inside, other=0)
+    inside = j < tl.where(place > -2, size, 0)
+    row = tl.load(rows + j, mask=inside, other=0).to(tl.int64)
     key, value = _rows(k, row * k_st, inside, DIM, BLOCK), _rows(v, row * v_st, inside, DIM, BLOCK)
     acc_k, acc_v = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
     acc_codes = _zeros(ROWS, GROUPS, WIDTH)
@@ -324,11 +334,11 @@ def _over_lookups(
         i = start + tl.arange(0, LOOKUPS)
         there = i < high
         lookup, head, first, last = _places(index, begin, end, i, there, GROUP)
-        at, token = lookup * GROUP + head, lookup // PROBES
+        number, token = lookup // MERGED, lookup // PROBES
         seen = (j[:, None] >= first[None, :]) & (j[:, None] < last[None, :])
         query = _rows(q, token * q_st + head * q_sh, there, DIM, BLOCK)
-        do = _rows(d_out, at * DIM, there, DIM, BLOCK)
-        less, of_lse, dm, of_chance, dc = _numbers(delta, lse, chance, d_match, d_chance, lookup, head, there, GROUP)
+        do = _rows(d_out, (number * GROUP + head) * DIM, there, DIM, BLOCK)
+        less, of_lse, dm, of_chance, dc = _numbers(delta, lse, chance, d_match, d_chance, number, head, there, GROUP)
         agree = _match(
             chance_k, row * (GROUPS * CODES), inside, chance_q, token * (GROUPS * CODES), there, floor,
             GROUPS, CODES, WIDTH, CHANCES,
@@ -340,8 +350,8 @@ def _over_lookups(
             score, agree, _product(value, tl.trans(do), PRECISION), less[None, :], of_lse[None, :], dm[None, :],
             of_chance[None, :], dc[None, :], seen, SCORES,
         )  # fmt: skip
-        acc_v += _product(weight, do, PRECISION)
-        acc_k += _product(ds, query, PRECISION)
+        acc_v += _product(weight.to(do.dtype), do, PRECISION)
+        acc_k += _product(ds.to(query.dtype), query, PRECISION)
         acc_codes = _added(
             acc_codes, change, chance_k, row * (GROUPS * CODES), inside, chance_q, token * (GROUPS * CODES), there,
             floor, GROUPS, CODES, WIDTH, CHANCES,
@@ -357,6 +367,36 @@ def _over_lookups(
         _store_all(parts + 2 * DIM, part, acc_codes, inside, GROUPS, CODES, WIDTH)
 
 
+@triton.jit(do_not_specialize=["size"])
+def _add_parts(
+    dk, dv, d_chance_k, parts, tiles, rows, size,
+    GROUPS: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of a tile of rows, if it has parts: dk, dv, or the chances of a group."""
+    COLUMNS: tl.constexpr = 2 * DIM + GROUPS * CODES
+    tile, what = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first, count = tl.load(tiles + tile * 2), tl.load(tiles + tile * 2 + 1)
+    j = tile * ROWS + tl.arange(0, ROWS)
+    inside = j < tl.where(count > 0, size, 0)
+    row = tl.load(rows + j, mask=inside, other=0).to(tl.int64)
+    place = (first * ROWS + tl.arange(0, ROWS)) * COLUMNS
+    if what < 2:
+        total = tl.zeros([ROWS, BLOCK], tl.float32)
+        for part in tl.range(0, count):
+            total += _rows(parts + what * DIM, place + part * (ROWS * COLUMNS), inside, DIM, BLOCK)
+        if what == 0:
+            _store(dk, row * DIM, total, inside, DIM, BLOCK)
+        else:
+            _store(dv, row * DIM, total, inside, DIM, BLOCK)
+    else:
+        group = (what - 2) * CODES
+        chances = tl.zeros([ROWS, WIDTH], tl.float32)
+        for part in tl.range(0, count):
+            chances += _rows(parts + 2 * DIM + group, place + part * (ROWS * COLUMNS), inside, CODES, WIDTH)
+        _store(d_chance_k + group, row * (GROUPS * CODES), chances, inside, CODES, WIDTH)
+
+
 def tile(kernel: str, dtype: torch.dtype, dim: int, codes: int) -> tuple[int, int]:
     """Return the sizes of a kernel's tile: lookups and query heads, and rows; both are powers of two."""
     return SMALL if dtype == torch.float32 or dim > 128 or codes > 16 else TILES[kernel][dim > 64]
@@ -366,33 +406,39 @@ class Work(NamedTuple):
     """The programs that sum over lookups.
 
     Attributes:
-        programs: (n, 4) int64: tile of rows, first lookup, last lookup + 1, and place in the sums of parts; the place
-            is -1 if the tile has one program only.
-        tiles: (m,) int64, the tiles with several programs.
-        lengths: (m,) int64, the numbers of their programs.
+        programs: (n, 4) int64: tile of rows, first lookup, last lookup + 1, and place in the sums of parts. The place is
+            -1 if the tile has one program only, and -2 if the program has no work.
+        tiles: (m, 2) int64 for each tile, the place of its first part and the number of its parts; 0 if it has no parts.
         parts: number of places.
     """
 
     programs: Tensor
     tiles: Tensor
-    lengths: Tensor
     parts: int
 
 
 def work(read: Lists, rows: int) -> Work:
-    """Return the programs for tiles of `rows` rows. A program sums over at most `PART` lookups."""
-    edges = torch.arange(0, len(read.rows), rows, dtype=torch.int32, device=read.begin.device)
+    """Return the programs for tiles of `rows` rows. A program sums over at most `PART` lookups.
+
+    The numbers of programs and of places are upper bounds, which the host knows: a lookup reads `reach` rows, in a few
+    tiles, and a tile with several programs has at most two for each `PART` lookups.
+    """
+    edges = torch.arange(0, len(read.rows), rows, dtype=read.end.dtype, device=read.begin.device)
+    tiles = min(len(edges), (read.reach + rows - 2) // rows + 1)
+    most = len(read.index) * tiles // PART
     low = torch.searchsorted(read.end, edges, right=True)  # the first lookup that ends after the tile's first row
     high = torch.searchsorted(read.begin, edges + rows)  # the first lookup that begins after the tile
     numbers = ((high - low + PART - 1) // PART).clamp_min(1)
-    tile = torch.repeat_interleave(numbers)
-    first = low[tile] + (torch.arange(len(tile), device=tile.device) - (numbers.cumsum(0) - numbers)[tile]) * PART
-    several = numbers > 1
-    place = torch.where(several[tile], several[tile].cumsum(0) - 1, -1)
-    tiles = several.nonzero()[:, 0]
-    lengths = numbers[tiles]
-    programs = torch.stack([tile, first, torch.minimum(first + PART, high[tile]), place], 1)
-    return Work(programs, tiles, lengths, int(lengths.sum()))
+    stops, parts = numbers.cumsum(0), torch.where(numbers > 1, numbers, 0)
+    starts, places = stops - numbers, parts.cumsum(0) - parts
+    program = torch.arange(len(edges) + most, device=edges.device)
+    tile = torch.searchsorted(stops, program, right=True)
+    is_used, tile = tile < len(edges), tile.clamp_max(len(edges) - 1)
+    part = program - starts[tile]
+    first = torch.where(is_used, low[tile] + part * PART, 0)
+    last = torch.where(is_used, torch.minimum(first + PART, high[tile]), 0)
+    place = torch.where(is_used, torch.where(parts[tile] > 0, places[tile] + part, -1), -2)
+    return Work(torch.stack([tile, first, last, place], 1), torch.stack([places, parts], 1), 2 * most)
 
 
 @dataclass(frozen=True)
@@ -415,23 +461,23 @@ class Call:
     def arguments(self) -> tuple[Tensor | int, ...]:
         """Return the arguments for inputs and lists that all kernels take."""
         q, k, v, chance_q, chance_k = self.inputs
-        return q, *q.stride()[:2], k, k.stride(0), v, v.stride(0), chance_q, chance_k, *self.read
+        return q, *q.stride()[:2], k, k.stride(0), v, v.stride(0), chance_q, chance_k, *self.read[:4]
 
     def options(self, kernel: str) -> dict[str, Any]:
         """Return the constants of a kernel and its launch options."""
         (_, group, dim), (_, groups, codes) = self.inputs.q.shape, self.inputs.chance_q.shape
         lookups, rows = tile(kernel, self.inputs.q.dtype, dim, codes)
-        # Triton's interpreter lacks bf16x3
-        products, chances = PRECISIONS[self.inputs.q.dtype == torch.float32 or kernels.interpreted()]
+        products, chances = PRECISIONS[self.inputs.q.dtype == torch.float32]
         return {
             "GROUP": group, "PROBES": self.probes, "GROUPS": groups, "CODES": codes, "WIDTH": block_dim(codes),
             "SCORES": self.code_scores, "DIM": dim, "BLOCK": block_dim(dim), "PRECISION": products,
-            "CHANCES": chances, "LOOKUPS": lookups, "ROWS": rows, "num_warps": WARPS, "num_stages": 1,
+            "CHANCES": chances, "LOOKUPS": lookups, "ROWS": rows, "num_stages": 1,
+            "num_warps": 2 if (lookups, rows) == (32, 32) else 4,
         }  # fmt: skip
 
 
 def forward(call: Call, results: Sequence[Tensor]) -> None:
-    """Write the results of lookups that read rows into `results`: out, lse, match and chance, flat over lookups."""
+    """Write the results of the listed lookups into `results`: out, lse, match and chance, flat over lookups."""
     options = call.options("forward")
     count = len(call.read.index) * call.inputs.q.shape[1]
     if count:
@@ -441,40 +487,60 @@ def forward(call: Call, results: Sequence[Tensor]) -> None:
             )
 
 
-def backward(call: Call, results: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the gradients of `Inputs` from out, lse and chance, and from the gradients of the four results."""
-    (q, k, v, chance_q, chance_k), (out, lse, chance), (d_out, d_lse, d_match, d_chance) = call.inputs, results, grads
-    (tokens, group, dim), size, count = q.shape, lse.numel(), len(call.read.index) * q.shape[1]
-    dq = torch.zeros(size, dim, dtype=q.dtype if call.probes == 1 else out.dtype, device=q.device)
-    d_chance_q = out.new_zeros(size, *chance_q.shape[1:])
-    dk, dv, d_chance_k = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v, chance_k))
-    if count:
-        delta, scales = torch.empty_like(lse), (call.scale * LOG2E.value, call.scale, call.floor)
-        common = delta, lse, chance, d_match, d_chance, d_out, *call.arguments()
-        with kernels.on(q.device):
+class Numbers(NamedTuple):
+    """The numbers of each lookup and query head that gradients need; or of each query, which all its lookups share."""
+
+    delta: Tensor  # do.out - dlse
+    lse: Tensor
+    chance: Tensor  # without query heads, as d_chance
+    d_match: Tensor
+    d_chance: Tensor
+    d_out: Tensor
+
+
+def delta(call: Call, out: Tensor, d_out: Tensor, d_lse: Tensor) -> Tensor:
+    """Return `Numbers.delta` of lookups; the lookups that are not listed get no value."""
+    (group, dim), result = call.inputs.q.shape[1:], torch.empty_like(d_lse)
+    if count := len(call.read.index) * group:
+        with kernels.on(out.device):
             _delta[(triton.cdiv(count, DELTA),)](
-                delta, out, d_out, d_lse, call.read.index, count, GROUP=group, DIM=dim, BLOCK=block_dim(dim), LOOKUPS=DELTA
+                result, out, d_out, d_lse, call.read.index, count, GROUP=group, DIM=dim, BLOCK=block_dim(dim), LOOKUPS=DELTA
             )  # fmt: skip
-            options = call.options("over rows")
-            _over_rows[(triton.cdiv(count, options["LOOKUPS"]),)](dq, d_chance_q, *common, count, *scales, **options)
-            options = call.options("over lookups")
-            todo, widths = work(call.read, options["ROWS"]), [x.shape[1:].numel() for x in (k, v, chance_k)]
-            parts = out.new_empty(todo.parts, options["ROWS"], sum(widths))
-            _over_lookups[(len(todo.programs),)](
-                dk, dv, d_chance_k, parts, todo.programs, *common, len(call.read.rows), *scales, **options
-            )
+    return result
+
+
+def backward(call: Call, numbers: Numbers, merged: int, padded: bool) -> tuple[Tensor, ...]:
+    """Return the gradients of k, v and chance_k, and of q and chance_q for each lookup and query head.
+
+    Args:
+        merged: number of lookups that share their `Numbers`: 1 or P.
+        padded: whether some tokens are not listed. They get gradients of 0 for k, v and chance_k, and for each lookup.
+    """
+    q, k, v, chance_q, chance_k = call.inputs
+    new, (group, dim), size = torch.zeros if padded else torch.empty, q.shape[1:], len(q) * call.probes * q.shape[1]
+    float32 = {"dtype": torch.float32, "device": q.device}
+    dq = new(size, dim, dtype=q.dtype if call.probes == 1 else torch.float32, device=q.device)
+    d_chance_q = new(size, *chance_q.shape[1:], **float32)
+    dk, dv, d_chance_k = (new(x.shape, dtype=x.dtype, device=x.device) for x in (k, v, chance_k))
+    count, of_rows = len(call.read.index) * group, len(call.read.rows)
+    if not (count and of_rows):
+        return tuple(x.zero_() for x in (dq, dk, dv, d_chance_q, d_chance_k))
+    common = *numbers, *call.arguments()
+    scales = call.scale * LOG2E.value, call.scale, call.floor
+    with kernels.on(q.device):
+        options = call.options("over rows")
+        _over_rows[(triton.cdiv(count, options["LOOKUPS"]),)](
+            dq, d_chance_q, *common, count, *scales, MERGED=merged, **options
+        )
+        options = call.options("over lookups")
+        todo, columns = work(call.read, options["ROWS"]), 2 * dim + chance_k.shape[1:].numel()
+        parts = torch.empty(todo.parts, options["ROWS"], columns, **float32)
+        _over_lookups[(len(todo.programs),)](
+            dk, dv, d_chance_k, parts, todo.programs, *common, of_rows, *scales, MERGED=merged, **options
+        )
         if todo.parts:
-            j = todo.tiles[:, None] * options["ROWS"] + torch.arange(options["ROWS"], device=q.device)
-            sums = torch.segment_reduce(parts.flatten(1), "sum", lengths=todo.lengths, unsafe=True, initial=0)
-            inside = j < len(call.read.rows)
-            token, sums = call.read.rows[j[inside]], sums.view(*j.shape, -1)[inside]
-            for result, x in zip((dk, dv, d_chance_k), sums.split(widths, -1), strict=True):
-                result[token] = x.reshape(-1, *result.shape[1:]).to(result.dtype)
-    dq = _added_up(dq.view(tokens, call.probes, group, dim)).to(q.dtype)
-    d_chance_q = _added_up(d_chance_q.view(tokens, call.probes * group, *chance_q.shape[1:]))
+            sizes = {name: options[name] for name in ("GROUPS", "CODES", "WIDTH", "DIM", "BLOCK", "ROWS")}
+            _add_parts[(len(todo.tiles), 2 + options["GROUPS"])](
+                dk, dv, d_chance_k, parts, todo.tiles, call.read.rows, of_rows, **sizes
+            )
     return dq, dk, dv, d_chance_q, d_chance_k
-
-
-def _added_up(x: Tensor) -> Tensor:
-    """Return the sum over dim 1, which is small: torch's sum needs twice the time of these additions on a GPU."""
-    return functools.reduce(torch.add, x.unbind(1))

@@ -41,14 +41,17 @@ class Inputs(NamedTuple):
 
 def why_not(inputs: Inputs) -> str | None:
     """Return None if the kernels compute lookups with these inputs, else the reason."""
-    dtype, dim, (groups, codes) = inputs.q.dtype, inputs.q.shape[2], inputs.chance_q.shape[1:]
-    if inputs.chance_q.dtype != torch.float32 or dim > LARGEST.get(dtype, 0):
-        return (
-            f"takes head dims up to 256 (up to 128 in fp32), not {dim} in {dtype} with {inputs.chance_q.dtype} chances"
-        )
+    return why_not_sizes(inputs.q, inputs.chance_q, inputs.chance_q.dtype)
+
+
+def why_not_sizes(q: Tensor, logits: Tensor, chances: torch.dtype) -> str | None:
+    """Return None if the kernels compute q (..., D) with logits (..., G, M) and this dtype of chances, else the reason."""
+    dtype, dim, (groups, codes) = q.dtype, q.shape[-1], logits.shape[-2:]
+    if chances != torch.float32 or dim > LARGEST.get(dtype, 0):
+        return f"takes head dims up to 256 (up to 128 in fp32), not {dim} in {dtype} with {chances} chances"
     if groups * max(16, 1 << (codes - 1).bit_length()) > WIDEST:
         return f"takes at most {WIDEST} codes in all groups, not {groups} groups of {codes}"
-    return kernels.why_not(inputs.q.device)
+    return kernels.why_not(q.device)
 
 
 class Reads(NamedTuple):
@@ -114,7 +117,8 @@ class Lookup(torch.autograd.Function):
             )
             compiled.forward(compiled.Call(inputs, read, probes, *settings, FLOOR), results)
             ctx.order = None  # frees its tensors
-            ctx.save_for_backward(*inputs, *read, *(results[i][:-1] for i in (0, 1, 3)))
+            ctx.reach = read.reach
+            ctx.save_for_backward(*inputs, *read[:4], *(results[i][:-1] for i in (0, 1, 3)))
         else:
             ctx.order = order
             ctx.save_for_backward(*tensors)
@@ -130,9 +134,21 @@ class Lookup(torch.autograd.Function):
         if order is None:
             from lightning_dilated.ext.hashed import kernels as compiled
 
-            call = compiled.Call(inputs, compiled.Lists(*ctx.saved_tensors[5:9]), ctx.probes, *ctx.settings, FLOOR)
-            grads = tuple(x.contiguous() for x in grads)
-            return None, None, None, *compiled.backward(call, ctx.saved_tensors[9:], grads)
+            read = compiled.Lists(*ctx.saved_tensors[5:9], ctx.reach)
+            call = compiled.Call(inputs, read, ctx.probes, *ctx.settings, FLOOR)
+            (out, lse, chance), (d_out, d_lse, d_match, d_chance) = (
+                ctx.saved_tensors[9:],
+                (x.contiguous() for x in grads),
+            )
+            delta = compiled.delta(call, out, d_out, d_lse)
+            numbers = compiled.Numbers(delta, lse, chance, d_match, d_chance, d_out)
+            d_q, d_k, d_v, d_chance_q, d_chance_k = compiled.backward(call, numbers, 1, True)
+            sums = (
+                x.view(len(inputs.q), -1, *y).sum(1)
+                for x, y in ((d_q, inputs.q.shape[1:]), (d_chance_q, inputs.chance_q.shape[1:]))
+            )
+            d_q, d_chance_q = sums
+            return None, None, None, d_q.to(inputs.q.dtype), d_k, d_v, d_chance_q, d_chance_k
         grads = tuple(torch.cat([x.flatten(0, 1), x.new_zeros(1, *x.shape[2:])]) for x in grads)
         new, widths = grads[0].new_zeros, [x.shape[1:].numel() for x in (inputs.k, inputs.v, inputs.chance_k)]
         queries = [new(len(grads[0]), *x.shape[1:]) for x in (inputs.q, inputs.chance_q)]

@@ -23,16 +23,17 @@ from lightning_dilated.ext.hashed.functional import BLOCK, HashedLosses, Options
 from lightning_dilated.memory.recompute import KEPT
 from lightning_dilated.sequence.group import find_sequence, no_sequence
 
-_terms: weakref.WeakValueDictionary[str, LossTerms] = weakref.WeakValueDictionary()
+_terms: weakref.WeakValueDictionary[int, LossTerms] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 class LossTerms:
-    """The losses of one layer's codes in a training step. The op finds this object by its `name`.
+    """The losses of one layer's codes in a training step. The op finds this object by its `number`.
 
-    A copy of a layer has a new object with another name, also in another process.
+    A copy of a layer has a new object with another number, also in another process.
 
     Attributes:
+        number: int64 on the CPU; a tensor, so that compiled layers share a graph.
         weights: weights of agree, contrast, balance and spread.
         labelled: (B, N) bool, the queries with labels; None outside of the forward and backward of a training step, also
             after a backward that raised an error.
@@ -41,10 +42,11 @@ class LossTerms:
     """
 
     def __init__(self, weights: tuple[float, float, float, float]) -> None:
-        self.name, self.weights = f"losses-{next(_numbers)}", weights
+        index = next(_numbers)
+        self.number, self.weights = torch.tensor(index, device="cpu"), weights
         self.end()
         self.latest: Tensor | None = None
-        _terms[self.name] = self
+        _terms[index] = self
 
     def end(self) -> None:
         """Count no queries."""
@@ -85,7 +87,6 @@ class HashedSpec(NamedTuple):
 
     Attributes:
         soft: whether queries read all rows, and scores do not depend on codes.
-        terms: name of the `LossTerms`.
         sequence: name of the `SequenceGroup` that shares the sequence, or "" for one rank; or name of the stream.
     """
 
@@ -93,14 +94,13 @@ class HashedSpec(NamedTuple):
     probes: int
     scale: float
     soft: bool
-    terms: str
     sequence: str = ""
 
     @classmethod
     def decode(cls, code: str) -> HashedSpec:
         """Decode a string that `encode` returned."""
-        latest, probes, scale, soft, terms, sequence = code.split("|", 5)
-        return cls(int(latest), int(probes), float.fromhex(scale), soft == "1", terms, sequence)
+        latest, probes, scale, soft, sequence = code.split("|", 4)
+        return cls(int(latest), int(probes), float.fromhex(scale), soft == "1", sequence)
 
     def options(self) -> Options:
         """Return the `Options` of `hashed_attention`."""
@@ -112,16 +112,16 @@ class HashedSpec(NamedTuple):
         return {**self.options()._asdict(), **shared}
 
 
-def encode(latest: int, probes: int, scale: float, soft: bool, terms: str, sequence: str = "") -> str:
+def encode(latest: int, probes: int, scale: float, soft: bool, sequence: str = "") -> str:
     """Encode a `HashedSpec` as a string. torch.compile can trace this function."""
-    return f"{latest}|{probes}|{float(scale).hex()}|{int(soft)}|{terms}|{sequence}"
+    return f"{latest}|{probes}|{float(scale).hex()}|{int(soft)}|{sequence}"
 
 
 def run_forward(*args: Any) -> tuple[Tensor, Tensor]:
     """Return the output (B, N, H, D), and which queries the losses count, (B, N) bool; none outside of training."""
-    (*tensors, lengths, cu_seqlens, place, code), q = args, args[0]
+    (*tensors, lengths, cu_seqlens, place, number, code), q = args, args[0]
     spec = HashedSpec.decode(code)
-    terms = _terms.get(spec.terms)
+    terms = None if number is None else _terms.get(int(number))
     if place is not None:
         return HashedChunk(tensors, lengths, cu_seqlens, place, spec.sequence, spec.options()).forward(terms)
     labelled = None if terms is None else terms.labelled
@@ -136,9 +136,9 @@ def run_forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, z_q, z_k and null."""
-    *tensors, lengths, cu_seqlens, place, labelled, code = args
+    *tensors, lengths, cu_seqlens, place, number, labelled, code = args
     spec = HashedSpec.decode(code)
-    terms = _terms.get(spec.terms)
+    terms = None if number is None else _terms.get(int(number))
     if place is not None:
         chunk = HashedChunk(tensors, lengths, cu_seqlens, place, spec.sequence, spec.options())
         with autograd_within_op(), torch.enable_grad():
@@ -183,7 +183,7 @@ def twice_flops(grad: Tensor, *args: Any) -> int:
 
 
 ROWS = "Tensor q, Tensor k, Tensor v, Tensor z_q, Tensor z_k, Tensor null"
-ROWS += ", Tensor? lengths, Tensor? cu_seqlens, Tensor? place"
+ROWS += ", Tensor? lengths, Tensor? cu_seqlens, Tensor? place, Tensor? terms"
 GRADIENTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 _OP = Op(

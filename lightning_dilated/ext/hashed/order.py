@@ -69,10 +69,15 @@ class Order:
 LIMITS = 2**31, 2**31
 
 
+def largest_key(documents: int, kv_heads: int, codes: int) -> int:
+    """Return the key of padding, above all keys."""
+    return min(documents * kv_heads * codes, 2**62)
+
+
 def keys(codes: Tensor, documents: Tensor, limits: tuple[int, int] = LIMITS) -> Tensor:
     """Return the keys of codes (B, N, K, P); `documents` (B, N): the index of each token's document, -1 for padding."""
     kv_heads = codes.shape[2]
-    largest = min(limits[0] * kv_heads * limits[1], 2**62)
+    largest = largest_key(limits[0], kv_heads, limits[1])
     head = documents[..., None] * kv_heads + torch.arange(kv_heads, device=documents.device)
     result = torch.where(
         documents[..., None, None] < 0, largest, head[..., None] * limits[1] + codes

@@ -77,6 +77,35 @@ def test_several_tiles(interpreter, change):
     equal(interpreter, replace(LONGER, **{"dtype": torch.float32, **change}))
 
 
+def in_other_order(rank, group, case):
+    """Return the results; and again, with NaN in all new memory, and with the programs of each launch in reverse order."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    forward, results = builder.set_grid_idx, []
+    reverse = lambda *index: forward(*(n - 1 - i for n, i in zip(builder.grid_dim, index, strict=True)))  # noqa: E731
+    with forced((16, 16), 16):
+        results.append(case.run())
+        torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
+        try:
+            with mock.patch.object(builder, "set_grid_idx", reverse):
+                results.append(case.run())
+        finally:
+            torch.use_deterministic_algorithms(False)
+    return results
+
+
+@pytest.mark.parametrize("change", [
+    {"documents": (24, 11), "padding": 2, "group": 1},
+    {"documents": (30, 30), "padding": 0, "probes": 1, "latest": 20},
+    {"documents": (20,), "soft": True, "kv_heads": 2, "group": 1},
+    {"documents": (40,), "padding": 0, "group": 1, "dim": 16, "groups": 1, "codes": 2, "probes": 2, "dtype": torch.float16},
+], ids=str)  # fmt: skip
+def test_old_memory_is_not_read_and_no_program_depends_on_another(interpreter, change):
+    got, again = interpreter.run(1, in_other_order, replace(LONGER, **{"dtype": torch.float32, **change}))[0]
+    for name, x in got.items():
+        assert torch.equal(x, again[name]), name
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_no_token_and_one(interpreter, tokens):
     equal(interpreter, Case((tokens,) * 2, kv_heads=3, group=3, dtype=torch.float32))
@@ -213,24 +242,33 @@ def test_nan_of_a_read_row_is_not_hidden(interpreter):
 
 
 def test_the_work_of_tiles_of_rows():
-    """Each lookup that reads a row of a tile is in one program of the tile, and no program has too many lookups."""
+    """Each lookup that reads a row of a tile is in one program of the tile, and no program has too many lookups.
+
+    The programs that have no work are last, and there is place for all parts.
+    """
     from lightning_dilated.ext.hashed import kernels
 
     generator = torch.Generator().manual_seed(0)
-    for rows, lookups, latest in ((70, 900, 5), (300, 50, 40), (64, 4, 1), (1, 7, 3)):
+    for rows, lookups, latest in ((70, 900, 5), (300, 50, 40), (64, 4, 1), (1, 7, 3), (90, 999, 90), (33, 800, 2)):
         end = torch.randint(1, rows + 1, (lookups,), generator=generator).sort().values.int()
-        read = kernels.Lists(end, torch.clamp(end - latest, min=0), end, torch.arange(rows))
+        read = kernels.Lists(end, torch.clamp(end - latest, min=0), end, torch.arange(rows), latest)
         with mock.patch.object(kernels, "PART", 16):
             todo = kernels.work(read, 16)
+        is_used = todo.programs[:, 3] > -2
+        assert is_used.tolist() == sorted(is_used.tolist(), reverse=True)
         assert (todo.programs[:, 2] - todo.programs[:, 1]).max() <= 16
+        places = []
         for tile in range(-(-rows // 16)):
-            programs = todo.programs[todo.programs[:, 0] == tile]
+            programs = todo.programs[is_used & (todo.programs[:, 0] == tile)]
             covered = torch.cat([torch.arange(low, high) for _, low, high, _ in programs.tolist()])
             reads = (read.end > 16 * tile) & (read.begin < 16 * (tile + 1))
             assert covered.tolist() == reads.nonzero()[:, 0].tolist()
-            assert (len(programs) > 1) == (tile in todo.tiles.tolist()) == (programs[0, 3] >= 0)
-        places = todo.programs[:, 3]
-        assert places[places >= 0].tolist() == list(range(todo.parts)) and todo.lengths.sum() == todo.parts
+            first, parts = todo.tiles[tile].tolist()
+            assert parts == (len(programs) if len(programs) > 1 else 0)
+            wanted = list(range(first, first + parts)) if parts else [-1]
+            assert programs[:, 3].tolist() == wanted
+            places += wanted if parts else []
+        assert places == list(range(len(places))) and len(places) <= todo.parts
 
 
 def of(dim=16, groups=4, codes=16, dtype=torch.bfloat16, chances=torch.float32):

@@ -65,7 +65,7 @@ def test_workspace_is_that_of_a_longer_call(name, kernels, parts):
     """An estimate from two short calls equals a longer call of the op with random tensors."""
     sizes, dtype, latest, probes = CALLS[name]
     tokens, terms = 5000, LossTerms((0.1, 1.0, 0.1, 0.1))
-    spec = encode(latest, probes, 0.1, False, terms.name)
+    spec = encode(latest, probes, 0.1, False)
     torch.manual_seed(0)
     rows = [torch.randn(1, tokens, n, sizes.head_dim, dtype=dtype) for n in (sizes.heads, *[sizes.kv_heads] * 2)]
     logits = [torch.randn(1, tokens, *sizes[2:]) for _ in range(2)]
@@ -73,7 +73,7 @@ def test_workspace_is_that_of_a_longer_call(name, kernels, parts):
     terms.labelled, scale = torch.rand(1, tokens) < 0.9, torch.ones(())
     with Meter() as meter, hashed._kernels() if kernels else contextlib.nullcontext():
         meter.track([*tensors, terms.labelled, scale], PARAMETERS)
-        out, _ = HASHED(*tensors, None, None, None, spec)
+        out, _ = HASHED(*tensors, None, None, None, terms.number, spec)
         beside = meter.peak - meter.live
         grad, terms.scale = torch.ones_like(out), scale
         before = meter.live

@@ -41,7 +41,7 @@ class Chunks:
         self.stream.begin(case.seq_len, chunk, not truncate, group)
         self.positions = [p for i in range(self.stream.chunks) for p in self.stream.tokens(i)]
         scale = case.dim**-0.5 if case.scale is None else case.scale
-        self.spec = encode(case.latest, case.probes, scale, case.soft, self.terms.name, self.stream.name)
+        self.spec = encode(case.latest, case.probes, scale, case.soft, self.stream.name)
         words = case.settings()
         tensor = lambda name: None if name not in words else torch.tensor(words[name], dtype=torch.int32)  # noqa: E731
         self.documents = tensor("lengths"), tensor("cu_seqlens")
@@ -55,7 +55,7 @@ class Chunks:
                 x[sample, max(0, n - at.start) :] = torch.nan
         leaves = [x.requires_grad_() for x in (*leaves, tensors[5].detach())]
         (layer,) = self.stream.layers(i, [None])
-        return HASHED(*leaves, *self.documents, layer.place, self.spec)[0], leaves
+        return HASHED(*leaves, *self.documents, layer.place, self.terms.number, self.spec)[0], leaves
 
     def differentiate(self, tensors, i, grad):
         at = self.stream.tokens(i)

@@ -150,11 +150,15 @@ def _metered(
 @contextlib.contextmanager
 def _kernels() -> Iterator[None]:
     """Allocate the tensors of the kernels, and launch nothing."""
-    compiled = importlib.import_module("lightning_dilated.ext.hashed.kernels")
+    from triton.runtime.jit import KernelInterface
+
+    modules = [importlib.import_module(f"lightning_dilated.ext.hashed.{x}") for x in ("kernels", "token_kernels")]
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(kernels, "why_not", lambda device: None))
-        for name in ("_forward", "_delta", "_over_rows", "_over_lookups"):
-            stack.enter_context(replaced(compiled, name, _NotLaunched()))
+        for module in modules:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, KernelInterface):
+                    stack.enter_context(replaced(module, name, _NotLaunched()))
         yield
 
 
@@ -169,14 +173,14 @@ def _held(
     """Run one call of a training step on the CPU, and return its bytes in addition to inputs and results."""
     heads, dim, kv_heads, groups, codes = sizes
     terms = LossTerms((1.0, 1.0, 1.0, 1.0))
-    spec = encode(latest, probes, 1.0, False, terms.name)
+    spec = encode(latest, probes, 1.0, False)
     with torch.device("cpu"), meter:
         q, k, v = (torch.zeros(1, tokens, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
         wide = torch.promote_types(dtype, torch.float32)
         logits = [torch.zeros(1, tokens, kv_heads, groups, codes, dtype=wide) for _ in range(2)]
         for i in range(1, probes):  # every code that a query looks up has rows
             logits[1][:, i::probes, :, i - 1, 1:2] = 1
-        tensors = [q, k, v, *logits, torch.zeros(heads, dtype=wide), None, None, None]
+        tensors = [q, k, v, *logits, torch.zeros(heads, dtype=wide), None, None, None, terms.number]
         labelled = torch.ones(1, tokens, dtype=torch.bool)
         grad = torch.zeros_like(q)
         known = meter.live
