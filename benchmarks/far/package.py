@@ -60,12 +60,14 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--policy", default="none", help="of recomputation")
     p.add_argument("--tile", type=int)
     p.add_argument("--stream", type=int, help="train chunk by chunk, with the exact gradients")
+    p.add_argument("--truncate", action="store_true", help="with --stream: gradients stop between chunks")
     p.add_argument("--residual-dtype", choices=["bfloat16"])
     p.add_argument("--lr", type=float, default=3e-3)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--test", type=int, nargs="+", default=[4096, 65536, 262144, 1048576, 16777216])
     p.add_argument("--chunk", type=int, default=1 << 20, help="tokens that a test computes at a time")
     p.add_argument("--least", type=int, default=1 << 20, help="least number of tokens of a test, in several sequences")
+    p.add_argument("--whole", action="store_true", help="test in one pass, without a stream; rows are not counted")
     p.add_argument("--samples", type=int, default=64, help="most held-out samples of a test with --data")
     p.add_argument("--compile", action="store_true", help="compile the blocks")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -162,22 +164,28 @@ class Answers(NamedTuple):
 @torch.no_grad()
 def read(model: ld.LongNetLM, parts: Iterable[Part], a: argparse.Namespace) -> Answers:
     """Read a stream part by part."""
-    state, nats, rows, heads = None, [], torch.zeros(2, dtype=torch.float64, device=a.device), hashed_heads(model)
+    state, nats, rows = None, [], torch.zeros(2, dtype=torch.float64, device=a.device)
+    heads = [] if a.whole else hashed_heads(model)
     for head in heads:
         head.train()  # only then do hashed heads count rows; an endless sequence is never read in the soft way
     for part in parts:
         for head in heads:
             head.terms.labelled = part.counted
         with mixed(a):
-            losses, state = model.stream(part.tokens, part.labels, state, chunk=part.tokens.shape[1], per_token=True)
+            if a.whole:
+                losses = model.token_losses({"tokens": part.tokens, "labels": part.labels})
+            else:
+                size = part.tokens.shape[1]
+                losses, state = model.stream(part.tokens, part.labels, state, chunk=size, per_token=True)
         nats.append(losses[part.labels != IGNORE])
         for head in heads:
             rows += head.terms.latest[2:]
     for head in heads:
         head.eval()
         head.terms.labelled = None
-    kept = sum(len(x.keys) for x in state.memories.values())
-    return Answers(torch.cat(nats).float(), rows, {"rows kept": kept, "state bytes": state.nbytes})
+    memories = () if state is None else state.memories.values()
+    kept = {} if state is None else {"rows kept": sum(len(x.keys) for x in memories), "state bytes": state.nbytes}
+    return Answers(torch.cat(nats).float(), rows, kept)
 
 
 def recall_parts(stream: Stream, a: argparse.Namespace) -> Iterator[Part]:
@@ -202,7 +210,9 @@ def version_parts(sample: Tensor, chunk: int) -> Iterator[Part]:
 
 def test_recall(model: ld.LongNetLM, task: Task, size: int, a: argparse.Namespace) -> dict[str, Any]:
     """Return the share of right answers in new sequences of this length."""
-    streams = [Stream(task, size, min(size, a.chunk), 7 + i) for i in range(max(1, a.least // size))]
+    streams = [
+        Stream(task, size, size if a.whole else min(size, a.chunk), 7 + i) for i in range(max(1, a.least // size))
+    ]
     each = [read(model, recall_parts(stream, a), a) for stream in streams]
     nats = torch.cat([x.nats for x in each])
     right = round((nats < math.log(2)).double().mean().item() * 100, 2)
@@ -214,7 +224,7 @@ def test_versions(model: ld.LongNetLM, task: Versions, size: int, a: argparse.Na
     """Return bits per byte of both halves of held-out samples, and the standard error of the second half."""
     places = spread_out(task.held.walk(size), a.samples)
     samples = (task.held.samples(place[None], size) for place in places)
-    each = [read(model, version_parts(sample, min(size, a.chunk)), a) for sample in samples]
+    each = [read(model, version_parts(sample, size if a.whole else min(size, a.chunk)), a) for sample in samples]
     bits = torch.stack([x.nats.double() for x in each]) / math.log(2)
     late = bits[:, second(size) :].mean(1)
     eighths = [round(x.mean().item(), 3) for x in bits.tensor_split(8, 1)]
@@ -243,7 +253,7 @@ def main(argv: list[str] | None = None) -> None:
     if a.load:
         model.load_state_dict(torch.load(a.load, map_location="cpu", weights_only=True)["weights"])
     model.to(a.device).train()
-    model.transformer.memory = MemorySettings(a.policy, tile=a.tile, stream=a.stream)
+    model.transformer.memory = MemorySettings(a.policy, tile=a.tile, stream=a.stream, truncate=a.truncate)
     args = {k: str(v) if isinstance(v, Path) else v for k, v in vars(a).items()}
     write(a, {"options": args, "torch": torch.__version__, "parameters": sum(p.numel() for p in model.parameters())})
     if a.steps:
