@@ -35,12 +35,13 @@ NAMES = (
     "hybrid-first",
     "hybrid-ends",
     "hybrid-window",
+    "hashed",
 )
 Batch = dict[str, Tensor]
 
 
 def pattern_of(arm: str, depth: int, heads: int, local: int = 2048) -> list[ld.DilatedPattern]:
-    """Return the patterns of alternating layers.
+    """Return the patterns of alternating layers. The arm `hashed` has those of `window`.
 
     Args:
         local: segment length of local heads, which the arms window and heads and all hybrids have.
@@ -50,6 +51,8 @@ def pattern_of(arm: str, depth: int, heads: int, local: int = 2048) -> list[ld.D
         branches = [ld.Branch(local, 1, heads=range(heads - 1)), ld.Branch(None, 1, heads=[heads - 1])]
         return [ld.DilatedPattern(branches), ld.DilatedPattern(branches).shifted()]
     far = ld.DilatedPattern.longnet(SEGMENTS[1:], RATES[1:])
+    if arm == "hashed":
+        arm = "window"
     return {
         "walls": lambda: [ld.DilatedPattern.longnet([2048, 4096], [1, 2])],
         "window": lambda: [near, near.shifted()],
@@ -90,6 +93,8 @@ def model_of(
     torch.manual_seed(a.seed)
     positions = {"rotary_base": a.rotary_base} if a.rotary_base else {"max_seq_len": longest}
     pattern = pattern_of(a.arm, depth, heads, a.local)
+    if a.arm == "hashed":  # in the layers in which `hybrid` has dense heads
+        options["hashed"] = ld.Hashed(layers=tuple(range(3, depth, 4)))
     model = ld.LongNetLM(
         pattern, vocabulary, dim, depth, heads, compile_blocks=a.compile, kv_conv=a.kv_conv, **positions, **options
     )
@@ -158,8 +163,7 @@ def train(model: ld.LongNetLM, stages: list[Stage], a: argparse.Namespace) -> Tr
 def _step(model: ld.LongNetLM, batch: Batch, device: str) -> Tensor:
     """Run forward and backward. Return the loss in bits."""
     with torch.autocast(device, torch.bfloat16):
-        nats, count = model.loss_terms({k: v.to(device) for k, v in batch.items() if k != "index"})
-    loss = nats / count
+        loss, _ = model.token_mean({k: v.to(device) for k, v in batch.items() if k != "index"})
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     return loss.detach().double() / math.log(2)

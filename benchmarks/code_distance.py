@@ -1,14 +1,16 @@
 """Ordinary source code: how many bits per byte does a model save if it can read more of the earlier text?
 
     python benchmarks/code_distance.py make linux-source-6.12 code.bin --limit 310
+    python benchmarks/code_distance.py make site-packages code.bin --suffixes .py
     python benchmarks/code_distance.py train code.bin --arm hybrid --windows hybrid.npy
+    python benchmarks/code_distance.py train code.bin --arm hashed --short 600 --windows hashed.npy
     python benchmarks/code_distance.py compare hybrid.npy window.npy
 
-`make`: write C files and headers in the order of the tree, one after another. One folder in 16, by a hash of its path,
-goes to OUT.val.bin instead. Generated tables (drivers/gpu/drm/amd/include) are omitted.
-`train`: train one epoch of windows of 65,536 bytes, in an order drawn by the seed, with one window per step (`arms.py`)
-and a model of 8 layers of width 512 with 8 heads. Print one line of JSON: bits per byte by octave of the position, over
-the validation windows. --windows stores them as (windows, octaves).
+`make`: write files of some suffixes (C files and headers) in the order of the tree, one after another. One folder in 16,
+by a hash of its path, goes to OUT.val.bin instead. Generated tables (drivers/gpu/drm/amd/include) are omitted.
+`train`: train --short steps of 16 windows of 4,096 bytes, and then one epoch of windows of 65,536 bytes, in an order drawn
+by the seed, with one window per step (`arms.py`) and a model of 8 layers of width 512 with 8 heads. Print one line of
+JSON: bits per byte by octave of the position, over the validation windows. --windows stores them as (windows, octaves).
 `compare`: for each octave, print by how many percent the first arm's bits are below the second's, paired by window, and
 the difference divided by its standard error.
 """
@@ -17,17 +19,19 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from arms import Stage, add_options, model_of, options_of, train
+from arms import Batch, Stage, add_options, model_of, options_of, train
 from pairs_distance import token_bits, versions
 
 SEQ_LEN, SIZES = 65536, (256, 512, 8, 8)  # vocabulary, width, layers, heads
+SHORT, EACH = 4096, 16  # bytes of a short window, and short windows of a step
 LEFT_OUT = "drivers/gpu/drm/amd/include"
 #: first position of each octave
 OCTAVES = [0, *(1024 << i for i in range(6))]
@@ -39,11 +43,13 @@ def main() -> None:
     maker = commands.add_parser("make")
     maker.add_argument("tree", type=Path)
     maker.add_argument("out", type=Path)
+    maker.add_argument("--suffixes", nargs="+", default=[".c", ".h"])
     maker.add_argument("--limit", type=float, default=310.0, help="million bytes for training, from the tree's begin")
     trainer = commands.add_parser("train")
     trainer.add_argument("data", type=Path)
     add_options(trainer)
     trainer.add_argument("--steps", type=int, help="instead of an epoch")
+    trainer.add_argument("--short", type=int, default=0, help="steps of short windows first")
     trainer.add_argument("--samples", type=int, default=256, help="windows of validation")
     trainer.add_argument("--windows", type=Path, help="where bits by window and octave go")
     pair = commands.add_parser("compare")
@@ -66,7 +72,7 @@ def make(a: argparse.Namespace) -> dict[str, object]:
             split, file = ("val", val_file) if held_out else ("train", train_file)
             for name in sorted(names):
                 path = Path(folder, name)
-                if path.suffix not in (".c", ".h") or path.is_symlink() or written["train"] > a.limit * 1e6:
+                if path.suffix not in a.suffixes or path.is_symlink() or written["train"] > a.limit * 1e6:
                     continue
                 written[split] += file.write(path.read_bytes())
     return {"tree": a.tree.name, **written}
@@ -76,7 +82,8 @@ def run(a: argparse.Namespace) -> dict[str, object]:
     """Train an arm. Return bits by octave of the position."""
     steps = a.steps or a.data.stat().st_size // SEQ_LEN
     model = model_of(a, *SIZES, SEQ_LEN)
-    trained = train(model, [Stage(SEQ_LEN, steps, versions(a, SEQ_LEN, "train", steps))], a)
+    stages = [Stage(SHORT, a.short, short_windows(a))] if a.short else []
+    trained = train(model, [*stages, Stage(SEQ_LEN, steps, versions(a, SEQ_LEN, "train", steps))], a)
     bits = token_bits(model, versions(a, SEQ_LEN, "val", a.samples), a.device).numpy()
     by_octave = np.stack([x.mean(1) for x in np.split(bits, OCTAVES[1:], 1)], 1)
     if a.windows:
@@ -87,6 +94,14 @@ def run(a: argparse.Namespace) -> dict[str, object]:
         "bits": [round(x, 4) for x in means.tolist()], "errors": [round(x, 4) for x in errors.tolist()],
         "all": round(float(bits.mean()), 4),
     }  # fmt: skip
+
+
+def short_windows(a: argparse.Namespace) -> Iterator[Batch]:
+    """Yield batches of short windows."""
+    every = versions(a, SHORT, "train", a.short * EACH)
+    for first in every:
+        batch = [first, *itertools.islice(every, EACH - 1)]
+        yield {name: torch.cat([x[name] for x in batch]) for name in first}
 
 
 def compare(a: argparse.Namespace) -> dict[str, object]:

@@ -3,6 +3,7 @@
     python benchmarks/decode.py --context 4096 65536 1048576
     python benchmarks/decode.py --context 65536 --batch 16
     python benchmarks/decode.py --context 65536 --hybrid 4
+    python benchmarks/decode.py --context 4096 65536 1048576 --hashed 0 --segments 2048 --dilations 1
     python benchmarks/decode.py --context 4096 --peer        # and transformers' Llama of the same size, in the same run
     python benchmarks/decode.py --context 65536 --plain      # without CUDA graphs
     python benchmarks/decode.py --context 65536 --profile    # and the kernels of a token, by time
@@ -43,6 +44,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--segments", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768])
     p.add_argument("--dilations", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     p.add_argument("--hybrid", type=int, help="N: a dense head in every N-th layer, and local segments of 2,048")
+    p.add_argument("--hashed", type=int, nargs="+", help="layers with one hashed head")
     p.add_argument("--compile", action="store_true", help="compile_blocks=True")
     p.add_argument("--plain", action="store_true", help="call the model for every token, without CUDA graphs")
     p.add_argument("--temperature", type=float, default=0.8)
@@ -65,9 +67,12 @@ def ours(o: argparse.Namespace) -> tuple[torch.nn.Module, str]:
     else:
         pattern = ld.DilatedPattern.longnet(o.segments, o.dilations)
         name = ", ".join(f"({w}, {r})" for w, r in zip(o.segments, o.dilations, strict=True))
+    more = {"hashed": {"layers": o.hashed}} if o.hashed else {}
+    name += f", a hashed head in layers {o.hashed}" if o.hashed else ""
     model = ld.LongNetLM(
         pattern, vocab_size=o.vocabulary, dim=o.dim, depth=o.depth, num_heads=o.heads, num_kv_heads=o.kv_heads,
         max_seq_len=max(o.context) + o.tokens, compile_blocks=o.compile,
+        **more,
     )  # fmt: skip
     model.configure_model()
     return model.to(o.device, getattr(torch, o.dtype)).eval(), name

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "far"
-NAMES = ("codes", "task", "model", "recall", "stream", "pairs", "versions")
+NAMES = ("codes", "task", "model", "recall", "stream", "pairs", "versions", "package")
 
 
 @pytest.fixture(scope="module")
@@ -212,3 +212,47 @@ def test_tiny_versions(far, corpus, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "versions.jsonl").read_text().splitlines()]
     assert [row["probes"] for row in rows if "test" in row] == [2, 1]
     assert all(row["samples"] == 2 and 0 < row["second"] < 9 and row["rows"] >= 0 for row in rows if "test" in row)
+
+
+def test_tiny_package(far, corpus, tmp_path):
+    """The package's model trains, and its stored weights are tested on streams: the state ends with all rows or fewer."""
+    sizes = f"--device cpu --width 16 --heads 2 --depth 2 --local 8 --warmup 1 --samples 2 --out {tmp_path} --name run"
+    task = "--keys 8 --per-pair 16 --queries 2 --chunk 64 --least 64"
+    far["package"].main(f"{sizes} {task} --lengths 32 --steps 2 --tokens 64 --test 64".split())
+    far["package"].main(f"{sizes} {task} --load {tmp_path / 'run.pt'} --test 256".split())
+    far["package"].main(f"{sizes} --far-layers 1 --data {corpus} --lengths 64 --steps 1 --tokens 64 --test 128".split())
+    rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    short, long, versions = (row for row in rows if "test" in row)
+    assert (short["asked"], long["asked"]) == (4, 8) and all(0 <= row["right"] <= 100 for row in (short, long))
+    assert (short["rows kept"], long["rows kept"]) == (64, 256)  # in so few tokens no code has 64 rows
+    assert versions["samples"] == 2 and 0 < versions["second"] < 9 and len(versions["eighths"]) == 8
+    assert 0 <= versions["rows"] <= 128
+
+
+def test_rows_of_the_package_are_of_asked_queries(far, tmp_path):
+    """Rows are counted at asked queries alone, also if they are in earlier chunks."""
+    package = far["package"]
+    a = package.options(f"--device cpu --width 16 --heads 2 --depth 1 --out {tmp_path}".split())
+    model = package.model_of(a, 32)
+    model.configure_model()
+    model.eval()
+    (head,) = package.hashed_heads(model)
+    head.query_code.load_state_dict(head.key_code.state_dict())  # so queries have codes of rows
+    tokens = torch.randint(0, 2, (1, 96), generator=torch.Generator().manual_seed(0))
+    labels = torch.full_like(tokens, package.IGNORE)
+    labels[0, [40, 90]] = 5
+    counted = labels != package.IGNORE
+    parts = [package.Part(*(x[:, i : i + 48] for x in (tokens, labels, counted))) for i in (0, 48)]
+    got = package.read(model, parts, a)
+    seen = []
+    handle = head.query_code.register_forward_hook(lambda m, x, z: seen.append(z))
+    other = head.key_code.register_forward_hook(lambda m, x, z: seen.append(z))
+    with torch.no_grad():
+        model.stream(tokens, labels, chunk=96, per_token=True)
+    handle.remove(), other.remove()
+    z_q, z_k = (z.view(96, 4, 16) for z in seen)
+    looked_up = far["codes"].probed(z_q, 2)
+    code = far["codes"].numbers(z_k)
+    reads = [sum(min(64, int((code[: p + 1] == c).sum())) for c in looked_up[:, p]) for p in (40, 90)]
+    assert sum(reads) > 4 and got.rows.tolist() == [sum(reads), 2]
+    assert not head.training and head.terms.labelled is None
