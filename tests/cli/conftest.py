@@ -46,6 +46,11 @@ class Result:
     err: str
     folder: Path
 
+    def ok(self) -> "Result":
+        """Return this result, after checking that the command succeeded."""
+        assert self.code == 0, self.err + self.out
+        return self
+
     @property
     def words(self) -> str:
         """Return standard output without the spaces and line breaks that tables add."""

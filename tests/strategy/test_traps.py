@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import jsonargparse
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.throughput import Throughput
@@ -35,29 +34,6 @@ def dealt_weights_move(rank, group):
 def test_sharded_weights_move(pools):
     """Optimizers must be created after sharding. tests/cli shows that LightningCLI's own is refused."""
     assert min(pools(2).run(2, dealt_weights_move)) > 0
-
-
-class Ordered(Plain):
-    """Records the order of the samples."""
-
-    def training_step(self, batch, batch_idx):
-        self.order = [*getattr(self, "order", []), int(batch["x"].max())]
-        return super().training_step(batch, batch_idx)
-
-
-def order(rank, group, distributed):
-    model = Ordered()
-    pl.seed_everything(1, verbose=False)
-    built = trainer(RingDilatedStrategy(), launched(rank), max_epochs=1, use_distributed_sampler=distributed)
-    built.fit(model, DataLoader(Numbers(), shuffle=False))
-    return model.order
-
-
-def test_order_of_training_samples(pools):
-    """Lightning shuffles whatever a loader says. The ranks of a sequence have the same order as one rank."""
-    orders = pools(1).run(1, order, True) + pools(2).run(2, order, True)
-    assert orders[0] == orders[1] == orders[2] and sorted(orders[0]) == list(range(8))
-    assert pools(2).run(2, order, False) == [list(range(8))] * 2  # without Lightning's sampler, in the loader's order
 
 
 def gathered(rank, group):
