@@ -103,7 +103,8 @@ def test_streams(line):
 
 HYBRID = DilatedPattern.hybrid(12, 12, global_every=6)
 #: (GPUs, tokens of each, pattern or None for geometric, layout, strategy, recompute, milliseconds, GiB or None) of steps on
-#: H200, from 2026-11-28_h200_two_third.md, except hybrids and attention-kept, which are from 2026-11-28_h200_two_more.md
+#: H200, from 2026-11-28_h200_two_third.md and 2026-11-28_h200_four.md; two GPUs' hybrids and attention-kept are from
+#: 2026-11-28_h200_two_more.md
 STEPS_ON_H200 = [
     (1, 65536, None, "contiguous", "single", "none", 135.8, 21.2),
     (2, 65536, None, "contiguous", "ring_dilated", "none", 151.1, 21.6),
@@ -118,6 +119,9 @@ STEPS_ON_H200 = [
     (1, 262144, HYBRID, "contiguous", "single", "none", 547.2, 80.2),
     (2, 262144, HYBRID, "contiguous", "ring_dilated", "none", 839.9, 81.0),
     (2, 262144, HYBRID, "zigzag", "ring_dilated", "none", 713.1, 81.1),
+    (4, 131072, None, "contiguous", "ring_dilated", "none", 279.3, 41.3),
+    (4, 262144, None, "contiguous", "ring_dilated", "none", 533.5, 80.6),
+    (4, 262144, HYBRID, "zigzag", "ring_dilated", "none", 979.7, 81.5),
 ]
 
 
