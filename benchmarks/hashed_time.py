@@ -27,9 +27,9 @@ from lightning_dilated.planning import seconds_of
 CUDA = torch.device("cuda")
 #: sizes of tiles to time: lookups and query heads, and rows
 TILES = {
-    "forward": [(64, 64), (64, 32), (64, 16), (128, 32)],
-    "over rows": [(64, 32), (64, 16), (128, 16)],
-    "over lookups": [(64, 64), (32, 64), (16, 64), (16, 128)],
+    "forward": [(32, 32), (32, 16), (16, 32)],
+    "over rows": [(32, 32), (32, 16), (16, 32)],
+    "over lookups": [(32, 32), (32, 16), (16, 32)],
 }
 
 

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 PRECISIONS = ("tf32", "tf32"), ("tf32x3", "tf32x3")
 #: (lookups and query heads, rows) of a tile for 16-bit rows with up to 64 columns, by 2 warps, and with up to 128 columns,
 #: by 4 warps; both with up to 16 codes in a group. No tile has 64 lookups or rows: with 4 warps, Triton 3.6 multiplies
-#: such tiles by wgmma on Hopper; results of some of these kernels differed between runs, and others read beyond the shared
-#: memory (benchmarks/results/2026-11-28_h200_hashed.md)
+#: such tiles by wgmma on Hopper. `_forward` then had wrong results, with NaN, that differed between runs, and other kernels
+#: read beyond the shared memory (benchmarks/results/2026-11-28_h200_hashed.md)
 TILES = {"forward": ((32, 32), (32, 16)), "over rows": ((32, 32), (32, 16)), "over lookups": ((32, 32), (16, 32))}
 #: the same for other calls, which need more registers and shared memory for each pair, by 4 warps; the gated delta rule's
 #: kernels found tiles of 16 columns wrong with 8 warps on Hopper

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dilated._compat.torch import in_backward
+from lightning_dilated._compat.torch import in_backward, is_fake
 from lightning_dilated._ops import Op
 from lightning_dilated.ext._compat.torch import autograd_within_op
 from lightning_dilated.ext.hashed.chunk import HashedChunk
@@ -33,7 +33,7 @@ class LossTerms:
     A copy of a layer has a new object with another number, also in another process.
 
     Attributes:
-        number: int64 on the CPU; a tensor, so that compiled layers share a graph.
+        number: int64 on the CPU; a tensor, so that compiled layers share a graph. None in a plan.
         weights: weights of agree, contrast, balance and spread.
         labelled: (B, N) bool, the queries with labels; None outside of the forward and backward of a training step, also
             after a backward that raised an error.
@@ -42,8 +42,9 @@ class LossTerms:
     """
 
     def __init__(self, weights: tuple[float, float, float, float]) -> None:
-        index = next(_numbers)
-        self.number, self.weights = torch.tensor(index, device="cpu"), weights
+        index, self.weights = next(_numbers), weights
+        number = torch.tensor(index, device="cpu")
+        self.number = None if is_fake(number) else number  # no constant of a graph may be fake
         self.end()
         self.latest: Tensor | None = None
         _terms[index] = self

@@ -230,9 +230,12 @@ def _hashed(layer: HashedLayer | None, tokens: int, gpu: Gpu, setup: Setup) -> R
 
 
 def _looked_up(layer: HashedLayer, rows: float, lookups: float, gpu: Gpu, setup: Setup) -> tuple[float, ...]:
-    """Return the (forward, backward) seconds of the op of hashed heads for a rank's rows and lookups."""
+    """Return the (forward, backward) seconds of the op of hashed heads for a rank's rows and lookups.
+
+    A stream's carried rows have no lookups.
+    """
     call, slower = (layer.description, layer.sizes), RelativeSpeed.of(gpu).memory
-    seconds = [(rows + lookups) * x * slower for x in entry_seconds(*call)]
+    seconds = [(rows + lookups) * x * slower for x in entry_seconds(*call, shared=setup.ranks > 1 or not lookups)]
     if setup.ranks == 1:
         return tuple(seconds)
     far = max(0.0, 1 - setup.per_node / setup.ranks)

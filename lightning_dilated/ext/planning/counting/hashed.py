@@ -33,7 +33,9 @@ LEAST, MOST = 2048, 8192
 #: seconds of the op's (forward, backward) on an H200 with 3 * 2**20 rows and lookups, of one query head of 64 features and
 #: 4 groups of 16 codes, that read up to 64 rows: seconds of the kernels of lookups, and of sorts, sums and copies. The
 #: op's backward computes the forward again (benchmarks/results/2026-11-28_h200_hashed.md, 1,048,576 tokens)
-KERNELS, PASSES = (2.05e-3, 11.28e-3), (7.03e-3, 13.78e-3)
+KERNELS, PASSES = (1.50e-3, 6.84e-3), (1.09e-3, 2.60e-3)
+#: the same of a call that ranks share or that reads rows of earlier chunks, before kernels had smaller tiles
+SHARED_KERNELS, SHARED_PASSES = (2.05e-3, 11.28e-3), (7.03e-3, 13.78e-3)
 ENTRIES, FEATURES, ROWS = 3 << 20, 128, BLOCK + 64
 
 
@@ -47,11 +49,16 @@ class HashedSizes(NamedTuple):
     codes: int
 
 
-def entry_seconds(x: Hashed, sizes: HashedSizes) -> tuple[float, ...]:
-    """Return the (forward, backward) seconds of the op on an H200 for one row or one lookup."""
+def entry_seconds(x: Hashed, sizes: HashedSizes, shared: bool) -> tuple[float, ...]:
+    """Return the (forward, backward) seconds of the op on an H200 for one row or one lookup.
+
+    Args:
+        shared: whether ranks share the call, or it reads rows of earlier chunks.
+    """
+    measured = (SHARED_KERNELS, SHARED_PASSES) if shared else (KERNELS, PASSES)
     wide = (sizes.heads // sizes.kv_heads * sizes.head_dim + sizes.groups * sizes.codes) / FEATURES / ENTRIES
     rows = (BLOCK + x.latest) / ROWS
-    return tuple(wide * (rows * kernels + passes) for kernels, passes in zip(KERNELS, PASSES, strict=True))
+    return tuple(wide * (rows * kernels + passes) for kernels, passes in zip(*measured, strict=True))
 
 
 def sent_bytes(
