@@ -85,10 +85,10 @@ def settings(a: argparse.Namespace) -> MemorySettings:
     return MemorySettings("block", tile=a.layer_tile)
 
 
-def ours(a: argparse.Namespace, way: str) -> HFCausalLM:
-    """Return the HFCausalLM of a way, before it is built."""
+def ours(a: argparse.Namespace, way: str, **options: Any) -> HFCausalLM:
+    """Return the HFCausalLM of a way, before it is built; `options` replace its options."""
     pattern = {"hybrid": {"local": 2048, "global_every": 4}} if way == "hybrid" else None
-    options = {"tile": TILE, "gradient_checkpointing": True, "compile_blocks": a.compile}
+    options = {"tile": TILE, "gradient_checkpointing": True, "compile_blocks": a.compile} | options
     return HFCausalLM(config_of(a), pattern, lora=lora_of(a) if a.lora else None, **options)
 
 

@@ -1,6 +1,9 @@
 """Numbers of random examples in property tests."""
 
 import os
+from collections.abc import Callable
+
+import pytest
 
 
 def examples(number: int) -> int:
@@ -14,3 +17,12 @@ def examples(number: int) -> int:
 def scale() -> float:
     """Return the factor. Tests that count features of their examples scale the expected counts by it."""
     return float(os.environ.get("LIGHTNING_DILATED_EXAMPLES", "1"))
+
+
+def few_and_many(counts: dict[Callable, tuple[int, int]]) -> list:
+    """Return (function, seed, number of examples) for each function: few examples, and many in a slow test."""
+    few = [(function, 0, number) for function, (number, _) in counts.items()]
+    return [
+        *few,
+        *(pytest.param(function, 1, number, marks=pytest.mark.slow) for function, (_, number) in counts.items()),
+    ]

@@ -121,17 +121,11 @@ def test_signatures_of_what_ours_override():
 
 def test_options_of_strategies():
     strategy = pl.strategies.DDPStrategy(bucket_cap_mb=3, process_group_backend="gloo")
-    words = (
-        "DDPStrategy does not keep DDP's keywords in _ddp_kwargs: gradients get no communicator and bucket of their own"
-    )
+    words = "DDPStrategy does not keep DDP's keywords in _ddp_kwargs: gradients get no group and bucket of their own"
     assert ours.ddp_options(strategy) == {"bucket_cap_mb": 3}, words
-    assert ours.process_group_backend(strategy) == "gloo", (
-        "_get_process_group_backend does not give the backend any more"
-    )
+    assert ours.process_group_backend(strategy) == "gloo", "_get_process_group_backend gives no backend any more"
     parallel = pl.strategies.ModelParallelStrategy
-    words = (
-        "_save_distributed_checkpoint is not what it was: ShardedCheckpoint does not refuse strategies with one file"
-    )
+    words = "_save_distributed_checkpoint has changed: ShardedCheckpoint does not refuse strategies with one file"
     assert ours.writes_one_file(parallel(save_distributed_checkpoint=False)), words
     assert not ours.writes_one_file(parallel()) and not ours.writes_one_file(strategy), words
 
@@ -170,9 +164,7 @@ def test_modules_on_meta_and_elsewhere():
 
     module = Module()
     ours.set_module_device(module, torch.device("meta"))
-    assert module.device.type == "meta", (
-        "_update_properties does not set LightningModule.device: it names the wrong device"
-    )
+    assert module.device.type == "meta", "_update_properties does not set LightningModule.device: it is wrong"
     ours.materialize(module, torch.device("cpu"))
     assert module.layer.weight.device.type == "cpu", "_materialize_distributed_module leaves meta parameters"
 
@@ -192,9 +184,7 @@ def test_metrics_forget_updates():
     metric.update(1.0)
     metric.compute()
     ours.set_update_count(metric, 0)
-    assert metric.update_count == 0 and metric._computed is None, (
-        "torchmetrics counts updates elsewhere than _update_count"
-    )
+    assert metric.update_count == 0 and metric._computed is None, "torchmetrics counts updates not in _update_count"
 
 
 def test_destroying_at_exit(monkeypatch):
@@ -209,9 +199,7 @@ def test_checkpoints_of_a_trainer(trainer):
     connector = trainer._checkpoint_connector
     has(connector, "dump_checkpoint", "ShardedCheckpoint has no state to write")
     has(connector, "resume_start", "ShardedCheckpoint(resume=...) cannot load")
-    assert "weights_only" in parameters(connector.dump_checkpoint), (
-        "dump_checkpoint(weights_only=) is not taken any more"
-    )
+    assert "weights_only" in parameters(connector.dump_checkpoint), "dump_checkpoint(weights_only=) is not taken"
     first = parameters(connector.resume_start)[0]
     assert first == "checkpoint_path", f"resume_start takes {first} first: resuming would pass it a path"
 
@@ -325,9 +313,7 @@ def test_the_observer_of_processes():
 def test_flattened_mesh_and_store():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     flat = torchs.flatten_mesh(init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b")), "both")
-    assert flat.ndim == 1 and dist.get_world_size(flat.get_group()) == 1, (
-        "DeviceMesh._flatten gives no group of all axes"
-    )
+    assert flat.ndim == 1 and dist.get_world_size(flat.get_group()) == 1, "DeviceMesh._flatten gives no group of all"
     store = torchs.default_store()
     store.set("key", "value")
     assert store.get("key") == b"value", "_get_default_store gives no store: ranks cannot leave why they ended"
@@ -338,9 +324,7 @@ def test_flattened_mesh_and_store():
 def test_settings_of_the_compiler():
     usual = torchs.uses_autograd_cache()
     with torchs.use_autograd_cache(not usual):
-        assert torchs.uses_autograd_cache() is not usual, (
-            "enable_autograd_cache is not read from torch._functorch.config"
-        )
+        assert torchs.uses_autograd_cache() is not usual, "enable_autograd_cache is not in torch._functorch.config"
     assert torchs.uses_autograd_cache() is usual
     with torchs.whole_graphs_in_ddp():
         assert torch._dynamo.config.optimize_ddp is False, "torch._dynamo.config.optimize_ddp is gone: DDP cuts blocks"
@@ -361,9 +345,7 @@ def test_tensors_of_a_module():
     module = nn.BatchNorm1d(2)
     torchs.map_tensors(module, lambda x: x.double() if x.is_floating_point() else x)
     kinds = {x.dtype for x in (*module.parameters(), module.running_mean)}
-    assert kinds == {torch.float64}, (
-        "nn.Module._apply does not reach parameters and buffers: unsharded_to_device leaves some"
-    )
+    assert kinds == {torch.float64}, "nn.Module._apply misses parameters or buffers: unsharded_to_device leaves some"
 
 
 def test_dataset_of_a_loader():
@@ -379,9 +361,7 @@ def test_records_of_metadata():
     words = "filesystem._StorageInfo has other fields: `.metadata` cannot be checked"
     assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 3, 5), words
     formats = torchs.MemoryFormatEncoding
-    assert formats is metadata._MEM_FORMAT_ENCODING and formats(0) in formats, (
-        "_MEM_FORMAT_ENCODING is no enum of numbers"
-    )
+    assert formats is metadata._MEM_FORMAT_ENCODING and formats(0) in formats, "_MEM_FORMAT_ENCODING is no enum"
     function, arguments = copyreg.dispatch_table[torch.layout](torch.strided)
     name = f"{function.__module__}.{function.__qualname__}"
     words = f"layouts are pickled by {name}{arguments} now: the reader refuses `.metadata` that names it"
@@ -462,9 +442,7 @@ def test_hooks_of_a_module(kind):
     module = nn.Linear(1, 1)
     assert not torchs.has_hooks(module)
     getattr(module, f"register_{kind}_hook")(lambda *x: None)
-    words = (
-        f"{kind} hooks of a module are in another dict: they are skipped where products are computed without the module"
-    )
+    words = f"{kind} hooks of a module are in another dict: they are skipped where the module is not called"
     assert torchs.has_hooks(module) and torchs.has_backward_hooks(module) is ("backward" in kind), words
 
 
@@ -478,9 +456,7 @@ def test_uncompiled_call():
     module.compile(backend="eager")
     module.register_forward_pre_hook(lambda *x: calls.append("hook"))
     torchs.uncompiled(module)(torch.ones(1))
-    assert calls == ["hook", "plain"], (
-        "Module._call_impl runs no hooks, or compiled code: decoding with sharded weights fails"
-    )
+    assert calls == ["hook", "plain"], "Module._call_impl runs no hooks, or compiled code: sharded decoding fails"
 
 
 def test_version_of_a_tensor():
@@ -534,23 +510,17 @@ def test_transforms():
     assert not torchs.transformed()
     values = []
     torch.func.grad(lambda x: values.append(torchs.transformed()) or x)(torch.ones(()))
-    assert values == [True], (
-        "transforms of torch.func are not noticed: forward-mode derivatives of our ops are silently zero"
-    )
+    assert values == [True], "torch.func is not noticed: forward-mode derivatives of our ops are silently zero"
 
 
 def test_modes():
-    words = (
-        "the stack of {} modes is asked otherwise: memory is counted where it cannot be, or operators are counted twice"
-    )
+    words = "the stack of {} modes is asked otherwise: memory is counted where it cannot be, or operators twice"
     assert not ext_torch.function_modes() and not ext_torch.in_dispatch_mode() and not ext_torch.is_traced()
     with ext_torch.fake_tensors():
         assert ext_torch.in_dispatch_mode(), words.format("dispatch")
         assert torchs.is_fake(torch.ones(1)), "FakeTensorMode makes real tensors: a plan fills this machine's memory"
         with torchs.real_tensors():
-            assert torch.ones(1).item() == 1, (
-                "tensors have no values under _disable_current_modes: no positions of patches"
-            )
+            assert torch.ones(1).item() == 1, "no values under _disable_current_modes: no positions of patches"
     with torch.device("cpu"):
         assert ext_torch.function_modes() == 1, words.format("function")
     values = []

@@ -82,9 +82,7 @@ def find_context(name: str) -> Any:
     """
     context = _contexts.get(name)
     if context is None:
-        raise ValueError(
-            f"no context of this process has the name {name!r}: keep the model until the backward has run."
-        )
+        raise ValueError(f"no context of this process has the name {name!r}: keep the model until the backward has run")
     return context
 
 

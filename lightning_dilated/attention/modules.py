@@ -450,11 +450,7 @@ class MultiheadDilatedAttention(nn.Module):
             )
 
     def table(
-        self,
-        x: Tensor,
-        positions: Tensor | RotaryTable | None = None,
-        start: int = 0,
-        furthest: int | None = None,
+        self, x: Tensor, positions: Tensor | RotaryTable | None = None, start: int = 0, furthest: int | None = None
     ) -> RotaryTable | None:
         """Return the rotary table for x (B, N, E), see `Rotary.table`; None without rotary positions."""
         if self.rotary is None:

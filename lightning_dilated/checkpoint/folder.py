@@ -34,15 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 from typing_extensions import override
 
 from lightning_dilated._validation import check_input
-from lightning_dilated.checkpoint.manifest import (
-    NOT_FINITE,
-    commit,
-    file_entries,
-    find_valid,
-    prune,
-    remove,
-    unfinished,
-)
+from lightning_dilated.checkpoint import manifest
 from lightning_dilated.checkpoint.ranks import RankGroup, failure, known_to_all, reason
 from lightning_dilated.checkpoint.reader import METADATA, load_file, load_into, read_metadata
 from lightning_dilated.checkpoint.state import are_finite, nbytes, read_to_host, renamed, to_numbers, unflatten_low_bit
@@ -114,7 +106,7 @@ def write(
     Raises:
         OSError: on every rank, with the reason; files that were already written are removed.
     """
-    what, folder = f"the checkpoint {path} could not be written", unfinished(path)
+    what, folder = f"the checkpoint {path} could not be written", manifest.unfinished(path)
     try:
         peers.watched(what, _write, what, tensors, meta, path, step, keep, peers, parameters)
     except OSError as error:
@@ -139,7 +131,7 @@ def _write(
     names: Iterable[str],
 ) -> None:
     """Do what `write` does, except for the cleaning up after a failure."""
-    folder, entries = unfinished(path), {}
+    folder, entries = manifest.unfinished(path), {}
     peers.together(what, _clear, folder, peers)
     try:
         local_entries = _write_files(tensors, meta, folder, peers, what)
@@ -156,7 +148,7 @@ def _write(
 def _clear(folder: Path, peers: RankGroup) -> None:
     """Remove any file, folder or link at a new checkpoint's path; writing through a link would change its target."""
     if peers.rank == 0 and os.path.lexists(folder):
-        remove(folder)
+        manifest.remove(folder)
 
 
 def _full_disk(error: str, folder: Path, needed: int, peers: RankGroup) -> str | None:
@@ -194,21 +186,21 @@ def _write_meta(meta: bytes, folder: Path, peers: RankGroup) -> dict[str, dict[s
             file.flush()
             os.fsync(file.fileno())
         names += [META, ".metadata"]
-    return file_entries(folder, names)
+    return manifest.file_entries(folder, names)
 
 
 def _commit(
     path: Path, step: int, entries: dict[str, dict[str, Any]], keep: int, peers: RankGroup, finite: bool
 ) -> None:
     if peers.rank == 0:
-        commit(path, step, entries, peers.size, finite)
-        prune(path.parent, keep)
+        manifest.commit(path, step, entries, peers.size, finite)
+        manifest.prune(path.parent, keep)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 def checked(path: Path, peers: RankGroup) -> Path:
     """Return the checkpoint at a path, or a folder's newest valid checkpoint; warn of newer damaged ones."""
-    folder, problems = find_valid(path, peers)
+    folder, problems = manifest.find_valid(path, peers)
     warn_of_skipped(problems, folder)
     return folder
 
@@ -216,7 +208,11 @@ def checked(path: Path, peers: RankGroup) -> Path:
 def warn_of_skipped(problems: list[str], loaded: Path) -> None:
     """Warn that checkpoints were skipped, and list their problems; do nothing without problems."""
     if problems:
-        kind = "checkpoints" if all(problem.endswith(NOT_FINITE) for problem in problems) else "damaged checkpoints"
+        kind = (
+            "checkpoints"
+            if all(problem.endswith(manifest.NOT_FINITE) for problem in problems)
+            else "damaged checkpoints"
+        )
         rank_zero_warn(f"{kind} were skipped, and {loaded} is loaded: {'; '.join(problems)}.")
 
 
@@ -302,9 +298,7 @@ def _model_and_optimizers(tensors: dict[str, Any], folder: Path) -> dict[str, An
     try:
         states = [to_numbers(unflatten_low_bit(tensors[f"optimizer_{i}"])) for i in numbers]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"the optimizer states in {folder} are damaged ({reason(error)}). Use an earlier one."
-        ) from None
+        raise ValueError(f"optimizer states in {folder} are damaged ({reason(error)}). Use an earlier one.") from None
     return {"state_dict": tensors.get("state_dict", {}), "optimizer_states": states}
 
 

@@ -113,9 +113,7 @@ def check_sizes(stored: Any, size: int) -> None:
         name, value = todo.pop()
         if isinstance(value, Tensor):
             if type(value) in (Tensor, torch.nn.Parameter) and value.numel() * value.element_size() > size:
-                raise ValueError(
-                    f"{name} declares the shape {tuple(value.shape)}, but the whole file has {size:,} bytes"
-                )
+                raise ValueError(f"{name} declares the shape {tuple(value.shape)}, but the file has {size:,} bytes")
         elif isinstance(value, (Mapping, list, tuple, set)) and id(value) not in visited:
             visited.add(id(value))  # a list may contain itself
             todo += [(str(k), v) for k, v in (value.items() if isinstance(value, Mapping) else enumerate(value))]
@@ -249,9 +247,7 @@ def _described(key: Any, about: Any, entries: dict[MetadataIndex, StorageInfo]) 
         entry, elements = entries.get(MetadataIndex(key, offsets)), math.prod(sizes)
         available = 0 if entry is None else entry.length
         if elements > DENSEST * available:
-            raise ValueError(
-                f"{key} declares a part of {elements:,} elements, and the files hold {available:,} bytes of it"
-            )
+            raise ValueError(f"{key} declares a part of {elements:,} elements, but the files hold {available:,} bytes")
         total += elements
         parts.append(kinds.ChunkStorageMetadata(offsets, sizes))
     if math.prod(shape) > total:

@@ -10,12 +10,7 @@ import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_dilated._compat.lightning import (
-    batches_finished,
-    epoch_batches_finished,
-    set_batches_finished,
-    set_epoch_batches,
-)
+from lightning_dilated._compat import lightning as compat
 
 _STATE_KEYS = ("epoch", "samples", "seed", "num_samples", "seq_len", "shuffle")
 #: text before the content's digest in a data fingerprint; fingerprints of old checkpoints end before this text
@@ -245,7 +240,9 @@ class ResumableLoader(DataLoader):
         """Set the Trainer's number of batches at the start of an epoch, if it differs between epochs."""
         if self.trainer is not None:
             whole = getattr(self.trainer.strategy, "takes_whole_steps", False)
-            set_epoch_batches(self.trainer, self, len(self), self.trainer.accumulate_grad_batches if whole else 1)
+            compat.set_epoch_batches(
+                self.trainer, self, len(self), self.trainer.accumulate_grad_batches if whole else 1
+            )
 
     def _check_identity(self, state: dict[str, Any]) -> None:
         """Raise ValueError if a state belongs to other data; warn if the state is too old to compare everything."""
@@ -301,7 +298,7 @@ class ResumableLoader(DataLoader):
 
     def _processed(self) -> int:
         """Return the number of training batches that Lightning has finished, or -1 without a Trainer."""
-        return -1 if self.trainer is None else batches_finished(self.trainer)
+        return -1 if self.trainer is None else compat.batches_finished(self.trainer)
 
     def _epoch_batches(self) -> int:
         """Return the number of this rank's batches in an epoch, limited by the Trainer's `limit_train_batches`."""
@@ -313,9 +310,9 @@ class ResumableLoader(DataLoader):
         if samples is None or self.trainer is None:
             return
         if samples:
-            set_batches_finished(self.trainer, len(self) - self._batches_after(samples))
-        elif epoch_batches_finished(self.trainer):
-            set_batches_finished(self.trainer, self._epoch_batches())
+            compat.set_batches_finished(self.trainer, len(self) - self._batches_after(samples))
+        elif compat.epoch_batches_finished(self.trainer):
+            compat.set_batches_finished(self.trainer, self._epoch_batches())
 
 
 def same_fingerprint(stored: object, current: object) -> bool:

@@ -14,17 +14,8 @@ from torch import Tensor, nn
 
 from lightning_dilated._compat.torch import has_backward_hooks
 from lightning_dilated._device import ASSUMED
+from lightning_dilated.memory import token_chunks
 from lightning_dilated.memory.recompute import forget_casts
-from lightning_dilated.memory.token_chunks import (
-    check_whole,
-    cuts,
-    forward_tiles,
-    only_once,
-    step_of,
-    tile_gradients,
-    tiled,
-    trained,
-)
 
 
 def tiled_sum(run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: int | None, *rows: Tensor) -> Tensor:
@@ -39,8 +30,8 @@ def tiled_sum(run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: in
         modules, tile, rows: as in `tiled`, which also describes the errors.
     """
     if any(has_backward_hooks(m) for module in modules for m in module.modules()):
-        return tiled(run, modules, tile, *rows).sum()
-    step = step_of(tile, rows[0])
+        return token_chunks.tiled(run, modules, tile, *rows).sum()
+    step = token_chunks.step_of(tile, rows[0])
     if step >= rows[0].shape[1]:
         return run(*rows).sum()
     return _apply_sum(run, modules, step, *rows)
@@ -48,11 +39,11 @@ def tiled_sum(run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: in
 
 @torch.compiler.disable
 def _apply_sum(run: Callable, modules: Sequence[nn.Module], step: int, *rows: Tensor) -> Tensor:
-    check_whole(modules)
-    leaves = trained(modules)
+    token_chunks.check_whole(modules)
+    leaves = token_chunks.trained(modules)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, *leaves)):
         return _Summed.apply(run, step, len(rows), *rows, *leaves)
-    return forward_tiles(run, step, rows).sum()
+    return token_chunks.forward_tiles(run, step, rows).sum()
 
 
 class _Summed(torch.autograd.Function):
@@ -65,7 +56,7 @@ class _Summed(torch.autograd.Function):
         plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with torch.enable_grad(), plain:
             forget_casts()
-            total, sums = tile_gradients(run, step, rows, leaves, grads)
+            total, sums = token_chunks.tile_gradients(run, step, rows, leaves, grads)
         forget_casts()
         ctx.step, ctx.dtypes = step, [x.dtype for x in leaves]
         ctx.count = count
@@ -73,7 +64,7 @@ class _Summed(torch.autograd.Function):
         return total
 
     @staticmethod
-    @only_once
+    @token_chunks.only_once
     def backward(ctx, grad):
         saved = ctx.saved_tensors  # read only once, as a surrounding checkpoint requires
         grads, sums = saved[: ctx.count], saved[ctx.count :]
@@ -85,7 +76,7 @@ class _Summed(torch.autograd.Function):
 def _scaled(x: Tensor, by: Tensor, step: int) -> Tensor:
     """Return x (B, N, ...) times a number, without rounding the number to x's dtype."""
     out = torch.empty_like(x)
-    for cut in cuts(x.shape[1], step):
+    for cut in token_chunks.cuts(x.shape[1], step):
         out[:, cut] = x[:, cut].to(torch.promote_types(x.dtype, by.dtype)) * by
     return out
 
@@ -140,7 +131,7 @@ class _Nats(torch.autograd.Function):
         return nats
 
     @staticmethod
-    @only_once
+    @token_chunks.only_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, at, left_out, lacking = ctx.saved_tensors
         grad = grad.masked_fill(left_out, 0)[:, None]
@@ -165,7 +156,7 @@ class _FusedNats(torch.autograd.Function):
         return nats
 
     @staticmethod
-    @only_once
+    @token_chunks.only_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, at, left_out, lacking, top, total = ctx.saved_tensors
         grad = grad.masked_fill(left_out, 0)

@@ -23,16 +23,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_dilated._compat.lightning import (
-    LOADED,
-    attached_trainer,
-    checkpoint_after_optimizer_steps,
-    combined_loaders,
-    evaluated_loaders,
-    load_to_cpu_by_name,
-    module_from_checkpoint,
-    restricted_classmethod,
-)
+from lightning_dilated._compat import lightning as compat
 from lightning_dilated._compat.torch import bare_copy, real_tensors
 from lightning_dilated._extensions import hook
 from lightning_dilated._validation import check_input
@@ -41,13 +32,7 @@ from lightning_dilated.models.learning_rate import LR_SCALE, LearningRate, Warmu
 from lightning_dilated.models.metrics import DeferredScalar, LoaderStates, TokenMean, batches_in, each_batch
 from lightning_dilated.models.pretrained import Pretrained, class_in_file, class_path, file_arguments, make_values
 from lightning_dilated.models.stored import plain_value, read_hparams, read_model, stored_hparams
-from lightning_dilated.models.transformer import (
-    DilatedTransformer,
-    layer_bases,
-    longest,
-    position_advice,
-    stored_bases,
-)
+from lightning_dilated.models.transformer import DilatedTransformer, layer_bases, longest, position_advice, stored_bases
 from lightning_dilated.pattern import DilatedPattern, Hashed
 from lightning_dilated.pattern.layers import read_patterns
 from lightning_dilated.pattern.rows import cycle_to
@@ -104,9 +89,7 @@ class DilatedModule(Pretrained, LearningRate):
     num_kv_heads: int | None
 
     def __init__(
-        self,
-        optimizer: OptimizerCallable = torch.optim.AdamW,
-        lr_scheduler: LRSchedulerCallable | None = None,
+        self, optimizer: OptimizerCallable = torch.optim.AdamW, lr_scheduler: LRSchedulerCallable | None = None
     ) -> None:
         super().__init__()
         for name, value in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
@@ -124,7 +107,7 @@ class DilatedModule(Pretrained, LearningRate):
         self.mean_loss: Mapping[str, TokenMean] = means  # type: ignore[assignment]  # torch declares plain modules
 
     # -- what a subclass defines -------------------------------------------------------------------------------------
-    @restricted_classmethod
+    @compat.restricted_classmethod
     def load_from_checkpoint(
         cls,
         checkpoint_path: Any,
@@ -153,7 +136,7 @@ class DilatedModule(Pretrained, LearningRate):
         hparams = stored_hparams(stored) if hparams_file is None else read_hparams(Path(hparams_file))
         which = class_in_file(cls, hparams.get("_class_path") or cls.__name__, where, "load_from_checkpoint")
         arguments = {k: make_values(v) for k, v in file_arguments(hparams, where, kwargs).items()}
-        return module_from_checkpoint(which, {**stored, "hyper_parameters": arguments}, strict, kwargs)
+        return compat.module_from_checkpoint(which, {**stored, "hyper_parameters": arguments}, strict, kwargs)
 
     def build(self) -> None:
         """Make the layers; called once, under the strategy's device and dtype."""
@@ -257,9 +240,9 @@ class DilatedModule(Pretrained, LearningRate):
     # -- called by Lightning -------------------------------------------------------------------------------------------
     def configure_model(self) -> None:
         """Build the layers on the first call: Lightning calls this at every fit, validate, test and predict."""
-        load_to_cpu_by_name(getattr(attached_trainer(self), "strategy", None), check_input)
+        compat.load_to_cpu_by_name(getattr(compat.attached_trainer(self), "strategy", None), check_input)
         if not self._built:
-            checkpoint, strict = LOADED.get() or ({}, None)
+            checkpoint, strict = compat.LOADED.get() or ({}, None)
             # skip if another package's on_load_checkpoint may replace the tensors: Lightning calls it after the build
             replaced = not _is_ours(type(self).on_load_checkpoint)
             if isinstance(state := checkpoint.get("state_dict"), Mapping) and not replaced:
@@ -270,7 +253,7 @@ class DilatedModule(Pretrained, LearningRate):
 
     def _built_outside(self) -> DilatedModule:
         """Build the layers unless a Trainer will build them, and return self."""
-        if not self._built and attached_trainer(self) is None:
+        if not self._built and compat.attached_trainer(self) is None:
             self.configure_model()
         return self
 
@@ -334,8 +317,8 @@ class DilatedModule(Pretrained, LearningRate):
 
     def _loaders(self) -> Any:
         """Return the loaders that CombinedLoader reads together in this stage; None if it reads one after another."""
-        trainer = attached_trainer(self)
-        return None if trainer is None else combined_loaders(trainer)
+        trainer = compat.attached_trainer(self)
+        return None if trainer is None else compat.combined_loaders(trainer)
 
     def _are_several(self, batch: Any) -> bool:
         """Return True if a batch combines the batches of several loaders."""
@@ -344,18 +327,18 @@ class DilatedModule(Pretrained, LearningRate):
 
     def _shifted(self, batch: Any) -> Any:
         """Shift the entries that `sequence_spec.shift` names, unless a strategy has already shifted them."""
-        done = hasattr(getattr(attached_trainer(self), "strategy", None), "sequence")
+        done = hasattr(getattr(compat.attached_trainer(self), "strategy", None), "sequence")
         if done or not (self.sequence_spec and self.sequence_spec.shift):
             return batch
         return self.sequence_spec.cut(batch, Place())
 
     def _data_setting(self, name: str, default: Any = None) -> Any:
         """Return an attribute of the Trainer's datamodule, or `default` if there is none."""
-        return getattr(getattr(attached_trainer(self), "datamodule", None), name, default)
+        return getattr(getattr(compat.attached_trainer(self), "datamodule", None), name, default)
 
     def _optimizer_step(self) -> int:
         """Return the Trainer's number of optimizer steps; 0 without a Trainer."""
-        return getattr(attached_trainer(self), "global_step", 0)
+        return getattr(compat.attached_trainer(self), "global_step", 0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the class name, and patterns as plain mappings, so that the file loads with `weights_only=True`."""
@@ -374,7 +357,7 @@ class DilatedModule(Pretrained, LearningRate):
         """
         hparams = checkpoint.get("hyper_parameters") or {}
         bases, stored_base = getattr(self, "rotary_bases", ()), hparams.get("rotary_base")
-        if attached_trainer(self) is None or not bases:  # without a Trainer the caller chose the bases
+        if compat.attached_trainer(self) is None or not bases:  # without a Trainer the caller chose the bases
             return
         if any(bases) and isinstance(stored_base, (int, float, list, tuple)):
             trained = stored_bases(layer_bases(stored_base, hparams.get("max_seq_len"), len(bases)))
@@ -441,7 +424,7 @@ class DilatedModule(Pretrained, LearningRate):
         share, _ = self.token_mean(each_batch(batch, self._loaders(), self._shifted))
         loss = loss_sum(share)
         self.log("train_loss", loss, batch_size=1)
-        if attached_trainer(self) is not None:
+        if compat.attached_trainer(self) is not None:
             self._show(self._shown.of(loss))
         for name, value in self._derived(loss).items():
             self.log(f"train_{name}", value, batch_size=1)
@@ -453,7 +436,7 @@ class DilatedModule(Pretrained, LearningRate):
 
     def on_fit_start(self) -> None:
         """Switch to training mode: Lightning does not do this, and loaded encoders are in eval mode."""
-        checkpoint_after_optimizer_steps(self.trainer)
+        compat.checkpoint_after_optimizer_steps(self.trainer)
         self._shown = DeferredScalar()  # the last fit may have used a different device
         self.train()
 
@@ -525,7 +508,7 @@ class DilatedModule(Pretrained, LearningRate):
 
     def _report_all(self, stage: str) -> None:
         """Log the metrics of a stage; with several loaders, log each loader's metrics with Lightning's suffixes."""
-        loaders = evaluated_loaders(self.trainer) if attached_trainer(self) is not None else 1
+        loaders = compat.evaluated_loaders(self.trainer) if compat.attached_trainer(self) is not None else 1
         for loader in range(loaders):
             self._of_loader(stage, loader)
             self._suffix = f"/dataloader_idx_{loader}" if loaders > 1 else ""

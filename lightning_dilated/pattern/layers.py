@@ -38,9 +38,7 @@ def read_patterns(
     if isinstance(value, Mapping) and "hybrid" in value:
         extra = [name for name in value if name != "hybrid"]
         if extra:
-            raise ValueError(
-                f"pattern names hybrid and {', '.join(extra)}: give hybrid alone, or a pattern without it."
-            )
+            raise ValueError(f"pattern names hybrid and {', '.join(extra)}: give hybrid alone or a pattern without it")
         options = {} if value["hybrid"] is None else value["hybrid"]
         if not isinstance(options, Mapping):
             raise TypeError(f"pattern.hybrid must be a mapping of {', '.join(HYBRID)}; got {options!r}.")

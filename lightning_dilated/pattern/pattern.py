@@ -137,9 +137,7 @@ class DilatedPattern:
         plain = cls(_paired(segment_lengths, dilation_rates)).branches  # checked, with the branch named in errors
         num_heads = integer(num_heads, "num_heads", 1)
         if num_heads < len(plain):
-            raise ValueError(
-                f"head_groups needs a head for each of the {len(plain)} branches, got num_heads={num_heads}."
-            )
+            raise ValueError(f"head_groups needs a head for each of {len(plain)} branches, got num_heads={num_heads}.")
         share, larger_groups = divmod(num_heads, len(plain))
         branches, start = [], 0
         for i, branch in enumerate(plain):
@@ -365,12 +363,7 @@ class DilatedPattern:
         return counts(self, seq_len, num_heads, causal, num_kv_heads, cu_seqlens)
 
     def explain(
-        self,
-        seq_len: int,
-        num_heads: int,
-        depth: int,
-        causal: bool,
-        num_kv_heads: int | None = None,
+        self, seq_len: int, num_heads: int, depth: int, causal: bool, num_kv_heads: int | None = None
     ) -> Explanation:
         """Return a printable report: walls, dead residues, layers to full reach, FLOPs, keys per row, pairs by distance.
 

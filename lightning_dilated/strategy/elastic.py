@@ -97,9 +97,7 @@ class GlobalBatch:
         elif any(isinstance(x, GradientAccumulationScheduler) for x in trainer.callbacks):
             other = "the callback GradientAccumulationScheduler: leave one of them out"
         if other is not None:
-            raise ValueError(
-                f"global_batch={self.sequences} sets the number of sequences in a step, and so does {other}."
-            )
+            raise ValueError(f"global_batch={self.sequences} sets the sequences in a step, and so does {other}.")
         if not trainer.lightning_module.automatic_optimization:
             raise ValueError(
                 f"global_batch={self.sequences} has no effect on {type(trainer.lightning_module).__name__}, which steps its "

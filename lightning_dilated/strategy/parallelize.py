@@ -24,30 +24,14 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from lightning_dilated._compat.lightning import (
-    ddp_options,
-    destroy_process_group_at_exit,
-    materialize,
-    optimizers_to_device,
-    process_group_backend,
-    set_device_mesh,
-    set_module_device,
-    writes_one_file,
-)
+from lightning_dilated._compat import lightning as compat
 from lightning_dilated._compat.torch import map_tensors
 from lightning_dilated._device import leave_room
 from lightning_dilated.checkpoint.state import refuse_one_file
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.shard import check_exchange_memory
-from lightning_dilated.strategy.checks import (
-    compare_loader,
-    compare_settings,
-    compare_training,
-    optimizers_of,
-    parameters_of,
-    settings_of,
-)
+from lightning_dilated.strategy import checks
 from lightning_dilated.strategy.layout import declared_length, layout_for
 from lightning_dilated.strategy.loader import Loaders, keep_order
 from lightning_dilated.strategy.mesh import nccl_options, run_seed
@@ -81,7 +65,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
         case "setup_environment", ():  # in every fit, validate, test and predict; the module has no layers yet
             refuse_callbacks(trainer, type(strategy).__name__, strategy.sizes, fsdp)
             lightning()  # processes join the group; with cpu_offload they also connect over gloo (`join_host`)
-            compare_settings(settings_of, module, {"class": type(strategy), **strategy._options.compared})
+            checks.compare_settings(checks.settings_of, module, {"class": type(strategy), **strategy._options.compared})
             strategy._seed = run_seed(strategy)
             make_groups(strategy)  # the mesh (data, ring, head), the sequence group, and groups over regions
             strategy._preemption = Preemption(trainer, strategy._options.rank_timeout, strategy._region_group)
@@ -96,10 +80,10 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
         case "setup", (_,):
             if strategy.sequence.ranks > 1:
                 refuse_mixing(module, tuple(strategy._options.allow or ()))
-            compare_settings(parameters_of, module)
+            checks.compare_settings(checks.parameters_of, module)
             if not fsdp:
                 lightning(trainer)  # moves the module, wraps it (next case), makes the optimizers
-                compare_settings(optimizers_of, strategy)
+                checks.compare_settings(checks.optimizers_of, strategy)
                 if strategy._regions is not None:
                     strategy._regions.start()
                 strategy._replicas = make_replicas(strategy)
@@ -109,7 +93,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             place_parameters(module, strategy.root_device, strategy._offload is not None)
             with counts_as_configured(module):
                 lightning(trainer)  # moves unsharded tensors, makes the optimizers
-            compare_settings(optimizers_of, strategy)
+            checks.compare_settings(checks.optimizers_of, strategy)
             check_optimizers(strategy)
 
         case "configure_ddp", ():  # in a fit
@@ -133,7 +117,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             if strategy._global_batch is not None:
                 strategy._global_batch.check_first_step(trainer)
             strategy._check_first_batch(batch)
-            compare_training(trainer, strategy.sizes, fsdp)
+            checks.compare_training(trainer, strategy.sizes, fsdp)
             leave_room(strategy.root_device)  # called after NCCL's communicators have allocated their memory
     return None
 
@@ -163,7 +147,7 @@ def make_groups(strategy: SequenceStrategy) -> None:
         links=strategy._options.speeds,
         **{**strategy._options.exchange_settings, "layout": layout},
     )
-    set_device_mesh(strategy.lightning_module, strategy._mesh)
+    compat.set_device_mesh(strategy.lightning_module, strategy._mesh)
 
 
 def chosen_layout(strategy: SequenceStrategy, per_node: int | None) -> str:
@@ -230,7 +214,7 @@ def join_host(device: torch.device, existed: bool) -> None:
             f"process_group_backend out, or make the group with init_process_group('cpu:gloo,{device.type}:nccl')."
         )
     if not existed and "nccl" in backend:
-        destroy_process_group_at_exit()
+        compat.destroy_process_group_at_exit()
     cores = os.cpu_count() or 1
     if device.type != "cpu" and torch.get_num_threads() == 1 < cores:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -257,8 +241,8 @@ def set_gradient_options(strategy: Any) -> None:
     A single bucket is faster: each sum that overlaps with the backward waits for the slowest rank, and its kernels take
     multiprocessors from the backward (benchmarks/results/2026-11-22_h200_scaling.md).
     """
-    options = ddp_options(strategy)
-    if process_group_backend(strategy) != "nccl":
+    options = compat.ddp_options(strategy)
+    if compat.process_group_backend(strategy) != "nccl":
         if strategy._region_group is not None:
             options["process_group"] = strategy._region_group
         return
@@ -271,7 +255,7 @@ def set_gradient_options(strategy: Any) -> None:
 def forget_gradient_options(strategy: Any) -> None:
     """Remove the process group of gradients, which belongs to the run that ends."""
     if not strategy.shards_parameters:
-        ddp_options(strategy).pop("process_group", None)
+        compat.ddp_options(strategy).pop("process_group", None)
 
 
 def gradient_group(strategy: Any, overlapped: bool) -> dist.ProcessGroup:
@@ -348,7 +332,7 @@ def counts_as_configured(module: pl.LightningModule) -> Iterator[None]:
 
 def check_optimizers(strategy: Any) -> None:
     """Refuse optimizers that do not support the strategy's options; with cpu_offload, move states to the host."""
-    if writes_one_file(strategy):
+    if compat.writes_one_file(strategy):
         refuse_one_file(strategy.optimizers, "save_distributed_checkpoint=False writes one file")
     if strategy._offload is not None:
         keep_optimizers(strategy.optimizers)
@@ -386,7 +370,7 @@ def place_parameters(module: nn.Module, device: torch.device, offload: bool) -> 
         ValueError: naming parameters that were sharded with other settings.
     """
     if offload:
-        materialize(module, torch.device("cpu"))
+        compat.materialize(module, torch.device("cpu"))
     if device.type == "cpu":
         return
     misplaced = [name for name, p in module.named_parameters() if (p.device.type == "cpu") is not offload]
@@ -407,7 +391,7 @@ def place_parameters(module: nn.Module, device: torch.device, offload: bool) -> 
 
 def unsharded_to_device(module: nn.Module, device: torch.device) -> None:
     """Move all tensors except sharded parameters (buffers, metrics, ...) to the device, and set `module.device`."""
-    set_module_device(module, device)
+    compat.set_module_device(module, device)
     map_tensors(module, lambda x: x if isinstance(x, DTensor) else x.to(device))
 
 
@@ -426,7 +410,7 @@ def keep_optimizers(optimizers: Sequence[Any]) -> None:
         else:
             continue
         raise ValueError(f"cpu_offload runs the optimizer on the host, and {why}, or set cpu_offload=False.")
-    optimizers_to_device(optimizers, torch.device("cpu"))
+    compat.optimizers_to_device(optimizers, torch.device("cpu"))
 
 
 # -- loaders -----------------------------------------------------------------------------------------------------------
@@ -445,7 +429,7 @@ def shard_loader(strategy: SequenceStrategy, loader: Any) -> Any:
             strategy._global_batch.set_accumulation(trainer, loader, strategy.sizes.data)
         return strategy._loaders.shard(loader, strategy._spec())
 
-    sharded, unequal = compare_loader(loader, shard, trainer, stage, strategy.sizes, strategy.shards_parameters)
+    sharded, unequal = checks.compare_loader(loader, shard, trainer, stage, strategy.sizes, strategy.shards_parameters)
     if unequal:
         strategy._why_unshared[stage] = unequal
     return sharded

@@ -26,12 +26,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_dilated._compat.lightning import (
-    SignalHooks,
-    forget_launched_processes,
-    is_accumulating,
-    set_received_sigterm,
-)
+from lightning_dilated._compat import lightning as compat
 from lightning_dilated._compat.torch import default_store
 from lightning_dilated.checkpoint.ranks import reason
 from lightning_dilated.sequence.consensus import ControlGroup
@@ -68,7 +63,7 @@ class Preemption:
         self._region = None if region is None else ControlGroup(region, timeout, "endings in a region")
         self.is_region_signalled = self.all_meet = False
         self._second = OnSecondInterrupt(self._kill_at_once)
-        self._hooks = SignalHooks(trainer)
+        self._hooks = compat.SignalHooks(trainer)
         self._hooks.replace(self._check_and_advance, self._register_signal_handlers, self.record, self.record_requeue)
 
     @property
@@ -106,7 +101,7 @@ class Preemption:
         if first and self._trainer.strategy.launcher is not None:
             self._trainer.strategy.launcher.kill(signum)
         if not self._fitting:
-            set_received_sigterm(self._trainer)
+            compat.set_received_sigterm(self._trainer)
 
     def interrupt(self, signum: int, frame: Any) -> None:
         """Record a first SIGINT; `OnSecondInterrupt` ends the process at the second.
@@ -157,7 +152,7 @@ class Preemption:
             return
         recorded = self._gather(self._quiet)
         sent = {rank: signum for rank, (signum, _) in enumerate(recorded) if signum}
-        if not sent or is_accumulating(self._trainer):
+        if not sent or compat.is_accumulating(self._trainer):
             return
         requeue = [signum for signum, requested in recorded if requested]
         if requeue and not self.saves:
@@ -166,10 +161,10 @@ class Preemption:
         self.requeue, self.signal = bool(requeue), requeue[0] if requeue else min(sent.values())
         name, step = signal.Signals(self.signal).name, self._trainer.global_step
         _log.warning("ranks %s received a signal to end (%s): all ranks end after step %d", sorted(sent), name, step)
-        set_received_sigterm(self._trainer)
+        compat.set_received_sigterm(self._trainer)
         # The processes that this one started end with a nonzero status. Lightning's observer would then kill this
         # process, which may still wait for a logger or for SLURM.
-        forget_launched_processes(self._trainer.strategy.launcher)
+        compat.forget_launched_processes(self._trainer.strategy.launcher)
         raise SIGTERMException(128 + self.signal)
 
     def _gather(self, ranks: ControlGroup | None) -> list[tuple[int, bool]]:

@@ -21,18 +21,10 @@ from lightning_dilated._compat.lightning import attached_trainer, end_runs, is_o
 from lightning_dilated._extensions import hook
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.shard import SequenceSpec
-from lightning_dilated.strategy import checks
+from lightning_dilated.strategy import checks, mesh
 from lightning_dilated.strategy.checks import computed_in
 from lightning_dilated.strategy.elastic import GlobalBatch, check_launched
 from lightning_dilated.strategy.loader import Loaders
-from lightning_dilated.strategy.mesh import (
-    AFTER_FAILURE,
-    AFTER_RUN,
-    MeshSizes,
-    RunGroups,
-    join_under_torchrun,
-    step_seeds,
-)
 from lightning_dilated.strategy.options import SequenceOptions
 from lightning_dilated.strategy.parallelize import forget_gradient_options, lasting_groups, parallelize
 from lightning_dilated.strategy.preemption import PreemptionMixin, RankLossMixin
@@ -58,14 +50,14 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
         self._loaders: Loaders | None = None
         self._why_unshared: dict[str, str] = {}  # {stage: reason why its losses cannot be added over ranks}
         self._first_step, self._shares, self._seed = True, 0, 0
-        self._run_groups: RunGroups | None = None
+        self._run_groups: mesh.RunGroups | None = None
         self._checks_first_batch = options.check_first_batch
         self._replicas: Replicas | None = None
         self._global_batch = None if options.global_batch is None else GlobalBatch(options.global_batch)
 
     # -- sizes and groups --------------------------------------------------------------------------------------------
     @property
-    def sizes(self) -> MeshSizes:
+    def sizes(self) -> mesh.MeshSizes:
         """The number of ranks along each axis of the mesh.
 
         Raises:
@@ -73,7 +65,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
         """
         options = self._options
         regions = self.num_nodes if options.regions == "auto" else options.regions
-        return MeshSizes(self.num_nodes * self.num_processes, options.sequence_size, options.head_size, regions)
+        return mesh.MeshSizes(self.num_nodes * self.num_processes, options.sequence_size, options.head_size, regions)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -121,7 +113,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
         end_runs(self)
 
     @property
-    def run_groups(self) -> RunGroups:
+    def run_groups(self) -> mesh.RunGroups:
         """The process groups that end with the run; groups that a callback makes in `run_groups.making()` are added.
 
         Raises:
@@ -141,9 +133,9 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
 
     def _join_processes(self) -> None:
         self.accelerator.setup_device(self.root_device)
-        join_under_torchrun(self._get_process_group_backend(), self._options.rank_timeout, self.root_device)
+        mesh.join_under_torchrun(self._get_process_group_backend(), self._options.rank_timeout, self.root_device)
         self._start_process_group()
-        self._run_groups = self._run_groups or RunGroups()
+        self._run_groups = self._run_groups or mesh.RunGroups()
 
     def _start_process_group(self) -> None:
         """Let Lightning make the group, unless torchrun started the processes."""
@@ -183,7 +175,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
         if self._regions is not None:
             self._regions.leave(failed)
         forget_gradient_options(self)
-        end = self._run, min(self._options.rank_timeout, AFTER_FAILURE if failed else AFTER_RUN), failed
+        end = self._run, min(self._options.rank_timeout, mesh.AFTER_FAILURE if failed else mesh.AFTER_RUN), failed
         if module is not None and groups.hold(lasting_groups(module), *end):
             weakref.finalize(module, groups.end_now)
         else:
@@ -255,7 +247,7 @@ class SequenceStrategy(RegionMixin, PreemptionMixin, RankLossMixin):
         """Activate the sequence, and seed the generators for this step and rank."""
         trainer, why_unshared = self.lightning_module.trainer, self._why_unshared.get(self._stage())
         step = trainer.fit_loop.total_batch_idx if stage == "training" else batch_idx
-        seeds = step_seeds(self._seed, stage, step, self.data_rank, self.sequence.rank, self.root_device)
+        seeds = mesh.step_seeds(self._seed, stage, step, self.data_rank, self.sequence.rank, self.root_device)
         self.sequence.unshared = why_unshared
         try:
             with self.sequence.active(), seeds:

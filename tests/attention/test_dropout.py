@@ -38,11 +38,7 @@ def by_masks(case, q, k, v, dropout):
     for i, branch in enumerate(case.pattern.branches):
         alone = DilatedPattern([branch], case.pattern.offsets, case.pattern.offset_heads, case.pattern.padding)
         mask = dropout.keep(
-            i,
-            torch.arange(case.batch)[:, None, None, None],
-            torch.arange(case.heads)[:, None, None],
-            at[:, None],
-            at,
+            i, torch.arange(case.batch)[:, None, None, None], torch.arange(case.heads)[:, None, None], at[:, None], at
         )
         weighted = weighted + mask * case.but(pattern=alone).counts()[0]
     c, n_pad = case.counts()

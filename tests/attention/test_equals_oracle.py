@@ -40,9 +40,7 @@ def check(case: Case, engine: str, dtype: torch.dtype, tol: float) -> torch.Tens
 
 
 @pytest.mark.parametrize(
-    "dtype, tol, number",
-    [(torch.float64, 1e-10, 300), (torch.float32, 1e-5, 150)],
-    ids=["float64", "float32"],
+    "dtype, tol, number", [(torch.float64, 1e-10, 300), (torch.float32, 1e-5, 150)], ids=["float64", "float32"]
 )
 @pytest.mark.parametrize("share", [0.5, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ENGINES)

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 import lightning_dilated as ld
 from lightning_dilated.callbacks import MemoryProfiler, RunReport
 
+from ..models import trainer
+
 pytestmark = pytest.mark.full
 
 PAGE = (Path(__file__).parents[2] / "docs/loggers.md").read_text()
@@ -28,13 +30,11 @@ def trained(logger: Any, folder: Path) -> pl.Trainer:
     """Return a Trainer after four steps on random bytes, with callbacks that log values and write files."""
     model = ld.LongNetLM(ld.DilatedPattern.dense(), dim=16, depth=1, num_heads=2, max_seq_len=64)
     samples = [{"tokens": x[:-1], "labels": x[1:]} for x in torch.randint(256, (4, 65))]
-    trainer = pl.Trainer(
-        strategy="ring_dilated", accelerator="cpu", devices=1, max_steps=4, log_every_n_steps=1, logger=logger,
-        default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        callbacks=[MemoryProfiler(every_n_steps=1), RunReport()],
-    )  # fmt: skip
-    trainer.fit(model, DataLoader(samples), DataLoader(samples[:1]))
-    return trainer
+    callbacks = [MemoryProfiler(every_n_steps=1), RunReport()]
+    options = {"strategy": "ring_dilated", "devices": 1, "logger": logger, "default_root_dir": folder}
+    run = trainer(max_steps=4, log_every_n_steps=1, callbacks=callbacks, num_sanity_val_steps=None, **options)
+    run.fit(model, DataLoader(samples), DataLoader(samples[:1]))
+    return run
 
 
 def logged_by_tensorboard(logger: Any) -> set[str]:

@@ -46,6 +46,11 @@ class Result:
     err: str
     folder: Path
 
+    def ok(self) -> "Result":
+        """Return this result, after checking that the command succeeded."""
+        assert self.code == 0, self.err + self.out
+        return self
+
     @property
     def words(self) -> str:
         """Return standard output with one space between words in place of a table's spaces and line breaks."""

@@ -8,7 +8,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -20,6 +19,7 @@ from lightning_dilated.cli.main import HELP, quiet
 from lightning_dilated.cli.recipe import find_recipe
 from lightning_dilated.ext.decoding.command import print_bytes
 
+from ..models import trainer
 from .conftest import DATA, LOG, MODEL, TINY
 
 pytestmark = pytest.mark.full
@@ -87,10 +87,8 @@ def test_fit_writes_its_run(fitted):
 
 def test_fit_resumes(cli, fitted):
     """Three steps and two resumed steps equal five steps bit by bit."""
-    whole = cli("fit", *TINY, "--trainer.max_steps", 5, "--trainer.val_check_interval", 1)
-    assert whole.code == 0
-    again = cli("fit", *TINY, "--trainer.max_steps", 5, "--trainer.val_check_interval", 1, "--ckpt_path", fitted.ckpt)
-    assert again.code == 0, again.err
+    whole = cli("fit", *TINY, "--trainer.max_steps", 5, "--trainer.val_check_interval", 1).ok()
+    cli("fit", *TINY, "--trainer.max_steps", 5, "--trainer.val_check_interval", 1, "--ckpt_path", fitted.ckpt).ok()
     runs = whole.folder / LOG.parent
     a, b = (torch.load(runs / v / "checkpoints" / "last.ckpt", weights_only=True) for v in ("version_0", "version_1"))
     assert a["global_step"] == b["global_step"] == 5
@@ -112,8 +110,7 @@ def evaluate(ckpt, folder, stage):
     model = ld.LongNetLM.load_from_checkpoint(ckpt, weights_only=True)
     data = ld.data.ByteDataModule(str(folder / "text.txt"), seq_len=64, batch_size=2, val_fraction=0.02, val_limit=2)
     data.test_fraction = 0.02
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
-    return getattr(trainer, stage)(model, data, verbose=False)[0]
+    return getattr(trainer(), stage)(model, data, verbose=False)[0]
 
 
 FRACTIONS = ["--data.val_fraction", "0.02", "--data.test_fraction", "0.02"]
@@ -127,8 +124,7 @@ def arguments(config):
 @CONFIGS
 @pytest.mark.parametrize("stage, name", [("validate", "val"), ("test", "test")])
 def test_evaluates(cli, fitted, stage, name, config):
-    result = cli(stage, *arguments(config), "--ckpt_path", fitted.ckpt)
-    assert result.code == 0, result.err
+    result = cli(stage, *arguments(config), "--ckpt_path", fitted.ckpt).ok()
     want = evaluate(fitted.ckpt, result.folder, stage)
     for metric in (f"{name}_loss", f"{name}_bits_per_byte", f"{name}_perplexity"):
         assert result.metric(metric) == pytest.approx(want[metric], rel=1e-6)
@@ -137,8 +133,7 @@ def test_evaluates(cli, fitted, stage, name, config):
 @CONFIGS
 def test_predicts_a_csv(cli, fitted, config):
     """As the help promises, `predict` writes a CSV with bits per byte of every test sequence."""
-    result = cli("predict", *arguments(config), "--ckpt_path", fitted.ckpt)
-    assert result.code == 0, result.err
+    result = cli("predict", *arguments(config), "--ckpt_path", fitted.ckpt).ok()
     files = list(result.folder.rglob("predictions.csv"))
     assert len(files) == 1
     header, *lines = csv.reader(files[0].open())
@@ -158,8 +153,7 @@ def test_validates_nothing_but_a_checkpoint_as_one(cli):
 
 @CONFIGS
 def test_the_command_line_wins_over_the_checkpoint(cli, fitted, config):
-    result = cli("validate", *arguments(config), "--ckpt_path", fitted.ckpt, "--model.bytes_per_token", 2)
-    assert result.code == 0, result.err
+    result = cli("validate", *arguments(config), "--ckpt_path", fitted.ckpt, "--model.bytes_per_token", 2).ok()
     want = result.metric("val_loss") / 0.6931472 / 2
     assert result.metric("val_bits_per_byte") == pytest.approx(want, rel=1e-6)
 
@@ -230,17 +224,14 @@ def test_generate_reads_standard_input(cli, fitted):
 def made(cli, tmp_path):
     """A checkpoint from Python, which has no settings of the command line."""
     model = ld.LongNetLM(ld.DilatedPattern.longnet([4, 8], [1, 2]), dim=16, depth=1, num_heads=4)
-    trainer = pl.Trainer(
-        max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
-    trainer.fit(model, ld.data.ByteDataModule(str(tmp_path / "text.txt"), seq_len=64, val_fraction=0, test_fraction=0))
-    trainer.save_checkpoint(tmp_path / "made.ckpt")
+    run = trainer(max_steps=1)
+    run.fit(model, ld.data.ByteDataModule(str(tmp_path / "text.txt"), seq_len=64, val_fraction=0, test_fraction=0))
+    run.save_checkpoint(tmp_path / "made.ckpt")
     return tmp_path / "made.ckpt"
 
 
 def test_python_checkpoint_alone(cli, made):
-    result = cli("validate", *arguments(False), "--ckpt_path", made)
-    assert result.code == 0, result.err
+    result = cli("validate", *arguments(False), "--ckpt_path", made).ok()
     assert result.metric("val_loss") == pytest.approx(evaluate(made, result.folder, "validate")["val_loss"], rel=1e-6)
     assert cli("generate", "--ckpt_path", made, "--prompt", "ab").out.startswith("ab")
 

@@ -18,7 +18,7 @@ from lightning_dilated import DilatedModule, LongNetLM, RingDilatedFSDPStrategy
 from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
 from ..distributed.pool import Pool
-from ..models import PATTERN, batch, loader, text, tiny
+from ..models import PATTERN, batch, loader, text, tiny, trainer
 from ..strategy.runs import full, launched
 
 pytestmark = pytest.mark.full
@@ -31,14 +31,12 @@ def fit(folder, model=None, **options):
     pl.seed_everything(0, verbose=False)
     model = model or LongNetLM(PATTERN, **SIZES)
     saver = ShardedCheckpoint(str(folder / "parts"), every_n_train_steps=1)
-    trainer = pl.Trainer(
-        accelerator="cpu", max_steps=2, callbacks=[saver], logger=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, **{"limit_val_batches": 0, "devices": 1, **options},
-    )  # fmt: skip
+    options = {"limit_val_batches": 0, "devices": 1, **options}
+    run = trainer(max_steps=2, callbacks=[saver], enable_checkpointing=True, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(model, text(folder))
-        trainer.save_checkpoint(folder / "lightning.ckpt")
+        run.fit(model, text(folder))
+        run.save_checkpoint(folder / "lightning.ckpt")
     return model
 
 
@@ -212,9 +210,9 @@ def test_weights_that_do_not_fit(cli, tmp_path):
 
 def test_dtypes_stay(cli, tmp_path):
     model = tiny(dtype=torch.bfloat16, vocab_size=256)
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, max_steps=1, precision="bf16-true",
-                         callbacks=[ShardedCheckpoint(str(tmp_path / "c"))], enable_model_summary=False)  # fmt: skip
-    trainer.fit(model, loader(batch(1, 20, vocab_size=256)))
+    saver = ShardedCheckpoint(str(tmp_path / "c"))
+    run = trainer(max_steps=1, precision="bf16-true", callbacks=[saver], enable_checkpointing=True)
+    run.fit(model, loader(batch(1, 20, vocab_size=256)))
     assert cli("consolidate", tmp_path / "c", "--out", "x.safetensors").code == 0
     tensors = load_file(tmp_path / "x.safetensors")
     assert {x.dtype for x in tensors.values()} == {torch.bfloat16} and "embedding.weight" in tensors

@@ -17,15 +17,14 @@ RECIPES = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains(cli, name):
-    result = cli("fit", "--config", f"recipes/{name}.yaml", *RECIPES[name], *SMALL)
-    assert result.code == 0, result.err
+    result = cli("fit", "--config", f"recipes/{name}.yaml", *RECIPES[name], *SMALL).ok()
     folder = result.folder / "runs" / name / "version_0"
     assert list(folder.rglob("last.ckpt")) and "val_loss" in (folder / "metrics.csv").read_text()
 
 
 def test_the_control_of_far_recall(cli):
     pattern = '{"segment_lengths": [16, 64], "dilation_rates": [1, 4]}'
-    result = cli(
+    cli(
         "fit",
         "--config",
         "far_recall.yaml",
@@ -35,5 +34,4 @@ def test_the_control_of_far_recall(cli):
         pattern,
         *RECIPES["far_recall"],
         *SMALL,
-    )
-    assert result.code == 0, result.err
+    ).ok()

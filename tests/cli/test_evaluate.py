@@ -34,8 +34,7 @@ def table(path):
 
 def test_bytes_in_two_tasks(cli, tmp_path):
     saved(tmp_path)
-    result = cli("evaluate", "--ckpt_path", "model", *GRID, "--task", "needle", "tracing", "needle", "--hops", 1)
-    assert result.code == 0, result.err
+    result = cli("evaluate", "--ckpt_path", "model", *GRID, "--task", "needle", "tracing", "needle", "--hops", 1).ok()
     rows = table(tmp_path / "out" / "accuracy_by_depth.csv")
     cells = [(n, d) for n in ("700", "500") for d in ("0.0", "100.0")]
     assert [(r["task"], r["length"], r["depth"]) for r in rows] == [
@@ -62,8 +61,7 @@ def test_a_checkpoint_of_tokens_has_the_rows_of_the_trainer(cli, tmp_path):
     run.save_checkpoint(tmp_path / "x.ckpt")
     run.test(model, data, verbose=False)
     arguments = ("--task", "multi_key", "--lengths", 60, 90, "--depths", 0, 100, "--samples", 9, "--distractors", 1)
-    result = cli("evaluate", "--ckpt_path", "x.ckpt", *arguments, *TOKENS, "--batch_size", 4, "--out", "a/b")
-    assert result.code == 0, result.err
+    cli("evaluate", "--ckpt_path", "x.ckpt", *arguments, *TOKENS, "--batch_size", 4, "--out", "a/b").ok()
     want = [r for r in table(tmp_path / "here" / "accuracy_by_depth.csv") if r["split"] == "test"]
     rows = table(tmp_path / "a" / "b" / "accuracy_by_depth.csv")
     assert [r | {"step": 0} for r in rows] == [r | {"step": 0} for r in want]
@@ -82,8 +80,7 @@ def test_a_tokenizer(cli, tmp_path):
     tokenizer.train_from_iterator(["The code of a thing is 12."] * 9, 270)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     saved(tmp_path, vocab_size=tokenizer.get_vocab_size())
-    result = cli("evaluate", "--ckpt_path", "model", *GRID, "--tokenizer", "tokenizer.json")
-    assert result.code == 0, result.err
+    result = cli("evaluate", "--ckpt_path", "model", *GRID, "--tokenizer", "tokenizer.json").ok()
     saved(tmp_path, vocab_size=256, name="bytes")
     result = cli("evaluate", "--ckpt_path", "bytes", *GRID[:-1], "out2", "--tokenizer", "tokenizer.json")
     assert (
@@ -112,13 +109,12 @@ def test_the_tokenizer_of_a_checkpoint(cli, tmp_path, vocabulary):
     run.save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
     tables = []
     for extra in ((), ("--tokenizer", "tokenizer.json")):
-        result = cli("evaluate", "--ckpt_path", "x.ckpt", *GRID[:-1], f"out{len(tables)}", *extra)
-        assert result.code == 0, result.err
+        cli("evaluate", "--ckpt_path", "x.ckpt", *GRID[:-1], f"out{len(tables)}", *extra).ok()
         tables.append(table(tmp_path / f"out{len(tables)}" / "accuracy_by_depth.csv"))
     assert tables[0] == tables[1] and int(tables[0][0]["tokens"]) < 3 * len(" 12345")  # a token is longer than a byte
 
 
-@pytest.mark.slow  # starts interpreters; the fast suite compares ranks in tests/strategy/test_accuracy_by_depth.py
+@pytest.mark.slow  # starts interpreters; the fast suite compares ranks in tests/strategy/test_evaluation.py
 def test_two_devices_have_the_rows_of_one(tmp_path):
     saved(tmp_path)
     tables = []

@@ -14,8 +14,7 @@ pytestmark = pytest.mark.full
 def test_onnx(cli, fitted):
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    result = cli("export", "--ckpt_path", fitted.ckpt, "--out", "model.onnx", "--max_len", 40)
-    assert result.code == 0, result.err
+    result = cli("export", "--ckpt_path", fitted.ckpt, "--out", "model.onnx", "--max_len", 40).ok()
     assert "length from 2 to 40" in result.words and "input tokens: int64 (1, length)" in result.words
     assert "output logits: float32 (1, length, 256)" in result.words
     assert float(re.search(r"lengths 2, 26, 40: largest difference (\S+)", result.words)[1]) < 1e-5

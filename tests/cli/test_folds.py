@@ -21,8 +21,7 @@ def test_a_summary(tmp_path):
         write(tmp_path / f"runs/fold_{i}/version_1/test_metrics.csv", auroc=value, balanced_accuracy=0.5)
     older = write(tmp_path / "runs/fold_0/version_0/test_metrics.csv", auroc=0.1, balanced_accuracy=0.1)
     os.utime(older, (1, 1))
-    result = run_in(tmp_path, "folds", "runs/fold_0", "runs/fold_1", "runs/fold_2", "--out", "out/folds.csv")
-    assert result.code == 0, result.err
+    result = run_in(tmp_path, "folds", "runs/fold_0", "runs/fold_1", "runs/fold_2", "--out", "out/folds.csv").ok()
     rows = {row["metric"]: row for row in csv.DictReader((tmp_path / "out/folds.csv").open())}
     assert float(rows["auroc"]["mean"]) == pytest.approx(statistics.mean(values))
     assert float(rows["auroc"]["std"]) == pytest.approx(statistics.stdev(values))

@@ -25,8 +25,7 @@ pytestmark = pytest.mark.full
     ],
 )
 def test_keys_of_a_class(cli, argv, keys):
-    result = cli("fit", *argv)
-    assert result.code == 0, result.err
+    result = cli("fit", *argv).ok()
     assert not [key for key in keys if f"{key} " not in result.out]
     assert len(result.out.splitlines()) < 300  # the keys of the Trainer are not in the output
     assert "--trainer." not in result.out

@@ -2,13 +2,13 @@
 
 import csv
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
 
 import lightning_dilated as ld
 
+from ..models import trainer
 from .conftest import DATA, MODEL, run_in, write_text
 
 pytestmark = pytest.mark.full
@@ -34,8 +34,7 @@ def fitted(tmp_path_factory):
     write_text(folder)
     torch.manual_seed(0)
     pattern = ["--model.pattern", str(PATTERN), "--model.mask_span", "3"]
-    result = run_in(folder, "fit", "--model", "LongNetMLM", *pattern, *MODEL, *DATA, *FRACTIONS, *RUN)
-    assert result.code == 0, result.err
+    result = run_in(folder, "fit", "--model", "LongNetMLM", *pattern, *MODEL, *DATA, *FRACTIONS, *RUN).ok()
     (ckpt,) = folder.rglob("*.ckpt")
     return folder, ckpt, result
 
@@ -56,23 +55,19 @@ def test_checkpoint_alone(cli, fitted, made, tmp_path):
     ckpt = fitted[1]
     model = ld.LongNetMLM.load_from_checkpoint(ckpt, weights_only=True)
     data = ld.data.ByteDataModule(str(tmp_path / "text.txt"), 64, 2, 0.02, 0.02, 2)
-    trainer = pl.Trainer(
-        max_steps=0, accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False
-    )
+    run = trainer(max_steps=0)
     if made == "python":
-        trainer.fit(model, data)
+        run.fit(model, data)
         ckpt = tmp_path / "made.ckpt"
-        trainer.save_checkpoint(ckpt)
-    result = cli("validate", *DATA, *FRACTIONS, "--ckpt_path", ckpt)
-    assert result.code == 0, result.err
-    (want,) = trainer.validate(model, data, verbose=False)
+        run.save_checkpoint(ckpt)
+    result = cli("validate", *DATA, *FRACTIONS, "--ckpt_path", ckpt).ok()
+    (want,) = run.validate(model, data, verbose=False)
     for name in ("val_loss", "val_accuracy", "val_bits_per_token"):
         assert result.metric(name) == pytest.approx(want[name], rel=1e-5)
 
 
 def test_predict(cli, fitted):
-    result = cli("predict", *DATA, *FRACTIONS, "--ckpt_path", fitted[1])
-    assert result.code == 0, result.err
+    result = cli("predict", *DATA, *FRACTIONS, "--ckpt_path", fitted[1]).ok()
     header, *rows = csv.reader(next(result.folder.rglob("predictions.csv")).open())
     assert header == ["index", "masked", "bits_per_token", "accuracy", "file", "offset"]
     assert [row[0] for row in rows] == ["0", "1"]

@@ -55,8 +55,7 @@ def recipe(folder, model=LM, strategy=None, **parts):
 
 
 def test_numbers_are_those_of_planning(cli):
-    result = cli("plan", *SIZES, "--tokens", "1M", *BLOCK)
-    assert result.code == 0, result.err
+    result = cli("plan", *SIZES, "--tokens", "1M", *BLOCK).ok()
     model = parsed(*SIZES).model
     plan = footprint(counted_model_of(model, memory=MemorySettings("block")))
     x = memory(plan, 1 << 20)
@@ -74,8 +73,7 @@ def test_links_are_those_of_the_gpu(cli, tmp_path):
     """GPUs without NVLink are slower, the output marks guessed bandwidths, and a file of measured links wins."""
     steps = {}
     for gpu in ("H200", "L40S", "RTX4090"):
-        result = cli("plan", *SIZES, "--tokens", "64K", *BLOCK, "--gpus", 4, "--gpu", gpu)
-        assert result.code == 0, result.err
+        result = cli("plan", *SIZES, "--tokens", "64K", *BLOCK, "--gpus", 4, "--gpu", gpu).ok()
         (note,) = (line for line in result.out.splitlines() if "links:" in line)
         assert ("near 259 GB/s" in note) == (gpu == "H200") == ("a guess" not in note)
         assert ("no NVLink" in note) == (gpu != "H200")
@@ -88,8 +86,9 @@ def test_links_are_those_of_the_gpu(cli, tmp_path):
 
 def test_compares_settings_and_recommends_the_first_that_fits(cli, tmp_path):
     few = ["--depth", 1, "--heads", 1]  # neither groups of layers nor chunks of heads are possible
-    result = cli("plan", *SIZES, *few, "--tokens", "1M", "--gpu", "A10", "--gpu-memory", 4, "--plot", "plots/plan.png")
-    assert result.code == 0, result.err
+    result = cli(
+        "plan", *SIZES, *few, "--tokens", "1M", "--gpu", "A10", "--gpu-memory", 4, "--plot", "plots/plan.png"
+    ).ok()
     all_kept, block = row(result, "all kept"), row(result, "block")
     assert all_kept[1] > block[1] and all_kept[0] < block[0]
     (best,) = (line for line in result.out.splitlines() if line.startswith("* "))
@@ -101,8 +100,7 @@ def test_compares_settings_and_recommends_the_first_that_fits(cli, tmp_path):
 def test_parameters_on_the_host(cli):
     gpus = ["--tokens", "64K", "--gpus", 4, *BLOCK]
     plain = cli("plan", *SIZES, *gpus, "--strategy", "ring_dilated_fsdp")
-    result = cli("plan", *SIZES, *gpus, "--cpu-offload")
-    assert result.code == 0, result.err
+    result = cli("plan", *SIZES, *gpus, "--cpu-offload").ok()
     assert "ring_dilated_fsdp with cpu_offload" in result.out and "optimizer, on the host" in result.out
     assert "states on the host" in result.out and "The assumptions of a plan" in result.out
     assert kind(result, "parameters") <= kind(plain, "parameters") and "optimizer states" not in result.out
@@ -130,8 +128,7 @@ def test_layers_with_a_recurrence(cli, tmp_path):
     for name, recurrence in (("x", [None, {"kind": "gated_delta"}]), ("y", None)):
         sizes = {**LM["init_args"], "dim": 64, "depth": 2, "num_heads": 4, "recurrence": recurrence}
         written = recipe(tmp_path, {**LM, "init_args": sizes})
-        result = cli("plan", *written, "--no-compile", "--tokens", "64K", "--gpus", 2)
-        assert result.code == 0, result.err
+        result = cli("plan", *written, "--no-compile", "--tokens", "64K", "--gpus", 2).ok()
         lines[name] = result.out.splitlines()
         assert ("head_chunks" in result.out) == (name == "y")
         assert ("rule as measured on NVIDIA H100" in result.out) == (name == "x")
@@ -228,8 +225,7 @@ def test_the_whole_recipe_is_printed_and_runs(cli, tmp_path):
     config["trainer"]["callbacks"].insert(1, recompute)
     config["data"]["init_args"] |= {"paths": "text.txt", "val_limit": 2}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(config))
-    result = cli("plan", "--config", "x.yaml", *BLOCK, "--tokens", 128, "--exchange", "gather", "--depth", 2)
-    assert result.code == 0, result.err
+    result = cli("plan", "--config", "x.yaml", *BLOCK, "--tokens", 128, "--exchange", "gather", "--depth", 2).ok()
     printed = saved(result)
     config["trainer"]["strategy"]["init_args"]["exchange"] = "gather"
     config["trainer"]["callbacks"][1]["init_args"] = {"policy": "block", "tile": 64}
@@ -243,19 +239,16 @@ def test_the_whole_recipe_is_printed_and_runs(cli, tmp_path):
 
 def test_a_recipe_of_sizes_runs(cli, tmp_path):
     argv = [*SIZES, "--policy", "none", "--tokens", 256, "--strategy", "ring_dilated"]
-    result = cli("plan", *argv, "--kv_heads", 2)
-    assert result.code == 0, result.err
+    result = cli("plan", *argv, "--kv_heads", 2).ok()
     (tmp_path / "y.yaml").write_text(yaml.safe_dump(saved(result)))
     argv = ["--data.paths", "text.txt", "--data.val_limit", 2, "--trainer.accelerator", "cpu"]
-    run = cli("fit", "--config", "y.yaml", *argv, "--trainer.max_steps", 1)
-    assert run.code == 0, run.err
+    cli("fit", "--config", "y.yaml", *argv, "--trainer.max_steps", 1).ok()
 
 
 def test_a_recipe_for_other_gpus(cli):
     """The command's options set devices and nodes. Recomputation is removed if `plan` does not recommend it."""
     argv = ["--config", "regions.yaml", "--tokens", "64K", "--gpus", 16, "--policy", "none"]
-    result = cli("plan", *argv, "--strategy", "ring_dilated_fsdp", "--head_size", 2)
-    assert result.code == 0, result.err
+    result = cli("plan", *argv, "--strategy", "ring_dilated_fsdp", "--head_size", 2).ok()
     printed = saved(result)["trainer"]
     assert (printed["devices"], printed["num_nodes"]) == (8, 2)
     path = "lightning_dilated.RingDilatedFSDPStrategy"
@@ -327,11 +320,7 @@ SAID = {
         ["16 x H200", "which train 2 at a time; this plan puts one on all of them"],
         ["outer steps"],
     ),
-    "chunks": (
-        [*STREAM, 1],
-        ["stream=65536", "16 chunks; one, forward and backward:", "stream: 65536"],
-        [],
-    ),
+    "chunks": ([*STREAM, 1], ["stream=65536", "16 chunks; one, forward and backward:", "stream: 65536"], []),
     "shared chunks": (
         [*STREAM, 2],
         [
@@ -369,8 +358,7 @@ def test_what_a_plan_says(cli, tmp_path, name):
     sizes = {"dim": 64, "depth": 1, "num_heads": 4, "decoder_depth": 1, "decoder_dim": 64}
     model = {"class_path": "SlidePretrainer", "init_args": sizes}
     (tmp_path / "slides.yaml").write_text(yaml.safe_dump({"model": model}))
-    result = cli("plan", *argv)
-    assert result.code == 0, result.err
+    result = cli("plan", *argv).ok()
     assert not [x for x in says if x not in result.words] and not [x for x in leaves_out if x in result.words]
 
 
@@ -445,8 +433,7 @@ def test_stream_alone_is_of_all_settings():
 def test_stream_alone_compares_settings(cli):
     """A pass over a chunk may store everything if it fits. Otherwise the table recommends recomputation."""
     sizes = ["--dim", "1024", "--depth", "8", "--heads", "8", "--segments", "2048", "--dilations", "1", "--no-compile"]
-    result = cli("plan", *sizes, "--gpu", "H100", "--gpus", "1", "--tokens", "4M", "--stream", "1M")
-    assert result.code == 0, result.err
+    result = cli("plan", *sizes, "--gpu", "H100", "--gpus", "1", "--tokens", "4M", "--stream", "1M").ok()
     table = result.out.partition("tokens/s")[2].partition("  *: recommended")[0].splitlines()[1:]
     rows = [line for line in table if not line.startswith("  !:")]
     assert len(rows) == len(candidates(8, depth=8)) and all("stream=1048576" in line for line in rows)
@@ -459,8 +446,7 @@ def test_data_of_streams(cli, tmp_path):
     data = {"paths": "text", "seq_len": 1024, "streams": 8}
     streams = {"class_path": "StreamDataModule", "init_args": data}
     written = recipe(tmp_path, {**LM, "init_args": sizes}, data=streams)
-    result = cli("plan", *written, *BLOCK, "--gpu", "H200", "--gpus", 1)
-    assert result.code == 0, result.err
+    result = cli("plan", *written, *BLOCK, "--gpu", "H200", "--gpus", 1).ok()
     assert "the recipe's data are 8 streams; this plan is for one step of one stream" in " ".join(result.out.split())
 
 

@@ -37,8 +37,7 @@ def recipe(tmp_path):
 
 def test_slide_pretraining(cli):
     far = ["--segments", 64, "64K", "--dilations", 1, 4, "--gpus", 2]
-    result = cli("plan", "--config", "slide_pretrain.yaml", *BLOCK, *far, "--tokens", "64K", "--gpu", "A100")
-    assert result.code == 0, result.err
+    result = cli("plan", "--config", "slide_pretrain.yaml", *BLOCK, *far, "--tokens", "64K", "--gpu", "A100").ok()
     out = " ".join(result.out.split())
     assert "model: SlidePretrainer, 382K parameters, 3 blocks of 96, 4 heads of 24, 32-true" in out
     assert "decoder: 1 x 48, heads of 12" in out and "a token is a row of a slide: a tile, or the class token's" in out
@@ -49,8 +48,7 @@ def test_slide_pretraining(cli):
 
 def test_labelled_slides(cli, recipe):
     path = recipe(LABELLED)
-    result = cli("plan", "--config", path, *BLOCK, "--tokens", "1M")
-    assert result.code == 0, result.err
+    result = cli("plan", "--config", path, *BLOCK, "--tokens", "1M").ok()
     out = " ".join(result.out.split())
     assert "model: SlideEncoder" in out and "a token is a row of a slide: a tile, or the class token's" in out
     plan = footprint(counted_model_of(parsed("--config", path).model, memory=MemorySettings("block")))
@@ -103,8 +101,7 @@ def test_refused(cli, recipe, more, options, says):
 def test_low_rank_updates(cli, recipe):
     pytest.importorskip("peft")
     config = {**LABELLED, "init_args": {**LABELLED["init_args"], "lora_rank": 2}}
-    result = cli("plan", "--config", recipe(config), "--tokens", "1M")
-    assert result.code == 0, result.err
+    result = cli("plan", "--config", recipe(config), "--tokens", "1M").ok()
     assert "head_chunks" not in result.out
     model = parsed("--config", recipe(config)).model
     model.configure_model()

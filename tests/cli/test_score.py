@@ -64,8 +64,7 @@ ARGUMENTS = ("--vcf", "v.vcf.gz", "--fasta", "a.fa", "--out", "out/s.csv")
 
 @pytest.mark.parametrize("kind", ["LongNetLM", "LongNetMLM"])
 def test_every_kind_of_variant(cli, folder, kind):
-    result = cli("score", "--ckpt_path", kind, *ARGUMENTS, "--batch_size", 3)
-    assert result.code == 0, result.err
+    result = cli("score", "--ckpt_path", kind, *ARGUMENTS, "--batch_size", 3).ok()
     rows = table(folder / "out" / "s.csv")
     assert [(r["chrom"], r["pos"], r["id"]) for r in rows[:3]] == [("one", "101", "rs1")] * 2 + [("one", "51", ".")]
     assert rows[5]["id"] == "'=first"  # quoted, so that no spreadsheet runs it as a formula
@@ -113,8 +112,7 @@ def test_strands(cli, folder, kind):
     """`both` is the mean of the two strands. A variant has the same score on the other strand of the reverse complement."""
     scores = {}
     for strands in ("forward", "reverse", "both"):
-        result = cli("score", "--ckpt_path", kind, *ARGUMENTS, "--strands", strands, "--window", 21)
-        assert result.code == 0, result.err
+        cli("score", "--ckpt_path", kind, *ARGUMENTS, "--strands", strands, "--window", 21).ok()
         scores[strands] = [float(row["score"] or "nan") for row in table(folder / "out" / "s.csv")]
     mean = torch.tensor([scores["forward"], scores["reverse"]], dtype=torch.float64).mean(0)
     torch.testing.assert_close(torch.tensor(scores["both"], dtype=torch.float64), mean, equal_nan=True)

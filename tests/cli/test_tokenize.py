@@ -52,8 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Result]:
     """Results of `tokenize`, and of a tiny quickstart `fit` with the arguments that it printed."""
     folder = tmp_path_factory.mktemp("tokens")
     write(folder)
-    result = run_in(folder, "tokenize", "--tokenizer", "tokenizer.json", "--out", "train.bin", "a.txt", "b.txt")
-    assert result.code == 0, result.err
+    result = run_in(folder, "tokenize", "--tokenizer", "tokenizer.json", "--out", "train.bin", "a.txt", "b.txt").ok()
     arguments = shlex.split(result.out.splitlines()[-1].removeprefix("train on it: "))
     sizes = ["--model.dim", "16", "--model.depth", "1", *PATTERN, *SIZES, *TRAINER]
     fitted = run_in(folder, "fit", "--config", "quickstart.yaml", *arguments, *sizes)
@@ -88,8 +87,7 @@ def test_generate_prints_text(made):
         "--temperature",
         0,
     )
-    result = run_in(folder, *map(str, arguments), "--max_new_tokens", "40")
-    assert result.code == 0, result.err
+    result = run_in(folder, *map(str, arguments), "--max_new_tokens", "40").ok()
     ids = torch.tensor([tokenizer.encode(prompt).ids])
     tokens = load_language_model(folder / CKPT, V).generate(ids, 40, temperature=0)[0].tolist()
     assert result.out == tokenizer.decode(tokens, skip_special_tokens=False) + "\n"

@@ -10,8 +10,17 @@ import pytest
 
 from lightning_dilated.data import write_synthetic_slides
 
+from ..distributed.pool import Pool
 from .runs import SAMPLES, SEQ_LEN
 from .touched import Touched
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Two ranks; a Trainer uses both. Xdist mixes files of several folders, so the pool lives for the whole session."""
+    workers = Pool(2)
+    yield workers
+    workers.close()
 
 
 @pytest.fixture

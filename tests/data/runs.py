@@ -9,6 +9,8 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
 
 from lightning_dilated.data import ByteDataModule
 
+from ..models import trainer
+
 SEQ_LEN = 4
 SAMPLES = 11
 BATCHES = 5  # batches of 2 samples; each epoch omits one sample
@@ -60,19 +62,10 @@ def run(
     **options: object,
 ) -> tuple[Recorder, pl.Trainer]:
     model = Recorder(crash_at, ask_for_steps)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        barebones=False,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
-        callbacks=list(callbacks),
-        num_sanity_val_steps=0,
-        **options,
-    )
-    trainer.fit(model, module, ckpt_path=None if ckpt is None else str(ckpt), weights_only=True if ckpt else None)
-    return model, trainer
+    saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
+    built = trainer(callbacks=list(callbacks), enable_checkpointing=saves, **options)
+    built.fit(model, module, ckpt_path=None if ckpt is None else str(ckpt), weights_only=True if ckpt else None)
+    return model, built
 
 
 def every_step(folder: Path) -> ModelCheckpoint:

@@ -3,7 +3,6 @@
 import itertools
 from pathlib import Path
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -19,6 +18,7 @@ from lightning_dilated.data.packing import PackedSamples, PackingSampler, collat
 from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.loader import RankDataset
 
+from ..models import trainer
 from .runs import Recorder, every_step, run
 
 EOS = 9
@@ -330,7 +330,6 @@ class Predicts(Recorder):
 
 def test_evaluation_and_prediction_serve_everything(tmp_path):
     module = documents(tmp_path, test_fraction=0.5)
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
-    out = trainer.predict(Predicts(), module)
+    out = trainer().predict(Predicts(), module)
     assert torch.cat(out).tolist() == list(range(len(module.dataset("test"))))
     assert len(out) == len(module.test_dataloader()) < len(module.dataset("test"))

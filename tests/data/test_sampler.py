@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_dilated._compat.lightning import (
-    batches_finished,
-    epoch_batches_finished,
-    set_batches_finished,
-)
+from lightning_dilated._compat.lightning import batches_finished, epoch_batches_finished, set_batches_finished
 from lightning_dilated.data import ResumableLoader, ResumableSampler
 
 

@@ -1,6 +1,5 @@
 """One sequence on two ranks under the strategy: each rank reads half of the bytes, and losses equal one rank's."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,7 @@ import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, LongNetLM, RingDilatedStrategy
-from lightning_dilated.data import (
-    ByteDataModule,
-    FarRecallDataModule,
-    GenomeDataModule,
-    TokenDataModule,
-)
+from lightning_dilated.data import ByteDataModule, FarRecallDataModule, GenomeDataModule, TokenDataModule
 from lightning_dilated.sequence import SequenceSpec, loss_share
 
 from ..distributed.pool import Pool
@@ -30,13 +24,6 @@ DATA = {
     "genome": lambda folder: GenomeDataModule(f"{folder}/lambda_virus.fa", N),
     "far recall": lambda folder: FarRecallDataModule(N, batch_size=2),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    workers = Pool(2)
-    yield workers
-    workers.close()
 
 
 def fit(rank: int | None, group: Any, name: str, folder: str) -> tuple[list[float], int]:

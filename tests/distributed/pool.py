@@ -96,6 +96,12 @@ class Pool:
         """
         return self.values(self.answers(ranks, function, *args), f"{function.__name__}{args}")
 
+    def errors(self, error: type[Exception], ranks: int, function: Callable[..., Any], *args: Any) -> list[str]:
+        """Return the message of each rank's `error`, which the function must raise on every rank."""
+        answers = self.answers(ranks, function, *args)
+        assert {a.error for a in answers} == {error.__name__}, answers
+        return [a.message for a in answers]
+
     def values(self, answers: list[Answer], call: object) -> list[Any]:
         """Return the values of the answers. Raise Failed if any rank raised."""
         wrong = [a for a in answers if a.error]
@@ -169,12 +175,7 @@ def _read(pipe: Connection, rank: int) -> Answer:
 
 
 def _work(
-    rank: int,
-    size: int,
-    store: str,
-    pipe: Connection,
-    environment: dict[str, str],
-    first: Callable[[], None] | None,
+    rank: int, size: int, store: str, pipe: Connection, environment: dict[str, str], first: Callable[[], None] | None
 ) -> None:
     """Run a worker: create the process groups, then answer calls until the pipe is closed."""
     gc.freeze()  # exclude imported objects from garbage collection, which would take 0.3 s

@@ -94,25 +94,22 @@ def test_new_calls_wait(pool):
 
 
 def unlike_calls(rank, group, mode):
-    """Make different calls on the ranks. Return the error of each rank."""
+    """Make different calls on the ranks."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         for pattern in (NARROW, OTHER):
             call(ours, pattern)
-        try:
-            with ours.trusting():
-                if mode == "known":  # all ranks have made both calls before, so all defer the checks
-                    call(ours, NARROW if rank else OTHER)
-                elif mode == "new":  # rank 1 makes a new call, which waits for its check
-                    call(ours, NARROW, causal=bool(rank))
-                elif mode == "refused":
-                    q = torch.randn(1, 16, 2, 8, requires_grad=True)
-                    dilated_attention(q, q, q, NARROW, scale=float("nan") if rank else None, sequence=ours)
-                for _ in range(3):
-                    call(ours, NARROW)
-            ours.settle()
-        except ValueError as error:
-            return str(error)
+        with ours.trusting():
+            if mode == "known":  # all ranks have made both calls before, so all defer the checks
+                call(ours, NARROW if rank else OTHER)
+            elif mode == "new":  # rank 1 makes a new call, which waits for its check
+                call(ours, NARROW, causal=bool(rank))
+            elif mode == "refused":
+                q = torch.randn(1, 16, 2, 8, requires_grad=True)
+                dilated_attention(q, q, q, NARROW, scale=float("nan") if rank else None, sequence=ours)
+            for _ in range(3):
+                call(ours, NARROW)
+        ours.settle()
 
 
 @pytest.mark.parametrize(
@@ -124,8 +121,7 @@ def unlike_calls(rank, group, mode):
     ],
 )
 def test_unlike_calls(pool, mode, text):
-    messages = pool.run(2, unlike_calls, mode)
-    assert all(x is not None for x in messages), messages
+    messages = pool.errors(ValueError, 2, unlike_calls, mode)
     assert text in messages[0] and ("scale must be" if mode == "refused" else text) in messages[1]
 
 
@@ -140,18 +136,15 @@ def test_gloo_never_defers(pool):
 
 
 def recorded(rank, group):
-    """Return the error of a rank that makes a call while it records a CUDA graph."""
+    """Make a call while the rank records a CUDA graph."""
     with sequence(group) as ours, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        try:
-            ours.agree({"call": "test"}, 4)
-        except RuntimeError as error:
-            return str(error)
+        ours.agree({"call": "test"}, 4)
 
 
 def test_no_cuda_graph(pool):
-    assert all("a CUDA graph cannot record" in x for x in pool.run(2, recorded))
+    assert all("a CUDA graph cannot record" in x for x in pool.errors(RuntimeError, 2, recorded))
 
 
 def other_lengths(rank, group):

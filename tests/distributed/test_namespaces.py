@@ -12,11 +12,7 @@ from lightning_dilated.sequence.planner import make_problem, price
 from . import namespace_job, namespaces
 
 WHY_NOT = namespaces.why_not()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 JOB = str(Path(__file__).with_name("namespace_job.py"))
 #: speed of the link in MB/s, number of calls
 SPEED, CALLS = 25.0, 20

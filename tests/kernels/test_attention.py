@@ -12,6 +12,7 @@ from ..attention.recorder import block_by_block
 from ..attention.reference import GRADIENTS, close, gradients, leaves
 from ..attention.strategies import Case
 from ..attention.test_equals_oracle import check
+from ..examples import few_and_many
 from .test_combine import drawn, sizes_put_back
 
 
@@ -31,11 +32,6 @@ def random_calls(rank, group, number, examples):
             )
             check(drawn(chosen), "blocks", torch.float32, 1e-5)
     assert len(shapes) >= examples
-
-
-@pytest.mark.parametrize("number, examples", [(0, 4), pytest.param(1, 60, marks=pytest.mark.slow)])
-def test_random(interpreter, number, examples):
-    interpreter.run(1, random_calls, number, examples)
 
 
 def pipelined_calls(rank, group, number, examples):
@@ -60,11 +56,6 @@ def pipelined_calls(rank, group, number, examples):
         scores = scores.masked_fill(torch.ones(n, m, dtype=torch.bool).triu(1), -torch.inf) if causal else scores
         torch.testing.assert_close(out.double(), scores.softmax(-1) @ views[2].double(), atol=4e-3, rtol=4e-3)
         torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize("number, examples", [(0, 8), pytest.param(1, 100, marks=pytest.mark.slow)])
-def test_pipelined(interpreter, number, examples):
-    interpreter.run(1, pipelined_calls, number, examples)
 
 
 def test_what_is_not_pipelined():
@@ -231,9 +222,12 @@ def chained(rank, group, number, examples, device="cpu"):
         assert int(lse_rows.isneginf().sum()) == 4  # rows that were not addressed are unchanged
 
 
-@pytest.mark.parametrize("number, examples", [(0, 6), pytest.param(1, 100, marks=pytest.mark.slow)])
-def test_chain(interpreter, number, examples):
-    interpreter.run(1, chained, number, examples)
+RANDOM = {random_calls: (4, 60), pipelined_calls: (8, 100), chained: (6, 100)}
+
+
+@pytest.mark.parametrize("calls, number, examples", few_and_many(RANDOM))
+def test_random(interpreter, calls, number, examples):
+    interpreter.run(1, calls, number, examples)
 
 
 @pytest.mark.gpu

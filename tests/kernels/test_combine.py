@@ -167,10 +167,6 @@ def samples_apart(rank, group):
     check(case, "auto", torch.float32, 1e-5)
 
 
-def test_samples_apart(interpreter):
-    interpreter.run(1, samples_apart)
-
-
 def odd_widths(rank, group):
     """Check segments longer than a program, with a width that is no multiple of the rate: residues vary by segment."""
     torch.use_deterministic_algorithms(True)
@@ -178,8 +174,9 @@ def odd_widths(rank, group):
         check(Case(DilatedPattern([(width, 3)]), 1, tokens, 1, 1, 8), "math", torch.float32, 1e-5)
 
 
-def test_odd_widths(interpreter):
-    interpreter.run(1, odd_widths)
+@pytest.mark.parametrize("calls", [samples_apart, odd_widths])
+def test_in_the_interpreter(interpreter, calls):
+    interpreter.run(1, calls)
 
 
 @sizes_put_back()

@@ -198,10 +198,6 @@ def beyond_documents(rank, group):
         run((20, 3, 24, 5), 24)  # results are undefined, but no other memory is written
 
 
-def test_rows_beyond_the_last_document(interpreter):
-    interpreter.run(1, beyond_documents)
-
-
 def test_slots_hold_the_tiles_of_any_documents():
     """In thousands of random packings, every tile has a program, and the number of programs keeps its bound."""
     from lightning_dilated.kernels.grouped import slots
@@ -326,10 +322,6 @@ def beyond(rank, group):
         assert launches.count("_grouped_forward") == (2 if engine == "triton" else 0)
     for name, a, b in zip(("out", *GRADIENTS), *results, strict=True):
         close(name, a, b, 1e-5, floor=1.0)
-
-
-def test_lengths_beyond_the_tokens_count_as_all(interpreter):
-    interpreter.run(1, beyond)
 
 
 @sizes_put_back()
@@ -466,6 +458,6 @@ def narrow(rank, group):
         close(name, a, b, 4e-3, floor=1.0)
 
 
-@pytest.mark.slow
-def test_float16(interpreter):
-    interpreter.run(1, narrow)
+@pytest.mark.parametrize("calls", [beyond_documents, beyond, pytest.param(narrow, marks=pytest.mark.slow)])
+def test_in_the_interpreter(interpreter, calls):
+    interpreter.run(1, calls)

@@ -10,6 +10,7 @@ from lightning_dilated.attention.rotary import Rotary, rotate, turn
 from lightning_dilated.sequence.exchange import row_ops as exchanged
 
 from ..attention.reference import close
+from ..examples import few_and_many
 
 
 def rotated(rank, group, number, examples, device="cpu"):
@@ -66,16 +67,6 @@ def test_tables_of_other_shapes(interpreter):
     interpreter.run(1, broadcast)
 
 
-@pytest.mark.parametrize("number, examples", [(0, 12), pytest.param(1, 150, marks=pytest.mark.slow)])
-def test_turn(interpreter, number, examples):
-    interpreter.run(1, rotated, number, examples)
-
-
-@pytest.mark.gpu
-def test_turn_on_a_gpu():
-    rotated(0, None, 2, 20, "cuda")
-
-
 def packed(rank, group, number, examples, device="cpu"):
     """Copy rows of views of one projection to arbitrary positions, or one after another."""
     torch.use_deterministic_algorithms(True)
@@ -99,16 +90,6 @@ def packed(rank, group, number, examples, device="cpu"):
         exchanged.pack_rows(a, b, rows, at, buffer)
         assert torch.equal(buffer[at], want)
         assert int(buffer.flatten(1).any(1).sum()) <= len(rows)  # no other memory was written
-
-
-@pytest.mark.parametrize("number, examples", [(0, 15), pytest.param(1, 200, marks=pytest.mark.slow)])
-def test_pack(interpreter, number, examples):
-    interpreter.run(1, packed, number, examples)
-
-
-@pytest.mark.gpu
-def test_pack_on_a_gpu():
-    packed(0, None, 2, 20, "cuda")
 
 
 def moved(rank, group, number, examples, device="cpu"):
@@ -180,14 +161,18 @@ def merged(merge_rows, rows, normal, shape, dtype):
     assert (lse.transpose(1, 2).reshape(-1)[~reached] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("number, examples", [(0, 8), pytest.param(1, 100, marks=pytest.mark.slow)])
-def test_moved(interpreter, number, examples):
-    interpreter.run(1, moved, number, examples)
+RANDOM = {rotated: (12, 150), packed: (15, 200), moved: (8, 100)}
+
+
+@pytest.mark.parametrize("calls, number, examples", few_and_many(RANDOM))
+def test_random(interpreter, calls, number, examples):
+    interpreter.run(1, calls, number, examples)
 
 
 @pytest.mark.gpu
-def test_moved_on_a_gpu():
-    moved(0, None, 2, 20, "cuda")
+@pytest.mark.parametrize("calls", RANDOM)
+def test_random_on_a_gpu(calls):
+    calls(0, None, 2, 20, "cuda")
 
 
 def test_moved_without_kernels():

@@ -49,16 +49,11 @@ def folder_of(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
-def ckpt_of(tmp_path: Path, **changes: Any) -> Path:
-    trained = model()
+def checkpoint_of(trained: DilatedModule, path: Path, **changes: Any) -> Path:
     hparams = {**copy.deepcopy(dict(trained.hparams)), **changes}
-    stored = {
-        "state_dict": trained.state_dict(),
-        "hyper_parameters": hparams,
-        "pytorch-lightning_version": pl.__version__,
-    }
-    torch.save(stored, tmp_path / "it.ckpt")
-    return tmp_path / "it.ckpt"
+    stored = {"state_dict": trained.state_dict(), "hyper_parameters": hparams}
+    torch.save({**stored, "pytorch-lightning_version": pl.__version__}, path)
+    return path
 
 
 DECLARED = {
@@ -90,9 +85,11 @@ def test_sizes_that_are_not_those_of_the_tensors(name: str, form: str, tmp_path:
         if form == "folder":
             DilatedModule.from_pretrained(folder_of(tmp_path, **changes))
         elif form == "ckpt":
-            LongNetLM.load_from_checkpoint(ckpt_of(tmp_path, **changes), weights_only=True)
+            LongNetLM.load_from_checkpoint(checkpoint_of(model(), tmp_path / "it.ckpt", **changes), weights_only=True)
         else:
-            load_module(ckpt_of(tmp_path, _class_path="lightning_dilated.LongNetLM", **changes))
+            load_module(
+                checkpoint_of(model(), tmp_path / "it.ckpt", _class_path="lightning_dilated.LongNetLM", **changes)
+            )
     assert time.perf_counter() - begin < 20
 
 
@@ -125,7 +122,7 @@ def test_a_part_of_the_tensors_is_loaded(tmp_path: Path) -> None:
     unbuilt = model()
     unbuilt.load_state_dict({"embedding.weight": weight}, strict=False)
     assert torch.equal(unbuilt.state_dict()["embedding.weight"], weight)
-    path = ckpt_of(tmp_path)
+    path = checkpoint_of(model(), tmp_path / "it.ckpt")
     stored = torch.load(path, weights_only=True)
     stored["state_dict"] = {"embedding.weight": weight}
     torch.save(stored, path)
@@ -167,12 +164,6 @@ class Shares(DilatedModule):
 
     def build(self) -> None:
         self.layer = nn.Linear(self.dim, self.dim)
-
-
-def checkpoint_of(trained: DilatedModule, path: Path) -> Path:
-    stored = {"state_dict": trained.state_dict(), "hyper_parameters": copy.deepcopy(dict(trained.hparams))}
-    torch.save({**stored, "pytorch-lightning_version": pl.__version__}, path)
-    return path
 
 
 def test_a_build_that_reads_values_loads(tmp_path: Path) -> None:

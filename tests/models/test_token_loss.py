@@ -40,10 +40,7 @@ def sums(model, data, memory):
     ]
 
 
-OPTIONS = {
-    "tied": {},
-    "untied, layernorm": {"tie_embeddings": False, "norm": "layernorm", "bias": True},
-}
+OPTIONS = {"tied": {}, "untied, layernorm": {"tie_embeddings": False, "norm": "layernorm", "bias": True}}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

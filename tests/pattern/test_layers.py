@@ -63,11 +63,7 @@ REFUSED = {
     "no such layer": ({"hybrid": {"global_first": 5}}, ValueError, "global_first=5 is none of the layers 0 to 4"),
     "no dense layer": ({"hybrid": {"global_every": 6}}, ValueError, "global_every=6 leaves none of 5 layers"),
     "too many dense heads": ({"hybrid": {"global_heads": 5}}, ValueError, "global_heads=5 is above the 4 kv heads"),
-    "unknown dense heads": (
-        {"hybrid": {"global_heads": "some"}},
-        TypeError,
-        "global_heads must be an integer",
-    ),
+    "unknown dense heads": ({"hybrid": {"global_heads": "some"}}, TypeError, "global_heads must be an integer"),
 }
 
 

@@ -16,11 +16,7 @@ import lightning_dilated as ld
 
 #: warm-up steps (also the steps between outer steps), and the number of measured outer steps
 EVERY, ROUNDS = 20, 2
-WAYS = {
-    "alone": {},
-    "regions": {"regions": 2, "outer": ld.OuterSteps(every=EVERY, delay=2)},
-    "data": {},
-}
+WAYS = {"alone": {}, "regions": {"regions": 2, "outer": ld.OuterSteps(every=EVERY, delay=2)}, "data": {}}
 
 
 class Clock(pl.Callback):

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import warnings
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -114,20 +115,35 @@ class Data(pl.LightningDataModule):
         return self._loader(False)
 
 
+def write_bytes(folder: Path, count: int) -> str:
+    """Write a folder with one file of random bytes. Return the folder."""
+    folder.mkdir()
+    values = torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(0))
+    (folder / "a").write_bytes(bytes(values.tolist()))
+    return str(folder)
+
+
 def full(x: torch.Tensor) -> torch.Tensor:
     """Gather a sharded tensor into a whole tensor."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-class Record(pl.Callback):
-    """Records losses, norms and metrics of each step."""
+class Losses(pl.Callback):
+    """Records the loss of each batch."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.norms: list[float] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+
+class Record(Losses):
+    """Records losses, and the norm of the gradients of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         grads = [full(p.grad).flatten() for p in pl_module.parameters() if p.grad is not None]  # None if frozen

@@ -67,16 +67,13 @@ UNLIKE = {
 def unlike(rank, group, name):
     other, usual, _ = UNLIKE[name]
     built = trainer(RingDilatedStrategy(), launched(rank), max_steps=1, use_distributed_sampler=False)
-    try:
-        built.fit(Whole(), DataLoader(Other(**(other if rank else usual))))
-    except ValueError as error:
-        return str(error)
+    built.fit(Whole(), DataLoader(Other(**(other if rank else usual))))
 
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_other_data_on_a_rank(pools, name):
-    for error in pools(2).run(2, unlike, name):
-        assert error and "nothing was computed" in error and UNLIKE[name][2] in error
+    for error in pools(2).errors(ValueError, 2, unlike, name):
+        assert "nothing was computed" in error and UNLIKE[name][2] in error
         assert name != "entries" or "many: rank 0 has (1, 20) torch.int64 " in error
 
 
@@ -181,17 +178,15 @@ def test_words():
 
 def other_files(rank, group, folder):
     built, model, _, _ = make(Run(steps=1, model={"vocab_size": 256}), launched(rank))
-    try:
-        built.fit(model, ByteDataModule(f"{folder}/{rank}", seq_len=64, val_fraction=0, test_fraction=0))
-    except ValueError as error:
-        return str(error)
+    built.fit(model, ByteDataModule(f"{folder}/{rank}", seq_len=64, val_fraction=0, test_fraction=0))
 
 
 def test_other_files_on_a_rank(pools, tmp_path):
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / f"text{rank}").write_bytes(bytes(range(256)) * 2)
-    assert all("fingerprint: rank 0 has" in error for error in pools(2).run(2, other_files, str(tmp_path)))
+    errors = pools(2).errors(ValueError, 2, other_files, str(tmp_path))
+    assert all("fingerprint: rank 0 has" in error for error in errors)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -298,15 +293,12 @@ class Unreadable:
 
 
 def unreadable(rank, group):
-    """Return the errors of both ranks if reading the settings of rank 1 raises."""
-    try:
-        compare_settings(lambda: {"a": Unreadable().b} if rank else {"a": "1"})
-    except ValueError as error:
-        return str(error)
+    compare_settings(lambda: {"a": Unreadable().b} if rank else {"a": "1"})
 
 
 def test_settings_that_cannot_be_read(pools):
-    assert all("rank 1 has OSError: no such disk" in error for error in pools(2).run(2, unreadable))
+    errors = pools(2).errors(ValueError, 2, unreadable)
+    assert all("rank 1 has OSError: no such disk" in error for error in errors)
 
 
 def test_settings_that_no_rank_can_read_and_other_orders(monkeypatch):
@@ -323,7 +315,10 @@ def test_settings_that_no_rank_can_read_and_other_orders(monkeypatch):
 
 # -- parameters --------------------------------------------------------------------------------------------------------
 class Drift(pl.Callback):
-    """Changes one thing on rank 1 after a step: the last bit of a weight, an optimizer state, or a buffer."""
+    """Changes one thing on rank 1 after a step: the last bit of a weight, an optimizer state, or a buffer.
+
+    The weight is of the last token, which the data do not contain: rounding of an update could remove the difference.
+    """
 
     def __init__(self, what, step=2):
         self.what, self.step = what, step
@@ -338,25 +333,20 @@ class Drift(pl.Callback):
                 if self.what == "learning rate":
                     trainer.optimizers[0].param_groups[0]["lr"] *= 2
                 else:
-                    x.view(-1)[0] = torch.nextafter(x.view(-1)[0], x.new_tensor(9.0))
+                    x.view(-1)[-1] = torch.nextafter(x.view(-1)[-1], x.new_tensor(9.0))
 
 
 class Counting(LongNetLM):
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
+    def __init__(self):
+        optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        sizes = {"vocab_size": VOCAB + 1, "dim": 16, "depth": 1, "num_heads": 2, "tie_embeddings": False}
+        super().__init__(PATTERN, optimizer=optimizer, **sizes)
         self.register_buffer("count", torch.zeros(3))
 
 
 def drifting(rank, group, what, options, folder=None, steps=6, own=()):
     """Return (error, last step, names of checkpoints) of a fit in which rank 1 drifts."""
-    model = Counting(
-        PATTERN,
-        vocab_size=VOCAB,
-        dim=16,
-        depth=1,
-        num_heads=2,
-        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    )
+    model = Counting()
     model._ddp_params_and_buffers_to_ignore = set(own)
     savers = [] if folder is None else [ShardedCheckpoint(folder, every_n_train_steps=3, at_end=False)]
     trainer_options = {
@@ -424,7 +414,7 @@ def test_no_checkpoint_is_a_mixture(pools, tmp_path, what):
 
 
 def saved(rank, group, folder):
-    """Return the error of a fit that writes one of Lightning's own checkpoints."""
+    """Fit with one of Lightning's own checkpoints."""
     saver = ModelCheckpoint(folder, every_n_train_steps=3)
     built = trainer(
         RingDilatedStrategy(check_replicas=None),
@@ -433,15 +423,13 @@ def saved(rank, group, folder):
         enable_checkpointing=True,
         callbacks=[Drift("weight"), saver],
     )
-    try:
-        built.fit(Counting(PATTERN, vocab_size=VOCAB, dim=16, depth=1, num_heads=2), Data(Run()))
-    except RuntimeError as error:
-        return str(error), list(Path(folder).glob("*"))
+    built.fit(Counting(), Data(Run()))
 
 
 def test_lightnings_checkpoint_is_no_mixture(pools, tmp_path):
-    for error, files in pools(2).run(2, saved, str(tmp_path)):
-        assert "ranks [0, 1] of the job hold unlike values" in error and not files
+    for error in pools(2).errors(RuntimeError, 2, saved, str(tmp_path)):
+        assert "ranks [0, 1] of the job hold unlike values" in error
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

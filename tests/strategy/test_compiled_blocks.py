@@ -1,12 +1,13 @@
 """DDP does not split compiled blocks."""
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
+
+from .runs import trainer
 
 pytestmark = pytest.mark.full
 
@@ -33,11 +34,8 @@ def train(strategy, memory):
     torch._dynamo.reset()
     graphs = []
     sample = {name: torch.zeros(16, dtype=torch.int64) for name in ("tokens", "labels")}
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=memory,
-    )  # fmt: skip
-    trainer.fit(Compiled(graphs), DataLoader([sample, sample]), DataLoader([sample]))
+    run = trainer(strategy, 1, max_steps=2, callbacks=memory)
+    run.fit(Compiled(graphs), DataLoader([sample, sample]), DataLoader([sample]))
     return len(graphs)
 
 

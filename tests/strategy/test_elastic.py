@@ -107,10 +107,7 @@ def test_a_worker_of_two_nodes_dies_with_sharded_parameters(tmp_path, undisturbe
     [
         (2, {}),
         (2, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
-        (
-            0,
-            {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        ),  # otherwise the agents would use the dead agent's store
+        (0, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),  # otherwise the agents would use the dead agent's store
     ],
 )
 def test_a_node_of_three_dies(tmp_path, undisturbed, who, env):

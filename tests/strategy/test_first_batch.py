@@ -120,23 +120,20 @@ class Manual(Plain):
         self.automatic_optimization = False
 
 
-def of_class(rank, group, name):
-    model = {"Counted": Counted, "Manual": Manual}[name]()
-    built = trainer(RingDilatedStrategy(check_first_batch=True), launched(rank), max_steps=1)
-    try:
-        built.fit(model, DataLoader(Numbers()))
-    except ValueError as error:
-        return str(error)
+def of_class(rank, group, kind):
+    model = kind()
+    trainer(RingDilatedStrategy(check_first_batch=True), launched(rank), max_steps=1).fit(model, DataLoader(Numbers()))
     return float(model.steps.compute()), model.steps.update_count
 
 
 def test_metrics_do_not_count_the_check(pools):
     """Each of two ranks makes a step, which compute() sums to 2; the check's steps do not count."""
-    assert pools(2).run(2, of_class, "Counted") == [(2.0, 1)] * 2
+    assert pools(2).run(2, of_class, Counted) == [(2.0, 1)] * 2
 
 
 def test_manual_optimization_is_refused(pools):
-    assert all("manual optimization" in error for error in pools(2).run(2, of_class, "Manual"))
+    errors = pools(2).errors(ValueError, 2, of_class, Manual)
+    assert all("manual optimization" in error for error in errors)
 
 
 def heads(rank, group, layout, tokens, first):

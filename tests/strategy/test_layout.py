@@ -9,7 +9,7 @@ from lightning_dilated.data import ByteDataModule
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.strategy.layout import declared_length, layout_for
 
-from .runs import Record, launched, trainer
+from .runs import Record, launched, trainer, write_bytes
 
 HYBRID = DilatedPattern.hybrid(depth=2, num_heads=4, local=8, global_every=2)
 LONG = 1 << 20
@@ -107,18 +107,15 @@ def part_of_run(rank, group, folder, settings, stop, ckpt):
 @pytest.mark.full
 def test_resumes_under_another_layout(pools, tmp_path):
     """The choice is zigzag on four ranks with free links, and contiguous on two ranks with default links."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(0)
-    (folder / "a").write_bytes(bytes(torch.randint(0, 256, (4000,), generator=generator).tolist()))
+    folder = write_bytes(tmp_path / "text", 4000)
     Links(near=1e18, far=1e18, round=1e-18, message=1e-18).save(tmp_path / "links.json")
-    whole, parameters, layout, _ = pools(1).run(1, part_of_run, str(folder), {}, 4, None)[0]
+    whole, parameters, layout, _ = pools(1).run(1, part_of_run, folder, {}, 4, None)[0]
     assert layout == "contiguous"
     free = {"links": str(tmp_path / "links.json")}
-    answers = pools(4).run(4, part_of_run, str(folder), free, 2, None)
+    answers = pools(4).run(4, part_of_run, folder, free, 2, None)
     first, _, _, path = answers[0]
     assert {layout for _, _, layout, _ in answers} == {"zigzag"}
-    later, resumed, layout, _ = pools(2).run(2, part_of_run, str(folder), {}, 4, path)[0]
+    later, resumed, layout, _ = pools(2).run(2, part_of_run, folder, {}, 4, path)[0]
     assert layout == "contiguous"
     torch.testing.assert_close(torch.tensor(first + later), torch.tensor(whole), rtol=1e-9, atol=0)
     torch.testing.assert_close(resumed, parameters, rtol=1e-9, atol=1e-12)

@@ -58,14 +58,8 @@ WRONG = [
     ({"regions": 0, **OUTER}, "regions must be at least 1"),
     ({"regions": 2, "outer": {"every": 3}}, "outer must be lightning_dilated.Outer"),
     ({"regions": 3, **OUTER}, r"regions=3 must divide the 4 ranks .* allowed: \[1, 2, 4\]"),
-    (
-        {"regions": 2, "sequence_size": 4, **OUTER},
-        r"must divide the 2 ranks of each of 2 regions .* allowed: \[1, 2\]",
-    ),
-    (
-        {"regions": 2, "sequence_size": [3, 4], **OUTER},
-        r"none of sequence_size=\[3, 4\] divides the 2 ranks of each",
-    ),
+    ({"regions": 2, "sequence_size": 4, **OUTER}, r"must divide the 2 ranks of each of 2 regions .* allowed: \[1, 2\]"),
+    ({"regions": 2, "sequence_size": [3, 4], **OUTER}, r"none of sequence_size=\[3, 4\] divides the 2 ranks of each"),
     ({"links": "none.json"}, r"none\.json: No such file .*bench links --output"),
     ({"links": Links()}, "links must be the path of a file"),
     ({"cpu_offload": True}, r"takes no cpu_offload: use RingDilatedFSDPStrategy\(cpu_offload=True\)"),
@@ -89,10 +83,7 @@ WRONG_SHARDED = [
 
 @pytest.mark.parametrize(
     "strategy, options, words",
-    [
-        *((RingDilatedStrategy, *x) for x in WRONG),
-        *((RingDilatedFSDPStrategy, *x) for x in WRONG_SHARDED),
-    ],
+    [*((RingDilatedStrategy, *x) for x in WRONG), *((RingDilatedFSDPStrategy, *x) for x in WRONG_SHARDED)],
 )
 def test_wrong_options(strategy, options, words):
     with pytest.raises((ValueError, TypeError, FileNotFoundError), match=words):

@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 
-from lightning_dilated import LongNetLM, RingDilatedStrategy
+from lightning_dilated import RingDilatedStrategy
 
 from ..distributed.test_nccl import on_gpus
-from .runs import PATTERN, VOCAB, Data, Run, make, trainer
-from .test_alike import Drift
+from .runs import Data, Run, make, trainer
+from .test_alike import Counting, Drift
 from .test_leaves_nothing import held
 
 pytestmark = pytest.mark.gpu
@@ -55,11 +55,10 @@ def drifting(rank, ranks):
     join(rank, ranks)
     results = []
     for what in ("weight", "learning rate", "nothing"):
-        model = LongNetLM(PATTERN, vocab_size=VOCAB, dim=16, depth=1, num_heads=2)
         strategy = RingDilatedStrategy(check_replicas=1)
         built = trainer(strategy, ranks, max_steps=6, callbacks=[Drift(what)], **DEVICE)
         try:
-            built.fit(model, Data(SMALL))
+            built.fit(Counting(), Data(SMALL))
         except RuntimeError as error:
             results.append((str(error), built.global_step))
         else:

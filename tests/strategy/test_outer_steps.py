@@ -16,7 +16,7 @@ from lightning_dilated.checkpoint.folder import read_whole
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.data.sampler import ResumableSampler
 
-from .runs import PATTERN, Collate, Record, Run, Tokens, full, launched, make, trainer
+from .runs import PATTERN, Collate, Record, Run, Tokens, full, launched, make, trainer, write_bytes
 
 pytestmark = pytest.mark.full
 
@@ -212,9 +212,6 @@ def same(got, want, tol=1e-12):
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
-BYTES = 4000
-
-
 def part_of_run(rank, group, folder, settings, stop, ckpt, how, validate=None):
     """Return this rank's results of a run up to step `stop`, and the path of the checkpoint at its end."""
     pl.seed_everything(1, verbose=False)
@@ -260,11 +257,7 @@ def part_of_run(rank, group, folder, settings, stop, ckpt, how, validate=None):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "text"
-    folder.mkdir()
-    values = torch.randint(0, 256, (BYTES,), generator=torch.Generator().manual_seed(0))
-    (folder / "a").write_bytes(bytes(values.tolist()))
-    return str(folder)
+    return write_bytes(tmp_path_factory.mktemp("data") / "text", 4000)
 
 
 STREAMING = {"regions": 2, "outer": OuterSteps(every=4, fragments=2, delay=3, mix=0.5)}
@@ -309,17 +302,9 @@ def test_validation_changes_nothing(pools, text, undisturbed):
 @pytest.mark.parametrize(
     "ranks, settings, words",
     [
-        (
-            2,
-            {**STREAMING, "regions": 1},
-            "2 region(s) with outer steps, this run has 1. Each continues from the mean",
-        ),
+        (2, {**STREAMING, "regions": 1}, "2 region(s) with outer steps, this run has 1. Each continues from the mean"),
         (2, {}, "this run has 1 without. Each continues from the mean of their parameters, with the inner"),
-        (
-            4,
-            {**STREAMING, "regions": 4},
-            "of the first. Shared parameters and outer momentum continue.",
-        ),
+        (4, {**STREAMING, "regions": 4}, "of the first. Shared parameters and outer momentum continue."),
     ],
 )
 def test_goes_on_with_other_regions(pools, text, begun, how, ranks, settings, words):

@@ -9,11 +9,7 @@ import pytest
 from ..distributed import namespaces
 
 WHY_NOT = namespaces.why_not()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 JOB = str(Path(__file__).with_name("region_link_job.py"))
 #: 1 Gbit/s in MB/s, and the allowed time of a step relative to one region
 SPEED, MORE = 125.0, 1.05

@@ -8,7 +8,7 @@ import torch
 from lightning_dilated import LongNetLM, RingDilatedStrategy
 from lightning_dilated.data import ByteDataModule
 
-from .runs import PATTERN, Record, launched, trainer
+from .runs import PATTERN, Record, launched, trainer, write_bytes
 
 pytestmark = pytest.mark.full
 
@@ -41,18 +41,15 @@ CI = {("2", "4"), ("4", "1"), ("4", "4, data 2"), ("4, data 2", "2")}
 )
 def test_another_number_of_ranks(pools, tmp_path, before, after):
     """An ordinary loader would restart at sample 0, while batch numbers continue."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    rng = torch.Generator().manual_seed(0)
-    (folder / "a").write_bytes(bytes(torch.randint(0, 256, (4000,), generator=rng).tolist()))
+    folder = write_bytes(tmp_path / "text", 4000)
     before, after = WAYS[before], WAYS[after]
     # attention dropout depends on the row in a batch, so runs with two rows must not use it
     dropout = 0.0 if before[1] or after[1] else 0.1
-    whole, parameters, _ = pools(1).run(1, part_of_run, str(folder), {}, STEPS, None, dropout)[0]
+    whole, parameters, _ = pools(1).run(1, part_of_run, folder, {}, STEPS, None, dropout)[0]
     ranks, settings = before
-    first, _, path = pools(ranks).run(ranks, part_of_run, str(folder), settings, STEPS // 2, None, dropout)[0]
+    first, _, path = pools(ranks).run(ranks, part_of_run, folder, settings, STEPS // 2, None, dropout)[0]
     ranks, settings = after
-    resumed, got, _ = pools(ranks).run(ranks, part_of_run, str(folder), settings, STEPS, path, dropout)[0]
+    resumed, got, _ = pools(ranks).run(ranks, part_of_run, folder, settings, STEPS, path, dropout)[0]
     torch.testing.assert_close(torch.tensor(first + resumed), torch.tensor(whole), rtol=1e-9, atol=0)
     torch.testing.assert_close(got, parameters, rtol=1e-9, atol=1e-12)
 
@@ -67,15 +64,12 @@ def test_another_number_of_ranks(pools, tmp_path, before, after):
 )
 def test_as_many_sequences_a_step_as_before(pools, tmp_path, ways):
     """With `global_batch`, a step has the same samples on any number of ranks."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    rng = torch.Generator().manual_seed(0)
-    (folder / "a").write_bytes(bytes(torch.randint(0, 256, (4000,), generator=rng).tolist()))
-    _, parameters, _ = pools(1).run(1, part_of_run, str(folder), {"global_batch": 4}, STEPS, None, 0.0)[0]
+    folder = write_bytes(tmp_path / "text", 4000)
+    _, parameters, _ = pools(1).run(1, part_of_run, folder, {"global_batch": 4}, STEPS, None, 0.0)[0]
     path, each = None, STEPS // len(ways)
     for number, (ranks, settings) in enumerate(ways, 1):
         settings = {"global_batch": 4, **settings}
-        losses, got, path = pools(ranks).run(ranks, part_of_run, str(folder), settings, number * each, path, 0.0)[0]
+        losses, got, path = pools(ranks).run(ranks, part_of_run, folder, settings, number * each, path, 0.0)[0]
         taken = 4 * each // (1 if ranks == 1 else ranks // (2 if settings["sequence_size"] == [3, 2, 1] else 1))
         assert len(losses) == taken, "batches of a rank"
     torch.testing.assert_close(got, parameters, rtol=1e-9, atol=1e-12)
@@ -83,13 +77,10 @@ def test_as_many_sequences_a_step_as_before(pools, tmp_path, ways):
 
 def test_epochs_of_whole_steps(pools, tmp_path):
     """Ten sequences in steps of four: an epoch has two steps on any number of ranks, also if a run resumes."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    rng = torch.Generator().manual_seed(0)
-    (folder / "a").write_bytes(bytes(torch.randint(0, 256, (641,), generator=rng).tolist()))
+    folder = write_bytes(tmp_path / "text", 641)
     settings = {"global_batch": 4, "sequence_size": 1}
-    _, parameters, _ = pools(1).run(1, part_of_run, str(folder), settings, STEPS, None, 0.0)[0]
-    first, _, path = pools(4).run(4, part_of_run, str(folder), settings, 3, None, 0.0)[0]
-    resumed, got, _ = pools(2).run(2, part_of_run, str(folder), settings, STEPS, path, 0.0)[0]
+    _, parameters, _ = pools(1).run(1, part_of_run, folder, settings, STEPS, None, 0.0)[0]
+    first, _, path = pools(4).run(4, part_of_run, folder, settings, 3, None, 0.0)[0]
+    resumed, got, _ = pools(2).run(2, part_of_run, folder, settings, STEPS, path, 0.0)[0]
     assert len(first) == 3 and len(resumed) == 6, "batches of a rank"
     torch.testing.assert_close(got, parameters, rtol=1e-9, atol=1e-12)

@@ -1,4 +1,4 @@
-"""If Lightning inserts a distributed sampler into a loader, samples keep the order of the loader."""
+"""Lightning would shuffle whatever a loader says; with its distributed sampler, samples keep the loader's order."""
 
 import lightning.pytorch as pl
 import pytest
@@ -55,11 +55,12 @@ class Read(pl.Callback):
         self.read.append(batch["index"].tolist())
 
 
-def read(rank, group, strategy, options, direct):
+def read(rank, group, strategy, options, direct, distributed=True):
     """Return the samples of each batch of two epochs on this rank. Strategy None means one device without strategy."""
     world, reader, data = launched(rank), Read(), Plain(options)
     pl.seed_everything(3, verbose=False)
-    built = trainer("auto" if strategy is None else strategy, world, max_epochs=2, callbacks=[reader])
+    sampled = {"use_distributed_sampler": distributed}
+    built = trainer("auto" if strategy is None else strategy, world, max_epochs=2, callbacks=[reader], **sampled)
     model = LongNetLM(pattern=PATTERN, vocab_size=VOCAB, dim=8, depth=1)
     if direct:
         model.sequence_spec = Plain.sequence_spec
@@ -85,8 +86,9 @@ def test_one_data_rank_reads_as_one_device_does(pools, options, direct):
     assert sorted(x for batch in alone for x in batch) == sorted([*range(12), *range(12)])
 
 
-def test_sharded_parameters(pools):
-    results = pools(2).run(2, read, RingDilatedFSDPStrategy(), {"shuffle": False}, False)
+@pytest.mark.parametrize("kind, distributed", [(RingDilatedFSDPStrategy, True), (RingDilatedStrategy, False)])
+def test_sharded_parameters_and_no_distributed_sampler(pools, kind, distributed):
+    results = pools(2).run(2, read, kind(), {"shuffle": False}, False, distributed)
     assert results == [[[x] for x in (*range(12), *range(12))]] * 2
 
 

@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 import lightning_dilated as ld
 
-from .runs import PATTERN, VOCAB, Run, Tokens, launched, trainer
+from .runs import PATTERN, VOCAB, Losses, Run, Tokens, launched, trainer
 
 pytestmark = pytest.mark.full
 TEXTS, MORE = Run(seq_len=40), Run(seq_len=24)
@@ -64,21 +64,13 @@ def test_metrics_by_loader(pools, kind):
     assert two[1] == pytest.approx(one[1], rel=1e-6)
 
 
-class Losses(pl.Callback):
-    def __init__(self):
-        self.values = []
-
-    def on_train_batch_end(self, trainer, *args):
-        self.values.append(float(trainer.callback_metrics["train_loss"]))
-
-
 def fitted(rank, group, loaders, strategy, validates=False):
     """Train on these loaders. Return (losses, final parameters, validation metrics, number of steps)."""
     net, losses = model(), Losses()
     run = trainer(strategy, launched(rank), max_epochs=1, precision="64-true", callbacks=[losses])
     run.fit(net, loaders(), [loader(TEXTS), loader(MORE)] if validates else None)
     values = {name: float(x) for name, x in run.callback_metrics.items() if name.startswith("val")}
-    return losses.values, [p.detach().clone() for p in net.parameters()], values, run.global_step
+    return losses.losses, [p.detach().clone() for p in net.parameters()], values, run.global_step
 
 
 def mapping():
@@ -112,7 +104,7 @@ def sum_of_parts(rank, group):
     terms = [net.loss_terms(part) for part in parts]
     run = trainer("auto", 1, max_steps=1, precision="64-true", callbacks=[losses := Losses()])
     run.fit(net, CombinedLoader({"a": loader(TEXTS), "b": loader(MORE)}))
-    return losses.values[0], float(sum(x for x, _ in terms) / sum(n for _, n in terms))
+    return losses.losses[0], float(sum(x for x, _ in terms) / sum(n for _, n in terms))
 
 
 def test_batches_that_come_together_are_one_mean_over_tokens(pools):

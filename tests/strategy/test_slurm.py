@@ -10,11 +10,7 @@ from ..distributed.forked import run_ranks
 from . import slurm
 
 WHY_NOT = slurm.why_not()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 CHECKOUT = Path(__file__).resolve().parents[2]
 SCRIPT, STEPS = CHECKOUT / "recipes" / "slurm.sbatch", 240
 #: one node with two CPUs runs two ranks

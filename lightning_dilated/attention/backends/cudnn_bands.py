@@ -125,10 +125,7 @@ def _built(
     kinds = cudnn.data_type
     kind = kinds.BFLOAT16 if dtype == torch.bfloat16 else kinds.HALF
     graph = cudnn.pygraph(
-        io_data_type=kind,
-        intermediate_data_type=kinds.FLOAT,
-        compute_data_type=kinds.FLOAT,
-        handle=_handle(device),
+        io_data_type=kind, intermediate_data_type=kinds.FLOAT, compute_data_type=kinds.FLOAT, handle=_handle(device)
     )
     options = {
         "attn_scale": scale,

@@ -117,13 +117,7 @@ class TokenStep:
     """
 
     def __init__(
-        self,
-        model: CausalModel,
-        batch: int,
-        max_length: int,
-        sampling: Sampling,
-        ends: int,
-        device: torch.device,
+        self, model: CausalModel, batch: int, max_length: int, sampling: Sampling, ends: int, device: torch.device
     ) -> None:
         self.caches = model.transformer.new_caches(max_length)
         self.sampling, self.busy = sampling, False
@@ -306,11 +300,7 @@ def forget(model: CausalModel) -> None:
 
 @contextlib.contextmanager
 def token_step(
-    model: CausalModel,
-    tokens: Tensor,
-    longest: int,
-    sampling: Sampling,
-    ends: int,
+    model: CausalModel, tokens: Tensor, longest: int, sampling: Sampling, ends: int
 ) -> Iterator[TokenStep | None]:
     """Yield a step for prompts (B, N) and up to `longest` tokens in total; yield None if it cannot be captured.
 
@@ -327,13 +317,7 @@ def token_step(
         step.busy = False
 
 
-def _step_of(
-    model: CausalModel,
-    tokens: Tensor,
-    longest: int,
-    sampling: Sampling,
-    ends: int,
-) -> TokenStep | None:
+def _step_of(model: CausalModel, tokens: Tensor, longest: int, sampling: Sampling, ends: int) -> TokenStep | None:
     """Return a step of an earlier call, or else a new one; None if a step cannot be captured."""
     device = tokens.device
     if model in _refused or why_not(model, device) is not None:

@@ -83,8 +83,7 @@ def _add_questions(p: argparse.ArgumentParser) -> None:
 
 def _add_samples(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "--tokenizer",
-        help="tokenizer.json, or a folder with one (default: the checkpoint's or folder's, else bytes)",
+        "--tokenizer", help="tokenizer.json, or a folder with one (default: the checkpoint's or folder's, else bytes)"
     )
     p.add_argument(
         "--form",

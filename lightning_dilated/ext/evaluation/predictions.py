@@ -17,7 +17,17 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 
-class PredictionWriter(BasePredictionWriter):
+class WritesInPredict(pl.Callback):
+    """Logs in `validate` and `test` that nothing is written, because a fit's recipe may also serve `predict`."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage in ("validate", "test"):
+            command = TrainerFn(stage).value
+            rank_zero_info(f"{type(self).__name__} writes nothing in `{command}`: run `predict` in place of it")
+
+
+class PredictionWriter(WritesInPredict, BasePredictionWriter):
     """Writes `predictions.csv` into the run folder, batch by batch. If ranks have different samples, each rank writes
     its own `predictions.RANK.csv`; if ranks share a sequence, the first of these ranks writes.
 
@@ -83,24 +93,9 @@ class PredictionWriter(BasePredictionWriter):
             writer.writerows(map(guarded_field, row) for row in zip(*columns.values(), strict=True))
         self._started = True
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log that `validate` writes nothing."""
-        log_predict_only(self, trainer)
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log that `test` writes nothing."""
-        log_predict_only(self, trainer)
-
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._started and trainer.is_global_zero:
             print(f"predictions: {self._target}")
-
-
-def log_predict_only(writer: pl.Callback, trainer: pl.Trainer) -> None:
-    """Log in `validate` and `test` that a writer writes in `predict` only; a fit's recipe may also serve `predict`."""
-    if trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING):
-        command = trainer.state.fn.value
-        rank_zero_info(f"{type(writer).__name__} writes nothing in `{command}`: run `predict` in place of it")
 
 
 def _places(trainer: pl.Trainer, columns: dict[str, list[Any]], dataloader_idx: int) -> dict[str, list[Any]]:

@@ -13,17 +13,7 @@ from lightning_dilated.checkpoint.folder import checked, read_meta, read_tensors
 from lightning_dilated.checkpoint.ranks import RankGroup
 from lightning_dilated.cli.load_model import read_checkpoint, stored_class
 from lightning_dilated.data.tokenizer_files import checked_files, write_files
-from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.pretrained import (
-    config_of,
-    file_arguments,
-    imported,
-    library_of,
-    make_from,
-    plain_arguments,
-    tensors_of,
-    write_folder,
-)
+from lightning_dilated.models import DilatedModule, pretrained
 from lightning_dilated.models.stored import stored_hparams
 
 SUFFIX = ".safetensors"
@@ -35,7 +25,7 @@ def model_config(stored: dict[str, Any], where: str) -> dict[str, Any]:
     Raises:
         ValueError: for arguments that are not plain values, as in `file_arguments`; the message names the file `where`.
     """
-    return {"class_path": stored_class(stored), "init_args": file_arguments(stored_hparams(stored), where)}
+    return {"class_path": stored_class(stored), "init_args": pretrained.file_arguments(stored_hparams(stored), where)}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,13 +72,13 @@ def described(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> t
         TypeError: if JSON cannot represent a hyperparameter.
     """
     config = model_config(meta, str(path))
-    config["init_args"] = plain_arguments(config["init_args"], config["class_path"].rpartition(".")[2])
+    config["init_args"] = pretrained.plain_arguments(config["init_args"], config["class_path"].rpartition(".")[2])
     if meta.get("classes") is not None:
         config["classes"] = meta["classes"]
-    cls = imported(config["class_path"])
+    cls = pretrained.imported(config["class_path"])
     if isinstance(cls, type) and issubclass(cls, DilatedModule):
-        model = make_from(cls, config, tensors, f"the weights of {path} do not fit", {})
-        return config_of(model), tensors_of(model)
+        model = pretrained.make_from(cls, config, tensors, f"the weights of {path} do not fit", {})
+        return pretrained.config_of(model), pretrained.tensors_of(model)
     storages: set[tuple[int, int]] = set()
     unique = {}
     for key, x in tensors.items():
@@ -106,7 +96,7 @@ def run(argv: list[str]) -> None:
         ModuleNotFoundError: if safetensors is not installed.
     """
     args = parser().parse_args(argv)
-    library = library_of("safetensors.torch")  # raise before reading the checkpoint
+    library = pretrained.library_of("safetensors.torch")  # raise before reading the checkpoint
     if args.out.suffix not in ("", SUFFIX) and not args.out.is_dir():
         raise ValueError(f"--out {args.out} must end in {SUFFIX}, or be a folder's name without a suffix.")
     source, tensors, meta = weights(args.checkpoint)
@@ -120,7 +110,7 @@ def run(argv: list[str]) -> None:
         library.save_file(tensors, partial, metadata={"format": "pt", **metadata})
         partial.replace(args.out)
     else:
-        write_folder(args.out, config, tensors)
+        pretrained.write_folder(args.out, config, tensors)
         write_files(args.out, checked_files(meta.get("tokenizer"), str(source)))
     size = sum(x.nbytes for x in tensors.values())
     print(f"{args.out}: {config['class_path']}, {len(tensors)} tensors, {size:,} bytes, from {source}")

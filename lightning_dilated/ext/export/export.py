@@ -121,9 +121,7 @@ def refuse(model: Any, path: Path, max_len: int) -> None:
             "Export a model without it."
         )
     if any(getattr(model, "hashed", ())):
-        raise ValueError(
-            "hashed heads cannot be exported, because they sort their rows: export a model without hashed."
-        )
+        raise ValueError("hashed heads cannot be exported, because they sort rows: export a model without hashed.")
     if getattr(getattr(model, "options", None), "position_encoding", None) == "xpos":
         raise ValueError(f"position_encoding='xpos' cannot be exported. Train the {name} with 'rotary' or 'none'.")
     for needed in ("onnx", "onnxscript", "onnxruntime") if path.suffix == ".onnx" else ():

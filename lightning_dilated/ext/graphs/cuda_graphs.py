@@ -28,16 +28,7 @@ from lightning_dilated.attention.executors.fused import captured
 from lightning_dilated.attention.executors.tables import bits_of
 from lightning_dilated.attention.functional import check_documents
 from lightning_dilated.attention.resolve import check_lengths
-from lightning_dilated.ext._compat.torch import (
-    copy_all,
-    is_traced,
-    memory_users,
-    modules_of,
-    packs_saved_tensors,
-    recording,
-    tensors_of,
-    with_parameters,
-)
+from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.memory.recompute import forget_casts
 from lightning_dilated.models.transformer import Inputs
 from lightning_dilated.pattern.rows import check_bounds
@@ -146,12 +137,7 @@ class Shared:
         return cls(grads, torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
 
 
-def record(
-    compute: Compute,
-    inputs: Inputs,
-    parameters: Sequence[Tensor],
-    shared: Shared,
-) -> Recorded:
+def record(compute: Compute, inputs: Inputs, parameters: Sequence[Tensor], shared: Shared) -> Recorded:
     """Record `compute` for inputs of these shapes; replays read the memory of `inputs`.
 
     Args:
@@ -172,14 +158,14 @@ def record(
             del out
     current.wait_stream(stream)
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with autocast(), recording(forward, stream, shared.pool):
+    with autocast(), compat.recording(forward, stream, shared.pool):
         out = compute(inputs)
     grad = torch.zeros_like(out)
-    with recording(backward, stream, shared.pool):
+    with compat.recording(backward, stream, shared.pool):
         gradients = torch.autograd.grad(out, trained, grad, allow_unused=True)
         of_parameters = gradients[len(gradients) - len(parameters) :]
         pairs = [(to, value) for to, value in zip(shared.grads, of_parameters, strict=True) if value is not None]
-        copy_all([to for to, _ in pairs], [value for _, value in pairs])
+        compat.copy_all([to for to, _ in pairs], [value for _, value in pairs])
     x_grad = gradients[0] if x.requires_grad else None
     used = tuple(value is not None for value in of_parameters)
     return Recorded(inputs, out.detach(), grad, x_grad, used, forward.replay, backward.replay)
@@ -212,15 +198,15 @@ class CudaGraphs:
     def why_not(self, blocks: nn.Module, x: Tensor) -> str | None:
         """Return the reason why a call cannot be replayed; None if it can; "" if there is no need to log the reason."""
         group = active_sequence()
-        if not torch.is_grad_enabled() or is_fake(x) or is_traced() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or is_fake(x) or compat.is_traced() or torch.compiler.is_compiling():
             return ""
         if group is not None and group.ranks > 1:
             return "ranks share its sequence, and what they exchange is planned on the host"
-        if any(map(has_hooks, modules_of(blocks))):
+        if any(map(has_hooks, compat.modules_of(blocks))):
             return "a module of it has hooks, which a replay would leave out"
         if self._open() is not None or not any(p.requires_grad for p in blocks.parameters()):
             return ""  # a backward still needs tensors of the last replay, or nothing is trained
-        if packs_saved_tensors():
+        if compat.packs_saved_tensors():
             return "hooks pack the tensors that it saves, of a checkpoint or an offload around it"
         if captured(x.device):
             return "another CUDA graph records it"
@@ -235,7 +221,7 @@ class CudaGraphs:
     def __call__(self, compute: Compute, blocks: nn.Module, inputs: Inputs) -> Tensor:
         """Return compute(inputs), with gradients; raise ValueError if lengths or bounds exceed the row."""
         inputs = _checked(inputs)
-        modules = modules_of(blocks)
+        modules = compat.modules_of(blocks)
         parameters = self._trained(modules)
         x, documents = inputs.x, documents_of(inputs)
         batch, tokens = x.shape[:2]
@@ -280,7 +266,7 @@ class CudaGraphs:
         leaves = {name: leaf_of[p] for name, p in every if p.requires_grad}
 
         def alone(inputs: Inputs) -> Tensor:
-            with no_sequence(), with_parameters(blocks, leaves):
+            with no_sequence(), compat.with_parameters(blocks, leaves):
                 return compute(inputs)
 
         forget_casts()
@@ -289,7 +275,7 @@ class CudaGraphs:
 
     def _trained(self, modules: list[nn.Module]) -> list[nn.Parameter]:
         """Return the trained parameters. Delete all records if tensors, trained parameters or settings changed."""
-        parameters, buffers = tensors_of(modules)
+        parameters, buffers = compat.tensors_of(modules)
         held = [(x.data_ptr(), x.shape, x.dtype, x.requires_grad) for x in (*parameters, *buffers)]
         settings = [[m.__dict__.get(name) for name in SETTINGS] for m in modules]
         weights, trained = (held, settings), [p for p in parameters if p.requires_grad]
@@ -336,7 +322,7 @@ class CudaGraphs:
         for p, x in zip(parameters, shared, strict=True):
             if p.grad is not None and p.grad.data_ptr() == x.data_ptr():
                 p.grad.data = p.grad.clone()
-        earlier = {i: x.clone() for i, x in enumerate(shared) if memory_users(x) > 1}  # for torch.autograd.grad
+        earlier = {i: x.clone() for i, x in enumerate(shared) if compat.memory_users(x) > 1}  # for torch.autograd.grad
         _fill(recorded.grad, grad)
         recorded.backward()
         grads = [x.detach() if used else None for x, used in zip(shared, recorded.used, strict=True)]

@@ -1,13 +1,14 @@
 """Estimate the time and memory of a training step on any number of GPUs, and the longest sequence that fits.
 
-The times in `h200.json` were measured on one H200 with compiled blocks by benchmarks/step_parts.py, except for
-`long_forward` and `long_backward`: these are published numbers, 413 and 433 TFLOP/s of cuDNN on an H100 (arXiv
-2407.08608, head dim 64, 16,384 rows). Whole steps reach these speeds; short calls alone reached 487 and 438 TFLOP/s
-(benchmarks/results/2026-11-26_h200.md). docs/planning.md describes how times are scaled. A recurrence adds the time of
-its rule, measured on an H100 (`h100_recurrence.json`) and scaled by FLOPs. The time of other kernels of recurrences and
-short convolutions is computed from the bytes that they move. Lookups of hashed heads have a time for each row and each
-lookup, and ranks wait for all of their rows.
-`planning.ranks` adds waits between ranks.
+The times in `h200.json` were measured on one H200 with compiled blocks by benchmarks/step_parts.py. In a step, the same
+kernels take longer, so attention's times have a factor of 1.11 and `rest` has 1.03 (traces in
+benchmarks/results/2026-11-28_h200_two_third.md). `long_forward` and `long_backward` are published numbers, 413 and 433
+TFLOP/s of cuDNN on an H100 (arXiv 2407.08608, head dim 64, 16,384 rows). Whole steps reach these speeds; short calls
+alone reached 487 and 438 TFLOP/s (benchmarks/results/2026-11-26_h200.md). docs/planning.md describes how times are
+scaled. A recurrence adds the time of its rule, measured on an H100 (`h100_recurrence.json`) and scaled by FLOPs. The
+time of other kernels of recurrences and short convolutions is computed from the bytes that they move. Lookups of
+hashed heads have a time for each row and each lookup, and ranks wait for all of their rows. `planning.ranks` adds waits
+between ranks.
 
 Shape letters: N tokens of the sequence, R ranks, L tokens of a rank, D head dim.
 """
@@ -72,18 +73,17 @@ LOSS_FORWARD, LOSS_BACKWARD = 5, 4
 TILE_SUM, TILE_SUM_CAST = 12, 6
 #: passes over a block's hidden states, measured on an H200 (benchmarks/results/2026-11-22_h200_longest.md): norm and
 #: products of a window of heads, their gradients, and further passes if there are several windows, or tiles
-WINDOW_FORWARD, WINDOW_BACKWARD, WINDOWS, TILES = 4, 8, 17, 53
+WINDOW_FORWARD, WINDOW_BACKWARD, WINDOWS, TILES = 4, 8, 17, 38
 #: fields of a Machine with seconds that are proportional to the number of heads
 LINES = ("arrive_forward", "arrive_backward", "pack", "add", "few_forward", "few_backward")
 #: fields in `LINES` for work that only moves memory
 MOVES = LINES[2:]
-FILE = Path(__file__).with_name("h200.json")
 
 
 @functools.cache
 def measured_machine() -> Machine:
     """Load the times that were measured on one H200 for a model with 12 blocks of width 768."""
-    return Machine.load(FILE)
+    return Machine.load(Path(__file__).with_name("h200.json"))
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,7 @@ from torch import Tensor, nn
 
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.ext.pooled.pooled_model import (
-    PooledModule,
-    check_lengths,
-    checked_by_all,
-    first_token,
-)
+from lightning_dilated.ext.pooled.pooled_model import PooledModule, check_lengths, checked_by_all, first_token
 from lightning_dilated.ext.pooled.samples import check_documents
 from lightning_dilated.models.documents import Documents, check_mapping, mean_token
 from lightning_dilated.models.transformer import init_weights
@@ -147,9 +142,7 @@ class LongNetClassifier(PooledModule):
         if self.input not in batch:
             raise ValueError(f"the batch holds {list(batch)}, but no {self.input} for this model.")
         if not isinstance(batch[self.input], Tensor):
-            raise TypeError(
-                f"{self.input} must be a tensor, got a {type(batch[self.input]).__name__}: convert the entry."
-            )
+            raise TypeError(f"{self.input} must be a tensor, got a {type(batch[self.input]).__name__}: convert it.")
         check_documents(batch, len(batch[self.input]), 1, "a sample has at least one token")
         x, blank = batch[self.input], _blank_in_front(batch.get("coords"), batch.get("cu_seqlens"))
         if blank:

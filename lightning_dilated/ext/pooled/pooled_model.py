@@ -164,9 +164,7 @@ class PooledModule(TransformerModel):
             ValueError: for a model that only makes embeddings.
         """
         if self.task is None:
-            raise ValueError(
-                f"this {type(self).__name__} has no task, so it is not trained: give it a task to plan for."
-            )
+            raise ValueError(f"this {type(self).__name__} has no task and is not trained: give it a task to plan for.")
         if self.task == "survival":
             return {"label": torch.ones(1, 2)}
         count = self.num_classes or 1

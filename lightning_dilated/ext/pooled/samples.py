@@ -80,9 +80,7 @@ def check_documents(batch: Mapping[str, Any], rows: int, least: int, what: str) 
             f"{bounds.dtype} and a batch of {rows}."
         )
     if batch.get("lengths") is not None:
-        raise ValueError(
-            "the batch holds lengths (padded samples) and cu_seqlens (packed ones): leave one of them out."
-        )
+        raise ValueError("the batch holds lengths (padded samples) and cu_seqlens (packed ones): leave one out.")
     sizes = bounds.diff().tolist()
     for i, n in enumerate(sizes):
         if n < least:

@@ -236,9 +236,7 @@ def survival_head(dim: int, bins: int | None, loss: str, edges: Sequence[float] 
     one_of(loss, "survival_loss", LOSSES)
     if loss == "cox":
         if bins is not None or edges is not None:
-            raise ValueError(
-                "survival_loss='cox' has one risk and no bins of time: leave num_classes and time_bins out."
-            )
+            raise ValueError("survival_loss='cox' has one risk and no time bins: leave num_classes and time_bins out.")
         return CoxHead(dim)
     bins = (BINS if edges is None else len(edges) + 1) if bins is None else integer(bins, "num_classes", 2)
     return HazardHead(dim, bins, check_edges(edges, bins))

@@ -149,9 +149,7 @@ def launched() -> tuple[int, int, int] | None:
         return None
     if not all(x and x.isdigit() for x in values):
         settings = ", ".join(f"{name}={x}" for name, x in zip(LAUNCHED, values, strict=True))
-        raise ValueError(
-            f"{settings}: set all of {', '.join(LAUNCHED)} to numbers, as torchrun does, or set none of them."
-        )
+        raise ValueError(f"{settings}: set all of {', '.join(LAUNCHED)} to numbers, as torchrun does, or set none.")
     return tuple(map(int, values))
 
 

@@ -98,9 +98,7 @@ class CommunicationProfiler(pl.Callback):
                 "'ring_dilated_fsdp', or leave the callback out."
             )
         if sum(isinstance(x, CommunicationProfiler) for x in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ValueError(
-                "use one CommunicationProfiler per Trainer: a second one would replace the first one's clock."
-            )
+            raise ValueError("use one CommunicationProfiler per Trainer: a second one would replace its clock.")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reset all numbers. Every fit has a new channel, because an earlier fit may have left messages unread."""

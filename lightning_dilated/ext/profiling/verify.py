@@ -238,11 +238,7 @@ class _Rank:
 
 
 def run_ranks(
-    ranks: int,
-    job: Callable[..., Iterator[Any]],
-    *args: Any,
-    device: str = "cpu",
-    timeout: float = 300.0,
+    ranks: int, job: Callable[..., Iterator[Any]], *args: Any, device: str = "cpu", timeout: float = 300.0
 ) -> list[list[Any]]:
     """Run job(rank, device, *args) on R ranks, a torch.distributed world, and return the values that each rank yields.
 

@@ -14,19 +14,7 @@ from torch import Tensor
 
 from lightning_dilated._ops import Op
 from lightning_dilated.attention.context import find_context
-from lightning_dilated.ext.recurrence.op import (
-    CALLER,
-    GRADIENTS,
-    REMEDY,
-    ROWS,
-    RecurrenceSpec,
-    fake_backward,
-    fake_forward,
-    part_backward,
-    part_forward,
-    rule_flops,
-    twice_rule_flops,
-)
+from lightning_dilated.ext.recurrence import op
 from lightning_dilated.ext.recurrence.parts import Part
 from lightning_dilated.memory.recompute import KEPT
 from lightning_dilated.recurrence import RecurrentState
@@ -45,7 +33,7 @@ class _Chunk:
         layer, self.number = place.tolist()
         self.stream: Stream = find_context(stream)
         self.states = self.stream.states_of(layer)
-        kind, segment, *_ = RecurrenceSpec.decode(spec)
+        kind, segment, *_ = op.RecurrenceSpec.decode(spec)
         self.settings = {"kind": kind, "segment": segment, "sequence": self.stream.group}
         shard = self.stream.shard
         span = range(shard.begin(self.number), min(shard.begin(self.number + 1), shard.stop))
@@ -61,7 +49,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta:
     """Return the output (B, L, H, D). In the first pass over the stream, store the state for the next chunk."""
     tensors, chunk = (q, k, v, log_decay, beta), _Chunk(len(q), *extra)
     with no_sequence():
-        out, after = part_forward(chunk.part, tensors, chunk.before(tensors), chunk.settings)
+        out, after = op.part_forward(chunk.part, tensors, chunk.before(tensors), chunk.settings)
     if chunk.stream.rising:
         chunk.states.leave(chunk.number, after.detach(), chunk.stream.exact)
     return out
@@ -73,7 +61,7 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     exact, before = chunk.stream.exact, chunk.before(tensors)
     later = chunk.states.pop_grad(chunk.number) if exact else None
     with no_sequence():
-        results, earlier = part_backward(chunk.part, tensors, before, chunk.settings, grad, later)
+        results, earlier = op.part_backward(chunk.part, tensors, before, chunk.settings, grad, later)
     if exact:
         chunk.states.store_grad(chunk.number, [x.clone() for x in earlier])
     return results
@@ -82,14 +70,14 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
 _EXTRA = "Tensor place, str stream, str spec"
 _OP = Op(
     "chunk_recurrence",
-    schemas=(f"({ROWS}, {_EXTRA}) -> Tensor", f"(Tensor grad, {ROWS}, {_EXTRA}) -> {GRADIENTS}"),
-    caller=CALLER,
-    remedy=REMEDY,
+    schemas=(f"({op.ROWS}, {_EXTRA}) -> Tensor", f"(Tensor grad, {op.ROWS}, {_EXTRA}) -> {op.GRADIENTS}"),
+    caller=op.CALLER,
+    remedy=op.REMEDY,
     run=(run_forward, run_backward),
-    fake=(fake_forward, fake_backward),
+    fake=(op.fake_forward, op.fake_backward),
     saves=lambda args, out: (args[:-2], args[-2:]),
     arguments=lambda grad, saved, extra: (grad, *saved, *extra),
-    flops=(rule_flops, twice_rule_flops),
+    flops=(op.rule_flops, op.twice_rule_flops),
 )
 CHUNK, CHUNK_BACKWARD = _OP.forward, _OP.backward
 KEPT.append(CHUNK)

@@ -140,12 +140,7 @@ def gated_delta(
 
 
 def held_bytes(
-    tokens: int,
-    heads: tuple[int, int],
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    backward: bool,
-    cut: bool = True,
+    tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, backward: bool, cut: bool = True
 ) -> int | None:
     """Return the kernels' peak bytes in addition to a call's inputs and results, or None if they do not serve the call.
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_dilated._validation import flag, integer, one_of
-from lightning_dilated.ext.evaluation.predictions import log_predict_only
+from lightning_dilated.ext.evaluation.predictions import WritesInPredict
 from lightning_dilated.ext.slides.encoder import SlideEncoder
 from lightning_dilated.ext.slides.files import slide_name
 from lightning_dilated.ext.slides.heat_maps import write_heat_map
@@ -25,7 +25,7 @@ from lightning_dilated.ext.slides.module import SlideDataModule
 THUMBNAILS = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
 
 
-class AttentionWriter(pl.Callback):
+class AttentionWriter(WritesInPredict):
     """Writes `attention/SLIDE_ID.npz` into the run folder for every slide that a SlideEncoder predicts, with the arrays
     `attention` (T,), or (T, H) with heads="all", and `coords` (T, 2), both in the order in which the tiles were read.
     Also writes `attention/SLIDE_ID.png`, a heat map (`data.write_heat_map`; the mean over all heads).
@@ -81,14 +81,6 @@ class AttentionWriter(pl.Callback):
             raise ValueError(f"AttentionWriter has layer={self.layer}, but the model has {pl_module.depth} layers.")
         self._grounds = {} if self.thumbnails is None else self._find_thumbnails(Path(self.thumbnails), trainer)
         self._folder = Path(self.path or Path(trainer.log_dir or trainer.default_root_dir) / "attention")
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log that `validate` writes nothing."""
-        log_predict_only(self, trainer)
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log that `test` writes nothing."""
-        log_predict_only(self, trainer)
 
     def _find_thumbnails(self, where: Path, trainer: Any) -> dict[str, tuple[Path, tuple[int, int]]]:
         """Return {slide: (thumbnail, the slide's size)} of the slides to be predicted."""

@@ -80,9 +80,7 @@ def chosen_layers(layer: Any, depth: int) -> list[int]:
     if isinstance(layer, str) and layer == "all":
         return list(range(depth))
     if isinstance(layer, bool) or not hasattr(layer, "__index__") or not -depth <= index(layer) < depth:
-        raise ValueError(
-            f"layer must be 'all' or a number from {-depth} to {depth - 1} (-1 is the last), got {layer!r}."
-        )
+        raise ValueError(f"layer must be 'all' or a number from {-depth} to {depth - 1} (-1: the last), got {layer!r}.")
     return [index(layer) % depth]
 
 

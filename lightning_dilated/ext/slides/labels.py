@@ -39,13 +39,7 @@ class Columns:
     @property
     def named(self) -> dict[str, str | None]:
         """Return {option: column} for all columns but the split's, which may be "auto"."""
-        return {
-            "slide_column": self.slide,
-            "label_column": self.label,
-            "group_column": self.group,
-            "time_column": self.time,
-            "event_column": self.event,
-        }
+        return {f"{name}_column": column for name, column in vars(self).items() if name != "split"}
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,12 @@ from torch import Tensor
 
 from lightning_dilated._compat.cpython import avoid_frame_chunk_edge
 from lightning_dilated._device import send
+from lightning_dilated.attention import resolve
 from lightning_dilated.attention.backends import Request, triton_up_to
 from lightning_dilated.attention.context import OpCall
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors.remote import RowExchange
 from lightning_dilated.attention.ranks import compare, for_passes, record_planned
-from lightning_dilated.attention.resolve import (
-    Resolved,
-    find_documents,
-    has_varying_length,
-    head_window,
-    local_executor,
-    local_pairs,
-    local_spans,
-)
 from lightning_dilated.attention.spans import Span
 from lightning_dilated.attention.spec import CallSpec
 from lightning_dilated.ext.streams.carried_rows import CarryPlan, chunk_problem, exchanged
@@ -111,14 +103,14 @@ def chunk_part(
             f"chunk {chunk} of {stream.seq_len} tokens has {len(tokens)} tokens, {tokens.start} to {tokens.stop - 1}; got "
             f"{shape[1]}."
         )
-    window, pieces = head_window(spec, shape[2], kv_heads), stream.documents
+    window, pieces = resolve.head_window(spec, shape[2], kv_heads), stream.documents
     if pieces is None:
-        every = find_documents(shape[0], stream.seq_len, *documents, spec)
+        every = resolve.find_documents(shape[0], stream.seq_len, *documents, spec)
         pieces = tuple(Document(s.batch, s.batches, s.start, s.start + s.length) for s in every)
     problem = chunk_problem(*window[:3], pieces, stream.shard, window.heads)
     # attention is causal, so the chunk's own blocks need documents only up to the end of the chunk
     documents_until = [replace(d, stop=min(d.stop, tokens.stop)) for d in pieces if d.start < tokens.stop]
-    return ChunkPart(tokens, problem, local_spans(documents_until, [tokens]))
+    return ChunkPart(tokens, problem, resolve.local_spans(documents_until, [tokens]))
 
 
 def chunk_pairs(
@@ -132,10 +124,10 @@ def chunk_pairs(
     """Count the (query, key) pairs of this rank's queries in a chunk; see `chunk_part` for the arguments."""
     part = chunk_part(stream, spec, shape, kv_heads, documents, chunk)
     joint = sum(x.pairs for x in piece_requests(part.problem, part.positions))
-    return local_pairs(head_window(spec, shape[2], kv_heads), spec.causal, part.local) + joint
+    return resolve.local_pairs(resolve.head_window(spec, shape[2], kv_heads), spec.causal, part.local) + joint
 
 
-def resolve_chunk(stream: Stream, call: OpCall) -> tuple[Resolved, int]:
+def resolve_chunk(stream: Stream, call: OpCall) -> tuple[resolve.Resolved, int]:
     """Return the `Resolved` of a call on this rank, and the dropout seed that all ranks of the chunk share."""
     assert call.place is not None, "a chunk has a place in a stream"
     (layer, chunk), agreed, key, spec = call.place.tolist(), None, call.key, call.spec
@@ -153,8 +145,8 @@ def resolve_chunk(stream: Stream, call: OpCall) -> tuple[Resolved, int]:
     rows = stream.rows_of(layer, spec.window[0] if spec.window else 0)
     executor = Chunked(exchange, route, rows, chunk, stream.rising)
     if agreed is None:
-        return Resolved(executor), call.seed
-    return Resolved(executor, planned=planned, number=agreed.number), agreed.seed
+        return resolve.Resolved(executor), call.seed
+    return resolve.Resolved(executor, planned=planned, number=agreed.number), agreed.seed
 
 
 def _chunk_call(
@@ -164,10 +156,10 @@ def _chunk_call(
     q, k, spec = call.q, call.k, call.spec
     part = chunk_part(stream, spec, q.shape, k.shape[2], call.documents, chunk)
     problem, request = part.problem, Request.of(q, spec.dropout, spec.scale)
-    request = replace(request, changing=has_varying_length(part.local, q.shape[1]))
+    request = replace(request, changing=resolve.has_varying_length(part.local, q.shape[1]))
     max_triton_pairs = triton_up_to(spec.engine, replace(request, changing=True))  # the number of carried rows varies
-    window = head_window(spec, q.shape[2], k.shape[2])
-    blocks, local = local_executor(spec, request, window, part.local, q.shape, max_triton_pairs)
+    window = resolve.head_window(spec, q.shape[2], k.shape[2])
+    blocks, local = resolve.local_executor(spec, request, window, part.local, q.shape, max_triton_pairs)
     route = chunk_route(stream.plan_of(problem, layer), chunk, q.device)
     if group is None or not route.exchange.rounds:
         return RowExchange(blocks, local, route.exchange, (None, None)), route, None

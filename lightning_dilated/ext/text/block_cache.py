@@ -67,9 +67,7 @@ def opened(path: Path, root: Path, flags: int = os.O_RDONLY) -> int:
     handle = os.open(within(path, root), flags | extra, 0o600)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(
-            errno.EINVAL, "is no regular file: remove it, or name another folder in data.cache_dir", str(path)
-        )
+        raise OSError(errno.EINVAL, "is no regular file: remove it or name another folder in data.cache_dir", str(path))
     return handle
 
 
@@ -101,7 +99,7 @@ def private_folder(folder: Path, root: Path | None = None) -> None:
             raise FileExistsError(
                 f"data.cache_dir {folder}: {path} is not a folder; name another in data.cache_dir"
             ) from error
-        except (PermissionError, OSError) as error:
+        except OSError as error:
             if not path.is_dir():
                 raise type(error)(
                     error.errno, f"data.cache_dir {folder} cannot be made; name another in data.cache_dir", str(path)

@@ -132,7 +132,34 @@ class PackedReaders:
             epoch_pass, first = epoch_pass + 1, 0
 
 
-class StreamedRows(Dataset):
+class PackedRows(Dataset):
+    """Packed rows by number."""
+
+    #: identifies the source and all settings that rows depend on
+    identity: str
+
+    def _row(self, index: int) -> dict[str, torch.Tensor]:
+        raise TypeError(f"{type(self).__name__} must define _row(index).")
+
+    def fingerprint(self) -> str:
+        return self.identity
+
+    def length_of(self, index: int) -> int:
+        """Read a row and return its number of tokens. Raises IndexError if there is no such row."""
+        return len(self._row(index)["tokens"])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return {"tokens": (N,) int64, "labels": (N,) int64, "cu_seqlens": (D + 1,) int32, "index": row number}."""
+        return {**self._row(index), "index": index}
+
+    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
+        """Return the tokens and labels of a row at `ranges`, with the bounds of its documents in the whole row."""
+        row, empty = self[index], torch.empty(0, dtype=torch.int64)
+        parts = {name: [row[name][x.start : x.stop : x.step] for x in ranges] for name in ("tokens", "labels")}
+        return {**row, **{name: torch.cat([empty, *values]) for name, values in parts.items()}}
+
+
+class StreamedRows(PackedRows):
     """The rows of an epoch by number. Rows should be read in order; any other order is correct but slow.
 
     The position of each row is recorded in `folder`, so that workers of a later epoch, and a resumed run, need not
@@ -142,7 +169,7 @@ class StreamedRows(Dataset):
         source: the source of rows.
         epoch_rows: number of rows of an epoch; the next epoch continues with the rows after them.
         folder: folder of the recorded positions, one file per reader; valid for this source only.
-        identity: identifies the source and all settings that rows depend on.
+        identity: see `PackedRows`.
     """
 
     def __init__(self, source: PackedReaders, epoch_rows: int, folder: Path, identity: str) -> None:
@@ -157,24 +184,9 @@ class StreamedRows(Dataset):
     def __len__(self) -> int:
         return self.epoch_rows
 
-    def fingerprint(self) -> str:
-        return self.identity
-
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch; row numbers then count from its beginning."""
         self.epoch = epoch
-
-    def length_of(self, index: int) -> int:
-        """Read a row and return its number of tokens. Raises IndexError if there is no such row."""
-        return len(self._row(index)["tokens"])
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return {"tokens": (N,) int64, "labels": (N,) int64, "cu_seqlens": (D + 1,) int32, "index": row number}."""
-        return {**self._row(index), "index": index}
-
-    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """Return the tokens of a row at `ranges`, with the bounds of its documents in the whole row."""
-        return at_positions({**self._row(index), "index": index}, ranges)
 
     def _row(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
@@ -223,7 +235,7 @@ class StreamedRows(Dataset):
         return (0, Position()) if not len(known) else (int(known[-1]), Position(*notes[known[-1], 1:].tolist()))
 
 
-class InMemoryRows(Dataset):
+class InMemoryRows(PackedRows):
     """A few rows in memory, for validation."""
 
     def __init__(self, rows: list[dict[str, torch.Tensor]], identity: str) -> None:
@@ -232,24 +244,8 @@ class InMemoryRows(Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def fingerprint(self) -> str:
-        return self.identity
-
-    def length_of(self, index: int) -> int:
-        return len(self.rows[index]["tokens"])
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {**self.rows[index], "index": index}
-
-    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        return at_positions(self[index], ranges)
-
-
-def at_positions(row: dict[str, Any], ranges: tuple[range, ...]) -> dict[str, Any]:
-    """Select the tokens and labels of a row at `ranges`; document bounds still refer to the whole row."""
-    parts = {name: [row[name][x.start : x.stop : x.step] for x in ranges] for name in ("tokens", "labels")}
-    empty = torch.empty(0, dtype=torch.int64)
-    return {**row, **{name: torch.cat([empty, *values]) for name, values in parts.items()}}
+    def _row(self, index: int) -> dict[str, torch.Tensor]:
+        return self.rows[index]
 
 
 class StreamedDataModule(SplitDataModule):

@@ -30,12 +30,6 @@ _BLOCK = 1 << 24
 LONGEST = 1 << 28
 
 
-class Digest(Protocol):
-    """A hash object of hashlib."""
-
-    def update(self, data: bytes, /) -> None: ...
-
-
 class Rows(Protocol):
     """Rows that are read by their number."""
 
@@ -47,8 +41,8 @@ class Rows(Protocol):
         """Return the location of a row, for errors."""
         ...
 
-    def hash_into(self, digest: Digest) -> None:
-        """Update a digest with the content of all rows."""
+    def content(self) -> Iterator[bytes]:
+        """Yield the content of all rows, for a digest."""
         ...
 
 
@@ -219,10 +213,10 @@ class JsonLines:
                 '{"messages": [...]}'
             ) from None
 
-    def hash_into(self, digest: Digest) -> None:
+    def content(self) -> Iterator[bytes]:
         with open(self.path, "rb") as file:
             while block := file.read(_BLOCK):
-                digest.update(block)
+                yield block
 
 
 class JsonArray:
@@ -246,8 +240,8 @@ class JsonArray:
     def where(self, number: int) -> str:
         return f"{self.path}, entry {number:,} (counted from 0)"
 
-    def hash_into(self, digest: Digest) -> None:
-        digest.update(json.dumps(self._rows).encode())
+    def content(self) -> Iterator[bytes]:
+        yield json.dumps(self._rows).encode()
 
 
 @dataclass
@@ -273,9 +267,9 @@ class LoadedRows:
     def where(self, number: int) -> str:
         return f"{self.name}, row {number:,} (counted from 0)"
 
-    def hash_into(self, digest: Digest) -> None:
-        for _, row in each(self):
-            digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
+    def content(self) -> Iterator[bytes]:
+        for number in range(len(self)):
+            yield json.dumps(self[number], sort_keys=True, default=repr).encode() + b"\n"
 
 
 class JoinedRows:
@@ -300,11 +294,6 @@ class JoinedRows:
         part, inside = self._place(number)
         return part.where(inside)
 
-    def hash_into(self, digest: Digest) -> None:
+    def content(self) -> Iterator[bytes]:
         for part in self.parts:
-            part.hash_into(digest)
-
-
-def each(rows: Rows) -> Iterator[tuple[int, Any]]:
-    """Return an iterator of (number, row), in order."""
-    return ((i, rows[i]) for i in range(len(rows)))
+            yield from part.content()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import os
 import re
 import time
@@ -264,17 +265,14 @@ class RemoteFiles:
 
     def _retried(self, url: str, request: Callable[[], Result]) -> Result:
         """Return the result of a request after at most TRIES tries. Raises the errors that `explained` returns."""
-        wait = WAIT
-        for attempt in range(TRIES):
+        for attempt in itertools.count(1):
             try:
                 return request()
             except Exception as error:  # every store has its own errors
                 final = isinstance(error, _FINAL) or type(error).__name__ in _NO_LOGIN
-                if final or attempt + 1 == TRIES:
+                if final or attempt == TRIES:
                     raise explained(url, error) from error
-            time.sleep(wait)
-            wait *= 2
-        raise AssertionError("not reached")
+            time.sleep(WAIT * 2 ** (attempt - 1))
 
 
 class RemoteBytes:
@@ -300,9 +298,6 @@ class RemoteFile(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]

@@ -13,16 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dilated.data.sampler import MARK
 from lightning_dilated.ext.files.files import ByteStream, collect_files, paths_hint
-from lightning_dilated.ext.text.records import (
-    SUFFIXES,
-    LoadedRows,
-    Rows,
-    is_saved,
-    load,
-    load_parquet,
-    open_rows,
-    without_fillers,
-)
+from lightning_dilated.ext.text import records
 
 #: number of rows per batch from a stream of `datasets`
 _AT_ONCE = 16
@@ -41,7 +32,7 @@ class Readers(Protocol):
 class NumberedReaders:
     """Readers of a source with numbered rows: reader i reads only the rows i, i + S, i + 2S, ..."""
 
-    def __init__(self, rows: Rows, count: int, name: str) -> None:
+    def __init__(self, rows: records.Rows, count: int, name: str) -> None:
         if len(rows) < count:
             raise ValueError(
                 f"data.{name} has {len(rows):,} rows, but each of {count:,} readers needs at least one: lower "
@@ -86,7 +77,7 @@ def _each(dataset: Any) -> Iterator[dict[str, Any]]:
     """Yield all rows of a streaming dataset. Its own `__iter__` would split the rows among a loader's workers."""
     for batch in dataset.iter(batch_size=_AT_ONCE):
         for values in zip(*batch.values(), strict=True):
-            yield without_fillers(dict(zip(batch, values, strict=True)), dataset.features)
+            yield records.without_fillers(dict(zip(batch, values, strict=True)), dataset.features)
 
 
 def open_readers(sources: list[str] | dict[str, Any], name: str, count: int) -> tuple[Readers, str]:
@@ -95,24 +86,24 @@ def open_readers(sources: list[str] | dict[str, Any], name: str, count: int) -> 
     Raises: OSError or ValueError with the file and the remedy; ModuleNotFoundError if `datasets` is needed and missing.
     """
     if isinstance(sources, dict):
-        saved = is_saved(str(sources["path"]))
-        loaded = load(sources if saved else {**sources, "streaming": True}, name)
+        saved = records.is_saved(str(sources["path"]))
+        loaded = records.load(sources if saved else {**sources, "streaming": True}, name)
         about = f"{json.dumps(sources, sort_keys=True, default=str)} {getattr(loaded, 'split', None)}"
         splits = {k: v.num_examples for k, v in (loaded.info.splits or {}).items()}
         print_of = f"{about}{MARK}{sorted(splits.items())} {loaded.info.download_size}"
         if saved:
-            return NumberedReaders(LoadedRows(loaded, str(sources["path"])), count, name), print_of
+            return NumberedReaders(records.LoadedRows(loaded, str(sources["path"])), count, name), print_of
         return StreamReaders(loaded, count, str(sources["path"])), print_of
-    saved_parts = [x for x in sources if is_saved(x)]
-    files = collect_files(sources, None if saved_parts else SUFFIXES, paths_hint(name))
+    saved_parts = [x for x in sources if records.is_saved(x)]
+    files = collect_files(sources, None if saved_parts else records.SUFFIXES, paths_hint(name))
     digest = ByteStream(files)
     print_of = f"{digest.fingerprint()}{MARK}{digest.content()}"
     tables = [x for x in files if x.endswith(".parquet")]
     if not tables or saved_parts:
-        return NumberedReaders(open_rows(sources, name), count, name), print_of
+        return NumberedReaders(records.open_rows(sources, name), count, name), print_of
     if len(tables) < len(files):
         other = next(x for x in files if x not in tables)
         raise ValueError(
             f"data.{name} holds Parquet, which is read as a stream, and {other}, which is not: pass files of one kind"
         )
-    return StreamReaders(load_parquet(tables, streaming=True), count, f"data.{name}"), print_of
+    return StreamReaders(records.load_parquet(tables, streaming=True), count, f"data.{name}"), print_of

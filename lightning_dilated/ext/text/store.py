@@ -23,7 +23,7 @@ from lightning_dilated.data.sampler import MARK
 from lightning_dilated.ext.text.block_cache import cache_root, locked, opened, private_folder, read_bytes, within
 from lightning_dilated.ext.text.documents import RangedSamples
 from lightning_dilated.ext.text.messages import conversation
-from lightning_dilated.ext.text.records import Rows, each
+from lightning_dilated.ext.text.records import Rows
 from lightning_dilated.ext.text.template import ChatTokenizer
 
 #: version of the file format
@@ -98,7 +98,8 @@ def encoded(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str, cache
 def _key(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str) -> str:
     """Return a digest of everything that determines the tokens, including the content of every row."""
     digest = hashlib.blake2b(f"{VERSION} {learn} {column} {tokenizer.digest()}".encode(), digest_size=16)
-    rows.hash_into(digest)
+    for part in rows.content():
+        digest.update(part)
     return digest.hexdigest()
 
 
@@ -112,8 +113,8 @@ def _whole(folder: Path) -> bool:
 
 
 def _samples(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for number, row in each(rows):
-        yield tokenizer.tokens(conversation(row, rows.where(number), column), learn)
+    for number in range(len(rows)):
+        yield tokenizer.tokens(conversation(rows[number], rows.where(number), column), learn)
 
 
 def _write(folder: Path, samples: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:

@@ -25,9 +25,7 @@ def tokenize_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("lightning-dilated tokenize", description=about)
     p.add_argument("--tokenizer", required=True, help="a tokenizer.json of Hugging Face's tokenizers")
     p.add_argument("--out", required=True, help="the file to write, in .bin")
-    p.add_argument(
-        "--eos_token", help="token after each document (default: the tokenizer's special token, if it has one)"
-    )
+    p.add_argument("--eos_token", help="token after each document (default: the tokenizer's special token, if any)")
     p.add_argument("--no_documents", action="store_true", help="write no ends of documents: one text after another")
     p.add_argument("inputs", nargs="+", metavar="FILE", help="files, directories or globs")
     return p

@@ -23,17 +23,8 @@ from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.ext.decoding.sampling import Sampling, stop_tokens
-from lightning_dilated.ext.transformers import adapter_folders
+from lightning_dilated.ext.transformers import adapter_folders, batches
 from lightning_dilated.ext.transformers.adapter_folders import is_folder, stored_config
-from lightning_dilated.ext.transformers.batches import (
-    check_batch,
-    check_generation,
-    check_lengths,
-    check_padding,
-    check_positions,
-    check_prompts,
-    step_arguments,
-)
 from lightning_dilated.ext.transformers.kinds import other_code, refuse_other_code, refuse_states, refuse_without_heads
 from lightning_dilated.ext.transformers.layers import DecoderLayers, layers_of
 from lightning_dilated.ext.transformers.lora import add_adapters, check_targets, keep_wide, wide_adapters
@@ -237,7 +228,7 @@ class HFCausalLM(WithTokenizer):
             length = int(bounds.diff().max())
         if not is_fake(tokens):  # a plan's tokens have no values
             self._check_length(length)
-            check_lengths(batch.get("lengths"), tokens, length)
+            batches.check_lengths(batch.get("lengths"), tokens, length)
         shared = group is not None and group.ranks > 1
         if agreed is not None and 0 in agreed.lengths:
             raise ValueError(
@@ -253,11 +244,11 @@ class HFCausalLM(WithTokenizer):
 
     def _check_batch(self, batch: Any, labels: bool = False) -> None:
         """Raise for an invalid batch of tokens, on every rank of the sequence."""
-        checked_on_all(check_batch, batch, self.vocab_size, labels)
+        checked_on_all(batches.check_batch, batch, self.vocab_size, labels)
 
     def _check_length(self, length: int) -> None:
         """Raise for sequences longer than the model's positions allow; warn if they are longer than in its training."""
-        check_positions(self.decoder, length)
+        batches.check_positions(self.decoder, length)
         if not self._length_checked and (warning := length_warning(self.config, length)) is not None:
             self._length_checked = True
             rank_zero_warn(warning)
@@ -363,7 +354,7 @@ class HFCausalLM(WithTokenizer):
                 transformers refuses.
         """
         self._check_prompts(tokens)
-        check_generation(self.decoder, tokens, options, has_pattern(self.decoder))
+        batches.check_generation(self.decoder, tokens, options, has_pattern(self.decoder))
         if (
             has_pattern(self.decoder)
             and options.get("use_cache", True)
@@ -407,14 +398,14 @@ class HFCausalLM(WithTokenizer):
         """
         sampling, ends = Sampling(temperature, top_k, top_p), stop_tokens(stop, self.vocab_size)
         self._check_prompts(tokens)
-        check_padding(attention_mask, tokens)
-        check_positions(self.decoder, tokens.shape[1] + integer(max_new_tokens, "max_new_tokens", 0) - 1)
+        batches.check_padding(attention_mask, tokens)
+        batches.check_positions(self.decoder, tokens.shape[1] + integer(max_new_tokens, "max_new_tokens", 0) - 1)
         cache, last = self._new_cache(), tokens.new_zeros(len(tokens))
         ended, training = torch.zeros_like(last, dtype=torch.bool), self.decoder.training
         self.decoder.eval()
         try:
             for _ in range(max_new_tokens):
-                padding = step_arguments(attention_mask, tokens.shape[1])
+                padding = batches.step_arguments(attention_mask, tokens.shape[1])
                 logits = self.decoder(tokens, cache=cache, use_cache=True, logits_to_keep=1, **padding).logits[:, -1]
                 last = torch.where(ended, last, sampling.draw(logits, generator))
                 yield last
@@ -429,7 +420,7 @@ class HFCausalLM(WithTokenizer):
 
     def _check_prompts(self, tokens: Tensor) -> None:
         """Raise unless prompts (B, N) can be continued; builds the model."""
-        check_prompts(tokens, self.vocab_size)
+        batches.check_prompts(tokens, self.vocab_size)
         self.configure_model()
         refuse_sharded(self, "generation needs whole parameters")
 

@@ -184,9 +184,7 @@ def changed_config(config: Any, changes: Any) -> Any:
     known_keys(changes, f"config of {config.model_type}", text)
     fixed = [n for n in ("model_type", "num_hidden_layers", "layer_types") if n in changes]
     if fixed:
-        raise ValueError(
-            f"config cannot change {fixed[0]}: weights would not fit. Build a model of that config instead."
-        )
+        raise ValueError(f"config cannot change {fixed[0]}: weights would not fit. Build a model of that config.")
     base = (text.get("rope_parameters") or {}).get("rope_theta")
     rope = changes.get("rope_parameters")
     if base is not None and isinstance(rope, Mapping) and "rope_theta" not in rope and rope.get("rope_type"):

@@ -20,6 +20,7 @@ from lightning_dilated.data import ByteDataModule, StreamDataModule
 from lightning_dilated.ext.checkpoints import sharded_checkpoint
 
 from ...distributed.forked import context
+from ...models import trainer
 from ...strategy.runs import Record
 from .checkpoint_runs import names
 
@@ -73,15 +74,12 @@ def run(text, kind, steps=STEPS, *callbacks, due=None, ends=None, ckpt=None, beg
     data = ByteDataModule(text, 64, **shares) if kind == "sequences" else StreamDataModule(text, 64, 2, **shares)
     every = [record, ActivationRecompute(stream=CHUNK), *callbacks, Between(calls)]
     options = {"enable_checkpointing": any(isinstance(x, pl.callbacks.Checkpoint) for x in callbacks), **options}
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, precision="64-true", max_steps=steps, callbacks=every, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
+    built = trainer(devices=1, precision="64-true", max_steps=steps, callbacks=every, **options)
     model = LongNetLM(PATTERN, dim=16, depth=1, num_heads=2, kv_conv=2)
     now = [mock.patch.object(x, "time", clock) for x in (model_checkpoint, sharded_checkpoint)]
     with now[0], now[1]:
         try:
-            trainer.fit(model, data, ckpt_path=ckpt)
+            built.fit(model, data, ckpt_path=ckpt)
         except SystemExit as end:
             return record.losses, end.code
     return record.losses, torch.cat([p.detach().flatten() for p in model.parameters()])

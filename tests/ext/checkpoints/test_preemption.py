@@ -22,7 +22,7 @@ from lightning_dilated.ext.checkpoints.sharded_checkpoint import ShardedCheckpoi
 from lightning_dilated.strategy import preemption
 
 from ...distributed.forked import run_ranks
-from ...strategy.runs import launched
+from ...strategy.runs import Losses, launched
 from ...strategy.test_failures import LIMIT, TORCHRUN, alive, losses
 from .checkpoint_runs import STEPS, names, run
 
@@ -58,16 +58,6 @@ def ended(*args, **options):
     with pytest.raises(SystemExit) as error:
         run(*args, **options)
     return error.value.code
-
-
-class Losses(pl.Callback):
-    """Records losses, so that they are available even if the run raises."""
-
-    def __init__(self):
-        self.losses = []
-
-    def on_train_batch_end(self, trainer, *args):
-        self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------

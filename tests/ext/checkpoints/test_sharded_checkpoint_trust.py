@@ -23,7 +23,7 @@ from lightning_dilated.checkpoint.reader import read_metadata
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.ext.export.consolidate import run as consolidate
 
-from ...models import PATTERN
+from ...models import PATTERN, trainer
 from .checkpoint_runs import STEPS, run
 
 pytestmark = pytest.mark.full
@@ -101,13 +101,10 @@ def stage(name, strategy, text, path, weights_only):
         ckpt_path = path if name == "fit" else None
         run(text, STEPS, saver, strategy=strategy, ckpt_path=ckpt_path)
         return
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, limit_test_batches=1, limit_predict_batches=1,
-    )  # fmt: skip
+    built = trainer(strategy=strategy, devices=1, limit_test_batches=1, limit_predict_batches=1)
     data = ByteDataModule(text, seq_len=64, batch_size=2, val_fraction=0.25, test_fraction=0.25, val_limit=1)
     model = LongNetLM(PATTERN, dim=16, depth=1).double()
-    getattr(trainer, name)(model, data, ckpt_path=path, weights_only=weights_only)
+    getattr(built, name)(model, data, ckpt_path=path, weights_only=weights_only)
 
 
 #: (stage, `weights_only`, whether there is a manifest)

@@ -139,10 +139,7 @@ BAD = {
         lambda d: index_of_another(d, "one\t40\t5\t10\t11\ntwo\t50\t65\t10\t11\n"),
         "the index .*a.fa does not fit the file .record 'two'.* remove the .fai",
     ),
-    "index without a record": (
-        lambda d: index_of_another(d, "one\t50\t5\t10\t11\n"),
-        "the index .*a.fa does not fit",
-    ),
+    "index without a record": (lambda d: index_of_another(d, "one\t50\t5\t10\t11\n"), "the index .*a.fa does not fit"),
     "index of other lines": (
         lambda d: index_of_another(d, "one\t50\t5\t25\t26\ntwo\t50\t65\t10\t11\n"),
         "the index .*a.fa does not fit",

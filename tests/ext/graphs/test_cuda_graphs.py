@@ -18,6 +18,8 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.transformer import DilatedTransformer, Inputs
 
+from ...models import trainer
+
 PATTERN = ld.DilatedPattern([(16, 1), (40, 3)])
 
 
@@ -338,13 +340,9 @@ def test_a_fit_frees_them(replayed, caplog):
     """A fit frees the memory of its records, and logs its share of padding once."""
     model = ld.LongNetLM(PATTERN, 16, 16, 1, 2, max_seq_len=64, cuda_graphs=True)
     tokens = torch.arange(40)[None] % 16
-    trainer = pl.Trainer(
-        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
     data = [{"tokens": tokens, "labels": tokens}] * 2
     with caplog.at_level(logging.INFO, cuda_graphs.__name__):
-        trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
+        trainer(max_steps=2).fit(model, torch.utils.data.DataLoader(data, batch_size=None))
     graphs = model.transformer.graphs
     assert messages(caplog)[1:] == ["CUDA graphs replayed 80 tokens; padding was 0.0 % of them"]
     assert replayed == [(1, 40, 16)] and graphs._turn == 2 and not graphs._records and not graphs._shared.grads
@@ -534,14 +532,7 @@ def test_a_fit_on_a_gpu_with_dropout_and_accumulation():
     """With ring_dilated on one device, a fit learns, and dropout masks differ from step to step."""
     torch.manual_seed(0)
     model = ld.LongNetLM(
-        ld.DilatedPattern.geometric(64, 512),
-        16,
-        64,
-        2,
-        4,
-        max_seq_len=512,
-        dropout=0.1,
-        cuda_graphs=True,
+        ld.DilatedPattern.geometric(64, 512), 16, 64, 2, 4, max_seq_len=512, dropout=0.1, cuda_graphs=True
     )
     text = torch.arange(512).repeat(4, 1) % 7
     batches = [{"tokens": text, "labels": text.roll(-1, 1)}] * 40

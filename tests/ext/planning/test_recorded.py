@@ -101,8 +101,40 @@ def test_streams(line):
     assert case.memory(settings, tokens).peak / GIB == pytest.approx(row["gib"], rel=0.005)
 
 
-#: (day of the file, recompute): {tokens per GPU: {GPUs: milliseconds of a step}}. Not included:
-#: 65,536 tokens on two GPUs with slow hosts, which take up to 19 % longer than planned, as the plan ignores the host
+HYBRID = DilatedPattern.hybrid(12, 12, global_every=6)
+#: (GPUs, tokens of each, pattern or None for geometric, layout, strategy, recompute, milliseconds, GiB or None) of steps on
+#: H200, from 2026-11-28_h200_two_third.md, except hybrids and attention-kept, which are from 2026-11-28_h200_two_more.md
+STEPS_ON_H200 = [
+    (1, 65536, None, "contiguous", "single", "none", 135.8, 21.2),
+    (2, 65536, None, "contiguous", "ring_dilated", "none", 151.1, 21.6),
+    (1, 131072, None, "contiguous", "single", "none", 266.7, 40.9),
+    (2, 131072, None, "contiguous", "ring_dilated", "none", 282.0, 41.5),
+    (1, 262144, None, "contiguous", "single", "none", 520.5, 80.3),
+    (2, 262144, None, "contiguous", "ring_dilated", "none", 545.5, 80.6),
+    (1, 262144, None, "contiguous", "single", KEPT, 593.2, 22.6),
+    (2, 262144, None, "contiguous", "ring_dilated_fsdp", KEPT, 614.4, 22.2),
+    (1, 524288, None, "contiguous", "single", KEPT, 1184.8, 44.2),
+    (2, 524288, None, "contiguous", "ring_dilated", KEPT, 1214.9, 44.9),
+    (1, 262144, HYBRID, "contiguous", "single", "none", 547.2, 80.2),
+    (2, 262144, HYBRID, "contiguous", "ring_dilated", "none", 839.9, 81.0),
+    (2, 262144, HYBRID, "zigzag", "ring_dilated", "none", 713.1, 81.1),
+]
+
+
+@pytest.mark.parametrize("row", STEPS_ON_H200, ids=str)
+def test_steps_on_h200(row):
+    """Errors must be at most 7 % in seconds and 1 % in memory."""
+    ranks, tokens, pattern, layout, strategy, policy, ms, gib = row
+    pattern, gpu = pattern or DilatedPattern.geometric(2048, tokens * ranks), find_gpu("H200")
+    model = ld.LongNetLM(pattern, 256, dim=768, depth=12, num_heads=12, max_seq_len=tokens * ranks)
+    subject = counted_model_of(model, "bf16-mixed", None, True, gpu.capability)
+    case = Case(subject, Facts.of(model, subject), Setup(strategy, ranks, layout=layout), gpu)
+    settings = MemorySettings(policy)
+    assert case.time(settings, tokens * ranks).seconds * 1e3 == pytest.approx(ms, rel=0.07)
+    assert case.memory(settings, tokens * ranks).peak / GIB == pytest.approx(gib, rel=0.01)
+
+
+#: (day of the file, recompute): {tokens per GPU: {GPUs: milliseconds of a step}}
 STEPS = {
     ("22", "none"): {65536: {1: 140.6, 2: 147.4, 4: 173.4}, 262144: {1: 533.7, 2: 545.0, 4: 554.8}},
     ("22", "attention-kept"): {1 << 20: {1: 2336.4, 4: 2418.6}},

@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 from lightning_dilated import LongNetClassifier, SlideEncoder
 from lightning_dilated.data import SlideDataModule, write_synthetic_slides
 from lightning_dilated.ext.pooled import survival
-from lightning_dilated.ext.pooled.survival import (
-    HazardHead,
-    concordance_index,
-    cox_losses,
-    quantile_edges,
-)
+from lightning_dilated.ext.pooled.survival import HazardHead, concordance_index, cox_losses, quantile_edges
 
 from ...examples import examples
 from ...models import PATTERN, trainer

@@ -25,14 +25,7 @@ from lightning_dilated.ext.profiling.memory.phases import (
 )
 from lightning_dilated.ext.profiling.memory.probe import Measured, Span
 from lightning_dilated.ext.profiling.memory.profiler import MemoryProfiler
-from lightning_dilated.ext.profiling.memory.report import (
-    metrics,
-    numbers,
-    rows_of,
-    show,
-    top_of,
-    unit_of,
-)
+from lightning_dilated.ext.profiling.memory.report import metrics, numbers, rows_of, show, top_of, unit_of
 
 from ...models import loader, tiny
 from ...models import trainer as quiet

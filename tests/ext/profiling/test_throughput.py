@@ -15,6 +15,8 @@ from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.callbacks import ThroughputMonitor
 from lightning_dilated.ext.profiling import throughput
 
+from ...models import trainer
+
 
 class Gpu:
     """A simulated GPU that completes one event per second, in order, up to event `done`."""
@@ -92,9 +94,8 @@ def test_batches_are_noted_when_they_have_ended(gpu):
 def test_what_a_run_before_left_is_forgotten():
     monitor, text = ThroughputMonitor(), [{"tokens": torch.arange(16), "labels": torch.arange(16)}]
     model = LongNetLM(DilatedPattern([(16, 1)]), dim=8, depth=1, num_heads=2)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(accelerator="cpu", max_steps=1, callbacks=[monitor], **quiet)
-    for run in (trainer.fit, trainer.validate, trainer.validate):
+    built = trainer(max_steps=1, callbacks=[monitor])
+    for run in (built.fit, built.validate, built.validate):
         monitor._under_way.append((RunningStage.VALIDATING, None, {}))  # None: an event that fails if it is waited for
         run(model, DataLoader(text))
         assert not monitor._under_way

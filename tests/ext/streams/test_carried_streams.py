@@ -21,6 +21,8 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import step_flops
 
 from ...examples import examples
+from ...models import trainer
+from ...strategy.runs import Losses
 from .test_endless import MODELS, VOCABULARY, call
 from .test_streaming import GEOMETRIC, lm
 
@@ -170,14 +172,6 @@ SIZE, STREAMS, STEP = 650, 3, 16
 WIDE = ld.DilatedPattern.longnet([8, 64], [1, 2])
 
 
-class Losses(pl.Callback):
-    def __init__(self):
-        self.losses = []
-
-    def on_train_batch_end(self, trainer, *args):
-        self.losses.append(float(trainer.callback_metrics["train_loss"]))
-
-
 def fitted(tmp_path, steps, ckpt=None, model=None, streams=STREAMS, separator=3, **options):
     """Return (trainer, model, data, losses) of a run. Byte 3 ends a document."""
     values = torch.randint(0, VOCABULARY, (SIZE,), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
@@ -189,13 +183,10 @@ def fitted(tmp_path, steps, ckpt=None, model=None, streams=STREAMS, separator=3,
     pl.seed_everything(1, verbose=False)
     model = model or ld.LongNetLM(WIDE, VOCABULARY, 16, 2, 2, kv_conv=3)
     record = Losses()
-    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
-    trainer = pl.Trainer(
-        devices=1, max_steps=steps, callbacks=[record, *options.pop("callbacks", [])],
-        **{"accelerator": "cpu", "precision": "64-true", **quiet, **options},
-    )  # fmt: skip
-    trainer.fit(model, data, ckpt_path=ckpt)
-    return trainer, model, data, record.losses
+    options = {"num_sanity_val_steps": None, "precision": "64-true", **options}
+    built = trainer(devices=1, max_steps=steps, callbacks=[record, *options.pop("callbacks", [])], **options)
+    built.fit(model, data, ckpt_path=ckpt)
+    return built, model, data, record.losses
 
 
 @pytest.mark.full
@@ -415,7 +406,6 @@ def on_host(carried):
 
 def test_fits_that_follow_one_another_go_on():
     """Each fit numbers its batches from 0. The first batch of a fit must not be taken for a recomputation."""
-    import lightning.pytorch as pl
     from torch.utils.data import DataLoader
 
     model, states = ld.LongNetLM(ld.DilatedPattern.dense(8), 16, 16, 1, 2, max_seq_len=64), []
@@ -431,12 +421,6 @@ def test_fits_that_follow_one_another_go_on():
         {"tokens": x, "labels": x, "stream": torch.tensor([0]), "starts": torch.tensor([[i == 0] + [False] * 7])}
         for i, x in enumerate(tokens)
     ]
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
     for part in (batches[:2], batches[2:3], batches[3:]):
-        pl.Trainer(accelerator="cpu", max_epochs=1, **quiet).fit(model, DataLoader(part, batch_size=None))
+        trainer(max_epochs=1).fit(model, DataLoader(part, batch_size=None))
     assert states == [0, 8, 16, 24]

@@ -16,6 +16,8 @@ from lightning_dilated.ext.streams import losses as streamed
 from lightning_dilated.ext.streams.training import streamed_sum
 from lightning_dilated.memory.settings import MemorySettings
 
+from ...models import trainer
+
 GEOMETRIC = ld.DilatedPattern.longnet([8, 16, 32, 64], [1, 2, 4, 8])
 VOCABULARY = 32
 
@@ -234,11 +236,9 @@ def test_stages_stream(stage):
             run = pl_module.streaming.chunk
             pl_module.streaming.chunk = lambda *args: (chunks.append(args[2]), run(*args))[1]
 
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "precision": "64-true"}
-
     def results(*callbacks):
-        trainer = pl.Trainer(accelerator="cpu", callbacks=list(callbacks), **quiet)
-        out = getattr(trainer, stage)(model, loader, **({} if stage == "predict" else {"verbose": False}))
+        built = trainer(callbacks=list(callbacks), precision="64-true")
+        out = getattr(built, stage)(model, loader, **({} if stage == "predict" else {"verbose": False}))
         key = {"validate": "val_loss", "test": "test_loss"}.get(stage)
         return [float(x["bits_per_byte"]) for x in out] if key is None else out[0][key]
 
@@ -253,22 +253,12 @@ def test_a_failed_fit_leaves_no_settings_behind():
     """After a fit has failed, the same callback can stream another model."""
     broken, model, recompute = lm(), lm(), ActivationRecompute(stream=20)
     broken.on_train_start = lambda: 1 / 0
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
     loader = DataLoader([{k: v[0] for k, v in text().items()}], batch_size=1)
     with pytest.raises(ZeroDivisionError):
-        pl.Trainer(accelerator="cpu", callbacks=[recompute], max_steps=1, precision="64-true", **quiet).fit(
-            broken, loader
-        )
+        trainer(callbacks=[recompute], max_steps=1, precision="64-true").fit(broken, loader)
     lengths, run = [], model.streaming.chunk
     model.streaming.chunk = lambda *args: (lengths.append(len(model.transformer.stream.tokens(args[2]))), run(*args))[1]
-    pl.Trainer(accelerator="cpu", callbacks=[recompute], precision="64-true", **quiet).validate(
-        model, loader, verbose=False
-    )
+    trainer(callbacks=[recompute], precision="64-true").validate(model, loader, verbose=False)
     assert lengths == [20, 20, 20, 4]
 
 
@@ -461,7 +451,7 @@ def test_refusals():
         ActivationRecompute(stream=16).on_fit_start(pl.Trainer(accelerator="cpu", logger=False), model)
     twice = [ActivationRecompute(stream=16), ActivationRecompute()]
     with pytest.raises(ValueError, match="given twice"):
-        pl.Trainer(accelerator="cpu", logger=False, callbacks=twice, enable_checkpointing=False).fit(lm(), [text()])
+        trainer(callbacks=twice).fit(lm(), [text()])
     model = Redefined(GEOMETRIC, VOCABULARY, 16, 1, 4, max_seq_len=64)
     model.configure_model()
     model.transformer.memory = MemorySettings(stream=16)

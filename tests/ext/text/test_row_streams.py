@@ -272,11 +272,7 @@ MISUSES = {
     "no such eos": (ValueError, "no token '</s>'", {"eos_token": "</s>"}),
     "readers": (ValueError, "data.readers", {"readers": 0}),
     "too many readers": (ValueError, "3 rows, but each of 4 readers", {"readers": 4}),
-    "epoch": (
-        ValueError,
-        r"data.epoch_rows is 9, not a multiple of data.readers = 2: set it to 10",
-        {"epoch_rows": 9},
-    ),
+    "epoch": (ValueError, r"data.epoch_rows is 9, not a multiple of data.readers = 2: set it to 10", {"epoch_rows": 9}),
     "seq_len": (ValueError, "data.seq_len", {"seq_len": 1}),
     "tokenizer": (TypeError, "data.tokenizer must be", {"tokenizer": 5}),
     "val_limit": (ValueError, "data.val_limit", {"val_limit": 0}),

@@ -10,7 +10,7 @@ from lightning_dilated.ext.text.messages import conversation
 from lightning_dilated.ext.text.template import TransformersTokenizer
 
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
-from ...strategy.runs import launched, trainer
+from ...strategy.runs import Losses, launched, trainer
 from ..text.chats import CHATML, END, FORGETS, START, TAGGED, bpe, chat, chats, tokenizer_json, write
 from .decoders import close, config
 
@@ -147,13 +147,7 @@ def test_losses_of_a_pack_are_those_one_by_one(tmp_path, folder, family):
 
 def train(rank, group, kind, paths, folder, cache):
     """Return losses, validation loss and weights of a run in which all ranks share each row."""
-    losses = []
-
-    class Record(pl.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            losses.append(float(trainer.callback_metrics["train_loss"]))
-
-    world = launched(rank)
+    world, record = launched(rank), Losses()
     pl.seed_everything(1, verbose=False)
     model = HFCausalLM(config("llama", vocab_size=V))
     streams = {"readers": 2, "epoch_rows": 8, "val_paths": paths, "val_limit": 3, "cache_dir": cache}
@@ -163,11 +157,11 @@ def train(rank, group, kind, paths, folder, cache):
         data = ChatStreamDataModule(paths, folder, 300, **streams)
     else:
         data = TextStreamDataModule(paths, folder, 100, column="prompt", **streams)
-    built = trainer("ring_dilated", world, max_steps=3, precision="64-true", callbacks=[Record()])
+    built = trainer("ring_dilated", world, max_steps=3, precision="64-true", callbacks=[record])
     built.fit(model, data)
     built.validate(model, data, verbose=False)
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    return {"losses": losses, "val_loss": float(built.callback_metrics["val_loss"]), "weights": weights}
+    return {"losses": record.losses, "val_loss": float(built.callback_metrics["val_loss"]), "weights": weights}
 
 
 @pytest.mark.parametrize("kind", ["chat", "chat stream", "text stream"])

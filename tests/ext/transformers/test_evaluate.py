@@ -1,9 +1,18 @@
-"""AccuracyByDepth and `evaluate` for transformers' decoders: answers counted by hand, tiles, ranks, a folder."""
+"""AccuracyByDepth, LossByPosition and `evaluate` for decoders of transformers: counts by hand, tiles, ranks, a folder."""
 
 import csv
+import math
 
 import pytest
 import torch
+
+import lightning_dilated as ld
+from lightning_dilated.callbacks import LossByPosition
+
+from ...models import loader, trainer
+from ..evaluation.test_loss_by_position import batch, by_hand
+from .decoders import config
+from .test_hf_causal_lm import HYBRID
 
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 
@@ -14,10 +23,8 @@ from lightning_dilated.ext.evaluation.evaluate import load_causal_model
 from lightning_dilated.integrations.transformers import HFCausalLM
 
 from ...cli.conftest import run_in
-from ...models import trainer
 from ...strategy.runs import launched
 from ..evaluation import test_recall_by_distance as by_distance
-from .decoders import config
 
 
 def task(**options):
@@ -143,3 +150,28 @@ def test_a_long_batch_is_warned_of_once(tmp_path, recwarn):
     trainer(max_steps=1, limit_val_batches=0).fit(model, task())
     words = [str(x.message) for x in recwarn if "16" in str(x.message) and "made for" in str(x.message)]
     assert not any("max_seq_len" in x for x in words)
+
+
+# -- LossByPosition ----------------------------------------------------------------------------------------------------
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
+
+
+@pytest.mark.parametrize("tile", [None, 7])
+@pytest.mark.parametrize("kind", ["whole", "lengths", "documents"])
+def test_equals_sums_by_hand(kind, tile, tmp_path):
+    torch.manual_seed(1)
+    model, data = ld.integrations.transformers.HFCausalLM(config("gemma3"), HYBRID, tile=tile), [batch(kind)]
+    callback = LossByPosition(table=False, picture=False)
+    run = trainer(callbacks=[callback], default_root_dir=tmp_path, precision="64-true")
+    run.validate(model, loader(*data), verbose=False)
+    with torch.no_grad():
+        want = by_hand(model, data)
+    assert {(r["part"], r["first"]) for r in callback.rows} == set(want)
+    for row in callback.rows:
+        nats, labels = want[row["part"], row["first"]]
+        assert row["tokens"] == labels and row["bits"] == pytest.approx(nats / labels / math.log(2), rel=1e-5)
+    octaves = [r for r in callback.rows if r["part"] == "octave"]
+    mean = sum(r["bits"] * r["tokens"] for r in octaves) / sum(r["tokens"] for r in octaves)
+    assert mean == pytest.approx(float(run.callback_metrics["val_bits_per_token"]), rel=1e-6)
+    assert model.watch_losses is None
+    torch.testing.assert_close(model.token_losses(data[0]).sum(), model.loss_terms(data[0])[0])

@@ -12,7 +12,7 @@ pytest.importorskip("peft", reason="needs the extra lora")
 import peft
 
 from .decoders import close, config
-from .test_hf_causal_lm import HYBRID, batch, pl_trainer
+from .test_hf_causal_lm import HYBRID, batch, one_step
 from .test_hf_lora import LORA
 
 HFCausalLM = ld.integrations.transformers.HFCausalLM
@@ -63,9 +63,9 @@ def test_goes_on_as_if_it_had_not_stopped(base, tmp_path, named):
 def test_a_checkpoint_of_the_second_run_needs_no_folder(base, tmp_path):
     trained(base).save_pretrained(tmp_path / "adapters")
     after = HFCausalLM(tmp_path / "adapters")
-    trainer = pl_trainer(tmp_path)
-    trainer.fit(after, torch.utils.data.DataLoader([{k: v[0] for k, v in batch().items()}]))
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    run = one_step(tmp_path)
+    run.fit(after, torch.utils.data.DataLoader([{k: v[0] for k, v in batch().items()}]))
+    run.save_checkpoint(tmp_path / "run.ckpt")
     (tmp_path / "adapters").rename(tmp_path / "gone")
     base.rename(tmp_path / "base gone")
     loaded = HFCausalLM.load_from_checkpoint(tmp_path / "run.ckpt").eval()

@@ -13,6 +13,7 @@ import lightning_dilated as ld
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 import transformers
 
+from ...models import trainer
 from ...strategy.runs import VOCAB, Run, fit
 from .decoders import close, config, decoder, tokens
 
@@ -117,22 +118,17 @@ def test_folders_and_checkpoints(tmp_path):
     assert again.patterns == HFCausalLM(config("qwen3"), HYBRID).patterns and len(again.patterns) == 2
     torch.testing.assert_close(again(batch()), want, rtol=0, atol=1e-6)
 
-    trainer = pl_trainer(tmp_path)
-    trainer.fit(again, torch.utils.data.DataLoader([{k: v[0] for k, v in batch().items()}]))
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    run = one_step(tmp_path)
+    run.fit(again, torch.utils.data.DataLoader([{k: v[0] for k, v in batch().items()}]))
+    run.save_checkpoint(tmp_path / "run.ckpt")
     loaded = HFCausalLM.load_from_checkpoint(tmp_path / "run.ckpt").eval()
     assert loaded.patterns == again.patterns
     torch.testing.assert_close(loaded(batch()), again.eval()(batch()), rtol=0, atol=1e-6)
     assert not torch.allclose(loaded(batch()), want, atol=1e-6)
 
 
-def pl_trainer(folder):
-    import lightning.pytorch as pl
-
-    return pl.Trainer(
-        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder,
-    )  # fmt: skip
+def one_step(folder):
+    return trainer(max_steps=1, default_root_dir=folder)
 
 
 def test_metrics():
@@ -147,10 +143,10 @@ def test_bits_are_named_after_what_is_known(tmp_path):
     data = ld.data.ByteDataModule(str(tmp_path / "a.txt"), seq_len=100, val_fraction=0.2)
     wide, many = config("llama", vocab_size=256), config("llama", vocab_size=600)
     for model in (HFCausalLM(wide), HFCausalLM(many), HFCausalLM(many, bytes_per_token=1.0)):
-        (metrics,) = pl_trainer(tmp_path).validate(model, data, verbose=False)
+        (metrics,) = one_step(tmp_path).validate(model, data, verbose=False)
         assert metrics["val_bits_per_byte"] == pytest.approx(metrics["val_loss"] / 0.6931472, rel=1e-6)
         assert "val_bits_per_token" not in metrics
-        (metrics,) = pl_trainer(tmp_path).validate(model, data.val_dataloader(), verbose=False)
+        (metrics,) = one_step(tmp_path).validate(model, data.val_dataloader(), verbose=False)
         assert metrics["val_bits_per_token"] == pytest.approx(metrics["val_loss"] / 0.6931472, rel=1e-6)
         assert "val_bits_per_byte" not in metrics
     assert "bits_per_byte" in HFCausalLM(wide, bytes_per_token=1).derived_metrics(torch.tensor(1.0))

@@ -2,7 +2,6 @@
 
 import time
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -17,6 +16,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers", minve
 pytest.importorskip("safetensors", reason="needs the extra hub")
 import transformers
 
+from ...models import trainer
 from ..text.chats import CHATML, chats, write
 from .decoders import V, config, tokens
 
@@ -85,10 +85,9 @@ def test_a_name_that_may_be_a_repository_is_said_before_the_hub_is_asked(tmp_pat
 def checkpoint(model, path, data=None):
     """Return the checkpoint of a run with one step."""
     rows = [{"tokens": x[:-1], "labels": x[1:]} for x in tokens(2, N + 1)]
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(accelerator="cpu", max_steps=1, limit_val_batches=0, **quiet)
-    trainer.fit(model, torch.utils.data.DataLoader(rows) if data is None else data)
-    trainer.save_checkpoint(path)
+    built = trainer(max_steps=1, limit_val_batches=0)
+    built.fit(model, torch.utils.data.DataLoader(rows) if data is None else data)
+    built.save_checkpoint(path)
     return str(path)
 
 

@@ -16,8 +16,9 @@ pytest.importorskip("peft", reason="needs the extra lora")
 import peft
 import transformers
 
+from ...models import trainer
 from .decoders import close, config, tokens
-from .test_hf_causal_lm import HYBRID, N, Small, batch, check, pl_trainer
+from .test_hf_causal_lm import HYBRID, N, Small, batch, check, one_step
 
 HFCausalLM = ld.integrations.transformers.HFCausalLM
 LORA = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
@@ -84,13 +85,13 @@ def test_gradients_are_those_of_the_whole_model(options):
 def test_adapters_alone_train_and_a_checkpoint_holds_all(tmp_path):
     trained = model(pattern=HYBRID, tile=8)
     before = {name: p.detach().clone() for name, p in trained.named_parameters()}
-    trainer = pl_trainer(tmp_path)
-    trainer.fit(trained, torch.utils.data.DataLoader([{k: v[0] for k, v in batch().items()}]))
+    run = one_step(tmp_path)
+    run.fit(trained, torch.utils.data.DataLoader([{k: v[0] for k, v in batch().items()}]))
     moved = {name for name, p in trained.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name in before if is_adapter(name)} and len(moved) == 12
-    states = trainer.optimizers[0].state
+    states = run.optimizers[0].state
     assert {id(p) for p in states} == {id(p) for n, p in trained.named_parameters() if is_adapter(n)}
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    run.save_checkpoint(tmp_path / "run.ckpt")
     loaded = HFCausalLM.load_from_checkpoint(tmp_path / "run.ckpt", weights_only=True).eval()
     assert loaded.lora == LORA and loaded.patterns == trained.patterns
     assert torch.equal(loaded(batch()), trained.eval()(batch()))
@@ -108,11 +109,8 @@ def test_adapters_stay_wide(tmp_path):
             dtypes.update({n: p.dtype for n, p in module.named_parameters()})
             assert all(torch.equal(p, exact[n]) for n, p in module.named_parameters() if is_adapter(n))
 
-    trainer = pl.Trainer(
-        accelerator="cpu", max_steps=1, precision="bf16-true", callbacks=[Look()], logger=False, barebones=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
-    trainer.fit(trained, torch.utils.data.DataLoader([{k: v[0] for k, v in batch().items()}]))
+    run = trainer(max_steps=1, precision="bf16-true", callbacks=[Look()], default_root_dir=tmp_path)
+    run.fit(trained, torch.utils.data.DataLoader([{k: v[0] for k, v in batch().items()}]))
     assert {name: torch.float32 if is_adapter(name) else torch.bfloat16 for name in dtypes} == dtypes
     assert {p.dtype for p in trained.double().parameters()} == {torch.float64}
 

@@ -19,14 +19,7 @@ from lightning_dilated._validation import flag, integer
 from lightning_dilated.ext.planning.advice import advise as planned
 from lightning_dilated.ext.planning.host import host_memory
 from lightning_dilated.ext.profiling.memory.phases import BACKWARD, FORWARD, OPTIMIZING, REST, Watch
-from lightning_dilated.ext.profiling.memory.probe import (
-    CpuProbe,
-    CudaProbe,
-    Measured,
-    Snapshots,
-    check_steps,
-    held_now,
-)
+from lightning_dilated.ext.profiling.memory.probe import CpuProbe, CudaProbe, Measured, Snapshots, check_steps, held_now
 from lightning_dilated.ext.profiling.memory.report import Row, Top, draw, metrics, numbers, rows_of, show, top_of
 from lightning_dilated.sequence.consensus import ControlGroup, PendingGather
 
