@@ -1,9 +1,8 @@
-"""Draw docs/far.png: recall by length, and the time of a hashed head beside a dense head.
+"""Draw docs/far.png: recall by length, and bits by position where the second half is a new version of the first.
 
     python benchmarks/draw_far.py benchmarks/results/2026-11-28_h200_far_package.jsonl docs/far.png
 
-The file has the lines that `far/package.py` printed, and lines with `head`, `tokens` and `ms`: the forward and backward of
-one head's attention, from `hashed_time.py`.
+The file has the lines that `far/package.py` printed.
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-#: name of a run, or kind of a head: (label, colour)
-LABELS = {
-    "hashed_s0": ("hashed head, seed 0", "C0"),
+#: name of a run: (label, colour)
+RECALL = {
     "hashed_s1": ("hashed head, seed 1", "C9"),
+    "hashed_s0": ("hashed head, seed 0", "C0"),
     "dense": ("dense head without positions", "C2"),
     "rotary": ("dense head, rotary positions", "C3"),
     "window": ("windows only", "C1"),
-    "hashed": ("hashed head", "C0"),
 }
-#: length of the longest training sequences
-TRAINED = 4096
+VERSIONS = {"e5_hashed": ("hashed heads", "C0"), "e5_window": ("windows only", "C1")}
 
 
 def words(tokens: float) -> str:
@@ -38,27 +35,35 @@ def words(tokens: float) -> str:
     return f"{tokens:g}"
 
 
+def training(rows: list[dict], name: str) -> str:
+    """Return the steps of a run and the length of its longest training sequences."""
+    last = [x for x in rows if x.get("name") == name and "step" in x][-1]
+    return f"{last['step']:,} steps of up to {words(last['length'])}"
+
+
 def draw(rows: list[dict], picture: Path) -> None:
-    figure, (recall, time) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for name, (label, colour) in LABELS.items():
+    figure, (recall, versions) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for name, (label, colour) in RECALL.items():
         tests = sorted((x["test"], x["right"]) for x in rows if x.get("name") == name and "right" in x)
-        if tests:
-            recall.plot(*zip(*tests, strict=True), "o-", c=colour, ms=4, label=label)
-        times = sorted((x["tokens"], x["ms"]) for x in rows if x.get("head") == name)
-        if times:
-            time.plot(*zip(*times, strict=True), "o-", c=colour, ms=4, label=label)
-    recall.axvline(TRAINED, c="0.6", ls=":", lw=1)
-    recall.text(TRAINED * 1.2, 3, "trained up to 4K", color="0.4", fontsize=8)
-    recall.set(xlabel="tokens", ylabel="answered right, %", ylim=(-3, 103), title="Recall of planted keys, one H200")
-    recall.legend(fontsize=8)
-    time.set(
-        xlabel="tokens", ylabel="ms, forward and backward", yscale="log", title="Attention of one head of 64, one H200"
-    )
-    time.legend(fontsize=8)
+        recall.plot(*zip(*tests, strict=True), "o-", c=colour, ms=4, label=f"{label}\n({training(rows, name)})")
+    recall.set(xlabel="tokens", ylabel="answered right, %", ylim=(-3, 103), title="Recall of planted keys")
+    recall.set_xscale("log", base=2)
     recall.set_xticks([2**i for i in (12, 16, 20, 24, 27, 30)])
-    for axes in (recall, time):
-        axes.set_xscale("log", base=2)
+    for name, (label, colour) in VERSIONS.items():
+        (test,) = (x for x in rows if x.get("name") == name and "eighths" in x)
+        parts = len(test["eighths"])
+        places = [test["test"] * (i + 0.5) / parts for i in range(parts)]
+        versions.plot(places, test["eighths"], "o-", c=colour, ms=4, label=f"{label} ({training(rows, name)})")
+        versions.set_xticks([test["test"] * i // 4 for i in range(5)])
+    versions.set(
+        xlabel="position in the sample; the newer versions begin at 1M",
+        ylabel="bits per byte",
+        ylim=(0, 1.1),
+        title="Newer versions of files, 1M bytes behind the older ones",
+    )
+    for axes, size in ((recall, 7.5), (versions, 8)):
         axes.xaxis.set_major_formatter(lambda x, _: words(x))
+        axes.legend(fontsize=size, loc="center right" if axes is recall else "lower left")
     figure.savefig(picture, dpi=150)
 
 

@@ -45,8 +45,14 @@ class Rows:
 
 @dataclass
 class Read:
-    """Results of lookups: outputs `out` (…, D) and, all (…,), the log-sum-exp of scores `lse`, the log chance of agreement
-    averaged by the softmax `match`, the log of the sum of chances `chance`, and the number of rows `count`.
+    """Results of lookups.
+
+    Attributes:
+        out: outputs (…, D). All other attributes are (…,).
+        lse: log-sum-exp of the scores.
+        match: log chance that the codes agree, averaged by the softmax.
+        chance: log of the sum of these chances.
+        count: number of rows.
     """
 
     out: Tensor
@@ -155,7 +161,7 @@ def soft(query: Tensor, packed: Tensor, dim: int, groups: int, taught: bool = Fa
 
 
 def mix(read: Read, null: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge lookups (P, …) and the null key in one softmax. Return outputs (…, D) and the losses agree and contrast."""
+    """Merge lookups (P, …) and the null key in one softmax. Return outputs (…, D) and two losses, `agree` and `contrast`."""
     total = torch.logaddexp(read.lse.logsumexp(0), null)
     share = (read.lse - total).exp()
     out = (share[..., None].to(read.out.dtype) * read.out).sum(0)

@@ -242,9 +242,10 @@ class Layer(nn.Module):
         return self.segments(q, k, v, q.shape[1])[:, :, 0]
 
     def hashed(self, y: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """Read rows that have the query's codes. The losses agree and contrast are means over the asked positions.
+        """Read rows that have the query's codes. With `settings.taught`, the scores of soft steps do not depend on codes.
 
-        Reads at other positions do not affect the answers, and losses of these reads would make all codes equal.
+        The losses `agree` and `contrast` are means over the asked positions. Reads at other positions do not affect the
+        answers, and losses of these reads would make all codes equal.
         """
         sizes, carried, at = self.sizes, call.carried, call.asked
         cut = (sizes.groups, sizes.codes)
@@ -270,7 +271,10 @@ class Layer(nn.Module):
         return out
 
     def sampled(self, query: Tensor, packed: Tensor, at: Tensor) -> codes.Read:
-        """Let the queries at positions p of `at` (B, A) read all rows j <= p, without a gradient to the scores."""
+        """Let the queries at positions p of `at` (B, A) read all rows j <= p. Scores do not depend on codes.
+
+        `match` and `chance` of the result pass no gradient to the scores.
+        """
         allowed = at[..., None] >= torch.arange(packed.shape[1], device=at.device)
         parts = codes.attend(chosen(query, at), packed, allowed, self.dim, self.sizes.groups, True)
         return codes.Read(*parts, at + 1).shaped(1, *at.shape)

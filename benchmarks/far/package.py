@@ -8,10 +8,10 @@
         --steps 250 150 --local 16 --tokens 4096 --lr 1e-2 --test 256 4096 65536 --chunk 4096 --least 8192 \
         --name small --out rows
 
-The task is the one of `task.py`, with noise as the haystack, or with `--data` two versions of files (`pairs.py`). The
-last head of each far layer is a far head; all other heads have windows. An answer counts as right if its probability is
-above one half, so the likeliest token is right at least as often. Appends a line of JSON to OUT/NAME.jsonl after each
-tenth of the training and each test.
+The task is the one of `task.py`, with noise as the haystack, or with `--data` two versions of files (`pairs.py`). One
+head of each layer in `--far-layers`, the last, reads far. All other heads have windows. An answer counts as right if
+its probability is above one half, so the likeliest token is right at least as often. Appends a line of JSON to
+OUT/NAME.jsonl after each tenth of the training and each test.
 """
 
 from __future__ import annotations

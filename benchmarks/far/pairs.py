@@ -94,7 +94,7 @@ class Pairs:
         )
 
     def samples(self, at: Tensor, size: int) -> Tensor:
-        """Return samples (B, N) that begin at positions `at` (B, 2) of the old and the new files, which wrap around."""
+        """Return samples (B, N) from positions `at` (B, 2): old and new files. After the last byte follows the first."""
         reach = torch.arange(size // 2, device=at.device)
         halves = [x[(i[:, None] + reach) % len(x)] for x, i in zip((self.old, self.new), at.T, strict=True)]
         return torch.cat(halves, 1).long()
@@ -196,7 +196,10 @@ def spread_out(places: Tensor, count: int) -> Tensor:
 
 
 def look(path: Path, size: int, count: int) -> dict[str, object]:
-    """Return bits per byte of held-out samples: lookups that reach all bytes, a window or nothing, and xz."""
+    """Return the bits per byte that each yardstick pays for held-out samples.
+
+    The yardsticks are xz and three lookups, which reach all bytes, a window and nothing.
+    """
     trained, held = (Pairs(pairs) for pairs in read(path))
     chances = trigrams(trained.new[: 1 << 24])
     samples = [bytes(x.tolist()) for x in held.samples(spread_out(held.walk(size), count), size)]
