@@ -176,7 +176,7 @@ def test_documents_of_a_window_stay_one_sample():
             "document 0 of cu_seqlens has 1 tokens; a slide has",
         ),
         ({"label": torch.tensor([0])}, r"packs 2 samples \(cu_seqlens\), but has 1 labels"),
-        ({"lengths": torch.tensor([10])}, "leave one of them out"),
+        ({"lengths": torch.tensor([10])}, "leave one out"),
         ({"cu_seqlens": torch.tensor([0, 5, 10], dtype=torch.int32)}, "one blank row in front"),
     ],
 )

@@ -11,8 +11,6 @@ from lightning_dilated.callbacks import LossByPosition
 
 from ...models import loader, trainer
 from ..evaluation.test_loss_by_position import batch, by_hand
-from .decoders import config
-from .test_hf_causal_lm import HYBRID
 
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 
@@ -25,6 +23,8 @@ from lightning_dilated.integrations.transformers import HFCausalLM
 from ...cli.conftest import run_in
 from ...strategy.runs import launched
 from ..evaluation import test_recall_by_distance as by_distance
+from .decoders import config
+from .test_hf_causal_lm import HYBRID
 
 
 def task(**options):
