@@ -167,10 +167,10 @@ def failing(rank, group, text, saved, who, where, strategy):
         "copy": ("HostStager", "stage"),
         "commit": (None, "commit"),
     }[where]
-    from lightning_dilated.checkpoint import folder as saved_folder
+    from lightning_dilated.checkpoint import manifest
     from lightning_dilated.ext.checkpoints import sharded_checkpoint as module
 
-    owner = {"copy": module.HostStager, "commit": saved_folder}.get(where, target[0])
+    owner = {"copy": module.HostStager, "commit": manifest}.get(where, target[0])
     real = getattr(owner, target[1])
 
     def full(*args, **kwargs):
