@@ -41,7 +41,7 @@ Batch = dict[str, Tensor]
 
 
 def pattern_of(arm: str, depth: int, heads: int, local: int = 2048) -> list[ld.DilatedPattern]:
-    """Return the patterns of alternating layers. The arm `hashed` has those of `window`.
+    """Return the patterns of alternating layers. The arm `hashed` has the patterns of `window`.
 
     Args:
         local: segment length of local heads, which the arms window and heads and all hybrids have.

@@ -184,8 +184,8 @@ def read(model: ld.LongNetLM, parts: Iterable[Part], a: argparse.Namespace) -> A
         head.eval()
         head.terms.labelled = None
     memories = () if state is None else state.memories.values()
-    kept = {} if state is None else {"rows kept": sum(len(x.keys) for x in memories), "state bytes": state.nbytes}
-    return Answers(torch.cat(nats).float(), rows, kept)
+    size = {} if state is None else {"rows kept": sum(len(x.keys) for x in memories), "state bytes": state.nbytes}
+    return Answers(torch.cat(nats).float(), rows, size)
 
 
 def recall_parts(stream: Stream, a: argparse.Namespace) -> Iterator[Part]:

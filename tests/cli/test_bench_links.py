@@ -150,7 +150,7 @@ TRUE = Links(near=2e11, far=4e10, round=3e-5, message=5e-6)
 
 
 def sample(kind, peers, size):
-    """Return a measurement whose seconds are exactly a round, plus a message and its bytes to each peer."""
+    """Return a measurement. Its seconds are exactly a round, plus a message and its bytes to each peer."""
     bandwidth = {"few": float("inf"), "near": TRUE.near, "far": TRUE.far}[kind]
     return Sample(kind, peers, size, TRUE.round + peers * TRUE.message + peers * size / bandwidth)
 

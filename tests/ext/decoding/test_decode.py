@@ -92,7 +92,7 @@ def chunkings(draw):
 @given(shaped_patterns(), chunkings())
 @settings(max_examples=examples(100))
 def test_every_row_and_the_bound(case, chunks):
-    """With any chunks, outputs equal those of the full sequence, and the cache has at most the rows of `bounded`."""
+    """With any chunks, outputs equal the outputs of the full sequence, and the cache has at most the rows of `bounded`."""
     heads, kv_heads, pattern = case
     q, k, v = qkv(heads, kv_heads)
     want = dilated_attention(q, k, v, pattern, causal=True)
