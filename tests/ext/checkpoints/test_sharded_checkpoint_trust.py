@@ -226,7 +226,7 @@ WRONG = {
     "no paths": (lambda data: setattr(data, "planner_data", None), "does not say where"),
     "other paths": (lambda data: setattr(data, "planner_data", {"a": (1.5,)}), "1.5 stands where a name belongs"),
     "a large tensor": (set_size, r"declares the shape \(1000000000000,\)"),
-    "a large part": (set_chunk, "declares a part of [0-9,]+ elements, and the files hold"),
+    "a large part": (set_chunk, "declares a part of [0-9,]+ elements, but the files hold"),
     "beyond the end": (set_entry(length=10**9), r"ends at byte [\d,]+ of __0_0.distcp, which has"),
     "before the beginning": (set_entry(offset=-1), "-1 stands where a count belongs"),
     "another folder": (set_entry(relative_path="../x"), "names the file '../x', which is not in this folder"),
