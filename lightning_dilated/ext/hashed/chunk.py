@@ -13,7 +13,6 @@ Shape letters: B batch, n tokens of a chunk on this rank, K kv heads, S earlier 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,7 +84,7 @@ class HashedChunk:
         if group is not None and max(self.lengths) > chunk.start:
             shard, number = self.stream.shard, self.stream.number(self.number)
             pieces = [shard.piece(peer) for peer in shard.peers(number)]
-            place = partial(ranks.Place.of_chunk, group, self.call, pieces, self.lengths, before)
+            place = ranks.Place.of_chunk(group, self.call, pieces, self.lengths, before, self.options.lookups)
         words = {"before": before, "place": place}
         return compute(tensors, self.options, self.documents, self.real, chunk.stop, labelled, **words)
 

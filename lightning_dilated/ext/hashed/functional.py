@@ -5,7 +5,7 @@ Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, G group
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer
 from lightning_dilated.attention.functional import autocast, check_documents, check_rows, check_scale, group_of
 from lightning_dilated.ext.hashed import ranks
-from lightning_dilated.ext.hashed.lookup import FLOOR, Inputs, Lookup, Reads, merge_lookups, why_not_sizes
-from lightning_dilated.ext.hashed.order import LIMITS, codes, largest_key, merge, sort
+from lightning_dilated.ext.hashed.lookup import FLOOR, Inputs, Lookup, Reads, merge_lookups, why_not
+from lightning_dilated.ext.hashed.order import LIMITS, codes, keys, largest_key, merge, sort
 from lightning_dilated.ext.hashed.rows import HashedRows
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.sequence.collectives import sequence_sum
@@ -133,7 +133,7 @@ def hashed_attention(
     options, samples = Options(latest, probes, scale, soft, code_scores), sizes if cu_seqlens is None else [sum(sizes)]
     tokens, place = ranks.real_tokens(shard.ranges(0 if group is None else group.rank), samples), None
     if group is not None and group.ranks > 1 and any(sizes):
-        place = partial(ranks.Place.of, group, number, shard, samples)
+        place = ranks.Place.of(group, number, shard, samples, k, options.lookups)
     result = compute(tensors, options, documents.to(q.device), tokens, longest, labelled, len(sizes), place=place)
     losses = result.losses(sequence_sum(result.totals, group))
     values = result.out, losses.agree, losses.contrast, losses.balance, losses.spread
@@ -151,6 +151,11 @@ class Options(NamedTuple):
     scale: float
     soft: bool
     code_scores: bool
+
+    @property
+    def lookups(self) -> int:
+        """P, the number of lookups of a query."""
+        return 1 if self.soft else self.probes
 
     def row_codes(self, z_k: Tensor) -> Tensor:
         """Return the codes (B, N, K, 1) of rows; all rows have the same code if lookups are soft."""
@@ -184,7 +189,7 @@ def compute(
     labelled: Tensor | None = None,
     limit: int = LIMITS[0],
     before: HashedRows | None = None,
-    place: Callable[[Tensor], ranks.Place] | None = None,
+    place: ranks.Place | None = None,
 ) -> Result:
     """Compute `hashed_attention` of checked tensors.
 
@@ -193,34 +198,36 @@ def compute(
         tokens: number of tokens that are not padding.
         longest: maximum number of tokens in a document, including earlier calls.
         before: rows of earlier calls that the documents may read; the keys contain a document in place of the sample.
-        place: a function of the codes of lookups that returns this rank's part of the call; None: one rank.
+        place: this rank's part of the call; None: one rank.
     """
     q, k, v, z_q, z_k, null = tensors
     dtype = torch.promote_types(q.dtype, torch.float32)
-    if before is None and place is None and why_not_sizes(q, z_q, dtype) is None:
-        return _fused(tensors, options, documents, tokens, longest, labelled, limit)
+    many = 1 if options.soft else z_q.shape[4] ** z_q.shape[3]
+    limits = (limit, many) if before is None else LIMITS
+    reach = longest if options.soft else min(options.latest, longest)
+    if why_not(q, z_q, dtype) is None:
+        return _fused(tensors, options, documents, tokens, reach, labelled, limits, before, place)
     z_q, z_k, null = (x.to(dtype) for x in (z_q, z_k, null))
     if tokens < documents.numel():
         z_q, z_k = (x.masked_fill((documents < 0)[:, :, None, None, None], 0) for x in (z_q, z_k))
     row_codes = options.row_codes(z_k)
     lookup_codes = row_codes if options.soft else codes(z_q.detach(), options.probes)
-    reach, block = (longest, SOFT_BLOCK) if options.soft else (min(options.latest, longest), BLOCK)
-    limits = (limit, 1 if options.soft else z_q.shape[4] ** z_q.shape[3]) if before is None else LIMITS
-    entries = sort(row_codes, lookup_codes, documents, tokens, limits, None if before is None else before.keys)
+    block = SOFT_BLOCK if options.soft else BLOCK
+    every = keys(torch.cat([row_codes, lookup_codes], -1), documents, limits)
+    entries = sort(every, tokens, None if before is None else before.keys)
     chance_q, chance_k = z_q.softmax(-1), z_k.softmax(-1)
     settings = options.scale, options.code_scores
     with torch.autocast(q.device.type, enabled=False):
         rows = Inputs(*(x.flatten(0, 2) for x in (q.unflatten(2, (k.shape[2], -1)), k, v, chance_q, chance_k)))
         if before is not None:
             pairs = (before.k, rows.k), (before.v, rows.v), (before.chances, rows.chance_k)
-            every = dict(zip(("k", "v", "chance_k"), map(torch.cat, pairs), strict=True))
-            rows = rows._replace(**every)
+            rows = rows._replace(**dict(zip(("k", "v", "chance_k"), map(torch.cat, pairs), strict=True)))
         if place is None:
             order = merge(entries, reach, block)
             reads = [x.flatten(0, 1) for x in Lookup.apply(order, lookup_codes.shape[3], settings, *rows)]
             counts = order.counts(lookup_codes.numel())
         else:
-            reads, counts = ranks.look_up(place(lookup_codes), entries, reach, block, settings, rows)
+            reads, counts = ranks.look_up(place, entries, reach, block, settings, rows)
         read = Reads(*(x.unflatten(0, lookup_codes.shape) for x in reads))
         out, agree, contrast = merge_lookups(read, null.view(k.shape[2], -1))
     real = documents >= 0
@@ -235,30 +242,26 @@ def _fused(
     options: Options,
     documents: Tensor,
     tokens: int,
-    longest: int,
+    reach: int,
     labelled: Tensor | None,
-    limit: int,
+    limits: tuple[int, int],
+    before: HashedRows | None,
+    place: ranks.Place | None,
 ) -> Result:
-    """Compute `compute` on one rank by kernels, as one autograd function."""
+    """Compute `compute` by kernels, as one autograd function."""
     from lightning_dilated.ext.hashed import fused
 
     z_k, real = tensors[4], documents >= 0
     counted = real if labelled is None else real & labelled
-    many = 1 if options.soft else z_k.shape[4] ** z_k.shape[3]
-    numbers = fused.Numbers(
-        1 if options.soft else options.probes,
-        options.scale,
-        options.code_scores,
-        options.soft,
-        longest if options.soft else min(options.latest, longest),
-        tokens,
-        many,
-        largest_key(limit, z_k.shape[2], many),
-    )
+    largest = largest_key(limits[0], z_k.shape[2], limits[1])
+    words = options.lookups, options.scale, options.code_scores, options.soft
+    numbers = fused.Numbers(*words, reach, tokens, limits[1], largest)
+    earlier, rows = (None, ()) if before is None else (before.keys, (before.k, before.v, before.chances))
     with torch.autocast(z_k.device.type, enabled=False):
-        out, agree, contrast, sums, rows, chance_k = fused.Attend.apply(numbers, documents, counted, *tensors)
-    counts = torch.stack([x.sum(1, keepdim=True) for x in (real, counted)])
-    return Result(out, agree, contrast, rows, chance_k, torch.cat([sums, counts.to(sums.dtype)], 2))
+        results = fused.Attend.apply(numbers, place, earlier, documents, counted, *tensors, *rows)
+    out, agree, contrast, sums, counts, chance_k = results
+    tokens_of = torch.stack([x.sum(1, keepdim=True) for x in (real, counted)])
+    return Result(out, agree, contrast, counts, chance_k, torch.cat([sums, tokens_of.to(sums.dtype)], 2))
 
 
 class SumOver(torch.autograd.Function):

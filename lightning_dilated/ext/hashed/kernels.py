@@ -33,7 +33,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_dilated import kernels
-from lightning_dilated.ext.hashed.order import Order
 from lightning_dilated.kernels.tiles import LN2, LOG2E, block_dim
 
 if TYPE_CHECKING:
@@ -52,8 +51,6 @@ TILES = {"forward": ((32, 32), (32, 16)), "over rows": ((32, 32), (32, 16)), "ov
 SMALL = (16, 16)
 #: maximum number of lookups that a program adds to the gradients of a tile of rows
 PART = 4096
-#: lookups and query heads of a program that computes delta
-DELTA = 64
 
 
 class Lists(NamedTuple):
@@ -71,13 +68,6 @@ class Lists(NamedTuple):
     end: Tensor
     rows: Tensor
     reach: int
-
-
-def lists(order: Order) -> Lists:
-    """Return the lists of an `Order`: its entries that read rows."""
-    entries = (order.begin < order.end).nonzero()[:, 0]
-    read = order.lookups[entries], order.begin[entries].int(), order.end[entries].int()
-    return Lists(*read, order.rows, order.reach)
 
 
 @triton.jit
@@ -250,19 +240,6 @@ def _gradients(score, agree, dw, delta, lse, d_match, chance, d_chance, seen, SC
     if SCORES:
         change += ds
     return weight, ds, change
-
-
-@triton.jit(do_not_specialize=["count"])
-def _delta(
-    delta, out, d_out, d_lse, index, count, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    LOOKUPS: tl.constexpr,
-):  # fmt: skip
-    """Write delta = do.out - dlse of each lookup and query head."""
-    i = tl.program_id(0).to(tl.int64) * LOOKUPS + tl.arange(0, LOOKUPS)
-    there = i < count
-    at = tl.load(index + i // GROUP, mask=there, other=0) * GROUP + i % GROUP
-    product = _rows(d_out, at * DIM, there, DIM, BLOCK) * _rows(out, at * DIM, there, DIM, BLOCK)
-    tl.store(delta + at, tl.sum(product, 1) - tl.load(d_lse + at, mask=there, other=0.0), mask=there)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -496,17 +473,6 @@ class Numbers(NamedTuple):
     d_match: Tensor
     d_chance: Tensor
     d_out: Tensor
-
-
-def delta(call: Call, out: Tensor, d_out: Tensor, d_lse: Tensor) -> Tensor:
-    """Return `Numbers.delta` of lookups; the lookups that are not listed get no value."""
-    (group, dim), result = call.inputs.q.shape[1:], torch.empty_like(d_lse)
-    if count := len(call.read.index) * group:
-        with kernels.on(out.device):
-            _delta[(triton.cdiv(count, DELTA),)](
-                result, out, d_out, d_lse, call.read.index, count, GROUP=group, DIM=dim, BLOCK=block_dim(dim), LOOKUPS=DELTA
-            )  # fmt: skip
-    return result
 
 
 def backward(call: Call, numbers: Numbers, merged: int, padded: bool) -> tuple[Tensor, ...]:

@@ -39,12 +39,7 @@ class Inputs(NamedTuple):
     chance_k: Tensor
 
 
-def why_not(inputs: Inputs) -> str | None:
-    """Return None if the kernels compute lookups with these inputs, else the reason."""
-    return why_not_sizes(inputs.q, inputs.chance_q, inputs.chance_q.dtype)
-
-
-def why_not_sizes(q: Tensor, logits: Tensor, chances: torch.dtype) -> str | None:
+def why_not(q: Tensor, logits: Tensor, chances: torch.dtype) -> str | None:
     """Return None if the kernels compute q (..., D) with logits (..., G, M) and this dtype of chances, else the reason."""
     dtype, dim, (groups, codes) = q.dtype, q.shape[-1], logits.shape[-2:]
     if chances != torch.float32 or dim > LARGEST.get(dtype, 0):
@@ -108,47 +103,17 @@ class Lookup(torch.autograd.Function):
         shapes = (size, group, dim), (size, group), (size, group), (size,)
         results = [new(*x) for x in zip(shapes, (0, -torch.inf, 0, -torch.inf), strict=True)]
         ctx.probes, ctx.settings = probes, settings
-        if why_not(inputs) is None:
-            from lightning_dilated.ext.hashed import kernels as compiled
-
-            read = compiled.lists(order)
-            inputs = Inputs(
-                *(x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3]), *(x.contiguous() for x in inputs[3:])
-            )
-            compiled.forward(compiled.Call(inputs, read, probes, *settings, FLOOR), results)
-            ctx.order = None  # frees its tensors
-            ctx.reach = read.reach
-            ctx.save_for_backward(*inputs, *read[:4], *(results[i][:-1] for i in (0, 1, 3)))
-        else:
-            ctx.order = order
-            ctx.save_for_backward(*tensors)
-            for _, block, reads, lookups in parts(order, inputs):
-                for result, x in zip(results, attend(block, reads, *settings), strict=True):
-                    result[lookups] = x.flatten(0, 1)
+        ctx.order = order
+        ctx.save_for_backward(*tensors)
+        for _, block, reads, lookups in parts(order, inputs):
+            for result, x in zip(results, attend(block, reads, *settings), strict=True):
+                result[lookups] = x.flatten(0, 1)
         return tuple(x[:-1].unflatten(0, (tokens, probes)) for x in results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        order, inputs = ctx.order, Inputs(*ctx.saved_tensors[:5])
-        if order is None:
-            from lightning_dilated.ext.hashed import kernels as compiled
-
-            read = compiled.Lists(*ctx.saved_tensors[5:9], ctx.reach)
-            call = compiled.Call(inputs, read, ctx.probes, *ctx.settings, FLOOR)
-            (out, lse, chance), (d_out, d_lse, d_match, d_chance) = (
-                ctx.saved_tensors[9:],
-                (x.contiguous() for x in grads),
-            )
-            delta = compiled.delta(call, out, d_out, d_lse)
-            numbers = compiled.Numbers(delta, lse, chance, d_match, d_chance, d_out)
-            d_q, d_k, d_v, d_chance_q, d_chance_k = compiled.backward(call, numbers, 1, True)
-            sums = (
-                x.view(len(inputs.q), -1, *y).sum(1)
-                for x, y in ((d_q, inputs.q.shape[1:]), (d_chance_q, inputs.chance_q.shape[1:]))
-            )
-            d_q, d_chance_q = sums
-            return None, None, None, d_q.to(inputs.q.dtype), d_k, d_v, d_chance_q, d_chance_k
+        order, inputs = ctx.order, Inputs(*ctx.saved_tensors)
         grads = tuple(torch.cat([x.flatten(0, 1), x.new_zeros(1, *x.shape[2:])]) for x in grads)
         new, widths = grads[0].new_zeros, [x.shape[1:].numel() for x in (inputs.k, inputs.v, inputs.chance_k)]
         queries = [new(len(grads[0]), *x.shape[1:]) for x in (inputs.q, inputs.chance_q)]

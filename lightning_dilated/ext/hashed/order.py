@@ -85,29 +85,21 @@ def keys(codes: Tensor, documents: Tensor, limits: tuple[int, int] = LIMITS) -> 
     return result.to(torch.int32 if largest < 2**31 else torch.int64)
 
 
-def sort(
-    row_codes: Tensor,
-    lookup_codes: Tensor,
-    documents: Tensor,
-    real: int,
-    limits: tuple[int, int] = LIMITS,
-    before: Tensor | None = None,
-) -> Entries:
-    """Sort rows and lookups by their codes, (B, N, K, 1) and (B, N, K, P).
+def sort(keys: Tensor, real: int, before: Tensor | None = None) -> Entries:
+    """Sort rows and lookups by their keys (B, N, K, 1 + P): the key of each token's row, and of its lookups.
 
     Indices of lookups refer to a flattened (B, N, K, P), and indices of rows to the rows before and a flattened
     (B, N, K).
 
     Args:
-        documents, limits: see `keys`.
         real: number of tokens without padding.
         before: (S,), the keys of rows of earlier tokens, in the order of positions.
     """
-    kinds, earlier = 1 + lookup_codes.shape[3], 0 if before is None else len(before)
-    new = keys(torch.cat([row_codes, lookup_codes], -1), documents, limits).flatten()
-    every = new if before is None else torch.cat([before, new])
+    (*_, heads, kinds), earlier = keys.shape, 0 if before is None else len(before)
+    number = keys.numel() // kinds * (kinds - 1)
+    every = keys.flatten() if before is None else torch.cat([before, keys.flatten()])
     # a stable sort keeps equal keys in the order of positions, with a row before the lookups of its token
-    size = real * row_codes.shape[2] * kinds + earlier if real else 0
+    size = real * heads * kinds + earlier if real else 0
     sorted_keys, entry = (x[:size] for x in every.sort(stable=True))
     entry = entry - earlier
     tokens, kind, is_before = entry // kinds, entry % kinds, entry < 0
@@ -115,8 +107,8 @@ def sort(
     rows = torch.where(is_before, entry, tokens) + earlier
     if size and earlier:
         tokens = torch.where(is_before, tokens.max(), tokens)
-    lookups = torch.where(is_row, lookup_codes.numel(), tokens * (kinds - 1) + kind - 1)
-    return Entries(sorted_keys, is_row, tokens, lookups, rows[is_row], lookup_codes.numel())
+    lookups = torch.where(is_row, number, tokens * (kinds - 1) + kind - 1)
+    return Entries(sorted_keys, is_row, tokens, lookups, rows[is_row], number)
 
 
 def merge(entries: Entries, reach: int, block: int) -> Order:

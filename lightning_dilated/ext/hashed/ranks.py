@@ -64,26 +64,27 @@ class Place:
         return max(1, sum(self.entries) // max(4 * self.group.ranks**2, SAMPLES))
 
     @classmethod
-    def of(cls, group: SequenceGroup, number: int, shard: Shard, lengths: Sequence[int], codes: Tensor) -> Place:
-        """Return the place in a call on samples of `lengths`, with lookups of `codes` (B, N, K, P)."""
-        kv_heads, kinds = codes.shape[2], 1 + codes.shape[3]
+    def of(
+        cls, group: SequenceGroup, number: int, shard: Shard, lengths: Sequence[int], k: Tensor, lookups: int
+    ) -> Place:
+        """Return the place in a call on samples of `lengths` with k (B, N, K, D) and P `lookups` for each query."""
         tokens = [real_tokens(shard.ranges(rank), lengths) for rank in range(group.ranks)]
-        entries = tuple(n * kv_heads * kinds for n in tokens)
-        return cls(group, number, local_positions(shard, group.rank, codes.device), kv_heads, entries, shard.longest)
+        entries = tuple(n * k.shape[2] * (1 + lookups) for n in tokens)
+        return cls(group, number, local_positions(shard, group.rank, k.device), k.shape[2], entries, shard.longest)
 
     @classmethod
     def of_chunk(
         cls, group: SequenceGroup, number: int, pieces: Sequence[range], lengths: Sequence[int], rows: HashedRows,
-        codes: Tensor,
+        lookups: int,
     ) -> Place:  # fmt: skip
         """Return the place in a chunk, with the `pieces` of all ranks and this rank's `rows` of earlier chunks."""
-        kv_heads, kinds = codes.shape[2], 1 + codes.shape[3]
-        earlier = swap(group, torch.full((group.ranks, 1), len(rows.keys), device=codes.device)).flatten().tolist()
-        tokens = [real_tokens([x], lengths) * kv_heads * kinds for x in pieces]
+        device = rows.keys.device
+        earlier = swap(group, torch.full((group.ranks, 1), len(rows.keys), device=device)).flatten().tolist()
+        tokens = [real_tokens([x], lengths) * rows.heads * (1 + lookups) for x in pieces]
         entries = tuple(map(sum, zip(tokens, earlier, strict=True)))
         longest, own = max(map(sum, zip(map(len, pieces), earlier, strict=True))), pieces[group.rank]
-        positions = torch.arange(own.start, own.stop, device=codes.device)
-        return cls(group, number, positions, kv_heads, entries, longest, rows)
+        positions = torch.arange(own.start, own.stop, device=device)
+        return cls(group, number, positions, rows.heads, entries, longest, rows)
 
     def gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the rows of all ranks, which have `counts` rows."""
@@ -165,6 +166,28 @@ class Routes(NamedTuple):
     lookup_ids: Tensor  # (lookups to send, 2)
     results: Tensor  # (lookups to send,), the index in a flattened (B, N, K, P)
 
+    def there(self) -> list[Route]:
+        """Return the routes of the tensors of `Inputs`, of `row_ids` and of `lookup_ids`."""
+        ids = [Route(None, route.sends, route.receives) for route in (self.rows, self.lookups)]
+        return [self.lookups, self.rows, self.rows, self.lookups, self.rows, *ids]
+
+
+def move(
+    group: SequenceGroup, traffic: Traffic, what: str, routes: Sequence[Route], tensors: Sequence[Tensor]
+) -> list[Tensor]:
+    """Send rows of each tensor by its route, all in one collective, and return the received rows."""
+    blocks = [
+        Block(x if route.index is None else x[route.index], route.sends, route.receives)
+        for x, route in zip(tensors, routes, strict=True)
+    ]
+    posted = wire(group, traffic).post_together(blocks, what)
+    return [joined(x, block.rows) for x, block in zip(posted.wait(), blocks, strict=True)]
+
+
+def agree_backward(place: Place) -> None:
+    """Compare on all ranks which call's backward begins."""
+    place.group.agree({"call": f"backward of hashed_attention, call {place.number}"})
+
 
 class Exchange(torch.autograd.Function):
     """Send rows of several tensors, each by its route. The backward returns gradients and adds them in a fixed order."""
@@ -172,34 +195,30 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, place: Place, routes: Sequence[Route], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.place, ctx.routes, ctx.like = place, routes, [(len(x), x.dtype) for x in tensors]
-        blocks = [
-            Block(x if route.index is None else x[route.index], route.sends, route.receives)
-            for x, route in zip(tensors, routes, strict=True)
-        ]
-        posted = wire(place.group, place.group.forward_traffic).post_together(blocks, "hashed rows")
-        received = tuple(joined(x, block.rows) for x, block in zip(posted.wait(), blocks, strict=True))
+        received = tuple(move(place.group, place.group.forward_traffic, "hashed rows", routes, tensors))
         ctx.mark_non_differentiable(*(x for x in received if not x.is_floating_point()))
         return received
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        place = ctx.place
-        place.group.agree({"call": f"backward of hashed_attention, call {place.number}"})
+        agree_backward(place := ctx.place)
         numbers = [i for i, (_, dtype) in enumerate(ctx.like) if dtype.is_floating_point]
-        blocks = [Block(grads[i], ctx.routes[i].receives, ctx.routes[i].sends) for i in numbers]
-        posted = wire(place.group, place.group.backward_traffic).post_together(blocks, "gradients of hashed rows")
-        results: list[Any] = [None] * len(grads)
-        for i, pieces, block in zip(numbers, posted.wait(), blocks, strict=True):
-            (length, dtype), index, grad = ctx.like[i], ctx.routes[i].index, joined(pieces, block.rows)
-            results[i] = grad if index is None else _add_up(grad, index, length).to(dtype)
+        routes, grads = [ctx.routes[i].back() for i in numbers], [grads[i] for i in numbers]
+        moved = move(place.group, place.group.backward_traffic, "gradients of hashed rows", routes, grads)
+        results: list[Any] = [None] * len(ctx.like)
+        for i, grad in zip(numbers, moved, strict=True):
+            (length, dtype), index = ctx.like[i], ctx.routes[i].index
+            results[i] = grad if index is None else add_up(grad, index, length).to(dtype)
         return None, None, *results
 
 
-def _add_up(x: Tensor, index: Tensor, length: int) -> Tensor:
+def add_up(x: Tensor, index: Tensor, length: int) -> Tensor:
     """Add rows of x with equal `index` in fp32 (fp64); on a GPU, index_add_ would add them in any order."""
     wide = x[index.argsort(stable=True)].to(torch.promote_types(x.dtype, torch.float32)).flatten(1)
-    sums = torch.segment_reduce(wide, "sum", lengths=torch.bincount(index, minlength=length), unsafe=True, initial=0)
+    # unlike bincount, which reads the largest index, this does not make the host wait
+    counts = torch.zeros(length, dtype=torch.int64, device=x.device).scatter_add_(0, index, torch.ones_like(index))
+    sums = torch.segment_reduce(wide, "sum", lengths=counts, unsafe=True, initial=0)
     return sums.view(length, *x.shape[1:])
 
 
@@ -219,12 +238,9 @@ def look_up(
     place: Place, entries: Entries, reach: int, block: int, settings: tuple[float, bool], inputs: Inputs
 ) -> tuple[list[Tensor], Tensor]:
     """Return the `Reads` of this rank's lookups, (B N K P, ...), and the number of rows that each lookup reads."""
-    if place.earlier is not None and not len(entries.keys):  # a rank without tokens, too, has rows that others read
-        entries = only_rows(place.earlier.keys, entries.number)
     routes = find_routes(place, entries, reach)
-    kinds = [routes.lookups, routes.rows, routes.rows, routes.lookups, routes.rows]
-    ids = [Route(None, route.sends, route.receives) for route in (routes.rows, routes.lookups)]
-    *received, row_ids, lookup_ids = Exchange.apply(place, (*kinds, *ids), *inputs, routes.row_ids, routes.lookup_ids)
+    tensors = *inputs, routes.row_ids, routes.lookup_ids
+    *received, row_ids, lookup_ids = Exchange.apply(place, routes.there(), *tensors)
     order = merge(received_entries(row_ids, lookup_ids), reach, block)
     read = Lookup.apply(order, 1, settings, *received)
     back = Exchange.apply(place, (routes.lookups.back(),) * 5, *read, order.counts(len(lookup_ids))[:, None])
@@ -262,6 +278,8 @@ def lexical(keys: Tensor, positions: Tensor) -> Tensor:
 
 def find_routes(place: Place, entries: Entries, reach: int) -> Routes:
     """Cut the sorted list of all ranks, and return this rank's routes. Collective; the host waits for the counts."""
+    if place.earlier is not None and not len(entries.keys):  # a rank without tokens, too, has rows that others read
+        entries = only_rows(place.earlier.keys, entries.number)
     is_row, tokens, keys = entries.is_row, entries.queries, entries.keys.long()
     positions, local = find_positions(place, entries)
     ids = torch.stack([keys, positions], 1)

@@ -80,32 +80,42 @@ def _codes(
         margins = later
 
 
-@triton.jit(do_not_specialize=["size"])
-def _split(rows, row_keys, index, keys, entry, rows_before, size, KINDS: tl.constexpr, ENTRIES: tl.constexpr):
+@triton.jit
+def _entries(entry, i, there, earlier, OWN: tl.constexpr, KINDS: tl.constexpr):
+    """Load entries; return whether each is a row, the index of the row, and the index of the lookup; see `listed`."""
+    which = tl.load(entry + i, mask=there, other=0)
+    is_earlier = which < earlier
+    of_token = tl.maximum(which - earlier, 0)
+    token, kind = of_token // KINDS, of_token % KINDS
+    is_row = is_earlier | (kind < OWN)
+    return is_row, tl.where(is_earlier, which, earlier + token), token * (KINDS - OWN) + kind - OWN
+
+
+@triton.jit(do_not_specialize=["size", "earlier"])
+def _split(
+    rows, row_keys, index, keys, entry, rows_before, size, earlier,
+    OWN: tl.constexpr, KINDS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
     """Write the rows, their keys, and the lookups of a sorted list; `rows_before` includes the entry itself."""
     i = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
     there = i < size
-    which = tl.load(entry + i, mask=there, other=0)
     before = tl.load(rows_before + i, mask=there, other=1)
-    row, kind = which // KINDS, which % KINDS
-    is_row = there & (kind == 0)
-    tl.store(rows + before - 1, row.to(rows.dtype.element_ty), mask=is_row)
-    tl.store(row_keys + before - 1, tl.load(keys + i, mask=there, other=0), mask=is_row)
-    lookup = row * (KINDS - 1) + kind - 1
-    tl.store(index + i - before, lookup.to(index.dtype.element_ty), mask=there & (kind > 0))
+    is_row, row, lookup = _entries(entry, i, there, earlier, OWN, KINDS)
+    tl.store(rows + before - 1, row.to(rows.dtype.element_ty), mask=there & is_row)
+    tl.store(row_keys + before - 1, tl.load(keys + i, mask=there, other=0), mask=there & is_row)
+    tl.store(index + i - before, lookup.to(index.dtype.element_ty), mask=there & ~is_row)
 
 
-@triton.jit(do_not_specialize=["size", "reach"])
+@triton.jit(do_not_specialize=["size", "earlier", "reach"])
 def _ranges(
-    begin, end, reads, row_keys, keys, entry, rows_before, size, reach,
-    KINDS: tl.constexpr, STEPS: tl.constexpr, ENTRIES: tl.constexpr,
+    begin, end, reads, row_keys, keys, entry, rows_before, size, earlier, reach,
+    OWN: tl.constexpr, KINDS: tl.constexpr, STEPS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Write the range of rows that each lookup reads, in sorted order, and the number of rows, by lookup."""
     i = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
     there = i < size
-    which = tl.load(entry + i, mask=there, other=0)
-    row, kind = which // KINDS, which % KINDS
-    there = there & (kind > 0)
+    is_row, _, lookup = _entries(entry, i, there, earlier, OWN, KINDS)
+    there = there & ~is_row
     stop = tl.load(rows_before + i, mask=there, other=0)
     key = tl.load(keys + i, mask=there, other=0)
     low = tl.maximum(stop - reach, 0)
@@ -118,7 +128,7 @@ def _ranges(
         low = tl.where(is_open & is_less, middle + 1, low)
     tl.store(begin + i - stop, low, mask=there)
     tl.store(end + i - stop, stop, mask=there)
-    tl.store(reads + row * (KINDS - 1) + kind - 1, stop - low, mask=there)
+    tl.store(reads + lookup, stop - low, mask=there)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -283,26 +293,30 @@ def code(
     return Coded(*chances, parts.sum(2), keys)
 
 
-def listed(keys: Tensor, probes: int, size: int, reach: int) -> tuple[Lists, Tensor]:
-    """Sort keys (E,), and return the lists of the first `size` entries, and the numbers of rows that lookups read.
+def listed(
+    keys: Tensor, entry: Tensor, probes: int, earlier: int, own: bool, reach: int, number: int
+) -> tuple[Lists, Tensor]:
+    """Return the lists of sorted entries, and how many rows each of `number` lookups reads, without those not listed.
 
-    Padding is last in the sorted list, so `size` is the number of entries without padding. Lookups of padding get no
-    number.
+    Args:
+        keys, entry: (E,), the keys in sorted order and the index of each entry. The first `earlier` indices are rows.
+            The indices after them are each token's row, if `own`, and its P lookups.
     """
-    kinds = 1 + probes
-    sorted_keys, entry = (x[:size] for x in keys.sort(stable=True))
-    before = (entry % kinds == 0).cumsum(0, dtype=torch.int32)
-    number, lookups = size // kinds, size // kinds * probes
-    whole = torch.int32 if len(keys) < 2**31 else torch.int64
+    kinds, size = own + probes, len(entry)
+    is_row = entry < earlier
+    if own:
+        is_row |= (entry - earlier) % kinds == 0
+    before = is_row.cumsum(0, dtype=torch.int32)
+    tokens = (size - earlier) // kinds
+    rows, lookups = earlier + tokens * own, tokens * probes
+    whole = torch.int32 if earlier + number < 2**31 else torch.int64
     new = lambda n, dtype=torch.int32: torch.empty(n, dtype=dtype, device=keys.device)  # noqa: E731
-    rows, index, row_keys = new(number, whole), new(lookups, whole), new(number, keys.dtype)
-    begin, end = new(lookups), new(lookups)
-    reads = new(len(keys) // kinds * probes)
+    row, index, row_keys = new(rows, whole), new(lookups, whole), new(rows, keys.dtype)
+    begin, end, reads = new(lookups), new(lookups), new(number)
     if size:
         with kernels.on(keys.device):
-            grid, common = (triton.cdiv(size, ENTRIES),), (sorted_keys, entry, before, size)
-            _split[grid](rows, row_keys, index, *common, KINDS=kinds, ENTRIES=ENTRIES)
-            _ranges[grid](
-                begin, end, reads, row_keys, *common, reach, KINDS=kinds, STEPS=reach.bit_length(), ENTRIES=ENTRIES
-            )
-    return Lists(index, begin, end, rows, reach), reads
+            grid, common = (triton.cdiv(size, ENTRIES),), (keys, entry, before, size, earlier)
+            options = {"OWN": int(own), "KINDS": kinds, "ENTRIES": ENTRIES}
+            _split[grid](row, row_keys, index, *common, **options)
+            _ranges[grid](begin, end, reads, row_keys, *common, reach, STEPS=reach.bit_length(), **options)
+    return Lists(index, begin, end, row, reach), reads

@@ -272,13 +272,12 @@ def test_the_work_of_tiles_of_rows():
 
 
 def of(dim=16, groups=4, codes=16, dtype=torch.bfloat16, chances=torch.float32):
-    rows = [torch.empty(3, *shape, dtype=dtype) for shape in ((2, dim), (dim,), (dim,))]
-    return lookup.Inputs(*rows, *(torch.empty(3, groups, codes, dtype=chances) for _ in range(2)))
+    return torch.empty(3, 2, dim, dtype=dtype), torch.empty(3, groups, codes), chances
 
 
 def reasons(rank, group):
     return [
-        lookup.why_not(of(**x))
+        lookup.why_not(*of(**x))
         for x in (
             {}, {"dim": 256}, {"dim": 256, "dtype": torch.float32}, {"dim": 257}, {"dtype": torch.float64},
             {"chances": torch.float64}, {"groups": 8}, {"groups": 9}, {"groups": 9, "codes": 2}, {"groups": 1, "codes": 128},
@@ -289,4 +288,4 @@ def reasons(rank, group):
 def test_which_calls_are_served(interpreter):
     served, *others = [reason is None for reason in interpreter.run(1, reasons)[0]]
     assert served and others == [True, False, False, False, False, True, False, False, True]
-    assert "TRITON_INTERPRET" in lookup.why_not(of())
+    assert "TRITON_INTERPRET" in lookup.why_not(*of())
