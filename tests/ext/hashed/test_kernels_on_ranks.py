@@ -1,13 +1,15 @@
-"""The kernels compute lookups of several ranks, in Triton's interpreter."""
+"""The kernels compute calls of several ranks, and chunks of streams, in Triton's interpreter."""
 
 from dataclasses import replace
 
+import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from ...examples import examples
-from .cases import cases, compare
+from . import test_shared_streams as streams
+from .cases import Case, cases, compare
 from .test_kernels import forced
 from .test_ranks import attend, joined
 
@@ -17,8 +19,30 @@ def on_ranks(rank, group, case, layout):
         return attend(rank, group, case, {"layout": layout})
 
 
+def in_chunks(rank, group, case, chunk, samples):
+    with forced((4, 16), 4):
+        return streams.attend(rank, group, case, chunk, samples)
+
+
 @given(case=cases(), layout=st.sampled_from(["contiguous", "zigzag"]))
-@settings(max_examples=examples(12), deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 def test_any_call(interpreter, case, layout):
     case = replace(case, dtype=torch.float32)
     compare(joined(interpreter.run(2, on_ranks, case, layout)), case.by_definition(), 2e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@given(case=cases(5), chunk=st.integers(2, 6), samples=st.sampled_from([1, 4096]))
+@example(case=Case((14, 9), latest=3), chunk=5, samples=1)
+@settings(max_examples=examples(2), deadline=None)
+def test_any_chunks(interpreter, size, case, chunk, samples):
+    """A chunk reads rows of earlier chunks; some ranks have no tokens of a chunk."""
+    assume(case.seq_len)
+    streams.check(interpreter, size, replace(case, dtype=torch.float32), chunk, samples, in_chunks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+def test_chunks(interpreter, size):
+    case = Case((40, 33), padding=3, latest=6, kv_heads=2, probes=2, dtype=torch.float32)
+    streams.check(interpreter, size, case, 16, run=in_chunks)

@@ -38,12 +38,12 @@ def attend(rank, group, case, chunk, samples=ranks.SAMPLES):
         return chunks.positions, chunks.run(tensors, weights(tensors[0].shape, 0))
 
 
-def check(pool, size, case, chunk, samples=ranks.SAMPLES):
+def check(pool, size, case, chunk, samples=ranks.SAMPLES, run=attend):
     """Check that the ranks together give the results of the oracle."""
     case = replace(case, code_scores=not case.soft)
     tensors, labelled = case.tensors(), Chunks(case, chunk).labelled
     want = by_definition(case, tensors, weights(tensors[0].shape, 0), labelled)
-    parts = pool.run(size, attend, case, chunk, samples)
+    parts = pool.run(size, run, case, chunk, samples)
     order = torch.tensor([p for at, _ in parts for p in at]).argsort()
     got = {name: torch.cat([x[name].double() for _, x in parts], 1)[:, order] for name in want if name != "d null"}
     compare(got | {"d null": sum(x["d null"] for _, x in parts)}, want, TOLERANCES[case.dtype])

@@ -23,7 +23,6 @@ from ..streams.test_carried_streams import batch, fitted
 from ..streams.test_endless import VOCABULARY, call, expected
 from ..streams.test_streaming import PACKED, PADDED, SHORT_PACKED, lm, text
 from .cases import NAMES, Case, cases, compare, weights
-from .test_kernels import forced
 
 WEIGHTS = (0.3, 0.7, 2.0, 3.0)
 HASHED_OPTIONS = {"groups": 2, "codes": 3, "latest": 4, "probes": 2, "soft_until": 0}
@@ -128,21 +127,6 @@ def test_all_codes_equal():
     """One code: a query reads the L latest rows, across chunks."""
     for latest in (1, 5, 100):
         check_chunks(Case((50,), codes=1, latest=latest), 8)
-
-
-def by_kernels(rank, group, case, chunk):
-    with forced():
-        tensors = case.tensors()
-        return Chunks(case, chunk).run(tensors, weights(tensors[0].shape, 0))
-
-
-@pytest.mark.slow
-def test_kernels(interpreter):
-    """The kernels compute chunks with rows before them."""
-    case = Case((40, 33), padding=3, latest=6, kv_heads=2, dtype=torch.float32)
-    got, tensors = interpreter.run(1, by_kernels, case, 16)[0], case.tensors()
-    got["out"] = got["out"].double()
-    compare(got, by_definition(case, tensors, weights(tensors[0].shape, 0), Chunks(case, 16).labelled), 2e-5)
 
 
 @pytest.mark.parametrize("latest", [1, 3])
