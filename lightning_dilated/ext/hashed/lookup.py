@@ -1,7 +1,7 @@
 """Compute the scores and sums of hashed attention, and their gradients, in blocks of an `Order`.
 
 A few blocks are computed at a time, and again in the backward, so memory is O(N). Sums are added in a fixed order.
-Where `why_not` returns None, the Triton kernels of `kernels.py` compute a call.
+Where `why_not` returns None, the kernels of `fused.py` compute a call instead.
 
 Shape letters: B batch, N tokens, K kv heads, R = B N K rows, g query heads for each kv head, D head dim, G groups of M
 codes, P lookups for each query, b blocks of T entries, S rows that a block may read.

@@ -363,8 +363,9 @@ def planned_sums(size: int, itemsize: int, ranks: int) -> int:
 
 
 def planned_bytes(
-    inputs: Inputs, ranks: int, samples: int, latest: int, sent: tuple[int, int], received: tuple[int, int]
-) -> tuple[int, int]:
+    inputs: Inputs, ranks: int, samples: int, latest: int, sent: tuple[int, int], received: tuple[int, int],
+    kernels: bool,
+) -> tuple[int, int]:  # fmt: skip
     """Return the bytes that a rank sends to other ranks in forward and backward.
 
     Args:
@@ -372,11 +373,13 @@ def planned_bytes(
         samples: number of this rank's samples.
         latest: number of rows that a rank offers for each part: L, or the largest number of tokens on a rank if less.
         sent, received: numbers of rows and of lookups that this rank sends to other ranks, and receives from them.
+        kernels: whether kernels compute the call. Its backward sends the gradient of a query's output to each lookup.
     """
     width = lambda *tensors: sum(x.shape[1:].numel() * x.element_size() for x in tensors)  # noqa: E731
     q, k, v, chance_q, chance_k = inputs
     row, lookup = width(k, v, chance_k), width(q, chance_q)
     result = (q.shape[1] * (q.shape[2] + 2) + 1) * chance_q.element_size()
+    grad = 4 * (3 * q.shape[1] + 2) + width(q) if kernels else result
     control = (ranks - 1) * (16 * samples + 8 * (2 + latest) + 8)
-    forward = sent[0] * (row + 16) + sent[1] * (lookup + 16) + received[1] * (result + 8) + control
-    return forward, received[0] * row + received[1] * lookup + sent[1] * result
+    forward = sent[0] * (row + 16) + sent[1] * (lookup + 16) + received[1] * (result + (4 if kernels else 8)) + control
+    return forward, received[0] * row + received[1] * lookup + sent[1] * grad

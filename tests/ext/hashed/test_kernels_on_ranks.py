@@ -11,7 +11,7 @@ from ...examples import examples
 from . import test_shared_streams as streams
 from .cases import Case, cases, compare
 from .test_kernels import forced
-from .test_ranks import attend, joined
+from .test_ranks import attend, check_bytes, joined
 
 
 def on_ranks(rank, group, case, layout):
@@ -27,8 +27,12 @@ def in_chunks(rank, group, case, chunk, samples):
 @given(case=cases(), layout=st.sampled_from(["contiguous", "zigzag"]))
 @settings(max_examples=examples(8), deadline=None)
 def test_any_call(interpreter, case, layout):
+    """The results are the oracle's, and ranks send the planned bytes."""
     case = replace(case, dtype=torch.float32)
-    compare(joined(interpreter.run(2, on_ranks, case, layout)), case.by_definition(), 2e-5)
+    answers = interpreter.run(2, on_ranks, case, layout)
+    compare(joined(answers), case.by_definition(), 2e-5)
+    if not case.soft:
+        check_bytes(case, 2, layout, answers, kernels=True)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -39,6 +43,10 @@ def test_any_chunks(interpreter, size, case, chunk, samples):
     """A chunk reads rows of earlier chunks; some ranks have no tokens of a chunk."""
     assume(case.seq_len)
     streams.check(interpreter, size, replace(case, dtype=torch.float32), chunk, samples, in_chunks)
+
+
+def test_bytes_of_chunks_are_planned(interpreter):
+    streams.check_traffic(interpreter, 2, Case((30, 21), latest=5, kv_heads=2, dtype=torch.float32))
 
 
 @pytest.mark.slow

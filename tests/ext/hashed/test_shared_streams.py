@@ -123,7 +123,9 @@ def traffic(rank, group, case, chunk):
             place, _, reach, routes = calls[-1]
             moved = [[others(x) for x in (routes.rows[i], routes.lookups[i])] for i in (1, 2)]
             samples, latest = -(-place.entries[rank] // place.step), min(reach, place.longest)
-            forward, backward = ranks.planned_bytes(inputs, ours.ranks, samples, latest, *moved)
+            forward, backward = ranks.planned_bytes(
+                inputs, ours.ranks, samples, latest, *moved, kernels=case.dtype == torch.float32
+            )
             planned.append((forward + 8 * (ours.ranks - 1) + more, backward * runs_back))
             sent.append((ours.forward_traffic.sent, ours.backward_traffic.sent))
             ours.forward_traffic.clear()
@@ -143,10 +145,13 @@ def traffic(rank, group, case, chunk):
         return sent, planned
 
 
-def test_bytes_are_planned(pool):
-    case = Case((60, 51), latest=5, kv_heads=2, probes=2)
-    for sent, planned in pool.run(3, traffic, case, 16):
+def check_traffic(pool, size, case):
+    for sent, planned in pool.run(size, traffic, case, 16):
         assert sent == planned and any(backward for _, backward in sent)
+
+
+def test_bytes_are_planned(pool):
+    check_traffic(pool, 3, Case((60, 51), latest=5, kv_heads=2, probes=2))
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def sent_bytes(
     row = new(sizes.head_dim)
     inputs = Inputs(new(sizes.heads // sizes.kv_heads, sizes.head_dim), row, row, chances, chances)
     moved = tuple(n * (ranks - 1) / ranks for n in (rows, lookups))
-    forward, backward = planned_bytes(inputs, ranks, 0, x.latest, moved, moved)
+    forward, backward = planned_bytes(inputs, ranks, 0, x.latest, moved, moved, kernels=True)
     return forward, forward + backward
 
 
