@@ -36,7 +36,7 @@ EXT = "ext"
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent / "lightning_dilated"
 #: maximum lines of the core and of the package, and maximum imports of the package within the core's functions. Lower a
 #: budget that is more than `SLACK` above the current number; increase one only with a feature that needs the lines
-CORE, PACKAGE, INNER = 27_000, 68_300, 26
+CORE, PACKAGE, INNER = 27_000, 68_400, 26
 SLACK = 150
 #: largest number of files in a folder
 FOLDER = 20

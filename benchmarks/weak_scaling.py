@@ -18,7 +18,8 @@ runs them; its time is the median between the ends of steps on the GPU of the sl
 not wait for the GPU between steps. `--wait` makes it wait, which adds the host's time until the first kernels of a step
 (used for rows before 2026-11-23, and for rows of several ranks on that day). "exposed" is the time in which the kernels
 of a further step, on an idle GPU, wait for rows, on the rank that waits most. `--profile FOLDER` then writes a trace of
-`PROFILED` more steps for each row and rank.
+`PROFILED` more steps for each row and rank. `--memory FOLDER` writes a snapshot of the allocator in the first measured
+step, for `peak_of.py`; times are longer then, and the row's peak is of the steps after the profiler's last reset.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--wait", action="store_true", help="for the GPU after every step")
     p.add_argument("--warm", type=int, help="steps before (default: 4M tokens, but at least 2)")
     p.add_argument("--profile", type=Path, help="folder of traces")
+    p.add_argument("--memory", type=Path, help="folder of snapshots of the allocator")
     args = p.parse_args(argv)
     if args.warm is not None and args.warm < 1:
         p.error(f"--warm must be at least 1, got {args.warm}: the clock starts at the end of a step.")
@@ -163,6 +165,10 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
     kind = ld.RingDilatedStrategy if args.strategy == "ring_dilated" else ld.RingDilatedFSDPStrategy
     checks = {"check_replicas": args.check_replicas or None} if args.strategy == "ring_dilated" else {}
     callbacks = [clock] if args.recompute == "none" else [clock, ld.callbacks.ActivationRecompute(args.recompute)]
+    if args.memory:
+        callbacks.append(
+            ld.callbacks.MemoryProfiler(folder=args.memory, timeline=False, snapshot_steps=(warm, warm + 1))
+        )
     trainer = pl.Trainer(
         accelerator=args.accelerator, devices=dist_ranks(), precision=args.precision, max_steps=steps, logger=False,
         strategy=kind(exchange=args.exchange, head_size=args.head_size, layout=args.layout, **checks),

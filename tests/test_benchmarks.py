@@ -26,6 +26,30 @@ def test_help(path, monkeypatch, capsys):
     assert ended.value.code == 0 and "usage:" in capsys.readouterr().out
 
 
+def test_peak_of_counts_what_is_live_at_the_peak() -> None:
+    script = runpy.run_path(str(ROOT / "peak_of.py"))
+    frame = lambda folder, name: {"filename": f"/x/{folder}/{name}.py", "line": 7, "name": "run"}  # noqa: E731
+    stacks = [[frame("torch", "nn"), frame("models", "own")], [frame("torch", "nn")], []]
+    event = lambda action, addr, size, stack=(): {"action": action, "addr": addr, "size": size, "frames": stack}  # noqa: E731
+    events = [
+        event("free_requested", 9, 8),  # allocated before the snapshot
+        event("alloc", 1, 3 << 20, stacks[0]),
+        event("alloc", 2, 1 << 20, stacks[1]),
+        event("free_requested", 1, 3 << 20),
+        event("alloc", 1, 2 << 20, stacks[0]),
+        event("alloc", 3, 2 << 20, stacks[0]),
+        event("alloc", 4, 1 << 19, stacks[2]),
+        event("free_requested", 2, 1 << 20),
+        event("alloc", 5, 1 << 19, stacks[1]),
+    ]
+    rows = script["table"](events).splitlines()[2:]
+    assert rows == [
+        "| 4.0 | 2 | models/own.py:7 run |", "| 1.0 | 1 | torch/nn.py:7 run |", "| 0.5 | 1 | no Python frame |",
+        "| 5.5 | | all |",
+    ]  # fmt: skip
+    assert script["at_peak"]([]) == (0, [])
+
+
 # -- figures and their rows --------------------------------------------------------------------------------------------
 CHECKOUT = Path(__file__).resolve().parents[1]
 RESULTS = CHECKOUT / "benchmarks" / "results"
