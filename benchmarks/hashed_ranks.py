@@ -4,6 +4,7 @@
 
 q, k, v and logits are bf16, with one head of 64 and two probes by default. A row has the milliseconds of a forward and
 its backward, with sorts and losses, as the median of `--repeats` calls on the slowest rank, and the MB that a rank receives.
+With `--profile`, the first rank then prints where a call's time is, on the host and on the GPU.
 Shape letters: R ranks, N = R L tokens, L tokens of a rank.
 """
 
@@ -30,6 +31,7 @@ def options() -> argparse.Namespace:
         p.add_argument(f"--{name}", type=int, default=value)
     p.add_argument("--layouts", nargs="+", default=["contiguous", "zigzag"])
     p.add_argument("--repeats", type=int, default=7)
+    p.add_argument("--profile", action="store_true")
     return p.parse_args()
 
 
@@ -62,6 +64,20 @@ def milliseconds(run, device: torch.device, repeats: int, settle=lambda: None) -
     return statistics.median(times[2:])
 
 
+def profile(run, device: torch.device) -> str:
+    """Return tables of the operations of a call: by time on the host, and on a GPU by time on the GPU."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    keys = ["self_cpu_time_total"]
+    if device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        keys.append("self_cuda_time_total")
+    with torch.profiler.profile(activities=kinds) as recorded:
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    return "\n".join(recorded.key_averages().table(key, row_limit=25, max_name_column_width=50) for key in keys)
+
+
 def main() -> None:
     a, rank, ranks = options(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
@@ -81,6 +97,9 @@ def main() -> None:
             received = group.forward_traffic.received + group.backward_traffic.received
             took, received = most(device, took, received)
             say(f"| {ranks} | {local:,} | {layout} | {took:.2f} | {received / 1e6:.1f} |")
+            if a.profile:
+                say(profile(run, device))
+                group.settle()
             group.close()
         for tokens in (local, local * ranks):
             if rank == 0:
